@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpizero import layout as layout
     from mpizero import nn as nn
     from mpizero import optim as optim
-    from mpizero import parallel as parallel
+    from mpizero import sharding as sharding
     from mpizero import testing as testing
     from mpizero.adapters import FunctionModel as FunctionModel
     from mpizero.comm import InMemoryCommunicator as InMemoryCommunicator
@@ -50,38 +50,38 @@ if TYPE_CHECKING:
     from mpizero.optim import TensorStep as TensorStep
     from mpizero.optim import Tikhonov as Tikhonov
     from mpizero.optim import TotalVariation as TotalVariation
-    from mpizero.parallel import BadSteps as BadSteps
-    from mpizero.parallel import DDPModel as DDPModel
-    from mpizero.parallel import DDPOptimizer as DDPOptimizer
-    from mpizero.parallel import Evaluation as Evaluation
-    from mpizero.parallel import FSDPModel as FSDPModel
-    from mpizero.parallel import FSDPOptimizer as FSDPOptimizer
-    from mpizero.parallel import GradientCompressionOptimizer as GradientCompressionOptimizer
-    from mpizero.parallel import Gradients as Gradients
-    from mpizero.parallel import HybridShardedModel as HybridShardedModel
-    from mpizero.parallel import HybridShardedOptimizer as HybridShardedOptimizer
-    from mpizero.parallel import LocalSGDOptimizer as LocalSGDOptimizer
-    from mpizero.parallel import MinimizeResult as MinimizeResult
-    from mpizero.parallel import ModelMetadata as ModelMetadata
-    from mpizero.parallel import OptimizationOptions as OptimizationOptions
-    from mpizero.parallel import OptimizationResult as OptimizationResult
-    from mpizero.parallel import PipelineParallelModel as PipelineParallelModel
-    from mpizero.parallel import ShardedModelBase as ShardedModelBase
-    from mpizero.parallel import ShardedOptimizer as ShardedOptimizer
-    from mpizero.parallel import ShardingConfig as ShardingConfig
-    from mpizero.parallel import StepReport as StepReport
-    from mpizero.parallel import TensorParallelModel as TensorParallelModel
-    from mpizero.parallel import ZeRO1Model as ZeRO1Model
-    from mpizero.parallel import ZeRO1Optimizer as ZeRO1Optimizer
-    from mpizero.parallel import ZeRO2Model as ZeRO2Model
-    from mpizero.parallel import ZeRO2Optimizer as ZeRO2Optimizer
-    from mpizero.parallel import ZeRO3Model as ZeRO3Model
-    from mpizero.parallel import ZeRO3Optimizer as ZeRO3Optimizer
-    from mpizero.parallel import distribute as distribute
-    from mpizero.parallel import dump_bad_step as dump_bad_step
-    from mpizero.parallel import measured_costs as measured_costs
-    from mpizero.parallel import minimize as minimize
-    from mpizero.parallel import replay_bad_step as replay_bad_step
+    from mpizero.sharding import BadSteps as BadSteps
+    from mpizero.sharding import DDPModel as DDPModel
+    from mpizero.sharding import DDPOptimizer as DDPOptimizer
+    from mpizero.sharding import Evaluation as Evaluation
+    from mpizero.sharding import FSDPModel as FSDPModel
+    from mpizero.sharding import FSDPOptimizer as FSDPOptimizer
+    from mpizero.sharding import GradientCompressionOptimizer as GradientCompressionOptimizer
+    from mpizero.sharding import Gradients as Gradients
+    from mpizero.sharding import HybridShardedModel as HybridShardedModel
+    from mpizero.sharding import HybridShardedOptimizer as HybridShardedOptimizer
+    from mpizero.sharding import LocalSGDOptimizer as LocalSGDOptimizer
+    from mpizero.sharding import MinimizeResult as MinimizeResult
+    from mpizero.sharding import ModelMetadata as ModelMetadata
+    from mpizero.sharding import OptimizationOptions as OptimizationOptions
+    from mpizero.sharding import OptimizationResult as OptimizationResult
+    from mpizero.sharding import PipelineParallelModel as PipelineParallelModel
+    from mpizero.sharding import ShardedModelBase as ShardedModelBase
+    from mpizero.sharding import ShardedOptimizer as ShardedOptimizer
+    from mpizero.sharding import ShardingConfig as ShardingConfig
+    from mpizero.sharding import StepReport as StepReport
+    from mpizero.sharding import TensorParallelModel as TensorParallelModel
+    from mpizero.sharding import ZeRO1Model as ZeRO1Model
+    from mpizero.sharding import ZeRO1Optimizer as ZeRO1Optimizer
+    from mpizero.sharding import ZeRO2Model as ZeRO2Model
+    from mpizero.sharding import ZeRO2Optimizer as ZeRO2Optimizer
+    from mpizero.sharding import ZeRO3Model as ZeRO3Model
+    from mpizero.sharding import ZeRO3Optimizer as ZeRO3Optimizer
+    from mpizero.sharding import distribute as distribute
+    from mpizero.sharding import dump_bad_step as dump_bad_step
+    from mpizero.sharding import measured_costs as measured_costs
+    from mpizero.sharding import minimize as minimize
+    from mpizero.sharding import replay_bad_step as replay_bad_step
     from mpizero.train.callbacks.callback import Callback as Callback
     from mpizero.train.callbacks.tensorboard import TensorBoard as TensorBoard
     from mpizero.train.ensemble.members import Member as Member

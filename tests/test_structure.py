@@ -73,11 +73,11 @@ DOORS = {
 }
 #: Packages with those that they import nothing of, although their floors would let them, and why.
 CLOSED = {
-    "mpizero.parallel.execution": (("mpizero.optim", "mpizero.parallel.optimizer"), "a pass ends with gradients"),
+    "mpizero.sharding.execution": (("mpizero.optim", "mpizero.sharding.optimizer"), "a pass ends with gradients"),
     "mpizero.train.run": (("mpizero.train.bench",), "training measures nothing that it does not record"),
     "mpizero.train.record": (("mpizero.train.bench",), "training measures nothing that it does not record"),
     "mpizero.comm.supervision": (("mpizero.comm.communicator",), "what watches messages knows none"),
-    "mpizero.parallel.device": (("mpizero.optim", "mpizero.parallel.optimizer"), "passes run on it"),
+    "mpizero.sharding.device": (("mpizero.optim", "mpizero.sharding.optimizer"), "passes run on it"),
 }
 #: Modules that may read the process's environment.
 ENVIRONMENT = {
@@ -100,7 +100,7 @@ MAX_FUNCTION, MAX_FILE, MAX_PARAMETERS = 60, 400, 6
 MAX_MODULES, MAX_TEST_MODULES = 16, 20
 #: Modules that import each other for annotations only, and why that is right.
 TYPING_CYCLES: dict[frozenset[str], str] = {
-    frozenset(f"mpizero.parallel.model.{name}" for name in ("base", "best_parameters", "fit", "optimizers")): (
+    frozenset(f"mpizero.sharding.model.{name}" for name in ("base", "best_parameters", "fit", "optimizers")): (
         "users get the optimizer from the model and the model from the optimizer, both with their types"
     )
 }

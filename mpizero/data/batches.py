@@ -84,7 +84,7 @@ class GrainSizes(Protocol):
 
 
 class BatchConfig(GrainSizes, Protocol):
-    """Define what :func:`batches` needs of a :class:`~mpizero.parallel.config.ShardingConfig`."""
+    """Define what :func:`batches` needs of a :class:`~mpizero.sharding.config.ShardingConfig`."""
 
     @property
     def communicator(self) -> Communicator:
@@ -97,7 +97,7 @@ class BatchModel(GrainSizes, Protocol):
 
     @property
     def config(self) -> Any:
-        """The model's :class:`~mpizero.parallel.config.ShardingConfig`."""
+        """The model's :class:`~mpizero.sharding.config.ShardingConfig`."""
 
     @property
     def batch_group(self) -> Communicator:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from mpizero.comm.p2p import TreeForm
 from mpizero.layout import Instruction
-from mpizero.parallel.execution.pipeline import AHEAD
 from mpizero.planning.block_trial import BlockTrial
 from mpizero.planning.model_part import ModelPart
+from mpizero.sharding.pipeline import AHEAD
 
 
 class _BorderArray(NamedTuple):

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from mpizero.layout.sum_tree import Program
 from mpizero.optim.elementwise import tensor_state_size
-from mpizero.parallel.optimizer.tensor_plan import tensor_cost
-from mpizero.parallel.step_rules import fuses_update
 from mpizero.planning.traffic import RankTraffic
+from mpizero.sharding.config import fuses_update
+from mpizero.sharding.whole_tensors import tensor_cost
 
 
 class PassBytes(NamedTuple):

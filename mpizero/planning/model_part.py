@@ -15,13 +15,12 @@ from mpizero.comm.p2p import TreeForm
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout.flat import FlatLayout
 from mpizero.nn.layer import Operations
-from mpizero.parallel.partition.local_model import PartitionedModel, partition_model
-from mpizero.parallel.partition.parallel_layout import ParallelLayout
-from mpizero.parallel.placement import Placement
 from mpizero.planning.block_trial import FEW, BlockTrial, BlockTrials, TrialSample
 from mpizero.planning.byte_counts import GroupCall
 from mpizero.planning.planned_grid import PlannedGrid
 from mpizero.planning.shard_sizes import ShardSizes
+from mpizero.sharding.config import Placement
+from mpizero.sharding.partition import ParallelLayout, PartitionedModel, partition_model
 from mpizero.types import BlockModel
 
 if TYPE_CHECKING:

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpizero.comm.reduce import Codec
-from mpizero.parallel.placement import Placement
-from mpizero.parallel.step_rules import gradient_codec, needs_norm
 from mpizero.planning.step_batches import StepBatches
+from mpizero.sharding.config import Placement, gradient_codec, needs_norm
 
 if TYPE_CHECKING:
-    from mpizero.parallel.config import ShardingConfig
+    from mpizero.sharding.config import ShardingConfig
 
 
 @dataclass(frozen=True)

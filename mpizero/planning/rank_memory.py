@@ -1,7 +1,7 @@
 """Predict the memory of one rank, part by part: what the engine allocates, and the arrays of a step.
 
 [Note: held bytes] The parts in :data:`PARTS` up to "exchange buffers" are those that
-:class:`mpizero.parallel.parameters.allocator.Memory` counts in a run, and agree with its counts to the byte. They are
+:class:`mpizero.sharding.params.Memory` counts in a run, and agree with its counts to the byte. They are
 private arrays, and shared windows in whole pages. "group buffers" are the message buffers or the window of a tensor or
 context group. The other parts exist only during a step. "activations" are the most bytes that blocks keep for their
 backward passes. "working arrays" are the bytes needed in addition while a block runs, at the moment of most memory.
@@ -22,16 +22,14 @@ from typing import NamedTuple
 
 from mpizero.kernels.gpu import STAGING
 from mpizero.optim.elementwise import EMA, tensor_state_size
-from mpizero.parallel.device.device_parameters import gradient_places
-from mpizero.parallel.gradients.exchange import residual_sizes
-from mpizero.parallel.gradients.gradient_views import largest_block
-from mpizero.parallel.optimizer.device_update import buffer_sizes, updates_on_device
-from mpizero.parallel.parameters.allocator import paged
-from mpizero.parallel.parameters.store import SLOTS
-from mpizero.parallel.step_rules import keeps_gradients_on_device, wave_slots
 from mpizero.planning.activation_memory import StageActivations
 from mpizero.planning.byte_counts import window_bytes
 from mpizero.planning.traffic import RankTraffic
+from mpizero.sharding.config import keeps_gradients_on_device, wave_slots
+from mpizero.sharding.device import gradient_places
+from mpizero.sharding.device_update import buffer_sizes, updates_on_device
+from mpizero.sharding.grad_reduce import largest_block, residual_sizes
+from mpizero.sharding.params import SLOTS, paged
 
 #: The parts of a rank's memory, in the order in which they are shown.
 PARTS = (

@@ -9,7 +9,7 @@ from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout, Unit
 from mpizero.layout.sum_tree import cover
 from mpizero.layout.tensor_parts import elements_within, tile_rows
-from mpizero.parallel.parameters.shards import Share
+from mpizero.sharding.params import Share
 
 
 @dataclass(frozen=True)

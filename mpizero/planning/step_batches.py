@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from mpizero.layout import Grains
 from mpizero.layout.batch import claimed_rows, contiguous_owners, contiguous_shares, node_blocks, wave_owners
 from mpizero.layout.sum_tree import RowsPlan, WavePlan, claim_parts, rows_plan, wave_plan
-from mpizero.parallel.batch.node_claims import starts_of
+from mpizero.sharding.batch import starts_of
 
 if TYPE_CHECKING:
-    from mpizero.parallel.step_rules import ScratchUse
     from mpizero.planning.planned_grid import PlannedGrid
+    from mpizero.sharding.config import ScratchUse
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StepBatches:
     waves : bool
         Whether grains are computed in waves.
     scratch : "grains", "micro-batches" or None
-        Which gradients are written to scratch memory (see :func:`~mpizero.parallel.step_rules.scratch_use`).
+        Which gradients are written to scratch memory (see :func:`~mpizero.sharding.config.scratch_use`).
     claimed : bool
         Whether the ranks of a node claim its grains. Then work and sums are planned as if grains were assigned before
         the step, but memory as any claims may need it.

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from mpizero.parallel.diagnostics.phase_times import PHASES
 from mpizero.planning import TrainingPlan
 from mpizero.planning.byte_counts import ExchangeCost, Sent
 from mpizero.planning.machine_file import Machine
 from mpizero.planning.memory_passes import PassBytes, StepPasses, tensor_work
 from mpizero.planning.traffic import RankTraffic
+from mpizero.sharding.diagnostics import PHASES
 
 #: For each purpose of messages, the measured operation whose times are used; "gather" for the others.
 _OPERATIONS = {

@@ -15,13 +15,6 @@ from mpizero.comm.reduce import Codec
 from mpizero.layout import Instruction, build_schedule
 from mpizero.layout.flat import Unit
 from mpizero.nn.layer import integers_of
-from mpizero.parallel.gradients.exchange import compressed_sizes
-from mpizero.parallel.gradients.overlap import Bucket, cut_buckets
-from mpizero.parallel.optimizer.global_norm import tiles_of
-from mpizero.parallel.optimizer.tensor_plan import TensorPlan
-from mpizero.parallel.optimizer.tied_parameters import TieExchange
-from mpizero.parallel.parameters import publication
-from mpizero.parallel.step_rules import gathers_units, overlaps_reduction, sent_exactly, updated_by
 from mpizero.planning.byte_counts import (
     ExchangeCost,
     GroupCall,
@@ -36,6 +29,11 @@ from mpizero.planning.byte_counts import (
 from mpizero.planning.model_part import ModelPart
 from mpizero.planning.planned_grid import PlannedGrid, PlannedGroup
 from mpizero.planning.planned_training import PlannedTraining
+from mpizero.sharding import params
+from mpizero.sharding.config import gathers_units, overlaps_reduction, sent_exactly, updated_by
+from mpizero.sharding.grad_reduce import Bucket, compressed_sizes, cut_buckets
+from mpizero.sharding.update import tiles_of
+from mpizero.sharding.whole_tensors import TensorPlan, TieExchange
 
 if TYPE_CHECKING:
     from mpizero.comm import ProcessGrid
@@ -217,7 +215,7 @@ class RankTraffic:
                 self.grid.peers.rank,
                 self.training.itemsize,
             )
-            for unit, region in self.part.layout.regions(publication.REGION)
+            for unit, region in self.part.layout.regions(params.REGION)
         ]
 
     def gathers(self) -> list[ExchangeCost]:

@@ -13,12 +13,6 @@ from mpizero._util.checks import writes_in_place
 from mpizero._util.pytree import SampleTree
 from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
 from mpizero.optim.elementwise import averaging
-from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.optimizer.tensor_plan import TensorPlan
-from mpizero.parallel.partition.parallel_layout import ParallelLayout
-from mpizero.parallel.partition.tiles import in_tiles, within_rounding
-from mpizero.parallel.placement import Placement
-from mpizero.parallel.step_rules import assigns_waves, claims_grains, scratch_use
 from mpizero.planning.activation_memory import StageActivations
 from mpizero.planning.block_trial import TrialSample
 from mpizero.planning.byte_counts import Sent
@@ -28,6 +22,9 @@ from mpizero.planning.planned_training import PlannedTraining
 from mpizero.planning.rank_memory import MemoryBytes, RankMemory
 from mpizero.planning.step_batches import StepBatches
 from mpizero.planning.traffic import RankTraffic
+from mpizero.sharding.config import Placement, ShardingConfig, assigns_waves, claims_grains, scratch_use
+from mpizero.sharding.partition import ParallelLayout, in_tiles, within_rounding
+from mpizero.sharding.whole_tensors import TensorPlan
 from mpizero.types import BlockModel, Run
 
 

@@ -13,8 +13,8 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.threads import run_in_threads
 from mpizero.errors import ArgumentError, ConfigError
-from mpizero.parallel import HybridShardedModel, ShardingConfig
-from mpizero.parallel.partition.parallel_layout import TILED_AXES, fits_tiles
+from mpizero.sharding import HybridShardedModel, ShardingConfig
+from mpizero.sharding.partition import TILED_AXES, fits_tiles
 from mpizero.testing.differences import first_difference
 from mpizero.testing.split_passes import SplitPasses
 from mpizero.types import BlockModel, Loss

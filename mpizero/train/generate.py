@@ -19,8 +19,7 @@ from mpizero.checkpoint.inspect import find_checkpoint
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError
-from mpizero.parallel import HybridShardedModel, ShardingConfig
-from mpizero.parallel.checkpointing import model_state
+from mpizero.sharding import HybridShardedModel, ShardingConfig, state_dict
 from mpizero.train.config.model_sections import GptSection
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.setting_checks import SettingError, check_option
@@ -243,7 +242,7 @@ def open_language_model(
             else:
                 sharding = stack.enter_context(ShardingConfig(comm=comm, threads=threads))
                 sharded = stack.enter_context(HybridShardedModel(model, sharding, **layout.arguments()))
-                model_state.restore(sharded.engine, reader)
+                state_dict.restore(sharded.engine, reader)
                 loaded = ShardedLanguageModel(sharded)
         yield loaded
 

@@ -15,11 +15,11 @@ from mpizero._util.checks import positive, whole
 from mpizero.errors import ConfigError
 from mpizero.layout import Simulation
 from mpizero.nn.models import unfrozen
-from mpizero.parallel.partition.blocks import blocks_of
-from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.planning.machine_file import Machine
 from mpizero.planning.time_floors import TimeFloors
+from mpizero.sharding.config import placement
+from mpizero.sharding.partition import blocks_of
 from mpizero.train.config.builder import build_optimizer, build_sharding
 from mpizero.train.config.model_and_data import model_and_sample
 from mpizero.train.config.sections import Config

@@ -10,9 +10,9 @@ import numpy as np
 
 from mpizero._util.text import PREFIXES, amount, columns
 from mpizero.layout.schedules import timetable
-from mpizero.parallel.partition.tiles import exactness
 from mpizero.planning import PARTS, PURPOSES, RankPlan
 from mpizero.planning.time_floors import TimeFloors
+from mpizero.sharding.partition import exactness
 from mpizero.train.doctor.check_result import counted
 from mpizero.train.plan import PlannedRun
 from mpizero.types import BlockModel

@@ -20,9 +20,8 @@ from mpizero._util.text import joined
 from mpizero.checkpoint.format import ARRAY_LIMIT, is_count
 from mpizero.comm.startup import available_memory
 from mpizero.errors import ConfigError, DataError
-from mpizero.parallel import BadStep, DDPModel, Replay, ShardingConfig, read_bad_step, replay_bad_step
-from mpizero.parallel.checkpointing import model_state
-from mpizero.parallel.diagnostics.replay import ReplayedArray
+from mpizero.sharding import BadStep, DDPModel, Replay, ShardingConfig, read_bad_step, replay_bad_step, state_dict
+from mpizero.sharding.diagnostics import ReplayedArray
 from mpizero.train.config.config_file import config_of
 from mpizero.train.config.model_and_data import build_model, make_model, user_functions, users_modules
 from mpizero.train.config.model_sections import NamedModelSection
@@ -81,7 +80,7 @@ def _replayed(step: BadStep, model: Any, found: str | None) -> ReplayedStep:
         if found is not None:
             with checkpoint.open_checkpoint(found, "self") as reader:
                 done = SavedRun.of(reader.attributes, found).step
-                model_state.restore(placed.engine, reader)
+                state_dict.restore(placed.engine, reader)
             told = f"step {done}, from {found}"
         return ReplayedStep(step, told, replay_bad_step(step, placed))
 

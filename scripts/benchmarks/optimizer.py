@@ -101,7 +101,7 @@ class Exchanges:
 
     def fused(self) -> Callable[[], None]:
         """Return a function that does what the engine does after a backward pass: sum in the window and update."""
-        from mpizero.parallel.batch.step_scalars import Divisors
+        from mpizero.sharding.batch import Divisors
 
         engine = self.model.engine
         divisors = Divisors(*[np.array([RANKS], np.float32)] * 2)

@@ -33,10 +33,9 @@ from mpi4py import MPI
 import mpizero as mz
 from mpizero._util.text import Measurement
 from mpizero.comm import reduce
-from mpizero.parallel.config import elements_of
-from mpizero.parallel.diagnostics.tracing import traced
-from mpizero.parallel.gradients import row_buffer
-from mpizero.parallel.parameters import publication, store
+from mpizero.sharding import grad_reduce, params
+from mpizero.sharding.config import elements_of
+from mpizero.sharding.diagnostics import traced
 
 WORLD = MPI.COMM_WORLD
 #: Most steps until a size of buckets is chosen.
@@ -60,17 +59,17 @@ def arguments() -> argparse.Namespace:
 @contextmanager
 def waiting_for_sums() -> Iterator[None]:
     """Inside the ``with`` block, exchange gradients without overlap with computation."""
-    begin, behind = reduce.ExactExchange.begin_segment, row_buffer.overlaps_reduction
+    begin, behind = reduce.ExactExchange.begin_segment, grad_reduce.overlaps_reduction
 
     def begun(self: reduce.ExactExchange, segment: Any, **_: Any) -> Any:
         return begin(self, segment, wait=True)
 
     reduce.ExactExchange.begin_segment = begun  # type: ignore[method-assign]
-    row_buffer.overlaps_reduction = lambda *_: False
+    grad_reduce.overlaps_reduction = lambda *_: False
     try:
         yield
     finally:
-        row_buffer.overlaps_reduction = behind
+        grad_reduce.overlaps_reduction = behind
         reduce.ExactExchange.begin_segment = begin  # type: ignore[method-assign]
 
 
@@ -84,12 +83,12 @@ def waiting() -> Iterator[None]:
         gathering.wait()
         return gathering
 
-    store.begin_gather = publication.begin_gather = begun
+    params.begin_gather = params.begin_gather = begun
     try:
         with waiting_for_sums():
             yield
     finally:
-        store.begin_gather = publication.begin_gather = begin
+        params.begin_gather = params.begin_gather = begin
 
 
 #: The ways to train, in the order of the table.

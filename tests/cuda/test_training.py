@@ -27,8 +27,8 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import gpu
 from mpizero.kernels.cuda.launch import CudaKernel
 from mpizero.kernels.gpu import HalfPrecisionArray, MatrixBatch
-from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
+from mpizero.sharding.config import placement
 from mpizero.testing import run_in_threads
 from tests.support.reference import copy as reference
 from tests.support.simulated.gpus import SimulatedDevice
@@ -165,9 +165,7 @@ def test_ranks_of_a_node_take_its_gpus_in_turn():
 
 def test_a_rank_without_a_gpu_stops_all_of_them_with_the_reason(monkeypatch):
     def construct(comm):
-        monkeypatch.setattr(
-            "mpizero.parallel.device.cuda_compute_device.found", lambda: (0, "no package cupy; install it")
-        )
+        monkeypatch.setattr("mpizero.sharding.device.found", lambda: (0, "no package cupy; install it"))
         with mz.ShardingConfig(comm=comm, device="cuda") as config, pytest.raises(ConfigError) as caught:
             mz.DDPModel(gpt(), config)
         return str(caught.value)

@@ -17,11 +17,11 @@ from mpizero.errors import ConfigError
 from mpizero.guard import guard
 from mpizero.layout import SCHEDULES, Axes, Grains
 from mpizero.nn import Frozen
-from mpizero.parallel.model.hybrid import ZERO_STAGES
-from mpizero.parallel.partition.parallel_layout import ParallelLayout
-from mpizero.parallel.placement import placement
 from mpizero.planning import PARTS, PURPOSES, RankPlan, Sent, TrainingPlan
 from mpizero.planning.planned_grid import PlannedRanks
+from mpizero.sharding.api import ZERO_STAGES
+from mpizero.sharding.config import placement
+from mpizero.sharding.partition import ParallelLayout
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE, Array
 from tests.parallel.block_trees import trees

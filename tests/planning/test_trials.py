@@ -10,11 +10,10 @@ import pytest
 import mpizero as mz
 from mpizero.kernels import matmul as products
 from mpizero.nn.arrays import matmul
-from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.partition.parallel_layout import ParallelLayout
-from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan, block_trial
 from mpizero.planning.fake_array import FakeArray
+from mpizero.sharding.config import ShardingConfig, placement
+from mpizero.sharding.partition import ParallelLayout
 from tests.parallel.parallel_layouts import gpt
 
 ZEROS = np.zeros((3, 4), np.float32).view(FakeArray)

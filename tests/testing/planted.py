@@ -10,12 +10,12 @@ import numpy as np
 
 import mpizero as mz
 from mpizero.comm.model_group import CommunicatorGroup
-from mpizero.parallel.engine import Engine
-from mpizero.parallel.execution.sequential import WatchedJob
-from mpizero.parallel.gradients import row_buffer
-from mpizero.parallel.gradients.row_buffer import RowBuffer
-from mpizero.parallel.optimizer.sharded_update import Updater
-from mpizero.parallel.parameters.store import ParameterStore, flat_names
+from mpizero.sharding import grad_reduce
+from mpizero.sharding.engine import Engine
+from mpizero.sharding.forward_backward import WatchedJob
+from mpizero.sharding.grad_reduce import RowBuffer
+from mpizero.sharding.params import ParameterStore, flat_names
+from mpizero.sharding.update import Updater
 from mpizero.testing import Finding, compare_layouts
 from mpizero.types import Run
 
@@ -126,7 +126,7 @@ def skipped_reduction(monkeypatch: Any) -> None:
         return row
 
     monkeypatch.setattr(RowBuffer, "sum", reduce)
-    monkeypatch.setattr(row_buffer, "overlaps_reduction", lambda *_: False)  # then nothing of the sum is made before
+    monkeypatch.setattr(grad_reduce, "overlaps_reduction", lambda *_: False)  # then nothing of the sum is made before
 
 
 def rank_keyed_dropout(monkeypatch: Any) -> None:
@@ -226,4 +226,4 @@ def another_order(monkeypatch: Any) -> None:
         return found
 
     monkeypatch.setattr(RowBuffer, "sum", reduce)
-    monkeypatch.setattr(row_buffer, "overlaps_reduction", lambda *_: False)
+    monkeypatch.setattr(grad_reduce, "overlaps_reduction", lambda *_: False)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.parallel import ShardingConfig
+from mpizero.sharding import ShardingConfig
 from mpizero.train.config.builder import build_sharding, computing_settings
 from mpizero.train.config.config_file import ConfigDocument, parse_config, read_config
 from mpizero.train.config.data_sections import DataSection

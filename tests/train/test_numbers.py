@@ -13,8 +13,8 @@ import pytest
 import mpizero as mz
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import DataError, IntegrityError, NonFiniteError
-from mpizero.parallel import read_bad_step
-from mpizero.parallel.engine import Engine
+from mpizero.sharding import read_bad_step
+from mpizero.sharding.engine import Engine
 from mpizero.train.cli.main import main
 from mpizero.train.cli.train_command import train
 from mpizero.train.config.config_file import config_of

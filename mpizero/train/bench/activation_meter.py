@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from mpizero.parallel.engine import Engine
-from mpizero.parallel.execution.pipeline import PipelineRunner
 from mpizero.planning.traced_memory import buffers
+from mpizero.sharding.engine import Engine
+from mpizero.sharding.pipeline import PipelineRunner
 from mpizero.types import Array
 
 

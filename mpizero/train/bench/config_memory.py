@@ -15,8 +15,8 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
 from mpizero.layout.flat import FlatLayout
 from mpizero.optim.elementwise import averaging, state_size
-from mpizero.parallel import ShardedModelBase
-from mpizero.parallel.partition.blocks import blocks_of
+from mpizero.sharding import ShardedModelBase
+from mpizero.sharding.partition import blocks_of
 from mpizero.train.bench.layout_memory import LayoutTable
 from mpizero.train.bench.memory_rows import measure_steps, ranks_per_node, table_rows
 from mpizero.train.bench.strategy_memory import STRATEGIES

@@ -16,9 +16,9 @@ from mpizero import nn, optim
 from mpizero._util.checks import whole
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.parallel import HybridShardedModel, ShardedModelBase, ShardingConfig
-from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
+from mpizero.sharding import HybridShardedModel, ShardedModelBase, ShardingConfig
+from mpizero.sharding.config import placement
 from mpizero.train.bench.memory_rows import PARTS, RankRow, measure_steps, ranks_per_node, table_rows
 from mpizero.train.bench.strategy_memory import MemoryRequest, require_room
 from mpizero.train.config.parallel_section import ParallelSection

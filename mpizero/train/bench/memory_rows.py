@@ -9,8 +9,8 @@ from typing import Any
 
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.mesh import group_buffers
-from mpizero.parallel import ShardedModelBase
 from mpizero.planning import RankPlan, TrainingPlan
+from mpizero.sharding import ShardedModelBase
 from mpizero.train.bench.activation_meter import CacheMeter, watch
 from mpizero.train.bench.strategy_memory import idle_size
 from mpizero.train.process_memory import proportional

@@ -18,17 +18,17 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import TimeSpan
 from mpizero.data import batches
 from mpizero.errors import ConfigError
-from mpizero.parallel.diagnostics.phase_times import (
+from mpizero.planning.machine_file import Machine
+from mpizero.sharding.diagnostics import (
     ALL_PHASES,
     StepSpans,
     clock_offset,
     leaders,
     phases_of,
     spans_of,
+    traced,
     waits,
 )
-from mpizero.parallel.diagnostics.tracing import traced
-from mpizero.planning.machine_file import Machine
 from mpizero.train.bench.trace_events import write_trace
 from mpizero.train.config.builder import TrainingJob, build
 from mpizero.train.config.sections import Config

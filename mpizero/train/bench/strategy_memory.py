@@ -17,8 +17,8 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import available_memory
 from mpizero.errors import ConfigError
-from mpizero.parallel import ShardingConfig, distribute
-from mpizero.parallel.placement import placement
+from mpizero.sharding import ShardingConfig, distribute
+from mpizero.sharding.config import placement
 from mpizero.train.config.setting_checks import check_option
 from mpizero.train.process_memory import proportional, release_free_memory
 

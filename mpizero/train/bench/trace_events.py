@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpizero.comm.communicator import MESSAGE
-from mpizero.parallel.diagnostics.phase_times import PhaseSpan, StepSpans, waited, waits
+from mpizero.sharding.diagnostics import PhaseSpan, StepSpans, waited, waits
 
 _MICROSECONDS = 1e6
 

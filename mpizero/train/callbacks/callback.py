@@ -8,7 +8,7 @@ from typing import Any
 
 from mpizero._util.names import nearest, shown
 from mpizero.errors import ArgumentError, ConfigError
-from mpizero.parallel import StepReport
+from mpizero.sharding import StepReport
 
 #: Names of the methods that a run calls.
 HOOKS = ("on_step", "on_validation", "on_checkpoint", "on_end")

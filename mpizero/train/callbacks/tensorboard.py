@@ -9,7 +9,7 @@ from typing import Any
 
 from mpizero._util.checks import require, whole
 from mpizero.errors import UnsupportedError
-from mpizero.parallel import StepReport
+from mpizero.sharding import StepReport
 from mpizero.train.callbacks.callback import Callback
 
 

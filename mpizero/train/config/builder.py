@@ -14,8 +14,8 @@ from mpizero.data.batches import choose_grains
 from mpizero.errors import ConfigError
 from mpizero.layout import Grains
 from mpizero.layout.flat import FlatLayout
-from mpizero.parallel import HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
-from mpizero.parallel.partition.blocks import blocks_of
+from mpizero.sharding import HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
+from mpizero.sharding.partition import blocks_of
 from mpizero.train.config.data_identity import data_fingerprint, shared_contents
 from mpizero.train.config.model_and_data import (
     build_model,

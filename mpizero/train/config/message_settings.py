@@ -6,7 +6,7 @@ from typing import Any
 
 from mpizero.comm.reduce import codec_of
 from mpizero.errors import ConfigError
-from mpizero.parallel.config import check_bucket
+from mpizero.sharding.config import check_bucket
 
 
 def compression(value: Any) -> str | None:

@@ -16,8 +16,8 @@ from mpizero._util.pytree import SampleTree
 from mpizero.data import ArraySource, Source
 from mpizero.errors import ConfigError, DataError, MpizeroError
 from mpizero.nn.models import unfrozen
-from mpizero.parallel import ShardedModelBase
-from mpizero.parallel.partition.model_checks import check_model
+from mpizero.sharding import ShardedModelBase
+from mpizero.sharding.partition import check_model
 from mpizero.train.config.data_checks import source_arguments
 from mpizero.train.config.data_sections import DataSection, MadeDataSection
 from mpizero.train.config.model_sections import GptSection, MadeModelSection, MlpSection, ModelSection

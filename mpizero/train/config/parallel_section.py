@@ -9,8 +9,8 @@ from mpizero._util.checks import whole
 from mpizero.errors import ConfigError, GridError
 from mpizero.layout import SCHEDULES, Axes, chunk_stages
 from mpizero.layout.stages import explicit_cuts
-from mpizero.parallel.config import ASSIGNMENTS
-from mpizero.parallel.partition.parallel_layout import ParallelLayout, Tiles, check_tiles, fits_tiles
+from mpizero.sharding.config import ASSIGNMENTS
+from mpizero.sharding.partition import ParallelLayout, Tiles, check_tiles, fits_tiles
 from mpizero.train.config.message_settings import bucket
 from mpizero.train.config.setting_checks import (
     ConfigSection,
@@ -36,7 +36,7 @@ class ParallelSection(ConfigSection):
 
     ``pipeline``, ``tensor``, ``data`` and ``context`` are the sizes of the axes of the process grid; ``data = -1``
     takes all remaining ranks. All layouts that compute in the same tiles train to the same bits. ``tiles`` is described
-    with :class:`~mpizero.parallel.config.ShardingConfig`, to which it is handed on.
+    with :class:`~mpizero.sharding.config.ShardingConfig`, to which it is handed on.
     """
 
     strategy: str = setting("zero2", choice(*STRATEGIES))

@@ -13,8 +13,8 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError, DataError, ModelCheckError, MpizeroError
-from mpizero.parallel import ShardingConfig
-from mpizero.parallel.model.core import ShardedCore
+from mpizero.sharding import ShardingConfig
+from mpizero.sharding.parameter_access import ShardedCore
 from mpizero.train.modelcheck.batch_pieces import content, sample_count
 from mpizero.train.modelcheck.checked_model import (
     CheckedBlocks,

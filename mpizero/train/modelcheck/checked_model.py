@@ -21,9 +21,9 @@ from mpizero.errors import LayoutError
 from mpizero.layout.flat import joined
 from mpizero.nn.layer import fresh_integers, start_integers
 from mpizero.nn.models import bind, evaluate, initial_parameters, model_specs, nest, run_on
-from mpizero.parallel.execution.black_box import writable
-from mpizero.parallel.gradients.unwritten_gradients import mark, marks_left
-from mpizero.parallel.partition.blocks import blocks_of
+from mpizero.sharding.forward_backward import writable
+from mpizero.sharding.integrity import mark, marks_left
+from mpizero.sharding.partition import blocks_of
 from mpizero.train.modelcheck.batch_pieces import read_only, sample_count
 from mpizero.train.modelcheck.model_report import ModelFinding, UnusableEvaluation
 from mpizero.types import Array, BlackBoxModel, BlockModel, ParameterSpec, Run, as_reals

@@ -13,16 +13,7 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.communicator import MESSAGE, TimeSpan
 from mpizero.layout import Instruction
-from mpizero.parallel.diagnostics.phase_times import (
-    Call,
-    StepSpans,
-    clock_offset,
-    entered,
-    leaders,
-    phases_of,
-    spans_of,
-)
-from mpizero.parallel.diagnostics.tracing import traced
+from mpizero.sharding.diagnostics import Call, StepSpans, clock_offset, entered, leaders, phases_of, spans_of, traced
 from mpizero.train.record.events import PipelineCell
 from mpizero.types import Array
 

@@ -17,9 +17,9 @@ from mpizero.data import Source
 from mpizero.errors import ConfigError
 from mpizero.layout import Costs, Simulation, simulate
 from mpizero.layout.schedules import FORWARD
-from mpizero.parallel.partition.parallel_layout import ParallelLayout
-from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
+from mpizero.sharding.config import placement
+from mpizero.sharding.partition import ParallelLayout
 from mpizero.train.record.events import PipelineCell
 
 

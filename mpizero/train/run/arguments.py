@@ -19,8 +19,8 @@ from mpizero.data import OnlineSource, Source
 from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.layout.flat import joined
 from mpizero.optim.regularization import Regularization
-from mpizero.parallel import ShardedModelBase, ShardingConfig
-from mpizero.parallel.partition.blocks import blocks_of
+from mpizero.sharding import ShardedModelBase, ShardingConfig
+from mpizero.sharding.partition import blocks_of
 from mpizero.train.callbacks.callback import check_callbacks, state_name
 from mpizero.train.callbacks.user_metrics import check_metrics
 from mpizero.train.config.builder import lay_out

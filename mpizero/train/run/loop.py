@@ -15,8 +15,8 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.data import Source, batches
 from mpizero.data.batches import choose_grains
 from mpizero.errors import MpizeroError
-from mpizero.parallel import StepReport
-from mpizero.parallel.config import AUTO
+from mpizero.sharding import StepReport
+from mpizero.sharding.config import AUTO
 from mpizero.train.callbacks.callback_rounds import CallbackRounds
 from mpizero.train.config.setting_checks import rejected, shown
 from mpizero.train.process_memory import peak_resident

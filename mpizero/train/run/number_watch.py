@@ -13,8 +13,8 @@ from typing import Any
 
 from mpizero.errors import DataError, RemoteError
 from mpizero.layout import Grains
-from mpizero.parallel import BadSteps, StepReport, dump_bad_step
-from mpizero.parallel.step_report import SkippedSteps
+from mpizero.sharding import BadSteps, StepReport, dump_bad_step
+from mpizero.sharding.step_report import SkippedSteps
 from mpizero.train.run.progress import Progress
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.setup import RunSetup

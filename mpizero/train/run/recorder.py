@@ -15,7 +15,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.mesh import group_buffers
 from mpizero.layout import AXES, Grains
-from mpizero.parallel import StepReport
+from mpizero.sharding import StepReport
 from mpizero.train.process_memory import peak_resident
 from mpizero.train.record.environment import library_versions, machine
 from mpizero.train.record.events import (

@@ -16,9 +16,8 @@ from mpizero.checkpoint.folders import step_folders
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
-from mpizero.parallel.checkpointing import model_state
-from mpizero.parallel.checkpointing.saved_attribute import read_attribute
-from mpizero.parallel.checkpointing.tile_record import recorded_tiles
+from mpizero.sharding import state_dict
+from mpizero.sharding.saved_attributes import read_attribute, recorded_tiles
 from mpizero.train.config.data_identity import difference, touched
 from mpizero.train.config.overridden import overridable
 from mpizero.train.config.sections import changes, described_change
@@ -319,6 +318,6 @@ def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
             _check_data(what, before == now, saved.contents, record.contents, f"cannot resume from {path}", elsewhere)
             if comm.rank == 0 and (told := touched(*(one.get(what, {}) for one in (saved.contents, record.contents)))):
                 notice(f"the {what} data: {told}")
-        model_state.restore(setup.model.loadable_engine, reader)
+        state_dict.restore(setup.model.loadable_engine, reader)
     setup.model.invalidate_cache()
     return saved

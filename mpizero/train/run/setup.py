@@ -8,7 +8,7 @@ from typing import Any
 
 from mpizero.data import Source
 from mpizero.layout import AXES, Grains
-from mpizero.parallel.placement import PLACEMENTS
+from mpizero.sharding.config import PLACEMENTS
 from mpizero.train.callbacks.user_metrics import Metric
 from mpizero.train.config.loop_section import LoopSection
 from mpizero.train.config.sections import CheckpointSection

@@ -13,7 +13,7 @@ from mpizero._util.text import notice
 from mpizero.comm.agreement import check_call
 from mpizero.data import Source
 from mpizero.errors import StateError
-from mpizero.parallel import ShardingConfig
+from mpizero.sharding import ShardingConfig
 from mpizero.train.callbacks.user_metrics import Metric
 from mpizero.train.run.arguments import TrainerArguments, plain_settings
 from mpizero.train.run.loop import TrainingLoop

@@ -20,8 +20,8 @@ from mpizero.comm.threads import run_in_threads
 from mpizero.errors import ConfigError
 from mpizero.layout import Grains
 from mpizero.optim import SGD
-from mpizero.parallel import ShardingConfig
-from mpizero.parallel.partition.tiles import own_reasons, shown_tiles
+from mpizero.sharding import ShardingConfig
+from mpizero.sharding.partition import own_reasons, shown_tiles
 from mpizero.train.verify.layouts import ONE_PROCESS, Layout, each_once
 from mpizero.train.verify.pair import UNREPEATED, TrainingPair
 from mpizero.train.verify.training import Feed, Key, ObservedTraining, TrainingTask, placed

@@ -9,8 +9,7 @@ from typing import Any
 
 from mpizero.errors import ConfigError
 from mpizero.layout import SCHEDULES, chunk_stages
-from mpizero.parallel.partition.parallel_layout import TILED_AXES, Tiles, fits_tiles
-from mpizero.parallel.partition.tiles import within_rounding
+from mpizero.sharding.partition import TILED_AXES, Tiles, fits_tiles, within_rounding
 from mpizero.train.config.parallel_section import STRATEGIES, ParallelSection
 
 _SIZES = ("pipeline", "tensor", "context", "data", "tiles", "virtual_stages", "ranks_per_node")

@@ -15,15 +15,14 @@ from mpizero._util.pytree import SampleTree
 from mpizero.comm import Communicator
 from mpizero.kernels import to_host
 from mpizero.layout.flat import FlatLayout, ParameterUse, joined
-from mpizero.parallel import ShardingConfig, StepReport
-from mpizero.parallel.batch.step_scalars import Totals
-from mpizero.parallel.engine import Engine
-from mpizero.parallel.model.base import ShardedModelBase
-from mpizero.parallel.model.gather_state import gather_pieces, gather_slot, slot_entries
-from mpizero.parallel.optimizer.sharded_update import Updater
-from mpizero.parallel.parameters.global_view import take
-from mpizero.parallel.parameters.shards import UpdatePiece
-from mpizero.parallel.parameters.store import flat_names
+from mpizero.sharding import ShardingConfig, StepReport
+from mpizero.sharding.batch import Totals
+from mpizero.sharding.engine import Engine
+from mpizero.sharding.full_params import take
+from mpizero.sharding.model import ShardedModelBase
+from mpizero.sharding.parameter_access import gather_pieces, gather_slot, slot_entries
+from mpizero.sharding.params import UpdatePiece, flat_names
+from mpizero.sharding.update import Updater
 from mpizero.train.config.builder import lay_out
 from mpizero.train.verify.layouts import Layout
 from mpizero.types import Array

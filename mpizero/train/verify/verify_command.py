@@ -18,7 +18,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
 from mpizero.data.batches import whole_batch
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.parallel import ShardingConfig
+from mpizero.sharding import ShardingConfig
 from mpizero.train.config.builder import build_optimizer, computing_settings
 from mpizero.train.config.model_and_data import build_model, build_source, user_functions, users_modules, with_batch
 from mpizero.train.config.sections import Config, TensorSection

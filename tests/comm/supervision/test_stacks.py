@@ -51,7 +51,7 @@ def test_stacks_need_neither_memory_files_nor_a_folder(monkeypatch: pytest.Monke
 
 def test_the_users_line_comes_first_and_lines_of_communicators_never():
     comm = f"{sys.modules['mpizero.comm'].__file__}".replace("__init__", "mpi")
-    model = comm.replace("comm/mpi.py", "parallel/engine.py")
+    model = comm.replace("comm/mpi.py", "sharding/engine.py")
     stack = [Line(comm, 7, "allreduce"), Line(model, 8, "step"), Line("/home/me/train.py", 9, "main")]
     assert describe_stack(stack) == "train.py:9 in main > engine.py:8 in step"
     assert describe_stack([stack[0], stack[2]]) == "train.py:9 in main"

@@ -14,7 +14,7 @@ import pytest
 import mpizero as mz
 from mpizero import checkpoint
 from mpizero.errors import CheckpointError
-from mpizero.parallel.checkpointing.tile_record import recorded_tiles
+from mpizero.sharding.saved_attributes import recorded_tiles
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import PRIVATE, gpt, part, tokens
 from tests.parallel.parallel_layouts import of_first

@@ -14,7 +14,7 @@ import pytest
 import mpizero as mz
 from mpizero import checkpoint
 from mpizero.errors import CheckpointError, LayoutError, RemoteError
-from mpizero.parallel.checkpointing import restore
+from mpizero.sharding import saved_attributes
 from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, part, points, sharded, tokens
 
@@ -317,7 +317,7 @@ def test_a_model_that_is_half_loaded_refuses_to_be_used_until_it_is_whole(
     kind: str, memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is verified by a first reading; where the second one fails before anything was changed, nothing has."""
-    monkeypatch.setattr(restore, "VERIFIED_AT_ONCE", 2000)
+    monkeypatch.setattr(saved_attributes, "VERIFIED_AT_ONCE", 2000)
 
     def run(comm: Any) -> None:
         model, optimizer, step = in_use(comm, kind, memory)
@@ -359,7 +359,7 @@ def test_a_model_that_is_half_loaded_refuses_to_be_used_until_it_is_whole(
 
 
 def test_parameters_alone_do_not_make_a_half_loaded_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore, "VERIFIED_AT_ONCE", 2000)
+    monkeypatch.setattr(saved_attributes, "VERIFIED_AT_ONCE", 2000)
     model, _, step = in_use(None, "zero1", {})
     with model, mz.DDPModel(model.wrapped_model, mz.ShardingConfig()) as bare:
         good = model.serialize()

@@ -18,7 +18,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError
-from mpizero.parallel import read_bad_step
+from mpizero.sharding import read_bad_step
 from mpizero.testing import run_in_threads
 from tests.parallel.models import gpt, layouts, mlp, part, points, sharded, step_whose_sum_overflows, tokens
 from tests.parallel.parallel_layouts import Case, Way, placed, with_traps

@@ -13,7 +13,7 @@ import mpizero as mz
 from mpizero.errors import LayoutError, RemoteError
 from mpizero.guard import guard
 from mpizero.nn.layer import Layer
-from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
+from mpizero.sharding.integrity import WriteCheck
 from mpizero.testing import run_in_threads
 from mpizero.types import ParameterSpec
 from tests.parallel.models import MEMORIES, STRATEGIES, gpt, part, points, sharded, tokens

@@ -12,7 +12,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import LayoutError, RemoteError
 from mpizero.nn import Layer
-from mpizero.parallel.partition.block_timing import measure_blocks
+from mpizero.sharding.pipeline import measure_blocks
 from mpizero.testing import check_model, run_in_threads
 from mpizero.types import EVALUATE, ParameterSpec
 from tests.parallel.block_trees import WIDTH, Both, Halve, OfSides, Same, Sides, ends_in_a_tree, trees

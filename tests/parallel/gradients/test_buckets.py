@@ -10,9 +10,9 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError, MpizeroError
-from mpizero.parallel.config import elements_of
-from mpizero.parallel.gradients import bucket_tuner
-from mpizero.parallel.gradients.bucket_tuner import ROUNDS, SIZES, WARM, fastest, worth_trying
+from mpizero.sharding import grad_reduce
+from mpizero.sharding.config import elements_of
+from mpizero.sharding.grad_reduce import ROUNDS, SIZES, WARM, fastest, worth_trying
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, part, sharded, tokens
 from tests.parallel.parallel_layouts import of_first, with_traps
@@ -23,7 +23,7 @@ SMALL = tuple(elements * 4 / 2**20 for elements in (16, 64, 256))
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_tuner, "SIZES", SMALL)
+    monkeypatch.setattr(grad_reduce, "SIZES", SMALL)
 
 
 def trained(comm: Any, strategy: str, steps: int = 2, layers: int = 2, **settings: Any) -> tuple[str, int, float]:
@@ -173,8 +173,8 @@ def test_steps_that_do_not_compare_are_tried_again() -> None:
 @pytest.mark.mpi
 def test_tuning_changes_no_bit_and_all_ranks_settle_on_one_size(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = tuple(4 * size for size in SMALL)
-    monkeypatch.setattr(bucket_tuner, "SIZES", sizes)
-    monkeypatch.setattr(bucket_tuner, "ROUNDS", 1)
+    monkeypatch.setattr(grad_reduce, "SIZES", sizes)
+    monkeypatch.setattr(grad_reduce, "ROUNDS", 1)
     steps = WARM + len(sizes) + 1
     plain, _, _ = of_first(world, lambda: trained(None, "ddp", steps))
     cases = list(zip(STRATEGIES, (*MEMORIES[1:], *MEMORIES[1:]), strict=True))

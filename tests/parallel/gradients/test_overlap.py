@@ -15,7 +15,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import MpizeroError
 from mpizero.nn import Layer
-from mpizero.parallel.parameters import publication
+from mpizero.sharding import params as publication
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE
 from tests.faults.jobs import launchers, run_job

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpizero.parallel.gradients.reducer import KEPT_PLANS
+from mpizero.sharding.grad_reduce import KEPT_PLANS
 from mpizero.testing import run_in_threads
 from tests.parallel.models import PRIVATE, STRATEGIES, mlp, points, sharded
 

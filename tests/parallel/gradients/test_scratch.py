@@ -16,9 +16,8 @@ import mpizero as mz
 from mpizero.errors import LayoutError, RemoteError
 from mpizero.nn import Frozen
 from mpizero.nn.layer import Layer
-from mpizero.parallel import placed_model
-from mpizero.parallel.parameters.allocator import paged
-from mpizero.parallel.parameters.store import flat_names
+from mpizero.sharding import placed_model
+from mpizero.sharding.params import flat_names, paged
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE, Init, ParameterSpec
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, hard_function, mlp, part, sharded, tokens, vectors

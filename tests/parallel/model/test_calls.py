@@ -16,8 +16,8 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import CollectiveMismatch, ConfigError
-from mpizero.parallel.model.base import ShardedModelBase
-from mpizero.parallel.model.optimizers import ShardedOptimizer
+from mpizero.sharding.model import ShardedModelBase
+from mpizero.sharding.optimizer import ShardedOptimizer
 from mpizero.testing import run_in_threads
 from tests.parallel.models import STRATEGIES, hard_function, mlp, part, points, sharded, ten
 

@@ -11,7 +11,7 @@ import pytest
 import mpizero as mz
 from mpizero.comm import ProcessGrid
 from mpizero.errors import ConfigError, DataError, LayoutError, RemoteError
-from mpizero.parallel.batch.redistribute import redistribute
+from mpizero.sharding.batch import redistribute
 from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, layouts, sharded
 

@@ -10,7 +10,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError, RemoteError
-from mpizero.parallel.parameters.global_view import GlobalView
+from mpizero.sharding.full_params import GlobalView
 from mpizero.testing import run_in_threads
 from tests.parallel.models import PRIVATE, layouts, mlp, part, points, sharded, vectors
 

@@ -17,14 +17,12 @@ from mpizero.comm import ProcessGrid
 from mpizero.layout import Axes, Partition
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.tensor_parts import part_shape
-from mpizero.parallel.optimizer import tensor_tree
-from mpizero.parallel.optimizer.global_norm import GlobalSums
-from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
-from mpizero.parallel.parameters.allocator import Memory
-from mpizero.parallel.parameters.global_view import GlobalView
-from mpizero.parallel.parameters.store import ParameterStore
-from mpizero.parallel.placement import placement
 from mpizero.planning.shard_sizes import ShardSizes
+from mpizero.sharding import update
+from mpizero.sharding.config import placement
+from mpizero.sharding.full_params import GlobalView
+from mpizero.sharding.params import Memory, ParameterStore
+from mpizero.sharding.update import GlobalSums, Updater, UpdateScope
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import Array, ParameterSpec, Part
 
@@ -159,7 +157,7 @@ def test_ranks_with_one_tile_or_several_have_the_norms_and_the_step_of_one_proce
     assert len({tuple(sums.values()) for sums in expected.values()}) == 3  # the number of tiles does change bits
     steps: dict[int, bytes] = {}
     for way, block in zip(WAYS, [1 << 16, 64, 512, 128] * 3, strict=True):
-        monkeypatch.setattr(tensor_tree, "HOST_BLOCK", block)
+        monkeypatch.setattr(update, "HOST_BLOCK", block)
         size = way.pipeline * way.tensor * way.data
         for sums, norm, changed in run_in_threads(size, lambda comm, way=way: run(comm, way, dtype, given, grads)):
             assert sums == expected[way.tiles], way

@@ -12,7 +12,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ArgumentError, CheckpointError, ConfigError, LayoutError, RemoteError
 from mpizero.layout.flat import FlatLayout, owners_by_cost
-from mpizero.parallel.optimizer.tensor_plan import TensorPlan
+from mpizero.sharding.whole_tensors import TensorPlan
 from mpizero.testing import run_in_threads
 from mpizero.types import ParameterSpec
 from tests.parallel.models import (

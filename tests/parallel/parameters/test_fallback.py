@@ -8,7 +8,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError, OutOfMemoryError, SharedMemoryError
-from mpizero.parallel import memory_check
+from mpizero.sharding import params
 from mpizero.testing import run_in_threads
 from tests.parallel.models import STRATEGIES, gpt, part, tokens
 
@@ -187,7 +187,7 @@ def test_a_model_that_finds_no_room_for_copies_of_its_own_either_is_closed(monke
             comm.barrier()
             if comm.rank == 0:
                 limit_windows(monkeypatch, ROW)
-                monkeypatch.setattr("mpizero.parallel.model.private_fallback.Engine", no_memory)
+                monkeypatch.setattr("mpizero.sharding.parameter_access.Engine", no_memory)
             comm.barrier()
             with pytest.raises(OutOfMemoryError, match="no memory for parameters"):
                 model.train(*part(comm, *tokens(8)))
@@ -202,6 +202,6 @@ def test_a_model_that_needs_more_than_the_job_may_take_is_told_before_it_is_kill
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for limit, told in ((10**9, 0), (1000, 1)):
-        monkeypatch.setattr(memory_check, "available_memory", lambda limit=limit: limit)
+        monkeypatch.setattr(params, "available_memory", lambda limit=limit: limit)
         assert {ranks for _, ranks in run_in_threads(3, lambda comm: trained(comm, "zero1"))} == {3}
         assert capsys.readouterr().err.count("where this job may take 1000: a job that takes more is killed") == told

@@ -9,7 +9,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.comm.reduce import EXCHANGE_ELEMENTS
-from mpizero.parallel.parameters.allocator import PAGE, Memory
+from mpizero.sharding.params import PAGE, Memory
 from mpizero.testing import run_in_threads
 from tests.parallel.models import PRIVATE, STRATEGIES, hard_function, mlp, part, sharded, vectors
 from tests.traced import traced_peak

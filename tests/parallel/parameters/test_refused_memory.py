@@ -10,7 +10,7 @@ import pytest
 import mpizero as mz
 from mpizero.comm import as_communicator
 from mpizero.errors import OutOfMemoryError, RemoteError
-from mpizero.parallel.parameters.allocator import Memory
+from mpizero.sharding.params import Memory
 from mpizero.testing import run_in_threads
 
 KINDS = ("parameters", "gradients", "optimizer state")

@@ -24,18 +24,14 @@ from mpizero.layout.flat import FlatLayout
 from mpizero.layout.tensor_parts import part_shape
 from mpizero.nn import initial_parameters
 from mpizero.nn.arrays import initial_values
-from mpizero.parallel.checkpointing import model_state
-from mpizero.parallel.checkpointing import restore as reading
-from mpizero.parallel.gradients.exchange import GradientExchange
-from mpizero.parallel.integrity import Integrity
-from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
-from mpizero.parallel.parameters.allocator import Memory
-from mpizero.parallel.parameters.global_view import GlobalView, check_cover, given_parameters
-from mpizero.parallel.parameters.integer_state import IntegerState
-from mpizero.parallel.parameters.store import ParameterStore
-from mpizero.parallel.partition.blocks import blocks_of
-from mpizero.parallel.partition.parallel_layout import ParallelLayout
-from mpizero.parallel.placement import placement
+from mpizero.sharding import saved_attributes, state_dict
+from mpizero.sharding.config import placement
+from mpizero.sharding.full_params import GlobalView, check_cover, given_parameters
+from mpizero.sharding.grad_reduce import GradientExchange
+from mpizero.sharding.integrity import Integrity
+from mpizero.sharding.params import IntegerState, Memory, ParameterStore
+from mpizero.sharding.partition import ParallelLayout, blocks_of
+from mpizero.sharding.update import Updater, UpdateScope
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import Array, Init, ParameterSpec, Part
 
@@ -320,8 +316,8 @@ def saved(comm: Any, spread: Spread) -> bytes:
     engine.whole.fill(start_vector(model)[::-1].copy())
     give_state(engine, state_of(model))
     engine.updater.step_count = engine.step_number = 3
-    arrays = model_state.local_arrays(engine)
-    image = checkpoint.to_bytes(arrays, {"mpizero": model_state.attributes(engine)}, comm)
+    arrays = state_dict.local_arrays(engine)
+    image = checkpoint.to_bytes(arrays, {"mpizero": state_dict.attributes(engine)}, comm)
     finish(engine)
     return image
 
@@ -354,7 +350,7 @@ def loads(comm: Any, spread: Spread, image: bytes, pristine: bool) -> None:
     engine = place(comm, model, spread)
     engine.pristine = pristine
     with checkpoint.from_bytes(image) as reader:
-        model_state.restore(engine, reader)
+        state_dict.restore(engine, reader)
     parallel_assert(comm, np.array_equal(engine.whole.vector(), start_vector(model)[::-1]), "parameters")
     kept = {slot: values.copy() for slot, values in engine.updater.state.items()}
     give_state(engine, state_of(model))
@@ -387,9 +383,9 @@ def test_on_mpi_ranks_too_every_layout_reads_what_every_layout_writes(world: Any
 def test_slices_are_read_alike_range_by_range_and_by_rows_in_windows_of_any_size(
     monkeypatch: pytest.MonkeyPatch, short_range: int, elements: int
 ) -> None:
-    monkeypatch.setattr(reading, "_SHORT_RANGE", short_range)
-    monkeypatch.setattr(reading, "EXCHANGE_ELEMENTS", elements)
-    monkeypatch.setattr(reading, "VERIFIED_AT_ONCE", 10 * elements)
+    monkeypatch.setattr(saved_attributes, "_SHORT_RANGE", short_range)
+    monkeypatch.setattr(saved_attributes, "EXCHANGE_ELEMENTS", elements)
+    monkeypatch.setattr(saved_attributes, "VERIFIED_AT_ONCE", 10 * elements)
     image = saved_on_threads(Spread())
     for number, spread in enumerate(SPREADS[index] for index in (6, 9, 12)):
         run_in_threads(spread.size, lambda comm, s=spread, n=number: loads(comm, s, image, pristine=n % 2 == 0))
@@ -411,7 +407,7 @@ def test_what_is_damaged_for_one_tensor_rank_is_refused_by_all_and_changes_nothi
             engine.whole.fill(np.arange(engine.whole.parameter_count, dtype=engine.dtype))
         before = engine.whole.vector()
         with checkpoint.from_bytes(image) as reader, pytest.raises((CheckpointError, RemoteError)) as caught:
-            model_state.restore(engine, reader)
+            state_dict.restore(engine, reader)
         assert np.array_equal(engine.whole.vector(), before)
         finish(engine)
         return str(caught.value)
@@ -428,7 +424,7 @@ def test_a_strict_layout_counts_stages_and_tensor_ranks() -> None:
     def strict(comm: Any, spread: Spread) -> None:
         engine = place(comm, gpt(), spread)
         with checkpoint.from_bytes(image) as reader:
-            model_state.restore(engine, reader, strict_layout=True)
+            state_dict.restore(engine, reader, strict_layout=True)
         finish(engine)
 
     run_in_threads(4, lambda comm: strict(comm, split))
@@ -439,11 +435,11 @@ def test_a_strict_layout_counts_stages_and_tensor_ranks() -> None:
 def test_files_that_know_no_stages_were_written_without() -> None:
     def body(comm: Any) -> None:
         engine = place(comm, gpt(), Spread())
-        arrays, told = model_state.local_arrays(engine), model_state.attributes(engine)
+        arrays, told = state_dict.local_arrays(engine), state_dict.attributes(engine)
         for axis in ("pipeline", "tensor", "context"):
             assert told["layout"].pop(axis) == 1
         with checkpoint.from_bytes(checkpoint.to_bytes(arrays, {"mpizero": told}, comm)) as reader:
-            model_state.restore(engine, reader, strict_layout=True)
+            state_dict.restore(engine, reader, strict_layout=True)
         finish(engine)
 
     run_in_threads(1, body)

@@ -11,7 +11,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError
 from mpizero.nn import Frozen
-from mpizero.parallel.parameters.allocator import paged
+from mpizero.sharding.params import paged
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import part
 from tests.parallel.parallel_layouts import (

@@ -7,8 +7,7 @@ import pytest
 
 from mpizero import FunctionModel, ShardingConfig, nn
 from mpizero.errors import ConfigError
-from mpizero.parallel.partition.parallel_layout import ParallelLayout
-from mpizero.parallel.partition.tiles import in_tiles
+from mpizero.sharding.partition import ParallelLayout, in_tiles
 
 GPT = nn.GPT(dim=16, layers=1, heads=4, sequence=8, vocabulary=11)
 MLP = nn.MLP(6, [8, 8], 3)

@@ -9,7 +9,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError
-from mpizero.parallel.partition.block_timing import measure_blocks, measured_costs
+from mpizero.sharding.pipeline import measure_blocks, measured_costs
 
 
 def micro_batch() -> tuple[Any, Any]:

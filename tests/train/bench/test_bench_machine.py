@@ -14,8 +14,8 @@ import pytest
 from mpizero._util.text import Measurement
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import memory
-from mpizero.parallel import ShardingConfig
 from mpizero.planning.machine_file import NEEDED, Machine, read_machine, write_machine
+from mpizero.sharding import ShardingConfig
 from mpizero.testing import run_in_threads
 from mpizero.train.bench import machine_report
 from mpizero.train.bench.measure_machine import MachineRequest, measure_machine

@@ -11,18 +11,18 @@ import pytest
 import mpizero as mz
 from mpizero.comm.communicator import MESSAGE, CommunicatorCall, Timeline, TimeSpan
 from mpizero.errors import ConfigError
-from mpizero.parallel.diagnostics.phase_times import (
+from mpizero.planning.machine_file import write_machine
+from mpizero.sharding.diagnostics import (
     ALL_PHASES,
     PHASES,
     StepSpans,
     clock_offset,
     phases_of,
     spans_of,
+    traced,
     waited,
     waits,
 )
-from mpizero.parallel.diagnostics.tracing import traced
-from mpizero.planning.machine_file import write_machine
 from mpizero.testing import run_in_threads
 from mpizero.train.bench import step as bench
 from mpizero.train.bench.trace_events import write_trace
@@ -220,10 +220,10 @@ def test_ranks_of_one_host_have_one_clock():
 
 def test_a_clock_that_is_ahead_is_put_back(monkeypatch):
     """Ranks that seem to be on different hosts ask rank 0 for its time."""
-    from mpizero.parallel.diagnostics import phase_times
+    from mpizero.sharding import diagnostics
 
     hosts = iter(["a", "b"])
-    monkeypatch.setattr(phase_times, "_host", lambda: next(hosts))
+    monkeypatch.setattr(diagnostics, "_host", lambda: next(hosts))
     offsets = run_in_threads(2, clock_offset)
     assert offsets[0] == 0.0
     assert 0 < abs(offsets[1]) < 1  # threads of one process: the error of a turn

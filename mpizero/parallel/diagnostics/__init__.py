@@ -1,1 +1,0 @@
-"""Save and replay steps whose losses or gradients were not finite, and record what ranks spend their time on."""

@@ -1,1 +1,0 @@
-"""Minimize by methods of whole vectors: the loop, and its result."""

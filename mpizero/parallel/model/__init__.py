@@ -1,1 +1,0 @@
-"""Define the public classes: sharded models and their optimizers."""

@@ -1,1 +1,0 @@
-"""Run an optimizer on the ranges of the parameters that a rank updates."""

@@ -1,0 +1,916 @@
+"""Let the ranks of a node claim grains of a batch, whose samples they share, one part after the other.
+
+Send the samples of a global batch to the ranks that compute their grains.
+
+Exchange the loss, weight and finiteness of every grain, and compare the learning rates, in one small allgather.
+
+Say how a model of PyTorch or JAX, whose grains have a fixed cost, is cut into grains, and which would be faster.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero._util.checks import require, whole
+from mpizero._util.pytree import SampleTree
+from mpizero._util.text import crc32, notice, stacklevel
+from mpizero.comm import Communicator, ProcessGrid
+from mpizero.comm.agreement import agree_on_call, all_ranks
+from mpizero.comm.model_group import BlockLocks
+from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure
+from mpizero.guard.call_trace import MODULUS
+from mpizero.guard.reports import by_ranks
+from mpizero.layout import Grains
+from mpizero.layout.batch import GrainRule, contiguous_shares, grain_part_number, node_blocks
+from mpizero.layout.flat import FlatLayout, joined
+from mpizero.layout.mesh import GROUPS
+from mpizero.layout.sum_tree import claim_parts, rows_of_part
+from mpizero.sharding.params import COMPUTING_ADVICE, IntegerState, Memory, flat_names, on_all_ranks, refused
+from mpizero.sharding.step_report import NonFinite
+from mpizero.types import Array, as_reals
+
+#: Kind of the node's memory for samples and claims, in counts of bytes.
+KIND = "samples"
+_ALIGNMENT = 64
+
+
+def starts_of(parts: int, sizes: Sequence[int]) -> list[int]:
+    """Return where arrays of ``sizes`` bytes start in a node's memory, after a table of ``parts`` claims; and its end.
+
+    The table has a whole number of int64: the number of parts that have been claimed, then the claimant of each.
+    """
+    return list(accumulate((_aligned(size) for size in sizes), initial=_aligned(8 * (1 + parts))))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class NodeClaims:
+    """Share the samples of a node's grains in its memory, and count which parts of them its ranks have claimed.
+
+    Every node has a fixed run of grains, which :func:`claim_parts` cuts into parts. A rank claims the next part when it
+    has computed the part before. [Note: claims] The number of the next part and the rank that has claimed each are in
+    the node's shared memory, where one rank at a time writes, under a lock of the operating system: a rank inside of a
+    long computation need not receive any message. So who computes a grain depends on time. The result does not, because
+    a part is a node of the tree in which gradients are summed.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks; the constructor is collective over all of them.
+    memory : Memory
+        Allocates the memory of the node.
+    """
+
+    def __init__(self, grid: ProcessGrid, memory: Memory) -> None:
+        self.grid, self._memory = grid, memory
+        with on_all_ranks(grid.world, "claims"):
+            self._locks = BlockLocks(grid.node)
+        self._reserved: set[Hashable] = set()
+        self._storage = np.zeros(0, np.uint8)
+        self._table = self._storage.view(np.int64)
+        self._parts: tuple[range, ...] = ()
+
+    def begin(self, leaves: Sequence[Array], grains: Grains) -> tuple[Array, ...]:
+        """Share the samples of the node's grains, and begin a step in which its ranks claim them.
+
+        Collective over the node; over all ranks if there was no such batch before. The ranks must have ended the step
+        before, for which a collective of all ranks has to come between.
+
+        Parameters
+        ----------
+        leaves : sequence of Array
+            Arrays of samples: the part of each that belongs to the grains that are this rank's by a fixed assignment.
+        grains : Grains
+            The grains of the global batch.
+
+        Returns
+        -------
+        tuple of Array
+            Each array with all samples of the node, in memory that its ranks share.
+        """
+        block, own = self.block(grains.count), contiguous_shares(self.grid, grains.count)[self.grid.place]
+        before, first, stop = (min(at * grains.size, grains.samples) for at in (block.start, own.start, block.stop))
+        self._parts = claim_parts(block, self.grid.node.size)
+        shapes = [(stop - before, *leaf.shape[1:]) for leaf in leaves]
+        sizes = [prod(shape) * leaf.itemsize for shape, leaf in zip(shapes, leaves, strict=True)]
+        starts = starts_of(len(self._parts), sizes)
+        self._reserve(starts[-1], (grains, *((leaf.dtype, leaf.shape[1:]) for leaf in leaves)))
+        self._table = self._storage[: starts[0]].view(np.int64)
+        if self.grid.node.rank == 0:
+            self._table[0] = 0
+        shared = []
+        for leaf, shape, start, size in zip(leaves, shapes, starts[:-1], sizes, strict=True):
+            whole = self._storage[start : start + size].view(leaf.dtype).reshape(shape)
+            whole[first - before :][: len(leaf)] = leaf
+            shared.append(whole)
+        self._memory.barrier(KIND)
+        return tuple(shared)
+
+    def block(self, count: int) -> range:
+        """Return the grains of this node, of ``count`` grains. Not collective."""
+        return node_blocks(self.grid, count)[self.grid.nodes.index(self.grid.node_ranks)]
+
+    def most(self, count: int) -> int:
+        """Return the largest number of grains of a node, of ``count`` grains. Not collective."""
+        return max(map(len, node_blocks(self.grid, count)))
+
+    def _reserve(self, nbytes: int, batch: Hashable) -> None:
+        """Allocate the node's memory for a batch. Collective over all ranks if there was no such batch before."""
+        if batch in self._reserved:  # other nodes may have room for it where this one has to make some
+            return
+        reserved, self._reserved = self._reserved, set()  # where this fails, the memory is gone
+        with on_all_ranks(self.grid.world, KIND):
+            if self._storage.size < nbytes:
+                held, self._storage, self._table = self._storage, self._storage[:0], self._table[:0]
+                if held.size:
+                    self._memory.free_shared(KIND, (held,))
+                (self._storage,) = self._memory.shared(KIND, [(nbytes,)], np.uint8)
+        self._reserved = reserved | {batch}
+
+    def claim(self, rows: int) -> range | None:
+        """Claim the next part; return its grains, or None if there is none, or if it needs more than ``rows`` rows.
+
+        Not collective.
+        """
+        with self._locks.hold(0):
+            number = int(self._table[0])
+            if number == len(self._parts) or rows_of_part(self._parts[number]) > rows:
+                return None
+            self._table[0] = number + 1
+            self._table[1 + number] = self.grid.node.rank
+        return self._parts[number]
+
+    def assigned(self, count: int) -> list[list[int]]:
+        """Return the grains that each data rank has computed, listed node after node, after a barrier of the node.
+
+        Not collective. For other nodes the lists are those of a fixed assignment: partial sums that a node sends are
+        the same, whichever of its ranks has computed what.
+        """
+        found = [list(share) for share in contiguous_shares(self.grid, count)]
+        first = self.grid.place - self.grid.node.rank
+        owners = self._table[1 : 1 + len(self._parts)].tolist()
+        for rank in range(self.grid.node.size):
+            parts = (part for part, owner in zip(self._parts, owners, strict=True) if owner == rank)
+            found[first + rank] = [grain for part in parts for grain in part]
+        return found
+
+    def close(self) -> None:
+        """Close the file of the lock. Not collective; :class:`Memory` frees the window."""
+        self._locks.close()
+
+
+class Grain(NamedTuple):
+    """Hold the samples of one grain as micro-batches ``(x, y, index of the first sample in the global batch)``.
+
+    ``number`` is the grain's index among the grains of the global batch. ``stop`` is the index in the global batch
+    after the grain's last sample.
+    """
+
+    number: int
+    micro_batches: tuple[tuple[Any, Any, int], ...]
+    stop: int
+
+    def place(self, micro: int) -> tuple[int, int]:
+        """Return the index in the global batch of a micro-batch's first sample, and its number of samples.
+
+        ``micro`` is the index of the micro-batch in the grain. Not collective.
+        """
+        first, after = self.micro_batches[micro][2], micro + 1
+        return first, (self.micro_batches[after][2] if after < len(self.micro_batches) else self.stop) - first
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """Hold one rank's grains of a global batch.
+
+    Attributes
+    ----------
+    grains : dict of int to Grain
+        The grains that this rank computes, by their number in the global batch.
+    count : int
+        Number of grains in the global batch.
+    samples : int
+        Number of samples in the global batch.
+    claimed : int
+        If ranks claim grains while they compute, the largest number of grains of a node, whose ranks all have them in
+        ``grains``; otherwise 0.
+    """
+
+    grains: dict[int, Grain]
+    count: int
+    samples: int
+    claimed: int = 0
+
+
+class Asked(NamedTuple):
+    """Hold the arguments besides the batch of a training step; every rank must give the same.
+
+    ``epoch`` is the number of the epoch; ``gather`` is the argument of the same name of ``compute_gradients``.
+    """
+
+    epoch: int = 0
+    gather: bool = False
+
+
+NOTHING_MORE = Asked()
+#: The error of a batch without samples.
+NO_SAMPLES = "the global batch has no samples on any rank"
+
+
+class _RankBatch:
+    """Hold the samples ``x`` and ``y`` that this rank gives to a global batch.
+
+    If they are invalid, the error's text is kept in ``problem``, and ``count``, the number of samples, is -1: all ranks
+    then raise the error together when the batches are exchanged.
+    """
+
+    def __init__(self, x: Any, y: Any, asked: Asked) -> None:
+        self.asked, self.problem, self.count = asked, "", 1
+        self.tree = SampleTree.nothing()
+        try:
+            self.asked = asked._replace(epoch=require("epoch", asked.epoch, whole(), DataError))
+            self.tree = SampleTree.of(x=x, y=y)
+            self.count = self.tree.count()
+        except DataError as error:
+            self.problem, self.count = str(error), -1
+
+    @property
+    def number(self) -> int:
+        """A hash of the arguments and of the batch's structure, types and sample shapes; must be equal on all ranks."""
+        text = f"{self.asked.epoch} {self.asked.gather} {self.tree.form or 'not cut'}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+
+    def digests(self) -> dict[str, int]:
+        """Return the checksum of every array, by the array's path, such as ``x['mask']``. Not collective."""
+        return dict(zip(self.tree.paths, map(_digest, self.tree.leaves), strict=True))
+
+    def digest(self) -> int:
+        """Return one number that combines the checksums of x and y. Not collective."""
+        both = {"x": 0, "y": 0}
+        for path, checksum in self.digests().items():
+            both[path[0]] = crc32(checksum.to_bytes(4, "little"), both[path[0]])
+        return (both["x"] << 32 | both["y"]) - (1 << 63)
+
+
+def _digest(array: Array) -> int:
+    return crc32(array.tobytes(), crc32(f"{array.dtype}{array.shape}".encode()))
+
+
+def _meet(grid: ProcessGrid, own: _RankBatch, *, first: bool) -> Array:
+    """Exchange the first message of a step, check the batch, and return each rank's number of samples, by world rank.
+
+    Collective over all ranks. In the ``first`` step of a model, rank 0 says which replicas have the same samples.
+
+    Raises
+    ------
+    CollectiveMismatch
+        On all ranks, if the ranks have called different operations.
+    DataError
+        On all ranks, if the ranks of a replica have different samples, if the arrays of one rank differ in length, if
+        the batches of two ranks differ in structure, type or sample shape, if no rank has samples, or if the model is
+        split and the batch cannot be cut into samples.
+    """
+    replicas = grid.model.size > 1
+    table = agree_on_call(grid.world, (own.count, own.number, own.digest() if replicas or first else 0))
+    counts = table[:, 0]
+    sound, alike = (counts >= 0).all(), (table[:, 1] == table[0, 1]).all()
+    if sound and replicas:
+        _check_replicas(grid, own, table[:, 2])
+    if not (sound and alike) or (replicas and own.tree.uncut):
+        _refuse(grid.world, own)
+    if not counts.any():
+        raise DataError("the global batch has no samples on any rank")
+    if first and grid.world.rank == 0:
+        _tell_copies(grid, counts, table[:, 2], own.tree.uncut)
+    return counts
+
+
+def _tell_copies(grid: ProcessGrid, counts: Array, digests: Array, uncut: str) -> None:
+    """Say if two ranks of different replicas have the same samples, of which ``digests`` are the checksums."""
+    seen: dict[int, int] = {}
+    for rank in range(0 if uncut else len(counts)):
+        same = seen.setdefault(int(digests[rank]), rank)
+        if counts[rank] and grid.axes.coordinates(same).data != grid.axes.coordinates(rank).data:
+            notice(
+                f"ranks {same} and {rank} give the same {counts[rank]} samples, and the global batch has them twice: "
+                "each rank gives its own part of a batch, which mpizero.data.batches(source, model, ...) cuts; with a "
+                "DataLoader of PyTorch, let it have DistributedSampler(dataset, world_size, rank)"
+            )
+            return
+
+
+def _check_replicas(grid: ProcessGrid, own: _RankBatch, digests: Array) -> None:
+    """Raise ``DataError`` if ranks of one replica have different samples. Collective over all ranks if it raises.
+
+    ``digests`` are the checksums of the samples of all ranks, by world rank.
+    """
+    axes = grid.axes
+    firsts = np.arange(axes.size) // axes.strides["data"] % axes.data * axes.strides["data"]  # of each rank's replica
+    if (wrong := np.flatnonzero(digests != digests[firsts])).size:
+        rank, first = int(wrong[0]), int(firsts[wrong[0]])
+        told = grid.world.allgather_object(own.digests(), "batch")
+        what = next((path for path in told[rank] if told[rank][path] != told[first].get(path)), "batch")
+        raise DataError(
+            f"rank {rank} has another {what} than rank {first}: the ranks of one replica (they differ in "
+            "pipeline, tensor and context only) must train on the same samples; give each replica's ranks the same "
+            "batch, for example by mpizero.data.batches(source, model, ...)"
+        )
+
+
+def _refuse(comm: Communicator, own: _RankBatch) -> NoReturn:
+    """Raise ``DataError`` that says whose batch is invalid or how two ranks' batches differ. Collective over all ranks.
+
+    It is called on every rank if the batch of one rank is invalid, or if the batches of two ranks differ.
+    """
+    tree = own.tree
+    arrays = dict(zip(tree.paths, ((str(leaf.dtype), leaf.shape[1:]) for leaf in tree.leaves), strict=True))
+    ranks = comm.allgather_object((own.problem, own.asked, tree.uncut, arrays, tree.form), "batch")
+    _, asked, uncut, expected, form = ranks[0]
+    for rank, (problem, *_) in enumerate(ranks):
+        if problem:
+            raise DataError(f"rank {rank}: {problem}")
+    for rank, (_, told, held, found, other) in enumerate(ranks):
+        if told != asked:
+            raise DataError(f"rank 0 is asked for {_listed(asked, told)}, rank {rank} for {_listed(told, asked)}")
+        if bool(held) != bool(uncut):
+            raise DataError(
+                f"rank {rank if held else 0}: {held or uncut}, so its batch cannot be cut into samples as that of rank "
+                f"{0 if held else rank} can; {_SAME}"
+            )
+        for path in (path for path in {**expected, **found} if expected.get(path) != found.get(path)):
+            here, there = (_shown(arrays.get(path)) for arrays in (expected, found))
+            raise DataError(f"{path} is {here} on rank 0 and {there} on rank {rank}; {_SAME}")
+        if other != form:
+            raise DataError(f"the batch is {form:.300} on rank 0 and {other:.300} on rank {rank}; {_SAME}")
+    raise DataError(
+        f"{uncut}: ranks that share a batch (pipeline, tensor, context) can compare and cut arrays only; give arrays "
+        "with samples on the first axis, alone or in tuples, lists and dictionaries"
+    )
+
+
+_SAME = (
+    "every rank gives the same structure, types and sample shapes, in the same order, also where it has no samples: "
+    "empty arrays then, x[:0]"
+)
+
+
+def _listed(asked: Asked, other: Asked) -> str:
+    return ", ".join(f"{k}={v!r}" for k, v in asked._asdict().items() if v != getattr(other, k))
+
+
+def _shown(array: tuple[str, tuple[int, ...]] | None) -> str:
+    return "missing" if array is None else f"{array[0]} with samples of shape {array[1]}"
+
+
+def redistribute(
+    grid: ProcessGrid,
+    x: Any,
+    y: Any,
+    grain_size: Callable[[int, SampleTree], int],
+    owners: Callable[[int], Sequence[int]],
+    micro: int,
+    *,
+    asked: Asked = NOTHING_MORE,
+    claims: NodeClaims | None = None,
+    first: bool = False,
+) -> GlobalBatch:
+    """Exchange samples so that every rank gets the samples of the grains it computes, and return its grains.
+
+    Collective over all ranks; this sends the first message of a step. The global batch is the samples of all ranks of
+    the batch group, in the order of the ranks. No samples are sent if every rank already has all samples of its grains.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks; samples are exchanged in its batch group.
+    x, y : array with samples on the first axis, a tree of such arrays, or any other object
+        The samples of this rank. An object that cannot be cut into samples counts as one grain of one sample; rank 0
+        warns about it.
+    grain_size : callable
+        Takes the number of samples in the global batch, and this rank's samples, of which only shapes and types count.
+    owners : callable
+        Takes the number of grains and returns, for each grain, the rank of the batch group that computes it.
+    micro : int
+        Number of micro-batches in a full grain.
+    asked : Asked
+        The arguments of the step besides the batch; they are compared between all ranks.
+    claims : NodeClaims or None
+        If given, every rank gets the samples of all grains of its node, to claim them, unless they cannot be cut.
+    first : bool
+        Whether it is a model's first batch, of which rank 0 says if two replicas have the same.
+
+    Raises
+    ------
+    CollectiveMismatch
+        On all ranks, if the ranks have called different operations.
+    DataError
+        On all ranks, as :func:`_meet` says.
+    """
+    comm, own = grid.batch, _RankBatch(x, y, asked)
+    counts = _meet(grid, own, first=first)[list(grid.axes.group(grid.world.rank, GROUPS["batch"]))].tolist()
+    if own.tree.uncut:
+        with all_ranks(grid.world):  # a warning may be an error
+            if grid.world.rank == 0:
+                _warn(own.tree.uncut)
+        number = list(owners(comm.size)).index(comm.rank)
+        return GlobalBatch({number: Grain(number, ((x, y, number),), number + 1)}, comm.size, comm.size)
+    grains = Grains(sum(counts), grain_size(sum(counts), own.tree))
+    transfer = _transfer(grains, tuple(counts), tuple(owners(grains.count)), comm.rank)
+    leaves = tuple(transfer.exchange(comm, leaf) for leaf in own.tree.leaves)
+    held: Sequence[int] = transfer.mine
+    if claims is not None:
+        held, leaves = claims.block(grains.count), claims.begin(leaves, grains)
+    cut = transfer.cut(replace(own.tree, leaves=leaves), held, micro)
+    return GlobalBatch(cut, grains.count, grains.samples, claims.most(grains.count) if claims is not None else 0)
+
+
+def _warn(uncut: str) -> None:
+    """Warn that results depend on the number of ranks; ``uncut`` says why the batch cannot be cut into samples.
+
+    The warning names the line of the user's code that called the library. Not collective.
+    """
+    warnings.warn(
+        f"{uncut}: a batch that holds it cannot be cut into samples, so all that a rank gives is one grain, "
+        "micro_batch has no effect, and the result depends on the number of ranks; give arrays with samples on the "
+        "first axis, alone or in tuples, lists and dictionaries",
+        stacklevel=stacklevel(),
+    )
+
+
+def in_contexts(batch: GlobalBatch, grid: ProcessGrid, cut: Callable[[Any, Any], tuple[Any, Any]]) -> GlobalBatch:
+    """Cut the sequences of a batch over a context group, and return the batch with this rank's positions only.
+
+    Not collective. ``cut`` cuts the inputs and targets of a micro-batch. Each part of a grain that one rank of the
+    group keeps counts as a grain in the returned batch; :func:`grain_part_number` returns its number.
+    """
+    rank, size = grid.context.rank, grid.context.size
+    grains = {}
+    for grain in batch.grains.values():
+        number = grain_part_number(grain.number, rank, size)
+        parts = tuple((*cut(x, y), first) for x, y, first in grain.micro_batches)
+        grains[number] = Grain(number, parts, grain.stop)
+    return GlobalBatch(grains, batch.count * size, batch.samples)
+
+
+class _Transfer:
+    """Plan which samples this rank sends to each rank and receives from each, from integers that all ranks know."""
+
+    def __init__(self, grains: Grains, counts: Sequence[int], owners: Sequence[int], rank: int) -> None:
+        self.grains, self.rank = grains, rank
+        self.starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
+        self.mine = [g for g in range(grains.count) if owners[g] == rank]
+        self.in_place = True
+        self.sends: list[list[slice]] = [[] for _ in counts]
+        self.receives = [0] * len(counts)
+        for g in range(grains.count):
+            span = grains.span(g)
+            for r in range(len(counts)):
+                start, stop = max(span.start, self.starts[r]), min(span.stop, self.starts[r + 1])
+                if start >= stop:
+                    continue
+                self.in_place &= owners[g] == r
+                if r == rank:
+                    self.sends[owners[g]].append(slice(start - self.starts[r], stop - self.starts[r]))
+                if owners[g] == rank:
+                    self.receives[r] += stop - start
+
+    def exchange(self, comm: Communicator, array: Array) -> Array:
+        if self.in_place:
+            return np.ascontiguousarray(array)  # as after an exchange: BLAS may round other strides differently
+        per_sample = int(np.prod(array.shape[1:], dtype=np.int64))
+        parts = [array[part] for group in self.sends for part in group]
+        send = np.ascontiguousarray(np.concatenate([array[:0], *parts])).reshape(-1)
+        send_counts = [sum(s.stop - s.start for s in group) * per_sample for group in self.sends]
+        recv_counts = [count * per_sample for count in self.receives]
+        recv = np.empty(sum(recv_counts), array.dtype)
+        comm.alltoallv(
+            send.view(np.uint8),
+            [n * array.itemsize for n in send_counts],
+            recv.view(np.uint8),
+            [n * array.itemsize for n in recv_counts],
+            "samples",
+        )
+        return recv.reshape(sum(self.receives), *array.shape[1:])
+
+    def cut(self, tree: SampleTree, held: Sequence[int], accumulate: int) -> dict[int, Grain]:
+        """Cut samples into grains of ``accumulate`` micro-batches; return the grains by their number.
+
+        ``tree`` holds the samples of the grains ``held``, in their order. A short grain may have fewer micro-batches.
+        """
+        found, position = {}, 0
+        for g in held:
+            parts = []
+            for samples in self.grains.micro_batches(g, accumulate):
+                size = samples.stop - samples.start
+                parts.append((*tree.cut(slice(position, position + size)), samples.start))
+                position += size
+            found[g] = Grain(g, tuple(parts), self.grains.span(g).stop)
+        return found
+
+
+_transfer = lru_cache(maxsize=64)(_Transfer)  # batches of the same sizes come again and again
+
+
+#: Flags of a rank in the message, in the low bits of the fourth number: a value was not finite; a grain raised.
+#: The bits above them hold the rank's mismatch term, see guard/call_trace.py's [Note: one sum].
+_BAD, _FAILED = 1, 2
+_MARK_BITS = 2
+
+#: The most non-finite grains that are reported.
+MAX_TOLD = 16
+
+
+#: By bytes of an element: the smallest and the largest normal floating-point number.
+_LIMITS = {size: (float(np.finfo(f"f{size}").tiny), float(np.finfo(f"f{size}").max)) for size in (4, 8)}
+
+
+class Divisors(NamedTuple):
+    """Hold what a step's sums are divided by, each an array of one element of the gradients' type.
+
+    Attributes
+    ----------
+    gradients : Array
+        The divisor of summed gradients: the total weight times the loss scale.
+    averages : Array
+        The divisor of the summed values of averaged parameters (``ParameterSpec.averaged``): the number of samples.
+    """
+
+    gradients: Array
+    averages: Array
+
+    def of(self, *, averaged: bool) -> Array:
+        """Return the divisor of averaged parameters, or else the one of gradients. Not collective."""
+        return self.averages if averaged else self.gradients
+
+
+class Totals(NamedTuple):
+    """Hold the loss, the weight and the number of samples, summed over the global batch.
+
+    ``problems`` describes the grains with a loss, weight or gradient that is not finite, in the order of their samples.
+    """
+
+    loss: float
+    weight: float
+    problems: tuple[NonFinite, ...]
+    samples: int
+
+    @property
+    def mean(self) -> float:
+        """The mean loss; NaN if the weight is infinite or NaN."""
+        return self.loss / self.weight if math.isfinite(self.weight) else math.nan
+
+    def divisors(self, scale: float, dtype: np.dtype[Any]) -> Divisors:
+        """Return the divisors of the sums of a step; ``scale`` is the loss scale, ``dtype`` the gradients' type.
+
+        Not collective; the same on every rank.
+
+        Raises
+        ------
+        DataError
+            If the divisor of gradients is below the smallest or above the largest normal number of ``dtype``: the
+            divided gradient would become zero or infinite.
+        """
+        divisor, (least, most) = self.weight * scale, _LIMITS[dtype.itemsize]
+        if not least <= divisor <= most and math.isfinite(self.weight):
+            scaled = f", times the loss scale {scale:g}," if scale != 1.0 else ""
+            raise DataError(
+                f"the global batch has weight {self.weight:g}, which{scaled} is beyond {dtype} ({least:g} to "
+                f"{most:g}), in which the gradient is divided by it: only the ratios of weights count, so divide or "
+                "multiply all of them by one number"
+            )
+        return Divisors(np.array([divisor], dtype), np.array([self.samples], dtype))
+
+
+class _Bad(NamedTuple):
+    """Describe the first value of a grain that is not finite.
+
+    Objects are ordered as their values are computed: loss, weight, then gradients from the last block to the first.
+    ``kind`` is 0 for a loss, 1 for a weight and 2 for a gradient; ``place`` is minus the index of the gradient's block.
+    """
+
+    kind: int
+    place: int
+    tensor: str
+    message: str
+
+
+_NOTHING = _Bad(9, 0, "", "")
+
+
+def tree_total(values: Array) -> Array:
+    """Return the sum of the rows of a (rows, n) array, added in the order of the binary tree over the row numbers."""
+    while len(values) > 1:
+        pairs = values[: len(values) // 2 * 2]
+        summed = pairs[0::2] + pairs[1::2]
+        values = np.concatenate([summed, values[len(pairs) :]])
+    total: Array = values[0]
+    return total
+
+
+def check_weight(weight: float) -> None:
+    """Raise DataError if the total weight of a global batch is not above 0: then there is nothing to average."""
+    if weight <= 0:
+        raise DataError(f"the global batch has weight {weight:g}: every target in it is ignored; expected more than 0")
+
+
+def rates_differ(step: int, rates: Array) -> ConfigError:
+    """Return the error to raise if ``rates``, the learning rates of all ranks, are not equal. Not collective."""
+    return ConfigError(
+        f"the learning rate of step {step} differs between ranks: {by_ranks([repr(float(rate)) for rate in rates])}; "
+        "lr must be a function of the step alone, the same on every rank: not of time, random numbers or the rank"
+    )
+
+
+def everyone_of(grid: ProcessGrid) -> Communicator:
+    """Return a communicator of all ranks: the data group if it has all ranks, else the world. Not collective."""
+    return grid.data if grid.data.size == grid.world.size else grid.world
+
+
+class GrainScalars:
+    """Collect losses, weights and errors of this rank's grains; :meth:`agree` exchanges them with all ranks.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks. All ranks of the world take part, since each may hold another part of the model.
+    layout : FlatLayout
+        The parameters that this rank holds.
+    blocks : sequence of str
+        The blocks of the whole model, in order of use.
+    integers : IntegerState
+        The integer arrays, which blocks write new values of.
+    """
+
+    def __init__(self, grid: ProcessGrid, layout: FlatLayout, blocks: Sequence[str], integers: IntegerState) -> None:
+        self.grid, self.layout, self.integers = grid, layout, integers
+        self._order = {name: place for place, name in enumerate(blocks)}
+        self.everyone = everyone_of(grid)
+        self.count = 0
+        self.samples = 0
+        self.error: Exception | None = None
+        self._late: Exception | None = None
+        #: If set, called with every micro-batch's gradients before they are added: grain, micro-batch, block, views.
+        self.watch: Callable[[int, int, str, Any], None] | None = None
+        #: For each block that has averaged parameters, their names in the block.
+        self.averages: dict[str, tuple[str, ...]] = {}
+        for entry in layout.parameters:
+            if entry.spec.averaged and entry.spec.trainable:
+                self.averages[entry.block] = (*self.averages.get(entry.block, ()), entry.local_name)
+        self.frozen = frozenset(e.spec.name for e in layout.entries if e.gradient < 0)
+        self._mine: dict[int, list[float]] = {}
+        self._bad: dict[int, _Bad] = {}
+        self._step = 0
+        self._per_rank = 0
+        self._spans: dict[int, Any] = {}
+
+    def begin(self, batch: GlobalBatch, step: int = 0) -> None:
+        """Begin the global batch of step number ``step``: drop the records of the batch before. Not collective."""
+        self.count, self.samples, self._step = batch.count, batch.samples, step
+        self._per_rank = batch.claimed or -(-batch.count // self.grid.data.size)
+        self._mine, self._bad, self.error, self._late = {}, {}, None, None
+        self.integers.forget()
+        self._spans = {g: (grain.micro_batches[0][2], grain.stop) for g, grain in batch.grains.items()}
+
+    def add(self, grain: int, loss: float, weight: float) -> None:
+        """Add the sum of losses and the total weight of one micro-batch to the record of its grain. Not collective."""
+        record = self._mine.setdefault(grain, [0.0, 0.0])
+        record[0] += loss
+        record[1] += weight
+        for kind, (what, value) in enumerate((("loss", loss), ("weight", weight))):
+            if not np.isfinite(value) and kind < self._bad.get(grain, _NOTHING).kind:
+                self._bad[grain] = _Bad(kind, 0, what, f"the {what} is not finite")
+
+    def fail(self, error: Exception) -> None:
+        """Record an error after which this rank computes no more grains of the step. Not collective.
+
+        :meth:`agree` raises it. Errors of communication are raised at once, because the ranks can no longer agree.
+        """
+        if isinstance(error, CollectiveError | PeerFailure):
+            raise error  # the other ranks would not come to an agreement
+        if isinstance(error, MemoryError):
+            error = refused(error, "computing a micro-batch", COMPUTING_ADVICE)
+        self.error = self.error if self.error is not None else error
+
+    def fail_later(self, error: Exception) -> None:
+        """Record an error after which this rank goes on computing. Not collective.
+
+        The other ranks of its tensor group may not have the error, and their collectives need this rank. :meth:`agree`
+        raises the error; if this rank has also recorded one by :meth:`fail`, that one is raised instead.
+        """
+        self._late = self._late if self._late is not None else error
+
+    def check(self, grain: int, block: str, views: Any) -> None:
+        """Check that the gradients of ``block``, computed from ``grain``, are finite; record the first that is not.
+
+        Not collective. ``views`` are the nested views of the block's gradients. Nothing is checked if a value of the
+        grain has already been recorded. Gradients of frozen parameters are not checked.
+        """
+        if grain in self._bad:
+            return
+        for name, view in flat_names(views):
+            if view.dtype.kind in "iub":
+                continue
+            flat, tensor = as_reals(view), joined(block, name)
+            if tensor not in self.frozen and not kernels.all_finite(flat):
+                what = "new value" if name in self.averages.get(block, ()) else "gradient"
+                self._bad[grain] = _Bad(2, -self._order[block], tensor, f"the {what} of {tensor!r} is not finite")
+                return
+
+    def losses(self) -> dict[int, float]:
+        """Return the sum of losses of each of this rank's grains, by the grain's number. Not collective."""
+        return {grain: record[0] for grain, record in self._mine.items()}
+
+    def agree(self, ask_rate: Callable[[], float] | None = None) -> Totals:
+        """Exchange the records of all ranks, and return loss and weight summed over all grains.
+
+        Collective over all ranks. It also compares the learning rates of the ranks. ``ask_rate`` returns this rank's
+        learning rate; an error that it raises is recorded by :meth:`fail`. If it is None, the rate counts as 0.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If the ranks have called different operations.
+        ConfigError
+            If the learning rates differ between ranks in any bit; the error names ranks and rates.
+        Exception
+            The error that this rank has recorded; the other ranks raise a ``RemoteError`` that quotes it.
+        """
+        size, rate = self.everyone.size, self._asked(ask_rate)
+        self.error, self._late = self.error if self.error is not None else self._late, None
+        number = self.everyone.mismatch_term()
+        local = np.full(4 * max(1, self._per_rank) + 1, -1.0)
+        for place, (grain, (loss, weight)) in enumerate(self._mine.items()):
+            local[4 * place : 4 * place + 3] = grain, loss, weight
+        mark = _FAILED if self.error is not None else _BAD if self._bad else 0
+        local.view(np.int64)[3] = number << _MARK_BITS | mark
+        local[-1] = rate
+        told = np.empty((size, local.size))
+        self.everyone.allgather(local, told.reshape(-1), "losses")
+        marks = told.view(np.int64)[:, 3]
+        if int((marks >> _MARK_BITS).sum()) % MODULUS:
+            raise self.everyone.mismatch()
+        marks &= (1 << _MARK_BITS) - 1
+        if (marks == _FAILED).any():
+            self._fail_together()
+        self._same_rate(told[:, -1])
+        problems = self._named() if (marks == _BAD).any() else ()
+        table = told[:, :-1].reshape(-1, 4)
+        rows = table[table[:, 0] >= 0]
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        loss, weight = tree_total(rows[:, 1:3])
+        return Totals(float(loss), float(weight), problems, self.samples)
+
+    def agree_on_rate(self, ask_rate: Callable[[], float]) -> None:
+        """Compare the ranks' learning rates in the first message of a separate optimizer step.
+
+        Collective over all ranks. Such a step follows ``compute_gradients``, which has exchanged the other records.
+        ``ask_rate`` returns this rank's learning rate. Raises what :meth:`agree` raises.
+        """
+        rate = np.array(self._asked(ask_rate), np.float64)
+        told = agree_on_call(self.grid.world, (int(rate.view(np.int64)), self.error is not None))
+        if told[:, 1].any():
+            self._fail_together()
+        self._same_rate(np.ascontiguousarray(told[:, 0]).view(np.float64))
+
+    def _asked(self, ask_rate: Callable[[], float] | None) -> float:
+        try:
+            return 0.0 if ask_rate is None else ask_rate()
+        except Exception as error:
+            self.fail(error)
+            return 0.0
+
+    def _fail_together(self) -> None:
+        error, self.error = self.error, None
+        with all_ranks(self.everyone, "failed grains"):
+            if error is not None:
+                raise error
+
+    def _same_rate(self, rates: Array) -> None:
+        bits = np.ascontiguousarray(rates).view(np.int64)  # NaN, the rate of a user's optimizer, equals itself
+        if (bits != bits[0]).any():
+            raise rates_differ(self._step, rates)
+
+    def _named(self) -> tuple[NonFinite, ...]:
+        """Return the non-finite grains of all ranks, each described by its first non-finite value.
+
+        Collective over all ranks. The grains are in the order of their samples, and at most :data:`MAX_TOLD`.
+        """
+        mine = sorted((self._spans[g][0], bad, self._told(g, bad)) for g, bad in self._bad.items())[:MAX_TOLD]
+        everyone = self.everyone.allgather_object(mine, "not finite")
+        found: dict[int, NonFinite] = {}
+        for first, _, told in sorted((item for items in everyone for item in items), key=lambda item: item[:2]):
+            found.setdefault(first, told)
+        return tuple(found.values())[:MAX_TOLD]
+
+    def _told(self, grain: int, bad: _Bad) -> NonFinite:
+        first, stop = self._spans[grain]
+        return NonFinite(self._step, self.everyone.rank, bad.tensor, first, stop, bad.message)
+
+    def in_the_sum(self, tensor: str, parts: Sequence[Array], norm: float) -> NonFinite:
+        """Describe an averaged gradient that is not finite, or whose squares overflow, though each grain's was finite.
+
+        Collective over all ranks. ``parts`` are this rank's elements of the averaged gradient of the parameter
+        ``tensor``; ``norm`` is the sum of squares of all elements, which is not finite. The description names the rank
+        with the largest element.
+        """
+        finite = all(np.isfinite(part).all() for part in parts)
+        largest = max((float(np.abs(part).max()) for part in parts if part.size), default=-1.0) if finite else np.inf
+        told = np.empty(self.everyone.size)
+        self.everyone.allgather(np.array([largest]), told, "sum not finite")
+        rank, first = int(told.argmax()), f"the averaged gradient of {tensor!r} is not finite"
+        message = (
+            first if np.isinf(told[rank]) else f"the squares of the averaged gradient of {tensor!r} add up to {norm}"
+        )
+        return NonFinite(self._step, rank, tensor, 0, self.samples, message)
+
+
+#: How much less than the time now another ``micro_batch`` must take for a line about it.
+_WORTH = 0.9
+#: Steps after which no advice comes any more.
+_MOST_STEPS = 20
+
+
+class GrainNotices:
+    """Print, in the first steps of a model of PyTorch or JAX, what its grains are and what they mean.
+
+    ``ranks`` is the number of ranks that share a global batch.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks, self._steps, self._advised = ranks, 0, False
+
+    def after_step(self, rule: GrainRule, samples: int, model: Any) -> None:
+        """Print what there is to say after a step of a global batch of ``samples`` samples. Not collective."""
+        self._steps += 1
+        if self._steps == 1:
+            if rule.coarse:
+                notice(described_grains(rule, samples, type(model).__name__))
+            if hasattr(model, "batch_norm_notice") and (text := model.batch_norm_notice(rule.micro_size(samples))):
+                notice(text)
+            return
+        waits = rule.coarse and not self._advised and self._steps <= _MOST_STEPS
+        if waits and (seconds := model.times.seconds) is not None:
+            self._advised = True
+            if text := faster_grain(rule, samples, self._ranks, *seconds):
+                notice(text)
+
+
+def described_grains(rule: GrainRule, samples: int, model: str) -> str:
+    """Return a line about the default grains of a global batch of ``samples`` samples."""
+    grains = rule.grains(samples)
+    return (
+        f"{samples} samples a step in {grains.described(rule.accumulate)} (by default, from the operations of the "
+        f"{model}; micro_batch sets it): work for at most {_ranks(grains.count)}"
+    )
+
+
+def faster_grain(rule: GrainRule, samples: int, ranks: int, passed: int, seconds: float, one: float) -> str | None:
+    """Return a line about the ``micro_batch`` that would save most, if it saves more than a tenth.
+
+    Parameters
+    ----------
+    rule : GrainRule
+        The rule of the grains now.
+    samples, ranks : int
+        Number of samples of a global batch, and of ranks that share it.
+    passed : int
+        Number of samples of a timed pass, at least 2.
+    seconds, one : float
+        Seconds of a pass of ``passed`` samples, and of one sample.
+    """
+    each = (seconds - one) / (passed - 1)
+    fixed = one - each
+    if each <= 0 or fixed <= 0:
+        return None
+
+    def step(micro: int) -> float:
+        waves = -(-Grains(samples, micro * rule.accumulate).count // ranks)
+        return waves * rule.accumulate * (fixed + each * micro)
+
+    now = rule.micro_size(samples)
+    best = min((1 << power for power in range((samples // rule.accumulate).bit_length())), key=step, default=now)
+    if step(best) >= _WORTH * step(now):
+        return None
+    count = Grains(samples, best * rule.accumulate).count
+    return (
+        f"a pass of {passed} samples took {seconds * 1e3:.3g} ms, one of a single sample {one * 1e3:.3g} ms: with "
+        f"micro_batch={best} in place of {now} the passes of a step would take about {step(best) / step(now):.2f} of "
+        f"the time on {_ranks(ranks)}; a batch is work for at most {_ranks(count)} then, with other (equally good) bits"
+    )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"

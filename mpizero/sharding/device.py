@@ -1,0 +1,438 @@
+"""Compute on the host: the base class of what computes on a GPU, which copies arrays between the two.
+
+[Note: a GPU's step] Parameters and gradient sums stay on the host, in the same memory and with the same code as without
+a GPU. A unit's parameters are copied to the GPU and its blocks run there. The gradient of each micro-batch is copied
+back to the host as soon as its backward pass ends. The summed gradients are copied to the GPU again, which updates this
+rank's ranges ([Note: an update on a GPU] in ``sharding/device_update.py``). If a rank is alone in its data
+group, gradients stay on its GPU, which adds them in the order of the same tree and updates the parameters; these are
+copied to the host only when something needs them there, such as a checkpoint. So strategies, layouts and checkpoints
+are the same with and without a GPU. Results have the same bits on any number of ranks, provided that the GPU's matrix
+products are reproducible.
+
+Copy parameters from the host to a GPU, and gradients from the GPU to the host.
+
+Compute on a GPU: see [Note: a GPU's step] in ``sharding/device.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpizero._util.pytree import as_arrays, leaves_of, map_leaves
+from mpizero.comm import Communicator
+from mpizero.comm.model_group import CommunicatorGroup
+from mpizero.comm.p2p import GpuAwareLayerGroup, GpuAwareP2P, HostStagedGroup, HostStagedP2P, PipelineP2P, prove
+from mpizero.errors import ConfigError
+from mpizero.kernels.gpu import Device, found, open_device
+from mpizero.layout.flat import Unit, united, views
+from mpizero.sharding.config import ShardingConfig, keeps_gradients_on_device
+from mpizero.sharding.grad_reduce import Job
+from mpizero.sharding.integrity import GradientDict
+from mpizero.sharding.params import Allocator, Memory, ParameterProvider, ParameterStore, flat_names
+from mpizero.sharding.step_report import MessageProgress
+from mpizero.types import Array, Group
+
+
+class ComputeDevice:
+    """Compute on the host.
+
+    The methods that copy arrays to or from a GPU return their arguments here; :class:`CudaComputeDevice` overrides
+    them. In their descriptions, *the device* is where layers compute: the host or the GPU.
+    """
+
+    #: Whether to report the end of every block, so that its gradients can be checked and sent at once. Not on a GPU,
+    #: where each check would have to wait for the GPU.
+    tells_blocks = True
+
+    #: Whether gradients stay on this rank's GPU, because no other rank adds to them.
+    keeps_gradients = False
+    #: The number of the GPU on its node; None without a GPU.
+    device_number: int | None = None
+
+    def share_gradients(self, ranks: int) -> None:
+        """Take the number of ranks in the data group, which decides whether gradients stay on a GPU. Not collective.
+
+        Call it before the methods below.
+        """
+
+    def allocator(self, memory: Memory) -> Allocator:
+        """Return the object that allocates arrays for gradients: on the host, ``memory`` itself. Not collective."""
+        return memory
+
+    def parameter_provider(self, store: ParameterStore) -> ParameterProvider:
+        """Return the object that provides the parameters of ``store`` on the device where layers compute."""
+        return store
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes of model state that this rank keeps on a GPU, by kind; empty on the host. Not collective."""
+        return {}
+
+    def group(self, group: Group) -> Group:
+        """Return a group whose methods take and return arrays on the device where layers compute."""
+        return group
+
+    def pipeline_p2p(self, comm: Communicator) -> PipelineP2P:
+        """Return the object that sends arrays, on the device where layers compute, between pipeline stages."""
+        from mpizero.comm.p2p import PipelineP2P
+
+        return PipelineP2P(comm)
+
+    def describe(self) -> str:
+        """Return a text about the device for the description of a run; "" on the host. Not collective."""
+        return ""
+
+    def check_batch(self, x: Any, y: Any) -> None:
+        """Raise :class:`DataError` if a batch cannot be copied to the device. Not collective.
+
+        All ranks raise it or none does: redistributing the batch has checked that all ranks have the same types.
+        """
+
+    def put(self, values: Any) -> Any:
+        """Copy samples or targets to the device where layers compute, and return the copy; for None return None."""
+        return values
+
+    def put_job(self, job: Job) -> Job:
+        """Return the job with its samples copied to the device where layers compute."""
+        return job
+
+    def target(self, unit: Unit, host: Any) -> Any:
+        """Return views on the device that layers write a unit's gradients to; ``host`` are the views on the host."""
+        return host
+
+    def done(self, unit: Unit, host: Any) -> None:
+        """Copy a unit's gradients from the device to the views ``host``; call it when all of them are written."""
+
+
+#: Gradients on a GPU start at multiples of so many elements, an alignment that suits the BLAS.
+ALIGNED = 64
+
+
+class DeviceAllocator:
+    """Allocate arrays for gradients on the GPU, and count their bytes by kind, such as "gradients".
+
+    It is used by a rank that is alone in its data group.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Return a new array of zeros on the GPU, counted under ``kind``. Not collective."""
+        sizes = shape if isinstance(shape, tuple) else (shape,)
+        array = self.device.keep(kind, prod(sizes), dtype)
+        array[:] = 0
+        return array.reshape(sizes)
+
+    def release(self, kind: str, array: Array) -> None:
+        """Stop counting the bytes of ``array``; the caller then drops its last reference. Not collective."""
+        self.device.release(kind, array)
+
+    def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
+        """Return a new array of zeros on the GPU for each shape. Not collective: no other rank uses them."""
+        return tuple(self.private(kind, shape, dtype) for shape in shapes)
+
+    def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
+        """Stop counting the bytes of arrays that :meth:`shared` returned. Not collective."""
+        for array in arrays:
+            self.release(kind, array)
+
+
+class DeviceParameters:
+    """Keep a copy of a store's parameters on a GPU: of all parameters, or of one unit at a time if they are sharded.
+
+    Parameters
+    ----------
+    store : ParameterStore
+        The parameters.
+    device : Device
+        The GPU.
+    sixteen : str or None
+        The 16-bit type to which operands of matrix products are rounded; None: they are not rounded.
+    fetches : bool
+        Whether gradients are copied to the host, so that the GPU needs a buffer for one unit's gradients.
+    """
+
+    def __init__(self, store: ParameterStore, device: Device, sixteen: str | None, *, fetches: bool) -> None:
+        self.store, self.device, self.sixteen = store, device, sixteen
+        if sixteen is not None and store.dtype != np.float32:
+            raise ConfigError(
+                f"mixed_precision={sixteen!r} needs a model in float32, this one is in {store.dtype}: its "
+                'master weights are float32 (dtype = "float32"), or leave mixed_precision out'
+            )
+        self.layout, self.timeline = store.layout, store.timeline
+        self.gradients = UnitGradients(store, device) if fetches else None
+        size = self.layout.largest_gathered if store.sharded else store.layout.size
+        self._values = device.keep("parameters", size, store.dtype)
+        self._views: dict[int, dict[str, Any]] = {}
+        self._version = 0
+
+    @contextmanager
+    def unshard(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield nested views, by block, of a unit's parameters on the GPU.
+
+        Collective over the data group if parameters are sharded. ``following`` is the unit that is needed next, if any;
+        its parameters are requested early. ``by_block`` changes nothing here: all parameters of the unit must have
+        arrived on the host before they are copied to the GPU.
+        """
+        with self.store.unshard(unit, following) if self.store.sharded else nullcontext():
+            begun = self.timeline.begin()
+            if self.store.sharded:
+                values = self.store.unsharded(unit)
+                self.device.write(self._values[: values.size], values)
+            else:
+                self.current()
+            self.timeline.end("publication", "device", begun)
+            if unit.index not in self._views:
+                self._views[unit.index] = self.store.unit_views(unit, self._values)
+            with self.device.multiplying_in(self.sixteen):
+                yield self._views[unit.index]
+
+    @property
+    def progress(self) -> MessageProgress:
+        """The object through which layers let messages in flight progress."""
+        return self.store.progress
+
+    def wait(self, block: str | None = None) -> None:
+        """Wait until the updated parameters of ``block`` have arrived on the host; None: those of all blocks.
+
+        Collective over the data group.
+        """
+        self.store.wait(block)
+
+    @property
+    def whole(self) -> bool:
+        """Tell whether the GPU holds all parameters at once."""
+        return not self.store.sharded
+
+    def current(self) -> Array:
+        """Return the array of all parameters on the GPU; if the host has newer ones, copy them to the GPU first.
+
+        Use it only if :attr:`whole` is true. Collective over the data group if updated parameters are still in flight.
+        """
+        if self._version != self.store.version:
+            self.device.write(self._values, self.store.values)
+            self._version = self.store.version
+        return self._values
+
+    def updated(self, *, on_host: bool) -> None:
+        """Record that this rank's ranges of the parameters were updated on the GPU. Not collective.
+
+        ``on_host`` tells whether the host already has the updated values too. If it is False, the host copies them from
+        the GPU when it needs them; only a rank that is alone in its data group may pass False. The caller publishes the
+        parameters next. If the rank is alone in its data group, its GPU then has the newest parameters, and the next
+        step copies none to it.
+        """
+        if self.store.grid.data.size == 1:
+            self._version = self.store.version + 1
+        if not on_host:
+            self.store.take_from(self._read)
+
+    def _read(self, host: Array) -> None:
+        self.device.read(self._values, [(0, host)])
+
+
+class UnitGradients:
+    """Hold a buffer on a GPU for one unit's gradients; after they are copied to the host, the next unit uses it."""
+
+    def __init__(self, store: ParameterStore, device: Device) -> None:
+        layout, dtype = store.layout, store.dtype
+        self.device, self._integers = device, store.integers
+        self._places = {unit.index: gradient_places(unit) for unit in layout.units}
+        self._buffer = device.keep("gradients", max((size for _, size in self._places.values()), default=0), dtype)
+        self._views: dict[int, dict[str, Any]] = {}
+
+    def views(self, unit: Unit) -> dict[str, Any]:
+        """Return nested views, by block, of a unit's gradients in the buffer. Not collective."""
+        if unit.index not in self._views:
+            self._views[unit.index] = {block: self._block_views(unit, block) for block in unit.blocks}
+        return self._views[unit.index]
+
+    def _block_views(self, unit: Unit, block: str) -> GradientDict:
+        places, entries = self._places[unit.index][0], [e for e in unit.entries if e.block == block]
+        found = views(self._buffer, [(e.local_name, places[block, e.local_name], e.spec) for e in entries])
+        return GradientDict(found if self._integers is None else united(found, self._integers.targets(block)))
+
+    def fetch(self, unit: Unit, host: Mapping[str, Any]) -> None:
+        """Copy a unit's gradients from the buffer to ``host``, nested views by block on the host. Not collective.
+
+        Gradients of frozen parameters are not copied.
+        """
+        places, size = self._places[unit.index]
+        frozen = {(entry.block, entry.local_name) for entry in unit.entries if entry.gradient < 0}
+        targets = [
+            (places[block, name], array)
+            for block, tree in host.items()
+            for name, array in flat_names(tree)
+            if (block, name) not in frozen and (block, name) in places  # integer arrays are on the host
+        ]
+        self.device.read(self._buffer[:size], sorted(targets, key=lambda target: target[0]))
+
+
+def gradient_places(unit: Unit) -> tuple[dict[tuple[str, str], int], int]:
+    """Return where each gradient of a unit starts in a GPU's buffer, by block and local name, and the buffer's size.
+
+    Both are in elements. Not collective.
+    """
+    places, size = {}, 0
+    for entry in unit.entries:
+        places[entry.block, entry.local_name] = size
+        size += -(-entry.spec.size // ALIGNED) * ALIGNED
+    return places, size
+
+
+class CudaComputeDevice(ComputeDevice):
+    """Compute on a GPU, with copies from and to the host.
+
+    Parameters
+    ----------
+    device : Device
+        The GPU, already opened.
+    config : ShardingConfig
+        The settings; says to which type the operands of matrix products are rounded, and where the optimizer runs.
+    """
+
+    tells_blocks = False
+
+    def __init__(self, device: Device, config: ShardingConfig) -> None:
+        self.device, self.config, self.sixteen = device, config, config.mixed_precision
+        self.device_number = device.number
+        self._parameters: DeviceParameters | None = None
+        self._found: str | None = None
+
+    def share_gradients(self, ranks: int) -> None:
+        """Take the data group's number of ranks, which decides whether gradients stay on the GPU. Not collective."""
+        self.keeps_gradients = keeps_gradients_on_device(self.config, ranks)
+
+    def allocator(self, memory: Memory) -> Allocator:
+        """Return an allocator of GPU memory if gradients stay on the GPU, else ``memory``. Not collective."""
+        return DeviceAllocator(self.device) if self.keeps_gradients else memory
+
+    def parameter_provider(self, store: ParameterStore) -> ParameterProvider:
+        """Return the copy of the parameters of ``store`` on the GPU. Not collective.
+
+        It also has a buffer on the GPU for one unit's gradients, unless all gradients stay there.
+        """
+        return self._parameters_of(store)
+
+    def _parameters_of(self, store: ParameterStore) -> DeviceParameters:
+        if self._parameters is None or self._parameters.store is not store:
+            self._parameters = DeviceParameters(store, self.device, self.sixteen, fetches=not self.keeps_gradients)
+        return self._parameters
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes of model state on the GPU, by kind. Not collective."""
+        return {kind: nbytes for kind, nbytes in sorted(self.device.held.items()) if nbytes}
+
+    def group(self, group: Group) -> Group:
+        """Return a group with the ranks of ``group`` whose methods take and return arrays on the GPU.
+
+        The first call of this method or of :meth:`pipeline_p2p` is collective over ``config.comm``.
+        """
+        if isinstance(group, CommunicatorGroup) and not self._indirect:
+            return GpuAwareLayerGroup(group, self.device)
+        return HostStagedGroup(group, self.device)
+
+    @property
+    def _indirect(self) -> str:
+        """The reason why messages of layers go through host memory; "" if they go directly from GPU to GPU.
+
+        The first use is collective over ``config.comm``: the ranks then test whether MPI can send GPU memory.
+        """
+        # No cached_property: before Python 3.12 all threads, which meet in the probe, would share its lock.
+        if self._found is None:
+            self._found = "direct_messages = false"
+            if self.config.direct_messages:
+                self._found = prove(self.config.communicator, lambda: self.device)
+        return self._found
+
+    def pipeline_p2p(self, comm: Communicator) -> PipelineP2P:
+        """Return the object that sends arrays on the GPU between pipeline stages.
+
+        The first call of this method or of :meth:`group` is collective over ``config.comm``.
+        """
+        return HostStagedP2P(comm, self.device) if self._indirect else GpuAwareP2P(comm, self.device)
+
+    def describe(self) -> str:
+        """Return a text that names this rank's GPU, the type of products, and whether messages pass the host.
+
+        Not collective.
+        """
+        products = "" if self.sixteen is None else f", products in {self.sixteen}"
+        messages = "" if self._found is None else f", messages go {self._path}"
+        return f"; layers compute on GPUs, here number {self.device.number} ({self.device.name}){products}{messages}"
+
+    @property
+    def _path(self) -> str:
+        return f"through the host ({self._indirect})" if self._indirect else "from GPU to GPU"
+
+    def check_batch(self, x: Any, y: Any) -> None:
+        """Raise :class:`DataError` unless all arrays in ``x`` and ``y`` are NumPy arrays of numbers. Not collective."""
+        for values in (x, y):
+            for leaf in leaves_of(as_arrays(values)):
+                self.device.check(leaf)
+
+    def put(self, values: Any) -> Any:
+        """Copy an array, or all arrays of a nested structure, to the GPU, and return the copy. Not collective."""
+        return map_leaves(self.device.put, values)
+
+    def put_job(self, job: Job) -> Job:
+        """Return the job with its samples copied to the GPU. Not collective."""
+        if job.grain is None:
+            return job
+        put = tuple((self.put(x), self.put(y), first) for x, y, first in job.grain.micro_batches)
+        return job._replace(grain=job.grain._replace(micro_batches=put))
+
+    def target(self, unit: Unit, host: Any) -> Any:
+        """Return views, in a buffer on the GPU, that layers write the unit's gradients to. Not collective.
+
+        If gradients stay on the GPU, these are the views ``host``, which are then on the GPU too.
+        """
+        return host if self._fetched is None else self._fetched.views(unit)
+
+    def done(self, unit: Unit, host: Any) -> None:
+        """Copy a unit's gradients from the buffer on the GPU to ``host``; if gradients stay on the GPU, do nothing.
+
+        Not collective.
+        """
+        if self._fetched is not None:
+            self._fetched.fetch(unit, host)
+
+    @property
+    def _fetched(self) -> UnitGradients | None:
+        assert self._parameters is not None
+        return self._parameters.gradients
+
+
+def open_gpu(config: ShardingConfig, block_model: bool, device: int | None = None) -> CudaComputeDevice:
+    """Return the GPU that this rank computes on.
+
+    Collective over ``config.comm``. ``block_model`` tells whether the model is made of blocks. ``device`` is the number
+    of the GPU on the node; if it is None, the GPUs of a node are assigned to its ranks in turn.
+
+    Raises
+    ------
+    ConfigError
+        On every rank, if some rank finds no GPU: the error names the rank and the reason. Also if the model is not
+        made of blocks, because its function decides by itself where it computes.
+    """
+    if not block_model:
+        raise ConfigError(
+            f"device={config.device!r} needs a model of blocks: a black box computes where its function does, so train "
+            'it with device = "cpu" and let the function use the GPU'
+        )
+    comm = config.communicator
+    with comm.split_node(name="devices") as node:
+        place = node.rank if device is None else device
+    reasons = comm.allgather_object(found()[1], "devices")
+    without = [rank for rank, reason in enumerate(reasons) if reason]
+    if without:
+        raise ConfigError(
+            f'device = "cuda": rank {without[0]} of {comm.size} has no GPU to train on: {reasons[without[0]]}, or '
+            'train with device = "cpu"'
+        )
+    return CudaComputeDevice(open_device(place), config)

@@ -1,0 +1,395 @@
+"""Train a placed model: the one engine that executes every row of the placement table.
+
+[Note: a step] Samples are sent to the ranks that compute their grains, or shared by the ranks of a node that claim
+grains. Each rank computes the gradients of its grains. One small allgather makes all ranks agree on the loss, on its
+weight, and on whether all values are finite. For the ranges of the parameters that it owns, each rank sums the
+gradients, divides the sum by the weight, and updates. Then the new parameters are published: by a barrier within each
+node, and by an all-gather between nodes if the optimizer state is sharded (without it, every node updates a whole
+copy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpizero import kernels, optim
+from mpizero._util.pytree import SampleTree
+from mpizero._util.text import notice
+from mpizero.comm.agreement import agree_equal
+from mpizero.errors import CollectiveError, DataError, PeerFailure, RemoteError, StateError
+from mpizero.guard.guard import set_context
+from mpizero.layout.batch import GrainRule
+from mpizero.optim.elementwise import clip_factor
+from mpizero.sharding.batch import (
+    NOTHING_MORE,
+    Divisors,
+    GlobalBatch,
+    GrainNotices,
+    NodeClaims,
+    Totals,
+    check_weight,
+    in_contexts,
+    redistribute,
+)
+from mpizero.sharding.config import fuses_update, needs_norm
+from mpizero.sharding.forward_backward import Evaluation, evaluate
+from mpizero.sharding.grad_reduce import GradientReducer, make_tuner
+from mpizero.sharding.params import UpdatePiece
+from mpizero.sharding.placed_model import PlacedModel
+from mpizero.sharding.step_report import Outcome, StepReport
+from mpizero.sharding.update import Updater
+from mpizero.types import Array, Run
+
+
+class Engine(PlacedModel):
+    """Train and evaluate a placed model.
+
+    Construction and every public method are collective over ``config.comm``. The constructor takes the parameters of
+    :class:`PlacedModel`.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        everyone, itemsize = self.scalars.everyone, self.dtype.itemsize
+        self.tuner = make_tuner(self.exchange, everyone, self.reducer.largest, self.config.bucket_mb, itemsize)
+        self.step_number, self.asked = 0, NOTHING_MORE
+        self._uses_average = self._told_average = self._begun = False
+        self._agreed_rule: GrainRule | None = None
+        self._grain_notices = GrainNotices(self.grid.axes.data)
+
+    # ------------------------------------------------------------------ one step
+
+    def train(self, x: Any, y: Any) -> StepReport:
+        """Run one training step on the global batch: forward, backward, sum of gradients over ranks, update.
+
+        ``x`` and ``y`` are this rank's samples and targets. The report tells loss and gradient norm. If one of them is
+        not finite, the update is skipped.
+        """
+        self._bound()
+        sent = self.grid.bytes_sent
+        self.tuner.begin()
+        batch, totals = self._compute(x, y, self.reducer, summed=True)
+        report = self._finish(totals, sent, lambda: self._update(totals))
+        if report.skipped is None and (tried := self.tuner.end(batch.samples)):
+            sent = self.grid.bytes_sent - sent  # what the choice took is of this step, too
+            report = replace(report, bucket_mb=self.exchange.bucket_mb, buckets_tried=tried, bytes_sent=sent)
+        if self.prints_notices:
+            self._grain_notices.after_step(self.grain_rule, batch.samples, self.model)
+        return report
+
+    def _compute(self, x: Any, y: Any, reducer: GradientReducer, *, summed: bool) -> tuple[GlobalBatch, Totals]:
+        """Redistribute samples, compute gradients into ``reducer``, and agree on losses and weights.
+
+        Return the grains of this rank, and loss and weight of the whole global batch. ``summed=True`` says that the
+        caller sums the gradients over the ranks next, so that the reduction may begin during the backward pass.
+        """
+        set_context(step=self.step_number)
+        with self.scalars.everyone.trace.joint_task("training step"):
+            with self.timeline.span("agreement", "samples"):
+                batch = self._redistribute(x, y, reducer, self.claims if summed else None)
+            self.exchange.begin(batch.samples, self.current_loss_scale())
+            jobs = reducer.jobs(batch, summed=summed)
+            # Every value is looked at afterwards, with its rank, tensor and samples: NumPy's warnings would say less.
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                self.runner.run(jobs, self._run)
+            with self.timeline.span("reduction", "rest"):
+                reducer.finish()
+            with self.timeline.span("agreement", "losses"):
+                totals = self.scalars.agree(None if self.updater is None else self.updater.ask_rate)
+                check_weight(totals.weight)
+                self.exchange.weigh(totals.weight, sent=reducer.waves)
+                self.integers.agree()
+                return batch, totals
+
+    def _redistribute(self, x: Any, y: Any, reducer: GradientReducer, claims: NodeClaims | None = None) -> GlobalBatch:
+        """Send samples to the ranks that compute their grains, and prepare to record the losses and weights of a step.
+
+        Return the grains that this rank may compute, with their samples. ``reducer`` determines which rank computes
+        which grain, or its node if ``claims`` is given.
+        """
+        micro, first = self.config.accumulate, not self._begun
+        batch = redistribute(
+            self.grid, x, y, self._grain_size, reducer.owners, micro, asked=self.asked, claims=claims, first=first
+        )
+        self._begun = True
+        self.compute_device.check_batch(x, y)
+        if self.partitioned.parallel_layout.context_tiles > 1:
+            batch = in_contexts(batch, self.grid, self.partitioned.cut_batch)
+        self.scalars.begin(batch, self.step_number + 1)
+        return batch
+
+    def _grain_size(self, samples: int, tree: SampleTree) -> int:
+        """Return the number of samples in a grain of a global batch of ``samples`` samples like those of ``tree``.
+
+        Collective over all ranks where the rule is new and depends on counted work: they must have counted the same.
+        """
+        self.complete_grain_rule(*tree.cut(slice(0, 0)))
+        if self.grain_rule.coarse and self.grain_rule is not self._agreed_rule:
+            found = {"the samples of a default grain (micro_batch sets it)": self.grain_rule.efficient}
+            agree_equal(self.grid.world, lambda: found, "agree grains")
+            self._agreed_rule = self.grain_rule
+        return self.grain_rule.grain_size(samples)
+
+    def _run(self, first_sample: int, count: int) -> Run:
+        seed, epoch = getattr(self.model, "seed", 0), self.asked.epoch
+        return Run(True, seed, self.step_number, first_sample, count=count, epoch=epoch)
+
+    def _finish(self, totals: Totals, sent: int, update: Callable[[], Outcome]) -> StepReport:
+        """End the step: call ``update`` if all losses and gradients are finite, and return the report of the step.
+
+        ``sent`` is the value of ``grid.bytes_sent`` before the step.
+        """
+        updater = self._bound()
+        rate, scale = updater.rate, self.current_loss_scale()
+        norm, problems = None, totals.problems
+        self.integrity.verify()
+        if not problems:
+            norm, problems = update()
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(finite=not problems)
+        self.exchange.finish(updated=not problems)
+        if not problems:
+            self.integers.commit()
+        if problems and updater.method is not None and updater.method.retry():
+            self.store.publish(exchange=self.placement.shard_optimizer, later=True)
+        elif problems:
+            self.memory.barrier("skipped")
+        self.step_number += 1
+        self.integrity.after_step(self.step_number)
+        return StepReport(
+            updater.step_count,
+            totals.mean,
+            totals.weight,
+            rate,
+            norm,
+            str(problems[0]) if problems else None,
+            self.grid.bytes_sent - sent,
+            problems,
+            scale,
+            self.current_loss_scale(),
+            self.exchange.bucket_mb,
+        )
+
+    def _bound(self) -> Updater:
+        """Return the updater; if the model has no optimizer yet, bind plain SGD first."""
+        if self.updater is None:
+            self.bind(optim.SGD(lr=self.config.learning_rate), self.config.loss_scale(None))
+        assert self.updater is not None
+        return self.updater
+
+    # ------------------------------------------------------------------ sum and update
+
+    def _update(self, totals: Totals) -> Outcome:
+        """Sum gradients, update parameters and publish them; return the gradient norm (or None) and non-finite values.
+
+        Sum and update are one pass over memory where :func:`fuses_update` says so.
+        """
+        updater, divisors = self._bound(), self._divisors(totals)
+        ties, peers, waves = self.ties is not None, self.grid.peers.size, self.reducer.waves
+        if not fuses_update(updater.optimizer, norm=self._needs_norm, ties=ties, peers=peers, waves=waves):
+            with self.timeline.span("reduction"):
+                reduced = self._reduced(self.reducer, divisors)
+            return self.apply(reduced, totals.mean)
+        operands = self.reducer.operands()
+        with self.timeline.span("optimizer"):
+            updater.update_fused(operands.rows, operands.program, divisors, operands.out, self.config.threads)
+        self.store.publish(exchange=self.placement.shard_optimizer, later=True)
+        return None, ()
+
+    def _divisors(self, totals: Totals) -> Divisors:
+        return totals.divisors(self.current_loss_scale(), self.dtype)
+
+    @property
+    def _needs_norm(self) -> bool:
+        """Tell whether the norm of the summed gradient is needed: to clip it, or to notice that it overflowed."""
+        return needs_norm(self.config, self.exchange.codec, loss_scale=self.loss_scale is not None)
+
+    def _reduced(self, reducer: GradientReducer, divisors: Divisors) -> Array:
+        """Sum the gradients in ``reducer`` over the ranks, divide by ``divisors``, and return the averaged gradient.
+
+        The gradients of all uses of a tied parameter are added. The array is on the device where the updater runs; only
+        the ranges that this rank updates are complete.
+        """
+        updater = self._bound()
+        reduced = updater.where_used(reducer.sum(divisors))
+        updater.exchange_ties(reduced)
+        reducer.replicate()
+        updater.add_uses(reduced)
+        return reduced
+
+    def apply(self, reduced: Array, loss: float) -> Outcome:
+        """Clip the averaged gradient, update the parameters from it and publish them.
+
+        ``loss`` is the mean loss, whose gradient it is. Return the norm (None if nothing needed it) and the non-finite
+        values. If the norm is infinite or NaN, the parameters do not change.
+        """
+        updater, norm = self._bound(), None
+        with self.timeline.span("optimizer"):
+            if self._needs_norm:
+                norm, tensor = updater.norm(reduced)
+                if tensor is not None:
+                    return norm, (self.scalars.in_the_sum(tensor, updater.parts_of(tensor, reduced), norm),)
+            if norm is not None and self.config.clip is not None:
+                factor = clip_factor(norm, self.config.clip)
+                if factor != 1.0:
+                    updater.scale(reduced, factor)
+            updater.update(reduced, self.config.threads, loss)
+        self.store.publish(exchange=self.placement.shard_optimizer, later=True)
+        return norm, ()
+
+    # ------------------------------------------------------------------ gradients by hand
+
+    def gradients(self, x: Any, y: Any) -> tuple[Totals, Array]:
+        """Compute gradients without an update; return the totals of the global batch and the averaged gradient.
+
+        The gradient is an array on the host; only the ranges that this rank updates are complete. :meth:`step` can
+        update from it.
+        """
+        self._bound()
+        totals = self._compute(x, y, self.reducer, summed=True)[1]
+        return totals, self._on_host(self.reducer, totals)
+
+    def local_gradients(self, x: Any, y: Any) -> Totals:
+        """Compute the gradients of this rank's grains and keep them in its row buffer, not yet summed over ranks.
+
+        Return loss and weight of the whole global batch.
+        """
+        return self._compute(x, y, self.rows, summed=False)[1]
+
+    def local_sum(self) -> Array:
+        """Return the sum of the gradients of this rank's grains, as a flat array on the host. Not collective.
+
+        :meth:`local_gradients` must have computed them. The sum is divided by the loss scale, but not by the weight.
+        """
+        total: Array = kernels.to_host(self.rows.local_sum())
+        total /= self.dtype.type(self.current_loss_scale())
+        return total
+
+    def reduce_local(self, totals: Totals) -> Array:
+        """Sum the gradients that :meth:`local_gradients` computed over the ranks, and divide by the weight.
+
+        ``totals`` is what that call returned. Return the averaged gradient as an array on the host, of which only the
+        ranges that this rank updates are complete.
+        """
+        return self._on_host(self.rows, totals)
+
+    def _on_host(self, reducer: GradientReducer, totals: Totals) -> Array:
+        reduced: Array = kernels.to_host(self._reduced(reducer, self._divisors(totals)))
+        self.memory.barrier("reduced")
+        return reduced
+
+    def step(self, totals: Totals, reduce: Callable[[], Array], sent: int) -> StepReport:
+        """Call ``reduce``, which is collective, and update from the averaged gradient that it returns if it is finite.
+
+        ``totals`` belongs to that gradient. ``sent`` is the value of ``grid.bytes_sent`` before it was computed.
+        """
+        self.scalars.agree_on_rate(self._bound().ask_rate)  # it may have changed since the gradient was agreed on
+        reduced = reduce()
+        self.memory.barrier("step")  # ranks that still read parameters read the old ones
+        return self._finish(totals, sent, lambda: self.apply(self._bound().where_used(reduced), totals.mean))
+
+    def pieces(self) -> tuple[UpdatePiece, ...]:
+        """Return the contiguous ranges of optimized parameters that this rank owns by the shard rule."""
+        return tuple(self._bound().trees.own)
+
+    def place_iterate(self) -> None:
+        """Set the parameters to the last iterate of the method of whole vectors, after an evaluation."""
+        self._place(iterate=True)
+
+    def place_trial(self) -> None:
+        """Set the parameters to those at which the method of whole vectors wants the next evaluation."""
+        self._place(iterate=False)
+
+    def _place(self, *, iterate: bool) -> None:
+        self.store.wait()
+        self.memory.barrier("place")  # ranks that still read parameters read the old ones
+        method = self._bound().method
+        assert method is not None, "only methods of whole vectors have iterates"
+        method.place(iterate=iterate)
+        self.store.publish(exchange=self.placement.shard_optimizer)
+
+    # ------------------------------------------------------------------ evaluation
+
+    @contextmanager
+    def with_average(self, *, use: bool, agreed: bool = False) -> Iterator[None]:
+        """Use the average of the parameters in their place inside the context, if ``use`` is true. Collective then.
+
+        After it the parameters have the same bits as before, also after an error that all ranks raise. Errors inside
+        layers that are split over ranks end the job, and then the parameters are left as they are, unless ``agreed``
+        tells that all ranks raise whatever one raises. A context inside another one has no effect.
+
+        Raises
+        ------
+        StateError
+            If no average is kept.
+        """
+        if not use:
+            yield
+            return
+        updater = self.updater
+        if updater is None or not updater.averages_parameters:
+            raise StateError(
+                "ema=True: this model keeps no average of its parameters: make it with ShardingConfig(ema=0.999)"
+                + ("" if self.config.ema is None else " and give it an optimizer")
+            )
+        if self._uses_average or not updater.step_count:  # the average begins with the parameters
+            yield
+            return
+        self._swap_average(updater)
+        try:
+            yield
+        except BaseException as error:
+            if self.grid.world.size == 1 or self._is_raised_by_all(error, agreed=agreed):
+                self._swap_average(updater)
+            raise
+        self._swap_average(updater)
+
+    def _is_raised_by_all(self, error: BaseException, *, agreed: bool) -> bool:
+        if isinstance(error, CollectiveError | PeerFailure) or not isinstance(error, Exception):
+            return False
+        return agreed or not self.partitioned.splits_layers or isinstance(error, DataError | RemoteError)
+
+    def begin_average(self) -> None:
+        """Let an average of the parameters begin anew with those that were set in place of others.
+
+        Not collective. Rank 0 prints a notice at the first time.
+        """
+        updater = self.updater
+        if updater is None or not updater.averages_parameters or not updater.step_count:
+            return
+        state = updater.host_state()
+        updater.begin_average(state)
+        updater.take_state(state)
+        if self.prints_notices and not self._told_average:
+            self._told_average = True
+            notice(
+                "parameters were set after a step: their moving average (ema) begins anew with them; to evaluate with "
+                "the average, give ema=True to evaluate and predict"
+            )
+
+    def _swap_average(self, updater: Updater) -> None:
+        self.store.wait()
+        self.memory.barrier("average")  # ranks that still read parameters read the old ones
+        updater.swap_average()
+        self.store.publish(exchange=self.placement.shard_optimizer)
+        self._uses_average = not self._uses_average
+
+    def evaluate(self, x: Any, y: Any, loss: Any = None, *, weightless: bool = False) -> Evaluation:
+        """Evaluate all ranks' samples without training: return loss sum, weight and number of correct predictions.
+
+        ``loss`` is used in place of the model's own, unless it is None. With ``weightless`` all targets may be ignored.
+        """
+        batch = self._redistribute(x, y, self.rows)
+        with self.scalars.everyone.trace.joint_task("evaluation"):
+            scores = self.partitioned.is_last and self.grid.here.tensor == 0  # losses are found here, and count
+            rounds, own = self.rows.rounds(batch.count), getattr(self.model, "loss", None) if loss is None else loss
+            with self.runner.using_loss(loss):
+                found = evaluate(batch, self.runner, self.scalars, rounds, self._run, scores=scores, loss=own)
+        if not weightless:
+            check_weight(found.weight)
+        return found

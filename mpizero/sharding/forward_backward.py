@@ -1,0 +1,863 @@
+"""Compute loss and gradients of one micro-batch: what runners rely on, and how a model of blocks does it.
+
+Run the micro-batches of a step one after the other, without a pipeline.
+
+Compute the loss of a batch, and count its correct predictions, without training.
+
+Compute loss and gradients of one micro-batch of a black box, a function of all parameters at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpizero._util.checks import (
+    check_names,
+    gradient,
+    loss_and_weight,
+    loss_arguments,
+    named,
+    take_integers,
+    takes_run,
+    writes_in_place,
+)
+from mpizero._util.pytree import as_arrays, map_arrays, map_leaves
+from mpizero.comm import ProcessGrid
+from mpizero.comm.communicator import Timeline
+from mpizero.errors import CollectiveError, DataError, LayoutError, PeerFailure, UnsupportedError
+from mpizero.kernels import all_finite, to_host
+from mpizero.layout.flat import Unit, joined
+from mpizero.nn.layer import add_location, call_located
+from mpizero.sharding.batch import GlobalBatch, GrainScalars
+from mpizero.sharding.device import ComputeDevice
+from mpizero.sharding.grad_reduce import Job, apart
+from mpizero.sharding.integrity import FunctionGradients, WriteCheck
+from mpizero.sharding.params import ParameterProvider, ParameterStore, flat_names
+from mpizero.sharding.partition import PartitionedModel
+from mpizero.types import EVALUATE, Array, BlackBoxModel, BlockModel, Run
+
+#: Returns the views that a unit's gradients are written to.
+GradientTarget = Callable[[Unit], Mapping[str, Any]]
+#: Called when a unit's gradients are complete.
+UnitDone = Callable[[Unit], None]
+#: Called when a block's gradients are complete, before those of its whole unit, with the gradient of the block's input;
+#: returns the latter, to be passed to the block before. Black boxes never call it.
+BlockEnded = Callable[[Unit, str, Any], Any]
+
+
+class Evaluator(Protocol):
+    """Run a model's forward and backward passes with parameters that a store provides unit by unit."""
+
+    @property
+    def store(self) -> ParameterProvider:
+        """The object that provides the parameters."""
+
+    def gradients(
+        self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
+    ) -> tuple[float, float]:
+        """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
+
+        Parameters
+        ----------
+        x, y : array or nested structure
+            Samples and targets of the micro-batch.
+        run : Run
+            What the forward pass gets besides ``x``.
+        target : callable
+            Returns the views that the gradients of a unit are written to.
+        done : callable
+            Called with each unit when all its gradients are written.
+        ended : callable, optional
+            Called with each unit and block when the gradients of the block are written.
+        """
+
+    def absent(self, done: UnitDone) -> None:
+        """Join the gathers and reductions of a micro-batch that other ranks compute while this rank has none.
+
+        ``done`` is called for every unit, as by :meth:`gradients`.
+        """
+
+    def predict(self, x: Any) -> Any:
+        """Return the model's output for ``x``; if ``x`` is None, only join the gathers, and return None."""
+
+    def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
+        """Return the sum of losses, the weight and the prediction, without computing gradients."""
+
+    def using_loss(self, loss: Any) -> AbstractContextManager[None]:
+        """Use ``loss`` instead of the model's own loss inside the context."""
+
+
+class _Passage:
+    """Track the collectives that a rank still has to join in one forward and backward pass.
+
+    They are the gathers of the units' parameters, and the reductions when a unit's backward pass ends. A rank whose
+    computation fails, or that has no micro-batch, still joins all of them, so that no other rank waits for it. If
+    ``done`` is None, there is a forward pass only.
+    """
+
+    def __init__(self, store: ParameterProvider, units: Sequence[Unit], done: UnitDone | None) -> None:
+        self.store, self.report = store, done
+        backward = list(reversed(units)) if done is not None else []
+        self.gathers = deque([*units, *backward])
+        self.ends = deque(backward)
+
+    def unit(self, unit: Unit) -> AbstractContextManager[dict[str, Any]]:
+        """Gather ``unit`` and begin to gather the unit after it; return a context that yields the unit's parameters.
+
+        Collective over the data group if parameters are sharded.
+        """
+        self.gathers.popleft()
+        following = self.gathers[0] if self.gathers else None
+        return self.store.unshard(unit, following, by_block=self.report is not None)
+
+    def done(self, unit: Unit) -> None:
+        """Report that the unit's backward pass has ended. Collective over the data group if gradients are sharded."""
+        self.ends.popleft()
+        if self.report is not None:
+            self.report(unit)
+
+    def finish(self) -> None:
+        """Join all remaining collectives without computing.
+
+        Collective over the data group if parameters or gradients are sharded.
+        """
+        while self.gathers or self.ends:
+            if len(self.ends) > len(self.gathers):  # a unit gathered for its backward, which has not ended
+                self.done(self.ends[0])
+                continue
+            with self.unit(self.gathers[0]):
+                pass
+
+
+class BlockEvaluator:
+    """Evaluate a model of blocks, unit by unit.
+
+    If parameters are sharded, a unit is gathered before its forward pass and freed afterwards, and again for its
+    backward pass. ``loss_scale`` returns the current loss scale. ``run_on`` adds the length of sequences to the ``Run``
+    of a micro-batch ``x``. "Collective if sharded" in the methods means: over the data group, if parameters or
+    gradients are sharded.
+    """
+
+    def __init__(
+        self,
+        model: BlockModel,
+        store: ParameterProvider,
+        loss_scale: Callable[[], float],
+        run_on: Callable[[Any, Run], Run] = lambda x, run: run,
+    ) -> None:
+        self.model, self.store, self.loss_scale, self.run_on = model, store, loss_scale, run_on
+        self.criterion = model.loss
+        self.blocks = dict(model.blocks)
+        self.units = store.layout.units
+
+    def gradients(
+        self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
+    ) -> tuple[float, float]:
+        """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
+
+        Collective if sharded. If a layer raises, this rank first joins the remaining collectives, then raises the
+        error. :meth:`Evaluator.gradients` describes the parameters.
+        """
+        caches: dict[str, Any] = {}
+        d: Any
+        passed, clock = _Passage(self.store, self.units, done), self.store.timeline
+        try:
+            run = self.run_on(x, run)
+            for unit in self.units:
+                with passed.unit(unit) as params:
+                    for block in unit.blocks:
+                        self.store.wait(block)
+                        begun = clock.begin()
+                        try:
+                            x, caches[block] = self.blocks[block].forward(params[block], x, run)
+                        except Exception as error:
+                            add_location(error, "block", block, self.blocks[block].forward)
+                            raise
+                        clock.end("forward", block, begun)
+                        self.store.progress.poll()
+            begun = clock.begin()
+            loss, weight, cache = self.criterion.forward(x, y)
+            loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
+            clock.end("forward", "loss", begun)
+            begun = clock.begin()
+            d = self.criterion.backward(cache, self.loss_scale())
+            clock.end("backward", "loss", begun)
+            for unit in reversed(self.units):
+                with passed.unit(unit) as params:
+                    grads = target(unit)
+                    for block in reversed(unit.blocks):
+                        self.store.wait(block)
+                        begun = clock.begin()
+                        try:
+                            d = self.blocks[block].backward(params[block], caches.pop(block), d, grads[block])
+                        except Exception as error:
+                            add_location(error, "block", block, self.blocks[block].backward)
+                            raise
+                        clock.end("backward", block, begun)
+                        self.store.progress.poll()
+                        if ended is not None:
+                            d = ended(unit, block, d)
+                passed.done(unit)
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception:
+            passed.finish()
+            raise
+        return loss, weight
+
+    def absent(self, done: UnitDone) -> None:
+        """Join the gathers and reductions of a micro-batch that only other ranks have. Collective if sharded."""
+        _Passage(self.store, self.units, done).finish()
+
+    def predict(self, x: Any, run: Run = EVALUATE) -> Any:
+        """Return the last block's output for ``x``; if ``x`` is None, only join the gathers. Collective if sharded."""
+        passed = _Passage(self.store, self.units, None)
+        try:
+            run = EVALUATE if x is None else self.run_on(x, run)
+            for unit in self.units:
+                with passed.unit(unit) as params:
+                    for block in unit.blocks:
+                        if x is not None:
+                            x, _ = call_located("block", block, self.blocks[block].forward, params[block], x, run)
+                            self.store.progress.poll()
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception:
+            passed.finish()
+            raise
+        return x
+
+    def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
+        """Return the sum of losses, the weight and the last block's output; if ``x`` is None, 0.0, 0.0 and None.
+
+        Collective if sharded.
+        """
+        prediction = self.predict(x, run)
+        if prediction is None:
+            return 0.0, 0.0, None
+        loss, weight, _ = self.criterion.forward(prediction, y)
+        return *loss_and_weight(self.criterion.forward, loss, weight), prediction
+
+    @contextmanager
+    def using_loss(self, loss: Any) -> Iterator[None]:
+        """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
+        own = self.criterion
+        self.criterion = own if loss is None else loss
+        try:
+            yield
+        finally:
+            self.criterion = own
+
+
+def with_next(units: Iterable[Unit]) -> Iterator[tuple[Unit, Unit | None]]:
+    """Yield each unit together with the unit after it; the last unit comes with None. Not collective."""
+    listed = list(units)
+    return zip(listed, [*listed[1:], None], strict=True) if listed else iter(())
+
+
+#: Returns the ``Run`` of a forward pass, from the index of its first sample and the number of samples.
+RunOf = Callable[[int, int], Run]
+
+
+def agreeable_errors(grid: ProcessGrid) -> tuple[type[Exception], ...]:
+    """Return the types of layer errors that are recorded and raised at the end of the step, on all ranks together.
+
+    Not collective. After such an error a rank still joins the collectives of the step. Other errors are raised at once.
+    If layers are split over a tensor or context group, all errors are: the other ranks of the group wait inside the
+    layer that has raised on this one. One exception is ``DataError`` in a tensor group without a context group: all
+    ranks of the group have the same samples, so all of them raise it.
+    """
+    if grid.tensor.size * grid.context.size == 1:
+        return (Exception,)
+    return (DataError,) if grid.context.size == 1 else ()
+
+
+class Runner(Protocol):
+    """Run the forward and backward passes of a training step, and the forward passes of evaluation and prediction."""
+
+    #: The types of layer errors that are raised later, when all ranks agree.
+    agreeable: tuple[type[Exception], ...]
+
+    def run(self, jobs: Iterable[Job], run_of: RunOf) -> None:
+        """Run the forward and backward passes of all jobs, and record losses, weights and errors in the scalars.
+
+        ``run_of`` takes the index of a micro-batch's first sample and its number of samples, and returns its ``Run``.
+        """
+
+    def ready(self) -> None:
+        """Wait until all updated parameters that other ranks send have arrived. Collective over the data group."""
+
+    def predict(self, x: Any) -> Any:
+        """Return the whole prediction for this rank's ``x``; if ``x`` is None, only join collectives; return None."""
+
+    def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
+        """Return the sum of losses, the weight and the prediction of a micro-batch, without computing gradients.
+
+        A rank that does not compute them, because another stage does or ``x`` is None, returns 0.0, 0.0 and None.
+        """
+
+    def using_loss(self, loss: Any) -> AbstractContextManager[None]:
+        """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one."""
+
+
+class WatchedJob:
+    """Check the gradients of a job when they are complete, and record the first that is not finite.
+
+    The job's samples, and the views that layers write its gradients to, are on the device where the layers compute.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        scalars: GrainScalars,
+        timeline: Timeline,
+        compute_device: ComputeDevice,
+        marks: WriteCheck | None,
+    ) -> None:
+        self.job, self.scalars, self.timeline = compute_device.put_job(job), scalars, timeline
+        self.compute_device = compute_device
+        self._marks = marks if marks is not None and marks.on else None
+        self._written: dict[int, Any] = {}
+        self._ended: set[str] = set()
+
+    def target(self, unit: Unit) -> Any:
+        """Return the views that layers write a unit's gradients to."""
+        self._written[unit.index] = self.job.target(unit)
+        views = self.compute_device.target(unit, self._written[unit.index])
+        if self._marks is not None:
+            self._marks.mark(views)
+        self.scalars.integers.prepare(unit.blocks)
+        return views
+
+    def ended(self, unit: Unit, block: str, dx: Any) -> Any:
+        """Check a block's gradients, which are complete, and report the block to the job.
+
+        The other blocks of the unit may not be complete yet. Return ``dx``, the gradient of the block's input, or a
+        copy of it if it shares memory with the block's gradients, which the next block may overwrite.
+        """
+        begun = self.timeline.begin()
+        if self.job.grain is not None:
+            dx = apart(dx, self.job.parts(unit, block))
+        self._end(unit, block, self._written[unit.index][block])
+        self.timeline.end("local sums", block, begun)
+        return dx
+
+    def done(self, unit: Unit) -> None:
+        """Check the gradients of a unit, all complete now, and report the unit to the job.
+
+        Blocks that have been reported before are left out. Nothing is checked if :meth:`target` was not called for the
+        unit, because a layer has raised before.
+        """
+        begun = self.timeline.begin()
+        written = self._written.pop(unit.index, {})
+        if written:
+            self.compute_device.done(unit, written)
+        for block, views in reversed(written.items()):  # the last one came first
+            if block not in self._ended:
+                self._end(unit, block, views)
+        self.job.done(unit)
+        self.timeline.end("local sums", unit, begun)
+
+    def _end(self, unit: Unit, block: str, views: Any) -> None:
+        self._check(unit, block, views)
+        self._weight_averages(block, views)
+        if self.job.grain is not None and (
+            unlike := self.scalars.integers.take(block, *self.job.grain.place(self.job.number))
+        ):
+            self.scalars.fail_later(unlike)
+        self._ended.add(block)
+        if self.job.ended is not None:
+            self.job.ended(unit, block)
+        if self._marks is not None and self.job.in_scratch:
+            self._marks.mark({block: views})  # the next block is written here, too
+
+    def _weight_averages(self, block: str, views: Any) -> None:
+        """Multiply the new values of a block's averaged parameters by the number of samples of the micro-batch."""
+        grain, names = self.job.grain, self.scalars.averages.get(block)
+        if grain is None or names is None:
+            return
+        values = dict(flat_names(views))
+        for view in (values[name] for name in names):
+            view *= view.dtype.type(grain.place(self.job.number)[1])
+        self.scalars.check(grain.number, block, {name: values[name] for name in names})  # the product may be infinite
+
+    def _check(self, unit: Unit, block: str, views: Any) -> None:
+        """Check that a block's gradients are finite; if one is not, record it in the scalars.
+
+        If it is not finite because the layer has not written it, an error that says so is recorded.
+        """
+        if self.job.grain is None:
+            return
+        if not all(all_finite(part) for part in self.job.parts(unit, block)):
+            missed = None if self._marks is None else self._marks.missed(block, views)
+            if missed is not None:
+                self.scalars.fail_later(missed)
+            else:
+                self.scalars.check(self.job.grain.number, block, views)
+        if self.scalars.watch is not None:
+            self.scalars.watch(self.job.grain.number, self.job.number, block, views)
+
+
+class SequentialRunner:
+    """Run one micro-batch after the other through all blocks of the model, without a pipeline.
+
+    Parameters
+    ----------
+    evaluator : Evaluator
+        Runs the model forward and backward for one micro-batch.
+    scalars : GrainScalars
+        Collects losses, weights and failures.
+    partitioned : PartitionedModel
+        Joins the parts of a prediction that the ranks of a tensor or context group have computed.
+    counts : bool
+        Whether this rank records its losses in ``scalars``. The ranks of a tensor group compute equal losses, and only
+        one of them records them.
+    agreeable : tuple of type
+        The types of layer errors that are raised later, on all ranks together; see :func:`agreeable_errors`.
+    compute_device : ComputeDevice, optional
+        The device where the evaluator computes; the host if not given.
+    marks : WriteCheck, optional
+        Checks that layers write all of their gradients; not checked if not given.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        scalars: GrainScalars,
+        partitioned: PartitionedModel,
+        *,
+        counts: bool = True,
+        agreeable: tuple[type[Exception], ...] = (Exception,),
+        compute_device: ComputeDevice | None = None,
+        marks: WriteCheck | None = None,
+    ) -> None:
+        self.evaluator, self.scalars, self.partitioned = evaluator, scalars, partitioned
+        self.counts, self.agreeable, self.compute_device = counts, agreeable, compute_device or ComputeDevice()
+        self.marks = marks
+
+    def run(self, jobs: Iterable[Job], run_of: RunOf) -> None:
+        """Run the forward and backward pass of every job, one after the other; each job is one micro-batch.
+
+        Collective over the data group if gradients or parameters are sharded. Losses, weights and errors are recorded
+        in the scalars. ``run_of`` takes the index of a micro-batch's first sample and its number of samples, and
+        returns the ``Run`` of its pass.
+        """
+        for job in jobs:
+            if job.grain is None or self.scalars.error is not None:
+                self.evaluator.absent(job.done)
+            else:
+                timeline = self.evaluator.store.timeline
+                self._compute(WatchedJob(job, self.scalars, timeline, self.compute_device, self.marks), run_of)
+        if self.marks is not None:
+            self.marks.end(failed=self.scalars.error is not None)
+        self.ready()  # also for parameters that no job has read: other ranks of the node may wait for this one
+
+    def _compute(self, watched: WatchedJob, run_of: RunOf) -> None:
+        grain, number = watched.job.grain, watched.job.number
+        assert grain is not None
+        x, y, _ = grain.micro_batches[number]
+        try:
+            ended = watched.ended if self.compute_device.tells_blocks else None
+            run = run_of(*grain.place(number))
+            loss, weight = self.evaluator.gradients(x, y, run, watched.target, watched.done, ended)
+            if self.counts:
+                self.scalars.add(grain.number, loss, weight)
+        except Exception as error:  # the evaluator went on to take part in everything: all ranks come to agree
+            if not isinstance(error, self.agreeable):
+                raise
+            self.scalars.fail(error)
+
+    def ready(self) -> None:
+        """Wait until all updated parameters that other ranks send have arrived. Collective over the data group."""
+        self.evaluator.store.wait()
+
+    def predict(self, x: Any) -> Any:
+        """Return the whole prediction for this rank's ``x``, on the host; if ``x`` is None, only join the gathers.
+
+        Collective over the data group if parameters are sharded, and over the tensor and context group.
+        """
+        own = None if x is None else self.compute_device.put(self.partitioned.own_places(as_arrays(x)))
+        prediction = self.evaluator.predict(own)
+        return None if x is None else map_leaves(to_host, self.partitioned.whole_prediction(prediction))
+
+    def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
+        """Return the sum of losses, the weight and the prediction of a micro-batch, without computing gradients.
+
+        Collective over the data group if parameters are sharded, and over the tensor and context group. The prediction
+        is on the host; in a context group it has this rank's positions of the sequences only.
+        """
+        loss, weight, prediction = self.evaluator.loss(self.compute_device.put(x), self.compute_device.put(y), run)
+        if prediction is None:
+            return loss, weight, None
+        return loss, weight, map_leaves(to_host, self.partitioned.whole_scores(prediction))
+
+    def using_loss(self, loss: Any) -> AbstractContextManager[None]:
+        """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
+        return self.evaluator.using_loss(self.partitioned.own_loss(loss))
+
+
+class _Sums(NamedTuple):
+    """Hold the three values that an evaluation unpacks to."""
+
+    loss_sum: float
+    weight: float
+    correct: int | None
+
+
+class Evaluation(_Sums):
+    """Hold the result of an evaluation: sums over the samples of all ranks. It unpacks to the first three attributes.
+
+    Attributes
+    ----------
+    loss_sum : float
+        Sum of the samples' losses.
+    weight : float
+        Total weight of the samples, as the loss returns it.
+    correct : int or None
+        Number of correct predictions, as the loss's method ``correct`` counts them: for cross-entropy those whose
+        largest score is that of the target class. None if predictions are not right or wrong.
+    predictions : int
+        Number of predictions that ``correct`` was counted from: those whose target counts.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(lr=0.1), comm="self") as model:
+    ...     for _ in range(10):
+    ...         _ = model.train(x, y)
+    ...     found = model.evaluate(x, y)
+    >>> found.weight, found.correct, found.accuracy, found.loss == found.loss_sum / 2
+    (2.0, 2, 1.0, True)
+    """
+
+    predictions: int = 0
+
+    def __new__(cls, loss_sum: float, weight: float, correct: int | None, predictions: int = 0) -> Evaluation:
+        """Make the tuple of the first three values, and keep the fourth as an attribute."""
+        made = super().__new__(cls, loss_sum, weight, correct)
+        made.predictions = predictions
+        return made
+
+    @property
+    def loss(self) -> float:
+        """The mean loss, ``loss_sum / weight``; NaN if the weight is 0."""
+        return self.loss_sum / self.weight if self.weight else math.nan
+
+    @property
+    def accuracy(self) -> float | None:
+        """The fraction of correct predictions; None if ``correct`` is None or there are no predictions."""
+        return None if self.correct is None or not self.predictions else self.correct / self.predictions
+
+
+def count_correct(loss: Any, prediction: Any, targets: Any) -> tuple[int, int] | None:
+    """Return how many predictions are correct, and how many there are; None if they are not right or wrong.
+
+    The method ``correct(prediction, target)`` of the loss counts them. For a loss without this method they are counted
+    if each prediction is one score per class, and its target the number of a class or negative.
+    """
+    own = getattr(loss, "correct", None)
+    if prediction is None:  # of a black box, or where a layer of another stage has raised
+        return None
+    if callable(own):
+        counted: tuple[int, int] | None = own(prediction, targets)
+        return counted
+    arrays = isinstance(prediction, np.ndarray) and isinstance(targets, np.ndarray)
+    if not arrays or prediction.shape[:-1] != targets.shape or targets.dtype.kind not in "iu":
+        return None
+    return int((prediction.argmax(-1) == targets).sum()), int((targets >= 0).sum())
+
+
+def evaluate(
+    batch: GlobalBatch, runner: Runner, scalars: GrainScalars, rounds: int, run_of: RunOf, *, scores: bool, loss: Any
+) -> Evaluation:
+    """Return the sum of losses, the weight and the number of correct predictions over the global batch.
+
+    Collective over all ranks.
+
+    Parameters
+    ----------
+    batch : GlobalBatch
+        This rank's grains.
+    runner : Runner
+        Runs the model forward.
+    scalars : GrainScalars
+        Collects losses, weights and failures.
+    rounds : int
+        Number of forward passes of the rank that makes the most. Every rank joins the collectives of as many passes.
+    run_of : callable
+        Takes the index of a micro-batch's first sample and its number of samples, and returns the ``Run`` of a training
+        pass over them; here it is used with ``training=False``.
+    scores : bool
+        Whether this rank adds the losses of its grains to the sums. True on one of the ranks that compute the same
+        losses, and never on a rank without the last pipeline stage.
+    loss : Loss or None
+        The loss of whole predictions, which counts correct ones (:func:`count_correct`).
+    """
+    right, predictions, scored, done = 0, 0, True, 0
+    runner.ready()
+    try:
+        for grain in batch.grains.values():
+            for number, (gx, gy, _) in enumerate(grain.micro_batches):
+                done += 1
+                run = replace(run_of(*grain.place(number)), training=False)
+                loss_sum, weight, prediction = runner.loss(gx, gy, run)
+                if not scores or scalars.error is not None:
+                    continue
+                scalars.add(grain.number, loss_sum, weight)
+                counted = count_correct(loss, prediction, gy) if scored else None
+                scored = counted is not None
+                if counted is not None:
+                    right, predictions = right + counted[0], predictions + counted[1]
+    except Exception as error:
+        if not isinstance(error, runner.agreeable):
+            raise
+        scalars.fail(error)  # every forward pass that began has taken part in all its gathers
+    for _ in range(done, rounds):
+        runner.loss(None, None)
+    totals = scalars.agree()
+    counts = np.array([right, predictions, not scored], np.int64)
+    scalars.everyone.allreduce(counts, "sum", "correct predictions")
+    return Evaluation(totals.loss, totals.weight, None if counts[2] else int(counts[0]), int(counts[1]))
+
+
+class BlackBoxEvaluator:
+    """Evaluate a black box: a function that needs all parameters at once and computes all gradients together.
+
+    It returns the gradients or, if ``in_place``, writes them into the arrays that it is given. "Collective if sharded"
+    in the methods means: over the data group, if parameters or gradients are sharded.
+    """
+
+    def __init__(self, model: BlackBoxModel, store: ParameterStore) -> None:
+        self.model, self.store = model, store
+        self.units = store.layout.units
+        self.frozen = frozenset(e.spec.name for e in store.layout.entries if not e.spec.trainable)
+        self.trained = {e.spec.name: None for e in store.layout.entries if e.spec.trainable}.keys()
+        self.integers = frozenset(() if store.integers is None else store.integers.values)
+        self.in_place = writes_in_place(model)
+        given = loss_arguments(in_place=self.in_place)
+        self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", *given)
+        self._unread: dict[str, Array] = {}
+        self._direction: Mapping[str, Array] | None = None
+        # Only if the attribute is True: a user's class may have a method loss that returns a mean, for example.
+        users: Any = model
+        loss = users.loss if getattr(model, "has_loss", False) is True else None
+        self._own_loss = None if loss is None else (loss, takes_run(loss, "loss", "parameters", "batch"))
+
+    def gradients(
+        self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
+    ) -> tuple[float, float]:
+        """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
+
+        Collective if sharded. :meth:`Evaluator.gradients` describes the parameters. ``ended`` is never called, because
+        the function returns all gradients together.
+        """
+        left, function = deque(reversed(self.units)), self._function
+        params = self._parameters()
+        try:
+            places = {unit.index: _named(target(unit)) for unit in self.units if self.in_place}
+            views = {name: view for place in places.values() for name, view in place}
+            begun = self.store.timeline.begin()
+            loss, grads, weight = self._loss_and_grad(params, x, y, run, views)
+            self.store.timeline.end("backward", "loss and gradient", begun)
+            del params
+            writes = self.in_place and self._direction is None
+            if not writes:
+                check_names(function, grads, self.trained, self.frozen | self.integers)
+            while left:
+                for name, view in () if writes else places.get(left[0].index) or _named(target(left[0])):
+                    if name in self.integers:
+                        take_integers(function, name, grads.get(name, view), view, run)
+                    elif name not in self.frozen:
+                        view[...] = gradient(function, name, grads[name], view, run)
+                done(left.popleft())
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception:
+            for unit in left:
+                done(unit)
+            raise
+        return loss, weight
+
+    def absent(self, done: UnitDone) -> None:
+        """Join the gathers and reductions of a micro-batch that only other ranks have. Collective if sharded."""
+        self._parameters()
+        for unit in reversed(self.units):
+            done(unit)
+
+    def predict(self, x: Any) -> Any:
+        """Return what the model's ``predict`` returns for ``x``; None if ``x`` is None. Collective if sharded."""
+        params = self._parameters()
+        if x is None:
+            return None
+        predict = getattr(self.model, "predict", None)
+        if predict is None:
+            kind = type(self.model).__name__
+            raise UnsupportedError(f"{kind} has no predict function: give one, {kind}(..., predict=...)")
+        with _explained("predict"):
+            result = predict(params, _read_only(x))
+        return map_leaves(self._own, result)
+
+    def _own(self, result: Any) -> Any:
+        """Return a copy of ``result`` if it is a view of the parameters, else ``result`` itself."""
+        shared = isinstance(result, np.ndarray) and np.may_share_memory(result, self.store.values)
+        return result.copy() if shared else result
+
+    def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
+        """Return the sum of losses, the weight, and None in place of a prediction. Collective if sharded."""
+        params = self._parameters()
+        if x is None and y is None:
+            return 0.0, 0.0, None
+        if self._own_loss is None:
+            loss, _, weight = self._loss_and_grad(params, x, y, run, self._unread_gradients())
+            return loss, weight, None
+        function, takes = self._own_loss
+        with _explained("loss"):
+            result = function(params, (_read_only(x), _read_only(y)), **({"run": run} if takes else {}))
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise LayoutError(f"loss must return (loss_sum, weight), it returned {_kinds(result)}")
+        return *loss_and_weight(function, *result, run, "loss"), None
+
+    @contextmanager
+    def using_loss(self, loss: Any) -> Iterator[None]:
+        """Raise ``UnsupportedError`` if ``loss`` is not None, because a black box contains its loss. Not collective."""
+        if loss is not None:
+            raise UnsupportedError("a black box computes its own loss: another one cannot be put in its place")
+        yield
+
+    @contextmanager
+    def using_product(self, direction: Mapping[str, Array] | None) -> Iterator[None]:
+        """Compute the model's ``product`` with ``direction`` in place of gradients in the context; None: gradients.
+
+        Not collective. The sum of losses is 0 then.
+        """
+        self._direction = direction
+        try:
+            yield
+        finally:
+            self._direction = None
+
+    @property
+    def _function(self) -> Callable[..., Any]:
+        """The user's function that is called for gradients, or for products with a direction."""
+        function: Callable[..., Any] = self.model.loss_and_grad
+        return function if self._direction is None else self.model.product  # type: ignore[attr-defined]
+
+    def _parameters(self) -> dict[str, Any]:
+        """Return all parameters by name: views of the store, or copies if they are sharded. Collective if sharded."""
+        with ExitStack() as stack:
+            if not self.store.sharded:
+                provided = [(unit, stack.enter_context(self.store.unshard(unit))) for unit in self.units]
+                return {n: a for unit, params in provided for n, a in _named(params)}
+            found: dict[str, Any] = {}
+            for unit, following in with_next(self.units):
+                with self.store.unshard(unit, following) as params:
+                    found.update((n, _read_only(a.copy())) for n, a in _named(params))
+                self.store.memory.barrier("black box")
+            return found
+
+    def _unread_gradients(self) -> dict[str, Array]:
+        """Return arrays for gradients that nobody reads: of a function in place that computes a loss. Not collective.
+
+        They are allocated when they are first needed, which is never if the model has a function for the loss alone.
+        """
+        if self.in_place and not self._unread:
+            buffer = self.store.memory.private("buffers", self.store.layout.size, self.store.dtype)
+            entries = self.store.layout.parameters
+            self._unread = {e.spec.name: e.spec.view(buffer[slice(*e.span)]) for e in entries}
+            if self.store.integers is not None:
+                self._unread |= {name: value.copy() for name, value in self.store.integers.values.items()}
+        return self._unread
+
+    def _loss_and_grad(
+        self, params: Mapping[str, Any], x: Any, y: Any, run: Run, views: Mapping[str, Array]
+    ) -> tuple[float, Mapping[str, Array], float]:
+        """Call the function; return the sum of losses, the gradients and the weight. Not collective.
+
+        A function in place writes its gradients into ``views``; in its place ``views`` are returned.
+        """
+        if self._direction is not None:
+            return self._product(params, x, y, self._direction)
+        given, told = (params, (_read_only(x), _read_only(y))), {"run": run} if self._takes_run else {}
+        function: Callable[..., Any] = self.model.loss_and_grad
+        if not self.in_place:
+            with _explained("loss_and_grad"):
+                result = function(*given, **told)
+            if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], Mapping):
+                expected = "(loss_sum, gradients by name, weight)"
+                raise LayoutError(f"loss_and_grad must return {expected}, it returned {_kinds(result)}")
+            loss, weight = loss_and_weight(function, result[0], result[2], run)
+            return loss, result[1], weight
+        with _explained("loss_and_grad", kept=", and so are the gradients of an earlier call"), writable(views) as own:
+            result = function(*given, own, **told)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise LayoutError(
+                f"{named(function, 'loss_and_grad')} works in place, so it must return (loss_sum, weight) and write "
+                f"the gradients into its third argument; it returned {_kinds(result)}"
+            )
+        loss, weight = loss_and_weight(function, *result, run)
+        return loss, views, weight
+
+    def _product(
+        self, params: Mapping[str, Any], x: Any, y: Any, direction: Mapping[str, Array]
+    ) -> tuple[float, Mapping[str, Array], float]:
+        """Call the model's ``product``; return 0 in place of a loss, the products and the weight. Not collective."""
+        with _explained("product"):
+            result = self._function(params, (_read_only(x), _read_only(y)), direction)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Mapping):
+            raise LayoutError(f"product must return (products by name, weight), it returned {_kinds(result)}")
+        loss, weight = loss_and_weight(self._function, 0.0, result[1], None, "product")
+        return loss, result[0], weight
+
+
+def _kinds(result: Any) -> Any:
+    return [type(v).__name__ for v in result] if isinstance(result, tuple) else type(result).__name__
+
+
+def _read_only(value: Any) -> Any:
+    """Return ``value``, an array or nested structure, with every array replaced by a read-only view of it."""
+    if not isinstance(value, np.ndarray):
+        return map_arrays(_read_only, value)
+    view = value.view()
+    view.flags.writeable = False
+    return view
+
+
+@contextmanager
+def writable(views: Mapping[str, Array]) -> Iterator[FunctionGradients]:
+    """Yield ``views`` as arrays that can be written to inside the context only: a later write raises an error.
+
+    Not collective. It would come from a function that keeps the arrays of one call, and write where other gradients
+    stand by then.
+    """
+    own = FunctionGradients({name: view.view() for name, view in views.items()})
+    written = list(own.values())
+    try:
+        yield own
+    finally:
+        for view in written:
+            view.flags.writeable = False
+
+
+@contextmanager
+def _explained(function: str, kept: str = "") -> Iterator[None]:
+    """Add advice to the error that the user's function, named ``function``, raises on writing to a read-only array."""
+    try:
+        yield
+    except (ValueError, TypeError, BufferError) as error:
+        if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
+            told = f"The arrays that {function} gets are read-only{kept}"
+            error.add_note(f"{told}: let it copy what it changes, x = x.copy()")
+        raise
+
+
+def _named(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(joined(b, n), array) for b, tree in params.items() for n, array in flat_names(tree)]

@@ -1,0 +1,383 @@
+"""Read and write all parameters of a model by name, although pipeline stages and tensor ranks hold parts of it.
+
+[Note: who holds what] An engine's layout describes the parameters on one pipeline stage and tensor rank. A parameter
+with a ``part`` is split: each tensor rank of its stage holds a slice. A parameter without a ``part`` is held whole by
+all tensor ranks, with equal bits, and is read from tensor rank 0. A parameter with a ``guest`` is a copy of a parameter
+that another stage declares; it is never read, only the original is. All ranks of a data group hold the same parameters,
+whole or in shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from mpizero.comm import ProcessGrid
+from mpizero.errors import LayoutError
+from mpizero.layout import Span
+from mpizero.layout.flat import FlatLayout, ParameterUse, Unit
+from mpizero.layout.mesh import GROUPS, Coordinates
+from mpizero.layout.tensor_parts import part_rows, part_runs, part_shape, put_rows, take_rows
+from mpizero.sharding.params import ParameterStore
+from mpizero.types import Array, ParameterSpec, Part, Ranges
+
+#: ``held(name)`` returns all values of a parameter of this rank's layout, as a flat array.
+Held = Callable[[str], Array]
+
+
+#: A parameter that is read from a rank, as the rank tells it to others: its number among the whole model's parameters,
+#: and axis, ranges and tiles of the slice that the rank holds, or None if it holds the whole parameter. These are plain
+#: numbers, because each rank reads those of all ranks of its replica.
+Told = tuple[int, tuple[int, Ranges, tuple[Ranges, ...]] | None]
+
+
+class GivenParameter(NamedTuple):
+    """Hold a parameter of the whole model (``entry``), and what a rank that gives its values holds of it.
+
+    ``part`` is the slice, None if it is the whole parameter; ``size`` is its number of elements.
+    """
+
+    entry: ParameterUse
+    part: Part | None
+    size: int
+
+
+def speaks_for(spec: ParameterSpec, here: Coordinates) -> bool:
+    """Tell whether values of a parameter are read from the rank at ``here``, which holds the parameter as ``spec``.
+
+    Slices are read from every tensor rank. Of a parameter that all tensor ranks hold whole, only the values on tensor
+    rank 0 are read. A copy of another stage's parameter is never read.
+    """
+    return spec.guest is None and (spec.part is not None or here.tensor == 0)
+
+
+class GlobalView:
+    """Give access to all parameters of a model under the names and shapes that they have in the whole model.
+
+    Construction is collective over the model group (``grid.model``), the ranks of a replica. If the model is not split,
+    the methods call the store, and make no further copies and send no further messages.
+
+    Parameters
+    ----------
+    blocks : mapping of str to sequence of ParameterSpec
+        The parameters of the whole model, before it is split, by block in order of use.
+    store : ParameterStore
+        The parameters that this rank holds.
+    grid : ProcessGrid
+        The ranks.
+
+    Attributes
+    ----------
+    layout : FlatLayout
+        The layout of the whole model, in which each block is a unit; the store's layout if the model is not split.
+    nodes : int
+        The largest number of nodes in any data group, or of ranks if they share no memory.
+
+    Raises
+    ------
+    LayoutError
+        On every rank, if the parts that the ranks hold do not make up the model. The error names the parameter.
+    """
+
+    def __init__(self, blocks: Mapping[str, Sequence[ParameterSpec]], store: ParameterStore, grid: ProcessGrid) -> None:
+        self.store, self.grid = store, grid
+        self._split = grid.axes.pipeline * grid.axes.tensor > 1
+        self.layout = FlatLayout.build(blocks) if self._split else store.layout
+        self.nodes = grid.peers.size
+        if self._split:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Exchange which parameters each rank of the model group gives. Collective over the model group."""
+        grid, declared = self.grid, tuple(entry.spec for entry in self.store.layout.parameters)
+        told, problem = list[Told](), ""
+        try:
+            told = given_parameters(self.layout, grid.here, declared)
+        except LayoutError as error:
+            problem = str(error)
+        everyone = grid.model.allgather_object((told, self.nodes, problem), "what ranks hold")
+        for _, _, wrong in everyone:
+            if wrong:
+                raise LayoutError(wrong)
+        # The ranks of a data group, contexts too, gather together; one of each context sends.
+        self._sends = [
+            grid.axes.coordinates(rank).context == 0 for rank in grid.axes.group(grid.world.rank, GROUPS["model"])
+        ]
+        check_cover(self.layout, [told for (told, *_), sends in zip(everyone, self._sends, strict=True) if sends])
+        self.nodes = max(nodes for _, nodes, _ in everyone)
+        self._pieces = [self._given(told) for told, _, _ in everyone]
+
+    def _given(self, told: Sequence[Told]) -> list[list[GivenParameter]]:
+        """Return, for each unit of the whole model, the parameters that are read from a rank, from what it has told."""
+        units: list[list[GivenParameter]] = [[] for _ in self.layout.units]
+        for number, cut in told:
+            entry = self.layout.parameters[number]
+            part = None if cut is None else Part(entry.spec.shape, *cut)
+            size = entry.spec.size if part is None else prod(part_shape(part))
+            units[entry.unit].append(GivenParameter(entry, part, size))
+        return units
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of parameter elements of the whole model; copies are not counted."""
+        return self.layout.size
+
+    @property
+    def gathers(self) -> bool:
+        """Tell whether reading parameters sends messages; the same on every rank of the world."""
+        return self._split or self.store.sharded
+
+    def vector(self) -> Array:
+        """Return a new 1-D array of all parameters of the whole model, in declared order. Collective over the world."""
+        whole = np.empty(self.layout.size, self.store.dtype)
+        held = self._held()
+        for unit in self.layout.units:
+            out = whole[unit.span.start : unit.span.stop]
+            if self._split:
+                self._assemble(unit, held, out)
+            else:
+                out[:] = self.store.gathered(unit)
+        return whole
+
+    def units(self) -> Iterator[Array]:
+        """Yield the values of each unit of :attr:`layout`, one unit after the other, as a new 1-D array.
+
+        Collective over the world: every rank must take the values of all units. At any time a rank holds one unit, a
+        buffer for its messages and, with sharded parameters, one gathered unit of the parameters that it stores.
+        """
+        held = self._held()
+        for unit in self.layout.units:
+            yield self._unit(unit, held)
+
+    def unit(self, unit: Unit) -> Array:
+        """Return the values of one unit of :attr:`layout` as a new 1-D array. Collective over the world."""
+        return self._unit(unit, self._held())
+
+    def named(self, values: Array) -> dict[str, Array]:
+        """Return copies of all parameters by name; ``values`` is a vector of the whole model's. Not collective."""
+        parts = ((e.spec, values[e.span.start : e.span.stop]) for e in self.layout.parameters)
+        return {spec.name: spec.view(part).copy() for spec, part in parts}
+
+    def assemble(self, held: Array) -> Array:
+        """Assemble a vector with one value for each parameter element of the whole model, such as a momentum.
+
+        Collective over the model group. ``held`` has a value for each element of the parameters on this rank's pipeline
+        stage and tensor rank, in the order of the store's layout. Values for copies of another stage's parameters are
+        not used.
+        """
+        if not self._split:
+            return held.copy()
+        whole = np.empty(self.layout.size, held.dtype)
+        for unit in self.layout.units:
+            self._assemble(unit, self._views(held), whole[unit.span.start : unit.span.stop])
+        return whole
+
+    def _unit(self, unit: Unit, held: Held) -> Array:
+        if not self._split:
+            return self.store.gathered(unit)
+        out = np.empty(unit.span.size, self.store.dtype)
+        self._assemble(unit, held, out)
+        return out
+
+    def _held(self) -> Held:
+        """Return a function that returns the values of a parameter of this rank's layout, by name.
+
+        With sharded parameters the function gathers the parameter's unit, and keeps it until it needs another.
+        """
+        layout, store = self.store.layout, self.store
+        if not store.sharded:
+            return self._views(store.values)
+        gathered: dict[int, Array] = {}
+
+        def read(name: str) -> Array:
+            entry = layout.by_name[name]
+            if entry.unit not in gathered:
+                gathered.clear()
+                gathered[entry.unit] = store.gathered(layout.units[entry.unit])
+            span = entry.span.shift(-layout.units[entry.unit].span.start)
+            return gathered[entry.unit][span.start : span.stop]
+
+        return read
+
+    def _views(self, values: Array) -> Held:
+        """Return a function that returns the values of a parameter by name: a view of ``values``.
+
+        ``values`` is in the order of this rank's layout.
+        """
+        by_name = self.store.layout.by_name
+        return lambda name: values[by_name[name].span.start : by_name[name].span.stop]
+
+    def _assemble(self, unit: Unit, held: Held, out: Array) -> None:
+        """Fill ``out`` with the values of a unit of the whole model; ``held`` reads parameters of this rank's layout.
+
+        Collective over the model group, and over the world if ``held`` gathers units.
+        """
+        if not unit.span.size:
+            return
+        group = self.grid.model
+        mine = [held(piece.entry.spec.name) for piece in self._pieces[group.rank][unit.index]]
+        mine = mine if self._sends[group.rank] else []
+        told = [pieces[unit.index] if sends else [] for pieces, sends in zip(self._pieces, self._sends, strict=True)]
+        counts = [sum(piece.size for piece in pieces) for pieces in told]
+        message = np.empty(out.size, out.dtype)
+        group.allgatherv(np.concatenate([out[:0], *mine]), message, counts, "whole parameters")
+        position = 0
+        for piece in (piece for pieces in told for piece in pieces):
+            values = message[position : position + piece.size]
+            position += piece.size
+            start = piece.entry.offset - unit.span.start
+            target = out[start : start + piece.entry.spec.size]
+            if piece.part is None:
+                target[:] = values
+            else:
+                put_rows(part_rows(piece.part), values, target)
+
+    # ------------------------------------------------------------------ writing
+
+    def fill(self, values: Array) -> None:
+        """Set all parameters, and the copies of them on other stages, from a vector of the whole model's parameters.
+
+        Collective over the world. ``values`` must be equal on every rank.
+        """
+        if not self._split:
+            self.store.fill(values)
+            return
+        store = self.store
+        store.memory.barrier("fill")  # who still reads, reads the old values
+        for unit, span in zip(store.layout.units, store.share.spans, strict=True):
+            self._fill_range(values, span, store.owned(unit.index))
+        store.publish()
+
+    def owned(self, values: Array) -> Array:
+        """Return the elements of ``values`` that belong to this rank's shard, concatenated. Not collective.
+
+        ``values`` has a value for each parameter element of the whole model.
+        """
+        share = self.store.share
+        found = np.empty(share.size, values.dtype)
+        for span, offset in zip(share.spans, share.offsets, strict=True):
+            self._fill_range(values, span, found[offset : offset + span.size])
+        return found
+
+    def _fill_range(self, values: Array, span: Span, out: Array) -> None:
+        """Fill ``out``, the range ``span`` of this rank's layout, from a vector of the whole model's parameters."""
+        for entry, part in self.store.layout.pieces(span):
+            home, target = self.home(entry.spec), out[part.start - span.start : part.stop - span.start]
+            take(entry.spec, values[home.span.start : home.span.stop], part.start - entry.offset, target)
+
+    # ------------------------------------------------------------------ questions (not collective)
+
+    def home(self, spec: ParameterSpec) -> ParameterUse:
+        """Return the parameter of the whole model that this rank holds as ``spec``: whole, as a slice, or as a copy."""
+        return self.layout.by_name[spec.guest or spec.name]
+
+    def writes(self, spec: ParameterSpec) -> bool:
+        """Tell whether the parameter that this rank holds as ``spec`` is read from it, and so saved by it."""
+        return speaks_for(spec, self.grid.here)
+
+
+def take(spec: ParameterSpec, whole: Array, start: int, out: Array) -> None:
+    """Fill ``out`` with elements of the parameter that a rank holds as ``spec``, from ``whole``, the whole parameter.
+
+    ``start`` is the index of the first element to fill, counted in what the rank holds: the whole parameter or a slice.
+    """
+    if spec.part is None:
+        out[:] = whole[start : start + out.size]
+    else:
+        take_rows(part_rows(spec.part), whole, start, out)
+
+
+def in_whole(spec: ParameterSpec, start: int, values: Array) -> Iterator[tuple[int, Array]]:
+    """Cut values of the parameter that a rank holds as ``spec`` into runs that are contiguous in the whole parameter.
+
+    ``start`` is the index of the first of ``values``, counted in what the rank holds: the whole parameter or a slice.
+
+    Yields
+    ------
+    (int, Array)
+        The index in the whole parameter of the first element of a run, and a view of the run's values.
+    """
+    if spec.part is None:
+        yield start, values
+        return
+    for run in part_runs(spec.part, spec.shape, start, start + values.size):
+        yield run.whole, values[run.local - start : run.local - start + run.size]
+
+
+def given_parameters(layout: FlatLayout, here: Coordinates, held: Sequence[ParameterSpec]) -> list[Told]:
+    """Return the parameters that are read from the rank at ``here``, as it tells them to others. Not collective.
+
+    ``layout`` is that of the whole model, and ``held`` are the parameters that the rank holds.
+
+    Raises
+    ------
+    LayoutError
+        If the rank holds a parameter otherwise than the model declares it. The error names the parameter.
+    """
+    numbers = {entry.spec.name: number for number, entry in enumerate(layout.parameters)}
+    found: list[Told] = []
+    for spec in held:
+        _check_declared(layout, spec, f"pipeline stage {here.pipeline}, tensor rank {here.tensor}")
+        if speaks_for(spec, here):
+            part = spec.part
+            found.append((numbers[spec.name], None if part is None else (part.axis, part.ranges, part.tiles)))
+    return found
+
+
+def check_cover(layout: FlatLayout, everyone: Sequence[Sequence[Told]]) -> None:
+    """Check that each element of the model is read from exactly one rank of a replica. Not collective.
+
+    ``layout`` is that of the whole model, and ``everyone`` what each rank has told, for context 0.
+
+    Raises
+    ------
+    LayoutError
+        If an element is held by no rank, or read from several. The error names the parameter and says what is wrong.
+    """
+    cuts: list[list[tuple[int, Ranges] | None]] = [[] for _ in layout.parameters]
+    for told in everyone:
+        for number, cut in told:
+            cuts[number].append(None if cut is None else cut[:2])
+    for entry, found in zip(layout.parameters, cuts, strict=True):
+        if found != [None]:
+            _check_cuts(entry.spec, found)
+
+
+def _check_declared(layout: FlatLayout, spec: ParameterSpec, where: str) -> None:
+    home = layout.by_name.get(spec.guest or spec.name)
+    if home is None:
+        raise LayoutError(f"{where} holds {spec.guest or spec.name!r}, which is no parameter of the whole model")
+    shape = spec.shape if spec.part is None else spec.part.shape
+    if spec.part is not None and part_shape(spec.part) != spec.shape:
+        raise LayoutError(f"{where} declares {spec.name!r} with shape {spec.shape}, its {spec.part} has another")
+    if shape != home.spec.shape:
+        raise LayoutError(f"{where} holds {spec.name!r} of shape {shape}, the whole model's has {home.spec.shape}")
+    for what in ("init", "decay", "trainable", "averaged", "complex"):
+        own, whole = getattr(spec, what), getattr(home.spec, what)
+        if own != whole:
+            raise LayoutError(f"{where} declares {spec.name!r} with {what}={own}, {home.spec.name!r} has {whole}")
+
+
+def _check_cuts(whole: ParameterSpec, found: Sequence[tuple[int, Ranges] | None]) -> None:
+    cuts = [cut for cut in found if cut is not None]
+    shown = "; ".join(", ".join(f"{start}:{stop}" for start, stop in ranges) for _, ranges in cuts)
+    if not cuts or len(cuts) < len(found) or len({axis for axis, _ in cuts}) > 1:
+        raise LayoutError(
+            f"{whole.name!r} must be held whole, or in slices along one axis, by one pipeline stage; it is held "
+            f"{len(found) - len(cuts)} times whole and in {len(cuts)} slices{f' ({shown})' if shown else ''}"
+        )
+    axis, end = cuts[0][0], 0
+    for start, stop in sorted(span for _, ranges in cuts for span in ranges if span[0] < span[1]):
+        if start != end:
+            times = "twice" if start < end else "by nobody"
+            raise LayoutError(
+                f"{whole.name!r}: index {min(start, end)} of axis {axis} is held {times}, by slices {shown}"
+            )
+        end = stop
+    if end != whole.shape[axis]:
+        raise LayoutError(f"{whole.name!r}: index {end} of axis {axis} is held by nobody, by slices {shown}")

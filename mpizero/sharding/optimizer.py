@@ -1,0 +1,646 @@
+"""Define sharded optimizers: each rank runs a gradient-based optimizer on the ranges of parameters that it owns.
+
+Train a separate copy of the model on each rank and average the copies every few steps, for LocalSGDOptimizer.
+
+Send fewer bytes: compressed gradients, or averaged parameters every few steps (local SGD, Stich 2019).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from copy import copy, deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from mpizero import checkpoint, optim
+from mpizero._util.checks import require, whole
+from mpizero._util.names import SETTINGS, explains, not_here
+from mpizero._util.pytree import count_samples
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import agree_arrays, agree_equal, agree_on_call, all_ranks, check_call, collective, recorded
+from mpizero.comm.reduce import codec_of, mean_over_ranks
+from mpizero.errors import ArgumentError, ConfigError, DataError, StateError, UnknownNameError
+from mpizero.optim.elementwise import adapt, plain, tensor_slots
+from mpizero.sharding import state_dict as model_state
+from mpizero.sharding.batch import NO_SAMPLES, check_weight, tree_total
+from mpizero.sharding.config import ShardingConfig, check_bucket, placement
+from mpizero.sharding.engine import Engine
+from mpizero.sharding.fit import OptimizationOptions, OptimizationResult, run_loop
+from mpizero.sharding.forward_backward import Evaluation
+from mpizero.sharding.full_params import take
+from mpizero.sharding.parameter_access import ParameterAccess, ShardedCore, checked_state, gather_slot, slot_entries
+from mpizero.sharding.saved_attributes import opened_alike
+from mpizero.sharding.step_report import StepReport
+from mpizero.sharding.update import Updater
+from mpizero.sharding.whole_tensors import home_of
+from mpizero.types import Array, as_reals
+
+if TYPE_CHECKING:
+    from mpizero.sharding.model import ShardedModelBase
+
+
+@explains
+class ShardedOptimizer:
+    """Update a sharded model with a gradient-based optimizer: each rank updates the ranges that it owns.
+
+    Parameters
+    ----------
+    wrapped_optimizer : optimizer
+        A library optimizer, or any object with an elementwise ``update(params, grads, state)``.
+    config : ShardingConfig or None
+        The configuration of the model. None takes the model's when the optimizer is bound.
+    options : OptimizationOptions or None
+        Default options of :meth:`optimize`.
+    loss_scale : DynamicLossScale or None
+        Factor by which the loss is multiplied before the backward pass, and by which the gradient is divided after it.
+        A step whose gradient is not finite is skipped, and the factor is lowered. None uses no loss scale, except with
+        ``mixed_precision="float16"``.
+
+    Raises
+    ------
+    TypeError
+        If ``wrapped_optimizer`` is not gradient-based. The message names the missing method.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> isinstance(mz.ZeRO1Optimizer(mz.AdamW()), mz.ShardedOptimizer)
+    True
+    """
+
+    #: Strategies of the models to which this class can be bound; empty for any strategy.
+    strategies: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        wrapped_optimizer: Any,
+        config: ShardingConfig | None = None,
+        *,
+        options: OptimizationOptions | None = None,
+        loss_scale: optim.DynamicLossScale | None = None,
+    ) -> None:
+        if not isinstance(config, ShardingConfig | None):
+            raise ArgumentError(f"{type(self).__name__} needs a ShardingConfig, got {config!r}")
+        if loss_scale is not None and not isinstance(loss_scale, optim.DynamicLossScale):
+            raise ArgumentError(f"{type(self).__name__}: loss_scale is a DynamicLossScale or None, got {loss_scale!r}")
+        self.wrapped_optimizer = adapt(wrapped_optimizer)
+        self.options = self._checked(options) or OptimizationOptions()
+        self._config, self._loss_scale = config, loss_scale
+        self._model: ShardedModelBase | None = None
+        self._stalled = False
+        if config is not None:
+            config.unbound.add(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, but for settings of the wrapped optimizer, which nothing would read here."""
+        if name in SETTINGS:
+            raise UnknownNameError(
+                f"{name} cannot be set: the wrapped optimizer keeps it; a learning rate that changes is a function of "
+                f"the step, {type(self.wrapped_optimizer).__name__}(lr=lambda step: ...)"
+            )
+        super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:  # where it would hide what is misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise :class:`AttributeError` for what is not there."""
+            raise not_here(self, name)
+
+    # ------------------------------------------------------------------ binding and stepping
+
+    def set_model(self, model: ShardedModelBase) -> None:
+        """Bind to a model, and allocate the optimizer state of this rank. Collective over the model's ranks.
+
+        This optimizer becomes ``model.optimizer``. If the model had another one, its state is dropped.
+
+        Raises
+        ------
+        ConfigError
+            If the model has another configuration or a strategy that this class does not support, or if ranks bind
+            different optimizers.
+        """
+        if self._config is None:
+            _check_sharded(model)
+        comm = (self._config or model.config).communicator
+        # Under no name of a class: which one differs is told in words next.
+        check_call(comm, "set_model")
+        agree_equal(comm, lambda: self._plans(model), "bind an optimizer")
+        self._bind(model)
+        self._model = model
+        model.config.unbound.discard(self)
+        model._take_optimizer(self)
+
+    def _bind(self, model: ShardedModelBase) -> None:
+        """Bind the wrapped optimizer to the model's engine; subclasses extend this method. Collective."""
+        model.engine.bind(self.wrapped_optimizer, model.config.loss_scale(self._loss_scale))
+
+    def _plans(self, model: ShardedModelBase) -> dict[str, Any]:
+        """Return all values that must be equal on all ranks when the optimizer is bound, by name. Not collective."""
+        _check_sharded(model)
+        plans, optimizer = self.comparable(model), self.wrapped_optimizer
+        specs = [entry.spec for entry in model.layout.parameters if not entry.spec.averaged]
+        if isinstance(optimizer, optim.FlatOptimizer) or optimizer.needs_vectors:
+            optimizer.check_names([spec.name for spec in specs])
+        groups = {optimizer.group_of(spec) for spec in specs}
+        return plans | {
+            "the optimizer's state": (*optimizer.slots, *tensor_slots(optimizer)),
+            "the optimizer's first step": {group: optimizer.hyper(1, group, np.float64) for group in sorted(groups)},
+        }
+
+    def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
+        """Return all settings that must be equal on all ranks, by name. Not collective.
+
+        Raises
+        ------
+        ConfigError
+            If the model has another configuration, or a strategy that this class does not support.
+        """
+        if self._config not in (None, model.config):
+            raise ConfigError(
+                "model and optimizer must share one ShardingConfig object; an optimizer that is given none takes the "
+                "model's"
+            )
+        if self.strategies and model.strategy not in self.strategies:
+            wanted = " or ".join(repr(strategy) for strategy in self.strategies)
+            raise ConfigError(
+                f"{type(self).__name__} belongs to a model of strategy {wanted}, "
+                f"got {type(model).__name__} of {model.strategy!r}"
+            )
+        return {
+            "the class of the sharded optimizer": type(self).__name__,
+            # the user's own, not what adapts it
+            "the optimizer": getattr(self.wrapped_optimizer, "optimizer", self.wrapped_optimizer),
+            "the loss scale": model.config.loss_scale(self._loss_scale),
+        }
+
+    def for_copy(self, model: ShardedModelBase) -> Self:
+        """Return a copy of this optimizer, bound to ``model``. Not collective.
+
+        ``model`` is a copy of this optimizer's model, and its engine already has a copy of the optimizer state.
+        """
+        twin = copy(self)
+        twin._model, twin._stalled = model, False
+        return twin
+
+    def _callers(self) -> tuple[Communicator, str]:
+        """Return the ranks that must make the same collective calls, and the model's name in error messages."""
+        return (self.config.communicator, "") if self._model is None else self._model._callers()
+
+    @property
+    def config(self) -> ShardingConfig:
+        """The configuration that was passed to the constructor, else the model's. Not collective."""
+        return self.model.config if self._config is None else self._config
+
+    @property
+    def loss_scale(self) -> optim.DynamicLossScale | None:
+        """The loss scale that was passed to the constructor, else the one of ``mixed_precision``. Not collective."""
+        return self.config.loss_scale(self._loss_scale)
+
+    @property
+    def model(self) -> ShardedModelBase:
+        """The model that this optimizer was last bound to. Not collective."""
+        if self._model is None:
+            raise StateError(
+                f"{type(self).__name__} has no model yet: call set_model first, or give it to a model when that is "
+                "made, optimizer=..."
+            )
+        return self._model
+
+    @property
+    def is_bound(self) -> bool:
+        """Tell whether this optimizer is bound to a model and no later one has replaced it there. Not collective."""
+        return self._model is not None and self._model.is_updated_by(self)
+
+    @property
+    def step_count(self) -> int:
+        """The number of updates made so far; skipped steps do not count. Not collective."""
+        return self._updater.step_count
+
+    @property
+    def _updater(self) -> Updater:
+        updater = self.model.engine.updater
+        if updater is None or plain(updater.optimizer) is not self.wrapped_optimizer:
+            raise StateError("the model has been given another optimizer meanwhile: call set_model again")
+        return updater
+
+    @recorded
+    def step(self) -> None:
+        """Update the parameters from the model's pending gradient. Collective.
+
+        A pending gradient comes from ``compute_gradients``, or from ``train`` with ``auto_sync_gradients=False``. If it
+        is not summed over the ranks yet, ``step`` does that first. ``train`` with ``auto_sync_gradients=True`` updates
+        by itself.
+
+        Raises
+        ------
+        RuntimeError
+            If no gradient is pending.
+        """
+        self.model.apply_pending()
+
+    @recorded
+    def optimize(self, data: Any, options: OptimizationOptions | None = None) -> OptimizationResult:
+        """Train for ``options.epochs`` epochs over ``data``, with validation and early stopping. Collective.
+
+        Parameters
+        ----------
+        data : (x, y) arrays, the same on every rank, or a data source
+            All samples for training and validation. The first axis of arrays counts samples.
+        options : OptimizationOptions or None
+            None takes the options that were passed to the constructor.
+
+        Raises
+        ------
+        ConfigError
+            If ranks pass different data (of arrays, evenly chosen samples are compared) or have different options.
+        NonFiniteError
+            If all losses of the first epoch, or all validation losses, are infinite or NaN, or if too many steps in a
+            row are skipped (``config.bad_steps``). An infinite or NaN validation loss counts as no improvement.
+        """
+        return run_loop(self, data, self._checked(options) or self.options)
+
+    def _checked(self, options: Any) -> OptimizationOptions | None:
+        if not isinstance(options, OptimizationOptions | None):
+            raise ArgumentError(f"{type(self).__name__}: options are OptimizationOptions, got {options!r:.80}")
+        return options
+
+    @recorded
+    def should_early_stop(self) -> bool:
+        """Tell whether :meth:`note_stall` has last recorded True on any rank. Collective."""
+        return bool(agree_on_call(self.config.communicator, (self._stalled,))[:, 0].any())
+
+    def note_stall(self, stalled: bool) -> None:
+        """Record whether the validation loss has stopped improving, as seen by this rank. Not collective."""
+        self._stalled = stalled
+
+    # ------------------------------------------------------------------ state
+
+    @collective
+    def reset(self) -> None:
+        """Reset optimizer state, step count and loss scale to those before the first step. Collective."""
+        self._updater.reset()
+        self.model.engine.exchange.forget()
+        self.model.engine.integrity.forget()
+        self.model.engine.loss_scale = None if self.loss_scale is None else self.loss_scale.start()
+        self._stalled = False
+
+    @collective
+    def synchronize_optimizer_state(self) -> int:
+        """Make all copies of the optimizer state equal, if they have become different. Collective.
+
+        All ranks take the step count and the loss scale of rank 0. Copies of replicated state on different nodes are
+        compared by hash; where they differ, all nodes take the values of the first node.
+
+        Returns
+        -------
+        int
+            Number of differences found: one for each slot and each group of peers whose copies were not equal.
+        """
+        updater, grid = self._updater, self.model.engine.grid
+        engine = self.model.engine
+        everyone = engine.scalars.everyone
+        updater.step_count, engine.loss_scale = everyone.broadcast_object((updater.step_count, engine.loss_scale), 0)
+        repaired = 0
+        if len(updater.shares) > 1:
+            state = updater.host_state()
+            for slot in sorted(updater.optimizer.slots):  # whole tensors have one owner
+                values = state[slot]
+                digests = grid.peers.allgather_object(hashlib.sha256(values.tobytes()).hexdigest())
+                if any(digest != digests[0] for digest in digests):
+                    repaired += grid.peers.rank == 0
+                    grid.peers.broadcast(values, 0, slot)
+            updater.take_state(state)
+        engine.integrity.forget()
+        total = np.array([repaired], np.int64)
+        everyone.allreduce(total, "sum", "repaired")
+        return int(total[0])
+
+    @collective
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer state of the whole model, the same on every rank. Collective.
+
+        Its keys are "step_count" and "state"; ``state[slot][name]`` is an array in the shape of parameter ``name``, or
+        in that of the optimizer's array of a whole tensor. A method of whole vectors adds "progress", its scalars.
+        """
+        updater, engine = self._updater, self.model.engine
+        slots: dict[str, dict[str, Array]] = {}
+        for slot in updater.state:
+            whole = gather_slot(engine, slot)
+            slots[slot] = {
+                e.spec.name: e.spec.view(whole[e.span.start : e.span.stop]).copy() for e in slot_entries(engine, slot)
+            }
+        progress = {} if updater.method is None else {"progress": updater.method.progress.saved()}
+        return {"step_count": updater.step_count, "state": slots, **progress}
+
+    @recorded
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that ``state_dict`` has returned. Collective.
+
+        Every rank passes the same state. Strategy and number of ranks may differ from those of ``state_dict``.
+
+        Raises
+        ------
+        LayoutError
+            If a slot, name or shape is missing or differs; nothing is changed then.
+        ConfigError
+            If ranks pass different states. The message names the first rank and array that differ.
+        """
+        updater, engine = self._updater, self.model.engine
+        comm = self.config.communicator
+        own = 0 if engine.grid.world.size == comm.size else comm.rank  # local steps leave every rank its own state
+        agree_arrays(comm, "load_state_dict", lambda: checked_state(engine, updater, state), own)
+        slots, held = state["state"], updater.host_state()
+        for slot, arrays in slots.items():
+            for piece in updater.state_pieces(slot):
+                values = np.asarray(arrays[home_of(piece.spec)], piece.spec.element_type(held[slot].dtype))
+                take(piece.spec, as_reals(values), piece.start, held[slot][piece.state : piece.state + piece.size])
+        updater.take_state(held)
+        if updater.method is not None:
+            updater.method.restore(deepcopy(state["progress"]))
+        engine.integrity.forget()
+        updater.step_count, updater.last_rate = int(state["step_count"]), None
+
+    @collective
+    def serialize(self) -> bytes:
+        """Return the optimizer state as the bytes of an HDF5 file, the same on every rank. Collective."""
+        return checkpoint.to_bytes(
+            self.model.optimizer_arrays(), self.model.checkpoint_attributes(), self.config.communicator
+        )
+
+    @recorded
+    def deserialize(self, data: bytes) -> None:
+        """Restore the optimizer state from bytes of ``serialize``; every rank passes the same bytes. Collective."""
+        with opened_alike(self.config.communicator, "deserialize", data) as reader:
+            model_state.restore_state(self.model.loadable_engine, reader)
+
+    @collective
+    def save(self, path: str | Path) -> None:
+        """Write the optimizer state to the checkpoint folder ``path``, replacing an existing one. Collective."""
+        model = self.model
+        checkpoint.write(
+            path, model.optimizer_arrays(), model.checkpoint_attributes(), self.config.communicator, replace=True
+        )
+
+    @collective
+    def load(self, path: str | Path) -> None:
+        """Restore the optimizer state that ``save`` wrote with any strategy on any number of ranks. Collective.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is nothing at ``path``.
+        CheckpointError
+            If the checkpoint is damaged, or has the state of another optimizer.
+        """
+        with checkpoint.open_checkpoint(path, self.config.communicator) as reader:
+            model_state.restore_state(self.model.loadable_engine, reader)
+
+
+def _check_sharded(model: Any) -> None:
+    if not isinstance(model, ShardedCore):
+        raise ArgumentError(
+            f"set_model takes a sharded model, such as ZeRO2Model(model, config); got {type(model).__name__}"
+        )
+
+
+class LocalTraining(ParameterAccess):
+    """Train a separate copy of the model on each rank, and average the copies; for :class:`LocalSGDOptimizer`.
+
+    Methods are collective unless they say otherwise.
+    """
+
+    @recorded
+    def become_local(self, every: int) -> None:
+        """Give every rank its own copy of the parameters; from now on ``train`` averages them every ``every`` steps."""
+        values, device = self.get_parameters(), self.engine.compute_device.device_number
+        integers = self.engine.integers
+        self.engine.close()
+        self._engine = Engine(self._wrapped, self._config.replace(comm="self"), placement(self.strategy), device=device)
+        self.engine.integers.copy_from(integers)
+        self.engine.prints_notices = self.rank == 0
+        self._mean_every, self._pending = every, None
+        self._update_local_shard_from_full(values)
+
+    @collective
+    def average_parameters(self) -> None:
+        """Set the parameters of every rank to their mean over the ranks."""
+        self._average()
+
+    def _average(self) -> None:
+        self._update_local_shard_from_full(mean_over_ranks(self._config.communicator, self.engine.store.values))
+
+    def _train_alone(self, x: Any, y: Any) -> float:
+        return self._step_and_average(lambda engine: engine.train(x, y) if count_samples(x, y) else None)
+
+    def _stepped_alone(self, report: StepReport) -> StepReport:
+        """Store the report of a step that this rank made alone, and return it. Not collective.
+
+        The engine of one rank reports rank 0; this is replaced by the rank's number in ``config.comm``.
+        """
+        found = tuple(replace(bad, rank=self.rank) for bad in report.non_finite)
+        report = replace(report, non_finite=found, skipped=str(found[0]) if found else None)
+        self._stepped(report)
+        return report
+
+    def _step_and_average(self, step: Callable[[Engine], StepReport | None]) -> float:
+        """Call ``step`` with every rank's engine, and after each ``every``-th step average the parameters.
+
+        Return the mean loss over the batches of all ranks. ``step`` returns None on a rank that has no samples: its
+        parameters stay as they are until they are averaged.
+        """
+        comm, engine = self._config.communicator, self.engine
+        with all_ranks(comm, first=True):
+            made = step(engine)
+            report = self._idle(engine) if made is None else self._stepped_alone(made)
+        sent = comm.counters.bytes_sent
+        loss, weight = self._sum_over_ranks([report.loss * report.weight, report.weight]).tolist()
+        if weight == 0:  # a step that was made has a positive one
+            raise DataError(NO_SAMPLES)
+        if made is None:
+            engine.step_number += 1
+        if engine.step_number % self._mean_every == 0:
+            self._average()
+        self.last_step = replace(report, loss=loss / weight, weight=weight, bytes_sent=comm.counters.bytes_sent - sent)
+        return self.last_step.loss
+
+    @staticmethod
+    def _idle(engine: Engine) -> StepReport:
+        """Return the report of a step in which this rank has no samples. Not collective."""
+        updater = engine.updater
+        assert updater is not None  # local training begins with a bound optimizer
+        scale = engine.current_loss_scale()
+        return StepReport(updater.step_count, 0.0, 0.0, updater.rate, None, None, 0, (), scale, scale)
+
+    def _evaluate_alone(self, x: Any, y: Any, loss: Any) -> Evaluation:
+        """Evaluate each rank's samples with that rank's parameters, and return the sums over all ranks.
+
+        ``correct`` is None if a rank's predictions are not scores of classes.
+        """
+        found = Evaluation(0.0, 0.0, 0)
+        with all_ranks(self._config.communicator, first=True):
+            if count_samples(x, y):
+                found = self.engine.evaluate(x, y, loss, weightless=True)
+        values = [found.loss_sum, found.weight, found.correct or 0, found.predictions, found.correct is None]
+        loss_sum, weight, correct, predictions, unscored = self._sum_over_ranks(values).tolist()
+        check_weight(weight)
+        return Evaluation(loss_sum, weight, None if unscored else int(correct), int(predictions))
+
+    def _sum_over_ranks(self, values: list[float]) -> Array:
+        comm = self._config.communicator
+        table = np.empty((comm.size, len(values)))
+        comm.allgather(np.array(values, np.float64), table.reshape(-1), "sums of local steps")
+        return tree_total(table)
+
+    def _twin(self, wrapped: Any) -> Self:
+        copy = super()._twin(wrapped)
+        if self._mean_every:
+            copy.become_local(self._mean_every)
+        return copy
+
+
+class GradientCompressionOptimizer(ShardedOptimizer):
+    """Update from compressed gradients with error feedback.
+
+    When bound, the optimizer makes the model compress the gradients that are sent between nodes, or between ranks if
+    they share no memory, as ``ShardingConfig(gradient_compression=compression)`` does. Ranks that share memory send
+    nothing. With top-k and int8, the part of a gradient that a message leaves out is kept and added to the next
+    gradient (see ``mpizero.comm.reduce``). Every strategy and communicator can be used. Binding another
+    optimizer to the model ends the compression. With compression, results on different numbers of ranks or nodes are
+    no longer equal to the bit.
+
+    Parameters
+    ----------
+    wrapped_optimizer, config, options, loss_scale
+        As in :class:`ShardedOptimizer`.
+    compression : str
+        "topk:SHARE", "int8", "bf16" or "fp16".
+
+    Raises
+    ------
+    ConfigError
+        If the compression is unknown, or the configuration has a ``bucket_mb``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+    >>> def bytes_sent(comm, optimizer):
+    ...     with mz.ShardingConfig(comm=comm, share_node_memory=False) as config:
+    ...         with mz.DDPModel(mz.nn.MLP(4, [64], 2), config, optimizer=optimizer) as model:
+    ...             part = slice(2 * comm.rank, 2 * comm.rank + 2)
+    ...             model.train(x[part], y[part])
+    ...             return model.last_step.bytes_sent
+    >>> packed = mz.testing.run_in_threads(2, lambda comm: bytes_sent(
+    ...     comm, mz.GradientCompressionOptimizer(mz.AdamW(), compression="int8")))
+    >>> packed[0] < 0.7 * mz.testing.run_in_threads(2, lambda comm: bytes_sent(comm, mz.AdamW()))[0]
+    True
+    """
+
+    def __init__(
+        self,
+        wrapped_optimizer: Any,
+        config: ShardingConfig | None = None,
+        *,
+        compression: str = "topk:0.01",
+        options: OptimizationOptions | None = None,
+        loss_scale: optim.DynamicLossScale | None = None,
+    ) -> None:
+        super().__init__(wrapped_optimizer, config, options=options, loss_scale=loss_scale)
+        if codec_of(compression) is None:
+            raise ConfigError("compression=None: expected 'topk:SHARE', 'int8', 'bf16' or 'fp16'")
+        if config is not None:
+            check_bucket(config.bucket_mb, compression)
+        _check_elementwise(self)
+        self.compression = compression
+
+    def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
+        """Return all settings that must be equal on all ranks, by name, including the compression. Not collective."""
+        check_bucket(model.config.bucket_mb, self.compression)
+        return super().comparable(model) | {"compression": self.compression}
+
+    def _bind(self, model: ShardedModelBase) -> None:
+        super()._bind(model)
+        model.engine.exchange.compress(self.compression)
+
+
+class LocalSGDOptimizer(ShardedOptimizer):
+    """Train one copy of the model on each rank's batches, and average the copies every ``every`` steps.
+
+    The mean is a tree sum over ranks, so it has the same bits on every rank. Unlike with the sharded strategies, the
+    result depends on the number of ranks. The optimizer must be bound to a ``DDPModel``. From then on each rank has its
+    own parameters and optimizer state. ``train`` returns the mean loss over the batches of all ranks. ``evaluate``
+    computes each rank's samples with the parameters of that rank, and sums over all ranks. A checkpoint holds the mean
+    of the parameters, and the optimizer state of rank 0.
+
+    Parameters
+    ----------
+    wrapped_optimizer : optimizer
+        As in :class:`ShardedOptimizer`.
+    config : ShardingConfig or None
+        As in :class:`ShardedOptimizer`.
+    every : int
+        Number of steps between two averages.
+
+    Raises
+    ------
+    ConfigError
+        If ``every`` is less than 1, the wrapped optimizer needs the gradient of all samples, or, when it is bound, the
+        configuration has an ``ema``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
+    >>> def train(comm):
+    ...     with mz.ShardingConfig(comm=comm) as config:
+    ...         local = mz.LocalSGDOptimizer(mz.SGD(lr=0.5), every=2)
+    ...         with mz.DDPModel(mz.nn.MLP(2, [], 2), config, optimizer=local) as model:
+    ...             part = slice(comm.rank, comm.rank + 1)
+    ...             for _ in range(4):
+    ...                 model.train(x[part], y[part])
+    ...             return model.metadata().averaged_every, model.parameters_sha256()
+    >>> first, second = mz.testing.run_in_threads(2, train)
+    >>> first[0], first == second  # just averaged
+    (2, True)
+    """
+
+    strategies = ("ddp",)
+
+    def __init__(self, wrapped_optimizer: Any, config: ShardingConfig | None = None, *, every: int = 8) -> None:
+        super().__init__(wrapped_optimizer, config)
+        _check_elementwise(self)
+        self.every = require("every", every, whole(1))
+
+    def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
+        """Return all settings that must be equal on all ranks, by name, including ``every``. Not collective."""
+        if model.config.ema is not None:
+            raise ConfigError(
+                f"ShardingConfig(ema={model.config.ema}) with LocalSGDOptimizer: each rank trains a copy of its own, "
+                "so there is no one average; leave ema out"
+            )
+        return super().comparable(model) | {"every": self.every}
+
+    def _bind(self, model: ShardedModelBase) -> None:
+        model.become_local(self.every)
+        super()._bind(model)
+
+    @recorded
+    def average_parameters(self) -> None:
+        """Set the parameters of every rank to the mean over all ranks, now. Collective."""
+        self.model.average_parameters()
+
+
+def _check_elementwise(optimizer: ShardedOptimizer) -> None:
+    """Raise ``ConfigError`` if the wrapped optimizer needs the exact gradient of all samples. Not collective."""
+    if optimizer.wrapped_optimizer.needs_vectors:
+        name = type(optimizer.wrapped_optimizer).__name__
+        raise ConfigError(
+            f"{type(optimizer).__name__}({name}()): {name} needs the exact gradient of all samples, which its ranks do "
+            "not have: give it to a model directly, optimizer=..."
+        )

@@ -1,0 +1,1085 @@
+"""Move a model to memory that ranks do not share, if its first step does not find enough shared memory.
+
+Construct and close a sharded model, which holds a wrapped model, a configuration and the engine that trains it.
+
+Gather arrays of the whole model, of parameters' elements or of optimizer state, and check a state to be loaded.
+
+Read, set and copy the parameters of a sharded model: as one 1-D array, as named arrays, as a copy of the model.
+
+Describe a sharded model: what is replicated, what is sharded, and how many bytes a rank stores and sends.
+
+Pass calls for inspection and compilation to the wrapped model, with the current parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from mpizero._util.checks import number_array, require, whole
+from mpizero._util.names import check_names, explains, nearest, not_here
+from mpizero._util.pytree import SampleTree
+from mpizero._util.text import notice
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import agree_arrays, agree_equal, agree_on_call, all_ranks, check_call, collective, recorded
+from mpizero.comm.reduce import gather_spans
+from mpizero.comm.startup import agree_to_start
+from mpizero.errors import (
+    ArgumentError,
+    CheckpointError,
+    ConfigError,
+    LayoutError,
+    SharedMemoryError,
+    StateError,
+    UnsupportedError,
+)
+from mpizero.layout import Span
+from mpizero.layout.flat import FlatLayout, ParameterUse, joined, nested
+from mpizero.nn.layer import start_value
+from mpizero.optim.elementwise import state_size, state_specs, tensor_state_size
+from mpizero.sharding import state_dict
+from mpizero.sharding.batch import Totals
+from mpizero.sharding.config import Placement, ShardingConfig, placement
+from mpizero.sharding.engine import Engine
+from mpizero.sharding.params import Share, UpdatePiece, named_integers, tell_private
+from mpizero.sharding.partition import (
+    ParallelLayout,
+    blocks_of,
+    check_model,
+    check_own_modules,
+    describe_model,
+    exactness,
+    misfits,
+)
+from mpizero.sharding.step_report import BadSteps, SkippedSteps, StepReport
+from mpizero.sharding.update import Updater
+from mpizero.types import Array
+
+
+def check_movable(engine: Engine, error: SharedMemoryError) -> None:
+    """Check that :func:`in_private_memory` can move everything that ``engine`` holds.
+
+    Collective over all ranks, all of which have raised ``error``.
+
+    Raises
+    ------
+    SharedMemoryError
+        If the optimizer has made a step or loaded a state, or compression has residuals. These cannot be moved, because
+        the ranks of a node share one copy of them.
+    """
+    updater = engine.updater
+    used = np.array([(updater is not None and not updater.fresh) or engine.exchange.owes], np.int8)
+    engine.grid.world.allreduce(used, "max", "private memory")
+    if used[0]:
+        raise SharedMemoryError(
+            f"{error}; or call reserve(global_batch) once, before the first step and before a checkpoint is loaded: "
+            "then every rank keeps its own copy where memory is short. Parameters and state are unchanged"
+        ) from error
+
+
+def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, error: SharedMemoryError) -> Engine:
+    """Close ``engine``, and return a new engine in which every rank keeps its own copy of the model.
+
+    Collective over all ranks, all of which have raised ``error`` and passed :func:`check_movable`. Parameters, integer
+    arrays, step number and loss scale are copied. The optimizer is bound to the new engine.
+    """
+    updater, units = engine.updater, engine.layout.units
+    values, version = [engine.store.owned(unit.index).copy() for unit in units], engine.store.version
+    engine.close()
+    tell_private(engine.grid.world, str(error))
+    made = Engine(engine.model, engine.config, engine.placement, parallel_layout, private=True)
+    for unit, kept in zip(units, values, strict=True):
+        made.store.owned(unit.index)[:] = kept
+    made.integers.copy_from(engine.integers)
+    made.store.publish()
+    made.store.version = version
+    made.step_number, made.grain_rule = engine.step_number, engine.grain_rule
+    if updater is not None:
+        made.bind(updater.optimizer)
+        made.exchange.compress(engine.exchange.compression)
+        assert made.updater is not None
+        made.updater.watch = updater.watch
+    made.scalars.watch, made.loss_scale = engine.scalars.watch, engine.loss_scale
+    return made
+
+
+T = TypeVar("T")
+
+
+class Pending(NamedTuple):
+    """Hold a computed gradient that has not been applied to the parameters yet.
+
+    ``totals`` are loss and weight of the global batch. ``reduced`` is the averaged gradient; None if it is not yet
+    summed over the ranks. ``sent`` is the counter of sent bytes before the gradient was computed. ``calls`` counts the
+    gradients computed since the last step.
+    """
+
+    totals: Totals
+    reduced: Array | None
+    sent: int
+    calls: int = 1
+
+
+@explains
+class ShardedCore(ABC):
+    """Construct, describe and close a sharded model.
+
+    Construction, and every method that is not marked otherwise, is collective over ``config.comm``. The model holds
+    windows and communicators: close it, or use it as a context manager.
+
+    Parameters
+    ----------
+    wrapped_model : BlockModel or BlackBoxModel
+        The model to train. It is never changed: the sharded model holds the parameters.
+    config : ShardingConfig
+        The ranks and how they work together.
+
+    Raises
+    ------
+    TypeError
+        If an argument is None or of a wrong type.
+    """
+
+    strategy: ClassVar[str]
+    #: Name of the strategy in the metadata; None takes the name in the table of strategies.
+    label: ClassVar[str | None] = None
+    #: Pipeline, tensor and context parallelism of the model; None for data parallelism alone.
+    _parallel_layout: ParallelLayout | None = None
+    #: The sharded optimizer that is bound to the model.
+    _optimizer: Any = None
+    #: Whether this is a copy of a sharded model, so that its wrapped model has been compared between ranks already.
+    _is_copy = False
+
+    def __init__(self, wrapped_model: Any, config: ShardingConfig) -> None:
+        if not isinstance(config, ShardingConfig):
+            raise ArgumentError(f"{type(self).__name__} needs a ShardingConfig, got {config!r}")
+        self._wrapped, self._config = wrapped_model, config
+        self._which = config.number_model()
+        check_call(config.communicator, "make a model", self._which)
+        self._engine: Engine | None = None
+        self._pending: Pending | None = None
+        self._cache: Array | None = None
+        self._mean_every = 0
+        self.last_step: StepReport | None = None
+        self._skipped = SkippedSteps(config.bad_steps)
+        self._on_before_initialize_sharding()
+        self._initialize_sharding()
+
+    if not TYPE_CHECKING:  # where it would hide what is misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise :class:`AttributeError` for what is not there."""
+            raise not_here(self, name)
+
+    # ------------------------------------------------------------------ hooks
+
+    def _on_before_initialize_sharding(self) -> None:  # noqa: B027  (a hook that most need not)
+        """Do nothing; a subclass may override this to run code before parameters are distributed."""
+
+    def _on_before_close(self) -> None:  # noqa: B027
+        """Do nothing; a subclass may override this to run code before the engine is closed. Collective."""
+
+    def _initialize_sharding(self) -> None:
+        """Check that all ranks passed equal arguments, and make the engine, which distributes the parameters."""
+        agree_to_start(self._config.communicator, self._plans)
+        check_own_modules(self._config.communicator, self._wrapped)
+        self._config.communicator.run_deferred_closes()
+        self._engine = Engine(self._wrapped, self._config, self._placement, self._parallel_layout)
+        if self._config.tiles is not None and not self._is_copy and self._engine.prints_notices:
+            for reason in misfits(self._engine.partitioned.parallel_layout):
+                notice(f"{reason}, so results agree with other layouts only within rounding")
+        if self._engine.assigned_in_advance and not self._is_copy and self._engine.prints_notices:
+            notice(f"grain_assignment='dynamic' has no effect here: {self._engine.assigned_in_advance}")
+
+    def _with_room(self, step: Callable[[Engine], T]) -> T:
+        """Return ``step(engine)``; if its gradients do not fit into shared memory, move the model out of it and retry.
+
+        After that every rank keeps its own copy of the model in memory that it does not share.
+        """
+        try:
+            return step(self.engine)
+        except SharedMemoryError as error:  # raised on all ranks alike, before anything was computed
+            engine = self.engine
+            check_movable(engine, error)
+            self._engine = None  # the model counts as closed if a rank has no room for a copy of its own either
+            self._engine = in_private_memory(engine, self._parallel_layout, error)
+            self._engine.asked = engine.asked
+            return step(self.engine)
+
+    def _stepped(self, report: StepReport) -> None:
+        """Store the report of a step; if it was skipped, warn or raise as ``config.bad_steps`` says. Not collective."""
+        self.last_step = report
+        self.invalidate_cache()
+        self._skipped.see(report, speaks=self.engine.grid.world.rank == 0)
+
+    @collective
+    def reserve(self, global_batch: int) -> None:
+        """Allocate the shared memory that steps on ``global_batch`` samples need, before the first step.
+
+        Without this call the first step allocates it. If a node has too little shared memory, the model is moved out of
+        it: every rank keeps its own copy from then on, and rank 0 prints a notice. A model can be moved only while its
+        optimizer has made no step and loaded no state, so call this before a checkpoint is loaded.
+
+        Raises
+        ------
+        SharedMemoryError
+            If there is too little shared memory, and the optimizer has state already.
+        """
+        with all_ranks(self._config.communicator):
+            require("reserve: global_batch", global_batch, whole(1, of=" of samples"))
+        self._with_room(lambda engine: engine.reserve(global_batch))
+
+    def count_skipped_steps(self, policy: BadSteps) -> None:
+        """From now on treat skipped steps as ``policy`` says, in place of ``config.bad_steps``. Not collective."""
+        self._skipped = SkippedSteps(policy)
+
+    def _plans(self) -> dict[str, Any]:
+        """Return all values that must be equal on all ranks, by name; subclasses add to them. Not collective."""
+        if self._wrapped is None:
+            raise ArgumentError(f"{type(self).__name__} needs a model, got None")
+        check_model(self._wrapped)
+        blocks = blocks_of(self._wrapped)
+        check_names(joined(block, spec.name) for block, specs in blocks.items() for spec in specs)
+        plans: dict[str, Any] = {"strategy": self.strategy, "ShardingConfig": self._config.comparable()}
+        if self._is_copy:
+            return plans
+        grain = {"the samples of a default grain": self._config.grain_rule(self._wrapped).efficient}
+        return {**plans, **describe_model(self._wrapped, blocks), **grain}
+
+    def _update_local_shard_from_full(self, values: Array) -> None:
+        """Set the parameters to ``values``, a 1-D array of the whole model; each rank copies only its own ranges."""
+        self.engine.whole.fill(values)
+        self.engine.begin_average()
+        self.invalidate_cache()
+
+    def _callers(self) -> tuple[Communicator, str]:
+        """Return the ranks that must make the same collective calls, and the name of this model in error messages.
+
+        Not collective.
+        """
+        _ = self.loadable_engine
+        return self._config.communicator, self._which
+
+    def _check_call(self, operation: str) -> None:
+        """Raise ``CollectiveMismatch`` if a rank's next collective call is not the method ``operation``. Collective.
+
+        Methods that are collective only in some cases call this.
+        """
+        comm, which = self._callers()
+        check_call(comm, f"{type(self).__name__}.{operation}", which)
+
+    # ------------------------------------------------------------------ properties (not collective)
+
+    @property
+    def _placement(self) -> Placement:
+        """The row of the placement table for this model's strategy: which state is sharded, and in which units."""
+        return placement(self.strategy)
+
+    @property
+    def parallel_layout(self) -> ParallelLayout | None:
+        """The way in which the model is split over ranks; None if every rank computes the whole model."""
+        return self._parallel_layout
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Tell whether parameters are sharded by the strategy or split over ranks, even if the ranks share memory."""
+        return self._parallel_layout is not None or self._placement.shard_parameters
+
+    @property
+    def keeps_copies(self) -> bool:
+        """True if each rank trains a copy of its own, as :class:`LocalSGDOptimizer` does."""
+        return bool(self._mean_every)
+
+    @property
+    def batch_group(self) -> Communicator:
+        """The communicator over whose ranks a global batch is divided; pass it to ``data.batches`` as ``group``.
+
+        It has all ranks also where each rank trains a copy of its own (:class:`LocalSGDOptimizer`).
+        """
+        return self._config.communicator if self._mean_every else self.engine.grid.batch
+
+    def grain_size(self, global_batch: int, samples: tuple[Any, Any] | None = None) -> int:
+        """Return the number of samples of a full grain, for a global batch of ``global_batch`` samples.
+
+        Not collective. Where ``config.micro_batch`` is None it depends on the model, and loading a checkpoint with
+        optimizer state may change it. For a model of PyTorch or JAX it depends on the shapes of samples, too, which the
+        first batch tells, or ``samples``; other models ignore these.
+
+        Parameters
+        ----------
+        global_batch : int
+            Number of samples.
+        samples : tuple or None
+            Samples and targets ``(x, y)`` such as every rank will train on, of which only shapes and types count; there
+            may be none, as in ``x[:0]``. Every rank gives them, or none does.
+
+        Raises
+        ------
+        ArgumentError
+            If ``samples`` is no pair.
+        DataError
+            If arrays in it have different numbers of samples.
+        """
+        engine = self.loadable_engine
+        if samples is not None:
+            if not isinstance(samples, tuple) or len(samples) != 2:
+                raise ArgumentError(f"grain_size: samples is a tuple (x, y), got {type(samples).__name__}")
+            tree = SampleTree.of(x=samples[0], y=samples[1])
+            tree.count()
+            if not tree.uncut:
+                engine.complete_grain_rule(*tree.cut(slice(0, 0)))
+        return engine.grain_rule.grain_size(global_batch)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which trains the model.
+
+        Raises
+        ------
+        RuntimeError
+            If the model or its configuration is closed.
+        CheckpointError
+            If loading a checkpoint has failed half-way, so that some parameters have old values and some new ones.
+        """
+        engine = self.loadable_engine
+        if engine.half_loaded is not None:
+            raise CheckpointError(f"this {type(self).__name__} is {engine.half_loaded}")
+        return engine
+
+    @property
+    def loadable_engine(self) -> Engine:
+        """The engine, even if loading a checkpoint has failed half-way: for loading a checkpoint again."""
+        if self._engine is not None and not self._engine.config.holds(self._engine.grid):
+            raise StateError(
+                f"the configuration of this {type(self).__name__} is closed, and the communicators are freed that the "
+                "model works with: close the model first, or make both in one with statement, the configuration first"
+            )
+        if self._engine is None:
+            raise StateError(
+                f"this {type(self).__name__} is closed and its memory is freed: make a new one, and save or read "
+                "parameters before close() or the end of its with block"
+            )
+        return self._engine
+
+    @property
+    def wrapped_model(self) -> Any:
+        """The model that was passed to the constructor."""
+        return self._wrapped
+
+    @property
+    def config(self) -> ShardingConfig:
+        """The configuration that was passed to the constructor."""
+        return self._config
+
+    @property
+    def sharding_configuration(self) -> ShardingConfig:
+        """The same as :attr:`config`."""
+        return self._config
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Names, shapes and offsets of all parameters of the whole model, the same on every rank."""
+        return self.engine.whole.layout
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in ``config.comm``."""
+        return self._config.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in ``config.comm``, also if several of them hold one replica together."""
+        return self._config.communicator.size
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of parameter elements of the whole model."""
+        return self.engine.whole.parameter_count
+
+    @property
+    def owned(self) -> tuple[Span, ...]:
+        """The range of each unit's parameters that this rank owns by the shard rule.
+
+        Ranges count elements of the flat vector of all parameters of this rank's pipeline stage and tensor part.
+        """
+        return self.engine.store.share.spans
+
+    @property
+    def local_parameter_shard(self) -> Array:
+        """A copy of the parameters that this rank owns: the values of all ranges of :attr:`owned`, concatenated."""
+        store = self.engine.store
+        return np.concatenate([store.values[:0], *(store.owned(unit.index) for unit in store.layout.units)])
+
+    @property
+    def shard_start(self) -> int:
+        """The start of the first range of :attr:`owned`; 0 if there is none."""
+        return self.owned[0].start if self.owned else 0
+
+    @property
+    def shard_size(self) -> int:
+        """The number of parameter elements that this rank owns."""
+        return self.engine.store.share.size
+
+    @property
+    def default_loss_function(self) -> Any:
+        """The loss layer of the wrapped model; None for a black box, whose function computes the loss itself."""
+        return getattr(self._wrapped, "loss", None) if hasattr(self._wrapped, "blocks") else None
+
+    def invalidate_cache(self) -> None:
+        """Drop the kept copy of the gathered parameters, because parameters have changed. Not collective."""
+        self._cache = None
+
+    # ------------------------------------------------------------------ closing
+
+    def close(self) -> None:
+        """Commit an asynchronous save that is still running, and free windows; a second call does nothing."""
+        if self._engine is None:
+            return
+        if self._engine.config.holds(self._engine.grid):  # else its communicators are freed already
+            self._check_call("close")
+        self._free()
+
+    def _free(self) -> None:
+        """Close the model without checking that all ranks call ``close`` now. Collective."""
+        if self._engine is None:
+            return
+        try:
+            self._on_before_close()
+        finally:
+            engine, self._engine = self._engine, None
+            self._pending = self._cache = None
+            engine.close()
+
+    def __enter__(self) -> Self:
+        """Return this model. Not collective."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close the model; after an exception, postpone that until all ranks make a model or close ``config``."""
+        if error is None:
+            self.close()
+        elif self._engine is not None:  # the other ranks may not have raised
+            self._engine.grid.world.defer_close(self._free)
+
+
+def gather_pieces(engine: Engine, dtype: Any, values: Callable[[UpdatePiece], Any]) -> Array:
+    """Gather one number for each parameter element of the whole model, from the ranks that own the elements.
+
+    Return the same 1-D array in declared order on every rank. It is 0 for frozen and averaged parameters.
+    Collective over the world.
+
+    Parameters
+    ----------
+    engine : Engine
+        Engine of the model, with a bound optimizer.
+    dtype : dtype
+        Element type of the result.
+    values : callable
+        Called with each :class:`UpdatePiece` (a range of one parameter) that this rank owns. It returns the numbers for
+        this range: an array as long as the range, or one number for all of it.
+    """
+    full = np.zeros(engine.layout.size, dtype)
+    for piece in engine.pieces():
+        full[piece.span.start : piece.span.stop] = values(piece)
+    return _gathered(engine, full)
+
+
+def gather_owned(engine: Engine, owned: Array) -> Array:
+    """Gather one number for each parameter element of the whole model, from the ranks that own the elements.
+
+    Return the same 1-D array in declared order on every rank. Collective over the world.
+
+    Parameters
+    ----------
+    engine : Engine
+        Engine of the model.
+    owned : 1-D array
+        This rank's numbers: one for each element of the ranges that it owns, one range after the other.
+    """
+    full, share = np.empty(engine.layout.size, owned.dtype), engine.store.share
+    for span, offset in zip(share.spans, share.offsets, strict=True):
+        full[span.start : span.stop] = owned[offset : offset + span.size]
+    return _gathered(engine, full)
+
+
+def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
+    """Return where each array of a slot of the optimizer state lies in the vector of :func:`gather_slot`.
+
+    Arrays as long as the parameters lie where the parameters lie in the vector of the whole model, those of whole
+    tensors one after the other. Not collective; the engine has a bound optimizer.
+    """
+    optimizer = _updater(engine).optimizer
+    found = [(e, state_specs(optimizer, e.spec).get(slot)) for e in engine.whole.layout.parameters]
+    if slot in optimizer.slots:
+        return tuple(entry for entry, spec in found if spec is not None)
+    return FlatLayout.build({"": [spec for _, spec in found if spec is not None]}, one_unit=True).parameters
+
+
+def gather_slot(engine: Engine, slot: str) -> Array:
+    """Gather the arrays of a slot of the optimizer state of the whole model, as one vector on every rank.
+
+    :func:`slot_entries` says where each array lies; elements that belong to none are 0. Collective over the world.
+    """
+    updater = _updater(engine)
+    if slot not in updater.optimizer.slots:
+        return _gathered_tensors(engine, slot)
+
+    def values(piece: UpdatePiece) -> Array | int:
+        found = updater.state_of(slot, piece)
+        return found if found.size else 0  # a whole tensor has state of its own
+
+    return gather_pieces(engine, engine.dtype, values)
+
+
+def _gathered_tensors(engine: Engine, slot: str) -> Array:
+    updater, world = _updater(engine), engine.grid.world
+    held = [piece for piece in updater.state_pieces(slot) if engine.whole.writes(piece.spec)]
+    mine = np.concatenate([np.empty(0, engine.dtype), *(updater.state_of(slot, piece) for piece in held)])
+    names = world.allgather_object([piece.spec.name for piece in held], "whole tensors")
+    entries = {entry.spec.name: entry for entry in slot_entries(engine, slot)}
+    found = np.empty(sum(entry.spec.size for entry in entries.values()), engine.dtype)
+    counts = [sum(entries[name].spec.size for name in of_rank) for of_rank in names]
+    world.allgatherv(mine, found, counts, slot)
+    whole, place = np.empty_like(found), 0
+    for entry in (entries[name] for of_rank in names for name in of_rank):
+        whole[entry.span.start : entry.span.stop] = found[place : place + entry.spec.size]
+        place += entry.spec.size
+    return whole
+
+
+def _updater(engine: Engine) -> Updater:
+    assert engine.updater is not None
+    return engine.updater
+
+
+def _gathered(engine: Engine, full: Array) -> Array:
+    """Gather an array from the ranges that ranks own; return it in the order of the whole model. Collective.
+
+    ``full`` has one element for each parameter element of this rank's data group. Only the ranges that this rank owns
+    are valid before the call.
+    """
+    layout, data = engine.layout, engine.grid.data
+    spans = [Share(layout, rank, data.size).spans for rank in range(data.size)]
+    gather_spans(data, [full[s.start : s.stop] for s in spans[data.rank]], full, spans)
+    return engine.whole.assemble(full)
+
+
+def checked_state(engine: Engine, updater: Updater, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a ``state_dict()`` by what they are; LayoutError if the optimizer has others."""
+    if absent := {"step_count", "state"}.difference(state):
+        raise LayoutError(f"state has no {sorted(absent)}; pass what state_dict() has returned")
+    slots, progress, method = state["state"], state.get("progress"), updater.method
+    if set(slots) != set(updater.state):
+        raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {sorted(updater.state)}")
+    sound = progress is None
+    if method is not None:  # most optimizers have none
+        from mpizero.optim.minimizers import is_progress
+
+        sound = is_progress(progress)
+    if not sound:
+        raise LayoutError(f"progress is {progress!r:.60}, expected {method and 'that of state_dict()'}")
+    found = {"the step count": int(state["step_count"]), "the progress": progress}
+    for slot, arrays in sorted(slots.items()):
+        for spec in (entry.spec for entry in slot_entries(engine, slot)):
+            if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
+                raise LayoutError(f"state {slot!r} has no array {spec.name!r} of shape {spec.shape}")
+            found[f"{slot!r} of parameter {spec.name!r}"] = arrays[spec.name]
+    return found
+
+
+class ParameterAccess(ShardedCore):
+    """Read, set, export and copy all parameters of a model. Methods are collective unless they say otherwise."""
+
+    @recorded
+    def gather_full_parameters(self) -> Array:
+        """Return all parameters of the model as a read-only 1-D array in declared order, on every rank.
+
+        Until parameters change, further calls return the same array object.
+        """
+        whole = self.engine.whole
+        # A rank that forgot its cache alone must not gather alone.
+        cached = agree_on_call(self._config.communicator, (self._cache is not None,))[:, 0]
+        if self._cache is None or not cached.all():
+            self._cache = whole.vector()
+            self._cache.flags.writeable = False
+        return self._cache
+
+    @recorded
+    def get_parameters(self) -> Array:
+        """Return a copy of all parameters of the model as a 1-D array in declared order, on every rank."""
+        return self.gather_full_parameters().copy()
+
+    @recorded
+    def set_parameters(self, values: Array) -> None:
+        """Set all parameters from a 1-D array in declared order, which must be the same on every rank.
+
+        A moving average (``ShardingConfig(ema=...)``) begins anew with them. The optimizer's state stays, and so do
+        gradients that compression has not sent yet: a program may change parameters between steps, to keep them within
+        bounds, say.
+
+        Raises
+        ------
+        LayoutError
+            If the array does not have one element for each parameter element of the model.
+        ConfigError
+            If ranks pass different values. The message names the first rank and parameter that differ.
+        """
+        self._update_local_shard_from_full(self._checked("set_parameters", values))
+
+    @recorded
+    def with_parameters(self, values: Array) -> Self:
+        """Return a new sharded model with the same wrapped model and the given parameters, without an optimizer.
+
+        ``values`` are as for :meth:`set_parameters`. Integer arrays are copied from this model.
+        """
+        values = self._checked("with_parameters", values)
+        copy = self._twin(self._wrapped)
+        copy.engine.integers.copy_from(self.engine.integers)
+        copy._update_local_shard_from_full(values)
+        return copy
+
+    def _checked(self, operation: str, values: Array) -> Array:
+        array = np.empty(0)
+
+        def given() -> dict[str, Array]:
+            nonlocal array
+            if isinstance(values, Mapping):
+                raise LayoutError(
+                    f"one vector of all parameters is taken, got a {type(values).__name__} by name: use load_named"
+                )
+            found = number_array(values, "the vector of all parameters", complex=False)
+            array = found.astype(self.engine.dtype, copy=False)
+            if array.shape != (self.parameter_count,):
+                raise LayoutError(
+                    f"got {array.size} values in an array of shape {array.shape}; the model has {self.parameter_count} "
+                    f"parameters and takes an array of shape ({self.parameter_count},)"
+                )
+            return {_called(e): found[e.span.start : e.span.stop] for e in self.layout.parameters}
+
+        agree_arrays(self._config.communicator, operation, given)
+        return array
+
+    @recorded
+    def named_parameters(self) -> dict[str, Array]:
+        """Return copies of all parameters and integer arrays of the whole model by name, on every rank."""
+        return self.engine.whole.named(self.gather_full_parameters()) | self.engine.integers.all_values()
+
+    @recorded
+    def load_named(self, arrays: Mapping[str, Array]) -> None:
+        """Set all parameters from arrays by name: a dictionary or an open ``.npz``, the same on every rank.
+
+        Integer arrays are set, too, if they are among them. All else is as :meth:`set_parameters` says.
+
+        Raises
+        ------
+        LayoutError
+            If names or shapes differ from the model's.
+        ConfigError
+            If ranks pass different arrays. The message names the first rank and parameter that differ.
+        """
+        values = np.empty(self.parameter_count, self.engine.dtype)
+        integers: dict[str, Array] = {}
+        agree_arrays(self._config.communicator, "load_named", lambda: self._arrange(arrays, values, integers))
+        self.engine.integers.set(integers)
+        self._update_local_shard_from_full(values)
+
+    def _arrange(self, arrays: Mapping[str, Array], values: Array, integers: dict[str, Array]) -> dict[str, Array]:
+        """Check arrays by name, and copy them into ``values``, a 1-D array of the whole model. Not collective.
+
+        Integer arrays are added to ``integers``. Return the arrays by the name that error messages use.
+        """
+        entries = {entry.spec.name: entry for entry in self.layout.parameters}
+        if not isinstance(arrays, Mapping):
+            raise LayoutError(
+                f"load_named takes arrays by name, got {type(arrays).__name__}: for one vector use set_parameters"
+            )
+        held = named_integers(self.engine.integers.whole)
+        missing, unknown = sorted(entries.keys() - arrays.keys()), sorted(arrays.keys() - entries.keys() - held.keys())
+        if missing or unknown:
+            hint = nearest(unknown[0], missing or entries) if unknown else ""
+            raise LayoutError(f"parameters do not match the model: missing {missing[:5]}, unknown {unknown[:5]}{hint}")
+        given = {}
+        for name, entry in entries.items():
+            array = number_array(arrays[name], f"parameter {name!r}", complex=entry.spec.complex)
+            if array.shape != entry.spec.shape:
+                raise LayoutError(f"parameter {name!r} has shape {array.shape}, the model's has {entry.spec.shape}")
+            entry.spec.view(values[entry.span.start : entry.span.stop])[...] = array
+            given[_called(entry)] = array
+        for name, spec in held.items():
+            if name in arrays:
+                integers[name] = given[f"integer array {name!r}"] = start_value(name, spec, arrays[name])
+        return given
+
+    @recorded
+    def export_npz(self, path: str | Path) -> None:
+        """Write all parameters by name to one ``.npz`` file. Rank 0 writes it; no suffix is added to ``path``."""
+        from mpizero.checkpoint.npz import write_arrays
+
+        named = self.named_parameters()
+        with all_ranks(self._config.communicator):
+            if self.rank == 0:
+                write_arrays(path, named)
+
+    @recorded
+    def import_npz(self, path: str | Path) -> None:
+        """Set all parameters from an ``.npz`` file that every rank can read; nothing in it is unpickled.
+
+        The file may be compressed. If its arrays have more bytes than those of this model can have, an error is raised.
+        """
+        from mpizero.checkpoint.npz import read_arrays
+
+        with all_ranks(self._config.communicator, first=True):
+            arrays = read_arrays(os.path.realpath(path), 16 * self.parameter_count)
+        self.load_named(arrays)
+
+    @collective
+    def parameters_sha256(self) -> str:
+        """Return the SHA-256, in hexadecimal, of the bytes of all parameters of the model in declared order.
+
+        Integer arrays follow. Only one unit at a time is gathered, to save memory.
+        """
+        digest = hashlib.sha256()
+        for values in self.engine.whole.units():
+            digest.update(values.tobytes())
+        for array in self.engine.integers.all_values().values():
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    # ------------------------------------------------------------------ copies
+
+    @recorded
+    def clone(self) -> Self:
+        """Return a sharded model with the same configuration and communicator and its own copy of the parameters.
+
+        The clone has no optimizer: bind one with ``set_model``, or use :meth:`deep_copy`.
+        """
+        copy = self._twin(self._wrapped)
+        copy.engine.store.copy_from(self.engine.store)
+        return copy
+
+    @recorded
+    def deep_copy(self) -> Self:
+        """Return a copy of this sharded model with copies of the parameters, wrapped model, optimizer and its state.
+
+        ``train`` makes the same steps on the copy as on the original.
+        """
+        copy, engine = self._twin(deepcopy(self._wrapped)), self.engine
+        shared = copy.engine.grid.node.size - engine.grid.node.size
+        if shared > 0:
+            copy._engine = in_private_memory(
+                copy.engine, copy._parallel_layout, SharedMemoryError("the original does so")
+            )
+        elif shared < 0:
+            copy.close()
+            raise SharedMemoryError("deep_copy: the nodes have no shared memory for a second model; save and load it")
+        copy.engine.store.copy_from(engine.store)
+        state_dict.copy_state(engine, copy.engine)
+        if self._optimizer is not None:
+            copy._optimizer = self._optimizer.for_copy(copy)
+        return copy
+
+    def _twin(self, wrapped: Any) -> Self:
+        """Return a new sharded model of the same class around ``wrapped``, with initial parameters. Collective.
+
+        Subclasses override this if their constructors take other arguments.
+        """
+        twin = type(self).__new__(type(self))
+        twin._is_copy = True
+        twin.__init__(wrapped, self._config)  # type: ignore[misc]
+        return twin
+
+
+def _called(entry: ParameterUse) -> str:
+    return f"parameter {entry.spec.name!r}"
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """Describe how a model is distributed, and how many bytes this rank stores and sends.
+
+    Attributes
+    ----------
+    strategy : str
+        "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "TensorParallel", "PipelineParallel" or "3D-Parallelism (Hybrid)".
+    zero_stage : int
+        What the ranks of a data group shard. 0: nothing; 1: optimizer state; 2: also gradients; 3: also parameters.
+    is_distributed : bool
+        Whether the model has more than one rank.
+    world_size, rank : int
+        Number of ranks in ``config.comm``, and number of this rank.
+    group_sizes, group_ranks : dict of str to int
+        For each of the axes "pipeline", "tensor", "data" and "context": the number of ranks along it, and this rank's
+        number on it.
+    tiles : dict of str to int
+        For each of the axes "tensor" and "context": the number of tiles in which layers compute along it.
+    within_rounding : tuple of str
+        Why results agree with one process only within rounding; empty if they have the bits of one process with the
+        same tiles.
+    averaged_every : int
+        Number of steps between two averages if each rank trains a copy of its own (:class:`LocalSGDOptimizer`); else 0.
+    nodes, ranks_per_node : int
+        Number of groups of ranks that share memory (within this rank's data group), and number of ranks in each.
+    replicated, sharded : tuple of str
+        Which of "parameters", "gradients" and "optimizer state" every node keeps whole (every rank if ranks share no
+        memory), and which of them are sharded over the ranks.
+    parameter_count, trainable_count : int
+        Number of parameter elements of the whole model, and of those that an optimizer trains.
+    held_count : int
+        Number of parameter elements of this rank's stage and tensor part, including copies of parameters that other
+        stages own. In data parallelism this is the whole model.
+    bytes_on_rank : dict of str to int
+        Bytes in host memory by kind: this rank's private arrays, and its equal share of its node's windows. The kinds
+        are those of ``formula_bytes``, "buffers" (gathered units, scratch for frozen gradients), and "exchange buffers"
+        (messages; with the default ``bucket_mb`` at most 4 MiB for float32, 6 with compression, 8 for float64, for
+        models of any size).
+    bytes_on_device : dict of str to int
+        Bytes by kind on this rank's GPU ("parameters", "gradients", "optimizer state", "buffers"); empty without a GPU.
+    bytes_on_node : dict of str to int
+        Bytes in host memory by kind on the whole node: its windows, and the private arrays of its ranks, assuming that
+        each has as much as this rank.
+    formula_bytes : dict of str to float
+        Bytes by kind ("parameters", "gradients", "optimizer state", "residuals") that the strategy needs on a rank with
+        one grain, on host and GPU together. Buffers are not counted.
+    peak_bytes : int
+        The largest number of bytes that this rank has held at once.
+    bytes_sent_last_step : int
+        Bytes that this rank sent to other ranks in the last training step.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> with mz.ZeRO3Model(mz.nn.MLP(2, [4], 2), mz.ShardingConfig(comm="self"), optimizer=mz.AdamW()) as model:
+    ...     found = model.metadata()
+    >>> found.strategy, found.sharded, found.parameter_count
+    ('ZeRO-3', ('parameters', 'gradients', 'optimizer state'), 22)
+    >>> found.formula_bytes["optimizer state"]  # two arrays of 22 float32
+    176.0
+    """
+
+    strategy: str
+    zero_stage: int
+    is_distributed: bool
+    world_size: int
+    rank: int
+    group_sizes: dict[str, int]
+    group_ranks: dict[str, int]
+    tiles: dict[str, int]
+    within_rounding: tuple[str, ...]
+    averaged_every: int
+    nodes: int
+    ranks_per_node: int
+    replicated: tuple[str, ...]
+    sharded: tuple[str, ...]
+    parameter_count: int
+    trainable_count: int
+    held_count: int
+    bytes_on_rank: dict[str, int]
+    bytes_on_device: dict[str, int]
+    bytes_on_node: dict[str, int]
+    formula_bytes: dict[str, float]
+    peak_bytes: int
+    bytes_sent_last_step: int
+
+    @property
+    def exactness(self) -> str:
+        """A text of what results are equal to, "the bits of one process with tiles=8", or why only within rounding."""
+        if self.averaged_every and self.is_distributed:
+            return f"no other number of ranks ({self.world_size} copies are averaged every {self.averaged_every} steps)"
+        return exactness(self.tiles, self.within_rounding)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a dictionary that JSON can hold."""
+        return asdict(self)
+
+
+def describe(
+    engine: Engine, config: ShardingConfig, bytes_sent: int, label: str | None = None, averaged_every: int = 0
+) -> ModelMetadata:
+    """Collect the metadata of a model from its engine. Not collective.
+
+    ``config`` is the configuration of the model; with local SGD, ``engine.config`` has only one rank. ``bytes_sent`` is
+    the number of bytes that this rank sent in the last step. ``label`` is the strategy's name in the metadata; None
+    takes the name in the placement table. ``averaged_every`` is the field of the result.
+    """
+    row, grid, memory = engine.placement, engine.grid, engine.memory
+    flags = {
+        "parameters": row.shard_parameters,
+        "gradients": row.shard_gradients,
+        "optimizer state": row.shard_optimizer,
+    }
+    per_node = {
+        kind: memory.shared_bytes[kind] + memory.private_bytes[kind] * grid.node.size
+        for kind in sorted({*memory.shared_bytes, *memory.private_bytes})
+    }
+    return ModelMetadata(
+        strategy=label or row.strategy,
+        zero_stage=sum(flags.values()),
+        is_distributed=config.communicator.size > 1,
+        world_size=config.communicator.size,
+        rank=config.communicator.rank,
+        group_sizes=dict(grid.axes.sizes),
+        group_ranks=grid.here._asdict(),
+        tiles=engine.partitioned.parallel_layout.all_tiles,
+        within_rounding=engine.within_rounding,
+        averaged_every=averaged_every,
+        nodes=grid.peers.size,
+        ranks_per_node=grid.node.size,
+        replicated=tuple(kind for kind, sharded in flags.items() if not sharded),
+        sharded=tuple(kind for kind, sharded in flags.items() if sharded),
+        parameter_count=engine.whole.parameter_count,
+        trainable_count=sum(entry.spec.size for entry in engine.whole.layout.parameters if entry.spec.optimized),
+        held_count=engine.layout.size,
+        bytes_on_rank=memory.kinds(),
+        bytes_on_device=engine.compute_device.held(),
+        bytes_on_node=per_node,
+        formula_bytes=_formula(engine),
+        peak_bytes=memory.peak_bytes,
+        bytes_sent_last_step=bytes_sent,
+    )
+
+
+def _formula(engine: Engine) -> dict[str, float]:
+    """Compute the bytes by kind that the strategy needs on one rank.
+
+    [Note: memory formulas] Let P be the number of parameter elements on this stage and tensor part (for gradients only
+    those that are not frozen, for optimizer state only those that an optimizer trains), b the bytes of an element, and
+    s the number of state arrays. Let n be the ranks of the data group, and L the ranks of a node (1 if ranks share no
+    memory). On each rank, parameters need P*b/n if they are sharded and P*b/L if not; gradients need P*b/n if they are
+    summed in waves and P*b if not; state needs s*P*b/n if it is sharded and s*P*b/L if not. Compression with error
+    feedback also keeps residuals, 2*P*b/L if state is not sharded. If state is sharded, a rank keeps no residuals for
+    its own ranges: with d peers, itself included, that makes 2*P*b/L*(1 - 1/d). P is then the number of gradients that
+    are compressed. The state of whole tensors is divided over n ranks with every strategy, evenly but for tensors.
+    """
+    row, grid = engine.placement, engine.grid
+    item, n, local = engine.dtype.itemsize, grid.data.size, grid.node.size
+    every = whole = 0
+    if engine.updater is not None:
+        optimizer, specs = engine.updater.optimizer, [entry.spec for entry in engine.layout.parameters]
+        every = sum(state_size(optimizer, spec) for spec in specs)
+        whole = sum(tensor_state_size(optimizer, spec) for spec in specs)
+    changed = sum(entry.spec.size for entry in engine.layout.parameters if entry.spec.trainable)
+    feedback = {}
+    if engine.exchange.feedback:
+        peers = grid.peers.size
+        packed = engine.layout.gradient_size - sum(span.size for span in engine.exchange.exact)
+        feedback["residuals"] = 2 * packed * item / local * (1 if engine.exchange.replicated else 1 - 1 / peers)
+    return feedback | {
+        "parameters": engine.layout.size * item / (n if row.shard_parameters else local),
+        "gradients": changed * item / (n if row.waves else 1),
+        "optimizer state": (every - whole) * item / (n if row.shard_optimizer else local) + whole * item / n,
+    }
+
+
+class Inspection(ParameterAccess):
+    """Provide feature importance, computation graph and compiled prediction, if the wrapped model has such methods."""
+
+    @collective
+    def feature_importance(self) -> dict[str, float]:
+        """Return the importance of each input feature by its name, computed by the wrapped model. Collective.
+
+        Raises
+        ------
+        NotImplementedError
+            If the wrapped model has no ``feature_importance(params)``.
+        """
+        function = self._delegate("feature_importance")
+        result: dict[str, float] = function(self._bound_parameters())
+        return result
+
+    @property
+    def active_feature_indices(self) -> tuple[int, ...]:
+        """Indices of the input features that the wrapped model uses.
+
+        Reading is not collective. Setting is collective, and every rank must set the same indices.
+        """
+        indices: Sequence[int] = self._delegate("active_feature_indices")
+        return tuple(indices)
+
+    @active_feature_indices.setter
+    @collective
+    def active_feature_indices(self, indices: Sequence[int]) -> None:
+        chosen = tuple(int(i) for i in indices)
+        agree_equal(self._config.communicator, lambda: {"active_feature_indices": chosen}, "active_feature_indices")
+        self._replace_wrapped(self._delegate("with_active_features")(chosen))
+
+    def is_feature_used(self, index: int) -> bool:
+        """Tell whether the wrapped model uses input feature number ``index``. Not collective."""
+        return index in self.active_feature_indices
+
+    @property
+    def supports_jit_compilation(self) -> bool:
+        """Tell whether the wrapped model has the method that :meth:`jit_compile` needs. Not collective."""
+        return hasattr(self._wrapped, "compile_predictor")
+
+    def export_computation_graph(self) -> dict[str, Any]:
+        """Return the graph of the wrapped model's operations as values that JSON can hold. Not collective.
+
+        Raises
+        ------
+        NotImplementedError
+            If the wrapped model has no ``export_computation_graph()``.
+        """
+        graph: dict[str, Any] = self._delegate("export_computation_graph")()
+        return graph
+
+    @collective
+    def jit_compile(self) -> Callable[[Array], Array]:
+        """Return a compiled function from inputs to predictions. Collective.
+
+        The function keeps a copy of the current parameters, so later training does not change its predictions.
+
+        Raises
+        ------
+        NotImplementedError
+            If the wrapped model has no ``compile_predictor(params)``.
+        """
+        function = self._delegate("compile_predictor")
+        compiled: Callable[[Array], Array] = function(self._bound_parameters())
+        return compiled
+
+    def _delegate(self, name: str) -> Any:
+        if not hasattr(self._wrapped, name):
+            raise UnsupportedError(
+                f"{type(self._wrapped).__name__} has no {name!r}: a wrapped model that offers it makes this work"
+            )
+        return getattr(self._wrapped, name)
+
+    def _replace_wrapped(self, wrapped: Any) -> None:
+        same_parameters(blocks_of(self._wrapped), blocks_of(wrapped))
+        self._wrapped = wrapped
+        self.engine.exchange_model(wrapped)
+
+    def _bound_parameters(self) -> dict[str, Any]:
+        """Gather all parameters and return them as the wrapped model takes them. Collective.
+
+        A model of blocks takes a nested dictionary for each block, a black box takes arrays by name.
+        """
+        full = self.gather_full_parameters()
+        blocks: dict[str, dict[str, Any]] = {block: {} for unit in self.layout.units for block in unit.blocks}
+        for entry in self.layout.entries:
+            blocks[entry.block][entry.local_name] = entry.spec.view(full[entry.span.start : entry.span.stop])
+        if not hasattr(self._wrapped, "blocks"):
+            return {block: np.asarray(arrays[""]) for block, arrays in blocks.items()}
+        return {block: nested(arrays) for block, arrays in blocks.items()}
+
+
+def same_parameters(old: Any, new: Any) -> None:
+    """Check that a new wrapped model has the same parameters as the old one. Not collective.
+
+    ``old`` and ``new`` are the parameters of each block, as ``blocks_of`` returns them.
+
+    Raises
+    ------
+    ConfigError
+        If names or shapes differ.
+    """
+    if old != new:
+        raise ConfigError("the new model's parameters differ from the old one's in name or shape")

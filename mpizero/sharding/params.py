@@ -1,0 +1,1282 @@
+"""Keep a model's arrays of whole numbers, which layers may change and on whose new values all grains must agree.
+
+[Note: agreement] Every rank keeps the arrays of its stage. In a step each micro-batch is given the values of the step's
+beginning, and may write new ones. These must be the same for all micro-batches: an average of whole numbers is none. A
+rank compares those of its own micro-batches. Then all ranks exchange a hash of what they have found. Ranks that had no
+micro-batch are sent the new values if these differ from the old ones. A step that updates the parameters takes the new
+values; one that is skipped drops them.
+
+Compute which ranges of parameters and gradients a rank owns, and where they begin in the rank's arrays.
+
+Allocate the arrays that hold model state, and count their bytes.
+
+Send updated parameters to the copies on all nodes, during the next forward pass (ZeRO-1 and 2).
+
+[Note: regions] The parameters are cut into regions, in the order in which blocks use them. Each region has an
+all-gather of its own, between the peers that own parts of it; all of these all-gathers begin at once. Before a rank
+reads the parameters of a block, it waits for all regions up to the last one that the block uses. If the ranks of a node
+share one copy, each of them receives a part of the region, and the region is complete when all of them have received
+their parts. A non-blocking barrier of the node for each region makes sure of that; a rank begins it as soon as its own
+messages of the region have arrived.
+
+[Note: nobody waits for a rank that waits] The barrier of a region ends only when every rank of the node has begun it.
+So a rank must begin the barriers of all regions before it blocks in anything else. :meth:`Publication.wait` does that:
+it is called at the end of a rank's forward and backward passes, before any other collective of the node
+(``MessageProgress.finish``), and before any other use of the parameters.
+
+Store the parameters of a rank: each node (or rank, without shared memory) holds all of them, or only its shards.
+
+Check whether a model fits into the shared memory of the nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpizero._util.text import notice
+from mpizero.comm import Communicator, ProcessGrid, Request, SharedMemory
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.communicator import Timeline
+from mpizero.comm.reduce import Gathering, begin_gather
+from mpizero.comm.startup import available_memory
+from mpizero.errors import CollectiveError, LayoutError, MpizeroError, OutOfMemoryError, PeerFailure, SharedMemoryError
+from mpizero.guard.reports import SHARED_FOLDER, taken_by_leftovers
+from mpizero.layout import Span
+from mpizero.layout.batch import DEFAULT_GRAINS, claimed_rows, contiguous_shares
+from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, joined, nested, united, views
+from mpizero.layout.mesh import GROUPS
+from mpizero.layout.sum_tree import rows_plan
+from mpizero.nn.layer import integers_of, start_integers
+from mpizero.sharding.config import Placement, ShardingConfig, claims_grains, gathers_units, wave_slots
+from mpizero.sharding.step_report import MessageProgress
+from mpizero.types import Array, IntegerSpec, ParameterSpec
+
+#: What a rank tells about its new values: that it has none, that they are the old ones, that they are others.
+_NONE, _OLD, _NEW = range(3)
+
+
+class IntegerState:
+    """Keep the integer arrays of one rank's pipeline stage.
+
+    Parameters
+    ----------
+    model : BlockModel or BlackBoxModel
+        The whole model.
+    blocks : iterable of str
+        The blocks of this rank's stage.
+    grid : ProcessGrid
+        The ranks.
+
+    Attributes
+    ----------
+    whole : dict of str to tuple of IntegerSpec
+        The integer arrays of the whole model by block.
+    values : dict of str to Array
+        The arrays of this stage by global name.
+    """
+
+    def __init__(self, model: Any, blocks: Iterable[str], grid: ProcessGrid) -> None:
+        self.grid, self.whole = grid, integers_of(model)
+        here = frozenset(blocks)
+        self._own = {block: specs for block, specs in self.whole.items() if block in here}
+        self.values: dict[str, Array] = {}
+        self._written: dict[str, Array] = {}
+        for name, spec in named_integers(self._own).items():
+            self.values[name], self._written[name] = (np.zeros(spec.shape, spec.dtype) for _ in range(2))
+        self._found: dict[str, Array] = {}
+        self._from: tuple[int, int] = (0, 0)
+
+    def begin(self, model: Any) -> None:
+        """Set all arrays to the start values of ``model``. Not collective."""
+        self.set(start_integers(model))
+
+    def set(self, given: Mapping[str, Array]) -> None:
+        """Set arrays of this stage to those of ``given``, which may have others, too. Not collective."""
+        for name in self.values.keys() & given.keys():
+            self.values[name][...] = given[name]
+
+    def copy_from(self, other: IntegerState) -> None:
+        """Copy the values of another state of the same stage. Not collective."""
+        self.set(other.values)
+
+    # ------------------------------------------------------------------ what layers see (not collective)
+
+    def given(self, block: str) -> dict[str, Any]:
+        """Return read-only views of a block's arrays, nested by local name."""
+        return self._views(block, self.values, writeable=False)
+
+    def targets(self, block: str) -> dict[str, Any]:
+        """Return the arrays that a block writes new values to, nested by local name."""
+        return self._views(block, self._written, writeable=True)
+
+    def _views(self, block: str, arrays: dict[str, Array], *, writeable: bool) -> dict[str, Any]:
+        found = {}
+        for spec in self._own.get(block, ()):
+            found[spec.name] = arrays[joined(block, spec.name)].view()
+            found[spec.name].flags.writeable = writeable
+        return nested(found)
+
+    def forget(self) -> None:
+        """Drop the new values of a step that has not ended."""
+        self._found = {}
+
+    def prepare(self, blocks: Iterable[str]) -> None:
+        """Set what ``blocks`` write to to the values of the step: what is not written stays as it is."""
+        for name in self._names(blocks):
+            self._written[name][...] = self.values[name]
+
+    def take(self, block: str, first: int, count: int) -> LayoutError | None:
+        """Keep the new values that ``block`` has written; return an error if an earlier micro-batch had others.
+
+        ``first`` and ``count`` are the number of the micro-batch's first sample, and its number of samples.
+        """
+        for name in self._names([block]):
+            written = self._written[name]
+            if name not in self._found:
+                self._found[name], self._from = written.copy(), (first, count)
+            elif (self._found[name] != written).any():
+                mine = f"{_shown(self._found[name])} after {_samples(*self._from)}, {_shown(written)} after"
+                return _differ(name, f"{mine} {_samples(first, count)}")
+        return None
+
+    def _names(self, blocks: Iterable[str]) -> Iterator[str]:
+        return (joined(block, spec.name) for block in blocks for spec in self._own.get(block, ()))
+
+    # ------------------------------------------------------------------ agreement
+
+    def agree(self) -> None:
+        """Compare the new values of all ranks, and give them to ranks that had no micro-batch.
+
+        Collective over the world if the model has any integer array; else it does nothing.
+
+        Raises
+        ------
+        LayoutError
+            On all ranks, if new values differ between the ranks of a stage.
+        """
+        if not self.whole:
+            return
+        world, state = self.grid.world, _NONE
+        if self._found:
+            changed = any((self.values[name] != value).any() for name, value in self._found.items())
+            state = _NEW if changed else _OLD
+        told = np.empty((world.size, 2), np.int64)
+        digest = blake2b(b"".join(self._found[name].tobytes() for name in sorted(self._found)), digest_size=8).digest()
+        world.allgather(np.array([state, int.from_bytes(digest, "little", signed=True)]), told.reshape(-1), "integers")
+        stages = [self.grid.axes.coordinates(rank).pipeline for rank in range(world.size)]
+        for stage in set(stages):
+            hashes = {int(told[r, 1]) for r in range(world.size) if stages[r] == stage and told[r, 0] != _NONE}
+            if len(hashes) > 1:
+                self._explain(stages)
+        group = [int(told[rank, 0]) for rank in self.grid.axes.group(world.rank, GROUPS["data"])]
+        if _NONE in group and _NEW in group:
+            for name, value in self.values.items():
+                found = self._found.setdefault(name, value.copy())
+                self.grid.data.broadcast(found, group.index(_NEW), "integers")
+
+    def _explain(self, stages: list[int]) -> None:
+        """Raise the error that names the first array on whose new values the ranks of a stage do not agree.
+
+        Collective over the world.
+        """
+        everyone = self.grid.world.allgather_object((self._found, self._from), "integers")
+        first: dict[tuple[int, str], int] = {}
+        for rank, (found, place) in enumerate(everyone):
+            for name, value in found.items():
+                other = first.setdefault((stages[rank], name), rank)
+                known, where = everyone[other]
+                if (known[name] != value).any():
+                    raise _differ(
+                        name,
+                        f"{_shown(known[name])} after {_samples(*where)} on rank {other}, {_shown(value)} after "
+                        f"{_samples(*place)} on rank {rank}",
+                    )
+
+    def commit(self) -> None:
+        """Take the new values, at the end of a step that has updated the parameters. Not collective."""
+        for name, value in self._found.items():
+            self.values[name][...] = value
+        self._found = {}
+
+    def all_values(self) -> dict[str, Array]:
+        """Return copies of the integer arrays of the whole model by name. Collective over the model group."""
+        if not self.whole:
+            return {}
+        found: dict[str, Array] = {}
+        for held in self.grid.model.allgather_object(self.values, "integers"):
+            found |= held
+        return {name: found[name].copy() for name in named_integers(self.whole)}
+
+
+def named_integers(integers: dict[str, tuple[IntegerSpec, ...]]) -> dict[str, IntegerSpec]:
+    """Return integer arrays, given by block, by their global names. Not collective."""
+    return {joined(block, spec.name): spec for block, specs in integers.items() for spec in specs}
+
+
+def _differ(name: str, how: str) -> LayoutError:
+    return LayoutError(
+        f"the new value of integer array {name!r} differs between micro-batches: {how}; it must follow from the value "
+        "that each is given, not from the samples"
+    )
+
+
+def _samples(first: int, count: int) -> str:
+    return f"samples {first} to {first + count - 1}" if count > 1 else f"sample {first}"
+
+
+def _shown(value: Array) -> str:
+    return str(value.tolist()) if value.size <= 4 else f"{value.reshape(-1)[:4].tolist()} and {value.size - 4} more"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Describe the shard that data rank ``rank`` of ``parts`` owns: one range of each unit's parameters.
+
+    It owns the gradients of these parameters, too. All offsets and sizes are in elements.
+    """
+
+    layout: FlatLayout
+    rank: int
+    parts: int
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """For each unit, the range of the flat vector of all parameters that the rank owns."""
+        return self.layout.shards(self.rank, self.parts)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of parameter elements that the rank owns."""
+        return sum(span.size for span in self.spans)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """For each unit, where the owned range begins in the concatenation of the owned ranges of all units."""
+        return _running([span.size for span in self.spans])
+
+    @cached_property
+    def gradient_spans(self) -> tuple[tuple[Span, ...], ...]:
+        """For each unit, the owned ranges of the array of the unit's gradients; tied uses have ranges of their own."""
+        return tuple(self.layout.gradient_spans(unit, self.spans) for unit in self.layout.units)
+
+    @cached_property
+    def gradient_offsets(self) -> tuple[int, ...]:
+        """For each unit, where its owned gradients begin in the concatenation of the owned gradients of all units."""
+        return _running([sum(span.size for span in spans) for spans in self.gradient_spans])
+
+    @cached_property
+    def gradient_size(self) -> int:
+        """Number of gradient elements that the rank owns."""
+        return sum(span.size for spans in self.gradient_spans for span in spans)
+
+    def row_spans(self, unit: int) -> tuple[Span, ...]:
+        """Return the owned ranges of the gradients of unit number ``unit``, as ranges of the whole gradient vector."""
+        base = self.layout.gradient_bases[unit]
+        return tuple(span.shift(base) for span in self.gradient_spans[unit])
+
+    @cached_property
+    def gradient_kinds(self) -> tuple[tuple[Span, bool], ...]:
+        """The concatenated owned gradients cut into ranges; for each, whether its elements are averaged parameters."""
+        found: list[tuple[Span, bool]] = []
+        position = 0
+        for unit in self.layout.units:
+            for span in self.row_spans(unit.index):
+                for part, averaged in span.split(self.layout.averages):
+                    start = position + part.start - span.start
+                    if found and found[-1][1] == averaged:
+                        start = found.pop()[0].start
+                    found.append((Span(start, position + part.stop - span.start), averaged))
+                position += span.size
+        return tuple(found)
+
+    def shard_position(self, unit: int, gradient: int) -> int:
+        """Return the index, in the concatenated owned gradients, of an element that the rank owns.
+
+        It is element ``gradient`` of the gradients of unit number ``unit``.
+        """
+        position = self.gradient_offsets[unit]
+        for span in self.gradient_spans[unit]:
+            if span.start <= gradient < span.stop:
+                return position + gradient - span.start
+            position += span.size
+        return position
+
+
+class UpdatePiece(NamedTuple):
+    """Describe a contiguous range of one parameter that this rank updates.
+
+    ``span`` is the range in the flat vector of all parameters. ``store``, ``gradient`` and ``state`` are the indices of
+    its first element in the parameter store, in the reduced gradient and in the arrays of the optimizer state. ``uses``
+    holds the index in the reduced gradient for each tied use of the parameter. ``group`` is the number of the
+    optimizer group. For an averaged parameter, which has no state and no group, ``state`` and ``group`` are -1.
+    """
+
+    entry: ParameterUse
+    span: Span
+    store: int
+    gradient: int
+    uses: tuple[int, ...]
+    state: int
+    group: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements in the range."""
+        return self.span.size
+
+
+class StatePiece(NamedTuple):
+    """Describe consecutive elements of one array of optimizer state that a rank keeps.
+
+    ``spec`` describes the whole array as a parameter of the same name. ``start`` is the index of the first element in
+    the flattened array, ``state`` its index in this rank's state; ``size`` is the number of elements.
+    """
+
+    spec: ParameterSpec
+    start: int
+    state: int
+    size: int
+
+
+class UpdateRun(NamedTuple):
+    """Describe neighbouring pieces that one kernel call updates together.
+
+    ``store``, ``gradient`` and ``state`` are the indices of the first element in the parameter store, in the reduced
+    gradient and in the arrays of the optimizer state; ``size`` is the number of elements, ``group`` the number of the
+    optimizer group.
+    """
+
+    store: int
+    gradient: int
+    state: int
+    size: int
+    group: int
+
+
+def update_pieces(
+    shares: Sequence[Share], groups: dict[ParameterSpec, int], store_bases: Sequence[int] | None, in_rows: bool
+) -> tuple[UpdatePiece, ...]:
+    """Return the pieces of parameters that a rank updates, averaged ones included; a piece is a range of one of them.
+
+    Parameters
+    ----------
+    shares : sequence of Share
+        The shards that the rank updates: its own or, with replicated optimizer state, the shards of all its peers.
+    groups : dict
+        The number of the optimizer group of each parameter; averaged ones may be left out.
+    store_bases : sequence of int or None
+        For each shard, the index of its first element in a sharded store; None for a store that holds all parameters.
+    in_rows : bool
+        Whether the reduced gradient is a row, a copy of the whole gradient vector. Otherwise it is an array of only the
+        gradients that the rank owns.
+    """
+    pieces: list[UpdatePiece] = []
+    state = 0
+    for number, share in enumerate(shares):
+        layout = share.layout
+        for unit, span in zip(layout.units, share.spans, strict=True):
+            for entry, part in layout.pieces(span):
+                if not entry.spec.trainable:
+                    continue
+                inside = part.start - entry.offset
+                store = part.start
+                if store_bases is not None:
+                    store = store_bases[number] + share.offsets[unit.index] + part.start - span.start
+                uses = tuple(_locate(share, use, inside, in_rows) for use in layout.uses.get(entry.spec.name, ()))
+                gradient = _locate(share, entry, inside, in_rows)
+                averaged = entry.spec.averaged
+                place = (-1, -1) if averaged else (state, groups[entry.spec])
+                pieces.append(UpdatePiece(entry, part, store, gradient, uses, *place))
+                state += 0 if averaged else part.size
+    return tuple(pieces)
+
+
+def whole_last(pieces: Sequence[UpdatePiece], whole: Container[str]) -> tuple[UpdatePiece, ...]:
+    """Return the pieces, in their order, with new places in the optimizer state: those of ``whole`` come last.
+
+    ``whole`` are the names of parameters that are updated as whole tensors. So a state array that these parameters do
+    not have ends where their places begin.
+    """
+    sizes = [piece.size for piece in pieces]
+    order = sorted(range(len(pieces)), key=lambda number: pieces[number].entry.spec.name in whole)
+    places = dict(zip(order, _running([sizes[number] for number in order]), strict=True))
+    return tuple(piece._replace(state=places[number]) for number, piece in enumerate(pieces))
+
+
+def _locate(share: Share, entry: ParameterUse, inside: int, in_rows: bool) -> int:
+    gradient = entry.gradient + inside
+    if in_rows:
+        return share.layout.gradient_bases[entry.unit] + gradient
+    return share.shard_position(entry.unit, gradient)
+
+
+def runs_of(pieces: Sequence[UpdatePiece]) -> tuple[UpdateRun, ...]:
+    """Join successive pieces of the same optimizer group into runs.
+
+    Two pieces are joined if the second begins where the first ends in the parameter store, in the reduced gradient and
+    in the optimizer state.
+    """
+    runs: list[UpdateRun] = []
+    for piece in pieces:
+        run = UpdateRun(piece.store, piece.gradient, piece.state, piece.size, piece.group)
+        if runs and _follows(runs[-1], run):
+            runs[-1] = runs[-1]._replace(size=runs[-1].size + run.size)
+        else:
+            runs.append(run)
+    return tuple(runs)
+
+
+def _follows(first: UpdateRun, second: UpdateRun) -> bool:
+    ends = (first.store + first.size, first.gradient + first.size, first.state + first.size, first.group)
+    return ends == (second.store, second.gradient, second.state, second.group)
+
+
+def _running(sizes: Sequence[int]) -> tuple[int, ...]:
+    starts, total = [], 0
+    for size in sizes:
+        starts.append(total)
+        total += size
+    return tuple(starts)
+
+
+#: Bytes of a memory page. Arrays that different ranks write begin on pages of their own.
+PAGE = 4096
+
+
+def paged(nbytes: int) -> int:
+    """Round ``nbytes`` up to whole memory pages. Not collective."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+#: Advice in errors: how to need less memory for model state, and for computing.
+STATE_ADVICE = (
+    "shard more (FSDPModel keeps 1/ranks of parameters, gradients and optimizer state), use more ranks or nodes, or "
+    "split the model (HybridShardedModel); `mpizero plan` tells what a layout needs"
+)
+COMPUTING_ADVICE = "choose a smaller micro_batch, more micro-batches (accumulate), or checkpointed blocks"
+
+
+def refused(error: MemoryError, what: str, advice: str) -> OutOfMemoryError:
+    """Return an ``OutOfMemoryError`` that says what the memory was for, followed by ``advice``. Not collective.
+
+    If ``error`` is one already, it is returned unchanged.
+    """
+    if isinstance(error, OutOfMemoryError):
+        return error
+    reason = f" ({error})" if str(error) else ""
+    return OutOfMemoryError(f"no memory for {what}{reason}; {advice}").with_traceback(error.__traceback__)
+
+
+@contextmanager
+def needing(what: str, advice: str) -> Iterator[None]:
+    """Replace a ``MemoryError`` raised in the ``with`` block by an error that says what the memory was for.
+
+    Not collective.
+
+    Raises
+    ------
+    OutOfMemoryError
+        If the ``with`` block raises a ``MemoryError``.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        raise refused(error, what, advice) from None
+
+
+@contextmanager
+def on_all_ranks(world: Communicator, what: str) -> Iterator[None]:
+    """Raise on all ranks if allocating memory in the ``with`` block has failed on some rank.
+
+    Collective over ``world``, all ranks of the model. If one node has too little memory, what other nodes have
+    allocated in the ``with`` block stays allocated, and the caller must free it. ``what`` names the memory in errors.
+
+    Raises
+    ------
+    SharedMemoryError
+        On all ranks, if any node has too little shared memory.
+    Exception
+        Any other error, as :func:`mpizero.comm.agreement.all_ranks` raises it.
+    """
+    try:
+        with all_ranks(world, what):
+            yield
+    except (CollectiveError, PeerFailure):  # the ranks may not come to an agreement any more
+        raise
+    except Exception as error:  # on all ranks
+        reasons = world.allgather_object(str(error) if isinstance(error, SharedMemoryError) else "", what)
+        if reason := next(filter(None, reasons), ""):
+            raise SharedMemoryError(reason) from None
+        raise
+
+
+class Allocator(Protocol):
+    """Allocate arrays and count their bytes: on the host by :class:`Memory`, or on a GPU."""
+
+    def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Return a new array of zeros for this rank alone, and count its bytes under ``kind``. Not collective."""
+
+    def release(self, kind: str, array: Array) -> None:
+        """Stop counting the bytes of a private array; the caller then drops its last reference. Not collective."""
+
+    def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
+        """Return new arrays of zeros, one for each shape, that all ranks of the node read and write.
+
+        Collective over the node.
+        """
+
+    def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
+        """Free the arrays that :meth:`shared` returned. Collective over the node."""
+
+
+class Memory:
+    """Allocate private arrays and node-shared windows, and count their bytes by kind.
+
+    Parameters
+    ----------
+    node : Communicator
+        The ranks that share memory with this one; a communicator of size 1 if ranks share no memory.
+    progress : MessageProgress, optional
+        Finishes messages in flight before every collective of the node.
+
+    Attributes
+    ----------
+    private_bytes, shared_bytes : Counter of str to int
+        Bytes of the arrays that this rank holds alone, and of those that its node holds together, by kind:
+        "parameters", "gradients", "optimizer state", "buffers" or "exchange buffers".
+    peak_bytes : int
+        The largest :attr:`rank_bytes` so far.
+    """
+
+    def __init__(self, node: Communicator, progress: MessageProgress | None = None) -> None:
+        self.node, self.progress = node, progress or MessageProgress()
+        self.private_bytes: Counter[str] = Counter()
+        self.shared_bytes: Counter[str] = Counter()
+        self.peak_bytes = 0
+        self._windows: list[tuple[SharedMemory, tuple[Array, ...]]] = []
+        self._scratch: dict[str, Array] = {}
+
+    def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """Return a new array of zeros for this rank alone, and count its bytes under ``kind``. Not collective."""
+        with self._wanted(kind, shape, dtype):
+            array = np.zeros(shape, dtype)
+        self.private_bytes[kind] += array.nbytes
+        self._note_peak()
+        return array
+
+    def release(self, kind: str, array: Array) -> None:
+        """Stop counting the bytes of a private array; the caller then drops its last reference. Not collective."""
+        self.private_bytes[kind] -= array.nbytes
+
+    def scratch(self, name: str, size: int, dtype: Any) -> Array:
+        """Return a message buffer of ``size`` elements, uninitialized. Not collective.
+
+        Every call with the same name returns the same memory; if a larger buffer is needed, new memory replaces it.
+        Buffers stay small, because an exchange is cut into segments: see [Note: buckets] in
+        ``sharding/grad_reduce.py``.
+        """
+        nbytes = size * np.dtype(dtype).itemsize
+        held = self._scratch.get(name)
+        if held is None or held.nbytes < nbytes:
+            if held is not None:
+                self.release("exchange buffers", held)
+                self._scratch.pop(name)
+            with self._wanted("exchange buffers", nbytes, np.uint8):
+                held = self._scratch[name] = np.empty(nbytes, np.uint8)
+            self.private_bytes["exchange buffers"] += nbytes
+            self._note_peak()
+        return held[:nbytes].view(dtype)
+
+    @contextmanager
+    def _wanted(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Iterator[None]:
+        size = prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(dtype).itemsize
+        with needing(f"{kind}: {size} bytes wanted, {self.rank_bytes} held", STATE_ADVICE):
+            yield
+
+    def drop_scratch(self) -> None:
+        """Free all message buffers; :meth:`scratch` allocates new ones. Not collective.
+
+        Call it only while no message is in flight.
+        """
+        for held in self._scratch.values():
+            self.release("exchange buffers", held)
+        self._scratch.clear()
+
+    def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
+        """Return new arrays of zeros, one for each shape, that all ranks of the node read and write, in one window.
+
+        Collective over the node. If ranks share no memory, the arrays are this rank's alone.
+
+        Raises
+        ------
+        SharedMemoryError
+            On all ranks of the node, if the node has too little shared memory. Other nodes do not learn of it, unless
+            the call is made inside :func:`on_all_ranks`.
+        """
+        if self.node.size == 1:
+            return tuple(self.private(kind, shape, dtype) for shape in shapes)
+        self.progress.finish()
+        dtype = np.dtype(dtype)
+        sizes = [prod(shape) * dtype.itemsize for shape in shapes]
+        starts = np.concatenate([[0], np.cumsum([paged(size) for size in sizes])])
+        window = self.node.allocate_shared(int(starts[-1]), kind)
+        self.shared_bytes[kind] += int(starts[-1])
+        self._note_peak()
+        arrays = tuple(
+            window.buffer[start : start + size].view(dtype).reshape(shape)
+            for start, size, shape in zip(starts[:-1].tolist(), sizes, shapes, strict=True)
+        )
+        self._windows.append((window, arrays))
+        return arrays
+
+    def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
+        """Free the window of arrays that :meth:`shared` returned, after their last use. Collective over the node."""
+        if self.node.size == 1:
+            for array in arrays:
+                self.release(kind, array)
+            return
+        self.progress.finish()
+        place = next(i for i, (_, held) in enumerate(self._windows) if held[0] is arrays[0])
+        window, _ = self._windows.pop(place)
+        self.shared_bytes[kind] -= window.buffer.nbytes
+        window.close()
+
+    def barrier(self, tag: str = "") -> None:
+        """Wait for all ranks of the node, and make their earlier writes to shared arrays visible to all of them.
+
+        Collective over the node.
+        """
+        if self.node.size > 1:
+            self.progress.finish()
+            self.node.node_barrier(self._windows[0][0], tag, counted=True)
+
+    def ibarrier(self, tag: str = "") -> Request | None:
+        """Begin a non-blocking barrier of the node; return its request, or None if the node has one rank.
+
+        Collective over the node. After the request has completed, :meth:`synchronize` makes the writes that the ranks
+        made before the barrier visible to this rank.
+        """
+        if self.node.size == 1:
+            return None
+        self.synchronize()
+        return self.node.ibarrier(tag)
+
+    def synchronize(self) -> None:
+        """Order this rank's loads and stores to the node's windows, as ``MPI_Win_sync`` does. Not collective."""
+        if self.node.size > 1:
+            self._windows[0][0].synchronize()
+
+    @property
+    def rank_bytes(self) -> int:
+        """The number of bytes that this rank holds now: its private arrays, and an equal part of the node's windows."""
+        return sum(self.private_bytes.values()) + sum(self.shared_bytes.values()) // self.node.size
+
+    def kinds(self) -> dict[str, int]:
+        """Return the bytes that make up :attr:`rank_bytes`, by kind of array."""
+        kinds = sorted({*self.private_bytes, *self.shared_bytes})
+        return {kind: self.private_bytes[kind] + self.shared_bytes[kind] // self.node.size for kind in kinds}
+
+    def close(self) -> None:
+        """Free all windows and message buffers. Collective over the node."""
+        self.progress.close()
+        while self._windows:
+            self._windows.pop()[0].close()
+        self._scratch.clear()
+        self.shared_bytes.clear()
+        self.private_bytes.clear()
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.rank_bytes)
+
+
+#: The least number of elements in a region, unless its unit ends before: many small messages would take longer.
+REGION = 1 << 16
+
+
+class Publication:
+    """Send the parameters that one update has changed to the copies on all nodes, region by region.
+
+    A region is a range of the flat parameter vector that has an all-gather of its own. Construction begins the
+    all-gathers; it is collective over the data group.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks; peers exchange parameters.
+    memory : Memory
+        The allocator that has the shared window of ``values``.
+    values : 1-D array
+        The node's copy of the parameters, in which this rank's ranges are updated.
+    regions : sequence of (int, Span)
+        For each region the index of its unit, and its range of the flat parameter vector.
+    shares : sequence of Share
+        The shards that the peers own.
+    """
+
+    def __init__(
+        self,
+        grid: ProcessGrid,
+        memory: Memory,
+        values: Array,
+        regions: Sequence[tuple[int, Span]],
+        shares: Sequence[Share],
+    ) -> None:
+        self._memory = memory
+        self._gatherings: list[Gathering] = []
+        self._barriers: list[Request | None] = []
+        for unit, region in regions:
+            spans = [(share.spans[unit].intersect(region),) for share in shares]
+            ((own,),) = spans[grid.peers.rank : grid.peers.rank + 1]
+            self._gatherings.append(begin_gather(grid.peers, [values[own.start : own.stop]], values, spans))
+        self._arrived = self._ready = 0
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether this rank has waited until all regions were complete. Not collective."""
+        return self._ready == len(self._gatherings)
+
+    def poll(self) -> bool:
+        """Let messages progress, and tell whether all of this rank's sends and receives have ended. Not collective."""
+        while self._arrived < len(self._gatherings) and self._gatherings[self._arrived].test():
+            self._note()
+        return self._arrived == len(self._gatherings)
+
+    def wait_own(self) -> None:
+        """Wait until all of this rank's sends and receives have ended. Not collective."""
+        for gathering in self._gatherings:
+            gathering.wait()
+
+    def wait(self, regions: int | None = None) -> None:
+        """Wait until the first ``regions`` regions are complete, or all of them if it is None.
+
+        Collective over the data group in this sense: every rank must have waited for all regions before the next
+        update.
+        """
+        count = len(self._gatherings) if regions is None else regions
+        while self._arrived < count:
+            self._gatherings[self._arrived].wait()
+            self._note()
+        if self._ready < count:
+            for barrier in self._barriers[self._ready : count]:
+                if barrier is not None:
+                    barrier.wait()
+            self._ready = count
+            self._memory.synchronize()
+
+    def _note(self) -> None:
+        """Record that one more region has arrived on this rank, and begin the node's barrier for that region."""
+        self._arrived += 1
+        self._barriers.append(self._memory.ibarrier("published"))
+
+
+def let_arrive(published: list[Publication], seconds: float = 10.0) -> None:
+    """Wait, for at most ``seconds``, until the messages of a publication in flight have ended.
+
+    Not collective. ``published`` is empty or has one publication, of a store whose memory is about to be freed. It is
+    called when a program ends, or drops a model, without closing the model.
+    """
+    limit = time.monotonic() + seconds
+    with contextlib.suppress(MpizeroError):  # others have ended or closed the communicator
+        while published and not published[0].poll() and time.monotonic() < limit:
+            time.sleep(1e-4)
+
+
+#: Number of gathered units that a sharded store has room for.
+SLOTS = 2
+
+
+class ParameterViews(dict[str, Any]):
+    """Hold nested views of parameters, by name; ``poll()`` lets messages in flight progress.
+
+    A layer that consists of other layers calls ``poll`` between them, through :func:`mpizero.nn.layer.poll`. If
+    ``gathered`` is true, the memory of the views holds other parameters between the forward and the backward pass, so
+    a layer must not keep the views in its cache.
+    """
+
+    __slots__ = ("gathered", "poll")
+
+    def __init__(self, views: Mapping[str, Any], poll: Callable[[], None], *, gathered: bool = False) -> None:
+        super().__init__(
+            {k: ParameterViews(v, poll, gathered=gathered) if type(v) is dict else v for k, v in views.items()}
+        )
+        self.poll, self.gathered = poll, gathered
+
+
+class ParameterProvider(Protocol):
+    """Define the interface of a :class:`ParameterStore`, and of its copy on a GPU, to code that reads parameters."""
+
+    layout: FlatLayout
+    timeline: Timeline
+
+    def unshard(
+        self, unit: Unit, following: Unit | None = None, *, by_block: bool = False
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Yield nested views of a unit's parameters, by block; :meth:`ParameterStore.unshard` describes the parameters.
+
+        Collective over the data group if parameters are sharded.
+        """
+
+    @property
+    def progress(self) -> MessageProgress:
+        """The object that runners poll between layers, so that messages in flight progress."""
+
+    def wait(self, block: str | None = None) -> None:
+        """Wait until the updated parameters of ``block`` have arrived from their owners; None: those of all blocks."""
+
+
+class ParameterStore:
+    """Store the parameters: all of them on every node, or only the shards of the node's ranks.
+
+    If there is a single node and its ranks share memory, its window holds all parameters, and no unit is ever gathered.
+
+    [Note: the next unit] A sharded store has two slots, buffers for one gathered unit each. While one unit is used, the
+    next one is gathered into the other slot (a prefetch). The prefetch begins when the current unit is complete on all
+    ranks of the node, because no rank reads the other slot any more. Every rank gathers the same units in the same
+    order.
+
+    [Note: newer values on a GPU] If a rank is alone in its data group and trains on a GPU, the GPU may have newer
+    parameters than this store. They are copied to the host when :attr:`values`, :meth:`owned` or :meth:`unshard` is
+    used.
+
+    Parameters
+    ----------
+    layout : FlatLayout
+        The layout of the flat parameter vector.
+    grid : ProcessGrid
+        The ranks.
+    memory : Memory
+        Allocates the arrays.
+    sharded : bool
+        Whether each node keeps only its ranks' shards; units are then gathered when they are needed. It has no effect
+        on a single node.
+    dtype : numpy dtype
+        The data type of all parameters.
+    timeline : Timeline, optional
+        Records when units are gathered, and when updated parameters are sent.
+
+    Attributes
+    ----------
+    dtype : numpy dtype
+        The data type of all parameters.
+    version : int
+        How often :meth:`publish` was called; 1 while the parameters have their initial values.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        grid: ProcessGrid,
+        memory: Memory,
+        sharded: bool,
+        dtype: Any,
+        *,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.layout, self.grid, self.memory, self.dtype = layout, grid, memory, np.dtype(dtype)
+        self.timeline = timeline or Timeline()
+        self.sharded = sharded and grid.peers.size > 1
+        self.share = Share(layout, grid.data.rank, grid.data.size)
+        members = [Share(layout, rank, grid.data.size) for rank in grid.node_ranks]
+        self.bases = np.concatenate([[0], np.cumsum([share.size for share in members])]).tolist()
+        size = int(self.bases[-1]) if self.sharded else layout.size
+        self.peer_shares = tuple(Share(layout, rank, grid.data.size) for rank in grid.peer_ranks)
+        self._slots: tuple[Array, ...] = ()
+        self._next = 0
+        with on_all_ranks(grid.world, "parameters"):
+            (self._values,) = memory.shared("parameters", [(size,)], dtype)
+            if self.sharded:
+                self._slots = memory.shared("buffers", [(layout.largest_gathered,)] * SLOTS, dtype)
+        self._coming: tuple[Unit, Gathering] | None = None
+        self._regions = () if self.sharded or grid.peers.size == 1 else layout.regions(REGION)
+        self._needed = {block: self._last_region(block) for unit in layout.units for block in unit.blocks}
+        self._published: list[Publication] = []
+        weakref.finalize(self, let_arrive, self._published)
+        self.progress = memory.progress
+        self.progress.register("parameters", self.poll, finish=self.wait)
+        self._source: Callable[[Array], None] | None = None
+        self._outdated = False
+        self._views: dict[tuple[int, int], dict[str, Any]] = {}
+        self.version = 0
+        #: Arrays that layers are given beside the parameters; None before they are set.
+        self.integers: IntegerState | None = None
+
+    @property
+    def values(self) -> Array:
+        """The array of all parameters that this node holds. Collective over the data group if some are in flight."""
+        if self._published:
+            self.wait()
+        return self._values_here()
+
+    def take_from(self, source: Callable[[Array], None]) -> None:
+        """Record that a GPU has newer parameters, which ``source`` copies to the host array that it is given.
+
+        Not collective. ``source`` is called when the parameters are needed on the host, and dropped by :meth:`owned`,
+        because the caller then writes newer values on the host; see [Note: newer values on a GPU].
+        """
+        self._source, self._outdated = source, True
+
+    def refresh(self) -> None:
+        """Copy the parameters from the GPU to the host, even if they were copied since the last update. Not collective.
+
+        Nothing is copied if the host's values are the newest, because they were written after the last update.
+        """
+        if self._source is not None:
+            self._source(self._values)
+            self._outdated = False
+
+    def _values_here(self) -> Array:
+        if self._outdated:
+            self.refresh()
+        return self._values
+
+    @property
+    def base(self) -> int:
+        """The index of the first element of this rank's shard in the array of a sharded store."""
+        return int(self.bases[self.grid.node.rank])
+
+    def owned(self, unit: int) -> Array:
+        """Return a writable view of this rank's range of the parameters of unit number ``unit``. Not collective."""
+        for published in self._published:
+            published.wait_own()  # what is still being sent must not change
+        span = self.share.spans[unit]
+        start = self.base + self.share.offsets[unit] if self.sharded else span.start
+        values, self._source = self._values_here(), None  # what is written there is newer than any
+        return values[start : start + span.size]
+
+    @contextmanager
+    def unshard(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield read-only nested views of a unit's parameters, by block.
+
+        Collective over the data group if the store is sharded; the unit is gathered then, and the views are valid only
+        inside the context.
+
+        Parameters
+        ----------
+        unit : Unit
+            The unit to gather now.
+        following : Unit or None
+            The unit that every rank gathers next, if it is known; its gather begins at once. See [Note: the next unit].
+        by_block : bool
+            Whether the caller itself calls :meth:`wait` for each block before it reads the block's parameters.
+        """
+        slot = 0
+        if self._published and not by_block:
+            self.wait()
+        self._values_here()
+        if self.sharded:
+            with self.timeline.span("publication", unit):
+                slot = self._bring(unit)
+                if following is not None:
+                    self._begin(following)
+        key = (unit.index, slot)
+        if key not in self._views:
+            buffer = (self._slots[slot] if self.sharded else self._values).view()
+            buffer.flags.writeable = False
+            self._views[key] = self.unit_views(unit, buffer)
+        yield self._views[key]
+
+    def unsharded(self, unit: Unit) -> Array:
+        """Return the array of the parameters of ``unit``, the unit that a sharded store has gathered last.
+
+        Not collective.
+        """
+        return self._slots[(self._next - 1) % len(self._slots)][: unit.gathered]
+
+    def publish(self, *, exchange: bool = True, later: bool = False) -> None:
+        """Publish updated parameters: make them readable by all ranks. Collective over the data group.
+
+        Parameters
+        ----------
+        exchange : bool
+            Whether to send the ranges that each rank owns to the copies on all nodes. Pass False if the ranks of each
+            node have written its whole copy.
+        later : bool
+            Whether to return while parameters are in flight. The next forward pass then waits for each block's
+            parameters before it uses them; anything else waits for all parameters first.
+        """
+        with self.timeline.span("publication"):
+            self.wait()
+            published = []
+            if exchange and self._regions:
+                published = [Publication(self.grid, self.memory, self._values, self._regions, self.peer_shares)]
+            self.memory.barrier("publish")
+            self._published[:] = published
+            if not later:
+                self.wait()
+        self.version += 1
+
+    def wait(self, block: str | None = None) -> None:
+        """Wait until the updated parameters of ``block`` have arrived from their owners; None: those of all blocks.
+
+        After each update, every rank of the data group must at some time wait for all blocks; see [Note: regions] in
+        ``sharding/params.py``.
+        """
+        if self._published:
+            with self.timeline.span("publication", block or ""):
+                self._published[0].wait(None if block is None else self._needed[block])
+            if self._published[0].ended:
+                self._published.clear()
+
+    def _last_region(self, block: str) -> int:
+        """Return how many regions, counted from the first, a rank must wait for before it reads ``block``."""
+        ends = [e.span.stop for e in self.layout.entries if e.block == block and e.spec.size]
+        return sum(region.start < max(ends, default=0) for _, region in self._regions)
+
+    def begin(self, model: Any) -> None:
+        """Set all parameters to the initial values of ``model``; each rank computes the values of its own ranges.
+
+        Collective over all ranks. Besides the store, a rank needs memory for at most one tensor at a time.
+        """
+        from mpizero.nn.arrays import start_values_of
+
+        with all_ranks(self.grid.world, "start values"), needing("start values", STATE_ADVICE):
+            fill = start_values_of(model)
+            for unit, span in zip(self.layout.units, self.share.spans, strict=True):
+                out = self.owned(unit.index)
+                for entry, part in self.layout.pieces(span):
+                    target = out[part.start - span.start : part.stop - span.start]
+                    fill(entry.spec, part.start - entry.offset, part.stop - entry.offset, target)
+        self.publish()
+
+    def gathered(self, unit: Unit) -> Array:
+        """Return a new 1-D array of all parameters of a unit; parameters of other units that it uses are left out.
+
+        Collective over the data group.
+        """
+        if not self.sharded:
+            return self.values[unit.span.start : unit.span.stop].copy()
+        with self.unshard(unit):
+            values = self.unsharded(unit)[: unit.span.size].copy()
+        self.memory.barrier("gathered")
+        return values
+
+    def fill(self, values: Array) -> None:
+        """Set all parameters from ``values``, the flat vector of all parameters, which is equal on every rank.
+
+        Collective over the data group.
+        """
+        self.memory.barrier("fill")  # who still reads, reads the old values
+        for unit in self.layout.units:
+            span = self.share.spans[unit.index]
+            self.owned(unit.index)[:] = values[span.start : span.stop]
+        self.publish()
+
+    def copy_from(self, other: ParameterStore) -> None:
+        """Copy all parameters of ``other``, a store of the same layout and grid. Collective over the data group."""
+        for unit in self.layout.units:
+            self.owned(unit.index)[:] = other.owned(unit.index)
+        if self.integers is not None and other.integers is not None:
+            self.integers.copy_from(other.integers)
+        self.publish()
+
+    def poll(self) -> None:
+        """Let messages with parameters progress. Not collective."""
+        if self._coming is not None:
+            self._coming[1].test()
+        elif self._published:
+            self._published[0].poll()
+
+    def _begin(self, unit: Unit) -> None:
+        """Begin to gather a unit into the slot that is not in use. Collective over the data group."""
+        spans = [self._slot_spans(unit, share) for share in self.peer_shares]
+        self._coming = unit, begin_gather(self.grid.peers, self._sent(unit), self._slots[self._next], spans)
+
+    def _bring(self, unit: Unit) -> int:
+        """Finish gathering a unit, and return the number of its slot. Collective over the data group."""
+        if self._coming is not None and self._coming[0] is not unit:
+            self._finish()  # something else came between, and takes its place: first it must be there on all ranks
+            self.memory.barrier("gather")
+        if self._coming is None:
+            self._begin(unit)
+        self._finish()
+        self.memory.barrier("gather")
+        slot = self._next
+        self._next = (slot + 1) % len(self._slots)
+        return slot
+
+    def _finish(self) -> None:
+        if self._coming is not None:
+            self._coming[1].wait()
+            self._coming = None
+
+    def _slot_spans(self, unit: Unit, share: Share) -> tuple[Span, ...]:
+        """Return the ranges of a slot with the gathered ``unit`` that the rank of ``share`` owns.
+
+        The slot holds the unit's own parameters, and after them each parameter of another unit that a tied use refers
+        to. The first range is of the unit's own parameters; then there is one range for each of the others.
+        """
+        spans = [share.spans[unit.index].shift(-unit.span.start)]
+        place = unit.span.size
+        for entry in unit.aliases:
+            part = entry.span.intersect(share.spans[self._home(entry.spec.tied)])
+            spans.append(part.shift(place - entry.offset))
+            place += entry.spec.size
+        return tuple(spans)
+
+    def _sent(self, unit: Unit) -> list[Array]:
+        sent = [self.owned(unit.index)]
+        for entry in unit.aliases:
+            home = self._home(entry.spec.tied)
+            part = entry.span.intersect(self.share.spans[home]).shift(-self.share.spans[home].start)
+            sent.append(self.owned(home)[part.start : part.stop] if part.size else self._values[:0])
+        return sent
+
+    def _home(self, name: str | None) -> int:
+        return self.layout.by_name[str(name)].unit
+
+    def unit_views(self, unit: Unit, buffer: Array) -> dict[str, Any]:
+        """Return nested views, by block, of a unit's parameters in ``buffer``. Not collective.
+
+        ``buffer`` holds only the gathered unit if the store is sharded, else all parameters.
+        """
+        placed: dict[str, list[tuple[str, int, ParameterSpec]]] = {block: [] for block in unit.blocks}
+        alias = unit.span.size
+        for entry in unit.entries:
+            start = entry.offset
+            if self.sharded:
+                start = entry.offset - unit.span.start
+                if entry.spec.tied is not None:
+                    start, alias = alias, alias + entry.spec.size
+            placed[entry.block].append((entry.local_name, start, entry.spec))
+        nested = {block: views(buffer, triples) for block, triples in placed.items()}
+        if self.integers is not None:
+            nested = {block: united(tree, self.integers.given(block)) for block, tree in nested.items()}
+        if not self.sharded and not self._regions:
+            return nested
+        return ParameterViews(nested, self.progress.poll, gathered=self.sharded)
+
+
+def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
+    """Yield the dotted name, beginning with ``prefix``, and the array of every entry of a nested dictionary."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flat_names(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def fits_shared_memory(
+    grid: ProcessGrid,
+    layout: FlatLayout,
+    item: int,
+    placement: Placement,
+    config: ShardingConfig,
+    *,
+    scratch: bool,
+    in_place: bool = False,
+) -> bool:
+    """Tell whether parameters and gradients fit into the shared memory of every host; if not, print why on rank 0.
+
+    Collective over all ranks; all get the same result.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks.
+    layout : FlatLayout
+        The parameters of this rank's data group. Other data groups on the same host, with other parts of the model,
+        are counted, too.
+    item : int
+        Bytes of one element of a parameter, or of a gradient.
+    placement : Placement
+        The row of the placement table.
+    config : ShardingConfig
+        The settings. If ``micro_batch`` is None, the check counts as many rows (copies of the whole gradient vector)
+        as any batch of up to 16 grains can need. Otherwise it counts one row. If the first step needs more rows and
+        they do not fit, :mod:`mpizero.sharding.parameter_access` handles that.
+    scratch : bool
+        Whether gradients that are added to a row at once have no row of their own.
+    in_place : bool
+        Whether the model is a function that writes the gradients of all units at once.
+    """
+    if grid.local_size == 1 and grid.data.size == grid.world.size:
+        return True
+    needed, room = 0, None
+    if grid.local_size > 1:
+        room = grid.node.shared_space()
+        if grid.node.rank == 0:  # one rank of each node counts its windows
+            claims = claims_grains(placement, config, grid, grid.model.size)
+            rows = _rows(grid, config, scratch=scratch, claims=claims)
+            needed = _window_bytes(grid, layout, item, placement, rows, in_place=in_place)
+    told = grid.world.allgather_object((os.uname().nodename, needed, room, available_memory()), "shared memory")
+    asked, rooms = Counter[str](), dict[str, int]()
+    for host, window, free, _ in told:
+        asked[host] += window
+        if free is not None:
+            rooms[host] = min(free, rooms.get(host, free))
+    _tell_limit(grid.world, asked, {host: memory for host, _, _, memory in told if memory is not None})
+    short = {host: asked[host] - free for host, free in rooms.items() if asked[host] > free}
+    if short:
+        host = max(short, key=lambda name: short[name])
+        held = dict(grid.world.allgather_object((os.uname().nodename, taken_by_leftovers()), "leftovers"))[host]
+        tell_private(
+            grid.world,
+            f"the model needs {asked[host]} bytes of shared memory on {host}, where {SHARED_FOLDER} has {rooms[host]} "
+            f"left{held}; enlarge it (in a container --shm-size) or use fewer ranks per node",
+        )
+    return not short
+
+
+def _tell_limit(world: Communicator, asked: Mapping[str, int], left: Mapping[str, int]) -> None:
+    """Print on rank 0 which host may need more memory than ``left`` there for this job. Not collective."""
+    if world.rank == 0 and (host := next((host for host in left if asked[host] > left[host]), "")):
+        notice(
+            f"the model may need {asked[host]} bytes of shared memory on {host}, where this job may take {left[host]}: "
+            "a job that takes more is killed; ask for more memory (sbatch --mem), or more nodes"
+        )
+
+
+def tell_private(world: Communicator, reason: str) -> None:
+    """Print on rank 0 of ``world`` that every rank keeps its own copy of the model, and why. Not collective."""
+    if world.rank == 0:
+        notice(f"every rank keeps its own copy of the model: {reason}")
+
+
+def _window_bytes(
+    grid: ProcessGrid, layout: FlatLayout, item: int, placement: Placement, rows: int, *, in_place: bool
+) -> int:
+    """Return the bytes of all shared windows that the ranks of this data group allocate on this node.
+
+    ``rows`` is the number of rows of each rank, where gradients are kept in rows.
+    """
+
+    def window(elements: int) -> int:
+        return paged(elements * item)
+
+    if gathers_units(placement, grid.peers.size):
+        shares = sum(Share(layout, rank, grid.data.size).size for rank in grid.node_ranks)
+        parameters = window(shares) + SLOTS * window(layout.largest_gathered)
+    else:
+        parameters = window(layout.size)
+    if placement.waves:
+        slots = wave_slots(layout, grid.node.size, in_place=in_place)
+        return parameters + grid.node.size * sum(window(size) for size in slots)
+    return parameters + rows * grid.node.size * window(layout.gradient_size)
+
+
+def _rows(grid: ProcessGrid, config: ShardingConfig, *, scratch: bool, claims: bool) -> int:
+    """Return how many copies of the whole gradient vector to count for each rank before the first batch is known.
+
+    That is the most that a batch of up to 16 grains can need, or 1 if the user has set ``micro_batch``. If the first
+    batch needs more than is left, the model is moved out of shared memory then.
+    """
+    if config.micro_batch is not None:
+        return 1
+    counts = [grid.context.size * count for count in range(1, DEFAULT_GRAINS + 1)]
+    shares, groups = [contiguous_shares(grid, count) for count in counts], grid.group_sizes
+    plans = [rows_plan(own, groups, count, scratch=scratch) for own, count in zip(shares, counts, strict=True)]
+    claimed = [claimed_rows(grid, count) for count in counts] if claims else []
+    return int(np.max([plan.rows for plan in plans] + claimed))

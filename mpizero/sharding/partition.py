@@ -1,0 +1,815 @@
+"""Describe a model by named parts, so that ranks can check that all of them were given the same model.
+
+Check that a user's own model can be trained, and raise an error that names what is missing.
+
+List the blocks of a model, from which pipeline stages and units are made.
+
+Describe the axes of parallelism, the pipeline schedule, and how a model is cut into pipeline stages.
+
+Make a rank's part of a model: the blocks of its pipeline stage, with layers split over tensor and context group.
+
+Decide in how many tiles a model computes along the tensor and the context axis.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from numbers import Real
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from mpizero import nn
+from mpizero._util.checks import Unexpected, is_whole, require, seed
+from mpizero._util.fingerprint import LARGEST_ARRAY, Fingerprint, qualified_name
+from mpizero._util.pytree import leaves_of
+from mpizero.comm import Communicator, InMemoryCommunicator, ProcessGrid
+from mpizero.errors import ArgumentError, ConfigError
+from mpizero.layout import Axes, balanced_chunks, chunk_stages
+from mpizero.layout.flat import FlatLayout, joined
+from mpizero.layout.stages import explicit_cuts
+from mpizero.nn.layer import call_located, integers_of
+from mpizero.nn.models import run_on
+from mpizero.types import Array, BlackBoxModel, BlockModel, Group, Init, Layer, Loss, ParameterSpec, Run
+
+#: Attributes of a model that ``describe_model`` lists under names of their own.
+_APART = frozenset({".blocks", ".loss", ".parameters", ".start_values"})
+
+
+def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) -> dict[str, Any]:
+    """Return what makes up a model, by descriptive names, for a comparison between ranks. Not collective.
+
+    First come the things that the user gave, such as the class, the layers, the loss and the seed; then those derived
+    from them, such as the types and shapes of the parameters. ``blocks`` holds the parameters of every block.
+    """
+    described: dict[str, Any] = {"the class of the model": qualified_name(type(model))}
+    fields = Fingerprint().parts(model).items
+    described["the model"] = {step.removeprefix("."): item for step, item in fields.items() if step not in _APART}
+    if hasattr(model, "blocks"):
+        described["the names of the blocks"] = list(model.blocks)
+        described |= {f"block {name!r}" if name else "the only block": one for name, one in model.blocks.items()}
+        described["the order of layers"] = {name: _below(layer) for name, layer in model.blocks.items()}
+        described |= {"the loss": model.loss, "the seed": model.seed}
+    names = {joined(block, spec.name): spec for block, specs in blocks.items() for spec in specs}
+    described["the parameter table"] = {"dtype": np.dtype(model.dtype), **names}
+    described["the order of parameters"] = list(names)  # of a mapping made from a set it differs by process
+    given = getattr(model, "start_values", None)
+    if given is None:
+        given = {} if hasattr(model, "blocks") else model.parameters
+    described["the start values"] = {name: _in_pieces(values) for name, values in given.items()}
+    return described
+
+
+def _below(layer: Any) -> list[str]:
+    """List the dotted names of all layers inside ``layer``, in their order; empty if there are none."""
+    children = layer.children() if hasattr(layer, "children") else {}
+    return [joined(name, inner) for name, child in children.items() for inner in ("", *_below(child))]
+
+
+def _in_pieces(values: Any) -> Any:
+    """Return ``values`` as an array, or as a list of flat pieces of it if it is too large to be compared at once."""
+    array = np.asarray(values)
+    pieces = array.nbytes // LARGEST_ARRAY + 1
+    return array if pieces == 1 else np.array_split(array.reshape(-1), pieces)
+
+
+_LAYER = ("specs", "forward", "backward")
+
+
+def check_model(model: Any) -> None:
+    """Raise an error if ``model`` is neither a model of blocks nor a black box, or has an attribute of a wrong type.
+
+    Not collective.
+
+    Raises
+    ------
+    TypeError
+        If ``model``, one of its blocks or its loss is wrong. The error says what it is and what it must be.
+    ConfigError
+        If the data type of the parameters, or the seed, cannot be used.
+    """
+    name = type(model).__name__
+    if isinstance(model, type):
+        raise ArgumentError(f"{model.__name__} is a class, not a model: call it to make one")
+    if isinstance(model, BlockModel):
+        if not isinstance(model.blocks, Mapping) or not model.blocks:
+            raise ArgumentError(
+                f"{name}.blocks must be layers by name, {{'encoder': layer}}, at least one; got {model.blocks!r:.60}"
+            )
+        for block, layer in model.blocks.items():
+            _check_part(f"block {block!r} of {name}", "a layer", layer, _LAYER)
+        _check_part(f"the loss of {name}", "a loss", model.loss, ("forward", "backward"))
+        require(f"{name}.seed", model.seed, seed)
+    elif not isinstance(model, BlackBoxModel):
+        raise ArgumentError(
+            f"{name} is not a model: it needs 'blocks', 'loss', 'dtype' and 'seed' (a sequence of layers), or "
+            "'parameters' and 'loss_and_grad' (a function; wrap it in mpizero.FunctionModel)"
+        )
+    dtype = getattr(model, "dtype", None)
+    try:
+        known = np.dtype(dtype) in (np.float32, np.float64)
+    except TypeError:  # NumPy's answer to names that it does not know
+        known = False
+    if not known or dtype is None:
+        raise ConfigError(f"parameters of type {dtype!r} are not supported ({name}.dtype): use float32 or float64")
+
+
+def check_own_modules(comm: Communicator, model: Any) -> None:
+    """Raise an error if several ranks that are threads of one process train the same PyTorch module.
+
+    Collective over ``comm``. These ranks would write to the same gradients at once.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks, if two ranks train the same module. The error names the module's class and the two ranks.
+    """
+    if comm.size == 1 or not isinstance(comm, InMemoryCommunicator) or isinstance(model, BlockModel):
+        return
+    found = comm.allgather_object(_trained_modules(model.loss_and_grad), "modules")
+    for rank, modules in enumerate(found):
+        for other in range(rank):
+            if common := sorted(modules.items() & found[other].items()):
+                raise ConfigError(
+                    f"ranks {other} and {rank} are threads of one process and train the same PyTorch module, a "
+                    f"{common[0][1]}: both would write to its gradients at once; let every rank make its own, for "
+                    "example by copy.deepcopy in the function that run_in_threads calls"
+                )
+
+
+def _trained_modules(function: Any) -> dict[int, str]:
+    """Return the class names, by ``id``, of the PyTorch modules with trainable parameters that a function refers to."""
+    torch = sys.modules.get("torch")
+    found: dict[int, str] = {}
+    left = [function] if torch is not None else []
+    seen: set[int] = set()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.nn.Module):  # type: ignore[union-attr]
+            if any(parameter.requires_grad for parameter in value.parameters()):
+                found[id(value)] = type(value).__name__
+        elif isinstance(value, partial):
+            left += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, MethodType):
+            left += [value.__func__, value.__self__, *vars(value.__self__).values()]
+        elif isinstance(value, FunctionType):
+            used = inspect.getclosurevars(value)
+            left += [*used.nonlocals.values(), *used.globals.values()]
+    return found
+
+
+def _check_part(what: str, kind: str, part: Any, methods: tuple[str, ...]) -> None:
+    if isinstance(part, type):
+        raise ArgumentError(f"{what} is the class {part.__name__}, not {kind}: call it to make one")
+    if lacking := [method for method in methods if not callable(getattr(part, method, None))]:
+        raise ArgumentError(f"{what} is {part!r:.80}, not {kind}: it has no method {', '.join(lacking)}")
+
+
+def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
+    """Return the parameter specs of a model, by the name of the block; in a black box each array counts as a block.
+
+    Raises
+    ------
+    TypeError
+        If ``model`` is neither a model of blocks nor a black box; the error names the attributes that either needs.
+    """
+    if isinstance(model, BlockModel):
+        return {name: tuple(block.specs()) for name, block in model.blocks.items()}
+    if not isinstance(model, BlackBoxModel):
+        check_model(model)
+    frozen, averaged = frozenset(getattr(model, "frozen", ())), frozenset(getattr(model, "averaged", ()))
+    parameters = {
+        name: (
+            ParameterSpec(
+                "",
+                np.shape(a),
+                Init(),
+                np.ndim(a) > 1,
+                name not in frozen,
+                averaged=name in averaged,
+                complex=np.iscomplexobj(a),
+            ),
+        )
+        for name, a in model.parameters.items()
+    }
+    return parameters | {name: () for name in integers_of(model)}
+
+
+#: The axes that tiles divide: of a tensor group and of a context group.
+TILED_AXES = ("tensor", "context")
+#: The most tiles of an axis.
+MOST_TILES = 1 << 16
+#: Number of tiles of both axes, or of each axis by its name; None, and for an axis without a number: the axis's size.
+Tiles = int | Mapping[str, int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """Describe the sizes and order of the axes of parallelism, and how a pipeline is cut and scheduled.
+
+    Parameters
+    ----------
+    pipeline, tensor, context : int
+        Number of pipeline stages, of tensor ranks that split layers, and of context ranks that split sequences.
+    data : int
+        Number of replicas; -1 makes as many replicas as there are ranks for.
+    order : str
+        Names of the axes, separated by commas. Ranks that differ only in the last axis have successive numbers. The
+        context axis is added at the end if it is not named.
+    schedule : str
+        The pipeline schedule: "gpipe", "1f1b", "interleaved", "zero_bubble" or "zero_bubble_v".
+    virtual_stages : int
+        Number of chunks on every stage; only for "interleaved". "zero_bubble_v" always has two.
+    cuts : sequence of int or None
+        For every chunk after the first, the index of its first block among the model's blocks, counted from 0. None
+        cuts so that the costs of the stages are balanced.
+    costs : sequence of float or None
+        Cost of every block in any unit, for example the seconds from :func:`measured_costs`; used if ``cuts`` is None.
+        None takes the number of floating-point operations, or of parameters if the model cannot count its operations.
+    tiles : int, mapping of str to int, or None
+        Number of tiles of the tensor and the context axis, of both or by their names; see :attr:`tensor_tiles`.
+    """
+
+    pipeline: int = 1
+    tensor: int = 1
+    data: int = -1
+    context: int = 1
+    order: str = "pipeline,tensor,data"
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    cuts: Sequence[int] | None = None
+    costs: Sequence[float] | None = None
+    tiles: Tiles = None
+
+    def __post_init__(self) -> None:
+        _require_sequence("cuts", self.cuts, "the number of the first block of every later stage")
+        _require_sequence("costs", self.costs, "a number for every block, in order")
+
+    @property
+    def tensor_tiles(self) -> int:
+        """Number of parts in which layers that are split are computed: all group sizes with equal tiles compute alike.
+
+        It is ``tiles``, if that is the size of the tensor axis times a power of two (1 included); otherwise, and with
+        ``tiles=None``, it is the size.
+        """
+        return self._tiles_of("tensor")
+
+    @property
+    def context_tiles(self) -> int:
+        """Number of parts of the sequence by which layers compute, found like :attr:`tensor_tiles`."""
+        return self._tiles_of("context")
+
+    @property
+    def asked_tiles(self) -> dict[str, int]:
+        """The number of tiles that the training has of each axis, whether the axis's size fits it or not."""
+        asked = self.tiles if isinstance(self.tiles, Mapping) else dict.fromkeys(TILED_AXES, self.tiles)
+        return {axis: asked.get(axis) or getattr(self, axis) for axis in TILED_AXES}
+
+    @property
+    def all_tiles(self) -> dict[str, int]:
+        """The numbers :attr:`tensor_tiles` and :attr:`context_tiles` by axis."""
+        return {axis: self._tiles_of(axis) for axis in TILED_AXES}
+
+    def _tiles_of(self, axis: str) -> int:
+        size, asked = int(getattr(self, axis)), self.asked_tiles[axis]
+        return asked if fits_tiles(size, asked) else size
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """For every chunk of the model, in order, the number of its stage; without a pipeline there is one chunk."""
+        stages = chunk_stages(self.schedule, self.pipeline, self.virtual_stages)
+        return stages if self.pipeline > 1 else (0,)
+
+    def axes(self, world: int) -> Axes:
+        """Return the sizes and order of the axes for ``world``, the number of ranks. Not collective.
+
+        Raises
+        ------
+        GridError
+            If the product of the sizes cannot be the number of ranks, or ``order`` is not valid.
+        """
+        return Axes.build(
+            world, pipeline=self.pipeline, tensor=self.tensor, data=self.data, context=self.context, order=self.order
+        )
+
+    def cut(self, blocks: Mapping[str, Sequence[ParameterSpec]], model: Any) -> tuple[tuple[str, ...], ...]:
+        """Return, for every chunk, the names of its blocks. Not collective.
+
+        ``blocks`` holds the parameters of every block of ``model``.
+
+        Raises
+        ------
+        ConfigError
+            If there are more chunks than blocks, if ``cuts`` leaves a chunk without blocks, if ``costs`` does not have
+            one number for every block, or if counting the model's operations fails.
+        """
+        names = list(blocks)
+        parts = len(self.chunks)
+        if parts == 1 and self.cuts is None and self.costs is None:
+            return (tuple(names),)  # no operations need to be counted
+        if self.cuts is not None:
+            bounds = explicit_cuts(self.cuts, len(names), parts)
+        else:
+            bounds = balanced_chunks(self._costs(blocks, model), self.chunks)
+        return tuple(tuple(names[bounds[i] : bounds[i + 1]]) for i in range(parts))
+
+    def _costs(self, blocks: Mapping[str, Sequence[ParameterSpec]], model: Any) -> list[float]:
+        if self.costs is not None:
+            if odd := [cost for cost in self.costs if not isinstance(cost, Real)]:
+                raise ConfigError(f"costs has {odd[0]!r}: expected a number for every block, in order")
+            if len(self.costs) != len(blocks):
+                raise ConfigError(
+                    f"costs has {len(self.costs)} numbers, the model has {len(blocks)} blocks: {', '.join(blocks)}; "
+                    "give one each, or leave costs out"
+                )
+            return [float(cost) for cost in self.costs]
+        try:
+            counted = block_operations(model)
+        except Exception as error:  # of a user's layer, or of a shape that its layers do not take
+            raise ConfigError(
+                f"the pipeline cannot be balanced: {type(error).__name__}: {error}; give costs=, a number a block, "
+                "such as measured_costs(model, x, y, config) finds, or cuts=, the first block of every later stage"
+            ) from error
+        if counted is not None and any(counted.values()):
+            return [float(counted[name]) for name in blocks]
+        return [float(sum(spec.size for spec in specs)) for specs in blocks.values()]
+
+    def comparable(self) -> dict[str, Any]:
+        """Return all settings by name, for a check that they are equal on every rank."""
+        return {**self.__dict__, "cuts": self.cuts and tuple(self.cuts), "costs": self.costs and tuple(self.costs)}
+
+
+def fits_tiles(size: int, tiles: int) -> bool:
+    """Tell whether ranks of a group of ``size`` can compute ``tiles`` tiles: a power of two on each, 1 included."""
+    each, rest = divmod(tiles, size)
+    return rest == 0 and each > 0 and each & (each - 1) == 0
+
+
+def check_tiles(value: Any) -> Tiles:
+    """Check a number of tiles, or numbers by axis, and return them; None is allowed (a check of ``validation``)."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        if value.keys() <= set(TILED_AXES) and all(is_whole(number, 1, MOST_TILES) for number in value.values()):
+            return {axis: int(value[axis]) for axis in TILED_AXES if axis in value} or None
+    elif is_whole(value, 1, MOST_TILES):
+        return int(value)
+    raise Unexpected(f'a whole number from 1 to {MOST_TILES}, or one for the axis "tensor", "context" or each, by name')
+
+
+def _require_sequence(name: str, value: Any, expected: str) -> None:
+    if value is not None and (isinstance(value, str | Mapping) or not isinstance(value, Sequence | np.ndarray)):
+        raise ConfigError(f"{name}={value!r:.60}: expected {expected}, as a list")
+
+
+def block_operations(model: Any) -> dict[str, float] | None:
+    """Return the number of floating-point operations of every block for one sample, forward plus backward.
+
+    Return None if the model has no ``sample_shape``, or a block has no method ``operations``. Not collective.
+    """
+    shape = getattr(model, "sample_shape", None)
+    if shape is None:
+        return None
+    found: dict[str, float] = {}
+    for name, layer in model.blocks.items():
+        if not hasattr(layer, "operations"):
+            return None
+        found[name] = float(sum(call_located("block", name, layer.operations, shape)))
+        shape = layer.output_shape(shape)
+    return found
+
+
+Specs = Mapping[str, tuple[ParameterSpec, ...]]
+
+
+class Use(NamedTuple):
+    """Describe one use of a parameter: the pipeline stage that uses it, and which of the uses on that stage it is.
+
+    ``number`` counts the uses on the stage from 0, in declared order.
+    """
+
+    stage: int
+    number: int
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """Hold the blocks of one rank as a model of blocks; the attributes are those of :class:`BlockModel`."""
+
+    blocks: Mapping[str, Layer]
+    loss: Loss
+    dtype: np.dtype[Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class PartitionedModel:
+    """Hold one rank's part of a model, and how the whole model is cut into parts.
+
+    Attributes
+    ----------
+    local : BlockModel or BlackBoxModel
+        The blocks of this rank's stage, split over the tensor and context group.
+    split : BlockModel or BlackBoxModel
+        All blocks of the model, split over the tensor and context group.
+    model : BlockModel or BlackBoxModel
+        The whole model.
+    context_group : Group or None
+        The ranks that cut the sequences; None if nothing is split.
+    parallel_layout : ParallelLayout
+        Sizes of the axes of parallelism, pipeline schedule and cuts.
+    cuts : tuple of tuple of str
+        For every chunk of the whole model, the names of its blocks.
+    stage : int
+        Number of this rank's pipeline stage.
+    """
+
+    local: Any
+    split: Any
+    model: Any
+    context_group: Group | None
+    parallel_layout: ParallelLayout
+    cuts: tuple[tuple[str, ...], ...]
+    stage: int
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """The numbers of this stage's chunks, ascending."""
+        return self.chunks_of(self.stage)
+
+    def chunks_of(self, stage: int) -> tuple[int, ...]:
+        """Return the numbers of a stage's chunks, ascending. Not collective."""
+        return tuple(c for c, s in enumerate(self.parallel_layout.chunks) if s == stage)
+
+    @property
+    def splits_layers(self) -> bool:
+        """Tell whether layers are split over ranks, by tensor or context parallelism."""
+        return self.parallel_layout.tensor * self.parallel_layout.context > 1
+
+    @property
+    def has_tiles(self) -> bool:
+        """Tell whether layers or sequences are cut into tiles, over ranks or on this one."""
+        return self.split is not self.model
+
+    @property
+    def is_last(self) -> bool:
+        """Tell whether this rank's stage has the model's last block, and so the loss."""
+        return self.parallel_layout.chunks[-1] == self.stage
+
+    @cached_property
+    def uses(self) -> dict[str, tuple[Use, ...]]:
+        """For every parameter that several stages use, by its name: all of its uses, in declared order."""
+        return {name: uses for name, uses in self._all_uses.items() if len({use.stage for use in uses}) > 1}
+
+    @property
+    def has_shared_parameters(self) -> bool:
+        """Tell whether this stage uses a parameter that another stage uses too."""
+        return any(use.stage == self.stage for uses in self.uses.values() for use in uses)
+
+    @cached_property
+    def _all_uses(self) -> dict[str, tuple[Use, ...]]:
+        found: dict[str, tuple[Use, ...]] = {}
+        for chunk, names in enumerate(self.cuts):
+            stage = self.parallel_layout.chunks[chunk]
+            for block in names:
+                for spec in blocks_of(self.split)[block]:
+                    if spec.tied is not None and not spec.trainable:
+                        continue  # it stays on the stage of its home: see partition_model
+                    home = spec.tied or joined(block, spec.name)
+                    earlier = found.get(home, ())
+                    number = sum(use.stage == stage for use in earlier)
+                    found[home] = (*earlier, Use(stage, number))
+        return found
+
+    def specs(self, stage: int) -> Specs:
+        """Return the parameters of the blocks of ``stage``, by block. Not collective.
+
+        If a block uses a parameter that a block of another stage declares, ``stage`` stores a copy of the parameter.
+        The first use on ``stage`` is then listed as a parameter whose ``guest`` is the declared name; later uses on
+        ``stage`` are tied to that copy.
+        """
+        every = blocks_of(self.split)
+        here = [block for chunk in self.chunks_of(stage) for block in self.cuts[chunk]]
+        homes = {joined(block, spec.name): spec for block in every for spec in every[block]}
+        held = {joined(block, spec.name) for block in here for spec in every[block] if spec.tied is None}
+        guests: dict[str, str] = {}
+        result: dict[str, tuple[ParameterSpec, ...]] = {}
+        for block in here:
+            specs = []
+            for spec in every[block]:
+                home = spec.tied
+                if home is None or home in held:
+                    specs.append(spec)
+                elif home in guests:
+                    specs.append(replace(spec, tied=guests[home]))
+                else:
+                    guests[home] = joined(block, spec.name)
+                    specs.append(replace(homes[home], name=spec.name, guest=home))
+            result[block] = tuple(specs)
+        return result
+
+    def layout(self, stage: int, *, one_unit: bool, minimum_unit: int) -> FlatLayout:
+        """Return the layout of the parameters of ``stage``; no unit has blocks of two chunks. Not collective.
+
+        With ``one_unit`` each chunk is one unit. ``minimum_unit`` is the least number of elements of a unit.
+        """
+        groups = [self.cuts[chunk] for chunk in self.chunks_of(stage)]
+        return FlatLayout.build(self.specs(stage), one_unit=one_unit, minimum_unit=minimum_unit, groups=groups)
+
+    def run_on(self, x: Any, run: Run) -> Run:
+        """Return ``run`` with the length of the whole sequences of micro-batch ``x``, which split layers need.
+
+        Collective over the context group: one message per micro-batch, instead of one per layer. The length is computed
+        from the first array of ``x`` on every rank. If no layer is split, ``run`` is returned unchanged.
+        """
+        return run_on(self.split, leaves_of(x)[0], run) if self.has_tiles else run
+
+    def own_loss(self, loss: Any) -> Any:
+        """Return ``loss`` adapted to the output of this rank's last block. Not collective.
+
+        If the scores of classes are split over a tensor group and the loss needs all of them, the returned loss first
+        joins them. In a context group it takes this rank's positions. None is returned for None.
+        """
+        return loss if loss is None or not self.has_tiles else self.split.loss_on_parts(loss)
+
+    def own_places(self, x: Array) -> Array:
+        """Return ``x`` cut to this rank's positions of the sequences; without a context group, ``x`` itself.
+
+        Not collective.
+        """
+        own: Array = self.cut_batch(x, x)[0]
+        return own
+
+    def cut_batch(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """Return inputs and targets cut to this rank's positions of the sequences; see :func:`mpizero.nn.cut_batch`.
+
+        Not collective.
+        """
+        if self.context_group is None or self.parallel_layout.context_tiles == 1:
+            return x, y
+        return nn.cut_batch(x, y, self.context_group, self.parallel_layout.context_tiles)
+
+    def whole_scores(self, prediction: Array) -> Array:
+        """Return a prediction with the scores of all classes, for this rank's positions of the sequences only.
+
+        Collective over the tensor group.
+        """
+        from mpizero.nn.tensor_parallel import whole_scores
+
+        return whole_scores(self.split, prediction)
+
+    def whole_prediction(self, prediction: Array) -> Array:
+        """Join the parts of a prediction: return the scores of all classes, for all positions of the sequences.
+
+        Collective over the tensor and context group.
+        """
+        if not self.has_tiles:
+            return prediction
+        whole: Array = self.split.whole_prediction(prediction)
+        return whole
+
+
+def partition_model(
+    model: Any,
+    grid: ProcessGrid,
+    parallel_layout: ParallelLayout,
+    group_for: Callable[[Group], Group] = lambda group: group,
+) -> PartitionedModel:
+    """Split the layers of a model over this rank's tensor and context group, and take the blocks of its stage.
+
+    Collective over the tensor and context group. ``group_for`` returns a group whose methods take and return arrays on
+    the device where layers compute.
+
+    Raises
+    ------
+    ConfigError
+        If a black box is to be split, if a layer cannot be split, or if the model cannot be cut into these stages.
+    """
+    sizes = {"pipeline": parallel_layout.pipeline, "tensor": parallel_layout.tensor, "context": parallel_layout.context}
+    tiles = parallel_layout.tensor_tiles, parallel_layout.context_tiles
+    if max(*sizes.values(), *tiles) == 1:
+        return PartitionedModel(model, model, model, None, parallel_layout, (tuple(blocks_of(model)),), 0)
+    if parallel_layout.context > 1 and (averaged := averaged_names(model)):
+        raise ConfigError(
+            f"context={parallel_layout.context} cuts sequences, and {averaged[0]!r} is averaged over whole samples: "
+            "use replicas, stages or tensor groups for this model (context=1)"
+        )
+    if not isinstance(model, BlockModel):
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"{type(model).__name__} is a black box, which cannot be split ({given}): give a model of blocks, or use "
+            "data parallelism alone (pipeline=1, tensor=1, context=1)"
+        )
+    from mpizero.nn.virtual_ranks import tiled_model  # with all that tiles need, which few trainings have
+
+    cuts = parallel_layout.cut(blocks_of(model), model)
+    _refuse_frozen_copies(blocks_of(model), parallel_layout.chunks, cuts)
+    tensor, context = group_for(grid.tensor_group), group_for(grid.context_group)
+    split = tiled_model(model, tensor, context, tiles, {names[-1] for names in cuts})
+    stage = grid.here.pipeline
+    here = [block for c, s in enumerate(parallel_layout.chunks) if s == stage for block in cuts[c]]
+    local = LocalModel({name: split.blocks[name] for name in here}, split.loss, model.dtype, model.seed)
+    return PartitionedModel(local, split, model, context, parallel_layout, cuts, stage)
+
+
+def _refuse_frozen_copies(specs: Specs, chunks: Sequence[int], cuts: Sequence[Sequence[str]]) -> None:
+    """Raise ``ConfigError`` if a frozen layer uses a trained parameter of another stage.
+
+    The frozen layer's stage would store a copy of the parameter that is never updated. ``chunks`` holds the stage of
+    every chunk, ``cuts`` the names of its blocks.
+    """
+    stage_of = {block: chunks[chunk] for chunk, names in enumerate(cuts) for block in names}
+    homes = {joined(block, spec.name): (block, spec) for block in specs for spec in specs[block] if spec.tied is None}
+    for block in specs:
+        for spec in specs[block]:
+            if spec.tied is None or spec.trainable:
+                continue
+            home, shared = homes[spec.tied]
+            if shared.trainable and stage_of[home] != stage_of[block]:
+                raise ConfigError(
+                    f"block {block!r} is frozen but shares {spec.tied!r}, which is trained on another stage (blocks "
+                    f"{home!r} and {block!r} are on stages {stage_of[home]} and {stage_of[block]}): freeze both, or "
+                    "give cuts that put them on one stage"
+                )
+
+
+def averaged_names(model: Any) -> list[str]:
+    """Return the names of the averaged parameters of a whole model that steps change, in declared order.
+
+    Not collective.
+    """
+    every = ((joined(block, spec.name), spec) for block, specs in blocks_of(model).items() for spec in specs)
+    return [name for name, spec in every if spec.averaged and spec.trainable]
+
+
+def optimized_names(model: Any) -> list[str]:
+    """Return the names of the optimized parameters of a whole model, in declared order. Not collective.
+
+    Tied uses of a parameter are not listed.
+    """
+    return [
+        joined(block, spec.name)
+        for block, specs in blocks_of(model).items()
+        for spec in specs
+        if spec.tied is None and spec.optimized
+    ]
+
+
+#: What results of most layouts are equal to.
+SAME = "the bits of one process"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stand for a group where only a layer's form is asked for: nothing is sent."""
+
+    size: int
+    rank: int = 0
+
+
+def in_tiles(parallel_layout: ParallelLayout, tiles: Tiles, model: Any) -> ParallelLayout:
+    """Return the layout with the tiles in which ``model`` computes on it, a number for each axis. Not collective.
+
+    ``tiles`` is the setting. A number for both axes holds for those along which the model can be split: the layers of
+    an MLP, which has no sequences, are computed in tiles of the tensor axis alone.
+
+    Raises
+    ------
+    ConfigError
+        If there is a number of tiles for an axis along which the model cannot be split, or one for both axes and it
+        can be split along neither; or if layers cannot be split into so many parts, such as heads.
+    """
+    if tiles is None:
+        return parallel_layout
+    asked, problems = replace(parallel_layout, tiles=tiles), dict[str, str]()
+    for axis, count in asked.all_tiles.items():
+        size = getattr(asked, axis)
+        if problem := _problem(model, axis) if size == 1 and asked.asked_tiles[axis] > 1 else "":
+            problems[axis] = problem
+        elif axis == "tensor" and count != size:
+            _check_parts(model, tiles, count)
+    if isinstance(tiles, Mapping) and problems:
+        axis, problem = next(iter(problems.items()))
+        raise ConfigError(f"tiles={tiles}: {problem}; leave tiles of the {axis} axis out")
+    if len(problems) == len(TILED_AXES):
+        told = " and ".join(dict.fromkeys(problems.values()))
+        raise ConfigError(f"tiles={tiles}: {told}; leave tiles out (tiles=None)")
+    return replace(asked, tiles={axis: 1 if axis in problems else n for axis, n in asked.asked_tiles.items()})
+
+
+def misfits(parallel_layout: ParallelLayout) -> list[str]:
+    """Return a text for each axis whose size does not fit the number of tiles that the training has. Not collective."""
+    found = []
+    for axis, asked in parallel_layout.asked_tiles.items():
+        if parallel_layout.all_tiles[axis] != asked:
+            fitting = ", ".join(f"{axis}={size}" for size in range(1, asked + 1) if fits_tiles(size, asked))
+            tiles = "1 tile" if asked == 1 else f"{asked} tiles"
+            found.append(f"{axis}={getattr(parallel_layout, axis)} cannot compute {tiles}, only {fitting} can")
+    return found
+
+
+def within_rounding(
+    parallel_layout: ParallelLayout,
+    model: Any,
+    compression: str | None = None,
+    accumulate: int = 1,
+    optimizer: Any = None,
+) -> tuple[str, ...]:
+    """Return why results have not the bits of one process with the same tiles, but agree within rounding; () if not.
+
+    ``parallel_layout`` is the result of :func:`in_tiles`, ``compression`` and ``accumulate`` the settings
+    ``gradient_compression`` and ``accumulate``. A layer that computes other bits in groups of other sizes says why by
+    its attribute ``within_rounding``. An optimizer of which small differences become large ones says so by its
+    attribute ``magnifies_rounding``. Not collective.
+    """
+    found = misfits(parallel_layout)
+    for axis, count in parallel_layout.all_tiles.items():
+        if count == parallel_layout.asked_tiles[axis] and not fits_tiles(1, count):
+            found.append(f"{axis}={count} is no power of two, so one process cannot compute {count} tiles")
+    if max(parallel_layout.all_tiles.values()) > 1:
+        found += own_reasons(model)
+    if accumulate > 1 and parallel_layout.context_tiles > 1:
+        found.append(
+            f"accumulate={accumulate}: a rank with several tiles of the sequences adds these first, a rank with one "
+            "its micro-batches"
+        )
+    if compression is not None:
+        found.append(f"gradient_compression={compression!r} rounds what ranks send")
+    if found and (magnified := getattr(optimizer, "magnifies_rounding", "")):
+        found.append(magnified)
+    return tuple(found)
+
+
+def exactness(tiles: Mapping[str, int], reasons: Sequence[str]) -> str:
+    """Say what results are equal to: :data:`SAME`, or those of one process with ``tiles``, or within rounding."""
+    if reasons:
+        return f"within rounding ({'; '.join(reasons)})"
+    return SAME if max(tiles.values()) == 1 else f"{SAME} with {shown_tiles(tiles)}"
+
+
+def shown_tiles(tiles: Mapping[str, int]) -> str:
+    """Return the setting for numbers of tiles by axis, such as "tiles=8" or "tiles={'tensor': 4}"."""
+    several = {axis: count for axis, count in tiles.items() if count > 1}
+    equal = len(set(tiles.values())) == 1
+    return f"tiles={next(iter(tiles.values()))}" if equal else f"tiles={several}"
+
+
+def own_reasons(model: Any) -> list[str]:
+    """Return what layers of a model say of why their bits depend on the sizes of groups. Not collective."""
+    blocks = model.blocks if isinstance(model, BlockModel) else {}
+    return [f"block {name!r}: {reason}" for name, layer in blocks.items() for reason in _reasons(layer)]
+
+
+def _reasons(layer: Any) -> list[str]:
+    """Return the attributes ``within_rounding`` of a layer and of the layers in it."""
+    inside = layer.children().values() if isinstance(layer, nn.Layer) else ()
+    own = getattr(layer, "within_rounding", "")
+    return [*([str(own)] if own else []), *(reason for child in inside for reason in _reasons(child))]
+
+
+def _problem(model: Any, axis: str) -> str:
+    """Return why a model cannot be split along an axis; "" if it can."""
+    name = type(model).__name__
+    if not isinstance(model, BlockModel):
+        return f"{name} is a black box, whose function computes whole samples"
+    if axis == "tensor":
+        return "" if _has_split(model) else f"no block of {name} has a form for a tensor group"
+    if averaged := averaged_names(model):
+        return f"{averaged[0]!r} of {name} is averaged over whole samples"
+    try:
+        nn.context_model(model, cast("Group", _Place(2)))
+    except ConfigError as error:
+        return f"{name} has no form for a context group ({error})"
+    return ""
+
+
+def _has_split(model: BlockModel) -> bool:
+    if callable(getattr(model, "split", None)):
+        return True
+    return any(_splits(layer) for layer in model.blocks.values())
+
+
+def _splits(layer: Any) -> bool:
+    split = getattr(layer, "split", None)
+    try:
+        return split is not None and split(cast("Group", _Place(2))) is not layer
+    except ConfigError:  # of a layer that can be split, but not into two parts
+        return True
+
+
+def _check_parts(model: Any, tiles: Tiles, count: int) -> None:
+    """Raise :class:`ConfigError` if layers cannot be split into ``count`` parts, such as attention by its heads."""
+    try:
+        nn.split_model(model, cast("Group", _Place(count)))
+    except ConfigError as error:
+        raise ConfigError(
+            f"tiles={tiles} computes layers as a tensor group of {count} ranks does: {error}; or give other tiles"
+        ) from error

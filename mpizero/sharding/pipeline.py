@@ -1,0 +1,571 @@
+"""Measure the time of each block of a model, to cut it into stages of equal time.
+
+Run the micro-batches of a step through the stages of a pipeline, in the order of a schedule.
+
+[Note: pipeline bits] Every chunk runs the forward passes of its micro-batches in ascending order, and also the backward
+passes. Their gradients are added by the same code and in the same order as those of a model that is not split. So
+neither the number of stages nor the schedule changes a bit of the result.
+
+Create a rank's runner and evaluator: for a pipeline stage, a whole model of blocks, or a black box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero._util.checks import loss_and_weight
+from mpizero._util.pytree import as_arrays, leaves_of, map_leaves
+from mpizero.comm import Communicator, ProcessGrid
+from mpizero.comm.agreement import all_ranks, record_call
+from mpizero.comm.p2p import Route, broadcast_tree, key_of, packable
+from mpizero.errors import CollectiveError, ConfigError, LayoutError, PeerFailure
+from mpizero.guard import guard
+from mpizero.kernels import to_host
+from mpizero.layout import Instruction, Schedule, build_schedule
+from mpizero.layout.flat import joined, nested
+from mpizero.nn.arrays import StartValues, start_values_of
+from mpizero.nn.layer import call_located, fresh_integers
+from mpizero.sharding.batch import GrainScalars
+from mpizero.sharding.config import ShardingConfig
+from mpizero.sharding.device import ComputeDevice
+from mpizero.sharding.forward_backward import (
+    BlockEvaluator,
+    Runner,
+    RunOf,
+    SequentialRunner,
+    WatchedJob,
+    agreeable_errors,
+    with_next,
+)
+from mpizero.sharding.grad_reduce import Job
+from mpizero.sharding.integrity import WriteCheck, check_function, check_layers
+from mpizero.sharding.params import ParameterProvider, ParameterStore
+from mpizero.sharding.partition import PartitionedModel, blocks_of
+from mpizero.types import EVALUATE, Array, BlockModel, ParameterSpec, Run
+
+
+class BlockTimes(NamedTuple):
+    """Hold the seconds that one block takes for one micro-batch.
+
+    They are the times of its forward pass, and of its backward pass for its input and for its weights.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weights: float
+
+
+def measure_blocks(model: BlockModel, x: Array, y: Array, repeats: int = 3) -> dict[str, BlockTimes]:
+    """Run every block on one micro-batch, several times, and return the shortest times by block. Not collective.
+
+    Only one block's parameters, with their initial values, are in memory at a time. The times of the last block include
+    the loss.
+
+    Parameters
+    ----------
+    model : BlockModel
+        The whole model.
+    x, y : array
+        Samples and targets of a micro-batch, of the shapes and types that are used in training.
+    repeats : int
+        Number of runs of each block; at least 2 are made, because the first one also warms up caches.
+
+    Raises
+    ------
+    ConfigError
+        If ``model`` is a black box.
+    """
+    if not isinstance(model, BlockModel):
+        raise ConfigError(
+            f"{type(model).__name__} is a black box: only models of blocks can be measured block by block"
+        )
+    specs, run = blocks_of(model), Run(training=True, seed=model.seed)
+    homes = {joined(block, spec.name): spec for block in specs for spec in specs[block]}
+    found: dict[str, BlockTimes] = {}
+    fill = start_values_of(model)
+    value: Any = x
+    last = list(model.blocks)[-1]
+    for name, layer in model.blocks.items():
+        params, grads = _parameters(model, name, specs[name], homes, fill)
+        times = []
+        for _ in range(max(2, repeats)):
+            started = perf_counter()
+            out, cache = layer.forward(params, value, run)
+            if name == last:
+                _, _, loss_cache = model.loss.forward(out, y)
+            forward = perf_counter()
+            d = model.loss.backward(loss_cache) if name == last else map_leaves(_gradient_like, out)
+            begun = forward if name == last else perf_counter()
+            _, pending = layer.backward_input(params, cache, d)
+            halfway = perf_counter()
+            layer.backward_weights(params, cache, pending, grads)
+            times.append(BlockTimes(forward - started, halfway - begun, perf_counter() - halfway))
+        found[name] = BlockTimes(*(min(column) for column in zip(*times, strict=True)))
+        value = out
+    return found
+
+
+def _gradient_like(array: Array) -> Array | None:
+    """Return ones of the shape of ``array``; None for whole numbers, which have no gradient."""
+    return np.ones_like(array) if array.dtype.kind in "fc" else None
+
+
+def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig, repeats: int = 3) -> list[float]:
+    """Measure the seconds that each block takes, forward plus backward, for ``costs`` of a model in pipeline stages.
+
+    Collective over ``config.comm``. Rank 0 measures as :func:`measure_blocks` does, and every rank returns its times in
+    the order of the blocks, so that all ranks cut the model at the same blocks.
+
+    Parameters
+    ----------
+    model, x, y, repeats
+        As in :func:`measure_blocks`.
+    config : ShardingConfig
+        The ranks.
+
+    Returns
+    -------
+    list of float
+        Seconds, by block.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks, if ``model`` is a black box.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> with mz.ShardingConfig(comm="self") as config:
+    ...     costs = mz.measured_costs(mz.nn.MLP(2, [4], 2), np.eye(2, dtype=np.float32), np.array([0, 1]), config)
+    >>> len(costs), min(costs) > 0.0  # one a block, for HybridShardedModel(..., costs=costs)
+    (2, True)
+    """
+    comm = config.communicator
+    costs: list[float] = []
+    record_call(comm, "measured_costs")
+    with all_ranks(comm, first=True):
+        if comm.rank == 0:
+            costs = [sum(times) for times in measure_blocks(model, x, y, repeats).values()]
+    result: list[float] = comm.broadcast_object(costs, 0, "measured costs")
+    return result
+
+
+def _parameters(
+    model: BlockModel, block: str, specs: tuple[ParameterSpec, ...], homes: dict[str, ParameterSpec], fill: StartValues
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Allocate a block's parameters, with their initial values, and its gradients, uninitialized; return both by name.
+
+    ``specs`` are the block's parameters. ``homes`` holds, by full name, the parameters that tied ones share.
+    ``fill`` writes start values.
+    """
+    params, grads = {}, {}
+    for spec in specs:
+        name = spec.tied or joined(block, spec.name)
+        flat = np.empty(spec.size, model.dtype)
+        fill(_named(homes[name], name), 0, spec.size, flat)
+        params[spec.name], grads[spec.name] = spec.view(flat), spec.view(np.empty_like(flat))
+    integers = fresh_integers(model.blocks[block])
+    return nested(params | integers), nested(grads | integers)
+
+
+def _named(spec: ParameterSpec, name: str) -> ParameterSpec:
+    return ParameterSpec(name, spec.shape, spec.init, complex=spec.complex)
+
+
+#: Number of instructions, the current one included, whose receives are posted early.
+AHEAD = 4
+_BACKWARD_KINDS = ("backward", "backward_input")
+
+
+@dataclass
+class _Flight:
+    """Hold the data of one micro-batch on a chunk, from its forward pass to the end of its backward pass.
+
+    If a layer raises, ``fail`` is called with the error, ``failed`` is set, and nothing more is computed from the
+    micro-batch. Its messages are still sent and received, so that no rank waits for this one. ``caches`` holds what the
+    forward pass of each block has kept for its backward pass. ``pending`` holds what a block's ``backward_input`` has
+    kept for its ``backward_weights``. ``loss`` holds what the forward pass of the loss has kept.
+    """
+
+    fail: Callable[[Exception], None]
+    failed: bool = False
+    caches: dict[str, Any] = field(default_factory=dict)
+    pending: dict[str, Any] = field(default_factory=dict)
+    loss: Any = None
+
+
+class PipelineRunner:
+    """Execute the instructions of a pipeline schedule for this rank's stage.
+
+    Parameters
+    ----------
+    partitioned : PartitionedModel
+        This rank's chunks.
+    store : ParameterProvider
+        Provides the chunks' parameters, on the device where the layers compute.
+    comm : Communicator
+        The ranks of this pipeline; rank i is stage i.
+    scalars : GrainScalars
+        Collects losses, weights and failures.
+    loss_scale : callable
+        Returns the current loss scale.
+    counts : bool
+        Whether this rank records its losses in ``scalars`` if it has the last chunk. The ranks of a tensor group
+        compute equal losses, and only one of them records them.
+    agreeable, compute_device, marks
+        As in :class:`~mpizero.sharding.forward_backward.SequentialRunner`.
+    """
+
+    def __init__(
+        self,
+        partitioned: PartitionedModel,
+        store: ParameterProvider,
+        comm: Communicator,
+        scalars: GrainScalars,
+        loss_scale: Callable[[], float],
+        *,
+        counts: bool = True,
+        agreeable: tuple[type[Exception], ...] = (Exception,),
+        compute_device: ComputeDevice | None = None,
+        marks: WriteCheck | None = None,
+    ) -> None:
+        self.partitioned, self.store, self.comm, self.scalars = partitioned, store, comm, scalars
+        self.loss_scale, self.counts, self.agreeable = loss_scale, counts, agreeable
+        self.criterion, self.marks = partitioned.local.loss, marks
+        self.compute_device = compute_device or ComputeDevice()
+        self.pipeline_p2p = self.compute_device.pipeline_p2p(comm)
+        store.progress.register("pipeline", self.pipeline_p2p.progress)
+        self.stage_of = partitioned.parallel_layout.chunks
+        self.units = {chunk: self.store.layout.units_of(partitioned.cuts[chunk]) for chunk in partitioned.chunks}
+        self.most_caches = 0
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._predicted = 0
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """Return the pipeline schedule for a number of micro-batches. Not collective."""
+        axes = self.partitioned.parallel_layout
+        return build_schedule(axes.schedule, axes.pipeline, micro_batches, axes.virtual_stages)
+
+    # ------------------------------------------------------------------ a step
+
+    def run(self, jobs: Iterable[Job], run_of: RunOf) -> None:
+        """Run the forward and backward passes of all jobs, and record losses, weights and errors in the scalars.
+
+        Collective over the pipeline, and over the data group if parameters or gradients are sharded. ``run_of`` takes
+        the index of a micro-batch's first sample and its number of samples, and returns the ``Run`` of its pass.
+        """
+        jobs, self._flights = list(jobs), {}
+        self.ready()  # stages wait for each other in ways that ranks of a node must not
+        watched = [WatchedJob(job, self.scalars, self.store.timeline, self.compute_device, self.marks) for job in jobs]
+        if not jobs:
+            return
+        # What a schedule pads is absent on every stage and every replica: nothing of it needs to be done.
+        program = [i for i in self.schedule(len(jobs)).programs[self.partitioned.stage] if i.micro < len(jobs)]
+        for position, instruction in enumerate(program):
+            for ahead in program[position : position + AHEAD]:
+                self._post(ahead, jobs)
+            begun = self.store.timeline.begin()
+            self._execute(instruction, watched[instruction.micro], run_of)
+            self.store.timeline.end("schedule", instruction, begun)
+            self.store.progress.poll()
+        self.pipeline_p2p.finish()
+        if self.marks is not None:
+            self.marks.end(failed=self.scalars.error is not None)
+
+    def _execute(self, instruction: Instruction, watched: WatchedJob, run_of: RunOf) -> None:
+        chunk, micro = instruction.chunk, instruction.micro
+        if watched.job.grain is None:
+            self._absent(instruction, watched)
+        elif instruction.kind == "forward":
+            self._forward(chunk, micro, watched, run_of)
+        elif instruction.kind == "backward":
+            self._backward(chunk, micro, watched)
+        elif instruction.kind == "backward_input":
+            self._backward_input(chunk, micro, watched)
+        else:
+            self._backward_weights(chunk, micro, watched)
+
+    def _absent(self, instruction: Instruction, watched: WatchedJob) -> None:
+        """Join the gathers and reductions of an instruction on a micro-batch that only other replicas have."""
+        forward = instruction.kind == "forward"
+        units = self.units[instruction.chunk]
+        for unit, following in with_next(units if forward else reversed(units)):
+            with self.store.unshard(unit, following):
+                pass
+            if instruction.kind in ("backward", "backward_weights"):
+                watched.done(unit)
+
+    def _forward(self, chunk: int, micro: int, watched: WatchedJob, run_of: RunOf) -> None:
+        x, y, run = *self._samples(watched)[:2], run_of(*self._place(watched))
+        flight = self._flights[chunk, micro] = _Flight(self.scalars.fail)
+        self.most_caches = max(self.most_caches, len(self._flights))
+        value = self._pass_forward(chunk, micro, x, self.partitioned.run_on(x, run), flight)
+        if chunk == len(self.stage_of) - 1:
+            with self._computing(flight) as working:
+                if working:
+                    begun = self.store.timeline.begin()
+                    loss, weight, flight.loss = self.criterion.forward(value, y)
+                    loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
+                    self.store.timeline.end("forward", "loss", begun)
+                    self._count(watched, loss, weight)
+
+    def _count(self, watched: WatchedJob, loss: float, weight: float) -> None:
+        if self.counts and watched.job.grain is not None:
+            self.scalars.add(watched.job.grain.number, loss, weight)
+
+    def _pass_forward(self, chunk: int, micro: int, x: Any, run: Run, flight: _Flight) -> Any:
+        """Receive a chunk's input, run the chunk forward, send its output to the next chunk, and return the output.
+
+        Return None if a layer of this or of an earlier chunk has raised. ``x`` holds the samples of the micro-batch;
+        the first chunk takes them as its input.
+        """
+        value = x
+        if chunk > 0:
+            value = self.pipeline_p2p.receive(Route("forward", chunk), micro, key_of(x), self.stage_of[chunk - 1])
+            flight.failed = value is None
+        for unit, following in with_next(self.units[chunk]):
+            with self.store.unshard(unit, following) as params, self._computing(flight) as working:
+                for block in unit.blocks if working else ():
+                    value, cache = self._call("forward", block, "forward", params[block], value, run)
+                    if run.training:
+                        flight.caches[block] = cache
+        if chunk < len(self.stage_of) - 1:
+            self._send(Route("forward", chunk + 1), micro, x, self.stage_of[chunk + 1], value, flight)
+        return None if flight.failed else value
+
+    def _send(self, route: Route, micro: int, x: Any, peer: int, value: Any, flight: _Flight) -> None:
+        """Send ``value``, which a chunk has computed from the samples ``x``, to stage ``peer``.
+
+        ``route`` says which chunk receives it, and in which pass. If the chunk has failed, a message that says so is
+        sent instead.
+        """
+        with self._computing(flight) as working:
+            if working:
+                forward = route.kind == "forward"
+                block = (
+                    self.partitioned.cuts[route.border - 1][-1]
+                    if forward
+                    else self.partitioned.cuts[route.border + 1][0]
+                )
+                what = f"what {'forward' if forward else 'the backward pass'} of block {block!r} returns"
+                self.pipeline_p2p.check(route, key_of(x), value, what)
+        self.pipeline_p2p.send(route, micro, key_of(x), peer, None if flight.failed else value)
+
+    def _backward(self, chunk: int, micro: int, watched: WatchedJob) -> None:
+        """Compute the gradients of a chunk's input and weights from the gradient of its output, unit by unit.
+
+        The gradient of the output is received from the next chunk, that of the input is sent to the chunk before. The
+        last chunk begins with the loss.
+        """
+        flight, d = self._begin_backward(chunk, micro, watched)
+        for unit, following in with_next(reversed(self.units[chunk])):
+            with self.store.unshard(unit, following) as params, self._computing(flight) as working:
+                grads = watched.target(unit) if working else {}
+                for block in reversed(unit.blocks) if working else ():
+                    cache = flight.caches.pop(block)
+                    d = self._call("backward", block, "backward", params[block], cache, d, grads[block])
+            watched.done(unit)
+        self._send_back(chunk, micro, watched, d)
+        del self._flights[chunk, micro]
+
+    def _backward_input(self, chunk: int, micro: int, watched: WatchedJob) -> None:
+        flight, d = self._begin_backward(chunk, micro, watched)
+        for unit, following in with_next(reversed(self.units[chunk])):
+            with self.store.unshard(unit, following) as params, self._computing(flight) as working:
+                for block in reversed(unit.blocks) if working else ():
+                    given = params[block], flight.caches[block], d
+                    d, flight.pending[block] = self._call("backward", block, "backward_input", *given)
+        self._send_back(chunk, micro, watched, d)
+
+    def _backward_weights(self, chunk: int, micro: int, watched: WatchedJob) -> None:
+        flight = self._flights.pop((chunk, micro))
+        for unit, following in with_next(reversed(self.units[chunk])):
+            with self.store.unshard(unit, following) as params, self._computing(flight) as working:
+                grads = watched.target(unit) if working else {}
+                for block in reversed(unit.blocks) if working else ():
+                    given = params[block], flight.caches.pop(block), flight.pending.pop(block), grads[block]
+                    self._call("backward", block, "backward_weights", *given)
+            watched.done(unit)
+
+    def _call(self, phase: str, block: str, method: str, *args: Any) -> Any:
+        """Call ``method`` of a block's layer with ``args``, record its time under ``phase``, and return its result."""
+        clock, bound = self.store.timeline, getattr(self.partitioned.local.blocks[block], method)
+        begun = clock.begin()
+        result = call_located("block", block, bound, *args)
+        clock.end(phase, block, begun)
+        self.store.progress.poll()
+        return result
+
+    def _begin_backward(self, chunk: int, micro: int, watched: WatchedJob) -> tuple[_Flight, Any]:
+        flight, d = self._flights[chunk, micro], None
+        if chunk < len(self.stage_of) - 1:
+            key = key_of(self._samples(watched)[0])
+            d = self.pipeline_p2p.receive(Route("backward", chunk), micro, key, self.stage_of[chunk + 1])
+            flight.failed = flight.failed or d is None
+            return flight, d
+        with self._computing(flight) as working:
+            if working:
+                begun = self.store.timeline.begin()
+                d = self.criterion.backward(flight.loss, self.loss_scale())
+                self.store.timeline.end("backward", "loss", begun)
+        flight.loss = None
+        return flight, d
+
+    def _send_back(self, chunk: int, micro: int, watched: WatchedJob, d: Any) -> None:
+        if chunk == 0:
+            return
+        flight, x = self._flights[chunk, micro], self._samples(watched)[0]
+        with self._computing(flight) as working:
+            if working and not leaves_of(d):
+                first, before = self.partitioned.cuts[chunk][0], self.partitioned.cuts[chunk - 1][-1]
+                raise LayoutError(
+                    f"no gradient reaches block {before!r}: {first!r} after it returns none for its input"
+                )
+        self._send(Route("backward", chunk - 1), micro, x, self.stage_of[chunk - 1], d, flight)
+
+    @staticmethod
+    def _samples(watched: WatchedJob) -> tuple[Any, Any, int]:
+        assert watched.job.grain is not None
+        return watched.job.grain.micro_batches[watched.job.number]
+
+    @staticmethod
+    def _place(watched: WatchedJob) -> tuple[int, int]:
+        assert watched.job.grain is not None
+        return watched.job.grain.place(watched.job.number)
+
+    @contextmanager
+    def _computing(self, flight: _Flight) -> Iterator[bool]:
+        """Yield whether to compute: False if an error has occurred in this micro-batch on this or another rank.
+
+        An error that a layer raises inside the context is caught and recorded, so that this rank goes on to join the
+        later collectives. Errors of types that are not in ``agreeable`` are raised.
+        """
+        try:
+            yield not flight.failed
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception as error:
+            if not isinstance(error, self.agreeable):
+                raise
+            flight.fail(error)
+            flight.failed = True
+            flight.caches.clear()
+
+    def ready(self) -> None:
+        """Wait until all updated parameters that other ranks send have arrived. Collective over the data group."""
+        self.store.wait()
+
+    # ------------------------------------------------------------------ forward alone
+
+    def predict(self, x: Any) -> Any:
+        """Return the whole prediction for this rank's ``x``, on every stage; None if ``x`` is None.
+
+        Collective over the pipeline, and over the data group if parameters are sharded. A layer's error is raised on
+        all stages.
+        """
+        errors: list[Exception] = []
+        own = None if x is None else self.compute_device.put(self.partitioned.own_places(as_arrays(x)))
+        value = self._forward_only(own, EVALUATE, errors.append)
+        form, whole = None, None
+        with all_ranks(self.comm, "predict"):  # so everything that was sent has arrived
+            self.pipeline_p2p.finish()
+            if errors:
+                raise errors[0]
+            if value is not None and self.partitioned.is_last:
+                whole = map_leaves(to_host, self.partitioned.whole_prediction(value))
+                form = packable(whole, "the prediction")
+        return None if x is None else broadcast_tree(self.comm, form, whole, self.stage_of[-1], "prediction")
+
+    def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
+        """Return the sum of losses, the weight and the prediction on the last stage, 0.0, 0.0 and None on the others.
+
+        Collective over the pipeline, and over the data group if parameters are sharded. An error of a layer is recorded
+        in the scalars, which raise it later on all ranks; then the last stage also returns 0.0, 0.0 and None.
+        """
+        x, y = self.compute_device.put(x), self.compute_device.put(y)
+        value = self._forward_only(x, run, self.scalars.fail)
+        if x is None or value is None or not self.partitioned.is_last:
+            return 0.0, 0.0, None
+        with self._computing(_Flight(self.scalars.fail)):
+            loss, weight, _ = self.criterion.forward(value, y)
+            loss, weight = loss_and_weight(self.criterion.forward, loss, weight)
+            return loss, weight, map_leaves(to_host, self.partitioned.whole_scores(value))
+        return 0.0, 0.0, None  # and go on: the other micro-batches still come
+
+    def _forward_only(self, x: Any, run: Run, fail: Callable[[Exception], None]) -> Any:
+        if x is None:
+            for chunk in self.partitioned.chunks:
+                for unit, following in with_next(self.units[chunk]):
+                    with self.store.unshard(unit, following):
+                        pass
+            return None
+        self._predicted += 1  # messages of one route come in order; the number only keeps receives apart
+        value, run = None, self.partitioned.run_on(x, run)
+        for chunk in self.partitioned.chunks:
+            value = self._pass_forward(chunk, -self._predicted, x, run, _Flight(fail))
+        self.store.progress.poll()
+        return value
+
+    @contextmanager
+    def using_loss(self, loss: Any) -> Iterator[None]:
+        """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
+        own = self.criterion
+        self.criterion = own if loss is None else self.partitioned.own_loss(loss)
+        try:
+            yield
+        finally:
+            self.criterion = own
+
+    # ------------------------------------------------------------------ messages
+
+    def _post(self, instruction: Instruction, jobs: Sequence[Job]) -> None:
+        job = jobs[instruction.micro]
+        if job.grain is None:
+            return
+        key = key_of(job.grain.micro_batches[job.number][0])
+        chunk = instruction.chunk
+        if instruction.kind == "forward" and chunk > 0:
+            self.pipeline_p2p.post(Route("forward", chunk), instruction.micro, key, self.stage_of[chunk - 1])
+        elif instruction.kind in _BACKWARD_KINDS and chunk < len(self.stage_of) - 1:
+            self.pipeline_p2p.post(Route("backward", chunk), instruction.micro, key, self.stage_of[chunk + 1])
+
+
+def make_runner(
+    partitioned: PartitionedModel,
+    grid: ProcessGrid,
+    store: ParameterStore,
+    scalars: GrainScalars,
+    device: ComputeDevice,
+    loss_scale: Callable[[], float],
+) -> Runner:
+    """Create this rank's runner: of its pipeline stage, of a whole model of blocks, or of a black box. Not collective.
+
+    ``loss_scale`` returns the current loss scale.
+    """
+    kinds: Any = {
+        "counts": grid.here.tensor == 0,  # tensor ranks find the same losses
+        "agreeable": agreeable_errors(grid),
+        "compute_device": device,
+    }
+    always = "gradients" in guard.current().debug
+    if not isinstance(partitioned.local, BlockModel):
+        from mpizero.sharding.forward_backward import BlackBoxEvaluator
+
+        box = BlackBoxEvaluator(partitioned.local, store)
+        if box.in_place:
+            kinds["marks"] = check_function(partitioned.local.loss_and_grad, scalars.frozen, always=always)
+        return SequentialRunner(box, scalars, partitioned, **kinds)
+    kinds["marks"] = check_layers(partitioned.local.blocks, scalars.frozen, always=always)
+    provider = device.parameter_provider(store)
+    if grid.pipeline.size > 1:
+        return PipelineRunner(partitioned, provider, grid.pipeline, scalars, loss_scale, **kinds)
+    evaluator = BlockEvaluator(partitioned.local, provider, loss_scale, partitioned.run_on)
+    return SequentialRunner(evaluator, scalars, partitioned, **kinds)

@@ -1,0 +1,456 @@
+"""Describe a model whose arrays contain old and loaded values, because loading a checkpoint failed half-way.
+
+Set the number of BLAS threads, and warn if ranks use different builds of BLAS; either may change rounding.
+
+Place a model on the ranks: make the groups of ranks, cut out this rank's part of the model, allocate its arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+from mpizero import optim
+from mpizero._util.checks import writes_in_place
+from mpizero._util.text import notice
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.communicator import Timeline
+from mpizero.errors import ConfigError, SharedMemoryError
+from mpizero.guard.guard import ProcessSetting
+from mpizero.kernels.matmul import library
+from mpizero.layout.flat import FlatLayout
+from mpizero.nn.arrays import keep_freed_memory
+from mpizero.optim.elementwise import LossScaleState, averaging
+from mpizero.sharding.batch import GrainScalars, NodeClaims
+from mpizero.sharding.config import (
+    Placement,
+    ShardingConfig,
+    assigned_in_advance,
+    assigns_waves,
+    claims_grains,
+    scratch_use,
+    sent_exactly,
+)
+from mpizero.sharding.device import ComputeDevice
+from mpizero.sharding.forward_backward import Runner
+from mpizero.sharding.full_params import GlobalView
+from mpizero.sharding.grad_reduce import GradientExchange, GradientReducer, GradientViews, RowBuffer
+from mpizero.sharding.integrity import Integrity
+from mpizero.sharding.params import IntegerState, Memory, ParameterStore, UpdatePiece, fits_shared_memory, tell_private
+from mpizero.sharding.partition import (
+    SAME,
+    ParallelLayout,
+    blocks_of,
+    exactness,
+    in_tiles,
+    optimized_names,
+    partition_model,
+    within_rounding,
+)
+from mpizero.sharding.pipeline import make_runner
+from mpizero.sharding.step_report import MessageProgress
+from mpizero.sharding.update import GlobalSums, Updater, UpdateScope
+from mpizero.sharding.whole_tensors import TieExchange
+from mpizero.types import BlockModel
+
+
+@dataclass(frozen=True)
+class HalfLoaded:
+    """List the arrays of a model that may contain old and loaded values, because reading a checkpoint failed half-way.
+
+    ``paths`` are the names of these arrays in the checkpoint, the same on every rank. ``reason`` is the text of this
+    rank's error, which may quote the error of another rank.
+    """
+
+    paths: frozenset[str]
+    reason: str
+
+    def without(self, paths: Iterable[str]) -> HalfLoaded | None:
+        """Return the description without the arrays ``paths``, now loaded completely; None if no other is left."""
+        left = self.paths.difference(paths)
+        return HalfLoaded(left, self.reason) if left else None
+
+    def __str__(self) -> str:
+        """Return the text for error messages: what is wrong, why, and what the user can do."""
+        more = f" and {len(self.paths) - 1} more arrays" if len(self.paths) > 1 else ""
+        return (
+            f"half loaded: {min(self.paths)}{more} may hold parts of two states, since a checkpoint that had been "
+            f"verified could not be read again ({self.reason}): load one whole, with the optimizer's state, by "
+            "load_model, load_state or deserialize, or make a new model"
+        )
+
+
+class _BlasThreads:
+    """Set the number of threads of every BLAS of this process, and remember those from before."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[Any, int]] = {}
+
+    def set(self, threads: int) -> None:
+        """Set the number of threads of all libraries that are loaded now."""
+        for one in ThreadpoolController().select(user_api="blas").lib_controllers:
+            self._before.setdefault(one.filepath, (one, one.num_threads))
+            one.set_num_threads(threads)
+
+    def restore(self) -> None:
+        """Set the numbers of threads from before the first :meth:`set`."""
+        for one, threads in self._before.values():
+            one.set_num_threads(threads)
+        self._before.clear()
+
+
+@functools.cache
+def _of_process() -> ProcessSetting[int]:
+    setting = _BlasThreads()
+    return ProcessSetting(setting.set, setting.restore)
+
+
+def limit_blas_threads(comm: Communicator, threads: int) -> Callable[[], None]:
+    """Limit BLAS to ``threads`` threads, and print a warning on rank 0 if ranks have different builds of BLAS.
+
+    Collective over ``comm``. Another build of BLAS, or one for another type of CPU core, may round matrix products
+    differently. The result of a training would then depend on which rank computes which grain.
+
+    Returns
+    -------
+    callable
+        Ends the limit. BLAS then has the threads of the newest limit that has not ended, or those from before all.
+
+    Raises
+    ------
+    ConfigError
+        If the environment variable ``MPIZERO_BLAS`` names a library that this rank cannot use. The other ranks raise
+        ``RemoteError``.
+    """
+    with all_ranks(comm, "BLAS"):
+        beside = library()
+    builds = numpy_builds(ThreadpoolController().info()) + ([] if beside is None else [beside.name])
+    message = different_builds(comm.allgather_object(builds, "BLAS builds"))
+    if message is not None and comm.rank == 0:
+        notice(message)
+    return _of_process().hold(threads)
+
+
+def numpy_builds(libraries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describe the BLAS builds that NumPy uses: library, version and type of CPU core of each. Not collective.
+
+    ``libraries`` are all libraries that this process has loaded, as ``ThreadpoolController.info()`` returns them. Some
+    may be copies of BLAS that belong to other packages such as SciPy. So if NumPy was installed with its own BLAS, only
+    that one is returned; otherwise every BLAS in ``libraries`` is.
+    """
+    found = [library for library in libraries if library["user_api"] == "blas"]
+    home = Path(np.__file__).parent
+    folders = (home, home.with_name("numpy.libs"))
+    own = [library for library in found if any(Path(library["filepath"]).is_relative_to(f) for f in folders)]
+    return sorted(
+        f"{library['internal_api']} {library['version']} for {library.get('architecture', 'unknown cores')}"
+        for library in own or found
+    )
+
+
+def different_builds(builds: Sequence[Sequence[str]]) -> str | None:
+    """Return a warning that compares rank 0 with the first rank that differs; None if no rank does. Not collective.
+
+    ``builds[r]`` are the BLAS builds of rank r, as :func:`numpy_builds` describes them.
+    """
+    if all(list(build) == list(builds[0]) for build in builds):
+        return None
+    rank = next(r for r, build in enumerate(builds) if list(build) != list(builds[0]))
+    return (
+        f"rank {rank} has BLAS {', '.join(builds[rank]) or 'none'}, rank 0 has {', '.join(builds[0]) or 'none'}: "
+        "results may differ in their last bits between runs that assign grains differently; use nodes of one kind"
+    )
+
+
+class PlacedModel:
+    """Hold one rank's part of a model: parameters, gradients and optimizer state, sharded as the strategy says.
+
+    Construction and every public method are collective over ``config.comm``.
+
+    Parameters
+    ----------
+    model : BlockModel or BlackBoxModel
+        The whole model.
+    config : ShardingConfig
+        The ranks and how they work together.
+    placement : Placement
+        The strategy's row of the placement table.
+    parallel_layout : ParallelLayout, optional
+        How the model is split over pipeline, tensor and context ranks. None: it is not split.
+    device : int, optional
+        Number of the node's GPU that this rank computes on, modulo the number of GPUs. None: the rank's number on its
+        node. Ignored on the CPU.
+    private : bool
+        Whether every rank keeps a copy of its own, although the ranks of a node could share memory.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: ShardingConfig,
+        placement: Placement,
+        parallel_layout: ParallelLayout | None = None,
+        *,
+        device: int | None = None,
+        private: bool = False,
+    ) -> None:
+        contexts = 1 if parallel_layout is None else parallel_layout.context
+        self.model, self.config, self.placement = model, config, placement.in_contexts(contexts)
+        # Also where the construction fails, or a model is dropped without close().
+        self._end_limit = finalize(self, limit_blas_threads(config.communicator, config.threads))
+        self._end_limit.atexit = False
+        self.block_model = isinstance(model, BlockModel)
+        if callable(told := getattr(model, "set_sharding_config", None)):
+            with all_ranks(config.communicator, "model's own settings"):
+                told(config)
+        self.compute_device = self._opened_device(device)
+        if self.block_model and not config.is_guest:
+            keep_freed_memory()
+        self.dtype = np.dtype(model.dtype)
+        if self.dtype not in (np.float32, np.float64):
+            raise ConfigError(f"parameters of type {self.dtype} are not supported: use float32 or float64")
+        self._find_part(parallel_layout, private=private)
+        self._scratch = scratch_use(config, self.grid.pipeline.size, by_block=self.block_model)
+        used = {"scratch": self._scratch == "grains", "in_place": writes_in_place(model)}
+        if not fits_shared_memory(self.grid, self.layout, self.dtype.itemsize, self.placement, config, **used):
+            self._find_part(parallel_layout, private=True)
+        try:
+            self._take_memory()
+        except SharedMemoryError as error:  # on all ranks: another program has taken the memory since the check
+            self.memory.close()
+            tell_private(self.grid.world, str(error))
+            self._find_part(parallel_layout, private=True)
+            self._take_memory()
+        self.whole = GlobalView(blocks_of(model), self.store, self.grid)
+        #: Whether this rank prints notices about the model; of local engines only that of the job's rank 0.
+        self.prints_notices = self.grid.world.rank == 0
+        self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)), self.integers)
+        self.global_sums = (
+            GlobalSums(self.grid, self.layout, optimized_names(model)) if self.grid.model.size > 1 else None
+        )
+        self.ties = self._tie_exchange()
+        self.runner = self._make_runner()
+        self.updater: Updater | None = None
+        self.integrity = Integrity(self.grid, self.store, config.check_every)
+        self.loss_scale: LossScaleState | None = None
+        #: How global batches are cut into grains; a checkpoint may replace it.
+        self.grain_rule = config.grain_rule(model)
+        #: Set while a failed load has left the model with some old and some new values: it then refuses to be used.
+        self.half_loaded: HalfLoaded | None = None
+        self._begin_values()
+
+    def _opened_device(self, number: int | None) -> ComputeDevice:
+        """Return what this rank computes on; collective over ``config.comm`` if ``config.device`` says a GPU."""
+        if self.config.device == "cpu":
+            return ComputeDevice()
+        from mpizero.sharding.device import open_gpu
+
+        return open_gpu(self.config, self.block_model, number)
+
+    def _begin_values(self) -> None:
+        self.store.begin(self.model)
+        with all_ranks(self.grid.world, "start values"):
+            self.integers.begin(self.model)
+
+    def _find_part(self, parallel_layout: ParallelLayout | None, *, private: bool) -> None:
+        """Set ``grid``, ``partitioned`` and ``layout``: the groups of ranks, and this rank's part of the model.
+
+        With ``private=True``, ranks share no memory.
+        """
+        axes = None if parallel_layout is None else parallel_layout.axes(self.config.communicator.size)
+        self.grid = self.config.grid_of(axes, private=private)
+        if self.grid.context.size > 1 and self.grid.order != tuple(range(self.grid.data.size)):
+            self.grid = self.config.grid_of(axes, private=True)  # the parts of a grain must be neighbours in a wave
+        layout = in_tiles(parallel_layout or ParallelLayout(), self.config.tiles, self.model)
+        self.partitioned = partition_model(self.model, self.grid, layout, self.compute_device.group)
+        self.layout = self._layout_of(self.partitioned.stage)
+
+    @property
+    def within_rounding(self) -> tuple[str, ...]:
+        """Why results have not the bits of one process with the same tiles; empty if they have. Not collective."""
+        optimizer, layout = None if self.updater is None else self.updater.optimizer, self.partitioned.parallel_layout
+        return within_rounding(layout, self.model, self.exchange.compression, self.config.accumulate, optimizer)
+
+    @property
+    def told_exactness(self) -> str:
+        """A text of what results are equal to, to end a line with; "" if that is one process without tiles."""
+        text = exactness(self.partitioned.parallel_layout.all_tiles, self.within_rounding)
+        return "" if text == SAME else f", {text}"
+
+    def _layout_of(self, stage: int) -> FlatLayout:
+        return self.partitioned.layout(
+            stage, one_unit=self.placement.one_unit, minimum_unit=self.config.minimum_parameter_group_size
+        )
+
+    def _take_memory(self) -> None:
+        """Allocate the arrays of parameters and gradients, and create the objects that exchange them between ranks."""
+        config, grid, placement = self.config, self.grid, self.placement
+        self.memory, self.timeline = Memory(grid.node, MessageProgress()), Timeline()
+        self.store = ParameterStore(
+            self.layout, grid, self.memory, placement.shard_parameters, self.dtype, timeline=self.timeline
+        )
+        blocks = [block for chunk in self.partitioned.chunks for block in self.partitioned.cuts[chunk]]
+        self.integers = self.store.integers = IntegerState(self.model, blocks, grid)
+        elements = config.bucket_elements(self.dtype.itemsize)
+        self.exchange = GradientExchange(
+            self.store,
+            placement,
+            config.gradient_compression,
+            elements=elements,
+            exact=sent_exactly(placement, self.partitioned, self.layout),
+        )
+        self.compute_device.share_gradients(grid.data.size)
+        allocator = self.compute_device.allocator(self.memory)
+        with all_ranks(grid.world, "buffers"):
+            views = GradientViews(self.layout, allocator, self.dtype, self.integers)
+        waves = None
+        if assigns_waves(placement, config, grid.data.size):
+            from mpizero.sharding.grad_reduce import WaveBuffer
+
+            in_place = writes_in_place(self.model)
+            waves = WaveBuffer(self.store, views, self.exchange, config.accumulate, in_place=in_place)
+        claims = claims_grains(placement, config, grid, grid.model.size)
+        self.claims = NodeClaims(grid, self.memory) if claims else None
+        #: Holds whole gradients: with DDP and ZeRO-1 in every step, otherwise only for ``local_gradients``.
+        self.rows = RowBuffer(
+            self.store,
+            allocator,
+            views,
+            self.exchange,
+            config.accumulate,
+            by_block=self.block_model,
+            scratch=self._scratch,
+            shard=None if waves is None else waves.first_row,
+            claims=self.claims,
+        )
+        self.reducer: GradientReducer = waves or self.rows
+
+    @property
+    def assigned_in_advance(self) -> str:
+        """Why grains are assigned before a step although the settings ask for ``grain_assignment="dynamic"``, or ""."""
+        return assigned_in_advance(self.placement, self.config, self.grid, self.grid.model.size)
+
+    def _tie_exchange(self) -> Callable[[Sequence[UpdatePiece]], TieExchange] | None:
+        """Return a function that makes a ``TieExchange`` for the ranges that this rank owns.
+
+        None if no pipeline stages share a parameter.
+        """
+        if not self.partitioned.has_shared_parameters:
+            return None
+        stages = {use.stage for uses in self.partitioned.uses.values() for use in uses}
+        layouts = {
+            stage: self.layout if stage == self.partitioned.stage else self._layout_of(stage) for stage in stages
+        }
+        return partial(TieExchange, self.grid, self.partitioned, layouts)
+
+    def _make_runner(self) -> Runner:
+        return make_runner(
+            self.partitioned, self.grid, self.store, self.scalars, self.compute_device, self.current_loss_scale
+        )
+
+    # ------------------------------------------------------------------ changes
+
+    def bind(self, optimizer: Any, loss_scale: optim.DynamicLossScale | None = None) -> None:
+        """Set the model's optimizer, with fresh state; it replaces an earlier optimizer.
+
+        How batches are cut into grains is again as the settings say, if a checkpoint with state had replaced that.
+
+        Raises
+        ------
+        ConfigError
+            If a loss scale is given for a black box: the user's function computes its gradients, so the library cannot
+            scale the loss.
+        """
+        if loss_scale is not None and not self.block_model:
+            raise ConfigError("a loss scale needs a model of blocks: a black box computes its own gradient")
+        self.loss_scale = None if loss_scale is None else loss_scale.start()
+        if self.updater is not None:
+            self.updater.release()
+        with all_ranks(self.grid.world, first=True):
+            self.exchange.compress(self.config.gradient_compression)
+            scope = UpdateScope(self.exchange.replicated, not self.reducer.waves, self.global_sums, self.ties)
+            kept = averaging(optimizer, self.config.ema)
+            if kept.needs_vectors:
+                from mpizero.sharding.vectors import check_vector_method
+
+                check_vector_method(optimizer, self.config, self.model, scaled=loss_scale is not None)
+            self.updater = self._make_updater(kept, scope)
+        self.integrity.watch(self.updater)
+        self.grain_rule = self.config.grain_rule(self.model)
+
+    def _make_updater(self, optimizer: Any, scope: UpdateScope) -> Updater:
+        """Return an updater for the ranges of the parameters that this rank updates, on the host or on its GPU.
+
+        Raises
+        ------
+        ConfigError
+            If the setting ``optimizer_device`` asks for the GPU, but the optimizer is not one of the library's.
+        """
+        if self.config.device != "cpu":
+            from mpizero.sharding.device_update import DeviceUpdater, StagedUpdater, updates_on_device
+
+            if updates_on_device(self.config, optimizer):
+                kind = DeviceUpdater if self.compute_device.keeps_gradients else StagedUpdater
+                on_device: Any = self.compute_device.parameter_provider(self.store)
+                return kind(optimizer, self.store, scope, on_device)
+        if not optimizer.needs_vectors:
+            return Updater(optimizer, self.store, scope)
+        from mpizero.sharding.vectors import VectorUpdater
+
+        return VectorUpdater(optimizer, self.store, scope)
+
+    def current_loss_scale(self) -> float:
+        """Return the factor by which losses are multiplied before the backward pass, 1.0 by default. Not collective."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    def exchange_model(self, model: Any) -> None:
+        """Compute with ``model`` from now on; it must have the same parameters, whose values are kept."""
+        self.model = model
+        self.partitioned = partition_model(
+            model, self.grid, self.partitioned.parallel_layout, self.compute_device.group
+        )
+        self.runner = self._make_runner()
+
+    def complete_grain_rule(self, x: Any, y: Any) -> None:
+        """Complete the rule of default grains, where a model of PyTorch or JAX counts its work on samples like these.
+
+        Not collective; every rank calls it. Of the samples only shapes and types count.
+        """
+        if self.grain_rule.coarse and self.grain_rule.efficient is None:
+            self.grain_rule = replace(self.grain_rule, efficient=self.model.efficient_samples(x, y))
+
+    def reserve(self, samples: int) -> None:
+        """Allocate the memory for gradients that a step with ``samples`` samples in its global batch needs."""
+        self.reducer.reserve(self.grain_rule.grains(samples).count * self.grid.context.size)
+
+    @property
+    def pristine(self) -> bool:
+        """Tell whether parameters and optimizer state still have their initial values. Not collective."""
+        fresh = self.updater is None or self.updater.fresh
+        return self.store.version == 1 and fresh and self.half_loaded is None
+
+    def start_over(self) -> None:
+        """Reset parameters and optimizer state to their initial values."""
+        self._begin_values()
+        self.store.version = 1
+        self.exchange.forget()
+        if self.updater is not None:
+            self.updater.reset()
+            self.integrity.forget()
+        self.grain_rule = self.config.grain_rule(self.model)
+
+    def close(self) -> None:
+        """Free the shared windows, and end this model's limit of BLAS threads."""
+        self._end_limit()
+        if self.claims is not None:
+            self.claims.close()
+        self.memory.close()

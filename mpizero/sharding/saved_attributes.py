@@ -1,0 +1,638 @@
+"""Read an open checkpoint into the arrays that ranks hold: all of it, or nothing.
+
+[Note: slices are read by rows] A rank of a tensor group may hold some columns of a matrix. In the file these columns
+are one short range in each row, and reading and verifying many short ranges is slow. Therefore the ranks of the group
+read whole rows, each rank an equal share. They exchange these rows, a limited number of elements at a time, and every
+rank copies its columns out of them.
+
+Record in checkpoints how global batches are cut into grains, so that a resumed training goes on in the same way.
+
+Record in checkpoints the number of tiles of a training, so that it goes on with the same bits on other sizes.
+
+Read and check the attribute ``mpizero`` of a checkpoint, which holds all of a training's state but the arrays.
+
+Compare the learning rate in a checkpoint with the rate of the bound optimizer, to warn if loading changes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpizero import checkpoint, optim
+from mpizero._util.text import notice
+from mpizero.checkpoint.format import is_count, is_number
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import agree_arrays, all_ranks
+from mpizero.comm.reduce import EXCHANGE_ELEMENTS
+from mpizero.errors import CheckpointError, CollectiveError, PeerFailure
+from mpizero.layout import Partition, Span
+from mpizero.layout.batch import GrainRule
+from mpizero.layout.sum_tree import ORDER
+from mpizero.layout.tensor_parts import part_rows, take_rows
+from mpizero.optim.elementwise import learning_rate
+from mpizero.sharding.full_params import in_whole
+from mpizero.sharding.partition import TILED_AXES, ParallelLayout, fits_tiles, shown_tiles
+from mpizero.sharding.placed_model import HalfLoaded
+from mpizero.sharding.update import Updater
+from mpizero.types import Array, ParameterSpec
+
+if TYPE_CHECKING:
+    from mpizero.checkpoint import LocalArray
+    from mpizero.sharding.engine import Engine
+
+
+#: Elements of the arrays that are read and verified together, into extra memory, for a model that is in use.
+VERIFIED_AT_ONCE = 1 << 22
+#: Slices are read by rows if their ranges are shorter than this on average, in bytes.
+_SHORT_RANGE = 1 << 18
+
+
+class ArrayReader(Protocol):
+    """Define the part of :class:`mpizero.checkpoint.Reader` that restoring needs.
+
+    ``arrays`` holds the shape and type of each array by its name in the checkpoint; ``attributes`` are the checkpoint's
+    attributes by name.
+    """
+
+    arrays: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+    attributes: dict[str, Any]
+
+    def read(self, requests: list[LocalArray]) -> None:
+        """Read values of the checkpoint into the pieces of ``requests``, and verify them. Collective."""
+
+
+class HeldPiece(NamedTuple):
+    """Hold a view of consecutive elements of a parameter, or of its optimizer state, in this rank's memory.
+
+    ``start`` is the index of the first element in the flattened parameter, or in this rank's slice if a tensor group
+    splits the parameter. ``spec`` describes the parameter as this rank holds it.
+    """
+
+    spec: ParameterSpec
+    start: int
+    values: Array
+
+
+@dataclass(frozen=True)
+class HeldArray:
+    """Describe an array of a checkpoint and this rank's pieces of it.
+
+    ``path`` is the array's name in the checkpoint. ``spec`` describes the parameter in the whole model. ``real`` is the
+    type of the numbers in memory, of which a complex element has two.
+    """
+
+    path: str
+    spec: ParameterSpec
+    real: np.dtype[Any]
+    pieces: list[HeldPiece] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array in the checkpoint."""
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type of the array in the checkpoint."""
+        return self.spec.element_type(self.real)
+
+    def local(self) -> LocalArray:
+        """Return the array with its pieces as ranges of the whole array, the form that checkpoint readers take."""
+        ranges = (place for piece in self.pieces for place in in_whole(*piece))
+        return checkpoint.LocalArray(self.path, self.shape, self.dtype, tuple(ranges))
+
+
+@contextmanager
+def opened_alike(comm: Communicator, what: str, data: bytes) -> Iterator[checkpoint.Reader]:
+    """Yield a reader of a serialized model, after checking that all ranks pass equal bytes. Collective over ``comm``.
+
+    The check compares the attributes and the stored checksums of the arrays. It is the first message of the operation
+    ``what``, a name for errors.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank, if the bytes are damaged, crafted or not a serialized model.
+    ConfigError
+        If ranks pass different bytes.
+    """
+    readers = []
+
+    def given() -> dict[str, Any]:
+        readers.append(reader := checkpoint.from_bytes(data))
+        named = {f"array {path!r}": np.array(sums, np.uint32) for path, sums in sorted(reader.checksums().items())}
+        return {**named, "the attributes": repr(sorted(reader.attributes.items()))}
+
+    agree_arrays(comm, what, given)
+    with readers[0] as reader:
+        yield reader
+
+
+def fill(engine: Engine, reader: ArrayReader, arrays: Sequence[HeldArray]) -> None:
+    """Read this rank's pieces of ``arrays``, or change nothing and raise on every rank. Collective over the world.
+
+    [Note: nothing half loaded] If the model still has its initial values, the arrays are read straight into its memory;
+    after an error the model gets its initial values again. If it has been trained or loaded, its values must not be
+    lost. Then the arrays are read into extra memory, a group of arrays of limited size at a time, and copied into the
+    model when all ranks have verified what they read. If there are several groups, all of them are first read once only
+    to be verified, and then read again and copied. So no rank needs memory for a second copy of the model. One case
+    remains: the second reading may fail after a group was copied. Then :attr:`Engine.half_loaded` is set, and the model
+    raises an error on every use until a checkpoint has been loaded completely.
+
+    Parameters
+    ----------
+    engine : Engine
+        Holds the parameters and the optimizer state that are filled.
+    reader : ArrayReader
+        The checkpoint.
+    arrays : sequence of HeldArray
+        The same arrays in the same order on every rank, also those of which a rank has no piece.
+    """
+    engine.memory.barrier("restore")  # other ranks may still read the old parameters in the shared window
+    untouched = np.array([engine.pristine], np.int8)  # empty optimizer state looks untouched: one rank must not decide
+    engine.grid.world.allreduce(untouched, "min", "restore")
+    rows, world = RowReading(engine.grid.tensor, arrays), engine.grid.world
+    if untouched[0]:
+        try:
+            for group in _groups(arrays) if engine.grid.axes.tensor > 1 else [list(arrays)]:
+                requests = [rows.request(array) for array in group]
+                _read(world, reader, requests)
+                rows.deliver(group, requests)
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception:
+            engine.start_over()
+            raise
+    else:
+        _fill_in_use(engine, reader, rows, list(_groups(arrays)))
+    if engine.half_loaded is not None:
+        engine.half_loaded = engine.half_loaded.without(array.path for array in arrays)
+
+
+def _fill_in_use(engine: Engine, reader: ArrayReader, rows: RowReading, groups: Sequence[Sequence[HeldArray]]) -> None:
+    """Read arrays into a model that has been trained or loaded, group by group; see the note in :func:`fill`."""
+    world, changed = engine.grid.world, False
+    for group in groups if len(groups) > 1 else ():
+        _read_aside(world, reader, rows, group)
+    try:
+        for group in groups:
+            requests, aside = _read_aside(world, reader, rows, group)
+            changed = True
+            for request, held in zip(requests, aside, strict=True):
+                for (_, values), (_, found) in zip(request.pieces, held.pieces, strict=True):
+                    values[:] = found
+            rows.deliver(group, requests)
+    except (CollectiveError, PeerFailure):
+        raise
+    except Exception as error:
+        if changed:
+            paths = {array.path for group in groups for array in group}
+            earlier = engine.half_loaded.paths if engine.half_loaded is not None else ()
+            engine.half_loaded = HalfLoaded(frozenset(paths.union(earlier)), f"{type(error).__name__}: {error}")
+        raise
+
+
+def _read_aside(
+    world: Communicator, reader: ArrayReader, rows: RowReading, group: Sequence[HeldArray]
+) -> tuple[list[LocalArray], list[LocalArray]]:
+    """Read a group of arrays into new memory and verify them.
+
+    Returns
+    -------
+    (list of LocalArray, list of LocalArray)
+        The ranges of the arrays with the memory that their values are to be copied to, and the same ranges with new
+        memory that holds the values.
+    """
+    with all_ranks(world, "restore"):
+        requests = [rows.request(array) for array in group]
+        aside = [_fresh(request) for request in requests]
+    _read(world, reader, aside)
+    return requests, aside
+
+
+def _read(world: Communicator, reader: ArrayReader, requests: Sequence[LocalArray]) -> None:
+    with all_ranks(world, "restore"):
+        reader.read([request for request in requests if request.pieces])
+
+
+def _groups(arrays: Sequence[HeldArray]) -> Iterator[list[HeldArray]]:
+    """Cut the list of arrays into groups of whole arrays, each group about :data:`VERIFIED_AT_ONCE` elements long.
+
+    The groups are the same on every rank.
+    """
+    group: list[HeldArray] = []
+    size = 0
+    for array in arrays:
+        group.append(array)
+        size += int(np.prod(array.shape, dtype=np.int64))
+        if size >= VERIFIED_AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _fresh(request: LocalArray) -> LocalArray:
+    """Return a copy of ``request`` for the same ranges whose pieces are newly allocated memory."""
+    from mpizero.checkpoint.format import number_of
+
+    real = number_of(np.dtype(request.dtype))
+    room, place, pieces = np.empty(sum(v.size for _, v in request.pieces), real), 0, []
+    for start, values in request.pieces:
+        pieces.append((start, room[place : place + values.size]))
+        place += values.size
+    return checkpoint.LocalArray(request.path, request.shape, request.dtype, tuple(pieces))
+
+
+class _Need(NamedTuple):
+    """Describe the rows that a rank needs of an array that a tensor group splits.
+
+    ``cover`` is the range of elements of the whole array that these rows make up; ``row`` is the number of elements of
+    a row of the whole array. ``short`` tells whether the ranges of this rank's slice are too short to be read one by
+    one.
+    """
+
+    cover: Span
+    row: int
+    short: bool
+
+    @classmethod
+    def of(cls, array: HeldArray) -> _Need | None:
+        """Return the rows of ``array`` that this rank needs; None if this rank holds no slice of the array."""
+        sliced = [(part_rows(piece.spec.part), piece) for piece in array.pieces if piece.spec.part is not None]
+        sliced = [(rows, piece) for rows, piece in sliced if piece.values.size]
+        if not sliced:
+            return None
+        rows = sliced[0][0]
+        first = min(piece.start // rows.local for _, piece in sliced)
+        last = max(-(-(piece.start + piece.values.size) // rows.local) for _, piece in sliced)
+        length = rows.local * array.dtype.itemsize // len(rows.runs)
+        cover = Span(first * rows.whole, last * rows.whole)
+        return cls(cover, rows.whole, rows.number > 1 and length < _SHORT_RANGE)
+
+
+class RowReading:
+    """Read rows of the arrays that a tensor group splits, each row on one rank only, and give each rank its slices.
+
+    Construction is collective over the group.
+
+    Parameters
+    ----------
+    group : Communicator
+        The tensor group.
+    arrays : sequence of HeldArray
+        The arrays to read.
+    """
+
+    def __init__(self, group: Communicator, arrays: Sequence[HeldArray]) -> None:
+        self.group = group
+        self._needs: dict[str, _Need] = {}
+        if group.size == 1:
+            return
+        mine = {array.path: need for array in arrays if (need := _Need.of(array)) is not None}
+        everyone = group.allgather_object(mine, "rows of slices")
+        for path in sorted({path for needs in everyone for path in needs}):
+            needs = [needs[path] for needs in everyone if path in needs]
+            if any(need.short for need in needs):
+                cover = Span(min(need.cover.start for need in needs), max(need.cover.stop for need in needs))
+                self._needs[path] = needs[0]._replace(cover=cover)
+
+    def request(self, array: HeldArray) -> LocalArray:
+        """Return the request by which this rank reads ``array``.
+
+        If the ranges of all slices are long enough, the request is for this rank's pieces, in their own memory.
+        Otherwise the request is for this rank's share of the rows that the group needs, in a new buffer.
+        """
+        if array.path not in self._needs:
+            return array.local()
+        part = self._parts(array.path)[self.group.rank]
+        pieces = ((part.start, np.empty(part.size, array.dtype)),) if part.size else ()
+        return checkpoint.LocalArray(array.path, array.shape, array.dtype, pieces)
+
+    def deliver(self, arrays: Sequence[HeldArray], requests: Sequence[LocalArray]) -> None:
+        """Exchange the rows that the ranks have read, and copy each rank's slices out of them.
+
+        Collective over the group. ``requests`` are those that :meth:`request` returned for ``arrays``, after reading.
+        """
+        for array, request in zip(arrays, requests, strict=True):
+            if array.path in self._needs:
+                self._deliver(array, request)
+
+    def _deliver(self, array: HeldArray, request: LocalArray) -> None:
+        cover, row, _ = self._needs[array.path]
+        parts = self._parts(array.path)
+        own = parts[self.group.rank]
+        read = request.pieces[0][1] if request.pieces else np.empty(0, array.dtype)
+        step = max(1, EXCHANGE_ELEMENTS // row) * row
+        for start in range(cover.start, cover.stop, step):
+            window = Span(start, min(start + step, cover.stop))
+            mine = own.intersect(window).shift(-own.start)
+            rows = np.empty(window.size, array.dtype)
+            counts = [part.intersect(window).size for part in parts]
+            self.group.allgatherv(read[mine.start : mine.stop] if mine.size else read[:0], rows, counts, "rows")
+            for piece in array.pieces:
+                _take(piece, rows, window)
+
+    def _parts(self, path: str) -> list[Span]:
+        """Return, for each rank of the group, the range of elements of the array ``path`` that it reads."""
+        cover = self._needs[path].cover
+        shards = Partition(cover.size, self.group.size)
+        return [Span(shard.start, shard.stop).shift(cover.start) for shard in shards]
+
+
+def _take(piece: HeldPiece, window: Array, where: Span) -> None:
+    """Copy the elements of ``window`` that belong to ``piece``, a piece of a slice, into the piece.
+
+    ``window`` holds whole rows of the whole array; ``where`` is their range of elements in it.
+    """
+    assert piece.spec.part is not None
+    rows = part_rows(piece.spec.part)
+    first, last = where.start // rows.whole * rows.local, where.stop // rows.whole * rows.local
+    held = Span(piece.start, piece.start + piece.values.size).intersect(Span(first, last))
+    take_rows(rows, window, held.start - first, piece.values[held.start - piece.start : held.stop - piece.start])
+
+
+#: What errors say is expected of the record.
+EXPECTED_GRAINS = (
+    "null, or order (text), micro_batch and efficient (null or whole number >= 1), accumulate (the same, no null) and "
+    "coarse (true or false)"
+)
+#: What a checkpoint without a record means: the default of the versions that wrote none.
+_BEFORE = {"micro_batch": None, "efficient": None, "coarse": False}
+_NUMBERS = ("micro_batch", "efficient")
+
+
+def grain_record(rule: GrainRule) -> dict[str, Any]:
+    """Return the record of a rule, as plain JSON values."""
+    return {"order": ORDER, **asdict(rule)}
+
+
+def is_grain_record(value: object) -> bool:
+    """Tell whether ``value``, any JSON value from a checkpoint, is a record of a rule or None."""
+    if value is None:
+        return True
+    return (
+        isinstance(value, dict)
+        and value.keys() | {"coarse"} == {"order", "micro_batch", "accumulate", "efficient", "coarse"}
+        and isinstance(value.get("coarse", False), bool)  # older versions wrote none
+        and isinstance(value["order"], str)
+        and is_count(value["accumulate"], 1)
+        and all(value[name] is None or is_count(value[name], 1) for name in _NUMBERS)
+    )
+
+
+def check_order(record: Mapping[str, Any] | None) -> None:
+    """Raise :class:`CheckpointError` if gradients were added in an order that this version does not know."""
+    if record is not None and record["order"] != ORDER:
+        raise CheckpointError(
+            f"the checkpoint's training added the gradients of grains in the order {record['order']!r:.80}, which this "
+            f"version does not know; it knows {ORDER!r}: go on with the version that wrote the checkpoint, or load it "
+            "into a model without an optimizer to take the parameters alone"
+        )
+
+
+def resume_grains(engine: Engine, record: Mapping[str, Any] | None) -> None:
+    """Cut global batches from now on as the training did that wrote the checkpoint.
+
+    Not collective; every rank calls it. A ``micro_batch`` that the user has set stays. Rank 0 prints a notice if it, or
+    ``accumulate``, differs from the record, and if a recorded ``micro_batch`` is taken.
+    """
+    config, own = engine.config, engine.config.grain_rule(engine.model)
+    found = _BEFORE if record is None else {name: record.get(name, before) for name, before in _BEFORE.items()}
+    engine.grain_rule = own if config.micro_batch is not None else replace(own, **found)
+    if record is None or not engine.prints_notices:
+        return
+    theirs = _said(record["micro_batch"], record["accumulate"])
+    if config.accumulate != record["accumulate"] or config.micro_batch not in (None, record["micro_batch"]):
+        ours = _said(engine.grain_rule.micro_batch, config.accumulate)
+        unsure = record["micro_batch"] is None and config.accumulate == record["accumulate"]
+        notice(
+            f"the checkpoint was trained with {theirs}, this training goes on with {ours}: "
+            f"{'where these are not the same number of samples, ' if unsure else ''}"
+            "not with the bits of a run that was never interrupted"
+        )
+    elif config.micro_batch is None and record["micro_batch"] is not None:
+        notice(f"training goes on with {theirs}, as the checkpoint says; set micro_batch to change it")
+
+
+def _said(micro_batch: int | None, accumulate: int) -> str:
+    text = "the default micro_batch" if micro_batch is None else f"micro_batch={micro_batch}"
+    return text + (f" and accumulate={accumulate}" if accumulate > 1 else "")
+
+
+#: What errors say is expected of the record.
+EXPECTED_TILES = "null, or tensor and context (whole numbers >= 1)"
+
+
+def tile_record(parallel_layout: ParallelLayout) -> dict[str, dict[str, int]]:
+    """Return what a checkpoint says beside the sizes of its layout: nothing if the tiles are these sizes."""
+    tiles = parallel_layout.asked_tiles
+    return {} if tiles == {axis: getattr(parallel_layout, axis) for axis in TILED_AXES} else {"tiles": tiles}
+
+
+def is_tile_record(value: object) -> bool:
+    """Tell whether ``value``, any JSON value from a checkpoint, is a number for each axis, or None."""
+    return value is None or (
+        isinstance(value, dict) and value.keys() == set(TILED_AXES) and all(is_count(n, 1) for n in value.values())
+    )
+
+
+def recorded_tiles(saved: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the number of tiles of each axis of the training that wrote a checkpoint; None if it does not say.
+
+    ``saved`` is the checkpoint's attribute ``mpizero``. A checkpoint without a record had the sizes of its groups.
+    """
+    sizes: Mapping[str, Any] | None = saved.get("tiles") or saved.get("layout")
+    return None if sizes is None else {axis: sizes.get(axis, 1) for axis in TILED_AXES}
+
+
+def tell_tiles(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Print a notice on rank 0 if the training that wrote a checkpoint goes on with other tiles. Not collective."""
+    theirs, layout = recorded_tiles(saved), engine.partitioned.parallel_layout
+    if theirs is None or theirs == layout.all_tiles or not engine.prints_notices:
+        return
+    unfit = [axis for axis in TILED_AXES if not fits_tiles(getattr(layout, axis), theirs[axis])]
+    advice = (
+        f"no tiles keep those with {unfit[0]}={getattr(layout, unfit[0])}"
+        if unfit
+        else f"ShardingConfig({shown_tiles(theirs)}) keeps those"
+    )
+    notice(
+        f"the checkpoint was trained with {shown_tiles(theirs)}, this training goes on with "
+        f"{shown_tiles(layout.all_tiles)}: not with the bits of a run that was never interrupted; {advice}"
+    )
+
+
+#: The axes of a layout besides the data axis. If a checkpoint does not have one, its size was 1.
+AXES = ("pipeline", "tensor", "context")
+
+
+def read_attribute(reader: ArrayReader) -> dict[str, Any]:
+    """Return the attribute ``mpizero`` of a checkpoint, after checking all of it, because a file may hold any JSON.
+
+    A missing key counts as None, a missing ``step_number`` as 0: other programs may not write them. Unknown keys raise
+    ``CheckpointError``, because their meaning is unknown.
+    """
+    saved, where = reader.attributes.get("mpizero", {}), "the checkpoint's attribute 'mpizero'"
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{where} is {saved!r:.80}: expected an object")
+    if unknown := sorted(saved.keys() - _SAVED.keys()):
+        raise CheckpointError(f"{where}: {unknown[0]!r:.80} is unknown; expected {', '.join(_SAVED)}")
+    found: dict[str, Any] = dict.fromkeys(_SAVED) | {"step_number": 0} | saved
+    for key, (sound, expected) in _SAVED.items():
+        if not sound(found[key]):
+            raise CheckpointError(f"{where}: {key} is {found[key]!r:.200}: expected {expected}")
+    return found
+
+
+def check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
+    """Raise :class:`CheckpointError` if a checkpoint's layout ``saved`` is not ``layout``, that of the model."""
+    if layout != {**dict.fromkeys(AXES, 1), **(saved or {})}:
+        raise CheckpointError(
+            f"strict_layout: the checkpoint was written by {_layout_text(saved)}, this model is "
+            f"{_layout_text(layout)}; without strict_layout it can be loaded all the same"
+        )
+
+
+def _layout_text(layout: Mapping[str, Any] | None) -> str:
+    if not layout:
+        return "an unknown layout"
+    ranks, nodes = (f"{layout[what]} {what[:-1]}{'s'[: layout[what] != 1]}" for what in ("ranks", "nodes"))
+    split = ", ".join(f"{axis} {layout[axis]}" for axis in AXES if layout.get(axis, 1) != 1)
+    return f"{layout['strategy']} over {ranks} on {nodes}{f' ({split})' if split else ''}"
+
+
+def _is_optimizer(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and {"name", "slots", "step_count"} <= value.keys() <= {"name", "slots", "step_count", "progress"}
+        and ("progress" not in value or _is_progress(value["progress"]))
+        and isinstance(value["name"], str)
+        and isinstance(value["slots"], list)
+        and all(isinstance(slot, str) for slot in value["slots"])
+        and is_count(value["step_count"])
+    )
+
+
+def _is_progress(value: object) -> bool:
+    from mpizero.optim.minimizers import is_progress  # only what such a method has saved has progress
+
+    return is_progress(value)
+
+
+def _is_scale(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and value.keys() == {"scale", "good_steps"}
+        and is_number(value["scale"])
+        and is_count(value["good_steps"])
+    )
+
+
+def _is_layout(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and {"strategy", "ranks", "nodes"} <= value.keys() <= {"strategy", "ranks", "nodes", *AXES}
+        and isinstance(value["strategy"], str)
+        and all(is_count(number, 1) for key, number in value.items() if key != "strategy")
+    )
+
+
+def _is_tied(value: object) -> bool:
+    return value is None or (isinstance(value, dict) and all(isinstance(home, str) for home in value.values()))
+
+
+#: Keys of the attribute ``mpizero``, each with a check of its value, and what errors say is expected.
+_SAVED: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "optimizer": (
+        _is_optimizer,
+        "null, or name (text), slots (list of texts), step_count (whole number >= 0) and perhaps progress",
+    ),
+    "step_number": (is_count, "a whole number >= 0"),
+    "loss_scale": (_is_scale, "null, or scale (finite number > 0) and good_steps (whole number >= 0)"),
+    "layout": (
+        _is_layout,
+        "null, or strategy (text), ranks and nodes, perhaps pipeline, tensor and context (whole numbers >= 1)",
+    ),
+    "grains": (is_grain_record, EXPECTED_GRAINS),
+    "tiles": (is_tile_record, EXPECTED_TILES),
+    "tied": (_is_tied, "null, or names of parameters, each with the name of the one whose values it shares"),
+}
+
+
+#: Name of the checkpoint attribute that holds the learning rate.
+ATTRIBUTE = "learning_rate"
+
+
+def recorded(updater: Updater | None) -> dict[str, Any]:
+    """Return the checkpoint attribute :data:`ATTRIBUTE`, a dict with the keys ``last`` and ``schedule``.
+
+    Not collective. ``last`` is the learning rate of the last step, None if unknown. ``schedule`` holds the settings of
+    the optimizer's learning-rate schedule if it is one of the library's, else it is None.
+    """
+    last = None if updater is None else updater.last_rate
+    schedule = _schedule(updater)
+    return {"last": last if last is not None and math.isfinite(last) else None, "schedule": schedule}
+
+
+def learning_rate_change(updater: Updater, attributes: Mapping[str, Any], steps: int) -> str | None:
+    """Describe how the bound optimizer's schedule or learning rate differs from the checkpoint's.
+
+    Return None if they are equal, or if one of them is unknown. Not collective.
+
+    Parameters
+    ----------
+    updater : Updater
+        Holds the bound optimizer.
+    attributes : mapping
+        All attributes of the checkpoint, by name.
+    steps : int
+        Number of optimizer steps before the checkpoint was saved.
+
+    Raises
+    ------
+    CheckpointError
+        If the attribute :data:`ATTRIBUTE` does not have the form that :func:`recorded` returns.
+    """
+    saved, last = attributes.get(ATTRIBUTE), last_learning_rate(attributes)
+    if saved is None:
+        return None
+    before, now = saved.get("schedule"), _schedule(updater)
+    if before is not None and now is not None and before != now:
+        return f"the checkpoint was trained with the schedule {before!r:.200}, the bound optimizer has {now!r}"
+    if last is None or not steps:
+        return None
+    rate = learning_rate(updater.optimizer, steps - 1)
+    if math.isnan(rate) or rate == last:
+        return None
+    return f"the learning rate of step {steps} was {last!r}, the bound optimizer's is {rate!r} there"
+
+
+def last_learning_rate(attributes: Mapping[str, Any]) -> float | None:
+    """Return the learning rate of the last step before a checkpoint was saved; None if unknown.
+
+    ``attributes`` are all attributes of the checkpoint, by name. Not collective.
+
+    Raises
+    ------
+    CheckpointError
+        If the attribute :data:`ATTRIBUTE` does not have the form that :func:`recorded` returns.
+    """
+    saved = attributes.get(ATTRIBUTE)
+    if saved is None:
+        return None
+    last = saved.get("last") if isinstance(saved, dict) else saved
+    if not isinstance(saved, dict) or not (last is None or (isinstance(last, float) and math.isfinite(last))):
+        raise CheckpointError(f"the checkpoint's attribute {ATTRIBUTE!r} cannot be what mpizero wrote: {saved!r:.200}")
+    return last
+
+
+def _schedule(updater: Updater | None) -> dict[str, Any] | None:
+    lr = None if updater is None else getattr(updater.optimizer, "lr", None)
+    return None if not isinstance(lr, optim.Schedule) else asdict(lr) | {"lr": float(lr.lr), "end": float(lr.end)}

@@ -1,0 +1,595 @@
+"""Save and load sharded models: every rank writes and reads its own ranges of the arrays of the whole model.
+
+A checkpoint holds the arrays of the whole model, so a model with any layout can load it. The slices and copies of
+parameters that a rank holds (``sharding/full_params.py``) are translated to ranges of these arrays.
+
+Load chosen parameters from a file, on any layout: each rank reads the ranges that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpizero import checkpoint
+from mpizero._util.names import as_patterns, nearest, selected
+from mpizero._util.text import notice
+from mpizero.checkpoint import LocalArray
+from mpizero.checkpoint.convert import ImportRules, ParameterFile, loadable, open_parameters
+from mpizero.checkpoint.inspect import short_name
+from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.errors import CheckpointError, ConfigError
+from mpizero.layout.flat import joined
+from mpizero.optim import elementwise
+from mpizero.sharding import saved_attributes
+from mpizero.sharding.params import named_integers
+from mpizero.sharding.partition import blocks_of
+from mpizero.sharding.saved_attributes import (
+    AXES,
+    ArrayReader,
+    HeldArray,
+    HeldPiece,
+    check_layout,
+    check_order,
+    fill,
+    grain_record,
+    read_attribute,
+    resume_grains,
+    tell_tiles,
+    tile_record,
+)
+from mpizero.types import Array, ParameterSpec
+
+if TYPE_CHECKING:
+    from mpizero.sharding.engine import Engine
+
+
+_REMEDY = "bind the same one, or load into a model without an optimizer to take the parameters alone"
+
+
+def local_arrays(
+    engine: Engine, *, parameters: bool = True, values: Array | None = None, fetch: bool = True
+) -> list[checkpoint.LocalArray]:
+    """Return every parameter and optimizer array of the whole model, with the ranges that this rank writes.
+
+    Not collective.
+
+    The ranges are views of this rank's memory. Optimizer state that is on a GPU is first copied to the host. With
+    ``fetch=False`` host memory is allocated for it, but not filled. ``parameters=False`` leaves out the parameters. If
+    ``values`` is given, its elements are written instead of the parameters; it holds all parameters of this rank, one
+    after the other, in the order of ``engine.layout``.
+    """
+    arrays = _parameter_arrays(engine, engine.whole.writes, values) if parameters else []
+    if parameters:
+        here = engine.grid.here
+        arrays += _integer_arrays(engine, held=here.data == here.tensor == here.context == 0)
+    if engine.updater is not None:
+        state = engine.updater.host_state(fetch=fetch)
+        arrays += _state_arrays(engine, state, engine.whole.writes, own=True)
+    return [array.local() for array in arrays]
+
+
+def _everything(spec: ParameterSpec) -> bool:
+    """Return True, to select every parameter: in loading, a rank reads all that it holds, also copies."""
+    return True
+
+
+def parameter_arrays(engine: Engine) -> list[HeldArray]:
+    """Return the arrays of all parameters of the model, with the pieces that this rank holds. Not collective."""
+    return _parameter_arrays(engine, _everything) + _integer_arrays(engine, held=True)
+
+
+def _integer_arrays(engine: Engine, *, held: bool) -> list[HeldArray]:
+    """Return the integer arrays of the model; with ``held``, all of each whose block is on this rank's stage."""
+    found = []
+    for name, spec in named_integers(engine.integers.whole).items():
+        told, value = ParameterSpec(name, spec.shape, trainable=False), engine.integers.values.get(name)
+        stored = spec.stored_dtype
+        pieces = [] if value is None or not held else [HeldPiece(told, 0, value.reshape(-1).view(stored))]
+        found.append(HeldArray(f"parameters/{name}", told, stored, pieces))
+    return found
+
+
+def _parameter_arrays(
+    engine: Engine, wanted: Callable[[ParameterSpec], bool], values: Array | None = None
+) -> list[HeldArray]:
+    """Return the arrays of all parameters of the model, with the pieces of the wanted ones that this rank owns.
+
+    ``wanted`` tells for each parameter of this rank whether its pieces are included. The pieces are views of ``values``
+    (see :func:`local_arrays`), or of the parameters if it is None.
+    """
+    arrays = _whole_arrays("parameters", (entry.spec for entry in engine.whole.layout.parameters), engine.dtype)
+    for unit, span in zip(engine.layout.units, engine.store.share.spans, strict=True):
+        owned = engine.store.owned(unit.index) if values is None else values[span.start : span.stop]
+        for entry, part in engine.layout.pieces(span):
+            view = owned[part.start - span.start : part.stop - span.start]
+            _add(arrays, HeldPiece(entry.spec, part.start - entry.offset, view), wanted)
+    return list(arrays.values())
+
+
+def _state_arrays(
+    engine: Engine, state: Mapping[str, Array], wanted: Callable[[ParameterSpec], bool], *, own: bool = False
+) -> list[HeldArray]:
+    """Return all arrays of the optimizer state, with this rank's pieces of those whose parameter is ``wanted``.
+
+    ``state`` is this rank's state by slot. With ``own``, pieces that other ranks' shards have, too, are left out.
+    """
+    updater = engine.updater
+    assert updater is not None
+    specs = [elementwise.state_specs(updater.optimizer, entry.spec) for entry in engine.whole.layout.parameters]
+    found: list[HeldArray] = []
+    for slot, values in state.items():
+        arrays = _whole_arrays(f"optimizer/{slot}", (of[slot] for of in specs if slot in of), engine.dtype)
+        for piece in updater.state_pieces(slot, own=own):
+            _add(arrays, HeldPiece(piece.spec, piece.start, values[piece.state : piece.state + piece.size]), wanted)
+        found += arrays.values()
+    return found
+
+
+def _whole_arrays(folder: str, specs: Iterable[ParameterSpec], real: np.dtype[Any]) -> dict[str, HeldArray]:
+    """Return, by parameter name, the arrays of the whole model that ``specs`` describe, without pieces.
+
+    ``folder`` is the first part of the arrays' names in the checkpoint, such as ``parameters``.
+    """
+    return {spec.name: HeldArray(f"{folder}/{spec.name}", spec, real) for spec in specs}
+
+
+def _add(arrays: Mapping[str, HeldArray], piece: HeldPiece, wanted: Callable[[ParameterSpec], bool]) -> None:
+    """Add a piece to its array if its parameter is ``wanted``."""
+    if wanted(piece.spec):
+        arrays[piece.spec.guest or piece.spec.name].pieces.append(piece)
+
+
+def attributes(engine: Engine) -> dict[str, Any]:
+    """Return the value of the checkpoint attribute ``mpizero``. Not collective.
+
+    It holds the optimizer's name, slots and number of updates, the step number, the loss scale, the layout, how batches
+    are cut into grains, and the other names of tied parameters, with the names under which they are saved.
+    """
+    updater = engine.updater
+    return {
+        "optimizer": None
+        if updater is None
+        else {
+            "name": elementwise.optimizer_name(updater.optimizer),
+            "slots": list(updater.state),
+            "step_count": updater.step_count,
+            **({} if updater.method is None else {"progress": updater.method.progress.saved()}),
+        },
+        "step_number": engine.step_number,
+        "loss_scale": None
+        if engine.loss_scale is None
+        else {"scale": engine.loss_scale.scale, "good_steps": engine.loss_scale.good_steps},
+        "layout": {
+            "strategy": engine.placement.saved_as,
+            "ranks": engine.grid.axes.size,
+            "nodes": engine.whole.nodes,
+            **{axis: getattr(engine.grid.axes, axis) for axis in AXES},
+        },
+        "grains": grain_record(engine.grain_rule),
+        **tile_record(engine.partitioned.parallel_layout),
+        **({"tied": tied} if (tied := _other_names(engine.model)) else {}),
+    }
+
+
+def _other_names(model: Any) -> dict[str, str]:
+    """Return the names of all tied uses of parameters, each with the name of the parameter."""
+    specs = ((block, spec) for block, found in blocks_of(model).items() for spec in found)
+    tied = {joined(block, spec.name): spec.tied for block, spec in specs if spec.tied is not None}
+    return tied | dict(getattr(model, "other_names", {}))
+
+
+def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False) -> None:
+    """Restore a model from an open checkpoint: all of it, or nothing (see :func:`~.restore.fill`).
+
+    Collective over the world.
+
+    If an optimizer is bound and the checkpoint has optimizer state, that is restored too; otherwise only the parameters
+    and the step number are.
+
+    Raises
+    ------
+    CheckpointError
+        If the checkpoint is damaged, or belongs to another model or optimizer. With ``strict_layout`` also if it was
+        saved with another strategy, or with other numbers of ranks, nodes, pipeline stages, tensor or context ranks.
+    """
+    with all_ranks(engine.grid.world, "restore"):
+        saved = read_attribute(reader)
+    with_state = engine.updater is not None and saved["optimizer"] is not None
+    with all_ranks(engine.grid.world, "restore"):
+        _check_model(engine, reader)
+        if strict_layout:
+            check_layout(attributes(engine)["layout"], saved.get("layout"))
+        if engine.updater is not None:
+            (_check_optimizer if with_state else _check_no_state)(engine, reader, saved)
+        if with_state:
+            check_order(saved["grains"])
+            _tell_rates(engine, reader, saved)
+            _tell_average(engine, saved)
+    arrays, state = parameter_arrays(engine), dict[str, Array]()
+    if with_state:
+        state, kept = _kept_state(engine, saved)
+        arrays += kept
+    fill(engine, reader, arrays)
+    _forget_residuals(engine)
+    engine.store.publish()  # before an average begins, of parameters that other nodes own as well
+    _take_state(engine, state, saved, reader) if with_state else engine.begin_average()
+    engine.step_number = saved["step_number"]
+
+
+def restore_state(engine: Engine, reader: ArrayReader) -> None:
+    """Restore only the optimizer state from an open checkpoint: all of it, or nothing.
+
+    Collective over the world.
+
+    Raises
+    ------
+    CheckpointError
+        If the checkpoint is damaged, has no optimizer state or the state of another optimizer, or if no optimizer is
+        bound.
+    """
+    with all_ranks(engine.grid.world, "restore"):
+        saved = read_attribute(reader)
+        _check_optimizer(engine, reader, saved)
+        check_order(saved["grains"])
+        _tell_rates(engine, reader, saved)
+        _tell_average(engine, saved)
+    state, kept = _kept_state(engine, saved)
+    fill(engine, reader, kept)
+    _forget_residuals(engine)
+    _take_state(engine, state, saved, reader)
+
+
+def _forget_residuals(engine: Engine) -> None:
+    """Drop the residuals (error feedback) of gradient compression; rank 0 prints a notice if there are any.
+
+    Checkpoints do not contain them.
+    """
+    if engine.exchange.feedback and engine.prints_notices:
+        notice(
+            f"checkpoints do not hold what gradient_compression={engine.exchange.compression!r} has not sent "
+            "yet: training goes on without it, and not with the bits of a run that was never interrupted"
+        )
+    engine.exchange.forget()
+
+
+def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
+    updater, optimizer = engine.updater, saved.get("optimizer")
+    if updater is None or optimizer is None:
+        which = "model has no bound optimizer" if updater is None else "checkpoint has none"
+        raise CheckpointError(f"no optimizer state to restore: the {which}")
+    name = elementwise.optimizer_name(updater.optimizer)
+    if optimizer["name"] != name:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {optimizer['name']:.80}, the bound optimizer is {name}: {_REMEDY}"
+        )
+    if ("progress" in optimizer) != (updater.method is not None):
+        raise CheckpointError(f"the checkpoint's attribute mpizero.optimizer does not tell the progress of {name}")
+    own, slots = set(updater.state) - {elementwise.EMA}, set(optimizer["slots"]) - {elementwise.EMA}
+    held = {path.split("/")[1] for path in _state_paths(reader)} - {elementwise.EMA} | slots
+    if other := sorted((held - own) | (own - slots)):
+        has, lacks = ("lacks", "has") if other[0] in own else ("has", "lacks")
+        raise CheckpointError(
+            f"the checkpoint's state of {name} {has} {other[0]!r:.80}, which the bound optimizer {lacks} "
+            f"(its own: {', '.join(updater.state) or 'none'}): {_REMEDY}"
+        )
+    if updater.optimizer.needs_whole_tensors:
+        _check_tensors(engine, reader, name)
+
+
+def _check_tensors(engine: Engine, reader: ArrayReader, name: str) -> None:
+    """Raise ``CheckpointError`` if the bound optimizer takes other tensors than the saved one, or has other arrays."""
+    assert engine.updater is not None
+    for entry in engine.whole.layout.parameters:
+        for slot, spec in elementwise.state_specs(engine.updater.optimizer, entry.spec).items():
+            path = f"optimizer/{slot}/{spec.name}"
+            found = reader.arrays.get(path)
+            if slot != elementwise.EMA and (found is None or tuple(found[0]) != spec.shape):
+                has = f"lacks {path}" if found is None else f"has {path} of shape {tuple(found[0])}"
+                raise CheckpointError(
+                    f"the checkpoint {has}, the bound {name} has that array of shape {spec.shape}: the saved one took "
+                    f"other tensors as whole, or had other settings (exclude, for instance): {_REMEDY}"
+                )
+
+
+def _check_no_state(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` if a checkpoint that names no optimizer has optimizer state, which would be ignored."""
+    if found := _state_paths(reader):
+        raise CheckpointError(
+            f"the checkpoint holds {found[0]} and {len(found) - 1} more arrays of optimizer state, and its attribute "
+            f"mpizero.optimizer, which says of what optimizer, is missing: {_REMEDY}"
+        )
+
+
+def _state_paths(reader: ArrayReader) -> list[str]:
+    return [path for path in reader.arrays if path.startswith("optimizer/")]
+
+
+def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
+    """Say on rank 0 if the bound optimizer's learning rate or schedule differs from that in the checkpoint."""
+    assert engine.updater is not None
+    change = saved_attributes.learning_rate_change(engine.updater, reader.attributes, saved["optimizer"]["step_count"])
+    if change is not None and engine.prints_notices:
+        notice(f"{change}: training goes on with the bound one")
+
+
+def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, Any], reader: ArrayReader) -> None:
+    """Set the optimizer's state, step count and last learning rate, and the loss scale, to those of the checkpoint.
+
+    ``state`` is the optimizer state by slot, already read; ``saved`` is the attribute that :func:`_saved` returns.
+    """
+    assert engine.updater is not None
+    if _begins_average(engine, saved):
+        engine.updater.begin_average(state)
+    engine.updater.take_state(state)
+    if engine.updater.method is not None:
+        engine.updater.method.restore(saved["optimizer"]["progress"])
+    engine.integrity.forget()
+    engine.updater.step_count = saved["optimizer"]["step_count"]
+    engine.updater.last_rate = saved_attributes.last_learning_rate(reader.attributes)
+    resume_grains(engine, saved["grains"])
+    tell_tiles(engine, saved)
+    if saved.get("loss_scale") is not None and engine.loss_scale is not None:
+        engine.loss_scale = replace(engine.loss_scale, **saved["loss_scale"])
+
+
+def _kept_state(engine: Engine, saved: Mapping[str, Any]) -> tuple[dict[str, Array], list[HeldArray]]:
+    """Return memory for this rank's optimizer state by slot, and the checkpoint's arrays to be read into that memory.
+
+    The arrays include state that other ranks hold too: where state is replicated, every rank reads it, one writes it.
+    An average of the parameters that the checkpoint lacks is left out.
+    """
+    assert engine.updater is not None
+    state = engine.updater.host_state(fetch=False)
+    read = {slot: held for slot, held in state.items() if slot != elementwise.EMA or not _begins_average(engine, saved)}
+    return state, _state_arrays(engine, read, _everything)
+
+
+def _begins_average(engine: Engine, saved: Mapping[str, Any]) -> bool:
+    """Tell whether this model averages its parameters and the checkpoint has no average, which then begins anew."""
+    assert engine.updater is not None
+    return engine.updater.averages_parameters and elementwise.EMA not in saved["optimizer"]["slots"]
+
+
+def _tell_average(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Print a notice on rank 0 if the average of the parameters begins anew, or is not read, as settings say."""
+    assert engine.updater is not None
+    if not engine.prints_notices:
+        return
+    if _begins_average(engine, saved):
+        notice("the checkpoint holds no average of the parameters (ema): it begins with the parameters that are loaded")
+    elif elementwise.EMA in saved["optimizer"]["slots"] and not engine.updater.averages_parameters:
+        notice(
+            "the checkpoint holds an average of the parameters, which is not read: ShardingConfig(ema=...) would go on "
+            "with it"
+        )
+
+
+def copy_state(source: Engine, target: Engine) -> None:
+    """Copy optimizer, optimizer state, loss scale and step number to another engine of the same layout and grid.
+
+    The residuals of gradient compression are copied too. Collective over the world.
+    """
+    if source.updater is not None:
+        target.bind(source.updater.optimizer)
+        assert target.updater is not None
+        state = target.updater.host_state(fetch=False)
+        for slot, values in source.updater.host_state().items():
+            state[slot][:] = values
+        target.updater.take_state(state)
+        if target.updater.method is not None and source.updater.method is not None:
+            target.updater.method.progress = deepcopy(source.updater.method.progress)
+        target.updater.step_count, target.updater.last_rate = source.updater.step_count, source.updater.last_rate
+        target.integrity.forget()
+    target.loss_scale, target.step_number = source.loss_scale, source.step_number
+    target.grain_rule = source.grain_rule
+    target.exchange.copy_from(source.exchange)
+
+
+def _check_model(engine: Engine, reader: ArrayReader) -> None:
+    prefix = "parameters/"
+    found = {path[len(prefix) :]: shape for path, (shape, _) in reader.arrays.items() if path.startswith(prefix)}
+    integers = named_integers(engine.integers.whole)
+    wanted = {e.spec.name: e.spec.shape for e in engine.whole.layout.parameters}
+    wanted |= {name: spec.shape for name, spec in integers.items()}
+    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    different = [n for n in wanted if n in found and tuple(found[n]) != wanted[n]]
+    if missing or extra or different:
+        problems = []
+        if missing:
+            problems.append(f"missing {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}")
+        if extra:
+            problems.append(f"unknown {', '.join(extra[:3])}{' ...' if len(extra) > 3 else ''}")
+        if different:
+            name = different[0]
+            problems.append(f"{name} has shape {tuple(found[name])}, the model's has {wanted[name]}")
+        raise CheckpointError(f"the checkpoint belongs to another model: {'; '.join(problems)}")
+    types = {prefix + e.spec.name: e.spec.element_type(engine.dtype) for e in engine.whole.layout.parameters}
+    types |= {prefix + name: spec.stored_dtype for name, spec in integers.items()}
+    for path, expected in types.items():
+        if (dtype := np.dtype(reader.arrays[path][1])) != expected:
+            raise CheckpointError(f"{path} is {dtype}, the model's parameter is {expected}")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Say which parameters of a model were loaded from a file, and which were not.
+
+    Attributes
+    ----------
+    path : str
+        The file.
+    taken : tuple of str
+        Parameters that were loaded.
+    left : tuple of str
+        Parameters of the model that the patterns do not choose.
+    missing : tuple of str
+        Chosen parameters that the file does not have.
+    different : mapping of str to str
+        Chosen parameters that have another shape or type in the file, and how they differ.
+    unused : tuple of str
+        Parameters of the file, by their names there, that the model does not have.
+    """
+
+    path: str
+    taken: tuple[str, ...]
+    left: tuple[str, ...]
+    missing: tuple[str, ...]
+    different: Mapping[str, str]
+    unused: tuple[str, ...]
+
+    @property
+    def told(self) -> bool:
+        """True if something was not loaded, so that rank 0 has printed this report."""
+        return bool(self.left or self.missing or self.different)
+
+    def __str__(self) -> str:
+        """Describe the report in one line for each kind of parameters that there are."""
+        count = len(self.taken) + len(self.left) + len(self.missing) + len(self.different)
+        lines = [f"{len(self.taken)} of {count} parameters loaded from {self.path}"]
+        for what, names in (("left as they were", self.left), ("not in the file", self.missing)):
+            lines += [f"{what}: {_some(names)}"] if names else []
+        if self.different:
+            lines.append(f"different: {_some([f'{name} ({how})' for name, how in self.different.items()])}")
+        lines += [f"in the file only: {_some(self.unused)}"] if self.unused else []
+        return "; ".join(lines)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hold the arguments that choose parameters; construction checks them.
+
+    Attributes
+    ----------
+    include, exclude : tuple of str
+        Shell patterns of the model's parameters that are loaded (none: all), and of those that are not.
+    rules : ImportRules
+        Names of parameters in the file and in the model.
+    strict : bool
+        Whether a chosen parameter that cannot be loaded is an error, and without patterns also one that is in the file
+        only.
+    """
+
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    rules: ImportRules
+    strict: bool
+
+    @classmethod
+    def of(cls, include: Any, exclude: Any, rename: Any, strict: bool | None) -> Choice:
+        """Check the arguments of ``load_parameters``."""
+        inside, outside = as_patterns("include", include), as_patterns("exclude", exclude)
+        if rename is not None and not isinstance(rename, Mapping):
+            raise ConfigError(
+                f"rename={rename!r:.80}: expected names in the file and their names in the model, such as "
+                '{"backbone.*": "encoder.*"}'
+            )
+        rules = ImportRules(names=tuple((str(old), str(new)) for old, new in (rename or {}).items()))
+        return cls(inside, outside, rules, not (inside or outside) if strict is None else bool(strict))
+
+    def report(self, specs: Mapping[str, tuple[tuple[int, ...], str]], file: ParameterFile) -> tuple[LoadReport, Any]:
+        """Compare the model's parameters with those of ``file``; return the report and the file's name of each.
+
+        ``specs`` has shape and element type of the model's parameters by name. Not collective.
+        """
+        names = list(specs)
+        inside = selected(names, "include", self.include) if self.include else names
+        outside = set(selected(names, "exclude", self.exclude))
+        chosen = [name for name in inside if name not in outside]
+        if not chosen:
+            raise ConfigError("load_parameters: exclude leaves nothing of what include chooses")
+        origin = self._origin(file)
+        taken, missing, different = [], [], {}
+        for name in chosen:
+            if name not in origin:
+                missing.append(name)
+            elif how := _difference(specs[name], file.arrays[origin[name]]):
+                different[name] = how
+            else:
+                taken.append(name)
+        picked = set(chosen)
+        left = tuple(name for name in names if name not in picked)
+        unused = tuple(there for name, there in origin.items() if name not in specs)
+        report = LoadReport(file.path, tuple(taken), left, tuple(missing), different, unused)
+        self._check(report, names)
+        return report, origin
+
+    def _origin(self, file: ParameterFile) -> dict[str, str]:
+        """Return the file's name of each parameter that it has, by its name in the model."""
+        origin: dict[str, str] = {}
+        for old, _ in self.rules.names:
+            selected(list(file.arrays), "rename", [old], f"parameter of {file.path}")
+        for name in file.arrays:
+            new = short_name(self.rules.path(name))
+            if new in origin:
+                raise ConfigError(f"rename: {origin[new]!r} and {name!r} of {file.path} both become {new!r}")
+            origin[new] = name
+        return origin
+
+    def _check(self, report: LoadReport, names: Sequence[str]) -> None:
+        unexpected = () if self.include or self.exclude else report.unused
+        if report.taken and not (self.strict and (report.missing or report.different or unexpected)):
+            return
+        problems = [f"missing {_some(report.missing)}"] if report.missing else []
+        problems += [f"different {name}: {how}" for name, how in list(report.different.items())[:5]]
+        problems += [f"only in the file {_some(report.unused)}"] if report.unused else []
+        hint = nearest(report.unused[0], report.missing or names) if report.unused else ""
+        told = "holds none of the chosen parameters" if not report.taken else "holds other parameters than the model"
+        raise CheckpointError(
+            f"{report.path} {told}: {'; '.join(problems)}{hint}; choose with include=[...], or map names with "
+            'rename={"old.*": "new.*"}'
+        )
+
+
+def _difference(wanted: tuple[tuple[int, ...], str], found: tuple[tuple[int, ...], str | None]) -> str:
+    """Describe how shape and type of a parameter in the file differ from the model's; "" if it can be loaded."""
+    (shape, element), (there, stored) = wanted, found
+    if tuple(there) != tuple(shape):
+        turned = ", transposed" if tuple(there) == tuple(shape)[::-1] else ""
+        return f"shape {list(there)} in the file, {list(shape)} in the model{turned}"
+    return "" if loadable(stored, element) else f"{stored or 'an unknown type'} in the file, {element} in the model"
+
+
+@dataclass
+class _Renamed:
+    """Read arrays of a model from a file in which they have other names."""
+
+    file: ParameterFile
+    origin: Mapping[str, str]
+    arrays: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+    attributes: dict[str, Any]
+
+    def read(self, requests: list[LocalArray]) -> None:
+        """Read values into the pieces of ``requests``. Collective."""
+        self.file.read([replace(request, path=self.origin[short_name(request.path)]) for request in requests])
+
+
+def load_chosen(engine: Engine, path: Any, choice: Choice) -> LoadReport:
+    """Load the chosen parameters, or change nothing and raise on every rank; return what was loaded.
+
+    Collective over the world. Optimizer state and step numbers stay as they are.
+    """
+    world = engine.grid.world
+    agree_equal(world, lambda: {"the arguments of load_parameters": choice}, "load parameters")
+    arrays = parameter_arrays(engine)
+    specs = {array.spec.name: (array.spec.shape, array.dtype.name) for array in arrays}
+    with open_parameters(path, world) as file:
+        found: list[tuple[LoadReport, Any]] = []
+        with all_ranks(world, "load parameters"):
+            found.append(choice.report(specs, file))
+        report, origin = found[0]
+        taken = set(report.taken)
+        own = [array for array in arrays if array.spec.name in taken]
+        table = {array.path: (array.shape, array.dtype) for array in own}
+        fill(engine, _Renamed(file, origin, table, {}), own)
+    engine.store.publish()
+    engine.begin_average()
+    return report

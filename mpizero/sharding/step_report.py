@@ -1,0 +1,290 @@
+"""Describe the result of one training step; report skipped steps, and raise an error after too many in a row.
+
+Make nonblocking MPI messages progress while ranks compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpizero._util.checks import flag, is_whole, require
+from mpizero._util.text import notice
+from mpizero.errors import ConfigError, NonFiniteError
+
+_ADVICE = (
+    "lower the learning rate, set ShardingConfig(clip=...), or look at the data: "
+    "mpizero.dump_bad_step(model, (x, y), folder) keeps the samples"
+)
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """Describe the first infinite or NaN value (loss, weight or gradient) of a grain.
+
+    Attributes
+    ----------
+    step : int
+        Number of the training step, from 1; skipped steps count.
+    rank : int
+        The rank that found the value.
+    tensor : str
+        "loss", "weight", or the name of the parameter whose gradient is infinite or NaN.
+    start, stop : int
+        Half-open range of samples of the global batch: the grain of the value. If every grain is finite and only their
+        sum overflows, the range has all samples.
+    message : str
+        Readable text that says what was found.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> config = mz.ShardingConfig(comm="self", micro_batch=1, bad_steps=mz.BadSteps(warn=False))
+    >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    ...     _ = model.train(np.array([[0.0], [np.inf]], np.float32), np.array([0, 1]))
+    ...     found = model.last_step.non_finite[0]
+    >>> found.step, found.rank, found.tensor, found.start, found.stop
+    (1, 0, 'loss', 1, 2)
+    """
+
+    step: int
+    rank: int
+    tensor: str
+    start: int
+    stop: int
+    message: str
+
+    def __str__(self) -> str:
+        """Return a text that says what was found, on which rank, in which samples."""
+        return f"{self.message} on rank {self.rank}, samples {self.start} to {self.stop - 1}"
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Hold the results of one training step.
+
+    Attributes
+    ----------
+    step : int
+        Number of updates that the optimizer has done so far, including this step's; skipped steps do not count.
+    loss : float
+        Mean loss over the global batch.
+    weight : float
+        The total weight of the samples, by which the sum of losses was divided.
+    learning_rate : float
+        Learning rate of this step.
+    gradient_norm : float or None
+        Global norm of the averaged gradient before clipping; None if it was not computed (it is only needed for
+        clipping, with a loss scale and with 16-bit compression).
+    skipped : str or None
+        Why the update was skipped: which rank found an infinite or NaN value, in which tensor and for which samples.
+        None if the update was done.
+    bytes_sent : int
+        Bytes that this rank sent to other ranks in this step.
+    non_finite : tuple of NonFinite
+        For each grain whose loss or gradient was not finite, its first such value; at most 16, in order of grains.
+        Empty if the update was done. The same on every rank.
+    loss_scale, next_loss_scale : float
+        The loss scale of this step, and the one of the next step.
+    bucket_mb : float
+        MiB of partial sums of gradients that are in flight at once from now on; 0.0 if gradients are not sent.
+    buckets_tried : tuple of float
+        The bucket sizes, in MiB, that ``bucket_mb="auto"`` has tried, if this step was the last trial; else empty.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
+    >>> config = mz.ShardingConfig(comm="self", clip=1.0)
+    >>> with mz.DDPModel(mz.nn.MLP(2, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    ...     loss, report = model.train(x, y), model.last_step
+    >>> report.step, report.weight, report.learning_rate, report.skipped, report.loss == loss
+    (1, 2.0, 0.1, None, True)
+    """
+
+    step: int
+    loss: float
+    weight: float
+    learning_rate: float
+    gradient_norm: float | None
+    skipped: str | None
+    bytes_sent: int
+    non_finite: tuple[NonFinite, ...] = ()
+    loss_scale: float = 1.0
+    next_loss_scale: float = 1.0
+    bucket_mb: float = 0.0
+    buckets_tried: tuple[float, ...] = ()
+
+    @property
+    def backing_off(self) -> bool:
+        """Tell whether the step was skipped only because its loss scale was too large, so that it is lowered now.
+
+        That is assumed if every loss and weight was finite and only gradients overflowed, because the scale multiplies
+        gradients only.
+        """
+        lost = any(bad.tensor in ("loss", "weight") for bad in self.non_finite)
+        return bool(self.non_finite) and not lost and self.next_loss_scale < self.loss_scale
+
+
+#: Result of an update: the norm of the gradient, if it was needed, and the non-finite values if it was skipped.
+Outcome = tuple[float | None, tuple[NonFinite, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadSteps:
+    """Describe what happens when a step is skipped because a loss or a gradient is not finite.
+
+    Parameters
+    ----------
+    limit : int or None
+        Number of steps skipped in a row at which :class:`~mpizero.errors.NonFiniteError` is raised on every rank.
+        Steps that only lower the loss scale are not counted. None never raises.
+    warn : bool
+        Whether one rank writes a line about each skipped step to standard error.
+    callback : callable or None
+        Called with the :class:`StepReport` of each skipped step on every rank, after the line is written and before the
+        error is raised. It may call the model's collective methods, since all ranks call it.
+
+    Raises
+    ------
+    ConfigError
+        If a value has another type, or ``limit`` is less than 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> seen = []
+    >>> bad_steps = mz.BadSteps(limit=None, warn=False, callback=lambda report: seen.append(report.skipped))
+    >>> config = mz.ShardingConfig(comm="self", bad_steps=bad_steps)
+    >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    ...     _ = model.train(np.array([[np.nan]], np.float32), np.array([0]))  # changes no parameter
+    >>> seen
+    ['the loss is not finite on rank 0, samples 0 to 0']
+    """
+
+    limit: int | None = 5
+    warn: bool = True
+    callback: Callable[[StepReport], object] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for an invalid value."""
+        if self.limit is not None and not is_whole(self.limit, 1):
+            raise ConfigError(f"BadSteps: limit={self.limit!r}: expected a whole number >= 1, or None for no limit")
+        require("BadSteps: warn", self.warn, flag)
+        if self.callback is not None and not callable(self.callback):
+            raise ConfigError(f"BadSteps: callback={self.callback!r}: expected a function of a StepReport, or None")
+
+
+class SkippedSteps:
+    """Count the steps that a training skips in a row, report each, and raise an error if there are too many.
+
+    Parameters
+    ----------
+    policy : BadSteps
+        What to do about a skipped step, and how many in a row are too many.
+    """
+
+    def __init__(self, policy: BadSteps) -> None:
+        self.policy, self.in_a_row = policy, 0
+
+    def see(self, report: StepReport, *, speaks: bool) -> None:
+        """Count a step; if it was skipped, write the warning, call the callback and raise as the policy says.
+
+        ``speaks`` says whether this rank is the one that writes the warning. Not collective, but all ranks have equal
+        reports and so do the same.
+
+        Raises
+        ------
+        NonFiniteError
+            If ``policy.limit`` steps in a row have been skipped.
+        """
+        told = self.told(report)
+        if not told:
+            return
+        if self.policy.warn and speaks:
+            notice(told)
+        if self.policy.callback is not None:
+            self.policy.callback(report)
+        self.enforce(report, _ADVICE)
+
+    def told(self, report: StepReport) -> str:
+        """Count a step; return the warning about it if it was skipped, else "". Not collective."""
+        if not report.skipped:
+            self.in_a_row = 0
+            return ""
+        limit, told = self.policy.limit, f"step {_number(report)} skipped, parameters unchanged: {report.skipped}"
+        if report.backing_off:
+            ends = "" if limit is None else f", which is not counted among the {limit} skipped steps that end a run"
+            return f"{told}; the loss scale falls from {report.loss_scale:g} to {report.next_loss_scale:g}{ends}"
+        self.in_a_row += 1
+        ends = "" if limit is None else f", {limit} end the run"
+        return f"{told} ({self.in_a_row} in a row{ends})"
+
+    def enforce(self, report: StepReport, advice: str) -> None:
+        """Raise :class:`NonFiniteError` if ``policy.limit`` steps in a row were skipped, up to the step of ``report``.
+
+        Not collective. :meth:`told` must have counted that step. The error's message ends with ``advice``.
+        """
+        limit = self.policy.limit
+        if limit is not None and self.in_a_row >= limit and report.skipped and not report.backing_off:
+            raise NonFiniteError(
+                f"step {_number(report)}: skipped {self.in_a_row} steps in a row: {report.skipped}; {advice}"
+            )
+
+
+def _number(report: StepReport) -> int:
+    return report.non_finite[0].step
+
+
+class MessageProgress:
+    """Call MPI regularly for all messages that this rank has in flight, so that they progress while it computes.
+
+    MPI moves most messages only while the rank is inside an MPI call. Every object that leaves messages in flight
+    registers its functions under a name: the parameter store ("parameters"), the gradient buffers ("rows", "waves"),
+    the pipeline ("pipeline"). Runners call :meth:`poll` between two blocks of the model, and layers that consist of
+    other layers call it between two of these. The allocator calls :meth:`finish` before every collective of the node,
+    so that no other rank waits for messages of a rank that is blocked there ([Note: nobody waits for a rank that waits]
+    in ``sharding/params.py``).
+    """
+
+    def __init__(self) -> None:
+        self._polls: dict[str, Callable[[], object]] = {}
+        self._finishes: dict[str, Callable[[], object]] = {}
+
+    def register(self, name: str, poll: Callable[[], object], finish: Callable[[], object] | None = None) -> None:
+        """Register an object's functions, and drop those that were registered under the same name. Not collective.
+
+        Parameters
+        ----------
+        name : str
+            Name of the object that has messages in flight.
+        poll : callable
+            Lets the object's messages progress; not collective, and cheap if there are none.
+        finish : callable, optional
+            Waits for the object's messages that other ranks of the node depend on.
+        """
+        self._polls[name] = poll
+        if finish is not None:
+            self._finishes[name] = finish
+
+    def poll(self) -> None:
+        """Call all registered ``poll`` functions: make the messages in flight progress. Not collective."""
+        for poll in self._polls.values():
+            poll()
+
+    def finish(self) -> None:
+        """Call all registered ``finish`` functions: wait for the messages that other ranks of the node depend on.
+
+        Collective over the data group.
+        """
+        for finish in self._finishes.values():
+            finish()
+
+    def close(self) -> None:
+        """Call :meth:`finish` and remove all registered functions. Collective over the data group."""
+        self.finish()
+        self._polls.clear()
+        self._finishes.clear()

@@ -1,0 +1,705 @@
+"""Add sums over each parameter's tiles, and between ranks that hold different stages and tensor slices of a model.
+
+Tell which elements of which arrays of optimizer state a rank keeps.
+
+Sum squares and products of the elements of each parameter, for norms and dot products that no layout changes.
+
+Run an optimizer on the ranges of the parameters that a rank updates; results do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import accumulate, groupby, islice, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero.comm import ProcessGrid
+from mpizero.layout import Span
+from mpizero.layout.flat import FlatLayout
+from mpizero.layout.sum_tree import Program, TreeNode, cover, evaluate, leaves_program, merge
+from mpizero.layout.tensor_parts import PartRows, elements_within, row_runs, take_rows, tile_rows
+from mpizero.optim import elementwise
+from mpizero.optim.elementwise import EMA, tensor_slots
+from mpizero.sharding.batch import Divisors
+from mpizero.sharding.params import (
+    ParameterStore,
+    Share,
+    StatePiece,
+    UpdatePiece,
+    UpdateRun,
+    runs_of,
+    update_pieces,
+    whole_last,
+)
+from mpizero.sharding.whole_tensors import TensorPlan, TieExchange, WholeTensors, home_of
+from mpizero.types import Array, ParameterSpec
+
+if TYPE_CHECKING:
+    from mpizero.optim.minimizers import VectorRun
+
+
+class GlobalSums:
+    """Add values of each parameter over the ranks of a replica, so that each element of the model counts once.
+
+    The values of a split parameter, one for each of its tiles, are added in the order of the binary tree over the
+    tile's number. So the sum does not depend on how many ranks hold the tiles.
+
+    Construction and :meth:`merge` are collective over the model group, the ranks of a replica.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks.
+    layout : FlatLayout
+        The parameters that this rank holds. Values of a parameter that several stages use count only on the stage whose
+        block declares it. Values of a parameter that all tensor ranks hold whole count only on tensor rank 0. Context
+        ranks hold equal parameters; only context rank 0 counts.
+    order : sequence of str
+        The names of all optimized parameters of the model, in declared order.
+    """
+
+    def __init__(self, grid: ProcessGrid, layout: FlatLayout, order: Sequence[str]) -> None:
+        self.comm = grid.model
+        first = grid.here.tensor == 0
+        specs = [e.spec for e in layout.parameters if e.spec.optimized and e.spec.guest is None]
+        counted = [s for s in specs if (first or s.part is not None)] if grid.here.context == 0 else []
+        self.counted = tuple(s.name for s in counted)
+        own = [s.name for s in counted for _ in range(tiles_of(s))]
+        everyone: list[list[str]] = self.comm.allgather_object(own, "parameters that count")
+        self.counts = [len(names) for names in everyone]
+        places: dict[str, list[int]] = {name: [] for name in order}
+        for place, name in enumerate(name for names in everyone for name in names):
+            places[name].append(place)  # ranks in the order of their tensor ranks: tiles in the order of their numbers
+        self.places = places
+
+    def merge(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """Return, for every optimized parameter of the model, the sum of the values that the ranks pass for it.
+
+        Collective over the model group. ``sums`` holds, by parameter name, this rank's value for each tile that it
+        holds. The result is in declared order.
+        """
+        local = np.array([value for name in self.counted for value in sums[name]], np.float64)
+        every = np.empty(sum(self.counts), np.float64)
+        self.comm.allgatherv(local, every, self.counts, "sums of parameters")
+        return {name: over_tiles(every[places]) for name, places in self.places.items()}
+
+
+def tiles_of(spec: ParameterSpec) -> int:
+    """Return how many tiles of a parameter a rank holds: one of a parameter that is not cut into tiles."""
+    return len(spec.part.tiles) or 1 if spec.part is not None else 1
+
+
+def over_tiles(values: Sequence[float] | Array) -> float:
+    """Return the sum of one value for each tile, in the order of the binary tree over the tile's number."""
+    return evaluate(leaves_program(len(values)), values)
+
+
+def state_sizes(
+    optimizer: Any, size: int, elementwise: Iterable[UpdateRun], tensors: WholeTensors | None
+) -> dict[str, int]:
+    """Return the number of elements that a rank keeps of each slot of the optimizer state. Not collective.
+
+    A whole tensor has state of its own; of the arrays that are as long as the parameters it has only the average.
+
+    Parameters
+    ----------
+    optimizer : optimizer
+        What :func:`mpizero.optim.elementwise.averaging` returns.
+    size : int
+        Number of parameter elements that the rank updates.
+    elementwise : iterable of UpdateRun
+        Those that it does not update as parts of whole tensors.
+    tensors : WholeTensors or None
+        The whole tensors; None if the optimizer needs none.
+    """
+    short = sum(run.size for run in elementwise)
+    sizes = {slot: size if slot == EMA else short for slot in optimizer.slots}
+    return sizes | {slot: tensors.size(slot) if tensors else 0 for slot in tensor_slots(optimizer)}
+
+
+def sharded_pieces(pieces: Iterable[UpdatePiece], size: int) -> list[StatePiece]:
+    """Return which elements of a slot's arrays a rank keeps of ``pieces``, which follow the shard rule. Not collective.
+
+    ``size`` is the number of elements that the rank keeps of the slot. Pieces of whole tensors, which only the average
+    has, begin after it (:func:`~mpizero.sharding.params.whole_last`).
+    """
+    held = (piece for piece in pieces if piece.state + piece.size <= size)
+    return [StatePiece(p.entry.spec, p.span.start - p.entry.offset, p.state, p.size) for p in held]
+
+
+#: Elements of a tile that is not contiguous which are copied at once, a power of two: so many stay in a CPU's cache.
+HOST_BLOCK = 1 << 17
+#: The same on a GPU, where each block costs a few launches.
+DEVICE_BLOCK = 1 << 24
+
+
+class TensorTree:
+    """Sum the squares of each parameter's elements in float64, in the order of a binary tree over the elements.
+
+    A parameter of which a rank holds several tiles (:class:`~mpizero.types.Part`) has one sum for each of them, over
+    the elements of the tile in its own C order: the sum that a rank with this tile alone computes.
+
+    [Note: scalar sums] A rank computes the sums of the largest subtrees that lie inside its ranges. These few numbers
+    are gathered from all ranks, and every rank adds them in the same order. So norms have the same bits on every
+    layout.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks.
+    layout : FlatLayout
+        The parameters.
+    pieces : sequence of UpdatePiece
+        The ranges of parameters that this rank updates. Only the pieces in its own shard are summed by this rank; they
+        are kept as ``own``.
+    """
+
+    def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
+        self.grid, self._layout = grid, layout
+        share = Share(layout, grid.data.rank, grid.data.size)
+        self.own = [piece for piece in pieces if _inside(piece.span, share.spans[piece.entry.unit])]
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of sums that each rank of the data group computes."""
+        return self._all_sums[0]
+
+    @cached_property
+    def _tiles(self) -> dict[str, tuple[PartRows, ...]]:
+        """The tiles of each optimized parameter, by its name."""
+        return {e.spec.name: tile_rows(e.spec) for e in self._layout.parameters if e.spec.optimized}
+
+    @cached_property
+    def _all_sums(self) -> tuple[list[int], dict[str, tuple[Program, ...]]]:
+        """The number of sums of each rank, and how to add all ranks' to those of each parameter's tiles.
+
+        Made when first needed: the time that it takes grows with the number of ranks, and many trainings need no norm.
+        """
+        counts = [0] * self.grid.data.size
+        arrivals: dict[tuple[str, int], list[tuple[TreeNode, Program]]] = {
+            (name, tile): [] for name, rows in self._tiles.items() for tile in range(len(rows))
+        }
+        place = 0
+        for rank in range(self.grid.data.size):
+            for name, tile, nodes in _held(Share(self._layout, rank, self.grid.data.size), self._tiles):
+                arrivals[name, tile] += [(node, (place + i,)) for i, node in enumerate(nodes)]
+                place += len(nodes)
+                counts[rank] += len(nodes)
+        programs = {
+            name: tuple(_root(arrivals[name, tile], rows.size) for tile, rows in enumerate(held))
+            for name, held in self._tiles.items()
+        }
+        return counts, programs
+
+    @cached_property
+    def _own_sums(self) -> tuple[Array, list[tuple[int, int, StridedTile]]]:
+        """The plan of this rank's sums: of contiguous ranges of a piece in place, of others from copies."""
+        cuts: list[tuple[int, int, int, int]] = []
+        strided: list[tuple[int, int, StridedTile]] = []
+        place = 0
+        for number, piece in enumerate(self.own):
+            origin = piece.span.start - piece.entry.offset
+            for rows in self._tiles[piece.entry.spec.name]:
+                held = elements_within(rows, origin, origin + piece.size)
+                nodes = cover(held.start, held.stop, rows.size)
+                runs = list(islice(row_runs(rows, held.start, held.stop), 2))
+                if len(runs) > 1:
+                    strided.append((number, place, StridedTile(rows, origin, nodes)))
+                else:
+                    leaves = [node.leaves(rows.size) for node in nodes]
+                    first = runs[0].whole - runs[0].local - origin if runs else 0
+                    cuts += [(number, place + i, first + r.start, first + r.stop) for i, r in enumerate(leaves)]
+                place += len(nodes)
+        return np.array(cuts, np.int64).reshape(-1, 4).T, strided
+
+    def square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
+        """Return, for every optimized parameter of the layout, by name, the sum of squares of each tile's elements.
+
+        A parameter without tiles has one sum. Collective over the data group. ``values`` holds this rank's elements;
+        those of piece ``own[i]`` begin at index ``starts[i]``.
+        """
+        return self._sums((values,), starts)
+
+    def dots(self, x: Array, y: Array, starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
+        """Return the dot products of each tile's elements in two arrays, like :meth:`square_sums` of one."""
+        return self._sums((x, y), starts)
+
+    def _sums(self, arrays: tuple[Array, ...], starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
+        """Return the sums of squares of one array, or the dot products of two. Collective over the data group."""
+        (counts, programs), ((piece, place, first, stop), strided) = self._all_sums, self._own_sums
+        local = np.empty(counts[self.grid.data.rank], np.float64)
+        begin, found = np.array(starts, np.int64)[piece], np.empty(piece.size, np.float64)
+        _tree_sums(arrays, first + begin, stop + begin, found)
+        local[place] = found
+        for number, at, tile in strided:
+            held = [array[starts[number] : starts[number] + self.own[number].size] for array in arrays]
+            local[at : at + len(tile.nodes)] = tile.sums(held)
+        everyone = np.empty(sum(counts), np.float64)
+        self.grid.data.allgatherv(local, everyone, counts, "tensor sums")
+        return {name: tuple(evaluate(tile, everyone) for tile in held) for name, held in programs.items()}
+
+
+class _Block(NamedTuple):
+    """Describe elements of a tile that are copied at once, and the ranges of the copy that are summed.
+
+    ``start`` is the first element, as an index into the tile. ``starts`` and ``stops`` are the ends of the ranges,
+    counted from there; ``size`` is the number of elements.
+    """
+
+    start: int
+    size: int
+    starts: Array
+    stops: Array
+
+
+class StridedTile:
+    """Sum squares or products of elements of a tile that are not contiguous in the values that a rank holds.
+
+    They are copied a block at a time into a small array, which stays in the cache until it is summed.
+
+    Parameters
+    ----------
+    rows : PartRows
+        The tile's elements of the rows of the local array, from :func:`~mpizero.layout.tensor_parts.tile_rows`.
+    origin : int
+        Index in the local array of the first value that is given.
+    nodes : sequence of TreeNode
+        The subtrees to sum, of the tree over the tile's elements: consecutive ones.
+    """
+
+    def __init__(self, rows: PartRows, origin: int, nodes: Sequence[TreeNode]) -> None:
+        self.rows, self.origin, self.nodes = rows, origin, nodes
+        self._blocks = cache(self._cut)
+
+    def sums(self, arrays: Sequence[Array]) -> list[float]:
+        """Return the sum of squares of each subtree's elements in one array, or their dot product in two.
+
+        Not collective. The arrays hold the elements of the local array that the rank holds, on the host or on a GPU.
+        """
+        step = HOST_BLOCK if isinstance(arrays[0], np.ndarray) else DEVICE_BLOCK
+        blocks, ends = self._blocks(step)
+        size = max(block.size for block in blocks)
+        copies = [kernels.namespace(array).empty(size, array.dtype) for array in arrays]
+        sums, place = np.empty(ends[-1], np.float64), 0
+        for block in blocks:
+            taken = tuple(copied[: block.size] for copied in copies)
+            for array, copied in zip(arrays, taken, strict=True):
+                take_rows(self.rows, array, block.start, copied, self.origin)
+            _tree_sums(taken, block.starts, block.stops, sums[place : place + block.starts.size])
+            place += block.starts.size
+        return [evaluate(leaves_program(stop - start), sums[start:stop]) for start, stop in pairwise(ends)]
+
+    def _cut(self, step: int) -> tuple[list[_Block], list[int]]:
+        """Cut the subtrees into ranges of at most ``step`` elements, a power of two, so that each is a subtree, too.
+
+        Return the blocks, and 0 and for each subtree the number of ranges up to its end.
+        """
+        leaves = [node.leaves(self.rows.size) for node in self.nodes]
+        cuts = [[range(i, min(i + step, r.stop)) for i in range(r.start, r.stop, step)] for r in leaves]
+        blocks = []
+        for _, ranges in groupby((part for parts in cuts for part in parts), lambda part: part.start // step):
+            ends = np.array([(part.start, part.stop) for part in ranges], np.int64)
+            first = int(ends[0, 0])
+            blocks.append(_Block(first, int(ends[-1, 1]) - first, *np.ascontiguousarray((ends - first).T)))
+        return blocks, list(accumulate((len(parts) for parts in cuts), initial=0))
+
+
+def _tree_sums(arrays: tuple[Array, ...], starts: Array, stops: Array, out: Array) -> None:
+    """Write the sums of squares of ranges of one array, or the dot products of two, to ``out``. Not collective."""
+    reduction = kernels.backend(arrays[0]).reduction
+    (reduction.tree_square_sums if len(arrays) == 1 else reduction.tree_dots)(*arrays, starts, stops, out)
+
+
+def _inside(span: Span, other: Span) -> bool:
+    return other.start <= span.start and span.stop <= other.stop
+
+
+def _held(share: Share, tiles: Mapping[str, Sequence[PartRows]]) -> Iterator[tuple[str, int, tuple[TreeNode, ...]]]:
+    """Yield name, tile and subtrees of each sum that a rank computes, in the order in which it sends them."""
+    for span in share.spans:
+        for entry, part in share.layout.pieces(span):
+            if entry.spec.optimized:
+                for tile, rows in enumerate(tiles[entry.spec.name]):
+                    held = elements_within(rows, part.start - entry.offset, part.stop - entry.offset)
+                    yield entry.spec.name, tile, cover(held.start, held.stop, rows.size)
+
+
+def _root(held: Sequence[tuple[TreeNode, Program]], total: int) -> Program:
+    whole = merge(held, total)
+    return whole[0][1] if whole else ()
+
+
+@dataclass(frozen=True)
+class UpdateScope:
+    """Describe which ranges a rank updates, and what it exchanges with other ranks before the update.
+
+    Attributes
+    ----------
+    replicated : bool
+        Whether every node keeps the whole optimizer state (DDP); otherwise each rank keeps the state of its own shard.
+    in_rows : bool
+        Whether the reduced gradient is a row, a copy of the whole gradient vector. Otherwise it is an array of only the
+        ranges that this rank owns.
+    global_sums : GlobalSums or None
+        Adds sums of squares over the ranks that hold other parts of the model; None if the model is not split.
+    ties : callable or None
+        Takes the pieces of this rank's own shard and returns their :class:`TieExchange`; None if this pipeline stage
+        shares no parameters with other stages.
+    """
+
+    replicated: bool
+    in_rows: bool
+    global_sums: GlobalSums | None = None
+    ties: Callable[[Sequence[UpdatePiece]], TieExchange] | None = None
+
+
+class Updater:
+    """Run an optimizer on the ranges of the parameters that this rank updates.
+
+    The *reduced gradient* is the gradient summed over all grains and divided by the total weight and the loss scale. In
+    place of gradients of averaged parameters it has their new values, averaged over the samples.
+
+    Parameters
+    ----------
+    optimizer : optimizer
+        What :func:`mpizero.optim.elementwise.averaging` returns.
+    store : ParameterStore
+        The parameters.
+    scope : UpdateScope
+        Says which ranges this rank updates, and in which form the reduced gradient is.
+    """
+
+    def __init__(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> None:
+        self.optimizer = optimizer
+        self.store, self.memory, self.grid, layout = store, store.memory, store.grid, store.layout
+        self.shares = store.peer_shares if scope.replicated else (store.share,)
+        # A copy of another stage's parameter is in the optimizer group of that parameter, which may depend on its name.
+        specs = [e.spec for e in layout.parameters if not e.spec.averaged]
+        groups = {spec: self.optimizer.group_of(replace(spec, name=home_of(spec))) for spec in specs}
+        bases = [store.base] if store.sharded else None
+        pieces = update_pieces(self.shares, groups, bases, scope.in_rows)
+        plan = TensorPlan.of(optimizer, layout, self.grid.nodes, replicated=scope.replicated)
+        self.pieces = whole_last([piece for piece in pieces if not piece.entry.spec.averaged], plan.names)
+        self.averages = tuple(piece for piece in pieces if piece.entry.spec.averaged)
+        self.plain_runs = runs_of([p for p in self.pieces if not p.uses])
+        self.runs = runs_of(self.pieces)
+        self.elementwise = runs_of([p for p in self.pieces if p.entry.spec.name not in plan.names])
+        self.tied = tuple(p for p in self.pieces if p.uses)
+        self.groups = sorted(set(groups.values()))
+        self.size = sum(piece.size for piece in self.pieces)
+        self.trees = TensorTree(self.grid, layout, self.pieces)
+        self._global_sums, self._ties = scope.global_sums, None if scope.ties is None else scope.ties(self.trees.own)
+        #: If set, called with every reduced gradient, clipped and unscaled, before the update; not in fused updates.
+        self.watch: Callable[[Array], None] | None = None
+        self.method: VectorRun | None = None  # what a method of whole vectors has reached
+        self.step_count = 0
+        self.last_rate: float | None = None  # of the last step; None if it is not known
+        self._known_rate: tuple[int, float] | None = None
+        self.dtype = store.dtype
+        #: Exchanges and updates whole tensors; None if the optimizer needs none.
+        self.tensors = WholeTensors(optimizer, store, plan, self.pieces) if optimizer.needs_whole_tensors else None
+        sizes = state_sizes(optimizer, self.size, self.elementwise, self.tensors)
+        self.state: dict[str, Array] = {slot: self._new_state(size) for slot, size in sizes.items()}
+
+    def _new_state(self, size: int) -> Array:
+        """Return a new array of zeros for one slot (such as a momentum) of this rank's optimizer state."""
+        return self.memory.private("optimizer state", size, self.dtype)
+
+    def state_pieces(self, slot: str, *, own: bool = False) -> list[StatePiece]:
+        """Return the ranges of the arrays of ``slot`` that this rank keeps, by shard and as owner of whole tensors.
+
+        With ``own``, only those of this rank's own shard: the state of others is another rank's, too. Not collective.
+        """
+        if slot not in self.optimizer.slots:
+            return self.tensors.kept[slot] if self.tensors else []
+        return sharded_pieces(self.trees.own if own else self.pieces, self.state[slot].size)
+
+    def release(self) -> None:
+        """Stop counting the bytes of the optimizer state; the caller then drops the updater. Not collective."""
+        for array in self.state.values():
+            self.memory.release("optimizer state", array)
+
+    def host_state(self, *, fetch: bool = True) -> dict[str, Array]:
+        """Return the optimizer state as arrays on the host, by slot. Not collective.
+
+        They are the state itself, or copies if the state is on a GPU. With ``fetch=False`` the contents of copies are
+        undefined, for callers that overwrite all of them.
+        """
+        return self.state
+
+    def take_state(self, host: Mapping[str, Array]) -> None:
+        """Set the optimizer state from arrays of :meth:`host_state` that the caller has filled. Not collective."""
+
+    def reset(self) -> None:
+        """Set the optimizer state and the step count to zero, as before the first step. Not collective."""
+        for array in self.state.values():
+            array[:] = 0
+        self.step_count, self.last_rate = 0, None
+
+    @property
+    def fresh(self) -> bool:
+        """Tell whether this rank's optimizer state and step count are 0, as before the first step. Not collective."""
+        return not self.step_count and not any(array.any() for array in self.state.values())
+
+    def ask_rate(self) -> float:
+        """Ask the optimizer for the learning rate of the next step and keep it for that step. Not collective."""
+        self._known_rate = self.step_count, elementwise.learning_rate(self.optimizer, self.step_count)
+        return self._known_rate[1]
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step, as :meth:`ask_rate` last returned it for that step.
+
+        It is not asked for again, because a user's function may return another rate each time.
+        """
+        known = self._known_rate is not None and self._known_rate[0] == self.step_count
+        return self._known_rate[1] if known and self._known_rate is not None else self.ask_rate()
+
+    def _made(self) -> None:
+        """Count one optimizer step, and record its learning rate."""
+        self.last_rate = self.rate
+        self.step_count += 1
+
+    def hypers(self) -> dict[int, Array]:
+        """Return the hyperparameters of the next step, an array for each optimizer group, by the group's number."""
+        step, rate = self.step_count + 1, self.rate
+        return {g: self.optimizer.hyper(step, g, self.dtype, rate) for g in self.groups}
+
+    def update_fused(self, rows: Array, program: Array, divisors: Divisors, out: Array, threads: int) -> None:
+        """Sum the gradients in ``rows``, divide the sum, and update the parameters from it, in one pass over memory.
+
+        Collective over all ranks for optimizers that need norms, else not collective.
+
+        Parameters
+        ----------
+        rows, program, out
+            As in :class:`~mpizero.sharding.grad_reduce.SumOperands`.
+        divisors : Divisors
+            What sums of gradients, and of averaged parameters, are divided by.
+        threads : int
+            Number of threads that this rank uses.
+        """
+        hypers, divisor = self.hypers(), divisors.gradients
+        placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
+        for run in self.plain_runs:
+            w, state = self._run_arrays(run.store, run.state, run.size)
+            hyper, summed = placed[run.group], elementwise.RowSum(rows, run.gradient, program, divisor)
+            if self.optimizer.needs_tensor_norms:
+                u = out[run.gradient : run.gradient + run.size]
+                self.optimizer.direction_tree(summed, w, u, state, hyper)
+            else:
+                self.optimizer.apply_tree(summed, w, state, hyper, threads)
+        for piece in self.tied:
+            total = self._tied_sum(piece, rows, program, divisor)
+            w, state = self._run_arrays(piece.store, piece.state, piece.size)
+            if self.optimizer.needs_tensor_norms:
+                self.optimizer.direction(w, total, state, placed[piece.group])
+                out[piece.gradient : piece.gradient + piece.size] = total
+            else:
+                self.optimizer.apply(w, total, state, placed[piece.group], threads)
+        if self.optimizer.needs_tensor_norms:
+            self._apply_directions(out, hypers)
+        self._average(self._parameters(), rows, program, divisors)
+        self._made()
+
+    def _average(self, values: Array, rows: Array, program: Array, divisors: Divisors) -> None:
+        """Set this rank's averaged parameters, in ``values``, to the mean of the values in ``rows``. Not collective.
+
+        :meth:`update_fused` describes the other parameters.
+        """
+        tree_sum = kernels.backend(rows).fused.tree_sum
+        for piece in self.averages:
+            w = values[piece.store : piece.store + piece.size]
+            tree_sum(rows, piece.gradient, rows[:0], 0, program, divisors.averages, w, 0, piece.size)
+
+    def _take_averages(self, values: Array, reduced: Array) -> None:
+        """Set this rank's averaged parameters, in ``values``, to those in the reduced gradient. Not collective."""
+        for piece in self.averages:
+            values[piece.store : piece.store + piece.size] = reduced[piece.gradient : piece.gradient + piece.size]
+
+    def _tied_sum(self, piece: UpdatePiece, rows: Array, program: Array, divisor: Array) -> Array:
+        """Return the reduced gradient of a piece with tied uses: the sum over all uses, added in declared order.
+
+        :meth:`update_fused` describes ``rows`` and ``program``; ``divisor`` is that of gradients.
+        """
+        tree_sum, own = kernels.backend(rows).fused.tree_sum, rows[0, : piece.size]
+        total: Array = kernels.namespace(rows).empty_like(own)
+        other = kernels.namespace(rows).empty_like(own)
+        tree_sum(rows, piece.gradient, rows[:0], 0, program, divisor, total, 0, piece.size)
+        for use in piece.uses:
+            tree_sum(rows, use, rows[:0], 0, program, divisor, other, 0, piece.size)
+            total += other
+        return total
+
+    def where_used(self, reduced: Array) -> Array:
+        """Return the reduced gradient, copied to where the optimizer runs: the host in this class. Not collective."""
+        host: Array = kernels.to_host(reduced)
+        return host
+
+    def exchange_ties(self, reduced: Array) -> None:
+        """Replace, in ``reduced``, gradients of parameters that several stages use by the sums over all their uses.
+
+        Collective over the data groups of these stages; see :class:`TieExchange`.
+        """
+        if self._ties is not None:
+            self._ties.add(reduced)
+
+    def add_uses(self, reduced: Array) -> None:
+        """Add, in ``reduced``, the gradients of a parameter's tied uses to its own, in declared order. Not collective.
+
+        Parameters that :meth:`exchange_ties` has added up are left out.
+        """
+        added = frozenset[str]() if self._ties is None else self._ties.names
+        for piece in self.tied:
+            if home_of(piece.entry.spec) in added:
+                continue
+            own = reduced[piece.gradient : piece.gradient + piece.size]
+            for use in piece.uses:
+                own += reduced[use : use + piece.size]
+
+    def norm(self, reduced: Array) -> tuple[float, str | None]:
+        """Return the global norm of the reduced gradient, and None or the name of a parameter whose norm overflows.
+
+        Collective over all ranks. If the sum of all squares is not finite, the first value is that sum. The second is
+        then the first parameter whose own sum is not finite or, if there is none, the parameter with the largest sum.
+        """
+        sums = self._square_sums(reduced, [piece.gradient for piece in self.trees.own])
+        total = float(sum(sums.values()))
+        if np.isfinite(total):
+            return total**0.5, None
+        return total, next(
+            (name for name, value in sums.items() if not np.isfinite(value)), max(sums, key=sums.__getitem__)
+        )
+
+    def parts_of(self, name: str, reduced: Array) -> list[Array]:
+        """Return this rank's elements of the reduced gradient of parameter ``name``, on the host. Not collective."""
+        pieces = [p for p in self.trees.own if home_of(p.entry.spec) == name]
+        return [kernels.to_host(reduced[p.gradient : p.gradient + p.size]) for p in pieces]
+
+    def _square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
+        """Return, for every optimized parameter of the model, by name, the sum of squares of its elements.
+
+        Collective over all ranks. ``values`` and ``starts`` are those of :meth:`TensorTree.square_sums`.
+        """
+        return self.over_ranks(self.trees.square_sums(values, starts))
+
+    def over_ranks(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """Return, for every optimized parameter of the model, the sum of its tiles' values, given those of this rank.
+
+        Collective over the ranks of a replica.
+        """
+        if self._global_sums is not None:
+            return self._global_sums.merge(sums)
+        return {name: over_tiles(values) for name, values in sums.items()}
+
+    def scale(self, reduced: Array, factor: float) -> None:
+        """Multiply ``reduced`` by ``factor``, in the ranges that this rank updates. Not collective."""
+        for run in self.runs:
+            part = reduced[run.gradient : run.gradient + run.size]
+            np.multiply(part, self.dtype.type(factor), out=part)
+
+    def update(self, reduced: Array, threads: int, loss: float) -> None:
+        """Update this rank's ranges of the parameters from the reduced gradient.
+
+        Collective over all ranks for optimizers that need norms or update whole tensors, else not collective.
+        ``loss`` is the mean loss, which methods of whole vectors need.
+        """
+        if self.watch is not None:
+            self.watch(kernels.to_host(reduced))
+        hypers = self.hypers()
+        placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
+        if self.optimizer.needs_tensor_norms:
+            for run in self.runs:
+                w, state = self._run_arrays(run.store, run.state, run.size)
+                gradient = reduced[run.gradient : run.gradient + run.size]
+                self.optimizer.direction(w, gradient, state, placed[run.group])
+            self._apply_directions(reduced, hypers)
+        else:
+            if self.tensors is not None:
+                self._update_tensors(self.tensors, reduced, hypers)
+            for run in self.elementwise:
+                w, state = self._run_arrays(run.store, run.state, run.size)
+                self.optimizer.apply(
+                    w, reduced[run.gradient : run.gradient + run.size], state, placed[run.group], threads
+                )
+        self._take_averages(self._parameters(), reduced)
+        self._made()
+
+    def _apply_directions(self, directions: Array, hypers: dict[int, Array]) -> None:
+        """Apply LAMB's update directions, each scaled by a ratio of two norms (You et al. 2020, algorithm 2).
+
+        Collective over all ranks. The norms are those of a parameter's values and of its direction.
+        """
+        own = self.trees.own
+        values = self._parameters()
+        weights = self._square_sums(values, [piece.store for piece in own])
+        steps = self._square_sums(directions, [piece.gradient for piece in own])
+        for piece in self.pieces:
+            name = home_of(piece.entry.spec)
+            w = values[piece.store : piece.store + piece.size]
+            direction = directions[piece.gradient : piece.gradient + piece.size]
+            ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
+            self.optimizer.apply_direction(w, direction, hypers[piece.group], ratio)
+            self._follow(w, piece.state)
+
+    def _update_tensors(self, tensors: WholeTensors, reduced: Array, hypers: dict[int, Array]) -> None:
+        """Update whole tensors, and the average of their values if there is one. Collective over all ranks."""
+        if self.averages_parameters and not self.step_count:
+            self.begin_average(self.state)
+        tensors.update(reduced, hypers, self.state)
+        for piece in tensors.pieces:
+            self._follow(self.store.values[piece.store : piece.store + piece.size], piece.state)
+
+    def _follow(self, w: Array, state: int) -> None:
+        """Move the average of the parameters ``w``, whose state begins at index ``state``, if there is one."""
+        if elementwise.EMA in self.state:
+            self.optimizer.follow(w, self.state[elementwise.EMA][state : state + w.size])
+
+    @property
+    def averages_parameters(self) -> bool:
+        """Tell whether the optimizer keeps an exponential moving average of the parameters."""
+        return elementwise.EMA in self.state
+
+    def begin_average(self, state: Mapping[str, Array]) -> None:
+        """Set the average in ``state``, from :meth:`host_state`, to this rank's parameters on the host."""
+        for piece in self.pieces:
+            state[elementwise.EMA][piece.state : piece.state + piece.size] = self.store.values[
+                piece.store : piece.store + piece.size
+            ]
+
+    def swap_average(self) -> None:
+        """Exchange this rank's parameters and their average; a second call restores both. Not collective.
+
+        Raises
+        ------
+        UnsupportedError
+            If the optimizer's state is on a GPU.
+        """
+        average = self.state[elementwise.EMA]
+        for run in self.runs:
+            w, there = self.store.values[run.store : run.store + run.size], average[run.state : run.state + run.size]
+            held = w.copy()
+            w[:] = there
+            there[:] = held
+
+    def state_of(self, slot: str, piece: UpdatePiece | StatePiece) -> Array:
+        """Return the state in ``slot`` of the elements of ``piece``, on the host, for reading. Not collective."""
+        values: Array = kernels.to_host(self.state[slot][piece.state : piece.state + piece.size])
+        return values
+
+    def _run_arrays(self, store: int, state: int, size: int) -> tuple[Array, dict[str, Array]]:
+        arrays = {slot: self.state[slot][state : state + size] for slot in self.optimizer.slots}
+        return self._parameters()[store : store + size], arrays
+
+    def _placed(self, scalars: Array) -> Array:
+        """Copy a small array to the device where the optimizer's kernels run, and return it."""
+        return scalars
+
+    def _parameters(self) -> Array:
+        """Return the array of the store's parameters on the device where the optimizer's kernels run."""
+        return self.store.values

@@ -1,0 +1,448 @@
+"""Compute with vectors that are sharded over ranks like the optimizer state, for methods of whole vectors.
+
+Add regularization terms to a loss and its gradient: each is computed once, on the rank that owns the parameter.
+
+Run a method of whole vectors on the ranges of the parameters that a rank updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from mpizero import kernels
+from mpizero._util.checks import unmasked
+from mpizero.comm.agreement import all_ranks
+from mpizero.errors import ArgumentError, ConfigError, NonFiniteError
+from mpizero.kernels import jit
+from mpizero.layout.flat import ParameterUse, owners_by_cost
+from mpizero.nn.models import unfrozen
+from mpizero.optim.minimizers import POINT, MethodProgress, VectorRun
+from mpizero.optim.regularization import TRIAL, Bounds, Diagonal, Limit, Regularization, Term
+from mpizero.sharding.config import ShardingConfig
+from mpizero.sharding.full_params import take
+from mpizero.sharding.params import ParameterStore, UpdatePiece
+from mpizero.sharding.update import Updater
+from mpizero.sharding.whole_tensors import TensorExchange, TensorPlan, home_of
+from mpizero.types import Array, ParameterSpec, as_reals
+
+#: Elements of which temporary arrays are made at a time.
+_BLOCK = 1 << 15
+
+
+class _Limited(NamedTuple):
+    """Hold the bounds of a piece: a number, or an array as long as the piece; None is no bound."""
+
+    piece: UpdatePiece
+    lower: Any
+    upper: Any
+
+
+class ShardedVectors:
+    """Compute with the arrays of an updater's state; implements :class:`~mpizero.optim.regularization.VectorSpace`.
+
+    A rank holds its own ranges of a vector, and those of its peers where the state is replicated; sums count each
+    element once.
+
+    Parameters
+    ----------
+    updater : Updater
+        Holds the arrays and the parameters.
+    bounds : Bounds or None
+        The bounds of the parameters.
+    preconditioner : Diagonal or None
+        Factors of the elements of the parameters.
+    """
+
+    def __init__(self, updater: Updater, bounds: Bounds | None, preconditioner: Diagonal | None = None) -> None:
+        self._updater, self._bounds = updater, bounds
+        self.bounded = bounds is not None
+        self.precision = float(np.finfo(updater.dtype).eps)
+        #: Number of threads that this rank uses.
+        self.threads = 1
+        self._starts = [piece.state for piece in updater.trees.own]
+        self._limited = tuple(self._limits())
+        self._factors = () if preconditioner is None else tuple(self._scaled(preconditioner))
+
+    def _scaled(self, preconditioner: Diagonal) -> Iterator[tuple[UpdatePiece, Any]]:
+        """Yield pieces and their factors, numbers or arrays, where these are not 1. Not collective."""
+        for piece in self._updater.pieces:
+            spec = piece.entry.spec
+            factors = self._side(piece, preconditioner.of(spec, home_of(spec)))
+            if isinstance(factors, np.ndarray) or factors != 1.0:
+                yield piece, factors
+
+    def _limits(self) -> Iterator[_Limited]:
+        """Yield the pieces that have bounds. Not collective."""
+        for piece in self._updater.pieces:
+            if self._bounds is not None:
+                spec = piece.entry.spec
+                sides = [self._side(piece, limit) for limit in self._bounds.of(spec, home_of(spec))]
+                if any(limit is not None for limit in sides):
+                    yield _Limited(piece, *sides)
+
+    def _side(self, piece: UpdatePiece, limit: Limit) -> Limit:
+        """Return the elements of a bound, or factors, that belong to a piece. Not collective."""
+        if not isinstance(limit, np.ndarray):
+            return limit
+        found = np.empty(piece.size, self._updater.dtype)
+        take(piece.entry.spec, as_reals(limit.astype(found.dtype)), piece.span.start - piece.entry.offset, found)
+        return found
+
+    def dot(self, a: str, b: str) -> float:
+        """Return the dot product of two vectors. Collective over all ranks."""
+        trees, first, second = self._updater.trees, self._updater.state[a], self._updater.state[b]
+        sums = trees.square_sums(first, self._starts) if a == b else trees.dots(first, second, self._starts)
+        return float(sum(self._updater.over_ranks(sums).values()))
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy one vector to another. Not collective."""
+        np.copyto(self._updater.state[target], self._updater.state[source])
+
+    def scale(self, factor: float, target: str) -> None:
+        """Multiply a vector by a number. Not collective."""
+        array = self._updater.state[target]
+        np.multiply(array, array.dtype.type(factor), out=array)
+
+    def add(self, factor: float, source: str, target: str) -> None:
+        """Add ``factor`` times one vector to another. Not collective."""
+        self._add(factor, self._updater.state[source], self._updater.state[target])
+
+    def _add(self, factor: float, x: Array, y: Array) -> None:
+        jit.run_range(kernels.cpu.optimizer.add_scaled, (y, x, np.array([factor], y.dtype)), 0, y.size, self.threads)
+
+    def precondition(self, target: str) -> None:
+        """Multiply a vector by the preconditioner, if there is one. Not collective."""
+        for piece, factors in self._factors:
+            values = self._of(target, piece)
+            np.multiply(values, values.dtype.type(factors) if np.isscalar(factors) else factors, out=values)
+
+    def fill(self, value: float, target: str) -> None:
+        """Set all elements of a vector to a number. Not collective."""
+        self._updater.state[target].fill(value)
+
+    def multiply(self, factors: str, target: str) -> None:
+        """Multiply one vector by another, element by element. Not collective."""
+        array = self._updater.state[target]
+        np.multiply(array, self._updater.state[factors], out=array)
+
+    def divide(self, divisors: str, target: str) -> None:
+        """Divide one vector by another, element by element. Not collective."""
+        array = self._updater.state[target]
+        np.divide(array, self._updater.state[divisors], out=array)
+
+    def update_diagonal(self, target: str, y: str, curvature: float, bs: str, square: float) -> None:
+        """Add ``y**2 / curvature - bs**2 / square`` by element to ``target``, which stays positive. Not collective."""
+        values, ys, products = (self._updater.state[slot] for slot in (target, y, bs))
+        kind = values.dtype.type
+        for start in range(0, values.size, _BLOCK):  # so that temporary arrays stay in the cache
+            there = slice(start, start + _BLOCK)
+            old, grown, lost = values[there], ys[there] * kind(curvature**-0.5), products[there] * kind(square**-0.5)
+            values[there] = np.maximum(old + grown * grown - lost * lost, old * kind(self.precision))
+
+    def parameters(self, target: str) -> None:
+        """Copy the parameters to a vector. Not collective."""
+        values, array = self._updater.store.values, self._updater.state[target]
+        for run in self._updater.runs:
+            np.copyto(array[run.state : run.state + run.size], values[run.store : run.store + run.size])
+
+    def move(self, origin: str, step: float, direction: str) -> None:
+        """Set the parameters to ``origin + step * direction``, within their bounds. Not collective."""
+        values = self._updater.store.values
+        for run in self._updater.runs:
+            w, there = values[run.store : run.store + run.size], slice(run.state, run.state + run.size)
+            np.copyto(w, self._updater.state[origin][there])
+            if step:
+                self._add(step, self._updater.state[direction][there], w)
+        for piece, lower, upper in self._limited:
+            w = values[piece.store : piece.store + piece.size]
+            np.clip(w, lower, upper, out=w)
+
+    def enter_bounds(self) -> bool:
+        """Move the parameters into their bounds; tell whether that changed any. Collective over all ranks."""
+        if not self.bounded:
+            return False
+        values, changed = self._updater.store.values, False
+        for piece, lower, upper in self._limited:
+            w = values[piece.store : piece.store + piece.size]
+            inside = np.clip(w, lower, upper)
+            changed |= not np.array_equal(w, inside)
+            w[:] = inside
+        return bool(self._over_world(float(changed), "max"))
+
+    def largest_projected(self, gradient: str) -> float:
+        """Return the largest magnitude of ``point - P(point - gradient)``. Collective over all ranks."""
+        limited = {piece.state for piece, _, _ in self._limited}
+        parts = [self._of(gradient, piece) for piece in self._updater.pieces if piece.state not in limited]
+        for piece, lower, upper in self._limited:
+            point = self._of(POINT, piece)
+            parts.append(np.clip(point - self._of(gradient, piece), lower, upper) - point)
+        largest = max((float(np.abs(part).max()) for part in parts if part.size), default=0.0)
+        return self._over_world(largest, "max")
+
+    def drop_fixed(self, gradient: str, reach: float, target: str) -> None:
+        """Set to 0 the elements of a vector for which ``point - reach * gradient`` is at or beyond a bound.
+
+        Not collective.
+        """
+        for piece, _, fixed in self._fixed(gradient, reach):
+            self._of(target, piece)[fixed] = 0
+
+    def go_to_bounds(self, gradient: str, reach: float, direction: str) -> None:
+        """Set the elements that :meth:`drop_fixed` clears to the way from ``point`` to their bound. Not collective."""
+        for piece, limit, fixed in self._fixed(gradient, reach):
+            room = limit - self._of(POINT, piece)
+            self._of(direction, piece)[fixed] = room[fixed]
+
+    def _fixed(self, gradient: str, reach: float) -> Iterator[tuple[UpdatePiece, Any, Array]]:
+        """Yield pieces, one of their bounds, and which elements ``-reach * gradient`` takes to it. Not collective."""
+        for piece, lower, upper in self._limited:
+            slope = self._of(gradient, piece)
+            ahead = self._of(POINT, piece) - slope.dtype.type(reach) * slope
+            if lower is not None:
+                yield piece, lower, (ahead <= lower) & (slope > 0)
+            if upper is not None:
+                yield piece, upper, (ahead >= upper) & (slope < 0)
+
+    def clip(self, origin: str, step: float, direction: str) -> None:
+        """Set ``direction`` to ``P(origin + step * direction) - origin``. Not collective."""
+        self.scale(step, direction)
+        for piece, lower, upper in self._limited:
+            start, way = self._of(origin, piece), self._of(direction, piece)
+            np.subtract(np.clip(start + way, lower, upper), start, out=way)
+
+    def longest_step(self, origin: str, direction: str) -> float:
+        """Return the longest step along ``direction`` within bounds; infinite without bounds. Collective."""
+        if not self.bounded:
+            return math.inf
+        longest = math.inf
+        for piece, lower, upper in self._limited:
+            start, way = self._of(origin, piece), self._of(direction, piece)
+            for limit, ahead in ((upper, way > 0), (lower, way < 0)):
+                if limit is not None and ahead.any():
+                    room = np.broadcast_to(limit, start.shape)[ahead] - start[ahead]
+                    longest = min(longest, float((room / way[ahead]).min()))
+        return self._over_world(longest, "min")
+
+    def _of(self, slot: str, piece: UpdatePiece) -> Array:
+        return self._updater.state[slot][piece.state : piece.state + piece.size]
+
+    def _over_world(self, value: float, operation: str) -> float:
+        numbers = np.array([value])
+        self._updater.grid.world.allreduce(numbers, operation, "vectors")
+        return float(numbers[0])
+
+
+#: MPI tags of messages with parameters, directions, and gradients or products of terms.
+_PARAMETER, _DIRECTION, _GRADIENT = 4, 5, 6
+
+
+class RegularizedGradient:
+    """Compute regularization terms and their gradients; methods are collective over all ranks.
+
+    A term sees the whole parameter on one rank, its owner, so its bits depend on no layout.
+
+    Parameters
+    ----------
+    regularization : Regularization
+        The terms.
+    store : ParameterStore
+        The parameters.
+    pieces : sequence of UpdatePiece
+        The ranges of all parameters that this rank updates.
+    replicated : bool
+        Whether every node keeps the whole optimizer state (DDP).
+
+    Raises
+    ------
+    ConfigError
+        If a parameter with a term is complex, or split over a tensor group.
+    """
+
+    def __init__(
+        self, regularization: Regularization, store: ParameterStore, pieces: Sequence[UpdatePiece], *, replicated: bool
+    ) -> None:
+        self._store, grid, layout = store, store.grid, store.layout
+        self._terms: list[Term] = []
+        tensors: list[ParameterUse] = []
+        for entry in layout.parameters:
+            term = regularization.of(home_of(entry.spec)) if entry.spec.optimized else None
+            if term is not None:
+                _check(entry.spec)
+                self._terms.append(term)
+                tensors.append(entry)
+        owners = owners_by_cost([entry.spec.size for entry in tensors], grid.data.size)
+        plan = TensorPlan(layout, tuple(tensors), owners, grid.nodes, replicated)
+        self._exchange = TensorExchange(store, plan, pieces)
+        #: Whether this rank's terms count in the value: not those of copies of a parameter on other ranks.
+        self._counts = grid.here.tensor == 0
+
+    def add(self, gradient: Array) -> float:
+        """Add the gradients of all terms to ``gradient``, kept like optimizer state; return the sum of their values.
+
+        The value is NaN if one of them, or a gradient, is not finite. Parameters are those of the store.
+        """
+        whole, requests = self._exchange.begin_parameters(_PARAMETER)
+        for request in requests:
+            request.wait()
+        values: dict[str, float] = {}
+        gradients: dict[int, Array] = {}
+        with all_ranks(self._store.grid.world, "regularization"):
+            for number in self._exchange.owned:
+                spec = self._exchange.plan.tensors[number].spec
+                value, gradients[number] = self._computed(number, whole[number].reshape(spec.shape))
+                if self._counts and spec.guest is None:
+                    values[spec.name] = value
+        self._add(gradients, gradient)
+        told = self._store.grid.world.allgather_object(values, "regularization")
+        return float(sum(value for _, value in sorted(item for rank in told for item in rank.items())))
+
+    def _computed(self, number: int, values: Array) -> tuple[float, Array]:
+        """Return value and gradient of a term, checked; the value is NaN if one of them is not finite."""
+        spec = self._exchange.plan.tensors[number].spec
+        name = home_of(spec)
+        try:
+            value, gradient = self._terms[number](values)
+            value = float(value)
+        except Exception as error:
+            error.add_note(f"In the regularization of parameter {name!r} of shape {spec.shape}")
+            raise
+        found = _of_shape(gradient, spec, values.dtype, f"the regularization of {name!r} returned a gradient")
+        return value if np.isfinite(found).all() and math.isfinite(value) else math.nan, found
+
+    def add_products(self, direction: Array, target: Array) -> None:
+        """Add the products of all terms' Hessians with a direction to ``target``; both are kept like optimizer state.
+
+        Raises
+        ------
+        ConfigError
+            If a term has no method ``product``.
+        """
+        whole, requests = self._exchange.begin_parameters(_PARAMETER)
+        along, more = self._exchange.begin_gather(direction, lambda piece: piece.state, _DIRECTION)
+        for request in requests + more:
+            request.wait()
+        products: dict[int, Array] = {}
+        with all_ranks(self._store.grid.world, "regularization"):
+            for number in self._exchange.owned:
+                spec = self._exchange.plan.tensors[number].spec
+                name = home_of(spec)
+                product = getattr(self._terms[number], "product", None)
+                if product is None:
+                    raise ConfigError(
+                        f"the regularization of {name!r} has no method product(values, direction), which goes with "
+                        "exact products of the model; without it use options={'exact': False}"
+                    )
+                found = product(whole[number].reshape(spec.shape), along[number].reshape(spec.shape))
+                products[number] = _of_shape(
+                    found, spec, target.dtype, f"the regularization of {name!r} returned a product"
+                )
+        self._add(products, target)
+
+    def _add(self, whole: dict[int, Array], target: Array) -> None:
+        added = np.zeros_like(target)
+        self._exchange.send_back(whole, added, lambda piece: piece.state, _GRADIENT)
+        target += added
+
+
+def _of_shape(given: object, spec: ParameterSpec, dtype: DTypeLike, what: str) -> Array:
+    """Return an array as a flat one of the type ``dtype``, in which it is sent, after a check of its shape."""
+    found = np.asarray(unmasked(given, f"{what} that"))
+    if found.shape != spec.shape or found.dtype.kind not in "fiu":
+        raise ArgumentError(f"{what} of shape {found.shape} and type {found.dtype}, expected {spec.shape}")
+    return np.ascontiguousarray(found, dtype).reshape(-1)
+
+
+def _check(spec: ParameterSpec) -> None:
+    if spec.part is not None and spec.part.shape != spec.shape:
+        raise ConfigError(
+            f"regularization needs whole parameters, and a tensor group splits {home_of(spec)!r} of shape "
+            f"{spec.part.shape}: train with tensor_parallel_size=1 (data, pipeline and context ranks work)"
+        )
+    if spec.complex:
+        raise ConfigError(f"the complex parameter {home_of(spec)!r} cannot have a regularization term")
+
+
+class VectorUpdater(Updater):
+    """Run a method of whole vectors: a step takes one evaluation, and sets the parameters to the next ones to evaluate.
+
+    The parameters have the meaning of :class:`Updater`'s.
+    """
+
+    method: VectorRun
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.vectors = ShardedVectors(self, self.optimizer.bounds, self.optimizer.preconditioner)
+        self.method = VectorRun(self.optimizer, self.vectors)
+        terms = self.optimizer.regularization
+        _, store, scope = args
+        self._regularized = (
+            None if terms is None else RegularizedGradient(terms, store, self.pieces, replicated=scope.replicated)
+        )
+
+    def update(self, reduced: Array, threads: int, loss: float) -> None:
+        """Take the loss and its reduced gradient at the parameters, and set the parameters to the next ones.
+
+        Collective over all ranks.
+
+        Raises
+        ------
+        NonFiniteError
+            If the regularization of the start values is infinite or NaN.
+        """
+        self.vectors.threads = threads
+        for run in self.runs:
+            np.copyto(self.state[TRIAL][run.state : run.state + run.size], reduced[run.gradient :][: run.size])
+        loss = self._with_terms(loss)
+        if math.isfinite(loss):
+            self.method.advance(loss)
+        elif not self.method.retry() and self.method.progress.stage == "first":
+            raise NonFiniteError("the regularization of the start values, or its gradient, is not finite")
+        self._take_averages(self._parameters(), reduced)
+        self._made()
+
+    def _with_terms(self, loss: float) -> float:
+        """Add the regularization to ``TRIAL``, which is a gradient or a product, and to the loss. Collective."""
+        if self._regularized is None:
+            return loss
+        progress = self.method.progress
+        if progress.stage == "product" and self.optimizer.exact:
+            self._regularized.add_products(self.state[progress.along], self.state[TRIAL])
+            return loss
+        return loss + self._regularized.add(self.state[TRIAL])
+
+    def reset(self) -> None:
+        """Set state, step count and progress to those before the first step. Not collective."""
+        super().reset()
+        self.method.progress = MethodProgress()
+
+
+def check_vector_method(optimizer: Any, config: ShardingConfig, model: Any, *, scaled: bool) -> None:
+    """Check that a training can use a method of whole vectors, whose line searches need the exact loss and gradient.
+
+    ``model`` is the user's. ``scaled`` tells whether there is a loss scale.
+
+    Raises
+    ------
+    ConfigError
+        If a setting does not go together with the method. The message names it.
+    """
+    name, dropout = type(optimizer).__name__, getattr(unfrozen(model), "dropout", 0.0)
+    clash = {
+        f"clip={config.clip}": config.clip is not None,
+        f"ema={config.ema}": config.ema is not None,
+        f"gradient_compression={config.gradient_compression!r}": config.gradient_compression is not None,
+        f"device={config.device!r}": config.device != "cpu",
+        "a loss scale": scaled,
+        f"the model's dropout={dropout}": isinstance(dropout, float) and dropout > 0.0,
+    }
+    for setting, given in clash.items():
+        if given:
+            raise ConfigError(
+                f"{name} needs the loss and its exact gradient, in the memory of the host: leave out {setting}"
+            )
