@@ -92,8 +92,8 @@ ENVIRONMENT = {
     "mpizero.kernels.machine_code",
     "mpizero.kernels.matmul",
     "mpizero.kernels.matmul",
-    "mpizero.adapters.jax.xla_threads",  # XLA reads its number of threads there
-    "mpizero.adapters.torch.process",
+    "mpizero.adapters.jax.function",  # XLA reads its number of threads there
+    "mpizero.adapters.torch.call",
 }
 MAX_FUNCTION, MAX_FILE, MAX_PARAMETERS = 60, 400, 6
 #: Modules that a folder may hold: more than one reads as one idea means that there are two.

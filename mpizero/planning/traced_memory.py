@@ -19,7 +19,7 @@ from mpizero.types import Array
 class PeakMemory:
     """Measure by how many bytes, at most, the memory that was allocated grows from a moment on.
 
-    ``allocations`` counts what another library allocates (:class:`mpizero.adapters.torch.kernels_of_pass.Allocations`);
+    ``allocations`` counts what another library allocates (:class:`mpizero.adapters.torch.passes.Allocations`);
     None if all is Python's and NumPy's. Sums of both peaks are an upper bound: they need not be reached together.
     """
 

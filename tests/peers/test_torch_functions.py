@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from torch.autograd import forward_ad  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from mpizero.adapters.torch import TorchModel, functions  # noqa: E402
-from mpizero.adapters.torch.functions import OwnKernels  # noqa: E402
+from mpizero.adapters.torch import TorchModel, autograd  # noqa: E402
+from mpizero.adapters.torch.autograd import OwnKernels  # noqa: E402
 from mpizero.errors import ConfigError  # noqa: E402
 
 
@@ -30,7 +30,7 @@ FUNCTIONS = [(gelu, 1), (functional.silu, 1), (attention, 3)]
 
 @pytest.fixture(autouse=True)
 def _small_attention_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "FEW_SCORES", -1)
+    monkeypatch.setattr(autograd, "FEW_SCORES", -1)
 
 
 def inputs(count: int, shape: tuple[int, ...], dtype: Any) -> list[Any]:

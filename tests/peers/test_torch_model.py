@@ -19,8 +19,11 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import mpizero as mz  # noqa: E402
-from mpizero.adapters.torch import backward, blocks, functions  # noqa: E402
-from mpizero.adapters.torch.backward import Pass, input_half, weight_half, whole_backward  # noqa: E402
+from mpizero.adapters.torch import (
+    autograd,  # noqa: E402
+    blocks,
+)
+from mpizero.adapters.torch.autograd import Pass, input_half, weight_half, whole_backward  # noqa: E402
 from mpizero.errors import ConfigError, MpizeroError  # noqa: E402
 from mpizero.guard.reports import describe_error  # noqa: E402
 from mpizero.sharding.params import ParameterStore  # noqa: E402
@@ -36,7 +39,7 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), 
 
 @pytest.fixture(autouse=True)
 def _kernels_for_small_attention_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "FEW_SCORES", -1)
+    monkeypatch.setattr(autograd, "FEW_SCORES", -1)
 
 
 def transformer(**given: Any) -> mz.adapters.torch.TorchModel:
@@ -333,7 +336,7 @@ def test_halves_that_take_long_are_told_once_and_train_all_the_same(capfd: Any) 
 
 def test_no_clock_refuses_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
     times = np.random.default_rng(0)
-    monkeypatch.setattr(backward, "thread_time", lambda: float(times.exponential(100)))
+    monkeypatch.setattr(autograd, "thread_time", lambda: float(times.exponential(100)))
     monkeypatch.setattr(blocks, "MEASURED", 1)
     resting = lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3))  # noqa: E731
     assert piped("zero_bubble", resting) == piped("1f1b", resting)
@@ -826,16 +829,16 @@ def test_random_numbers_and_settings_of_the_caller_stay_as_they_were() -> None:
 
 
 def test_modules_that_do_not_round_in_one_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpizero.adapters.torch import process
+    from mpizero.adapters.torch import call
 
-    monkeypatch.setattr(process, "_placed", lambda array, offset: array + offset)
+    monkeypatch.setattr(call, "_placed", lambda array, offset: array + offset)
     with pytest.raises(ConfigError, match="MKL_CBWR=AUTO"):
         transformer()
 
 
 def test_random_numbers_of_a_gpu_are_seeded_and_the_callers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A generator of the host stands for that of the GPU."""
-    from mpizero.adapters.torch import process
+    from mpizero.adapters.torch import call
 
     host, gpu = torch.default_generator, torch.Generator().manual_seed(7)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -843,10 +846,10 @@ def test_random_numbers_of_a_gpu_are_seeded_and_the_callers_stay(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
     before, drawn = [g.get_state() for g in (host, gpu)], []
     for _ in range(2):
-        with process.torch_pass(process.TorchSettings(), seed=3):
-            state = process.random_state()
+        with call.torch_pass(call.TorchSettings(), seed=3):
+            state = call.random_state()
             drawn.append([torch.rand(2, generator=g).tolist() for g in (host, gpu)])
-            assert process.drawn_since(state)
+            assert call.drawn_since(state)
     assert drawn[0] == drawn[1]
     assert drawn[0][0] == drawn[0][1], "both have the seed"
     assert all(torch.equal(g.get_state(), was) for g, was in zip((host, gpu), before, strict=True))
@@ -861,7 +864,7 @@ def test_products_on_a_gpu_may_be_deterministic() -> None:
 
 def test_buffers_that_stay_in_the_module_go_to_where_the_parameters_are() -> None:
     """PyTorch's device "meta" stands for the GPU."""
-    from mpizero.adapters.torch.bound import bring, held_buffers
+    from mpizero.adapters.torch.call import bring, held_buffers
 
     net = nn.Module()
     net.first = nn.Module()

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import mpizero as mz  # noqa: E402
-from mpizero.adapters.torch.kernels_of_pass import Allocations  # noqa: E402
+from mpizero.adapters.torch.passes import Allocations  # noqa: E402
 from mpizero.planning import TrainingPlan  # noqa: E402
 from mpizero.sharding.config import placement  # noqa: E402
 

@@ -1,5 +1,5 @@
 """Adapt PyTorch modules, so that every strategy can train them (extra ``torch``)."""
 
-from mpizero.adapters.torch.model import TorchModel
+from mpizero.adapters.torch.module import TorchModel
 
 __all__ = ["TorchModel"]

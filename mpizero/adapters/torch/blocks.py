@@ -1,39 +1,208 @@
-"""Run a submodule of PyTorch as a layer."""
+"""Keep the memory of parameters out of what autograd saves for the backward pass.
+
+With ZeRO-3 on several nodes the parameters of a block are gathered for its forward pass, freed, and gathered again for
+its backward pass; in the meantime their memory holds other parameters. Autograd saves weights for the backward pass,
+and does not notice that NumPy has overwritten them. So what it saves of a parameter is replaced by the parameter's
+number and the place in it, and read from the newly gathered parameters.
+
+Describe the parameters and buffers of a module's blocks, as mpizero stores them.
+
+Run a submodule of PyTorch as a layer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from mpizero._util.names import as_patterns, selected
 from mpizero._util.pytree import map_leaves, paths_of
 from mpizero._util.text import notice
-from mpizero.adapters.grain_cost import PassTimes
-from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves, put
-from mpizero.adapters.torch.backward import (
+from mpizero.adapters.torch import call
+from mpizero.adapters.torch.autograd import (
     Gradients,
     HalfTimes,
     Pass,
     PendingWeights,
+    as_array,
+    as_tensor,
+    gradient_leaves,
     half_times,
     input_half,
+    put,
     weight_half,
     whole_backward,
 )
-from mpizero.adapters.torch.first.own_forward import OwnForward
-from mpizero.adapters.torch.kernels_of_pass import Allocations
-from mpizero.adapters.torch.module_call import ModuleCall, Passed, array_of
-from mpizero.adapters.torch.process import torch_pass
-from mpizero.adapters.torch.saved import SavedParameters
-from mpizero.errors import LayoutError
+from mpizero.adapters.torch.call import BlockTensors, torch_pass
+from mpizero.adapters.torch.originals import OwnForward
+from mpizero.adapters.torch.passes import Allocations, ModuleCall, Passed, array_of
+from mpizero.adapters.user_code import PassTimes
+from mpizero.errors import ConfigError, LayoutError
+from mpizero.layout.flat import joined
 from mpizero.nn.layer import Layer
-from mpizero.types import EVALUATE, IntegerSpec, ParameterSpec, Params, Run
+from mpizero.types import EVALUATE, INTEGER_DTYPES, IntegerSpec, ParameterSpec, Params, Run
+
+
+class _Kept(NamedTuple):
+    """Hold a tensor that autograd saves, and its version then."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class _Place(NamedTuple):
+    """Describe a tensor that lies in the memory of a parameter."""
+
+    parameter: int
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+class SavedParameters:
+    """Replace saved tensors that lie in parameters by their places, and find them in the present parameters.
+
+    Attributes
+    ----------
+    tensors : sequence of torch.Tensor
+        The parameters as they are gathered now; to be replaced before the backward pass.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._ranges = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors]
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd keeps in place of ``tensor``. Not collective."""
+        number = self.parameter_of(tensor)
+        if number is None:
+            return _Kept(tensor, tensor._version)
+        if tensor.dtype != self.tensors[number].dtype or tensor.is_conj() or tensor.is_neg():
+            return _Kept(tensor.detach().clone(), 0)  # a view with elements of another kind
+        offset = (tensor.data_ptr() - self._ranges[number][0]) // tensor.element_size()
+        return _Place(number, offset, tensor.shape, tensor.stride())
+
+    def parameter_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of the parameter in whose memory a tensor begins, None if in none. Not collective."""
+        address = tensor.data_ptr()
+        return next((i for i, (start, stop) in enumerate(self._ranges) if start <= address < stop), None)
+
+    def unpack(self, kept: Any) -> torch.Tensor:
+        """Return the tensor that :meth:`pack` was given, with the present values. Not collective."""
+        if isinstance(kept, _Kept):
+            if kept.tensor._version != kept.version:
+                raise RuntimeError(
+                    "a tensor that the backward pass needs was changed in place after the module had used it: compute "
+                    "with a copy"
+                )
+            return kept.tensor
+        flat = self.tensors[kept.parameter].detach().reshape(-1)
+        return flat.as_strided(kept.shape, kept.strides, flat.storage_offset() + kept.offset)
+
+
+class Describer:
+    """Describe the blocks of a module, one after the other: a parameter belongs to the first block that holds it.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The whole module.
+    dtype : numpy dtype
+        The dtype of its parameters.
+    frozen, unused, averaged : collection of str
+        Names and patterns of the user; see :class:`~mpizero.adapters.torch.TorchModel`.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        dtype: np.dtype[Any],
+        *,
+        frozen: Collection[str],
+        unused: Collection[str],
+        averaged: Collection[str],
+    ) -> None:
+        parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+        held = dict(module.named_parameters(remove_duplicate=False))  # a tied one has several names
+        self._frozen = {id(held[name]) for name in chosen_names(parameters, "frozen", frozen)}
+        self._unused = {id(held[name]) for name in chosen_names(parameters, "unused", unused)}
+        self._averaged = chosen_names(buffers, "averaged", averaged, "buffer")
+        self._dtype, self._order = dtype, tuple(module.state_dict())
+        self._running = call.running_statistics(module)
+        self._homes: dict[int, str] = {}
+        self._stored: list[call.Held] = []
+
+    def describe(self, block: str, module: torch.nn.Module) -> BlockTensors:
+        """Return what the module of a block holds. Not collective."""
+        parameters = call.held_parameters(module)
+        stored, specs = list(parameters.values()), []
+        for identity, one in parameters.items():
+            whole = joined(block, one.name)
+            home = self._homes.setdefault(identity, whole)
+            tied, trainable = None if home == whole else home, one.trainable and identity not in self._frozen
+            specs.append(ParameterSpec(one.name, one.shape, decay=len(one.shape) > 1, trainable=trainable, tied=tied))
+        integers, numbers, kept = [], [], []
+        for identity, one in call.held_buffers(module).items():
+            whole, dtype = joined(block, one.name), str(one.now.dtype).removeprefix("torch.")
+            averaged, saved = identity in self._running or whole in self._averaged, whole in self._order
+            if refusal := self._refusal(averaged, saved, dtype, self._homes.setdefault(identity, block), block):
+                raise ConfigError(f"TorchModel: buffer {whole!r} {refusal}")
+            if saved and dtype in INTEGER_DTYPES:
+                integers.append(one)
+                numbers.append(IntegerSpec(one.name, one.shape, dtype))
+            elif averaged or (saved and dtype == self._dtype):
+                stored.append(one)
+                specs.append(ParameterSpec(one.name, one.shape, decay=False, trainable=averaged, averaged=averaged))
+                self._stored.append(one)
+            else:
+                kept.append(one)
+        place = {name: number for number, name in enumerate(self._order)}
+        order = sorted(range(len(stored)), key=lambda n: place.get(joined(block, stored[n].name), len(place)))
+        stored, specs = [stored[n] for n in order], [specs[n] for n in order]
+        names = frozenset(one.name for one in parameters.values())
+        unused = frozenset(one.name for identity, one in parameters.items() if identity in self._unused)
+        return BlockTensors(tuple(stored), tuple(specs), tuple(integers), tuple(numbers), tuple(kept), names, unused)
+
+    def _refusal(self, averaged: bool, saved: bool, dtype: str, home: str, block: str) -> str | None:
+        """Return why a buffer cannot be stored as the module would have it, None if it can."""
+        if averaged and home != block:
+            return (
+                f"is in block {home!r}, too: each block would have a statistic of its own; put both uses into one "
+                "block, or give each its own norm"
+            )
+        if averaged and not saved:
+            return (
+                "of averaged= was registered with persistent=False, but statistics are stored and exported with the "
+                "parameters: leave persistent=False out"
+            )
+        if saved and dtype != self._dtype and dtype not in INTEGER_DTYPES:
+            return (
+                f"is {dtype} and would be missing from checkpoints, whose other arrays are all {self._dtype}, as the "
+                "parameters are: convert it, or register it with persistent=False if the code makes it again"
+            )
+        return None
+
+    def forget_values(self) -> None:
+        """Free the memory of the buffers that mpizero stores. Not collective."""
+        for one in self._stored:
+            empty = torch.empty_like(one.now, device="meta")
+            for place, key in one.places:
+                place[key] = empty
+
+
+def chosen_names(names: list[str], where: str, patterns: Collection[str], what: str = "parameter") -> frozenset[str]:
+    """Return those of some names that the patterns of an argument choose; an error for a pattern that fits none."""
+    where = f"TorchModel: {where}"
+    return frozenset(selected(names, where, as_patterns(where, patterns), what))
+
 
 #: Largest time of both halves of a backward pass over that of the whole of which nothing is said, the seconds by which
 #: both must exceed it, and the number of passes that are measured.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.adapters.grain_cost import EfficientSamples, PassTimes, PassWork
+from mpizero.adapters.user_code import EfficientSamples, PassTimes, PassWork
 from mpizero.layout.batch import GrainRule
 from mpizero.sharding.batch import described_grains, faster_grain
 

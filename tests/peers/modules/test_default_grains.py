@@ -160,7 +160,8 @@ def test_passes_are_timed_beside_those_of_one_sample_without_effect_on_the_bits(
 
 def test_models_of_jax_have_such_grains_too(monkeypatch: pytest.MonkeyPatch) -> None:
     jax = pytest.importorskip("jax")
-    from mpizero.adapters.jax import JaxModel, compiled_loss
+    from mpizero.adapters.jax import JaxModel
+    from mpizero.adapters.jax import blocks as compiled_loss
 
     monkeypatch.setattr(compiled_loss, "_MOST_COMPILING", 1e9)  # however busy the machine is
 

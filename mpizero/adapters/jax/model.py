@@ -15,20 +15,18 @@ from mpizero._util.checks import require
 from mpizero._util.checks import seed as validation_seed
 from mpizero._util.names import explains
 from mpizero.adapters.function import FunctionModel
-from mpizero.adapters.grain_cost import EfficientSamples, PassTimes, PassWork
-from mpizero.adapters.jax.block_list import StartValues, make_layers, read_blocks
-from mpizero.adapters.jax.compiled_loss import CompiledLoss
-from mpizero.adapters.jax.jax_block import JaxBlock, JaxLoss
-from mpizero.adapters.jax.parameter_tree import (
+from mpizero.adapters.jax.blocks import CompiledLoss, JaxBlock, JaxLoss, StartValues, make_layers, read_blocks
+from mpizero.adapters.jax.function import (
     ParameterTree,
+    TracedFunction,
     named_leaves,
     real_type,
     require_precision,
+    require_threads,
     samples,
     to_numpy,
 )
-from mpizero.adapters.jax.traced_function import TracedFunction
-from mpizero.adapters.jax.xla_threads import require_threads
+from mpizero.adapters.user_code import EfficientSamples, PassTimes, PassWork
 from mpizero.errors import ConfigError
 from mpizero.types import EVALUATE, Array, Run
 

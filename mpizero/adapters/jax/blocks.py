@@ -1,0 +1,681 @@
+"""Compile a block's forward pass, and the two halves of its backward pass.
+
+[Note: halves] ``jax.vjp`` gives a block's backward pass as one program, from what the forward pass keeps and from the
+gradient of the output. Its equations are divided: those that the gradient of the input needs are the first half, the
+others the second, which is given what the first one has computed. No equation runs twice, and every schedule runs the
+same two programs, so all of them have the same bits.
+
+[Note: what is kept] Of the values that the backward pass needs, parameters and all that is computed from parameters
+alone are not kept: they are given, or computed, again. So a gathered unit can be released between both passes.
+
+Make layers and a loss of a model of blocks from functions written in JAX.
+
+Compile a user's loss and its gradient, once for each number of samples, and check the loss on its first samples.
+
+Read a user's list of blocks, and make layers and start values of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, ClassVar, NamedTuple, Self
+
+import jax
+import numpy as np
+
+from mpizero._util.names import nearest
+from mpizero.adapters.jax.function import (
+    CheckedGrains,
+    FlatProgram,
+    ParameterTree,
+    TracedFunction,
+    check_grain,
+    check_rows,
+    check_traces,
+    count,
+    descending,
+    flat_program,
+    host_view,
+    is_variable,
+    key_data,
+    make_key,
+    named_leaves,
+    real_type,
+    samples,
+    sum_and_weight,
+)
+from mpizero.adapters.user_code import PassTimes, derived_seed
+from mpizero.errors import ConfigError, UnsupportedError
+from mpizero.nn.layer import Layer, Operations
+from mpizero.types import EVALUATE, Array, ParameterSpec, Params, Run
+
+
+class Half(NamedTuple):
+    """Hold a compiled half of a backward pass: the numbers of the values that it takes, and the function."""
+
+    takes: list[int]
+    function: Callable[[list[Any]], list[Any]]
+
+
+class BlockProgram(NamedTuple):
+    """Hold the compiled programs of a block for inputs of one structure, shape and dtype.
+
+    The values that a backward pass takes are numbered: first the parameters, then the arrays of the input, then what
+    the forward pass keeps, the gradients of the output, and what the first half computes for the second.
+
+    Attributes
+    ----------
+    forward : callable
+        Takes the parameters, the arrays of the input and what makes a key; returns the arrays of the output, then those
+        that are kept.
+    output : tree structure
+        The structure of the output.
+    outputs : list
+        For each array of the output its shape and dtype if it is of floating point, and has a gradient; else None.
+    differentiated : list of int
+        Numbers of the input's arrays that have a gradient.
+    inputs, weights : Half
+        The first half returns the gradients of these arrays, then what the second takes; the second those of the
+        trained parameters.
+    """
+
+    forward: Callable[..., list[Any]]
+    output: Any
+    outputs: list[Any]
+    differentiated: list[int]
+    inputs: Half
+    weights: Half
+
+
+class Kept(NamedTuple):
+    """Hold what a forward pass keeps: the input's arrays and structure, what made its key, and values of its own.
+
+    ``values`` is None after a forward pass that is not one of training; the backward pass then runs it again.
+    """
+
+    inputs: list[Any]
+    structure: Any
+    key: Array | None
+    values: list[Any] | None
+
+
+class CompiledBlock:
+    """Compute a block's output and gradients; blocks of one function and equal shapes share it.
+
+    Parameters
+    ----------
+    apply : TracedFunction
+        ``apply(parameters, x[, key]) -> y``.
+    tree : ParameterTree
+        Structure and names of the block's parameters.
+    trained : list of int
+        Numbers of the parameters that have gradients.
+    first : bool
+        Whether this is the model's first block, whose input needs no gradient.
+    """
+
+    def __init__(self, apply: TracedFunction, tree: ParameterTree, trained: list[int], *, first: bool) -> None:
+        self.apply, self._tree, self._trained, self._first = apply, tree, trained, first
+        self._programs: dict[Any, BlockProgram] = {}
+        self._alone = jax.jit(self._applied)
+        self._checked = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the object itself, which every copy of the model can use."""
+        return self
+
+    @property
+    def compilations(self) -> int:
+        """For how many shapes of inputs the forward and backward pass were compiled."""
+        return len(self._programs)
+
+    def traced_output(self, parameters: list[Any], x: Any) -> Any:
+        """Return shapes and dtypes of the output, from those of parameters and input."""
+        return jax.eval_shape(self._alone, parameters, x, None)
+
+    def lowered(self, parameters: list[Any], x: Any) -> Any:
+        """Return the forward pass as JAX lowers it, before XLA compiles it, from shapes and dtypes. Not collective."""
+        key = key_data(Run(True, 0, 0, 0), 0) if self.apply.takes_key else None
+        return self._alone.lower(parameters, x, key)
+
+    def output(self, parameters: list[Array], x: Any) -> tuple[Any, Kept]:
+        """Return the output for ``x`` without a key, as read-only arrays, and what :meth:`backward_input` needs."""
+        inputs, structure = jax.tree_util.tree_flatten(x)
+        with self.apply.traced(without_key=True):
+            y = jax.tree_util.tree_map(host_view, self._alone(parameters, x, None))
+        return y, Kept(inputs, structure, None, None)
+
+    def forward(self, parameters: list[Array], x: Any, key: Array | None) -> tuple[Any, Kept]:
+        """Return the output for ``x``, as read-only arrays, and what :meth:`backward_input` needs."""
+        inputs, structure = jax.tree_util.tree_flatten(x)
+        program = self._program(parameters, inputs, structure, key)
+        if not self._checked:
+            self._checked = check_rows(self.apply, lambda part: self._alone(parameters, part, None), x)
+        found = program.forward(parameters, inputs, key)
+        count = len(program.outputs)
+        y = jax.tree_util.tree_unflatten(program.output, map(host_view, found[:count]))
+        return y, Kept(inputs, structure, key, found[count:])
+
+    def backward_input(self, parameters: list[Array], kept: Kept, dy: Any) -> tuple[Any, list[Any]]:
+        """Return the gradient of the input, None where it has none, and values for :meth:`backward_weights`."""
+        inputs, structure, key, values = kept
+        program = self._program(parameters, inputs, structure, key)
+        if values is None:
+            values = program.forward(parameters, inputs, key)[len(program.outputs) :]
+        leaves = jax.tree_util.tree_leaves(dy, is_leaf=lambda leaf: leaf is None)
+        given = [
+            np.zeros(kind.shape, kind.dtype) if leaf is None else leaf  # None: no loss depends on it
+            for leaf, kind in zip(leaves, program.outputs, strict=True)
+            if kind is not None
+        ]
+        known = [*parameters, *inputs, *values, *given]
+        found = program.inputs.function([known[number] for number in program.inputs.takes])
+        count = len(program.differentiated)
+        gradients: list[Any] = [None] * len(inputs)
+        for number, gradient in zip(program.differentiated, found[:count], strict=True):
+            gradients[number] = host_view(gradient)
+        dx = jax.tree_util.tree_unflatten(structure, gradients) if count else None
+        return dx, [*values, *given, *found[count:]]
+
+    def backward_weights(self, parameters: list[Array], kept: Kept, pending: list[Any]) -> list[Array]:
+        """Return the gradients of the trained parameters, in their order, as read-only arrays."""
+        half = self._program(parameters, kept.inputs, kept.structure, kept.key).weights
+        known = [*parameters, *kept.inputs, *pending]
+        return [host_view(gradient) for gradient in half.function([known[number] for number in half.takes])]
+
+    # ------------------------------------------------------------------ compiling
+
+    def _applied(self, parameters: Sequence[Any], x: Any, key: Any) -> Any:
+        return self.apply(self._tree.build(parameters), x, key=make_key(key))
+
+    def _program(self, parameters: list[Array], inputs: list[Any], structure: Any, key: Array | None) -> BlockProgram:
+        form = (structure, key is None, parameters[0].dtype if parameters else None)
+        form = (*form, *((leaf.shape, leaf.dtype) for leaf in inputs))
+        program = self._programs.get(form)
+        if program is None:
+            with self.apply.traced(without_key=key is None):
+                x = jax.tree_util.tree_unflatten(structure, inputs)
+                check_traces(self.apply, self._applied, (parameters, x, key))
+                program = self._programs[form] = self._compiled(parameters, inputs, structure, key)
+        return program
+
+    def _compiled(self, parameters: list[Array], inputs: list[Any], structure: Any, key: Array | None) -> BlockProgram:
+        """Trace the block for inputs of these shapes ([Note: halves])."""
+        differentiated = [] if self._first else [i for i, leaf in enumerate(inputs) if leaf.dtype.kind in "fcV"]
+        seen: dict[str, Any] = {}
+
+        def forward(given: list[Any], leaves: list[Any], data: Any) -> list[Any]:
+            def applied(trained: list[Any], floats: list[Any]) -> Any:
+                every, changed = list(given), list(leaves)
+                for number, value in zip(self._trained, trained, strict=True):
+                    every[number] = value
+                for number, value in zip(differentiated, floats, strict=True):
+                    changed[number] = value
+                return self._applied(every, jax.tree_util.tree_unflatten(structure, changed), data)
+
+            y, backward = jax.vjp(applied, [given[i] for i in self._trained], [leaves[i] for i in differentiated])
+            outputs, seen["output"] = jax.tree_util.tree_flatten(y)
+            residuals, seen["backward"] = jax.tree_util.tree_flatten(backward)
+            seen["outputs"] = [jax.typeof(leaf) for leaf in outputs]
+            return [*outputs, *residuals]
+
+        program = flat_program(forward, parameters, inputs, key)
+        backward = Backward(program, len(parameters), len(inputs), seen)
+        given = [*program.inputs]
+
+        def run(*arguments: Any) -> list[Any]:
+            known = dict(zip(given, jax.tree_util.tree_leaves(arguments), strict=True))
+            return program.evaluated(program.equations, known, [*backward.outputs, *backward.kept])
+
+        halves = backward.halves(parameters, inputs, len(differentiated))
+        return BlockProgram(jax.jit(run), seen["output"], backward.shapes, differentiated, *halves)
+
+
+class Backward:
+    """Make the two halves of a backward pass from the program of the forward pass.
+
+    Parameters
+    ----------
+    program : FlatProgram
+        The forward pass: it takes parameters, arrays of the input and what makes a key, and returns the arrays of the
+        output, and those that ``jax.vjp`` needs.
+    parameters, inputs : int
+        Number of parameters and of arrays of the input.
+    seen : dict
+        Structures that were found in tracing it: "output", "backward" (what ``jax.vjp`` returned), and "outputs", the
+        types of the arrays of the output.
+    """
+
+    def __init__(self, program: FlatProgram, parameters: int, inputs: int, seen: dict[str, Any]) -> None:
+        self.program, self.structure, self.output = program, seen["backward"], seen["output"]
+        self.types = seen["outputs"]
+        #: Shapes and dtypes of the arrays of the output, None of those without a gradient.
+        self.shapes = [
+            jax.ShapeDtypeStruct(kind.shape, kind.dtype) if kind.dtype.kind in "fcV" else None for kind in self.types
+        ]
+        self.outputs, self.residuals = program.outputs[: len(self.types)], program.outputs[len(self.types) :]
+        self.given = program.inputs[: parameters + inputs]
+        samples = program.following(program.inputs[parameters:])
+        #: What the forward pass keeps ([Note: what is kept]).
+        self.kept = [
+            *dict.fromkeys(v for v in self.residuals if is_variable(v) and v in samples and v not in self.given)
+        ]
+
+    def halves(self, parameters: list[Array], inputs: list[Any], count: int) -> tuple[Half, Half]:
+        """Compile both halves; ``count`` arrays of the input have a gradient."""
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.kept]
+        dy = [shape for shape in self.shapes if shape is not None]
+        whole = flat_program(self._backward, [*parameters, *inputs], shapes, dy)
+        dx, weights = whole.outputs[:count], whole.outputs[count:]
+        first = whole.needed(dx)
+        done = {id(equation) for equation in first}
+        rest = [equation for equation in whole.needed(weights) if id(equation) not in done]
+        made = {v for equation in first for v in equation.outvars}
+        wanted = [v for equation in rest for v in equation.invars] + weights
+        crossing = [*dict.fromkeys(v for v in wanted if is_variable(v) and v in made)]
+        known = [*whole.inputs, *crossing]
+        return _half(whole, first, known, [*dx, *crossing]), _half(whole, rest, known, weights)
+
+    def _backward(self, given: list[Any], kept: list[Any], dy: list[Any]) -> list[Any]:
+        known = dict(zip(self.given, given, strict=True)) | dict(zip(self.kept, kept, strict=True))
+        again = self.program.needed(v for v in self.residuals if is_variable(v) and v not in known)
+        residuals = self.program.evaluated(again, known, self.residuals)
+        gradients = iter(dy)
+        cotangents = [
+            np.zeros(kind.shape, jax.dtypes.float0) if shape is None else next(gradients)
+            for kind, shape in zip(self.types, self.shapes, strict=True)
+        ]
+        backward = jax.tree_util.tree_unflatten(self.structure, residuals)
+        trained, floats = backward(jax.tree_util.tree_unflatten(self.output, cotangents))
+        return [*floats, *map(descending, trained)]
+
+
+def _half(whole: FlatProgram, equations: list[Any], known: list[Any], outputs: list[Any]) -> Half:
+    wanted = {v for equation in equations for v in equation.invars if is_variable(v)}
+    wanted.update(filter(is_variable, outputs))
+    made = {v for equation in equations for v in equation.outvars}
+    takes = [number for number, v in enumerate(known) if v in wanted and v not in made]
+    variables = [known[number] for number in takes]
+
+    def run(values: list[Any]) -> list[Any]:
+        return whole.evaluated(equations, dict(zip(variables, values, strict=True)), outputs)
+
+    return Half(takes, jax.jit(run) if outputs else lambda values: [])
+
+
+@dataclass(frozen=True, eq=False)
+class JaxBlock(Layer):
+    """Apply a user's function ``apply(parameters, x[, key])`` as a block.
+
+    Parameters
+    ----------
+    apply : callable
+        The function.
+    parameters : tuple of ParameterSpec
+        The block's parameters, in the order of JAX.
+    number : int
+        Number of the block in the model; its random keys depend on it.
+    """
+
+    apply: Callable[..., Any]
+    parameters: tuple[ParameterSpec, ...]
+    number: int
+    dtype: np.dtype[Any]
+    _compiled: CompiledBlock = field(repr=False)
+    #: Whose memory the arrays of a pass are in, which the planner cannot count.
+    memory_of: ClassVar[str] = "JAX"
+
+    @property
+    def compiled(self) -> CompiledBlock:
+        """The compiled functions, which blocks of one function and equal shapes share."""
+        return self._compiled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the block itself, which holds no values."""
+        return self
+
+    def own_specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe the parameters."""
+        return self.parameters
+
+    def forward(self, params: Params, x: Any, run: Run = EVALUATE) -> tuple[Any, Kept]:
+        """Return the output for ``x``, and what the backward pass needs; no parameter is in it.
+
+        The output is a read-only array, or a tree of them.
+        """
+        given = samples(x, self.dtype, "the input")
+        if not run.training:
+            return self._compiled.output(self._leaves(params), given)
+        key = key_data(run, self.number) if self._compiled.apply.takes_key else None
+        return self._compiled.forward(self._leaves(params), given, key)
+
+    def backward_input(self, params: Params, cache: Kept, dy: Any) -> tuple[Any, list[Any]]:
+        """Return the gradient of the input, None for the first block and for integers, and intermediate results."""
+        return self._compiled.backward_input(self._leaves(params), cache, dy)
+
+    def backward_weights(self, params: Params, cache: Kept, pending: list[Any], grads: Params) -> None:
+        """Overwrite the gradients of the parameters."""
+        found = iter(self._compiled.backward_weights(self._leaves(params), cache, pending))
+        for spec in self.parameters:
+            if spec.trainable:
+                _at(grads, spec.name)[...] = next(found)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the output for one sample of ``shape``; that of the input where it cannot be traced."""
+        for dtype in (self.dtype, np.dtype(np.int32)):
+            try:
+                given = [jax.ShapeDtypeStruct(spec.shape, self.dtype) for spec in self.parameters]
+                found = self._compiled.traced_output(given, jax.ShapeDtypeStruct((1, *shape), dtype))
+                return tuple(found.shape[1:])
+            except Exception:  # of the user's function, for an input that it does not take
+                continue
+        return shape
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Raise ``UnsupportedError``: the operations of a function of JAX are not counted."""
+        raise UnsupportedError("a block written in JAX does not count its operations")
+
+    def _leaves(self, params: Params) -> list[Array]:
+        return [_at(params, spec.name) for spec in self.parameters]
+
+
+@dataclass(frozen=True, eq=False)
+class JaxLoss:
+    """Compute a user's loss ``loss(prediction, y)``, and its gradient."""
+
+    loss: Callable[..., Any]
+    dtype: np.dtype[Any]
+    _traced: TracedFunction = field(repr=False)
+    _checked: CheckedGrains = field(default_factory=CheckedGrains, init=False, repr=False)
+    _gradient: Callable[..., Any] = field(init=False, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the loss itself, which holds no values."""
+        return self
+
+    def __post_init__(self) -> None:
+        gradient = jax.jit(jax.value_and_grad(self._value, has_aux=True, allow_int=True))
+        object.__setattr__(self, "_gradient", gradient)
+
+    def forward(self, prediction: Any, target: Any) -> tuple[float, float, Any]:
+        """Return the sum of the losses, the weight, and the gradient of the sum."""
+        y = samples(target, self.dtype, "y")
+        with self._traced.traced():
+            if not self._checked.enough:
+                given: dict[str, Any] = {"parameters": (), "batch": (prediction, y)}
+                check_grain(self._checked, self._traced, self._value, self._gradient, **given)
+            (loss, weight), gradient = self._gradient(prediction, y)
+        return float(loss), float(count(y) if weight is None else weight), gradient
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Any:
+        """Return ``scale`` times the gradient of the loss sum, in the structure of the prediction."""
+
+        def scaled(leaf: Any) -> Any:
+            if leaf.dtype == jax.dtypes.float0:
+                return None
+            values = host_view(leaf)
+            return values if scale == 1.0 else values * values.dtype.type(scale)
+
+        return jax.tree_util.tree_map(scaled, cache)
+
+    def _value(self, prediction: Any, y: Any) -> tuple[Any, Any]:
+        return sum_and_weight(self._traced, self._traced(prediction, y, key=None))
+
+
+def _at(tree: Params, name: str) -> Any:
+    found: Any = tree
+    for part in name.split("."):
+        found = found[part]
+    return found
+
+
+#: Most seconds of a first pass, which compiles, after which a pass of a single sample is compiled to be timed.
+_MOST_COMPILING = 2.0
+
+
+class CompiledLoss:
+    """Compute a user's loss of all parameters, with its gradient or without.
+
+    Parameters
+    ----------
+    loss : TracedFunction
+        ``loss(parameters, x, y[, key])``.
+    tree : ParameterTree
+        Structure and names of the parameters.
+    frozen : frozenset of str
+        Names of the parameters that are not differentiated.
+    dtype : dtype
+        Type of the parameters, to which wider samples are converted.
+    """
+
+    def __init__(self, loss: TracedFunction, tree: ParameterTree, frozen: frozenset[str], dtype: np.dtype[Any]) -> None:
+        self.loss, self._tree, self._dtype = loss, tree, dtype
+        self._trained = [name for name in tree.names if name not in frozen]
+        self._fixed = [name for name in tree.names if name in frozen]
+        self._gradient = jax.jit(self._with_gradient)
+        self._forward = jax.jit(self._value)
+        self._checked = CheckedGrains()
+        #: How often the loss with its gradient was traced and compiled.
+        self.compilations = 0
+        #: Times the first passes.
+        self.times = PassTimes()
+        self._alone = jax.jit(jax.value_and_grad(self._value, has_aux=True))  # for passes of no effect
+        self._compiled_in = 0.0
+
+    def loss_and_grad(
+        self, parameters: Mapping[str, Array], batch: tuple[Any, Any], run: Run = EVALUATE
+    ) -> tuple[float, Mapping[str, Array], float]:
+        """Return the sum of the losses, its gradient by name, and the weight; the arrays are read-only."""
+        start, (x, y) = perf_counter(), self._samples(batch)
+        trained, fixed, key = self._part(parameters, self._trained), self._part(parameters, self._fixed), None
+        if self.loss.takes_key and run.training:
+            key = key_data(run, 0)
+        with self.loss.traced(without_key=key is None):
+            if not self._checked.enough:
+                given: dict[str, Any] = {"parameters": (trained, fixed), "batch": (x, y), "key": (key,)}
+                check_grain(self._checked, self.loss, self._value, self._alone, **given)
+            (loss, weight), gradients = self._gradient(trained, fixed, x, y, key)
+        found = {name: host_view(gradients[name]) for name in self._trained}
+        total, seconds = float(loss), perf_counter() - start
+        self._compiled_in = self._compiled_in or seconds
+        if run.training and self.times.timed(0, run.count, seconds) and self._compiled_in < _MOST_COMPILING:
+            self._time_one(trained, fixed, *jax.tree_util.tree_map(lambda leaf: leaf[:1], (x, y)), key)
+        return total, found, _weight(weight, batch, run)
+
+    def _time_one(self, *arguments: Any) -> None:
+        """Time a pass of a single sample, which has no effect; the first time after one that compiles it."""
+        if self.times.first:
+            jax.block_until_ready(self._alone(*arguments))
+        start = perf_counter()
+        jax.block_until_ready(self._alone(*arguments))
+        self.times.one_timed(0, perf_counter() - start)
+
+    def loss_alone(
+        self, parameters: Mapping[str, Array], batch: tuple[Any, Any], run: Run = EVALUATE
+    ) -> tuple[float, float]:
+        """Return the sum of the losses and the weight."""
+        x, y = self._samples(batch)
+        trained, fixed = self._part(parameters, self._trained), self._part(parameters, self._fixed)
+        key = key_data(run, 0) if self.loss.takes_key and run.training else None
+        with self.loss.traced(without_key=key is None):
+            loss, weight = self._forward(trained, fixed, x, y, key)
+        return float(loss), _weight(weight, batch, run)
+
+    def lowered(self, parameters: Mapping[str, Array], x: Any, y: Any) -> Any:
+        """Return the loss with its gradient as JAX lowers it, before XLA compiles it. Not collective.
+
+        Only shapes and types of the arguments count.
+        """
+        key = key_data(Run(True, 0, 0, 0), 0) if self.loss.takes_key else None
+        trained, fixed = self._part(parameters, self._trained), self._part(parameters, self._fixed)
+        return self._alone.lower(trained, fixed, *self._samples((x, y)), key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the object itself, which every copy of the model can use."""
+        return self
+
+    def _samples(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        return samples(batch[0], self._dtype, "x"), samples(batch[1], self._dtype, "y")
+
+    @staticmethod
+    def _part(parameters: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
+        return {name: parameters[name] for name in names}
+
+    def _with_gradient(self, *arguments: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
+        self.compilations += 1
+        found, gradients = jax.value_and_grad(self._value, has_aux=True)(*arguments)
+        return found, {name: descending(gradient) for name, gradient in gradients.items()}
+
+    def _value(self, trained: dict[str, Any], fixed: dict[str, Any], x: Any, y: Any, key: Any) -> tuple[Any, Any]:
+        every = {**trained, **fixed}
+        parameters = self._tree.build([every[name] for name in self._tree.names])
+        return sum_and_weight(self.loss, self.loss(parameters, x, y, key=make_key(key)))
+
+
+def _weight(weight: Any, batch: tuple[Any, Any], run: Run) -> float:
+    return float(run.count or count(*batch)) if weight is None else float(weight)
+
+
+_PAIRS = "pairs (init, apply) or (parameters, apply), in a list or by name"
+
+
+class Block(NamedTuple):
+    """Hold a block as the user gave it: its parameters, or a function of a key that makes them, and its function."""
+
+    parameters: Any
+    apply: TracedFunction
+
+
+def read_blocks(parameters: Any, blocks: Any) -> dict[str, Block]:
+    """Return the blocks by name; those of a list are named "0", "1", ...
+
+    ``parameters`` is None, or has the parameters of every block, where ``blocks`` has only their functions.
+
+    Raises
+    ------
+    ConfigError
+        If ``blocks`` is something else.
+    """
+    if isinstance(blocks, str | bytes) or not isinstance(blocks, Mapping | Sequence) or not blocks:
+        raise ConfigError(f"JaxModel: blocks are {_PAIRS}; got {blocks!r:.60}")
+    named = dict(blocks) if isinstance(blocks, Mapping) else {str(i): block for i, block in enumerate(blocks)}
+    given = parameters
+    if isinstance(parameters, list | tuple):
+        given = {str(i): part for i, part in enumerate(parameters)}
+    if given is not None and (not isinstance(given, Mapping) or set(given) != set(named)):
+        has = sorted(map(str, given)) if isinstance(given, Mapping) else type(parameters).__name__
+        raise ConfigError(f"JaxModel: the blocks are {list(named)}, parameters are given for {has}")
+    found = {}
+    for name, block in named.items():
+        if given is not None and callable(block):
+            pair = (given[name], block)
+        elif given is None and isinstance(block, tuple | list) and len(block) == 2 and callable(block[1]):
+            pair = (block[0], block[1])
+        elif given is not None:
+            raise ConfigError(f"JaxModel: block {name!r} is {block!r:.60}: give its function, or parameters=None")
+        else:
+            raise ConfigError(f"JaxModel: block {name!r} is {block!r:.60}: blocks are {_PAIRS}")
+        found[str(name)] = Block(pair[0], TracedFunction(pair[1], f"apply of block {name!r}", "parameters", "x"))
+    return found
+
+
+class StartValues(Mapping[str, Array]):
+    """Make start values by name, one block at a time.
+
+    Parameters
+    ----------
+    blocks : mapping of str to Block
+        The blocks.
+    seed : int
+        Seed of the keys that functions ``init`` are given.
+    """
+
+    def __init__(self, blocks: Mapping[str, Block], seed: int) -> None:
+        self._blocks, self._seed = blocks, seed
+        self._homes: dict[str, str] = {}
+        self._last: tuple[str, dict[str, Array]] = ("", {})
+
+    def of_block(self, name: str) -> tuple[ParameterTree, dict[str, Array]]:
+        """Return structure and values of the parameters of a block."""
+        block, number = self._blocks[name], list(self._blocks).index(name)
+        tree = block.parameters
+        if callable(tree):
+            seed = derived_seed(Run(seed=self._seed, step=-1), number)
+            try:
+                tree = tree(jax.random.fold_in(jax.random.key(seed & 0xFFFFFFFF), seed >> 32 & 0xFFFFFFFF))
+            except TypeError as error:
+                error.add_note(f"In block {name!r}: init is called as init(key), and returns a pytree of parameters")
+                raise
+        if not jax.tree_util.tree_leaves(tree):
+            return ParameterTree((), jax.tree_util.tree_structure(tree)), {}
+        structure, leaves = named_leaves(tree, f"JaxModel: block {name!r}")
+        arrays = {f"{name}.{leaf}": np.asarray(value) for leaf, value in zip(structure.names, leaves, strict=True)}
+        for parameter in arrays:
+            if self._homes.setdefault(parameter, name) != name:
+                raise ConfigError(f"JaxModel: blocks {self._homes[parameter]!r} and {name!r} both have {parameter!r}")
+        return structure, arrays
+
+    def __getitem__(self, name: str) -> Array:
+        """Return the values of one parameter."""
+        block, last = self._homes[name], self._last
+        if last[0] != block:
+            last = self._last = (block, self.of_block(block)[1])
+        return last[1][name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        """Return the number of parameters."""
+        return len(self._homes)
+
+
+def make_layers(
+    blocks: Mapping[str, Block], start: StartValues, frozen: frozenset[str]
+) -> tuple[dict[str, JaxBlock], np.dtype[Any]]:
+    """Return a layer for each block, and the dtype of all parameters.
+
+    Raises
+    ------
+    ConfigError
+        If parameters have different dtypes, there are none, or ``frozen`` names an unknown one.
+    """
+    trees: dict[str, tuple[ParameterTree, dict[str, tuple[int, ...]]]] = {}
+    dtypes: dict[str, np.dtype[Any]] = {}
+    for name in blocks:
+        tree, arrays = start.of_block(name)
+        dtypes |= {parameter: array.dtype for parameter, array in arrays.items()}
+        trees[name] = tree, {parameter: array.shape for parameter, array in arrays.items()}
+    if unknown := sorted(frozen - set(dtypes)):
+        raise ConfigError(f"frozen names {unknown}, but the parameters are {list(dtypes)}{nearest(unknown[0], dtypes)}")
+    kinds = {real_type(dtype): f"{name!r} is {dtype}" for name, dtype in reversed(dtypes.items())}
+    if len(kinds) != 1:
+        told = ", ".join(kinds.values()) or "there are none"
+        raise ConfigError(
+            f"JaxModel: all parameters must be float32 or complex64, or all float64 or complex128; {told}"
+        )
+    (dtype,) = kinds
+    compiled: dict[Any, CompiledBlock] = {}
+    layers = {}
+    for number, (name, (tree, shapes)) in enumerate(trees.items()):
+        specs = tuple(
+            ParameterSpec(
+                full[len(name) + 1 :],
+                shape,
+                decay=len(shape) > 1,
+                trainable=full not in frozen,
+                complex=dtypes[full].kind == "c",
+            )
+            for full, shape in shapes.items()
+        )
+        apply = blocks[name].apply
+        form = (id(apply.function), tree, tuple((s.shape, s.trainable) for s in specs), number == 0)
+        if form not in compiled:
+            compiled[form] = CompiledBlock(
+                apply, tree, [i for i, s in enumerate(specs) if s.trainable], first=number == 0
+            )
+        layers[name] = JaxBlock(apply.function, specs, number, dtype, compiled[form])
+    return layers, dtype

@@ -1,0 +1,701 @@
+"""Give XLA's CPU client a fixed number of threads, and refuse one that has started with more.
+
+[Note: threads of XLA] JAX starts its CPU client when it first computes, and the client keeps as many threads as the
+environment variable ``PJRT_NPROC`` says then; without it, as many as the process may use cores, on every rank of the
+node. Neither ``OMP_NUM_THREADS`` nor the ``intra_op_parallelism_threads`` of ``XLA_FLAGS`` changes that. The threads
+that compute are named ``tf_XLAEigen``, by which they are counted on Linux.
+
+Make the random keys that a user's functions are given.
+
+Name the arrays of a JAX pytree, and check that mpizero can train them.
+
+Take programs of JAX apart: evaluate some of a program's equations, and find those that given values need.
+
+Call a user's function of JAX arrays, and explain the errors that it raises while JAX traces it.
+
+Check what a user's loss returns, and once, on the first samples, that it is a sum that a trace holds whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from mpizero._util.names import shown
+from mpizero._util.text import users_line
+from mpizero.adapters.user_code import derived_seed, hidden_state, line_that_changes, shared_generators
+from mpizero.errors import ConfigError, DataError, LayoutError, UnsupportedError
+from mpizero.types import Array, Run
+
+_SETTING, _NAME = "PJRT_NPROC", "tf_XLAEigen"
+
+
+def fix_threads(threads: int | None = None) -> None:
+    """Let XLA start with this number of threads, unless it has started. Not collective.
+
+    None stands for the value of ``PJRT_NPROC``, else that of ``OMP_NUM_THREADS``, else 1.
+    """
+    if threads is None:
+        given = os.environ.get(_SETTING) or os.environ.get("OMP_NUM_THREADS", "1")
+        threads = int(given) if given.isdecimal() and int(given) else 1
+    if not running_threads():
+        os.environ[_SETTING] = str(threads)
+
+
+def running_threads() -> int:
+    """Return how many threads XLA computes with; 0 if it has not started, or on systems other than Linux."""
+    found = 0
+    for task in Path("/proc/self/task").glob("*/comm"):
+        try:
+            found += task.read_text(encoding="utf-8").strip() == _NAME
+        except OSError:  # the thread has ended
+            continue
+    return found
+
+
+def require_threads(threads: int) -> None:
+    """Let XLA start with ``threads`` threads, or raise an error if it has started with more. Not collective.
+
+    Raises
+    ------
+    ConfigError
+        If XLA runs with more threads.
+    """
+    found = running_threads()
+    if not found:
+        fix_threads(threads)
+    elif found > threads:
+        raise ConfigError(
+            f"JAX has started with {found} threads on this rank, the configuration has threads={threads}: import "
+            f"mpizero.adapters.jax before JAX computes anything, or set {_SETTING}={threads} for the job"
+        )
+
+
+def key_data(run: Run, number: int) -> Array:
+    """Return two integers of 32 bits from which :func:`make_key` makes the key of block ``number``. Not collective.
+
+    They depend on seed, step and first sample of ``run``. They are an argument of the compiled function, which is
+    therefore compiled once; a Python integer of 64 bits would lose half of them where JAX has only 32.
+    """
+    seed = derived_seed(run, number)
+    return np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
+
+
+def make_key(data: Any) -> Any:
+    """Return a key of ``jax.random`` made from what :func:`key_data` returned; None for None. Not collective."""
+    return None if data is None else jax.random.fold_in(jax.random.key(data[0]), data[1])
+
+
+#: Name of the parameter where the tree is a single array.
+SINGLE = "value"
+
+
+@dataclass(frozen=True)
+class ParameterTree:
+    """Hold the structure of a pytree and the dotted names of its leaves, in the order of JAX.
+
+    Attributes
+    ----------
+    names : tuple of str
+        The path of every leaf: ``dense.kernel``, ``layers.0.weight``; ``value`` where the tree is one array.
+    """
+
+    names: tuple[str, ...]
+    _structure: Any
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """Return the pytree with the given leaves, in the order of :attr:`names`."""
+        return jax.tree_util.tree_unflatten(self._structure, leaves)
+
+
+def named_leaves(tree: Any, where: str) -> tuple[ParameterTree, list[Any]]:
+    """Take a pytree of parameters apart; return its names with its structure, and its leaves.
+
+    ``where`` says for messages what the tree is.
+
+    Raises
+    ------
+    ConfigError
+        If there are no leaves, a leaf is no array of float32, float64, complex64 or complex128, or two leaves have one
+        name.
+    """
+    try:
+        found, structure = jax.tree_util.tree_flatten_with_path(tree)
+    except (TypeError, ValueError) as error:  # of keys that cannot be sorted
+        raise ConfigError(f"{where} are no pytree: {error}; let the keys of a dictionary be strings") from error
+    if not found:
+        raise ConfigError(f"{where} hold no arrays: give a pytree of them, such as {{'dense': {{'kernel': array}}}}")
+    names: dict[str, str] = {}
+    for path, leaf in found:
+        name, text = dotted(path), jax.tree_util.keystr(path)
+        if name in names:
+            raise ConfigError(f"{where}: {names[name]} and {text} would both be named {name!r}; rename one of the keys")
+        names[name] = text
+        _check_leaf(leaf, f"{where}: {name!r}")
+    return ParameterTree(tuple(names), structure), [leaf for _, leaf in found]
+
+
+def dotted(path: Sequence[Any]) -> str:
+    """Return a path of JAX as a name: keys, indices and attributes, joined by dots."""
+    steps = []
+    for step in path:
+        for attribute in ("key", "idx", "name"):
+            if hasattr(step, attribute):
+                steps.append(str(getattr(step, attribute)))
+                break
+        else:
+            steps.append(str(step).strip(".[]'\""))
+    return ".".join(steps) or SINGLE
+
+
+def _check_leaf(leaf: Any, what: str) -> None:
+    if isinstance(leaf, jax.core.Tracer):
+        raise ConfigError(f"{what} is a traced value: make the model outside of jit, grad and vmap")
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not hasattr(leaf, "shape"):
+        way = "numpy.asarray(value, 'float32') makes an array; close over what is no parameter"
+        raise ConfigError(f"{what} is {shown(leaf)} ({type(leaf).__name__}), not an array: {way}")
+    if not isinstance(dtype, np.dtype) or dtype not in (np.float32, np.float64, np.complex64, np.complex128):
+        way = "close over integers and other constants" if getattr(dtype, "kind", "") in "biu" else "convert it"
+        raise ConfigError(f"{what} is of type {dtype}: parameters are float32, float64, complex64 or complex128; {way}")
+
+
+def require_precision(dtypes: Mapping[str, Any], where: str) -> None:
+    """Raise ``ConfigError`` if a parameter has 64 bits, and JAX would round it to 32. Not collective."""
+    wide = next((name for name, dtype in dtypes.items() if np.dtype(dtype).name in ("float64", "complex128")), None)
+    if wide is not None and not jax.config.jax_enable_x64:
+        raise ConfigError(
+            f"{where}: {wide!r} is {dtypes[wide]}, but JAX would compute in 32 bits: call "
+            'jax.config.update("jax_enable_x64", True) before JAX is used, or give parameters of 32 bits'
+        )
+
+
+def samples(tree: Any, dtype: np.dtype[Any], what: str) -> Any:
+    """Return a pytree of samples with arrays that JAX takes as they are. Not collective.
+
+    Floating arrays wider than ``dtype``, the parameters', are converted to its precision, so that float32 stays float32
+    whether or not JAX has 64 bits. Without 64 bits, integers of 64 bits are converted to 32.
+
+    Raises
+    ------
+    DataError
+        If a leaf is no array of numbers, or an integer has no place in 32 bits. ``what`` and the path name the leaf.
+    """
+    if type(tree) is np.ndarray:
+        return _sample(tree, dtype, lambda: what)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _sample(leaf, dtype, lambda: what + jax.tree_util.keystr(path)), tree
+    )
+
+
+def _sample(leaf: Any, dtype: np.dtype[Any], what: Any) -> Any:
+    found = getattr(leaf, "dtype", None)
+    kind = getattr(found, "kind", "")
+    if found is None or kind not in "biufcV" or not hasattr(leaf, "shape"):
+        told = f"an array of {found}" if found is not None else f"a {type(leaf).__name__}"
+        raise DataError(
+            f"{what()} is {told}, which JAX does not take: give arrays of numbers, alone or in tuples, lists, "
+            "dictionaries and classes that jax.tree_util.register_dataclass knows"
+        )
+    size = dtype.itemsize * (2 if kind == "c" else 1)
+    if kind in "fc" and found.itemsize > size:
+        return np.asarray(leaf).astype(f"{kind}{size}")
+    if kind in "iu" and found.itemsize == 8 and not jax.config.jax_enable_x64:
+        narrow = np.dtype(f"{kind}4")
+        bounds, array = np.iinfo(narrow), np.asarray(leaf)
+        if array.size and (array.min() < bounds.min or array.max() > bounds.max):
+            raise DataError(
+                f"{what()} holds {int(array.max())} or {int(array.min())}, which JAX would cut to 32 bits: call "
+                'jax.config.update("jax_enable_x64", True) before JAX is used'
+            )
+        return array.astype(narrow)
+    return leaf
+
+
+def count(*trees: Any) -> int:
+    """Return the number of samples: the length of the first array that has an axis; 1 if there is none."""
+    return next((len(leaf) for leaf in _leaves(*trees) if getattr(leaf, "ndim", 0)), 1)
+
+
+def _leaves(*trees: Any) -> Iterator[Any]:
+    return (leaf for tree in trees for leaf in jax.tree_util.tree_leaves(tree))
+
+
+def to_numpy(tree: Any) -> Any:
+    """Return a pytree with NumPy arrays of its own in the place of JAX's, which NumPy could not write to."""
+    return jax.tree_util.tree_map(np.array, tree)
+
+
+def descending(gradient: Any) -> Any:
+    """Return a gradient such that ``w -= lr * gradient`` descends: of a complex parameter JAX's conjugate."""
+    return jax.numpy.conj(gradient) if jax.numpy.iscomplexobj(gradient) else gradient
+
+
+def real_type(dtype: Any) -> np.dtype[Any]:
+    """Return the type of real and imaginary parts of a complex dtype, and a real dtype itself. Not collective."""
+    return np.dtype(np.finfo(dtype).dtype)
+
+
+def host_view(array: Any) -> Array:
+    """Return the values of an array of JAX on the CPU as a read-only NumPy array, without a copy."""
+    return np.asarray(array)
+
+
+#: Primitives that call a program and compute nothing themselves; ``jaxpr`` among their parameters is the program.
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+
+
+@dataclass(frozen=True)
+class FlatProgram:
+    """Hold a program without calls of inner programs.
+
+    Attributes
+    ----------
+    inputs, outputs : list
+        Its variables; an output may also be a literal.
+    equations : list
+        Its equations, in their order.
+    constants : dict
+        Values of its constants, by variable.
+    """
+
+    inputs: list[Any]
+    outputs: list[Any]
+    equations: list[Any]
+    constants: dict[Any, Any]
+    _whole: Any
+
+    def evaluated(self, equations: list[Any], known: Mapping[Any, Any], outputs: Sequence[Any]) -> list[Any]:
+        """Evaluate some of the equations, from the values ``known`` by variable, and return those of ``outputs``."""
+        return _evaluated(self._whole, equations, self.constants | dict(known), outputs)
+
+    def needed(self, outputs: Iterable[Any]) -> list[Any]:
+        """Return the equations that compute the variables ``outputs``, in their order."""
+        wanted, found = {v for v in outputs if is_variable(v)}, []
+        for equation in reversed(self.equations):
+            if wanted.intersection(equation.outvars):
+                found.append(equation)
+                wanted.update(v for v in filter(is_variable, equation.invars))
+        return found[::-1]
+
+    def following(self, inputs: Iterable[Any]) -> set[Any]:
+        """Return ``inputs``, variables, and all variables that depend on them."""
+        found = set(inputs)
+        for equation in self.equations:
+            if any(v in found for v in filter(is_variable, equation.invars)):
+                found.update(equation.outvars)
+        return found
+
+
+def is_variable(value: Any) -> bool:
+    """Tell whether an input or output of an equation is a variable, not a literal."""
+    return not isinstance(value, Literal)
+
+
+def flat_program(function: Callable[..., Any], *examples: Any) -> FlatProgram:
+    """Trace a function for arguments like ``examples``, and return its program."""
+    closed = jax.make_jaxpr(function)(*examples)
+    flat = jax.make_jaxpr(lambda *inputs: _inlined(closed.jaxpr, closed.consts, inputs))(*closed.in_avals)
+    program = flat.jaxpr
+    constants = dict(zip(program.constvars, flat.consts, strict=True))
+    return FlatProgram(program.invars, program.outvars, program.eqns, constants, program)
+
+
+def _inlined(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """Run a program, and those that it calls, equation by equation."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
+    for equation in jaxpr.eqns:
+        inner = equation.params.get("jaxpr") if equation.primitive.name in _CALLS else None
+        if inner is None:
+            found = _evaluated(jaxpr, [equation], values, equation.outvars)
+        else:
+            given = [values[v] if is_variable(v) else v.val for v in equation.invars]
+            found = _inlined(inner.jaxpr, inner.consts, given)
+        values.update(zip(equation.outvars, found, strict=True))
+    return [values[v] if is_variable(v) else v.val for v in jaxpr.outvars]
+
+
+def _evaluated(jaxpr: Any, equations: list[Any], known: Mapping[Any, Any], outputs: Sequence[Any]) -> list[Any]:
+    """Evaluate equations of a program, from the values ``known`` by variable, and return those of ``outputs``."""
+    needed = {v for equation in equations for v in equation.invars if is_variable(v)}
+    needed.update(filter(is_variable, outputs))
+    inputs = [v for v in known if v in needed]
+    part = jaxpr.replace(constvars=[], invars=inputs, outvars=list(outputs), eqns=list(equations))
+    found: list[Any] = jax.core.eval_jaxpr(part, (), *[known[v] for v in inputs])
+    return found
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+#: What to write in place of Python's own constructs, by the errors of JAX that these raise.
+_INSTEAD = (
+    (jax.errors.TracerArrayConversionError, "compute with jax.numpy in place of numpy"),
+    (jax.errors.TracerBoolConversionError, "choose by jax.numpy.where or jax.lax.cond in place of if and while"),
+    (jax.errors.TracerIntegerConversionError, "take a size or an index from a shape, or use jax.lax.dynamic_slice"),
+    (jax.errors.NonConcreteBooleanIndexError, "multiply by the mask, or use jax.numpy.where with three arguments"),
+    (jax.errors.UnexpectedTracerError, "return what is computed, in place of keeping it in a variable outside"),
+    (jax.errors.ConcretizationTypeError, "keep values as arrays: return them without float() and int()"),
+)
+#: Part of the note that JAX adds to every error, which tells no more than that it left lines out.
+_FILTERED = "JAX has removed its internal frames"
+
+
+class TracedFunction:
+    """Hold a user's function, and whether it takes a random key after its other arguments.
+
+    Parameters
+    ----------
+    function : callable
+        The function. It takes a key if it has a parameter ``key``, or one positional parameter more than ``given``
+        names.
+    name : str
+        Name of the argument that the user gave it as, for messages.
+    given : str
+        Names of the arguments that it is called with.
+
+    Raises
+    ------
+    ConfigError
+        If it is not callable, or cannot be called with these arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, *given: str) -> None:
+        if not callable(function):
+            raise ConfigError(f"{name} must be a function {name}({', '.join(given)}), got {function!r:.80}")
+        self.function, self.name = function, name
+        self._by_name, self._by_place = _takes_key(function, name, given)
+
+    @property
+    def takes_key(self) -> bool:
+        """Tell whether the function takes a key."""
+        return self._by_name or self._by_place
+
+    @property
+    def shown(self) -> str:
+        """The function's name, file and line, for messages."""
+        function = inspect.unwrap(getattr(self.function, "func", self.function))
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return self.name
+        own = getattr(function, "__qualname__", self.name).rpartition("<locals>.")[2]
+        place = f"{own} at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
+        return place if own == self.name else f"{self.name} ({place})"
+
+    def __call__(self, *arguments: Any, key: Any) -> Any:
+        """Return what the function returns; ``key`` is passed on if it takes one."""
+        if self._by_name:
+            return self.function(*arguments, key=key)
+        return self.function(*arguments, key) if self._by_place else self.function(*arguments)
+
+    @contextmanager
+    def traced(self, *, without_key: bool = False) -> Iterator[None]:
+        """Explain the errors that JAX raises for the function inside of the context.
+
+        ``without_key`` tells that the function is given None for its key, as in ``evaluate``.
+
+        Raises
+        ------
+        UnsupportedError
+            If the function does something that JAX cannot trace. The message names the line and the way out.
+        """
+        try:
+            yield
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+            line, told = users_line(error.__traceback__), str(error).strip().split("\n")[0]
+            instead = next((way for kind, way in _INSTEAD if isinstance(error, kind)), "see the error's own text")
+            where = "" if line is None else f", {line}"
+            told = told.rstrip(".")
+            raise UnsupportedError(f"{self.shown}{where}: JAX cannot trace it: {told}; {instead}") from error
+        except Exception as error:
+            notes = getattr(error, "__notes__", [])
+            notes[:] = [note for note in notes if _FILTERED not in note]
+            if without_key and self.takes_key:
+                error.add_note(f"{self.name}'s key is None in evaluate and predict: let it leave dropout out then")
+            raise
+
+
+def _takes_key(function: Callable[..., Any], name: str, given: tuple[str, ...]) -> tuple[bool, bool]:
+    """Return whether a function takes a key by its name, and whether as its last positional argument."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return False, False
+    own = signature.parameters.get("key")
+    calls: list[tuple[tuple[str, ...], dict[str, Any]]] = [(given, {}), ((*given, "key"), {})]
+    if own is not None and own.kind in (own.KEYWORD_ONLY, own.POSITIONAL_OR_KEYWORD):
+        calls.insert(0, (given, {"key": None}))
+    for arguments, keywords in calls:
+        try:
+            signature.bind(*arguments, **keywords)
+        except TypeError as found:
+            error = found
+        else:
+            return bool(keywords), len(arguments) > len(given)
+    called = getattr(function, "__qualname__", name).rpartition("<locals>.")[2]
+    raise ConfigError(
+        f"{name} is called as {name}({', '.join(given)}), or with key= as well where it takes that, but it is "
+        f"{called}{signature}: {error}"
+    )
+
+
+#: How far the losses of two halves may be from that of the whole, relative to their size, by bits of the parameters.
+_APART = {16: 3e-2, 32: 1e-3, 64: 1e-8}
+#: The same for parameters of 32 bits that were converted to 64, of which a function may convert some back.
+_DOUBLED = 1e-6
+#: How many grains are looked at: a loss of one may add up by chance, as where all its masks are full.
+_MOST_GRAINS = 4
+_TERM = (
+    "a term that does not depend on the samples, such as a penalty on the parameters: multiply it by len(x); or "
+    "samples that see each other, as in batch normalization"
+)
+_ADVICE = "expected one real number, the sum of the samples' losses, or that with their weight: (loss_sum, weight)"
+
+
+def sum_and_weight(loss: TracedFunction, returned: Any) -> tuple[Any, Any]:
+    """Return the traced sum of losses that ``loss`` returned, and the weight, None where it returned only the sum.
+
+    Raises
+    ------
+    LayoutError
+        If one of both is no real number.
+    """
+    pair = isinstance(returned, tuple | list)
+    if pair and len(returned) != 2:
+        raise LayoutError(f"{loss.shown} returned {len(returned)} values: {_ADVICE}")
+    found, weight = returned if pair else (returned, None)
+    if (told := _no_number(found, "f")) is not None:
+        way = "; jax.numpy.sum(losses) adds them up" if "shape" in told else ""
+        raise LayoutError(f"{loss.shown} returned {told} as the loss: {_ADVICE}{way}")
+    if weight is not None and (told := _no_number(weight, "biuf")) is not None:
+        raise LayoutError(
+            f"{loss.shown} returned {told} as the weight: expected one real number, how much the samples count, for a "
+            "plain mean their number"
+        )
+    return jnp.asarray(found), weight
+
+
+def _no_number(value: Any, kinds: str) -> str | None:
+    """Return what ``value`` is, where it is no number of one of the ``kinds`` of dtypes; None where it is one."""
+    if not isinstance(value, int | float | complex) and not hasattr(value, "dtype"):
+        return "None" if value is None else f"a {type(value).__name__}"
+    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    if shape:
+        return f"an array of {dtype} of shape {shape}"
+    return None if dtype.kind in kinds or dtype == jnp.bfloat16 else f"a number of type {dtype}"
+
+
+@dataclass
+class CheckedGrains:
+    """Hold how many grains of a loss have been checked, and whether it computes in 16 bits."""
+
+    grains: int = 0
+    half_precision: bool = False
+
+    @property
+    def enough(self) -> bool:
+        """Tell whether no further grain is to be checked."""
+        return self.grains >= _MOST_GRAINS
+
+
+def check_grain(
+    checked: CheckedGrains,
+    loss: TracedFunction,
+    value: Callable[..., tuple[Any, Any]],
+    computed: Callable[..., Any],
+    *,
+    parameters: tuple[Any, ...],
+    batch: tuple[Any, Any],
+    key: tuple[Any, ...] = (),
+) -> None:
+    """Check a loss on one of its first grains, together and in two parts, and count it where that was possible.
+
+    ``value`` is the function that is compiled. It takes ``parameters``, the trees of samples of ``batch``, and what
+    makes a key, if there is one; ``computed`` returns also its gradient, that of the first of these trees.
+
+    Raises
+    ------
+    UnsupportedError
+        If two traces of the loss differ: it drew random numbers or used a variable that changes.
+    LayoutError
+        If loss, weight or gradient are not the sums over the samples.
+    """
+    if not checked.grains:
+        checked.half_precision = check_traces(loss, value, (*parameters, *batch, *key))
+    samples = count(*batch)
+    if any(jnp.shape(leaf)[:1] != (samples,) for leaf in jax.tree_util.tree_leaves(batch)):
+        return
+    checked.grains += 1
+    trees = parts_of(batch, samples)
+    bits = jnp.finfo(jax.tree_util.tree_leaves((parameters, batch))[0].dtype).bits
+    try:  # in double precision, a small term is no rounding
+        with jax.enable_x64(True):
+            found = _found(computed, _doubled(parameters), map(_doubled, trees), key)
+        within = _APART[64] if bits == 64 else _DOUBLED
+    except Exception:
+        try:
+            found, within = _found(computed, parameters, trees, key), _APART[bits]
+        except Exception:
+            if loss.takes_key:
+                return  # it needs its key, and draws other numbers for other samples
+            raise
+    within = _APART[16] if checked.half_precision else within
+    numbers = [np.array([one.loss, one.weight]) for one in found]
+    _check_sums(loss, numbers[0], numbers[1:], samples, within)
+    _check_gradients(loss, found, samples, within, add=bool(parameters))
+
+
+def parts_of(tree: Any, samples: int) -> list[Any]:
+    """Return a tree of samples, and two parts of it: its halves; a single sample is taken beside a changed one."""
+    cut = jax.tree_util.tree_map
+    if samples > 1:
+        half = samples // 2
+        return [tree, cut(lambda leaf: leaf[:half], tree), cut(lambda leaf: leaf[half:], tree)]
+    other = cut(lambda leaf: leaf * leaf.dtype.type(0.5) if leaf.dtype.kind in "fc" else leaf, tree)
+    return [cut(lambda *both: np.concatenate(both), tree, other), tree, other]
+
+
+class _Found(NamedTuple):
+    """Hold the loss of samples, its weight, and the arrays of its gradient."""
+
+    loss: float
+    weight: float
+    gradient: list[np.ndarray[Any, Any]]
+
+
+def _found(computed: Any, parameters: tuple[Any, ...], trees: Iterable[Any], key: tuple[Any, ...]) -> list[_Found]:
+    found = []
+    for tree in trees:
+        (loss, weight), gradient = computed(*parameters, *tree, *[None for _ in key])
+        leaves = [leaf for leaf in jax.tree_util.tree_leaves(gradient) if leaf.dtype != jax.dtypes.float0]
+        weight = count(*tree) if weight is None else weight
+        found.append(_Found(float(loss), float(weight), list(map(np.asarray, leaves))))
+    return found
+
+
+def _doubled(tree: Any) -> Any:
+    kinds = {"float32": "float64", "complex64": "complex128"}
+    return jax.tree_util.tree_map(lambda leaf: np.asarray(leaf, kinds.get(str(leaf.dtype), leaf.dtype)), tree)
+
+
+def check_rows(apply: TracedFunction, computed: Callable[[Any], Any], x: Any) -> bool:
+    """Check a block on its first samples; return whether it was possible.
+
+    ``computed`` applies the block to samples ``x``.
+
+    Raises
+    ------
+    LayoutError
+        If the output for parts of the samples is not a part of the output.
+    """
+    samples = count(x)
+    if any(jnp.shape(leaf)[:1] != (samples,) for leaf in jax.tree_util.tree_leaves(x)):
+        return False
+    trees = parts_of(x, samples)
+    try:
+        with apply.traced(without_key=True):
+            whole, *parts = map(computed, trees)
+            half_precision = _uses_half_precision(jax.make_jaxpr(computed)(x))
+    except Exception:
+        if apply.takes_key:
+            return True  # it needs its key
+        raise
+    samples = max(samples, 2)
+    for a, *rest in zip(*map(jax.tree_util.tree_leaves, (whole, *parts)), strict=True):
+        if jnp.shape(a)[:1] != (samples,) or any(jnp.shape(b) != (count(b), *jnp.shape(a)[1:]) for b in rest):
+            raise LayoutError(
+                f"{apply.shown} returned an array of shape {jnp.shape(a)} for {samples} samples: the first axis of "
+                "every array counts samples"
+            )
+        b = np.concatenate(rest)
+        if a.dtype.kind != "f" or not (np.isfinite(a).all() and np.isfinite(b).all()):
+            continue
+        apart, size = float(np.max(np.abs(a - b), initial=0)), float(np.max(np.abs(a), initial=0))
+        if apart > _APART[16 if half_precision else jnp.finfo(a.dtype).bits] * size:
+            raise LayoutError(
+                f"{apply.shown}: rows of its output depend on other samples: for the first {samples} samples together "
+                f"and in two parts they differ by {apart:.3g}; compute each sample by itself: grains have another "
+                "number of samples"
+            )
+    return True
+
+
+def _check_sums(
+    loss: TracedFunction, whole: np.ndarray[Any, Any], halves: list[np.ndarray[Any, Any]], samples: int, within: float
+) -> None:
+    if not np.isfinite([whole, *halves]).all():
+        return  # told by the step itself, with the tensor
+    apart = abs(whole - sum(halves))
+    allowed = within * np.maximum(abs(whole), sum(map(abs, halves)))
+    of, samples = "halves" if samples > 1 else "parts", max(samples, 2)
+    for at, what in enumerate(("loss", "weight")):
+        if apart[at] <= allowed[at] or not allowed[at]:
+            continue
+        a, b = halves[0][at], halves[1][at]
+        why = _TERM
+        if what == "weight":
+            why = "a weight that does not grow with the samples: return their number"
+        elif min(a, b) - allowed[at] <= whole[at] <= max(a, b) + allowed[at]:  # also of one with a mask or weights
+            why = "a mean over the samples: return their sum, jax.numpy.sum(losses)"
+        raise LayoutError(
+            f"{loss.shown}: the {what} of the first {samples} samples is {whole[at]:.6g}, of their two {of} "
+            f"{a:.6g} + {b:.6g}; probably {why}"
+        )
+
+
+def _check_gradients(loss: TracedFunction, found: list[_Found], samples: int, within: float, *, add: bool) -> None:
+    """Raise ``LayoutError`` if gradients of the parts do not ``add`` up, or are not those of rows, to the whole one."""
+    whole, first, second = (one.gradient for one in found)
+    largest = max((float(np.max(np.abs(leaf), initial=0)) for leaf in whole), default=0.0)
+    for a, b, c in zip(whole, first, second, strict=True):
+        other = b + c if add else np.concatenate([b, c])
+        size = max(float(np.max(np.abs(a), initial=0)), 1e-2 * largest)
+        if not (np.isfinite(a).all() and np.isfinite(other).all()):
+            continue
+        if (apart := float(np.max(np.abs(a - other), initial=0))) > 10 * within * size:
+            raise LayoutError(
+                f"{loss.shown}: the gradient for the first {max(samples, 2)} samples and that for two parts of them "
+                f"differ by {apart:.3g}, its largest element is {size:.3g}; probably {_TERM}"
+            )
+
+
+def check_traces(function: TracedFunction, value: Callable[..., Any], given: tuple[Any, ...]) -> bool:
+    """Raise ``UnsupportedError`` if two traces of ``value``, which calls ``function``, differ. Not collective.
+
+    Returns whether it computes in 16 bits.
+    """
+
+    def traced() -> Any:
+        return jax.make_jaxpr(lambda *arguments: value(*arguments))(*given)
+
+    first, second = traced(), traced()
+    if str(first) != str(second) or not all(map(_same, first.consts, second.consts)):
+
+        def state() -> Any:
+            return shared_generators(), hidden_state(function=function.function)
+
+        line = line_that_changes(state, traced)
+        at = "" if line is None else f", {line}"
+        raise UnsupportedError(
+            f"{function.shown}{at}: computes something else when it is traced again: it draws numbers from "
+            "numpy.random or random, or uses a variable that changes, and JAX would keep what it was at first: "
+            "compute from the arguments, and random numbers from an argument key"
+        )
+    return _uses_half_precision(first)
+
+
+def _uses_half_precision(jaxpr: Any) -> bool:
+    """Tell whether numbers of 16 bits are among what is computed."""
+    return any(f":{kind}[" in str(jaxpr) for kind in ("bf16", "f16"))
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (np.shape(a) == np.shape(b) and np.asarray(a).tobytes() == np.asarray(b).tobytes())

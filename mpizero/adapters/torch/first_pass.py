@@ -1,0 +1,800 @@
+"""Compute with samples together and in two parts, and compare: what must not depend on how samples form grains.
+
+Run copies of a block's module, which leave no trace.
+
+Run the first pass of a block's module several times, and name what it does that depends on ranks or on grains.
+
+[Note: first passes] Copies of the module run before it does. One runs on other samples and then on the given ones, one
+on the given ones alone. Outputs, gradients, statistics and all that the copies keep must be the same then: a pass on a
+module that was used before does what a fresh one does. And a pass for all samples must be the passes for two parts of
+them, but for what random numbers and statistics of a grain change: in evaluation mode, where the module has any.
+
+Call a loss twice on its first samples, and on parts of them, and name what differs.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
+from math import isfinite
+from operator import itemgetter
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mpizero._util.checks import named
+from mpizero._util.pytree import combine_leaves, leaves_of, map_leaves
+from mpizero.adapters.torch.autograd import Gradients, gradient_leaves, gradients_of
+from mpizero.adapters.torch.call import (
+    BlockTensors,
+    TorchSettings,
+    called,
+    drawn_since,
+    in_places,
+    random_state,
+    set_random_state,
+)
+from mpizero.adapters.torch.originals import Originals
+from mpizero.adapters.user_code import differing, hidden_state, line_that_changes, part_of, shared_generators
+from mpizero.errors import LayoutError
+
+#: How far results may be apart that differ by rounding alone, relative to their size, by the type of the elements.
+_APART = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
+#: The same, of what was computed in 16 bits.
+_HALF = 3e-2
+
+
+class InParts(NamedTuple):
+    """Hold trees of tensors of some samples: of all of them, and of two parts."""
+
+    whole: Any
+    first: Any
+    second: Any
+
+
+def parts_of(tree: Any, count: int, *, changed: bool = True) -> InParts | None:
+    """Return a tree of ``count`` samples and its halves; None if a tensor has not its samples on the first axis.
+
+    One sample is taken twice; the second time with half of its numbers, unless ``changed`` is False.
+    """
+    leaves = leaves_of(tree)
+    if not leaves or any(not isinstance(leaf, torch.Tensor) or leaf.shape[:1] != (count,) for leaf in leaves):
+        return None
+    if count > 1:
+        halves = slice(0, count // 2), slice(count // 2, count)
+        return InParts(tree, *(map_leaves(itemgetter(half), tree) for half in halves))
+    other = map_leaves(other_samples, tree) if changed else tree
+    return InParts(combine_leaves(torch.cat, [tree, other]), tree, other)
+
+
+def other_samples(tensor: torch.Tensor) -> torch.Tensor:
+    """Return other samples of the same kind: half of the numbers; whole numbers stay, which may be indices."""
+    return tensor * 0.5 if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
+def in_double(tensor: torch.Tensor) -> torch.Tensor:
+    """Return floating-point numbers of 32 bits, real or complex, in double precision, and other numbers as they are."""
+    kinds = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+    return tensor.to(kinds.get(tensor.dtype, tensor.dtype))
+
+
+def sample_axis(leaves: Sequence[torch.Tensor]) -> int | None:
+    """Return the axis on which the two parts of a tensor add up to the whole; None if there is not just one."""
+    whole, first, second = (tuple(leaf.shape) for leaf in leaves)
+    if not len(whole) == len(first) == len(second):
+        return None
+    axes = [axis for axis, size in enumerate(whole) if size != first[axis]]
+    if len(axes) != 1 or first[axes[0]] + second[axes[0]] != whole[axes[0]]:
+        return None
+    return axes[0]
+
+
+def aligned(parts: InParts) -> list[tuple[int, int, list[torch.Tensor]]]:
+    """Return the tensors of a tree that have an axis of samples: their number, the axis, the whole and its parts."""
+    trees = [leaves_of(tree) for tree in parts]
+    if len({len(leaves) for leaves in trees}) > 1:
+        return []
+    found = []
+    for number, leaves in enumerate(zip(*trees, strict=True)):
+        if all(isinstance(leaf, torch.Tensor) for leaf in leaves) and (axis := sample_axis(leaves)) is not None:
+            found.append((number, axis, list(leaves)))
+    return found
+
+
+def of_whole(parts: InParts) -> InParts:
+    """Return the same tree with parts that are cut from the whole, where floating-point numbers are samples' own.
+
+    A module rounds samples differently when they are fewer. What follows may enlarge that, as the small difference of a
+    prediction and its target does; so what follows is given the same numbers, once they have been compared.
+    """
+    cuts: list[dict[int, torch.Tensor]] = [{}, {}]
+    for number, axis, (whole, first, _) in aligned(parts):
+        if whole.is_floating_point() or whole.is_complex():
+            size = first.shape[axis]
+            cuts[0][number] = whole.narrow(axis, 0, size)
+            cuts[1][number] = whole.narrow(axis, size, whole.shape[axis] - size)
+
+    def replaced(tree: Any, cut: dict[int, torch.Tensor]) -> Any:
+        numbers = count()
+        return map_leaves(lambda leaf: cut.get(next(numbers), leaf), tree)
+
+    return InParts(parts.whole, replaced(parts.first, cuts[0]), replaced(parts.second, cuts[1]))
+
+
+def apart(
+    whole: torch.Tensor, other: torch.Tensor, least: float = 0.0, *, half_precision: bool = False
+) -> float | None:
+    """Return by how much of their size two tensors differ; None if it is rounding, or if one is not finite.
+
+    ``least`` is a size below which nothing counts as large; ``half_precision`` says whether 16 bits were computed with.
+    """
+    if not whole.numel() or not (torch.isfinite(whole).all() and torch.isfinite(other).all()):
+        return None
+    size = max(float(whole.abs().max()), float(other.abs().max()), least)
+    found = float((whole - other).abs().max()) / size if size else 0.0
+    return found if found > (_HALF if half_precision else _APART.get(whole.dtype, _HALF)) else None
+
+
+@dataclass
+class _Chain:
+    """Hold the input of the next block for all samples and for their parts, and what the last block returned."""
+
+    next: int = 0
+    count: int = 0
+    parts: InParts | None = None
+    end: Any = None
+
+
+@dataclass
+class Trial:
+    """Follow the first samples through the blocks of a model to its loss, together and in two parts.
+
+    Each thread that is a rank follows samples of its own.
+    """
+
+    done: bool = False
+    _chains: dict[int, _Chain] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a trial of its own for a copy of a model."""
+        return type(self)(self.done)
+
+    def input(self, number: int, x: Any, count: int) -> InParts | None:
+        """Return the input of block ``number`` in parts; where the block before was not seen, cut from ``x``."""
+        chain = self._chains.get(threading.get_ident())
+        if number and chain is not None and chain.next == number:
+            return chain.parts
+        self._chains[threading.get_ident()] = _Chain(number, count)
+        return parts_of(x, count)
+
+    def output(self, number: int, parts: InParts | None) -> None:
+        """Take the output of block ``number`` for the block after it; None if there is none."""
+        chain = self._chains[threading.get_ident()]
+        chain.next, chain.parts = number + 1, parts
+
+    def returned(self, number: int, output: Any) -> None:
+        """Note what block ``number`` returned for the samples: the loss is given that of the last one."""
+        chain = self._chains.get(threading.get_ident())
+        if chain is not None and chain.next == number + 1:
+            chain.end = output
+
+    def prediction(self, given: Any, tensors: Any, count: int) -> list[tuple[InParts, int]]:
+        """Return the prediction that a loss was ``given`` in parts, and the number of samples, in one or two ways.
+
+        First that which the blocks have computed in parts, then ``tensors``, the prediction itself, cut.
+        """
+        chain = self._chains.pop(threading.get_ident(), None)
+        found = []
+        if chain is not None and chain.end is given and chain.parts is not None:
+            found.append((chain.parts, chain.count))
+        if (cut := parts_of(tensors, count)) is not None:
+            found.append((cut, count))
+        return found
+
+
+class Outcome(NamedTuple):
+    """Hold what a pass has computed: output, gradients of parameters and input by name, new values of buffers."""
+
+    output: Any
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    changes_input: bool
+
+
+class CopyGraph(NamedTuple):
+    """Hold a forward pass with its graph: the output, and the tensors whose gradients are wanted by name.
+
+    ``half_precision`` says whether a function of PyTorch has returned numbers of 16 bits in it.
+    """
+
+    output: Any
+    ends: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    changes_input: bool
+    half_precision: bool
+
+
+class _Kinds(TorchFunctionMode):  # type: ignore[misc]
+    """Note whether a function returns numbers of 16 bits."""
+
+    half_precision = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call one function."""
+        found = func(*args, **(kwargs or {}))
+        self.half_precision |= isinstance(found, torch.Tensor) and found.dtype in (torch.bfloat16, torch.float16)
+        return found
+
+
+@dataclass(eq=False)
+class ModuleCopy:
+    """Hold a copy of a block's module, and run passes of it that leave no trace."""
+
+    module: torch.nn.Module
+    tensors: BlockTensors
+    modes: Sequence[tuple[torch.nn.Module, bool]]
+    settings: TorchSettings
+    values: Sequence[torch.Tensor]
+    numbers: Sequence[torch.Tensor]
+
+    def run(self, x: Any, *, training: bool, gradients: bool, of_input: bool) -> CopyGraph:
+        """Run the module on ``x``, with copies of everything that it is given."""
+        for module, was in self.modes:
+            module.training = was and training
+        own = self.tensors
+        given = [value.detach().clone() for value in self.values]
+        numbers = [number.clone() for number in self.numbers]
+        ends: dict[str, torch.Tensor] = {}
+        if gradients:
+            ends = {s.name: t.requires_grad_() for s, t in zip(own.specs, given, strict=True) if s.optimized}
+        x = map_leaves(lambda leaf: leaf.detach().clone(), x)
+        if gradients and of_input:
+            ends |= {f"input {number}": leaf.requires_grad_() for number, leaf in enumerate(gradient_leaves(x))}
+        x = map_leaves(torch.clone, x)  # which may be changed in place, as a leaf of the graph may not
+        versions = [leaf._version for leaf in leaves_of(x)]
+        held = (*own.stored, *own.integers)
+        with in_places(held, [*given, *numbers]), _Kinds() as kinds, self.settings.functions():
+            with torch.set_grad_enabled(gradients):
+                output = called(self.module, x)
+            now = {one.name: one.now.detach() for one in held}
+        names = {s.name for s in own.specs if s.averaged} | {one.name for one in own.integers}
+        changed = [leaf._version for leaf in leaves_of(x)] != versions
+        buffers = {name: value for name, value in now.items() if name in names}
+        return CopyGraph(output, ends, buffers, changed, kinds.half_precision)
+
+    def outcome(self, x: Any, **modes: bool) -> Outcome:
+        """Run the module forward and, if there are ``gradients``, backward."""
+        graph = self.run(x, **modes)
+        output = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, graph.output)
+        return Outcome(output, self.gradients(graph), graph.buffers, graph.changes_input)
+
+    def gradients(
+        self, graph: CopyGraph, leaves: Sequence[torch.Tensor] | None = None, *, linear: bool = False
+    ) -> dict[str, torch.Tensor | None]:
+        """Return the gradients of the sum of the sines of some tensors of the output: of all if None.
+
+        Those of the sum of the tensors themselves if ``linear``.
+        """
+        if leaves is None:
+            leaves = gradient_leaves([leaf for leaf in leaves_of(graph.output) if isinstance(leaf, torch.Tensor)])
+        leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        if not graph.ends or not leaves:
+            return {}
+        pairs = zip(self.tensors.specs, self.values, strict=True)
+        present = [graph.ends[s.name] if s.optimized else value.clone() for s, value in pairs]
+        present += [number.clone() for number in self.numbers]
+        with in_places((*self.tensors.stored, *self.tensors.integers), present), self.settings.functions():
+            given = [torch.ones_like(t) if linear else torch.cos(t.detach()).conj() for t in leaves]
+            found = gradients_of(leaves, list(graph.ends.values()), given)
+        return dict(zip(graph.ends, found, strict=True))
+
+
+@dataclass(eq=False)
+class Copies:
+    """Make copies of a block's module as it was before its first pass.
+
+    Parameters
+    ----------
+    module, tensors, modes
+        The module, what it holds, and whether each of its submodules is in training mode.
+    settings : TorchSettings
+        Settings of the process during a pass.
+    """
+
+    module: torch.nn.Module
+    tensors: BlockTensors
+    modes: Sequence[tuple[torch.nn.Module, bool]]
+    settings: TorchSettings
+    _first: tuple[torch.nn.Module, BlockTensors, Any] | None = None
+
+    def maker(self, values: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor]) -> Callable[[], ModuleCopy]:
+        """Return a function that makes a copy for passes with these values of what is stored. Not collective."""
+        if self._first is None:  # a pass may leave what cannot be copied, such as a tensor with its graph
+            self._first = copy.deepcopy((self.module, self.tensors, self.modes))
+        first = self._first
+
+        def fresh() -> ModuleCopy:
+            module, tensors, modes = copy.deepcopy(first)
+            return ModuleCopy(module, tensors, modes, self.settings, values, numbers)
+
+        return fresh
+
+
+@contextmanager
+def seeded() -> Iterator[Callable[[], None]]:
+    """Yield a function that sets PyTorch's generators to the present state; set them so again at the end."""
+    state = random_state()
+
+    def again() -> None:
+        set_random_state(state)
+
+    try:
+        yield again
+    finally:
+        again()
+
+
+#: Number of shapes of samples, in training and in evaluation, whose first pass is looked at.
+MOST_SHAPES = 4
+#: Most bytes of a single sample that is computed twice at once with all that a backward pass needs.
+_LARGE = 1 << 20
+
+_ONCE = (
+    "use reduction='sum', and multiply a term that does not depend on the samples, such as a penalty on weights, by "
+    "their number"
+)
+_GRAIN = (
+    "something in the backward pass sees a whole grain, such as a hook that clips, or scale_grad_by_freq=True; leave "
+    "it out, or give TorchModel compare_forward=False if it is meant"
+)
+
+
+@dataclass(eq=False)
+class FirstPass:
+    """Look at a module's first pass on samples of each shape, in training and in evaluation.
+
+    Parameters
+    ----------
+    shown : str
+        The module's name, for messages.
+    number : int
+        Number of the block in the model.
+    originals : Originals
+        The tensors of the module that the block's one is a copy of.
+    trial : Trial or None
+        Follows samples from block to block in parts; None: they are not compared.
+    random, changes_input : bool
+        Whether the module has drawn random numbers, and whether it has changed its input in place.
+    sums : bool
+        Whether the output is a loss and its weight, which must add up over the parts.
+    seen : set
+        The kinds of samples that have been looked at.
+    """
+
+    shown: str
+    number: int
+    originals: Originals
+    trial: Trial | None
+    random: bool = False
+    changes_input: bool = False
+    sums: bool = False
+    seen: set[Any] = field(default_factory=set)
+    _followed: bool = False
+
+    def new_kind(self, x: Any, *, training: bool, counted: bool) -> Any:
+        """Return what :attr:`seen` is to have when samples like ``x`` have been looked at; None if they need not be.
+
+        ``counted`` says whether they are of a batch; a planner's zeros are not.
+        """
+        self.originals.trained |= training and counted
+        mode = training, counted
+        kind = (mode, *((leaf.shape, leaf.dtype) for leaf in leaves_of(x)))
+        return None if kind in self.seen or sum(seen == mode for seen, *_ in self.seen) >= MOST_SHAPES else kind
+
+    def check(self, fresh: Callable[[], ModuleCopy], x: Any, *, training: bool) -> None:
+        """Raise :class:`LayoutError` where a used copy of the module does something else than a fresh one.
+
+        PyTorch's generator stays as it is. Not collective.
+        """
+        used, new = fresh(), fresh()
+        modes = {"training": training, "gradients": training, "of_input": self.number > 0}
+        with seeded() as again, self.originals.reads() as reads:
+            with suppress(Exception):  # of samples that are none
+                used.run(map_leaves(other_samples, x), **{**modes, "gradients": False})
+            again()
+            one, kept = used.outcome(x, **modes), hidden_state(**{"": used.module})
+            again()
+            generators, drawn = shared_generators(), random_state()
+            other, left = new.outcome(x, **modes), hidden_state(**{"": new.module})
+            drawing = differing(generators, shared_generators())
+            self.random |= drawn_since(drawn)
+        self.changes_input |= other.changes_input
+        if reads.found:
+            raise LayoutError(
+                f"{self.shown} reads {reads.found!r} of the module that was given, not of the copy that is trained, so "
+                "it would compute with the start values for ever: let no function, hook or global name refer to the "
+                "module; use methods, or the module that hooks are given"
+            )
+        ignored = {buffer.name for buffer in new.tensors.kept}  # each pass looks at these
+        kept, left = ({p: d for p, d in state.items() if p not in ignored} for state in (kept, left))
+
+        def traced(state: Callable[[ModuleCopy], Any]) -> str:
+            with seeded():
+                run = fresh()
+                line = line_that_changes(lambda: state(run), lambda: run.outcome(x, **modes))
+            return "" if line is None else f" ({line})"
+
+        if drawing is not None:
+            raise LayoutError(_draws(self.shown, drawing, traced(lambda run: shared_generators())))
+        if (path := differing(kept, left)) is not None:
+            line = traced(lambda run: part_of(hidden_state(**{"": run.module}), path))
+            raise LayoutError(_keeps(self.shown, path, line))
+        if (what := _difference(one, other)) is not None:
+            raise LayoutError(
+                f"{self.shown} computes another {what} when it runs again on the same samples: it keeps something from "
+                "pass to pass, reads a clock, or draws random numbers that PyTorch's generator does not know"
+            )
+
+    def follows(self, count: int, *, new: bool) -> bool:
+        """Tell whether ``count`` samples are to be computed in parts: where they are ``new``, or were not before."""
+        return self.trial is not None and not self.trial.done and count > 0 and (new or not self._followed)
+
+    def returned(self, output: Any) -> None:
+        """Note what the block returned for the samples."""
+        if self.trial is not None:
+            self.trial.returned(self.number, output)
+
+    def follow(self, fresh: Callable[[], ModuleCopy], x: Any, count: int, *, training: bool) -> None:
+        """Compute ``count`` samples together and in two parts; raise :class:`LayoutError` if that is not the same.
+
+        Samples for which the module raises an error are left out. Not collective.
+        """
+        assert self.trial is not None
+        self._followed = True
+        parts, one = self.trial.input(self.number, x, count), fresh()
+        if parts is None or _sees_grains(one.module):
+            self.trial.output(self.number, None)
+            return
+        by_grain = any(spec.averaged for spec in one.tensors.specs) or self.random  # in training
+        large = count == 1 and sum(leaf.nbytes for leaf in leaves_of(parts.first)) > _LARGE
+        modes = {
+            "training": training and not by_grain,
+            "gradients": training and not large,
+            "of_input": self.number > 0,
+        }
+        ways = [_wide(one)] if self.sums and _is_narrow(one) else []
+        with seeded() as again:
+            graphs = next(filter(None, (_in_parts(way, parts, again, modes) for way in (*ways, (one, _same)))), None)
+            if graphs is None:  # a last grain may be as small as a part, but need not; noise is another in each part
+                self.trial.output(self.number, None)
+                return
+            outputs = InParts(*(graph.output for graph in graphs))
+            found = aligned(outputs)
+            half_precision = any(graph.half_precision for graph in graphs)
+            self._check_rows(found, count, half_precision=half_precision)
+            if self.sums:
+                self._check_sums(outputs, count)
+            if modes["gradients"]:
+                columns = (
+                    [tree[:1] for tree in outputs] if self.sums else zip(*(each for *_, each in found), strict=True)
+                )
+                self._check_gradients(
+                    one, list(zip(graphs, columns, strict=False)), count, half_precision=half_precision
+                )
+        self.trial.done |= self.sums
+        detached = (map_leaves(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, o) for o in outputs)
+        self.trial.output(self.number, of_whole(InParts(*detached)))
+
+    def _check_rows(self, found: Any, count: int, *, half_precision: bool) -> None:
+        for _, axis, (whole, *parts) in found:
+            if whole.dtype == torch.bool or not (whole.is_floating_point() or whole.is_complex()):
+                continue
+            rows = torch.cat([part.detach() for part in parts], axis)
+            if (by := apart(whole.detach(), rows, half_precision=half_precision)) is not None:
+                raise LayoutError(
+                    f"{self.shown}: its output for a sample depends on the other samples of a grain: for "
+                    f"{max(count, 2)} samples together (shape {tuple(whole.shape)}) and in two parts it differs by "
+                    f"{by:.2g} of its size: is the first axis of what a layer is given that of samples "
+                    "(batch_first=True)? Or give TorchModel compare_forward=False if it is meant"
+                )
+
+    def _check_sums(self, outputs: InParts, count: int) -> None:
+        for what, *values in zip(("loss", "weight"), *outputs, strict=True):
+            whole, first, second = (float(value.detach()) for value in values)
+            within = 1e-7 if outputs.whole[0].dtype == torch.float64 else 1e-3
+            size = abs(whole) + abs(first) + abs(second)
+            if abs(whole - first - second) > within * size:  # also False where one is NaN, which the step tells
+                raise LayoutError(
+                    f"{self.shown} is no sum over samples: the {what} is {whole:.6g} for {max(count, 2)} samples, "
+                    f"{first:.6g} and {second:.6g} for two parts of them: {_ONCE}"
+                )
+
+    def _check_gradients(
+        self, one: ModuleCopy, passes: Sequence[tuple[CopyGraph, Any]], count: int, *, half_precision: bool
+    ) -> None:
+        if not passes:
+            return
+        whole, first, second = (
+            one.gradients(graph, gradient_leaves(list(leaves)), linear=self.sums) for graph, leaves in passes
+        )
+        sums = {name: (g, first[name], second[name]) for name, g in whole.items() if not name.startswith("input ")}
+        largest = max((float(g.abs().max()) for g, *_ in sums.values() if g is not None and g.numel()), default=0.0)
+        for name, (total, a, b) in sums.items():
+            if total is None or a is None or b is None:
+                continue
+            if (
+                by := apart(total, a + b, (1.0 if half_precision else 1e-2) * largest, half_precision=half_precision)
+            ) is not None:
+                raise LayoutError(
+                    f"{self.shown}: the gradient of {name!r} for {max(count, 2)} samples is not the sum of those for "
+                    f"two parts of them (they differ by {by:.2g} of its size): " + (_ONCE if self.sums else _GRAIN)
+                )
+
+
+def _is_narrow(one: ModuleCopy) -> bool:
+    return any(value.dtype == torch.float32 for value in one.values)
+
+
+def _wide(one: ModuleCopy) -> tuple[ModuleCopy, Callable[[Any], Any]]:
+    """Return a copy with parameters in double precision, and the function that converts samples to it."""
+    values = [in_double(value) for value in one.values]
+    return replace(one, values=values), lambda tree: map_leaves(in_double, tree)
+
+
+def _same(tree: Any) -> Any:
+    return tree
+
+
+def _in_parts(
+    way: tuple[ModuleCopy, Callable[[Any], Any]], parts: InParts, again: Callable[[], None], modes: Mapping[str, bool]
+) -> list[CopyGraph] | None:
+    """Run passes for all samples and for both parts; None where the module raises an error, or draws noise."""
+    one, converted = way
+    graphs = []
+    try:
+        for tree in parts:
+            again()
+            before = random_state()
+            graphs.append(one.run(converted(tree), **modes))
+            if drawn_since(before):
+                return None
+    except Exception:
+        return None
+    return graphs
+
+
+def _sees_grains(module: torch.nn.Module) -> bool:
+    """Tell whether a norm has no running statistics, so that it takes those of the grain in evaluation, too."""
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    return any(isinstance(inner, kind) and not inner.track_running_stats for inner in module.modules())
+
+
+def _difference(one: Outcome, other: Outcome) -> str | None:
+    """Return the first thing that two passes have computed differently."""
+    pairs = [("output", leaves_of(one.output), leaves_of(other.output))]
+    for kind in ("gradients", "buffers"):
+        a, b = getattr(one, kind), getattr(other, kind)
+        what = "gradient of " if kind == "gradients" else "value of "
+        pairs += [(f"{what}{name!r}", [a[name]], [b.get(name)]) for name in a]
+    return next((what for what, a, b in pairs if not _equal(a, b)), None)
+
+
+def _equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    if len(one) != len(other):
+        return False
+    for a, b in zip(one, other, strict=True):
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            if type(a) is not type(b):
+                return False
+        elif a.shape != b.shape or not bool(((a == b) | ((a != a) & (b != b))).all()):
+            return False
+    return True
+
+
+def _draws(shown: str, generator: str, line: str) -> str:
+    return (
+        f"{shown} draws random numbers of {generator}{line}, which would depend on the rank that computes it: draw "
+        "them in the module with PyTorch's own generator (torch.rand, torch.nn.functional.dropout), which mpizero seeds"
+    )
+
+
+def _keeps(shown: str, path: str, line: str) -> str:
+    return (
+        f"{shown} changes its attribute {path!r} in its forward pass{line}: what it keeps outside of buffers depends "
+        "on which rank runs it, and is not saved; make it a buffer (a statistic of the samples is named in averaged=), "
+        "or compute it from the samples; random numbers come from PyTorch's own generator, which mpizero seeds"
+    )
+
+
+#: How far the losses of parts may be from that of the whole, relative to their size: in double and in own precision.
+_WIDE, _OWN = 1e-5, 1e-3
+#: How many grains are cut: losses of one may add up by chance, as where all its masks are full, or be no numbers.
+MOST_ADDED = 4
+_SEE = (
+    "; samples that are meant to see each other, as in a contrastive loss, do so in the module, which returns a loss "
+    "for each sample (compare_forward=False)"
+)
+
+
+class _Found(NamedTuple):
+    """Hold a loss, its weight, and its gradient by the prediction."""
+
+    loss: float
+    weight: float
+    gradient: list[torch.Tensor]
+
+
+@dataclass(eq=False)
+class FirstLoss:
+    """Look at a loss on its first samples of each shape.
+
+    Parameters
+    ----------
+    function : callable
+        The user's loss.
+    value : callable
+        Calls it, and returns the sum of losses as a tensor, and the weight.
+    originals : Originals
+        The tensors of the module that was given, which the loss must not read.
+    added : bool
+        Whether losses of parts have added up to that of the whole.
+    checked : int
+        How often they have been computed.
+    by_rows : bool
+        Whether the prediction has its samples on the first axis, so that it can be cut where no block has followed.
+    seen : set
+        The kinds of samples that have been looked at.
+    """
+
+    function: Callable[..., Any]
+    value: Callable[[Any, Any], tuple[torch.Tensor, float]]
+    originals: Originals
+    added: bool = False
+    checked: int = 0
+    by_rows: bool = False
+    seen: set[Any] = field(default_factory=set)
+
+    @property
+    def shown(self) -> str:
+        """The loss's name and place, for messages."""
+        return named(self.function, "loss")
+
+    def new_kind(self, trees: Any) -> Any:
+        """Return what :attr:`seen` is to have when samples like these have been looked at; None if they need not be."""
+        kind = tuple((leaf.shape, leaf.dtype) for leaf in leaves_of(trees))
+        return None if kind in self.seen or len(self.seen) >= MOST_SHAPES else kind
+
+    def is_wanted(self, *, new: bool) -> bool:
+        """Tell whether losses of parts of the samples, which may be of a ``new`` kind, are to be added up."""
+        return (new and not self.added) or (self.by_rows and self.checked < MOST_ADDED)
+
+    def check(self, prediction: Any, target: Any) -> None:
+        """Raise :class:`LayoutError` where a second call does something else than the first. Not collective."""
+
+        def state() -> dict[str, bytes]:
+            return hidden_state(loss=self.function)
+
+        with seeded(), self.originals.reads() as reads:
+            one, kept = self._found(prediction, target), state()
+            generators, drawn = shared_generators(), random_state()
+            other, left = self._found(prediction, target), state()
+            drawing = differing(generators, shared_generators())
+            if drawn_since(drawn):
+                drawing = "PyTorch's generator"
+        if reads.found:
+            raise LayoutError(
+                f"{self.shown} reads {reads.found!r} of the module that was given, not of the copy that is trained: it "
+                "would compute with the start values for ever, without a gradient; let it have a parameter module, "
+                "loss(prediction, target, module), which is given the module that is trained"
+            )
+
+        def traced(look: Callable[[], Any]) -> str:
+            with seeded():
+                line = line_that_changes(look, lambda: self._found(prediction, target))
+            return "" if line is None else f" ({line})"
+
+        if drawing is not None:
+            raise self.draws(
+                drawing, traced(lambda: (shared_generators(), [state.tolist() for state in random_state()]))
+            )
+        if (path := differing(kept, left)) is not None:
+            line = traced(lambda: part_of(state(), path))
+            raise LayoutError(
+                f"{self.shown} changes {path!r} in each call{line}: what it keeps depends on the rank that calls it, "
+                "and is not saved; compute from prediction and target"
+            )
+        if one.loss != other.loss and one.loss == one.loss or not _equal_gradients(one, other):
+            raise LayoutError(
+                f"{self.shown} returns something else when it is called again with the same samples ({one.loss:.6g}, "
+                f"then {other.loss:.6g}): it keeps something from call to call, or draws random numbers"
+            )
+
+    def draws(self, generator: str, line: str) -> LayoutError:
+        """Return the error of a loss that draws random numbers."""
+        return LayoutError(
+            f"{self.shown} draws random numbers of {generator}{line}, which would depend on the rank that computes it: "
+            "draw them in the module with PyTorch's own generator, where mpizero seeds them"
+        )
+
+    def adds_up(self, prediction: InParts, target: InParts, count: int) -> bool:
+        """Raise :class:`LayoutError` if the losses of the parts do not add up; tell whether it could be computed."""
+        self.checked += 1
+        self.by_rows = all(axis == 0 for _, axis, _ in aligned(prediction))
+        found, within = self._in_parts(prediction, target)
+        if not found:
+            return False
+        whole, *parts = found
+        for what in ("loss", "weight"):
+            total, sums = getattr(whole, what), [getattr(part, what) for part in parts]
+            if abs(total - sum(sums)) > within * (abs(total) + sum(map(abs, sums))):
+                raise LayoutError(self._no_sum(what, total, sums, count, prediction, target))
+        for number, axis, _ in aligned(InParts(*(one.gradient for one in found))):
+            a, *rest = (one.gradient[number] for one in found)
+            if (by := apart(a, torch.cat(rest, axis))) is not None:
+                raise LayoutError(
+                    f"{self.shown} is no sum over samples: its gradient for {max(count, 2)} samples differs from that "
+                    f"for two parts of them by {by:.2g} of its size: a term is added once a call, such as a penalty, "
+                    f"or samples see each other; add a term for each sample, or return the sum and a weight{_SEE}"
+                )
+        return True
+
+    def _in_parts(self, prediction: InParts, target: InParts) -> tuple[list[_Found], float]:
+        """Return what the loss is for all samples and for the parts, and how far it may be from a sum.
+
+        It is computed in double precision if the loss takes that. Nothing is found where it raises an error, or is not
+        finite, for samples of which it need not be.
+        """
+        narrow = any(leaf.dtype in (torch.float32, torch.complex64) for leaf in gradient_leaves(prediction.whole))
+        for way, within in ((_wide_tree, _WIDE),) * narrow + ((_same, _OWN),):
+            with suppress(Exception):
+                found = [self._found(way(p), way(t)) for p, t in zip(prediction, target, strict=True)]
+                if all(isfinite(one.loss) and isfinite(one.weight) for one in found):
+                    return found, within
+        return [], _OWN
+
+    def _no_sum(self, what: str, total: float, sums: Any, count: int, prediction: InParts, target: InParts) -> str:
+        shapes = [[tuple(leaf.shape) for leaf in leaves_of(tree.whole)] for tree in (prediction, target)]
+        told = [str(each[0]) if len(each) == 1 else ", ".join(map(str, each)) for each in shapes]
+        hint = "; do the shapes fit, or are they broadcast?" if _become_larger(*shapes) else ""
+        called = "is no sum over samples: it" if what == "loss" else "returns a weight that is no sum over samples: it"
+        halves = "halves" if count > 1 else "parts"
+        return (
+            f"{self.shown} {called} is {total:.6g} for {max(count, 2)} samples, {sums[0]:.6g} and {sums[1]:.6g} for "
+            f"their {halves} (prediction {told[0]}, target {told[1]}{hint}); use reduction='sum', or return the "
+            f"sum and a weight{_SEE}"
+        )
+
+    def _found(self, prediction: Any, target: Any) -> _Found:
+        """Call the loss, and differentiate it."""
+        given = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, prediction)
+        leaves = gradient_leaves(given)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with torch.enable_grad():
+            loss, weight = self.value(given, target)
+            found: Gradients = [None] * len(leaves)
+            if loss.requires_grad:
+                found = gradients_of([loss], leaves, [torch.ones_like(loss)])
+        gradient = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
+        return _Found(float(loss.detach()), weight, gradient)
+
+
+def _equal_gradients(one: _Found, other: _Found) -> bool:
+    pairs = zip(one.gradient, other.gradient, strict=True)
+    return all(bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
+
+
+def _become_larger(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> bool:
+    """Tell whether broadcasting the shapes of a prediction and a target would give another shape than both have."""
+    with suppress(RuntimeError):
+        return len(one) == len(other) == 1 and tuple(torch.broadcast_shapes(*one, *other)) not in (*one, *other)
+    return False
+
+
+def _wide_tree(tree: Any) -> Any:
+    return map_leaves(lambda leaf: in_double(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)

@@ -1,0 +1,375 @@
+"""Refuse modules whose copy would not compute what they compute, because it still refers to the original.
+
+``TorchModel`` trains a copy (``copy.deepcopy``) of the module that it is given. Functions are not copied: what they
+refer to stays the original, with its start values.
+
+Compare what a module's own ``forward`` computes with what its blocks compute one after the other.
+
+Refuse losses that read what the given module keeps of a pass, as an auxiliary loss: its copy makes the passes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from dis import get_instructions
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mpizero._util.checks import named
+from mpizero._util.pytree import map_leaves, paths_of
+from mpizero._util.text import is_users
+from mpizero.adapters.torch.autograd import as_tensor
+from mpizero.adapters.torch.call import TorchSettings, arguments_of, begin_training, called, torch_pass
+from mpizero.adapters.user_code import derived_seed
+from mpizero.errors import ConfigError, LayoutError, MpizeroError
+from mpizero.types import Run
+
+
+def check_parameters(module: torch.nn.Module) -> None:
+    """Raise :class:`ConfigError` for uses of parameters that a copy of the module would not have. Not collective."""
+    parameters = {id(p): name for name, p in module.named_parameters()}
+    if hooked := next(
+        (name for name, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks), None
+    ):
+        raise ConfigError(
+            f"TorchModel: parameter {hooked!r} has a hook on its gradient, which would not be called: register it on "
+            "the layer's output, or change the loss"
+        )
+    for path, inner in module.named_modules():
+        for key, value in vars(inner).items():
+            listed = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            if (
+                key not in ("_parameters", "_flat_weights")
+                and (found := next((one for one in listed if id(one) in parameters), None)) is not None
+            ):
+                raise ConfigError(
+                    f"TorchModel: {f'{path}.{key}' if path else key} holds parameter {parameters[id(found)]!r} beside "
+                    "the module's own parameters, where it would have no values: take it from its layer when it is used"
+                )
+
+
+def check_functions(module: torch.nn.Module) -> None:
+    """Raise :class:`ConfigError` for functions that refer to the module, which its copy would have, too."""
+    names = {id(inner): name for name, inner in reversed(list(module.named_modules(remove_duplicate=False)))}
+    for path, inner in module.named_modules():
+        for key, value in vars(inner).items():
+            for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,):
+                if (found := next((v for v in _referred(one) if id(v) in names), None)) is not None:
+                    told = names[id(found)]
+                    raise ConfigError(
+                        f"TorchModel: {f'{path}.{key}' if path else key} holds the function {one.__qualname__}, which "
+                        f"refers to {f'submodule {told!r}' if told else 'the module'}: the module is copied, its "
+                        "functions are not, so it would compute with the start values for ever; make it a method, or "
+                        "let it take the module as an argument, as hooks do"
+                    )
+
+
+def _referred(function: Any) -> list[Any]:
+    """Return the modules that a function refers to."""
+    return [value for value in values_of(function) if isinstance(value, torch.nn.Module)]
+
+
+def values_of(function: Any) -> list[Any]:
+    """Return what a function refers to by closure, default values and global names. Not collective."""
+    if not isinstance(function, FunctionType):
+        return []
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    values = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    names = {one.argval for one in get_instructions(function) if one.opname == "LOAD_GLOBAL"}
+    return values + [function.__globals__.get(name) for name in names]
+
+
+def mentions_data(module: torch.nn.Module) -> bool:
+    """Tell whether the source of a module's classes mentions ``.data``, or cannot be read. Not collective."""
+    names = {cls.__module__ for inner in module.modules() for cls in type(inner).__mro__}
+    for name in sorted(names - {"builtins"}):
+        if not name.startswith("torch."):
+            try:
+                text = inspect.getsource(sys.modules[name])
+            except (OSError, TypeError, KeyError):
+                return True
+            if re.search(r"(?<!\bmz)(?<!\bmpizero)(?<!\butils)\.data\b", text):
+                return True
+    return False
+
+
+class Originals:
+    """Know the tensors of a module that was given, as long as something else keeps them."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        #: Whether a copy of the module has been trained.
+        self.trained = False
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        self._references = [(name, weakref.ref(tensor)) for name, tensor in tensors]
+
+    def reads(self) -> Reads:
+        """Return a context that finds out which of the tensors are used in it. Not collective."""
+        kept = [(name, reference()) for name, reference in self._references]
+        return Reads({_address(tensor): name for name, tensor in kept if tensor is not None})
+
+
+class Reads(TorchDispatchMode):  # type: ignore[misc]
+    """Note the first operation on one of some tensors, whose names are given by their addresses."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names, self.found = {address: name for address, name in names.items() if address}, ""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep PyTorch's compiler out of :meth:`__torch_dispatch__` only if it is imported, which takes seconds."""
+        return "torch._dynamo" in sys.modules
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation."""
+        used = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        self.found = self.found or next((name for leaf in used if (name := self._names.get(_address(leaf)))), "")
+        return func(*args, **(kwargs or {}))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's memory begins; 0 for one that has none."""
+    try:
+        address: int = tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+    return address
+
+
+@dataclass(frozen=True, eq=False)
+class OwnForward:
+    """Run a module's own ``forward`` once in training and once in evaluation mode, and compare it with its blocks.
+
+    Hooks see what enters and leaves the blocks, so that dropout, which would differ in a second pass, matters not. The
+    pass takes the module that was given, or makes it again, with its start values, on the rank that computes the first
+    samples.
+
+    Parameters
+    ----------
+    made : callable
+        Returns the module.
+    blocks : sequence of str
+        The names of its blocks, in order.
+    settings : TorchSettings
+        Settings of the process during a pass.
+    """
+
+    made: Callable[[], torch.nn.Module]
+    blocks: Sequence[str]
+    settings: TorchSettings
+    _compared: set[bool] = field(default_factory=set)
+
+    def compare(self, x: Any, run: Run) -> None:
+        """Raise :class:`LayoutError` if ``forward`` does something that no block does. Not collective.
+
+        ``x`` are the samples. The first samples of the first step are looked at, in both modes; where a program
+        does not train, those of the first evaluation.
+        """
+        modes = {True, False} if run.training else {False}
+        if modes <= self._compared:
+            return
+        if run.first_sample == 0:  # of a training step, one rank has them
+            with torch_pass(self.settings, derived_seed(run, 0)), torch.no_grad():
+                module = self.made()
+                if not _runs_its_blocks(module, self.blocks):
+                    for training in sorted(modes - self._compared, reverse=True):
+                        self._check(module, x, training)
+        self._compared.update(modes)
+
+    def _check(self, module: torch.nn.Module, x: Any, training: bool) -> None:
+        if found := self._difference(module, x, training):
+            raise LayoutError(
+                f"the blocks one after the other are not {type(module).__name__}.forward in "
+                f"{'training' if training else 'evaluation'}: {found}; put what lies between blocks into one of them, "
+                "or give TorchModel compare_forward=False if it is meant to differ"
+            )
+
+    def _difference(self, module: torch.nn.Module, x: Any, training: bool) -> str | None:
+        known = dict(module.named_modules(remove_duplicate=False))
+        home = next((p.device for p in module.parameters()), None)  # blocks may compute on a GPU, and it not
+        given = map_leaves(lambda leaf: as_tensor(leaf).to(home, copy=True), x)
+        trace = _Trace({name: known[name] for name in self.blocks}, given)
+        modes = [(inner, inner.training) for inner in module.modules()]
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        hooks = trace.hooks()
+        try:
+            begin_training(module)
+            for inner, _ in modes:
+                inner.training &= training
+            with torch.set_grad_enabled(training):
+                return trace.end(called(module, given))
+        except MpizeroError:
+            raise
+        except Exception as error:
+            told = f"it raises {type(error).__name__}: {error}"
+            return trace.found or f"{told} (a model of blocks calls the first block with the samples)"
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for inner, was in modes:
+                inner.training = was
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _runs_its_blocks(module: torch.nn.Module, blocks: Sequence[str]) -> bool:
+    """Tell whether a module has no ``forward`` of its own, or one that runs just these blocks."""
+    if type(module).forward is torch.nn.Module.forward:
+        return True
+    plain = type(module).forward is torch.nn.Sequential.forward
+    return plain and list(blocks) == [name for name, _ in module.named_children()]
+
+
+class _Trace:
+    """Follow the calls of blocks in a module's ``forward``, and note the first that differs from a chain of them."""
+
+    def __init__(self, blocks: Mapping[str, torch.nn.Module], x: Any) -> None:
+        self.found: str | None = None
+        self._names, self._modules, self._next = list(blocks), list(blocks.values()), 0
+        self._from, self._x = "the samples", map_leaves(torch.clone, x)
+
+    def hooks(self) -> list[Any]:
+        """Register the hooks that follow the calls; return their handles."""
+        modules = list({id(one): one for one in self._modules}.values())
+        begin = [one.register_forward_pre_hook(self._begins, with_kwargs=True) for one in modules]
+        return begin + [one.register_forward_hook(self._ends) for one in modules]
+
+    def end(self, output: Any) -> str | None:
+        """Return the first difference, or None, from the output of the whole module."""
+        if self.found is None and self._next < len(self._names):
+            self.found = f"it does not run block {self._names[self._next]!r}"
+        elif self.found is None and (unlike := _unlike(self._x, output)):
+            self.found = f"after the last block, it changes {self._from} ({unlike})"
+        return self.found
+
+    def _begins(self, module: torch.nn.Module, args: Any, named: Any) -> None:
+        if self.found is not None:
+            return
+        if self._next == len(self._names) or self._modules[self._next] is not module:
+            name = next(n for n, one in zip(self._names, self._modules, strict=True) if one is module)
+            here = f"block {self._names[self._next]!r}" if self._next < len(self._names) else "no further block"
+            self.found = f"it runs block {name!r} where blocks= has {here}"
+            return
+        expected, given = _bound(module, *arguments_of(self._x)), _bound(module, args, named)
+        if unlike := _unlike(expected, given):
+            self.found = f"block {self._names[self._next]!r} is given something else than {self._from} ({unlike})"
+
+    def _ends(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self.found is None:
+            self._from = f"the output of block {self._names[self._next]!r}"
+            self._x = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, output)
+            self._next += 1
+
+
+def _bound(module: torch.nn.Module, args: Any, named: Any) -> dict[str, Any]:
+    """Return the arguments of a module's ``forward`` by name, or by number where they do not fit."""
+    try:
+        found = inspect.signature(module.forward).bind(*args, **named)
+    except (TypeError, ValueError):
+        return {**{str(i): arg for i, arg in enumerate(args)}, **named}
+    found.apply_defaults()
+    return found.arguments
+
+
+def _unlike(expected: Any, found: Any) -> str | None:
+    """Return in words how two trees of tensors differ, None if they do not."""
+    a, b = dict(paths_of(_=expected)), dict(paths_of(_=found))
+    if odd := [path for path in (*a, *b) if (path in a) != (path in b)]:
+        return f"{len(a)} values become {len(b)}" if len(a) != len(b) else f"{odd[0][1:]} is in one only"
+    for path, one in a.items():
+        other = b[path]
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            if one is not other and not (type(one) is type(other) and one == other):
+                return f"{type(one).__name__} and {type(other).__name__}"
+        elif one.shape != other.shape or one.dtype != other.dtype:
+            return f"{_shown(one)} becomes {_shown(other)}"
+        elif not torch.equal(one, other) and not bool(((one == other) | ((one != one) & (other != other))).all()):
+            return f"other values of shape {tuple(one.shape)}"
+    return None
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def check_loss(function: Any, module: torch.nn.Module) -> None:
+    """Raise :class:`ConfigError` for a loss that reads an attribute which a forward pass of the module sets.
+
+    The code is looked at: the loss and what it calls of the user's functions, and the module's ``forward`` with the
+    methods and hooks that it calls. An attribute that only the program sets, such as a weight of a term, may be read.
+    """
+    inside = {id(inner) for inner in module.modules()}
+    values = _reached(function)
+    if not any(id(value) in inside for value in values):
+        return
+    methods: dict[str, list[FunctionType]] = {}
+    for inner in module.modules():
+        for cls in type(inner).__mro__:
+            for name, one in vars(cls).items():
+                if isinstance(one, FunctionType) and is_users(one.__code__.co_filename):
+                    methods.setdefault(name, []).append(one)
+    hooks = [hook for inner in module.modules() for hook in inner._forward_hooks.values()]
+    passes = _called([*methods.get("forward", ()), *filter(_is_own, hooks)], methods)
+    kept = {name for one in passes for name in _names(one, ("STORE_ATTR",))}
+    losses = _called([value for value in values if _is_own(value)], methods)
+    if read := sorted(kept & {name for one in losses for name in _names(one, ("LOAD_ATTR", "LOAD_METHOD"))}):
+        raise ConfigError(
+            f"TorchModel: {named(function, 'loss')} reads {read[0]!r} of the module that was given, where no pass of "
+            "the copy that is trained leaves it: let the module return it beside its output, or let the loss have a "
+            "parameter module, loss(prediction, target, module), which is given the module that is trained"
+        )
+
+
+def _reached(function: Any) -> list[Any]:
+    """Return a loss, what it holds and refers to, and so on through the user's functions."""
+    found: list[Any] = []
+    waiting = [function, getattr(type(function), "__call__", None)]  # noqa: B004 - the function itself
+    while waiting:
+        one = waiting.pop()
+        if any(one is known for known in found):
+            continue
+        found.append(one)
+        if isinstance(one, MethodType):
+            waiting += [one.__func__, one.__self__]
+        elif isinstance(one, partial):
+            waiting += [one.func, *one.args, *one.keywords.values()]
+        elif one is function and not isinstance(one, FunctionType):
+            waiting += getattr(one, "__dict__", {}).values()
+        elif _is_own(one):
+            waiting += values_of(one)
+    return found
+
+
+def _is_own(one: Any) -> bool:
+    return isinstance(one, FunctionType) and is_users(one.__code__.co_filename)
+
+
+def _called(begin: Iterable[FunctionType], methods: dict[str, list[FunctionType]]) -> list[FunctionType]:
+    """Return functions, and the methods that they name, and so on."""
+    found, waiting = [], list(begin)
+    while waiting:
+        one = waiting.pop()
+        if one not in found:
+            found.append(one)
+            waiting += [m for name in _names(one, ("LOAD_ATTR", "LOAD_METHOD")) for m in methods.get(name, ())]
+    return found
+
+
+def _names(function: FunctionType, operations: Sequence[str]) -> set[str]:
+    """Return the names with which a function, or one defined in it, does one of some operations of Python."""
+    codes, found = [function.__code__], set()
+    while codes:
+        code = codes.pop()
+        found |= {str(one.argval) for one in get_instructions(code) if one.opname in operations}
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return found

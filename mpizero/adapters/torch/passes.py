@@ -1,0 +1,508 @@
+"""Call a block's module with given values of its parameters, and refuse what a forward pass must not do.
+
+Count what the kernels that PyTorch calls in a pass do: their work, and the memory that they make.
+
+Use a function or module of PyTorch as the loss of a model.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from mpizero._util.checks import named
+from mpizero._util.pytree import leaves_of, map_leaves
+from mpizero._util.text import users_line
+from mpizero.adapters.torch.autograd import Placed, as_array, as_tensor, gradient_leaves, gradients_of
+from mpizero.adapters.torch.call import (
+    UNDIFFERENTIATED,
+    BlockTensors,
+    Held,
+    TorchSettings,
+    bring,
+    called,
+    check_contexts,
+    drawn_since,
+    in_places,
+    random_state,
+    set_random_state,
+    torch_pass,
+)
+from mpizero.adapters.torch.first_pass import MOST_ADDED, Copies, FirstLoss, FirstPass, Trial, parts_of, seeded
+from mpizero.adapters.torch.originals import Originals
+from mpizero.adapters.user_code import EfficientSamples, PassWork, derived_seed
+from mpizero.errors import ConfigError, DataError, LayoutError
+from mpizero.types import Array, Params, Run
+
+
+class Passed(NamedTuple):
+    """Hold the results of a forward pass.
+
+    Attributes
+    ----------
+    output : tree of torch.Tensor
+        What the module returned.
+    given : list of torch.Tensor
+        The tensors that were in the places of ``stored``.
+    averages, numbers : list of torch.Tensor
+        The new values of statistics, and of buffers of whole numbers.
+    """
+
+    output: Any
+    given: list[torch.Tensor]
+    averages: list[torch.Tensor]
+    numbers: list[torch.Tensor]
+
+
+@dataclass
+class _Seen:
+    """Hold what earlier passes have shown.
+
+    Attributes
+    ----------
+    modes : set of bool
+        Whether they were in training.
+    changes_input : bool
+        Whether the module changes its input in place.
+    """
+
+    modes: set[bool] = field(default_factory=set)
+    changes_input: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleCall:
+    """Call a module with tensors that share the memory of given arrays in the places of its parameters.
+
+    The first pass in training, and that in evaluation, get copies of parameters and input, and compare them afterwards:
+    a module that changes its parameters is refused before it does harm, and one that changes its input gets copies from
+    then on. Before, copies of the module run ([Note: first passes] in first/first_pass.py).
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module. It holds no values of its own.
+    number : int
+        Number of the block within the model; its random numbers depend on it.
+    tensors : BlockTensors
+        Its parameters and buffers.
+    settings : TorchSettings
+        Settings of the process during a pass.
+    training : tuple of (torch.nn.Module, bool)
+        Every submodule, and whether it was in training mode when the model was made.
+    first_pass : FirstPass
+        Looks at the first passes.
+    uses_data : bool
+        Whether its code may change parameters by way of ``.data``, where autograd does not see it.
+    """
+
+    module: torch.nn.Module
+    number: int
+    tensors: BlockTensors
+    settings: TorchSettings
+    training: tuple[tuple[torch.nn.Module, bool], ...]
+    first_pass: FirstPass
+    uses_data: bool
+    _seen: _Seen = field(default_factory=_Seen)
+    _copies: Copies = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_copies", Copies(self.module, self.tensors, self.training, self.settings))
+
+    @property
+    def shown(self) -> str:
+        """The name of the module's class, for messages."""
+        return type(self.module).__name__
+
+    @property
+    def random(self) -> bool:
+        """Tell whether passes so far have drawn random numbers."""
+        return self.first_pass.random
+
+    @property
+    def new(self) -> bool:
+        """Tell whether no pass in the present mode was completed yet."""
+        return self.module.training not in self._seen.modes
+
+    def values(self, params: Params) -> list[torch.Tensor]:
+        """Return tensors that share the memory of the arrays in ``params`` of all that is stored. Not collective."""
+        return [as_tensor(array_of(params, spec.name)) for spec in self.tensors.specs]
+
+    @contextmanager
+    def placed(self, params: Params) -> Iterator[None]:
+        """Put the parameters into the module for a backward pass, in which hooks and functions may read them.
+
+        Of what a forward pass may change these are copies: ``torch.utils.checkpoint`` runs another one.
+        """
+        own = self.tensors
+        values = zip(self.values(params), own.specs, strict=True)
+        tensors = [t.clone() if s.averaged else t.requires_grad_(s.optimized) for t, s in values]
+        with in_places((*own.stored, *own.integers), tensors + self._numbers(params)), self.settings.functions():
+            yield
+
+    @contextmanager
+    def prepared(self, run: Run) -> Iterator[None]:
+        """Prepare the process and the module for a forward pass."""
+        check_contexts()
+        with torch_pass(self.settings, derived_seed(run, self.number)):
+            for module, was in self.training:
+                module.training = was and run.training
+            yield
+
+    def given(self, params: Params) -> list[torch.Tensor]:
+        """Return the tensors for the places of ``stored``, inside :meth:`prepared`: copies where they may change."""
+        own, new, values = self.tensors, self.new, self.values(params)
+        bring(own.kept, self._device(values))
+        tensors = [t.clone() if spec.averaged or new else t for t, spec in zip(values, own.specs, strict=True)]
+        if not self.uses_data:
+            return tensors
+        return [Placed.of(t) if s.name in own.parameters else t for t, s in zip(tensors, own.specs, strict=True)]
+
+    def __call__(self, params: Params, given: list[torch.Tensor], x: Any, run: Run) -> Passed:
+        """Call the module on ``x``, a tree of tensors, inside :meth:`prepared`. Not collective.
+
+        ``given`` comes from :meth:`given`. A tuple becomes several arguments, a dictionary keyword arguments.
+
+        Raises
+        ------
+        DataError
+            If the module returns something else than tensors.
+        LayoutError
+            If the module has changed what a forward pass must not change.
+        """
+        own, new = self.tensors, self.new
+        numbers = self._numbers(params)
+        self._look(given, numbers, x, run)
+        x = x if not new and not self._seen.changes_input else map_leaves(torch.clone, x)
+        watched = self._watched(given)
+        versions = [tensor._version for _, _, tensor in watched]
+        inputs = [(leaf, leaf._version) for leaf in leaves_of(x)]
+        with in_places((*own.stored, *own.integers), [*given, *numbers]):
+            with self.settings.functions():
+                output = called(self.module, x)
+            averages = [one.now.detach() for one, spec in zip(own.stored, own.specs, strict=True) if spec.averaged]
+            numbers = [one.now for one in own.integers]
+            changed = [
+                one
+                for (one, _, before), version in zip(watched, versions, strict=True)
+                if one.now is not before or before._version != version
+            ]
+        if odd := [leaf for leaf in leaves_of(output) if not isinstance(leaf, torch.Tensor)]:
+            raise DataError(
+                f"{self.shown} returned a {type(odd[0]).__name__}: a block returns tensors, alone or in tuples, lists "
+                "and dictionaries"
+            )
+        if new:
+            before = dict(zip(map(id, own.stored), self.values(params), strict=True))
+            changed += [one for one, _, now in watched if id(one) in before and not torch.equal(now, before[id(one)])]
+        if changed:
+            raise self._change_of(changed[0])
+        self._note_input(any(leaf._version != version for leaf, version in inputs))
+        return Passed(output, given, averages, numbers)
+
+    def on_zeros(self, x: Any, dtype: np.dtype[Any], mode: AbstractContextManager[Any]) -> Any:
+        """Return what a copy of the module returns for ``x`` in training, where all that is stored is zero.
+
+        ``mode`` is the context of the pass. Not collective.
+        """
+        kinds = (dtype, np.result_type(dtype, np.complex64))
+        values = [as_tensor(np.zeros(spec.shape, kinds[spec.complex])) for spec in self.tensors.specs]
+        numbers = [as_tensor(np.zeros(spec.shape, spec.dtype)) for spec in self.tensors.integer_specs]
+        fresh = self._copies.maker(values, numbers)()
+        with torch_pass(self.settings), seeded(), mode:
+            return fresh.run(x, training=True, gradients=False, of_input=False).output
+
+    def _numbers(self, params: Params) -> list[torch.Tensor]:
+        """Return copies of the buffers of whole numbers, where the parameters are."""
+        numbers = [as_tensor(array_of(params, spec.name)) for spec in self.tensors.integer_specs]
+        device = self._device(self.values(params)) if numbers else None
+        return [number.to(device, copy=True) for number in numbers]
+
+    @staticmethod
+    def _device(values: Sequence[torch.Tensor]) -> torch.device:
+        """Return where the parameters are; the host for a block without parameters."""
+        return values[0].device if values else torch.device("cpu")
+
+    def _look(self, given: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor], x: Any, run: Run) -> None:
+        """Let copies of the module make the first passes on samples of new shapes."""
+        training = self.module.training
+        kind = self.first_pass.new_kind(x, training=training, counted=run.count > 0)
+        if kind is not None:
+            self.first_pass.check(self._copies.maker(given, numbers), x, training=training)
+            self._seen.changes_input |= self.first_pass.changes_input
+        if self.first_pass.follows(run.count, new=kind is not None):
+            self.first_pass.follow(self._copies.maker(given, numbers), x, run.count, training=training)
+        if kind is not None:
+            self.first_pass.seen.add(kind)
+
+    def _watched(self, given: Sequence[torch.Tensor]) -> list[tuple[Held, bool, torch.Tensor]]:
+        """Return what no forward pass may change: what it is, whether it is stored, and the tensor in its place."""
+        own = self.tensors
+        stored = zip(own.stored, own.specs, given, strict=True)
+        return [(one, True, t) for one, spec, t in stored if not spec.averaged] + [(k, False, k.now) for k in own.kept]
+
+    def _change_of(self, one: Held) -> LayoutError:
+        if one.name in self.tensors.parameters:
+            what, advice = "parameter", "compute with a changed copy"
+        else:
+            what = "buffer"
+            advice = "name it in averaged= if it is a statistic of the samples, or of weights, as in spectral_norm"
+        return LayoutError(f"{self.shown} changes its {what} {one.name!r} in its forward pass: {advice}")
+
+    def _note_input(self, changed: bool) -> None:
+        """Remember whether the first pass has changed its input in place; refuse it if a later pass is the first to."""
+        if changed and not self.new and not self._seen.changes_input:
+            raise LayoutError(
+                f"{self.shown} changes its input in place, which it did not at first: samples and the output of the "
+                "block before are overwritten; leave out inplace=True, or compute with a copy"
+            )
+        self._seen.changes_input |= changed
+        self._seen.modes.add(self.module.training)
+
+
+def array_of(tree: Mapping[str, Any], name: str) -> Array:
+    """Return the array that has a dotted name in nested dictionaries. Not collective."""
+    found: Any = tree
+    for part in name.split("."):
+        found = found[part]
+    return found  # type: ignore[no-any-return]
+
+
+#: Kernel calls, and work, of a forward and backward pass over those of the forward pass.
+_BOTH = 3
+
+
+class _Kernels(TorchDispatchMode):  # type: ignore[misc]
+    """See, in a ``with`` block, the kernels that PyTorch calls."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep PyTorch's compiler out of the calls only if it is imported, which takes as long as PyTorch itself."""
+        return "torch._dynamo" in sys.modules
+
+
+def efficient_samples(calls: Sequence[ModuleCall], dtype: np.dtype[Any]) -> EfficientSamples:
+    """Return what finds with how many samples a grain's fixed cost is small, from passes of copies of the blocks.
+
+    ``calls`` are the blocks in the order in which they run, ``dtype`` is the type of the parameters.
+    """
+    size = sum(int(spec.size) for call in calls for spec in call.tensors.specs)
+    return EfficientSamples(partial(_work, calls, dtype), size)
+
+
+def _work(calls: Sequence[ModuleCall], dtype: np.dtype[Any], x: Any, y: Any) -> PassWork:
+    """Return the work of a forward and backward pass on ``x``, with parameters that are zero."""
+    counter, x = _Counter(), map_leaves(as_tensor, x)
+    for call in calls:
+        x = call.on_zeros(x, dtype, counter)
+    return counter.work
+
+
+class _Counter(_Kernels):
+    """Count the kernels that PyTorch calls in forward passes, and their work, times :data:`_BOTH`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = PassWork()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the kernel, and count it, unless it makes a view or a copy."""
+        kwargs = dict(kwargs or {})
+        output = function(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, torch.Tensor)]
+        if not function.is_view and function is not torch.ops.aten.clone.default and tensors:
+            operations: Callable[..., int] | None = flop_registry.get(function.overloadpacket)
+            count = operations(*args, **kwargs, out_val=output) if operations is not None else 0
+            moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            one = PassWork(1, "convolution" in str(function), count, moved)
+            self.work = self.work.plus(PassWork(*(_BOTH * int(number) for number in one)))
+        return output
+
+
+class Allocations(_Kernels):
+    """Count, in a ``with`` block, the bytes of the tensors that operations of PyTorch make and that are still used.
+
+    What an operation takes for itself and gives back before it ends is :attr:`unseen`.
+
+    Attributes
+    ----------
+    now, most : int
+        Bytes in use, and the most bytes in use since :meth:`begin`.
+    unseen : str
+        What is not counted, for people.
+    looks : int
+        The most passes on samples of one shape in which a module and a loss may also be looked at, which takes memory.
+    """
+
+    unseen: ClassVar[str] = "what an operation of PyTorch takes while it runs (convolutions do)"
+    looks: ClassVar[int] = MOST_ADDED + 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._sizes: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Start a new measurement of :attr:`most`. Not collective."""
+        self.most = self.now
+
+    def size_at(self, address: int) -> int:
+        """Return the bytes in use of the memory that begins at ``address``; 0 if no operation made it."""
+        return self._sizes.get(address, 0)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation, and count the memory that it has made."""
+        self._see((args, kwargs), made=False)
+        result = function(*args, **(kwargs or {}))
+        self._see(result, made=True)
+        return result
+
+    def _see(self, tree: Any, *, made: bool) -> None:
+        for tensor in tree_leaves(tree):
+            if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
+                continue
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if not address or address in self._sizes:
+                continue
+            self._sizes[address] = storage.nbytes() if made else 0
+            self.now += self._sizes[address]
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._freed, address).atexit = False
+
+    def _freed(self, address: int) -> None:
+        self.now -= self._sizes.pop(address, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class TorchLoss:
+    """Call ``function(prediction, target)``, which returns a sum over samples, or that and its weight.
+
+    Without a weight, it is the number of samples. On the first batches it is looked at by :class:`FirstLoss`.
+    """
+
+    function: Callable[..., Any]
+    settings: TorchSettings
+    originals: Originals
+    trial: Trial | None = None
+    _first: FirstLoss = field(init=False)
+    #: Counts the arrays of a pass for the planner.
+    allocations: ClassVar[Any] = Allocations
+
+    def __post_init__(self) -> None:
+        if isinstance(self.function, type):
+            raise ConfigError(
+                f"TorchModel: loss is the class {self.function.__name__}: make one of it, "
+                f"{self.function.__name__}(reduction='sum')"
+            )
+        if not callable(self.function):
+            raise ConfigError(f"TorchModel: loss is a function of prediction and target, got {self.function!r:.80}")
+        if isinstance(self.function, torch.nn.Module) and any(True for _ in self.function.parameters()):
+            raise ConfigError("TorchModel: the loss has parameters, which would stay: put them into the module")
+        if (reduction := getattr(self.function, "reduction", "sum")) != "sum":
+            raise ConfigError(
+                f"TorchModel: the loss {type(self.function).__name__} has reduction={reduction!r}: it must be a sum "
+                "over samples, reduction='sum'; mpizero divides the sum of the global batch by its weight"
+            )
+        object.__setattr__(self, "_first", FirstLoss(self.function, self.value, self.originals))
+
+    @property
+    def fingerprint(self) -> Any:
+        """Parts of the loss that ranks compare."""
+        return {"function": self.function}
+
+    def forward(self, prediction: Any, target: Any) -> tuple[float, float, Any]:
+        """Return the sum of the losses, the weight, and the graph for :meth:`backward`. Not collective."""
+        with torch_pass(self.settings), torch.enable_grad():
+            given, wanted = map_leaves(as_tensor, prediction), map_leaves(as_tensor, target)
+            kind = self._first.new_kind((given, wanted))
+            if kind is not None:
+                self._first.check(given, wanted)
+                self._first.seen.add(kind)
+            if self._first.is_wanted(new=kind is not None) and self._adds_up(prediction, given, wanted):
+                self._first.added = True
+                if self.trial is not None:
+                    self.trial.done = True
+            leaves = gradient_leaves(given)
+            for leaf in leaves:
+                leaf.requires_grad_()
+            before = random_state()
+            loss, weight = self.value(given, wanted)
+            if drawn_since(before):
+                set_random_state(before)
+                raise self._first.draws("PyTorch's generator", "")
+            return float(loss.detach()), weight, (loss, leaves, prediction)
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Any:
+        """Return ``scale`` times the gradient of the loss sum by the prediction, a tree like it. Not collective."""
+        loss, leaves, prediction = cache
+        with torch_pass(self.settings):
+            if not loss.requires_grad:
+                raise LayoutError(
+                    f"{named(self.function, 'loss')} returned a loss that does not depend on the prediction: does it "
+                    "use .detach(), .item() or torch.no_grad()?"
+                )
+            found = gradients_of([loss], leaves, [torch.full_like(loss, scale)])
+        left = iter(zip(leaves, found, strict=True))
+
+        def gradient(leaf: Any) -> Array | None:
+            if leaf.dtype.kind not in "fc":
+                return None
+            tensor, value = next(left)
+            return as_array(torch.zeros_like(tensor) if value is None else value)
+
+        return map_leaves(gradient, prediction)
+
+    def value(self, prediction: Any, target: Any, **given: Any) -> tuple[torch.Tensor, float]:
+        """Call the function, with what it is ``given`` besides; return the sum as a tensor, and the weight."""
+        try:
+            result = self.function(prediction, target, **given)
+        except RuntimeError as error:
+            if not given and any(words in str(error) for words in UNDIFFERENTIATED):
+                line = users_line(error.__traceback__)
+                at = "" if line is None else f" ({line})"
+                raise LayoutError(
+                    f"{named(self.function, 'loss')}{at} differentiates what it has no graph of: let it have a "
+                    "parameter x, loss(prediction, target, x), which is given the input by which the prediction can be "
+                    "differentiated, or a parameter module, which is given the module"
+                ) from error
+            raise
+        loss, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            is_tensor = isinstance(loss, torch.Tensor)
+            told = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
+            raise LayoutError(
+                f"{named(self.function, 'loss')} returned {told}: expected one number, the sum over samples "
+                "(reduction='sum'), or that number and its weight"
+            )
+        if weight is None:
+            return loss, float(self._count(prediction, target))
+        return loss, float(weight.detach() if isinstance(weight, torch.Tensor) else weight)
+
+    @staticmethod
+    def _count(*trees: Any) -> int:
+        leaves = [leaf for tree in trees for leaf in leaves_of(tree) if leaf.ndim]
+        if not leaves:
+            raise DataError("TorchModel: neither prediction nor target has an axis of samples")
+        return int(leaves[-1].shape[0])
+
+    def _adds_up(self, given: Any, prediction: Any, target: Any) -> bool:
+        """Compare the loss of samples with those of their parts; tell whether it was possible. Not collective."""
+        count = self._count(prediction, target)
+        trial = self.trial or Trial()
+        wanted = parts_of(target, count, changed=False)
+        ways = trial.prediction(given, prediction, count)
+        return wanted is not None and any(n == count and self._first.adds_up(way, wanted, count) for way, n in ways)
