@@ -58,7 +58,7 @@ def train(options: argparse.Namespace, width: int, layers: int, steps: int) -> d
     from mpi4py import MPI
 
     import mpizero as mz
-    from mpizero.train.process_memory import peak_growth, proportional_growth
+    from mpizero.train.machine import peak_growth, proportional_growth
 
     config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=options.samples // 4, share_node_memory=False)
     net = mz.nn.MLP(width, (width,) * layers, CLASSES, activation="relu")
@@ -79,7 +79,7 @@ def worker(options: argparse.Namespace) -> None:
     """Run as one rank of a training, with the limit if ``options.worker`` is "limited"; rank 0 prints the result."""
     from mpi4py import MPI
 
-    from mpizero.train.process_memory import allocated
+    from mpizero.train.machine import allocated
 
     train(options, 8, 1, 1)  # loads libraries and kernels before the limit is set
     if options.worker == "limited":

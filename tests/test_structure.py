@@ -85,7 +85,7 @@ ENVIRONMENT = {
     "mpizero",
     "mpizero._util.faults",
     "mpizero.train.cli.main",
-    "mpizero.train.run.trainer",  # Slurm's variables
+    "mpizero.train.trainer",  # Slurm's variables
     "mpizero.guard.guard",
     "mpizero.comm.startup",
     "mpizero.comm.startup",  # Slurm's variables
@@ -498,7 +498,7 @@ def test_the_trainer_loads_neither_planner_nor_bench():
     code = "import mpizero, sys; mpizero.Trainer; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded = found.stdout.split()
-    assert "mpizero.train.run.trainer" in loaded
+    assert "mpizero.train.trainer" in loaded
     assert [name for name in loaded if name.startswith(("mpizero.planning", "mpizero.train.bench"))] == []
 
 

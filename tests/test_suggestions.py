@@ -12,7 +12,7 @@ import pytest
 import mpizero as mz
 from mpizero._util.names import ELSEWHERE, explains, nearest
 from mpizero.errors import ArgumentError, ConfigError, MpizeroError, UnknownNameError
-from mpizero.train.config.config_file import ConfigDocument, parse_config
+from mpizero.train.config.toml import ConfigDocument, parse_config
 
 #: Public classes and functions with what they cannot do without, and a wrong keyword with what is suggested.
 WRONG = [

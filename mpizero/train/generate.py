@@ -20,10 +20,9 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError
 from mpizero.sharding import HybridShardedModel, ShardingConfig, state_dict
-from mpizero.train.config.model_sections import GptSection
-from mpizero.train.config.parallel_section import ParallelSection
-from mpizero.train.config.setting_checks import SettingError, check_option
-from mpizero.train.run.resume import SavedRun
+from mpizero.train.config.checks import SettingError, check_option
+from mpizero.train.config.components import GptSection, ParallelSection
+from mpizero.train.run_folder import SavedRun
 from mpizero.types import Array
 
 #: The prompt that is used when none is given: a new line.

@@ -20,11 +20,10 @@ from mpizero.planning.machine_file import Machine
 from mpizero.planning.time_floors import TimeFloors
 from mpizero.sharding.config import placement
 from mpizero.sharding.partition import blocks_of
-from mpizero.train.config.builder import build_optimizer, build_sharding
-from mpizero.train.config.model_and_data import model_and_sample
-from mpizero.train.config.sections import Config
-from mpizero.train.config.setting_checks import check_option, optional
-from mpizero.train.config.vector_sections import VectorMethodSection
+from mpizero.train.config.build import build_optimizer, build_sharding, model_and_sample
+from mpizero.train.config.checks import check_option, optional
+from mpizero.train.config.components import VectorMethodSection
+from mpizero.train.config.schema import Config
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator

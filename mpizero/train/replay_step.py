@@ -22,13 +22,13 @@ from mpizero.comm.startup import available_memory
 from mpizero.errors import ConfigError, DataError
 from mpizero.sharding import BadStep, DDPModel, Replay, ShardingConfig, read_bad_step, replay_bad_step, state_dict
 from mpizero.sharding.diagnostics import ReplayedArray
-from mpizero.train.config.config_file import config_of
-from mpizero.train.config.model_and_data import build_model, make_model, user_functions, users_modules
-from mpizero.train.config.model_sections import NamedModelSection
-from mpizero.train.config.sections import Config
-from mpizero.train.config.setting_checks import SettingError, shown
-from mpizero.train.run.metrics import finite
-from mpizero.train.run.resume import SavedRun
+from mpizero.train.config.build import build_model, make_model, user_functions, users_modules
+from mpizero.train.config.checks import SettingError, shown
+from mpizero.train.config.components import NamedModelSection
+from mpizero.train.config.schema import Config
+from mpizero.train.config.toml import config_of
+from mpizero.train.run_folder import SavedRun
+from mpizero.train.setup import finite
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,7 @@ from harness import Team, TeamError, alternate, chosen, environment_of, parser, 
 from mpizero._util.text import Measurement
 
 with contextlib.suppress(ImportError):  # the interpreter of PyTorch and DeepSpeed need not have mpizero's dependencies
-    from mpizero.train.doctor.machine_facts import described
-    from mpizero.train.process_memory import proportional
+    from mpizero.train.machine import described, proportional
 
 PEERS = {
     "torch-plain": "a plain loop of PyTorch",

@@ -35,7 +35,7 @@ from mpizero.nn.layer import Affine
 from mpizero.nn.layers import Activation
 from mpizero.nn.models import gradient_slots
 from mpizero.nn.transformer import CausalSelfAttention, TransformerBlockBase
-from mpizero.train.doctor.machine_facts import blas
+from mpizero.train.machine import blas
 from mpizero.types import Run
 
 VOCABULARY = 256

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpizero.comm.mpi import MESSAGE_LIMIT, MpiCommunicator
 from mpizero.errors import MpizeroError
-from mpizero.train.doctor.machine_facts import described
+from mpizero.train.machine import described
 
 PERIOD = 251
 

@@ -116,7 +116,7 @@ def count_windows() -> list[Any]:
 
 def waiting_memory(comm: Any) -> int:
     """Return the proportional set size of this process in bytes, while all ranks wait. Collective over ``comm``."""
-    from mpizero.train.process_memory import proportional
+    from mpizero.train.machine import proportional
 
     comm.barrier()
     size = proportional()
@@ -185,7 +185,7 @@ def processes(args: argparse.Namespace) -> Row | None:
 def threads(args: argparse.Namespace) -> Row:
     """Train as threads of this process; return what was measured on all of them."""
     from mpizero.testing import run_in_threads
-    from mpizero.train.process_memory import proportional
+    from mpizero.train.machine import proportional
 
     (size,) = args.sizes
     train("self", grid(1), args)  # loads libraries and kernels

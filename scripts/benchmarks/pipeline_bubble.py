@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from harness import chosen, parser, result_of
 
-from mpizero.train.doctor.machine_facts import described
+from mpizero.train.machine import described
 
 #: The schedules, with the number of virtual stages of each.
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zero_bubble_v": 1}

@@ -34,7 +34,7 @@ from mpi4py import MPI
 
 import mpizero as mz
 from mpizero._util.text import Measurement
-from mpizero.train.doctor.machine_facts import described
+from mpizero.train.machine import described
 
 WORLD = MPI.COMM_WORLD
 INTERFACES = Path("/sys/class/net")

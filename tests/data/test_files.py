@@ -12,8 +12,8 @@ from mpizero import data
 from mpizero.data import files
 from mpizero.data import source as mapped
 from mpizero.errors import ConfigError, DataError
-from mpizero.train.config.config_file import ConfigDocument, parse_config
-from mpizero.train.config.model_and_data import build_source
+from mpizero.train.config.build import build_source
+from mpizero.train.config.toml import ConfigDocument, parse_config
 
 RNG = np.random.default_rng(0)
 

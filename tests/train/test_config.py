@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.sharding import ShardingConfig
-from mpizero.train.config.builder import build_sharding, computing_settings
-from mpizero.train.config.config_file import ConfigDocument, parse_config, read_config
-from mpizero.train.config.data_sections import DataSection
-from mpizero.train.config.model_sections import MODELS
-from mpizero.train.config.parallel_section import ParallelSection
-from mpizero.train.config.sections import OPTIMIZERS, CheckpointSection, TrainSection, difference, mathematics
+from mpizero.train.config.build import build_sharding, computing_settings
+from mpizero.train.config.components import MODELS, DataSection, ParallelSection
+from mpizero.train.config.schema import OPTIMIZERS, CheckpointSection, TrainSection, difference, mathematics
+from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
 
 GPT = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n'
 MLP = '[model]\nname = "mlp"\n[data]\narrays = "digits"\n'

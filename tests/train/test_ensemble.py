@@ -16,7 +16,7 @@ from mpizero.errors import ArgumentError, ConfigError, DataError, MpizeroError
 from mpizero.testing import run_in_threads
 from mpizero.train.cli.ensemble_training import EnsembleSettings
 from mpizero.train.cli.main import main
-from mpizero.train.config.config_file import ConfigDocument, tables_of
+from mpizero.train.config.toml import ConfigDocument, tables_of
 from mpizero.train.ensemble.members import Member
 
 X = np.linspace(-1, 1, 16, dtype=np.float32).reshape(16, 1)

@@ -11,7 +11,7 @@ from mpizero import checkpoint
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.testing import run_in_threads
 from mpizero.train.cli.main import main
-from mpizero.train.config.config_file import ConfigDocument, parse_config
+from mpizero.train.config.toml import ConfigDocument, parse_config
 
 CONFIG = """
 [model]

@@ -9,10 +9,11 @@ import pytest
 from mpizero._util.launch import Launch, ranks_of_node
 from mpizero.errors import ExitStatus
 from mpizero.testing import run_in_threads
-from mpizero.train.doctor import launch_checks, machine_facts
+from mpizero.train import machine
+from mpizero.train.doctor import launch_checks
 from mpizero.train.doctor.examination import check_gpu
 from mpizero.train.doctor.launch_checks import check_launch, check_threads, check_time, difference
-from mpizero.train.stopping.wall_time import Limit
+from mpizero.train.stopping import Limit
 
 STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "8"}
 
@@ -128,15 +129,15 @@ def test_ranks_that_think_they_are_alone_are_told_so(mpizero, monkeypatch, comma
 
 
 def test_doctor_tells_how_many_ranks_share_a_gpu_or_why_none_can(monkeypatch):
-    monkeypatch.setattr(machine_facts, "gpus", lambda: (2, ["cupy", "numba_cuda"]))
-    monkeypatch.setattr(machine_facts, "devices", lambda: (2, ""))
+    monkeypatch.setattr(machine, "gpus", lambda: (2, ["cupy", "numba_cuda"]))
+    monkeypatch.setattr(machine, "devices", lambda: (2, ""))
     for finding in run_in_threads(3, lambda comm: check_gpu(comm, 1)):
         assert finding.status == "ok"
         assert "2 ranks a GPU" in finding.text
         assert "through the host's memory: these ranks are threads of one process" in finding.text
-    monkeypatch.setattr(machine_facts, "why_through_host", lambda comm, place: "")
+    monkeypatch.setattr(machine, "why_through_host", lambda comm, place: "")
     assert "go from GPU to GPU" in run_in_threads(2, lambda comm: check_gpu(comm, 1))[0].text
-    monkeypatch.setattr(machine_facts, "devices", lambda: (0, "no package cupy"))
+    monkeypatch.setattr(machine, "devices", lambda: (0, "no package cupy"))
     for finding in run_in_threads(3, lambda comm: check_gpu(comm, 1)):
         assert finding.status == "warn"
         assert "rank 0 has no package cupy" in finding.remedy

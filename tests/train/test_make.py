@@ -13,10 +13,9 @@ import pytest
 
 from mpizero.errors import ConfigError
 from mpizero.train.bench.checkpoint_speed import LEAST
-from mpizero.train.config.builder import build
-from mpizero.train.config.config_file import ConfigDocument, parse_config
-from mpizero.train.config.data_identity import data_fingerprint
-from mpizero.train.config.model_and_data import build_model, build_source
+from mpizero.train.config.build import build, build_model, build_source
+from mpizero.train.config.checks import data_fingerprint
+from mpizero.train.config.toml import ConfigDocument, parse_config
 from mpizero.train.verify.verify_command import verify
 from tests.train.conftest import ThreadCommands
 
@@ -227,7 +226,7 @@ def test_values_of_keys_are_those_of_toml_also_after_a_checkpoint_has_held_them(
     assert arguments["most"] == float("inf")
     assert arguments["more"] is True
     assert arguments["shape"] == {"x": 1.5, "names": ["a"]}
-    from mpizero.train.config.config_file import config_of
+    from mpizero.train.config.toml import config_of
 
     saved = json.loads(json.dumps(config.to_dict(), allow_nan=False))
     assert config_of(saved).model == config.model

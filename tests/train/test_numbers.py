@@ -17,9 +17,9 @@ from mpizero.sharding import read_bad_step
 from mpizero.sharding.engine import Engine
 from mpizero.train.cli.main import main
 from mpizero.train.cli.train_command import train
-from mpizero.train.config.config_file import config_of
-from mpizero.train.config.sections import Config
-from mpizero.train.run.number_watch import MAX_DUMPS, SPIKE_LEAST, SPIKE_STEPS, LossSpikes
+from mpizero.train.config.schema import Config
+from mpizero.train.config.toml import config_of
+from mpizero.train.loop import MAX_DUMPS, SPIKE_LEAST, SPIKE_STEPS, LossSpikes
 
 
 @pytest.fixture
@@ -243,16 +243,16 @@ def test_samples_that_cannot_be_kept_end_no_run(data, alone, capsys, monkeypatch
 
 def test_damaged_memory_is_never_saved(data, alone, monkeypatch):
     """A bit turns over after an update: the run ends with an error, and the last checkpoint is from before."""
-    from mpizero.train.run import number_watch
+    from mpizero.train import loop
 
-    real = number_watch.NumberWatch.see
+    real = loop.NumberWatch.see
 
     def see(self, step, report, batch):
         if step == 4:
             self.setup.model.engine.store.values.view(np.uint8)[5] ^= 8
         return real(self, step, report, batch)
 
-    monkeypatch.setattr(number_watch.NumberWatch, "see", see)
+    monkeypatch.setattr(loop.NumberWatch, "see", see)
     with pytest.raises(
         IntegrityError, match=r"parameter 'hidden.0.linear.weight', elements 0 to 11, changed on rank 0"
     ):

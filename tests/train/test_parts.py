@@ -17,13 +17,13 @@ import pytest
 
 from mpizero.errors import ConfigError
 from mpizero.train.bench.strategy_memory import MemoryRequest, sent_formula, wide_mlp
+from mpizero.train.events import ByteProgress, Progress
 from mpizero.train.generate import Sampling, characters
-from mpizero.train.process_memory import peak_growth, peak_resident, proportional, proportional_growth, resident
-from mpizero.train.run.metrics import Speed, perplexity
-from mpizero.train.run.progress import ByteProgress, Progress
-from mpizero.train.run.run_folder import RunFolder, RunFolderError
-from mpizero.train.run.validation import Validation
-from mpizero.train.stopping.stop_file import StopFile
+from mpizero.train.loop import Validation
+from mpizero.train.machine import peak_growth, peak_resident, proportional, proportional_growth, resident
+from mpizero.train.run_folder import RunFolder, RunFolderError
+from mpizero.train.setup import Speed, perplexity
+from mpizero.train.stopping import StopFile
 
 
 def test_no_temperature_takes_the_likeliest():
@@ -179,7 +179,7 @@ def test_a_disk_that_is_full_when_a_run_begins_is_named(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("mpizero.train.run.run_folder._write", full)
+        patch.setattr("mpizero.train.run_folder._write", full)
         with pytest.raises(RunFolderError, match=f"run folder {tmp_path}: cannot be used: No space left on device"):
             RunFolder(tmp_path).open()
     folder = RunFolder(tmp_path)
@@ -199,7 +199,7 @@ def test_progress_is_short_where_there_is_no_terminal():
 
 def test_the_log_of_a_job_has_few_whole_lines_however_long_it_runs(monkeypatch):
     stream, clock = io.StringIO(), iter(range(86_401))
-    monkeypatch.setattr("mpizero.train.run.progress.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("mpizero.train.events.time.monotonic", lambda: float(next(clock)))
     progress = Progress(86_400, stream=stream)
     progress.begin()
     for step in range(1, 86_401):  # one a second, for a day

@@ -19,13 +19,19 @@ from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ExitStatus
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.train.cli.train_command import train
-from mpizero.train.config.config_file import ConfigDocument, parse_config
-from mpizero.train.run.run_folder import RunFolder
-from mpizero.train.run.visit import Preempted
-from mpizero.train.stopping.signals import SIGNALS, StopSignals
-from mpizero.train.stopping.stop_file import StopFile
-from mpizero.train.stopping.stop_requests import StopDecision, StopRequests
-from mpizero.train.stopping.wall_time import Limit, WallTime, slurm_limit
+from mpizero.train.config.toml import ConfigDocument, parse_config
+from mpizero.train.loop import Preempted
+from mpizero.train.run_folder import RunFolder
+from mpizero.train.stopping import (
+    SIGNALS,
+    Limit,
+    StopDecision,
+    StopFile,
+    StopRequests,
+    StopSignals,
+    WallTime,
+    slurm_limit,
+)
 from tests.train.conftest import TINY, write_inputs
 
 THREADS = [1, 2, 3, 4, 8]

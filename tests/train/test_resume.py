@@ -346,16 +346,16 @@ def test_a_save_replaces_no_checkpoint_that_came_in_the_meantime(home, beside):
             resume=True,
         )
 
-    from mpizero.train.run import saver
+    from mpizero.train import run_folder
 
-    class Late(saver.Saver):
+    class Late(run_folder.Saver):
         def save(self, *given, **named):
             if self._comm.rank == 0:
                 shutil.copytree(source, target)
             super().save(*given, **named)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("mpizero.train.run.loop.Saver", Late)
+        patched.setattr("mpizero.train.loop.Saver", Late)
         with pytest.raises(CheckpointError, match="exists already and is never overwritten"):
             run_in_threads(2, settings)
     assert contents(target) == before

@@ -20,9 +20,8 @@ import pytest
 from mpizero import checkpoint
 from mpizero.comm import as_communicator
 from mpizero.errors import ExitStatus
-from mpizero.train.run.recorder import RunRecorder
-from mpizero.train.run.run_folder import RunFolder, RunFolderError
-from mpizero.train.run.saver import SavedCheckpoint
+from mpizero.train.recorder import RunRecorder
+from mpizero.train.run_folder import RunFolder, RunFolderError, SavedCheckpoint
 
 BESIDE = "checkpoint.asynchronous=true"
 

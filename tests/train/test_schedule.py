@@ -11,8 +11,8 @@ import pytest
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ConfigError
 from mpizero.train.cli.train_command import train
-from mpizero.train.config.config_file import config_of
-from mpizero.train.config.sections import Config, difference
+from mpizero.train.config.schema import Config, difference
+from mpizero.train.config.toml import config_of
 
 
 def run(config: Config, resume: bool = False) -> dict:

@@ -17,9 +17,9 @@ from mpizero import checkpoint
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ArgumentError, CheckpointError, ConfigError, DataError, SharedMemoryError, StateError
 from mpizero.testing import run_in_threads
-from mpizero.train.run import saver
-from mpizero.train.run.improvement import Improvement
-from mpizero.train.stopping.signals import SIGNALS
+from mpizero.train import run_folder
+from mpizero.train.setup import Improvement
+from mpizero.train.stopping import SIGNALS
 
 STEPS = 14
 
@@ -229,7 +229,7 @@ def test_the_best_checkpoint_is_kept_by_whatever_happens(tmp_path, monkeypatch):
         real(where, step, comm)
 
     with monkeypatch.context() as patched:
-        patched.setattr(saver.checkpoint, "mark_best", mark)
+        patched.setattr(run_folder.checkpoint, "mark_best", mark)
         with pytest.raises(KeyboardInterrupt):
             trained(tmp_path, 1, **rules)
     assert os.readlink(folder / "best") == "step_00000002"

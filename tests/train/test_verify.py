@@ -10,7 +10,7 @@ import mpizero as mz
 from mpizero import nn
 from mpizero.comm import as_communicator
 from mpizero.errors import ConfigError
-from mpizero.train.config.config_file import ConfigDocument, parse_config
+from mpizero.train.config.toml import ConfigDocument, parse_config
 from mpizero.train.modelcheck.check import examine
 from mpizero.train.verify.layouts import Layout, default_layouts
 from mpizero.train.verify.verify_command import choose, verify

@@ -30,8 +30,8 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
 from mpizero.layout import Partition, Span
 from mpizero.train.bench.file_speed import drop_cached, read_part, write_part
-from mpizero.train.config.setting_checks import check_option
-from mpizero.train.process_memory import peak_growth, proportional_growth, release_free_memory
+from mpizero.train.config.checks import check_option
+from mpizero.train.machine import peak_growth, proportional_growth, release_free_memory
 from mpizero.types import Array
 
 #: The checkpoint holds one array for each of ``LAYERS`` layers and each of ``SLOTS``: a parameter and two moments.

@@ -20,9 +20,17 @@ from mpizero.sharding.partition import blocks_of
 from mpizero.train.bench.layout_memory import LayoutTable
 from mpizero.train.bench.memory_rows import measure_steps, ranks_per_node, table_rows
 from mpizero.train.bench.strategy_memory import STRATEGIES
-from mpizero.train.config.builder import build_optimizer, build_sharding, lay_out
-from mpizero.train.config.model_and_data import build_model, build_source, model_and_sample, users_modules, with_batch
-from mpizero.train.config.sections import Config
+from mpizero.train.config.build import (
+    build_model,
+    build_optimizer,
+    build_sharding,
+    build_source,
+    lay_out,
+    model_and_sample,
+    users_modules,
+    with_batch,
+)
+from mpizero.train.config.schema import Config
 from mpizero.train.plan import PlanRequest, plan
 
 

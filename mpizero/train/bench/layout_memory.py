@@ -21,8 +21,8 @@ from mpizero.sharding import HybridShardedModel, ShardedModelBase, ShardingConfi
 from mpizero.sharding.config import placement
 from mpizero.train.bench.memory_rows import PARTS, RankRow, measure_steps, ranks_per_node, table_rows
 from mpizero.train.bench.strategy_memory import MemoryRequest, require_room
-from mpizero.train.config.parallel_section import ParallelSection
-from mpizero.train.config.setting_checks import check_option
+from mpizero.train.config.checks import check_option
+from mpizero.train.config.components import ParallelSection
 from mpizero.types import Array
 
 #: Layers and attention heads of the model; a pipeline with more chunks, or a larger tensor group, raises them.

@@ -18,13 +18,13 @@ from mpizero.errors import ConfigError
 from mpizero.kernels.matmul import library
 from mpizero.nn.arrays import keep_freed_memory
 from mpizero.planning.machine_file import Machine, write_machine
+from mpizero.train import machine as facts
 from mpizero.train.bench.file_speed import FileBenchmark
 from mpizero.train.bench.memory_bandwidth import ARRAYS, PassBenchmark
 from mpizero.train.bench.message_speed import MessageBenchmark
 from mpizero.train.bench.product_rates import ProductBenchmark, ProductShapes
 from mpizero.train.bench.strategy_memory import require_room
-from mpizero.train.config.setting_checks import check_option
-from mpizero.train.doctor import machine_facts as facts
+from mpizero.train.config.checks import check_option
 
 
 @dataclass(frozen=True)

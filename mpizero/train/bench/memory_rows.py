@@ -13,7 +13,7 @@ from mpizero.planning import RankPlan, TrainingPlan
 from mpizero.sharding import ShardedModelBase
 from mpizero.train.bench.activation_meter import CacheMeter, watch
 from mpizero.train.bench.strategy_memory import idle_size
-from mpizero.train.process_memory import proportional
+from mpizero.train.machine import proportional
 
 #: Kinds of memory that have a column of their own; the rest of what a rank holds is in the column "buffers".
 PARTS = ("parameters", "gradients", "optimizer state", "activations")

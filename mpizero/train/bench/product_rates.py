@@ -18,11 +18,10 @@ from mpizero.nn import GPT
 from mpizero.nn.models import efficient_samples
 from mpizero.planning.machine_file import MatrixProduct
 from mpizero.train.bench.rounds import alone, together
-from mpizero.train.config.model_and_data import build_source, with_batch
-from mpizero.train.config.model_sections import GptSection
-from mpizero.train.config.sections import Config
-from mpizero.train.config.setting_checks import check_option, shown
-from mpizero.train.config.vector_sections import VectorMethodSection
+from mpizero.train.config.build import build_source, with_batch
+from mpizero.train.config.checks import check_option, shown
+from mpizero.train.config.components import GptSection, VectorMethodSection
+from mpizero.train.config.schema import Config
 from mpizero.types import Array
 
 #: Queries in one product of attention; :mod:`mpizero.nn.transformer` cuts them into blocks of this size.

@@ -30,9 +30,9 @@ from mpizero.sharding.diagnostics import (
     waits,
 )
 from mpizero.train.bench.trace_events import write_trace
-from mpizero.train.config.builder import TrainingJob, build
-from mpizero.train.config.sections import Config
-from mpizero.train.config.setting_checks import check_option
+from mpizero.train.config.build import TrainingJob, build
+from mpizero.train.config.checks import check_option
+from mpizero.train.config.schema import Config
 from mpizero.train.doctor.check_result import counted
 from mpizero.train.plan import PlanRequest, plan
 

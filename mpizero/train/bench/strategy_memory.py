@@ -19,8 +19,8 @@ from mpizero.comm.startup import available_memory
 from mpizero.errors import ConfigError
 from mpizero.sharding import ShardingConfig, distribute
 from mpizero.sharding.config import placement
-from mpizero.train.config.setting_checks import check_option
-from mpizero.train.process_memory import proportional, release_free_memory
+from mpizero.train.config.checks import check_option
+from mpizero.train.machine import proportional, release_free_memory
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 #: Number of equal layers of the model, so that the two units that ZeRO-3 gathers at a time are an eighth of it.

@@ -12,11 +12,11 @@ import numpy as np
 from mpizero import checkpoint, nn
 from mpizero.checkpoint.inspect import element_types, find_checkpoint
 from mpizero.errors import DataError
-from mpizero.train.config.config_file import ConfigDocument, parse_config, read_config
-from mpizero.train.config.data_identity import data_fingerprint
-from mpizero.train.config.model_and_data import build_model, build_source, needs_data
-from mpizero.train.config.sections import Config
-from mpizero.train.run.resume import ATTRIBUTE
+from mpizero.train.config.build import build_model, build_source, needs_data
+from mpizero.train.config.checks import data_fingerprint
+from mpizero.train.config.schema import Config
+from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
+from mpizero.train.run_folder import ATTRIBUTE
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from mpizero.checkpoint.inspect import (
     statistics,
 )
 from mpizero.errors import ConfigError
-from mpizero.train.config.setting_checks import shown
-from mpizero.train.run.progress import ByteProgress
+from mpizero.train.config.checks import shown
+from mpizero.train.events import ByteProgress
 
 #: The most attributes that a comparison prints.
 _SHOWN = 20

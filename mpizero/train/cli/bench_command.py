@@ -169,7 +169,7 @@ def _memory(options: argparse.Namespace, world: Callable[[], Communicator]) -> i
 def _config_memory(options: argparse.Namespace, request: Any, layout: Any, comm: Communicator) -> int:
     """Measure the memory of a configuration's model, print it, and return the exit status."""
     from mpizero.train.bench import config_memory, layout_memory
-    from mpizero.train.config.config_file import read_together
+    from mpizero.train.config.toml import read_together
 
     for name, given in (("parameters", options.parameters), ("micro_batches", options.micro_batches)):
         if given is not None:
@@ -212,7 +212,7 @@ def _checkpoint_bytes(options: argparse.Namespace, comm: Communicator) -> float:
     from mpizero.comm.agreement import all_ranks
     from mpizero.train.bench.checkpoint_speed import LEAST
     from mpizero.train.bench.config_memory import checkpoint_bytes
-    from mpizero.train.config.config_file import read_together
+    from mpizero.train.config.toml import read_together
 
     if options.config is None:
         _refuse_overrides(options)
@@ -249,7 +249,7 @@ def _step(options: argparse.Namespace, world: Callable[[], Communicator]) -> int
     from mpizero.comm.agreement import all_ranks
     from mpizero.planning.machine_file import read_machine
     from mpizero.train.bench import step
-    from mpizero.train.config.config_file import read_together
+    from mpizero.train.config.toml import read_together
 
     comm = world()
     document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(options.threads)})
@@ -272,7 +272,7 @@ def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
     The configuration's number of threads is stored in ``options.threads``.
     """
     from mpizero.train.bench.product_rates import ProductShapes
-    from mpizero.train.config.config_file import read_together
+    from mpizero.train.config.toml import read_together
 
     given = {name: getattr(options, name) for name in ("dim", "batch", "sequence", "heads")}
     given = {name: value for name, value in given.items() if value is not None}

@@ -194,7 +194,7 @@ def _verify_listed(listed: ListedCheckpoint, damaged: list[str]) -> None:
 def _verify_one(path: str) -> None:
     from mpizero import checkpoint
     from mpizero._util.text import amount
-    from mpizero.train.run.progress import ByteProgress
+    from mpizero.train.events import ByteProgress
 
     with checkpoint.open_checkpoint(path, "self") as reader:
         count, name = len(reader.arrays), reader.name
@@ -220,8 +220,8 @@ def _diff(options: argparse.Namespace) -> int:
     from mpizero._util.checks import number
     from mpizero.checkpoint.inspect import compare, find_checkpoint, matches
     from mpizero.train.checkpoints import report
-    from mpizero.train.config.setting_checks import check_option
-    from mpizero.train.run.progress import ByteProgress
+    from mpizero.train.config.checks import check_option
+    from mpizero.train.events import ByteProgress
 
     check_option("--tolerance", options.tolerance, number())
     names = [str(find_checkpoint(Path(path))) for path in (options.a, options.b)]
@@ -252,7 +252,7 @@ def _export(options: argparse.Namespace) -> int:
     from mpizero._util.text import amount
     from mpizero.checkpoint.convert import export, export_bytes
     from mpizero.checkpoint.inspect import find_checkpoint
-    from mpizero.train.run.progress import ByteProgress
+    from mpizero.train.events import ByteProgress
 
     form = options.format or _format_of(options.out)
     path = find_checkpoint(Path(options.path))

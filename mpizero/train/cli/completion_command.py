@@ -68,9 +68,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def settings() -> list[str]:
     """Return all settings of a configuration file as ``--set`` wants them: ``section.key=``."""
-    from mpizero.train.config.data_sections import DataSection
-    from mpizero.train.config.model_sections import MODELS
-    from mpizero.train.config.sections import OPTIMIZERS, Config
+    from mpizero.train.config.components import MODELS, DataSection
+    from mpizero.train.config.schema import OPTIMIZERS, Config
 
     sections: dict[str, list[Any]] = {"data": [DataSection], "model": [*MODELS.values()]}
     sections["optimizer"] = [*OPTIMIZERS.values()]

@@ -10,11 +10,11 @@ from typing import Any, Literal
 from mpizero._util.names import nearest
 from mpizero.comm import Communicator
 from mpizero.train.cli.train_command import train
-from mpizero.train.config.config_file import ConfigDocument, parse_config, tables_of
-from mpizero.train.config.sections import Config
-from mpizero.train.config.setting_checks import SettingError, rejected
+from mpizero.train.config.checks import SettingError, rejected
+from mpizero.train.config.schema import Config
+from mpizero.train.config.toml import ConfigDocument, parse_config, tables_of
 from mpizero.train.ensemble.members import Member, run_members
-from mpizero.train.run.run_folder import RunFolder
+from mpizero.train.run_folder import RunFolder
 
 #: The settings of the section.
 KEYS = ("members", "on_failure", "each")

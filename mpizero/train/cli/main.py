@@ -29,7 +29,7 @@ from mpizero.train.cli import (
 )
 from mpizero.train.cli.options import layout_of, named_as_options
 from mpizero.train.cli.verify_options import add_verify
-from mpizero.train.stopping.signals import StopSignals
+from mpizero.train.stopping import StopSignals
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
@@ -168,7 +168,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, started: float) -> int:
-    from mpizero.train.config.config_file import read_together
+    from mpizero.train.config.toml import read_together
 
     comm = _world(options)
     if options.changed and not options.resume and options.resume_from is None:
@@ -177,8 +177,8 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
     document, config = read_together(comm, options.config, given, {"train.threads": str(_threads())})
 
     from mpizero.train.cli.ensemble_training import train_document
-    from mpizero.train.run.visit import Preempted
-    from mpizero.train.stopping.wall_time import JobContext
+    from mpizero.train.loop import Preempted
+    from mpizero.train.stopping import JobContext
 
     try:
         with document.located():
@@ -202,7 +202,7 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
 
 def _generate(options: argparse.Namespace) -> int:
     from mpizero._util.checks import whole
-    from mpizero.train.config.setting_checks import check_option
+    from mpizero.train.config.checks import check_option
     from mpizero.train.generate import Sampling, open_language_model, write
 
     check_option("--length", options.length, whole())
@@ -227,7 +227,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _print_plan(options: argparse.Namespace) -> int:
     from mpizero.planning.machine_file import read_machine
     from mpizero.train import plan_report
-    from mpizero.train.config.config_file import ConfigDocument, parse_config, read_config
+    from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
     from mpizero.train.plan import DEFAULT_RATE, PlanRequest, parse_bytes, plan
 
     limit = None if options.memory_per_node is None else parse_bytes(options.memory_per_node)
@@ -249,7 +249,7 @@ def _print_plan(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from mpizero.train.config.config_file import read_together
+    from mpizero.train.config.toml import read_together
 
     comm = _world(options)
     document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(_threads())})

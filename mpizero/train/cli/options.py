@@ -101,7 +101,7 @@ def whole_number(text: str) -> int:
 
 
 def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
-    """Make the :class:`~mpizero.train.config.parallel_section.ParallelSection` that the options describe.
+    """Make the :class:`~mpizero.train.config.components.ParallelSection` that the options describe.
 
     ``settings`` are further settings of the section, for which there are no options.
 
@@ -110,7 +110,7 @@ def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
     ConfigError
         If an option is wrong. The message names the option.
     """
-    from mpizero.train.config.parallel_section import ParallelSection
+    from mpizero.train.config.components import ParallelSection
 
     names = ("pipeline", "tensor", "data", "context", "order", "schedule", "virtual_stages")
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
@@ -124,7 +124,7 @@ def named_as_options() -> Iterator[None]:
 
     The setting ``parallel.tensor = 3`` becomes ``--tensor 3``.
     """
-    from mpizero.train.config.setting_checks import SettingError
+    from mpizero.train.config.checks import SettingError
 
     try:
         yield

@@ -33,8 +33,8 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
 
 def run(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Decide about the job of this batch script; return 0 if it was put into the queue again."""
-    from mpizero.train.run.run_folder import RunFolder
-    from mpizero.train.stopping import requeue
+    from mpizero.train import stopping
+    from mpizero.train.run_folder import RunFolder
 
     if not (job := environment.get("SLURM_JOB_ID", "")):
         raise ConfigError("SLURM_JOB_ID is not set: requeue is for the end of a Slurm batch script")
@@ -44,23 +44,23 @@ def run(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
         return _told(status, "it would fail again")
     folder = RunFolder(_checkpoints(options))
     if status == ExitStatus.OK:
-        (folder.root / requeue.NOTE).unlink(missing_ok=True)
+        (folder.root / stopping.NOTE).unlink(missing_ok=True)
         return 1
-    last = requeue.Visit.read(folder.root, job)
+    last = stopping.Visit.read(folder.root, job)
     members = sorted(folder.root.glob("member_*/checkpoints"))
-    state = requeue.state_of_job(job)
-    visit = requeue.Visit.after(last, job, status, [folder.checkpoints, *members], state.used)
+    state = stopping.state_of_job(job)
+    visit = stopping.Visit.after(last, job, status, [folder.checkpoints, *members], state.used)
     if folder.stopped.exists():
         reason = f"stopped by the file {folder.stop_file}"
     elif options.resume_from is not None:
         reason = "--resume-from is for one visit, each further one would go back to that step: submit without it"
     elif restarts >= options.max_restarts:
         reason = f"{restarts} restarts are the limit"
-    if reason := reason or requeue.why_not_again(visit, last, state):
+    if reason := reason or stopping.why_not_again(visit, last, state):
         return _told(status, reason)
     visit.write(folder.root)
     show(f"requeue: exit status {status} at {visit.place}, restart {restarts + 1}", sys.stderr)
-    requeue.requeue(job)
+    stopping.requeue(job)
     return int(ExitStatus.OK)
 
 
@@ -71,7 +71,7 @@ def _told(status: int, reason: str) -> int:
 
 def _checkpoints(options: argparse.Namespace) -> Path:
     """Return the folder of checkpoints of the run that the options mean."""
-    from mpizero.train.config.config_file import ConfigDocument, parse_config, read_config
+    from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
 
     if (folder := Path(options.config)).is_dir():
         inside = folder / "checkpoints"

@@ -11,17 +11,13 @@ from mpizero.checkpoint.inspect import find_checkpoint
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import agree_to_start
-from mpizero.train.config.builder import TrainingJob, build
-from mpizero.train.config.model_and_data import widths_of
-from mpizero.train.config.overridden import check_overridden
-from mpizero.train.config.sections import Config
-from mpizero.train.run.resume import tiles_of_checkpoint
-from mpizero.train.run.run_folder import RunFolder
-from mpizero.train.run.setup import COMMAND, RunRecord, RunSetup
-from mpizero.train.run.trainer import Trainer
-from mpizero.train.run.visit import Preempted
-from mpizero.train.stopping.signals import StopSignals
-from mpizero.train.stopping.wall_time import JobContext
+from mpizero.train.config.build import TrainingJob, build, widths_of
+from mpizero.train.config.schema import Config, check_overridden
+from mpizero.train.loop import Preempted
+from mpizero.train.run_folder import RunFolder, tiles_of_checkpoint
+from mpizero.train.setup import COMMAND, RunRecord, RunSetup
+from mpizero.train.stopping import JobContext, StopSignals
+from mpizero.train.trainer import Trainer
 
 
 def train(

@@ -27,7 +27,7 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
 def run(options: argparse.Namespace) -> int:
     """Follow a run, and return the exit status."""
     from mpizero._util.checks import number
-    from mpizero.train.config.setting_checks import check_option
+    from mpizero.train.config.checks import check_option
     from mpizero.train.report.watch import watch
 
     check_option("--interval", options.interval, number(0.1, 3600.0))

@@ -13,7 +13,8 @@ from dataclasses import replace
 from mpizero._util.launch import Launch
 from mpizero.comm import Communicator
 from mpizero.comm.startup import available_memory
-from mpizero.train.doctor import examination, machine_facts
+from mpizero.train import machine
+from mpizero.train.doctor import examination
 from mpizero.train.doctor.check_result import CheckResult, counted
 
 #: Variables that change what a job computes or how it runs. All others stay out: launchers and sites keep keys in some.
@@ -31,7 +32,7 @@ def bug_report(comm: Communicator | None, results: Sequence[CheckResult], enviro
     Collective over ``comm``; None stands for a process whose MPI does not see the others. Home folders, user names and
     host names are replaced. Of the environment only variables are shown that are known to be settings.
     """
-    hosts = [machine_facts.host()] if comm is None else comm.allgather_object(machine_facts.host())
+    hosts = [machine.host()] if comm is None else comm.allgather_object(machine.host())
     nodes = list(dict.fromkeys(hosts))
 
     def hidden(text: str) -> str:
@@ -42,11 +43,11 @@ def bug_report(comm: Communicator | None, results: Sequence[CheckResult], enviro
     size = 1 if comm is None else comm.size
     bad = {status: sum(result.status == status for result in results) for status in ("FAIL", "warn")}
     found = ", ".join(f"{number} {status}" for status, number in bad.items() if number) or "all ok"
-    facts = machine_facts.mpi_facts()
+    facts = machine.mpi_facts()
     lines = {
         "doctor": f"{counted(size, 'rank')} on {counted(len(nodes), 'node')}: {found}",
         "system": platform.platform(),
-        "processor": f"{machine_facts.processor()}, {counted(len(machine_facts.cores()), 'core')} of rank 0",
+        "processor": f"{machine.processor()}, {counted(len(machine.cores()), 'core')} of rank 0",
         "memory": f"{(available_memory() or 0) / 2**30:.1f} GiB available",
         "MPI": " ".join(facts.library.split()) if facts else "none",
         "launcher": Launch.of(environment).name or "none",

@@ -13,7 +13,8 @@ from mpizero.comm import Communicator
 from mpizero.comm.startup import available_memory, memory_of_node, versions
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.guard.reports import SHARED_FOLDER, Leftover, leftovers, remove, session_folders
-from mpizero.train.doctor import launch_checks, machine_facts
+from mpizero.train import machine
+from mpizero.train.doctor import launch_checks
 from mpizero.train.doctor.check_result import CheckResult, counted
 
 Check = Callable[[Communicator, int], CheckResult]
@@ -43,14 +44,14 @@ def check_versions(comm: Communicator, threads: int) -> CheckResult:
 
 def check_mpi(comm: Communicator, threads: int) -> CheckResult:
     """Report the MPI library and its thread level, and test a reduction. Collective over ``comm``."""
-    facts = machine_facts.mpi_facts()
+    facts = machine.mpi_facts()
     if facts is None:
         advice = "pip install mpich, or a system's MPI; a program that a rank has started has none"
         return CheckResult("mpi", "warn", "no MPI can be loaded: one process only", advice)
     names = [f"{found.library}, mpi4py {found.mpi4py}" for found in comm.allgather_object(facts)]
     if wrong := launch_checks.difference(names):
         return CheckResult("mpi", "FAIL", wrong, "install the same MPI and mpi4py on every node")
-    total, seconds = machine_facts.try_reduction(comm)
+    total, seconds = machine.try_reduction(comm)
     ranks = counted(comm.size, "rank")
     text = f"{facts.vendor} {facts.version}, mpi4py {facts.mpi4py}, threads {facts.thread_level}, {ranks}"
     if total != comm.size * (comm.size - 1) // 2:
@@ -63,10 +64,10 @@ def check_mpi(comm: Communicator, threads: int) -> CheckResult:
 def check_cores(comm: Communicator, threads: int) -> CheckResult:
     """Compare the number of cores of every node with its ranks x ``threads``. Collective over ``comm``."""
     with comm.split_node(name="doctor") as node:
-        sets = node.allgather_object(machine_facts.cores())
+        sets = node.allgather_object(machine.cores())
         ranks = node.size
     together = len(set().union(*sets))
-    nodes = sorted(set(comm.allgather_object((machine_facts.host(), ranks, together, len(machine_facts.cores())))))
+    nodes = sorted(set(comm.allgather_object((machine.host(), ranks, together, len(machine.cores())))))
     text = "; ".join(
         f"{name}: {counted(count, 'rank')} x {counted(threads, 'thread')} on {counted(cores, 'core')}"
         for name, count, cores, _ in nodes
@@ -85,7 +86,7 @@ def check_cores(comm: Communicator, threads: int) -> CheckResult:
 
 def check_blas(comm: Communicator, threads: int) -> CheckResult:
     """Compare the BLAS builds of all ranks: different builds give different bits. Collective over ``comm``."""
-    mine = machine_facts.blas()
+    mine = machine.blas()
     every = comm.allgather_object(mine)
     for rank, other in enumerate(every):
         if other != every[0]:
@@ -98,7 +99,7 @@ def check_blas(comm: Communicator, threads: int) -> CheckResult:
 
 def check_hdf5(comm: Communicator, threads: int) -> CheckResult:
     """Check that h5py can be imported, and report whether it is built with MPI. Collective over ``comm``."""
-    facts = machine_facts.hdf5(comm)
+    facts = machine.hdf5(comm)
     if facts is None:
         return CheckResult("hdf5", "FAIL", "h5py cannot be imported", "pip install h5py")
     return CheckResult("hdf5", "ok", facts)
@@ -121,8 +122,8 @@ def check_memory(comm: Communicator, threads: int) -> CheckResult:
 
 def check_shared_memory(comm: Communicator, threads: int) -> CheckResult:
     """Test a shared window on every node: every rank writes a part of it and reads all parts. Collective."""
-    wrong = machine_facts.try_shared_memory(comm)
-    space = machine_facts.shared_space()
+    wrong = machine.try_shared_memory(comm)
+    space = machine.shared_space()
     failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(comm.allgather_object(wrong)) if reason]
     if failed:
         remedy = "set parallel.share_node_memory = false; in a container, give it more shared memory (--shm-size=8g)"
@@ -142,7 +143,7 @@ def check_leftovers(comm: Communicator, threads: int, *, clean: bool = False) ->
         first = node.rank == 0
     found = [*leftovers(), *session_folders()] if first else []
     gone, left = remove(found) if clean else ([], found)
-    told = comm.allgather_object((machine_facts.host(), gone, left))
+    told = comm.allgather_object((machine.host(), gone, left))
     removed = [item for _, files, _ in told for item in files]
     text = f"removed {counted(len(removed), 'file')} of ended jobs, {_mebibytes(removed)}; " if removed else ""
     spared = [item for _, _, files in told for item in files]
@@ -160,7 +161,7 @@ def _mebibytes(files: Sequence[Leftover]) -> str:
 
 def check_kernels(comm: Communicator, threads: int) -> CheckResult:
     """Run one compiled kernel, and report the folder in which compiled kernels are cached. Collective over ``comm``."""
-    problem, place, seconds = machine_facts.try_kernel()
+    problem, place, seconds = machine.try_kernel()
     every = comm.allgather_object((problem, place))
     failed = [(rank, text) for rank, (text, _) in enumerate(every) if text]
     if failed:
@@ -177,8 +178,8 @@ def check_kernels(comm: Communicator, threads: int) -> CheckResult:
 
 def check_gpu(comm: Communicator, threads: int) -> CheckResult:
     """Check whether ``device = "cuda"`` works, and how messages between GPUs are sent. Collective over ``comm``."""
-    count, packages = machine_facts.gpus()
-    usable, reason = machine_facts.devices() if count else (0, "")
+    count, packages = machine.gpus()
+    usable, reason = machine.devices() if count else (0, "")
     with comm.split_node(name="doctor") as node:
         ranks, place = node.size, node.rank
     everywhere = comm.allgather_object((count, usable, reason, ranks))
@@ -190,7 +191,7 @@ def check_gpu(comm: Communicator, threads: int) -> CheckResult:
             why = why or "no GPU on its node"
             return CheckResult("gpu", "warn", text, f'train.device = "cuda" cannot be used: rank {rank} has {why}')
     most = max(-(-sharing // devices) for _, devices, _, sharing in everywhere)
-    why = machine_facts.why_through_host(comm, place)
+    why = machine.why_through_host(comm, place)
     path = f"through the host's memory: {why}" if why else "from GPU to GPU, as tried"
     text = f'{text}; with train.device = "cuda" {counted(most, "rank")} a GPU, in turn; messages of layers go {path}'
     return CheckResult("gpu", "ok", text)
@@ -198,7 +199,7 @@ def check_gpu(comm: Communicator, threads: int) -> CheckResult:
 
 def check_torch(comm: Communicator, threads: int) -> CheckResult:
     """Report the installed PyTorch, and whether nodes without a GPU carry one for CUDA. Collective over ``comm``."""
-    every = comm.allgather_object((*machine_facts.torch_build(), machine_facts.gpus()[0]))
+    every = comm.allgather_object((*machine.torch_build(), machine.gpus()[0]))
     if wrong := launch_checks.difference([version or "none" for version, _, _ in every]):
         return CheckResult("torch", "warn", wrong, "install the same PyTorch on every node: others give other bits")
     version, cuda, _ = every[0]

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from mpizero._util.launch import Launch
 from mpizero.comm import Communicator
-from mpizero.train.doctor import machine_facts
+from mpizero.train import machine
 from mpizero.train.doctor.check_result import CheckResult, counted
-from mpizero.train.stopping.wall_time import Limit, slurm_limit
+from mpizero.train.stopping import Limit, slurm_limit
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 def check_launch(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
     """Compare MPI's ranks and nodes with the launcher's and Slurm's. Collective over ``comm``."""
     own = Launch.of(environment)
-    every = comm.allgather_object((own, machine_facts.host()))
+    every = comm.allgather_object((own, machine.host()))
     nodes, slurm_nodes = len({host for _, host in every}), _number(environment, "SLURM_JOB_NUM_NODES")
     tasks = _number(environment, "SLURM_NTASKS") if own.name.startswith("mpiexec") else None
     text = f"{own.name or 'no launcher'}: {counted(comm.size, 'rank')} on {counted(nodes, 'node')}"

@@ -26,8 +26,8 @@ from mpizero.train.ensemble.summary import (
     summarize_members,
     write_outcome,
 )
-from mpizero.train.run.result import TrainingResult
-from mpizero.train.run.visit import Preempted
+from mpizero.train.loop import Preempted
+from mpizero.train.setup import TrainingResult
 
 #: Longest pause between two looks at whether all members have ended, in seconds.
 _PAUSE = 0.05

@@ -20,7 +20,7 @@ from mpizero.layout.schedules import FORWARD
 from mpizero.planning import TrainingPlan
 from mpizero.sharding.config import placement
 from mpizero.sharding.partition import ParallelLayout
-from mpizero.train.record.events import PipelineCell
+from mpizero.train.events import PipelineCell
 
 
 class VisitPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpizero._util.text import amount, duration
-from mpizero.train.record.events import VisitStart
+from mpizero.train.events import VisitStart
 from mpizero.train.report.history import Resume, RunHistory, Skip, counted
 from mpizero.train.report.measures import (
     WAITING,

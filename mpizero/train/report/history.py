@@ -11,9 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from mpizero._util.text import age
-from mpizero.train.record.events import EVENTS, METRICS, SkippedStep, VisitStart
-from mpizero.train.record.json_forms import is_number
-from mpizero.train.record.reader import RunRecords, VisitRecords
+from mpizero.train.events import EVENTS, METRICS, RunRecords, SkippedStep, VisitRecords, VisitStart, is_number
 
 #: Seconds without a new line, and measured steps of that length, after which a run is not said to be running.
 SILENT, _LONG = 300.0, 10

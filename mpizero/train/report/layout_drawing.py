@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from mpizero.train.record.events import VisitStart
+from mpizero.train.events import VisitStart
 from mpizero.train.report.markup import Markup, element, joined, key
 from mpizero.train.report.picture import SECOND_COLOURS
 

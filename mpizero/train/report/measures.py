@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mpizero.train.record.events import MemoryCount, PhaseSeconds, PipelineCell, PipelineTimetable, VisitStart
-from mpizero.train.record.reader import VisitRecords
+from mpizero.train.events import MemoryCount, PhaseSeconds, PipelineCell, PipelineTimetable, VisitRecords, VisitStart
 
 #: Name of the phase in which a rank waits for others.
 WAITING = "waiting"

@@ -11,7 +11,7 @@ from pathlib import Path
 from mpizero._util.checks import home_path
 from mpizero._util.text import duration
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
-from mpizero.train.record.reader import read_run
+from mpizero.train.events import read_run
 from mpizero.train.report.findings import findings, speed_text
 from mpizero.train.report.history import RunHistory, counted
 from mpizero.train.report.layout_drawing import described_layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mpizero.train.record.events import PipelineCell, PipelineTimetable
+from mpizero.train.events import PipelineCell, PipelineTimetable
 from mpizero.train.report.markup import Markup
 from mpizero.train.report.picture import COLOURS, label_amounts, picture
 

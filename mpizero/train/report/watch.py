@@ -14,9 +14,7 @@ from typing import TextIO
 from mpizero._util.checks import home_path
 from mpizero._util.text import age, amount, duration, printable
 from mpizero.errors import DataError, ExitStatus
-from mpizero.train.record.events import EVENTS, METRICS, RESULT, SUPERSEDED
-from mpizero.train.record.json_forms import is_step
-from mpizero.train.record.reader import RunRecords, VisitEvents
+from mpizero.train.events import EVENTS, METRICS, RESULT, SUPERSEDED, RunRecords, VisitEvents, is_step
 from mpizero.train.report.findings import described_resume, described_skip, speed_text
 from mpizero.train.report.growing_file import GrowingFile
 from mpizero.train.report.history import RunHistory

@@ -10,7 +10,7 @@ from typing import Any
 from mpizero.errors import ConfigError
 from mpizero.layout import SCHEDULES, chunk_stages
 from mpizero.sharding.partition import TILED_AXES, Tiles, fits_tiles, within_rounding
-from mpizero.train.config.parallel_section import STRATEGIES, ParallelSection
+from mpizero.train.config.components import STRATEGIES, ParallelSection
 
 _SIZES = ("pipeline", "tensor", "context", "data", "tiles", "virtual_stages", "ranks_per_node")
 _KEYS = (*_SIZES, "strategy", "schedule", "grain_assignment")

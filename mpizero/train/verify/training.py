@@ -23,7 +23,7 @@ from mpizero.sharding.model import ShardedModelBase
 from mpizero.sharding.parameter_access import gather_pieces, gather_slot, slot_entries
 from mpizero.sharding.params import UpdatePiece, flat_names
 from mpizero.sharding.update import Updater
-from mpizero.train.config.builder import lay_out
+from mpizero.train.config.build import lay_out
 from mpizero.train.verify.layouts import Layout
 from mpizero.types import Array
 

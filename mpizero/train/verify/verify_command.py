@@ -19,14 +19,21 @@ from mpizero.data import batches
 from mpizero.data.batches import whole_batch
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.sharding import ShardingConfig
-from mpizero.train.config.builder import build_optimizer, computing_settings
-from mpizero.train.config.model_and_data import build_model, build_source, user_functions, users_modules, with_batch
-from mpizero.train.config.sections import Config, TensorSection
-from mpizero.train.config.setting_checks import check_option, optional
-from mpizero.train.config.vector_sections import VectorMethodSection
+from mpizero.train.config.build import (
+    build_model,
+    build_optimizer,
+    build_source,
+    computing_settings,
+    user_functions,
+    users_modules,
+    with_batch,
+)
+from mpizero.train.config.checks import check_option, optional
+from mpizero.train.config.components import VectorMethodSection
+from mpizero.train.config.schema import Config, TensorSection
+from mpizero.train.events import Progress
 from mpizero.train.modelcheck.check import examine
 from mpizero.train.modelcheck.model_report import ModelReport
-from mpizero.train.run.progress import Progress
 from mpizero.train.verify.compare import compare_layouts
 from mpizero.train.verify.layouts import Layout, default_layouts, each_once, parse_layouts
 from mpizero.train.verify.verdicts import Report

@@ -38,7 +38,7 @@ class Ours:
 
     def prepare(self) -> dict[str, Any]:
         """Build the model, collective over all ranks; return its parameter count, the library, and the BLAS."""
-        from mpizero.train.doctor.machine_facts import blas
+        from mpizero.train.machine import blas
 
         mz, shape = self.mz, self.shape
         gpt = self.made()
@@ -125,7 +125,7 @@ class Products:
     def prepare(self) -> dict[str, Any]:
         """Allocate operands and results, and count operations; return NumPy's version and the BLAS for the table."""
         from mpizero.nn import GPT, model_operations
-        from mpizero.train.doctor.machine_facts import blas
+        from mpizero.train.machine import blas
 
         self.linear, shape = LinearProducts(self.shape), self.shape
         gpt = GPT(shape["dim"], shape["layers"], shape["heads"], shape["sequence"], vocabulary=shape["vocabulary"])

@@ -6,7 +6,7 @@ from typing import Any
 
 from mpizero.train.bench.layout_memory import LayoutRequest, LayoutTable, measure_layout
 from mpizero.train.bench.strategy_memory import MemoryRequest
-from mpizero.train.config.sections import ParallelSection
+from mpizero.train.config.schema import ParallelSection
 
 #: The layouts: number of ranks, and sizes of the axes; the remaining ranks are replicas.
 LAYOUTS: tuple[tuple[int, dict[str, int]], ...] = (

@@ -14,7 +14,7 @@ from mpizero.testing import run_in_threads
 from mpizero.train.bench.activation_meter import CacheMeter
 from mpizero.train.bench.layout_memory import LayoutRequest, measure_layout, report
 from mpizero.train.bench.strategy_memory import MemoryRequest
-from mpizero.train.config.parallel_section import ParallelSection
+from mpizero.train.config.components import ParallelSection
 
 
 @dataclass(frozen=True)

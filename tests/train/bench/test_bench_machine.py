@@ -21,7 +21,7 @@ from mpizero.train.bench import machine_report
 from mpizero.train.bench.measure_machine import MachineRequest, measure_machine
 from mpizero.train.bench.message_speed import sizes
 from mpizero.train.bench.product_rates import ProductShapes
-from mpizero.train.config.config_file import ConfigDocument, parse_config
+from mpizero.train.config.toml import ConfigDocument, parse_config
 
 SMALL = ProductShapes(dim=8, heads=2, sequence=4, batch=2)
 FORMS = {"forward", "input", "weights"}

@@ -26,7 +26,7 @@ from mpizero.sharding.diagnostics import (
 from mpizero.testing import run_in_threads
 from mpizero.train.bench import step as bench
 from mpizero.train.bench.trace_events import write_trace
-from mpizero.train.config.config_file import ConfigDocument, parse_config
+from mpizero.train.config.toml import ConfigDocument, parse_config
 
 CONFIG = """
 model = {name = "mlp", hidden = [8, 8]}

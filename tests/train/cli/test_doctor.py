@@ -14,7 +14,7 @@ import pytest
 from mpizero._util.text import wants_colour
 from mpizero.comm.startup import one_process
 from mpizero.testing import run_in_threads
-from mpizero.train.doctor import machine_facts
+from mpizero.train import machine
 from mpizero.train.doctor.bug_report import bug_report
 from mpizero.train.doctor.check_result import CheckResult
 from mpizero.train.doctor.examination import check_cores, check_torch
@@ -57,14 +57,14 @@ def torch_of(folder, monkeypatch, text):
 
 
 def test_a_pytorch_for_cuda_on_nodes_without_a_gpu_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine_facts, "gpus", lambda: (0, []))
+    monkeypatch.setattr(machine, "gpus", lambda: (0, []))
     text = (
         "from typing import Optional\n__all__ = ['cuda']\n__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n"
     )
     found = torch_of(tmp_path, monkeypatch, text)
     assert (found.status, found.text) == ("warn", "PyTorch 2.13.0+cu130 for CUDA 13.0, but no GPU is seen")
     assert "pytorch.org/get-started" in found.remedy
-    monkeypatch.setattr(machine_facts, "gpus", lambda: (1, []))
+    monkeypatch.setattr(machine, "gpus", lambda: (1, []))
     assert check_torch(one_process(), 1).status == "ok"
 
 
@@ -92,8 +92,8 @@ def test_unequal_nodes_are_told_beside_cores_without_work(monkeypatch):
         rank_of.host = "b" if comm.rank == 3 else "a"
         return check_cores(Nodes(comm), 1)
 
-    monkeypatch.setattr(machine_facts, "host", lambda: rank_of.host)
-    monkeypatch.setattr(machine_facts, "cores", lambda: list(range(64)))
+    monkeypatch.setattr(machine, "host", lambda: rank_of.host)
+    monkeypatch.setattr(machine, "cores", lambda: list(range(64)))
     found = run_in_threads(4, work)[0]
     assert found.text == "a: 3 ranks x 1 thread on 64 cores; b: 1 rank x 1 thread on 64 cores"
     assert "cores stay idle; start the same number of ranks on every node" in found.remedy
@@ -115,7 +115,7 @@ def test_doctor_in_colour_says_the_same_as_without(on_threads, monkeypatch):
 
 
 def test_a_report_is_one_block_with_every_check_and_without_the_host(on_threads, monkeypatch):
-    monkeypatch.setattr(machine_facts, "host", lambda: "gauss.example.org")
+    monkeypatch.setattr(machine, "host", lambda: "gauss.example.org")
     checks = json.loads(on_threads(2, "doctor", "--json").out)["checks"]
     lines = on_threads(2, "doctor", "--report").out.splitlines()
     assert (lines[0], lines[-1]) == ("```text", "```")
@@ -128,7 +128,7 @@ def test_a_report_is_one_block_with_every_check_and_without_the_host(on_threads,
 
 
 def test_a_report_names_no_user_no_home_no_host_and_no_secret(monkeypatch):
-    monkeypatch.setattr(machine_facts, "host", lambda: "noether-laptop.example.org")
+    monkeypatch.setattr(machine, "host", lambda: "noether-laptop.example.org")
     environment = {
         "USER": "noether",
         "HOME": "/home/math/noether",

@@ -9,9 +9,9 @@ import pytest
 
 from mpizero.comm.startup import one_process
 from mpizero.errors import ConfigError
+from mpizero.train import stopping
 from mpizero.train.cli.main import main
-from mpizero.train.stopping import requeue as stopping
-from mpizero.train.stopping.requeue import JobState
+from mpizero.train.stopping import JobState
 
 
 @pytest.fixture

@@ -9,17 +9,17 @@ import pytest
 from mpizero.comm.communicator import MESSAGE, CommunicatorCall, TimeSpan
 from mpizero.errors import DataError
 from mpizero.layout import Instruction
-from mpizero.train.record.events import (
+from mpizero.train.events import (
     CheckpointWrite,
     PhaseSeconds,
     PipelineCell,
     PipelineTimetable,
     SkippedStep,
     VisitEnd,
+    read_run,
 )
-from mpizero.train.record.reader import read_run
-from mpizero.train.record.step_tracer import pipeline_cells
-from mpizero.train.run.run_folder import RunFolder
+from mpizero.train.recorder import pipeline_cells
+from mpizero.train.run_folder import RunFolder
 
 
 def write(folder, *events, tail=""):

@@ -11,9 +11,9 @@ import pytest
 import mpizero as mz
 from mpizero.errors import NonFiniteError, RemoteError
 from mpizero.testing import parallel_assert, run_in_threads
-from mpizero.train.record.reader import read_run
-from mpizero.train.run import recorder
-from mpizero.train.run.run_folder import RunFolder, RunFolderError
+from mpizero.train import recorder
+from mpizero.train.events import read_run
+from mpizero.train.run_folder import RunFolder, RunFolderError
 
 #: Parts of a rank's memory that a plan of a run has.
 PLANNED = ("parameters", "gradients", "optimizer state", "buffers", "exchange buffers")

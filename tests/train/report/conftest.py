@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpizero.train.record.events import (
+from mpizero.train.events import (
     CheckpointWrite,
     MemoryCount,
     PhaseSeconds,

@@ -15,8 +15,7 @@ import pytest
 
 from mpizero.errors import ConfigError, DataError
 from mpizero.train.cli.main import main
-from mpizero.train.record.events import MemoryCount, SkippedStep, VisitEnd
-from mpizero.train.record.reader import read_run
+from mpizero.train.events import MemoryCount, SkippedStep, VisitEnd, read_run
 from mpizero.train.report import page as pages
 from mpizero.train.report.curves import MOST_POINTS, Curve, envelope, is_uneven, lower_end
 from mpizero.train.report.findings import findings

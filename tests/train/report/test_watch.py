@@ -12,7 +12,7 @@ import pytest
 
 from mpizero.errors import ConfigError, DataError
 from mpizero.train.cli.main import main
-from mpizero.train.record.events import VisitEnd
+from mpizero.train.events import VisitEnd
 from mpizero.train.report.growing_file import GrowingFile
 from mpizero.train.report.terminal_curve import terminal_curve
 from mpizero.train.report.watch import FollowedRun, screen, watch

@@ -17,7 +17,7 @@ import mpizero as mz
 from mpizero.errors import ConfigError
 from mpizero.testing import run_in_threads
 from mpizero.train.cli.train_command import train
-from mpizero.train.config.config_file import ConfigDocument, parse_config
+from mpizero.train.config.toml import ConfigDocument, parse_config
 from tests.train.stored import line
 
 STORED = Path(__file__).parent

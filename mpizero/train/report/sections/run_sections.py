@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpizero.train.record.events import VisitStart
-from mpizero.train.record.reader import VisitRecords
+from mpizero.train.events import VisitRecords, VisitStart
 from mpizero.train.report.findings import described_resume, reason
 from mpizero.train.report.history import RunHistory, counted, flattened
 from mpizero.train.report.layout_drawing import described_layout, draw_layout

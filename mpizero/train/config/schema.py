@@ -1,29 +1,83 @@
-"""Define the configuration of a run: one frozen dataclass per table of the TOML file, checked when it is made."""
+"""Define the settings of the training loop, which ``[train]`` and :class:`mpizero.Trainer` share.
+
+Define the configuration of a run: one frozen dataclass per table of the TOML file, checked when it is made.
+
+Decide which settings a resumed run may change, if it is asked to by name (``--override``).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 from mpizero._util.checks import fraction, number, positive, whole
+from mpizero._util.names import nearest
 from mpizero.checkpoint.format import ALIGNMENT, ALIGNMENT_LIMIT
-from mpizero.train.config.data_sections import DataSection, MadeDataSection
-from mpizero.train.config.loop_section import ALL_SAMPLES, LoopSection
-from mpizero.train.config.message_settings import compression
-from mpizero.train.config.model_sections import ModelSection
-from mpizero.train.config.parallel_section import ParallelSection
-from mpizero.train.config.setting_checks import (
-    ConfigSection,
-    choice,
-    duration,
-    flag,
-    many,
-    optional,
-    setting,
-    shown,
-    text,
+from mpizero.errors import ConfigError
+from mpizero.train.config.checks import ConfigSection, choice, duration, flag, many, optional, setting, shown, text
+from mpizero.train.config.components import (
+    VECTOR_METHODS,
+    VECTOR_SECTIONS,
+    DataSection,
+    MadeDataSection,
+    ModelSection,
+    ParallelSection,
+    VectorMethodSection,
+    compression,
 )
-from mpizero.train.config.vector_sections import VECTOR_METHODS, VECTOR_SECTIONS, VectorMethodSection
+
+#: The value of ``global_batch`` that stands for all training samples, until their number is known.
+ALL_SAMPLES = 0
+
+
+def _batch(value: Any) -> int:
+    return ALL_SAMPLES if value == ALL_SAMPLES and type(value) is int else whole(1)(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSection(ConfigSection):
+    """Hold the settings of the training loop: its steps, its samples, when it validates and when it ends."""
+
+    steps: int = setting(200, whole(1))
+    global_batch: int = setting(64, _batch)
+    seed: int = setting(0, whole(0, 2**63 - 1))
+    validate_every: int = setting(50, whole(0))
+    validate_samples: int = setting(512, whole(0))
+    validate_ema: bool = setting(False, flag)
+    patience: int | None = setting(None, optional(whole(1)))
+    min_delta: float = setting(0.0, number())
+    time_limit: float | None = setting(None, optional(duration))
+    time_reserve: float | None = setting(None, optional(duration))
+    prefetch: int = setting(0, whole(0))
+
+    def check_combination(self) -> None:
+        """Raise an error for a ``patience`` without validations, or a ``time_reserve`` not less than ``time_limit``."""
+        if self.patience is not None and not self.validate_every:
+            raise self.reject("patience", "counts validations: set train.validate_every > 0 with it")
+        if self.min_delta and self.patience is None:
+            raise self.reject("min_delta", "belongs to train.patience, which is not given")
+        if self.time_limit is not None and self.time_reserve is not None and self.time_reserve >= self.time_limit:
+            raise self.reject("time_reserve", f"must be less than train.time_limit = {self.time_limit}")
+
+    def of_all(self, count: int, method: str) -> Self:
+        """Return this section with a global batch of all ``count`` training samples, which ``method`` needs.
+
+        Raises
+        ------
+        SettingError
+            If another global batch was given, or batches that are read ahead.
+        """
+        if self.global_batch not in (ALL_SAMPLES, count):
+            raise self.reject(
+                "global_batch",
+                f"must be left out with {method}, or be the number of training samples, which is {count}: each of its "
+                "steps evaluates all of them",
+            )
+        if self.prefetch:
+            raise self.reject("prefetch", f"must be left out with {method}: the samples of all its steps are read once")
+        return replace(self, global_batch=count)
+
 
 #: Settings that may differ between a saved run and the run that resumes it: none changes the mathematics (tensor and
 #: context groups, and GPUs, round sums differently). Training data are compared by content, not by path.
@@ -344,3 +398,52 @@ def described_change(key: str, values: tuple[Any, Any]) -> str:
 def difference(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> str | None:
     """Describe the first setting that makes two configurations compute different results; None if there is none."""
     return next((described_change(key, values) for key, values in changes(saved, wanted).items()), None)
+
+
+#: Settings on which the meaning of what is saved depends: names, shapes, element types, samples consumed.
+_FIXED = (
+    "model.name",
+    "model.make",
+    "model.dtype",
+    "model.freeze",
+    "model.start",
+    "model.start_include",
+    "model.start_exclude",
+    "model.start_rename",
+    "optimizer.name",
+    *(f"optimizer.{item.name}" for kind in VECTOR_SECTIONS.values() for item in fields(kind)),
+    "train.global_batch",
+    "train.micro_batch",
+    "train.accumulate",
+)
+
+
+def overridable(key: str) -> bool:
+    """Tell whether a resumed run may change a setting that determines the result. Not collective."""
+    return not key.startswith("data.") and key not in _FIXED
+
+
+def check_overridden(keys: Sequence[str], config: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the settings that a resumed run may change; ``config`` is the result of :meth:`Config.to_dict`.
+
+    Not collective. The keys of ``--override`` may be changed, and with one of the schedule also the step at which it
+    ends.
+
+    Raises
+    ------
+    ConfigError
+        If a key is unknown, may be changed without this option, or cannot be changed in a run at all.
+    """
+    known = [f"{section}.{name}" for section, values in config.items() for name in values]
+    for key in keys:
+        if key not in known:
+            raise ConfigError(f"--override {key}: there is no such setting{nearest(key, known)}")
+        if not overridable(key):
+            raise ConfigError(
+                f"--override {key}: cannot change in a run, because what is saved depends on it; start another run, "
+                "from this one's parameters if you like: model.start"
+            )
+        if key in FREE_KEYS or key.partition(".")[0] in FREE_SECTIONS:
+            raise ConfigError(f"--override {key}: a resumed run takes it without this option, from its file or --set")
+    ends = [LENGTH] if any(key.startswith("optimizer.schedule") for key in keys) else []
+    return (*keys, *ends)

@@ -1,15 +1,77 @@
-"""Define the events that a run records in ``events.jsonl``: one class for each kind, from and to a line of JSON.
+"""Tell whether values of JSON, which anybody may have written, have the forms that a reader computes with.
+
+Define the events that a run records in ``events.jsonl``: one class for each kind, from and to a line of JSON.
 
 A visit is one start or resume of a run. Lists "by rank" have one entry for each rank, in order.
+
+Show progress on rank 0: by a bar on a terminal, by few lines in a log file.
+
+Read what a run has recorded: the lines of its metrics, and its events by visit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, Self, get_origin, get_type_hints
+from pathlib import Path
+from types import UnionType
+from typing import Any, ClassVar, NamedTuple, Self, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
-from mpizero.train.record.json_forms import LATEST, fits, plain
+from mpizero._util.checks import home_path
+from mpizero._util.text import printable
+from mpizero.errors import DataError
+
+#: Numbers of larger magnitude are taken for damage, or for values that are not finite: a few of them have no sum.
+LARGEST = 1e300
+#: The last time that has a date in all systems' calendars, in seconds since 1970.
+LATEST = 1e11
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a value is a finite number that can be added to others. Not collective."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def is_step(value: Any) -> bool:
+    """Tell whether a value is the number of a step. Not collective."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Tell whether a value has the type ``hint``: plain types, None, unions, lists and dictionaries with texts as keys.
+
+    Whole numbers have at most 64 bits; ``Any`` is any value. Not collective.
+    """
+    if hint is Any:
+        return True
+    if isinstance(hint, UnionType):
+        return any(fits(value, part) for part in get_args(hint))
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is list:
+        return isinstance(value, list) and all(fits(one, parts[0]) for one in value)
+    if origin is dict:
+        return isinstance(value, Mapping) and all(fits(one, parts[1]) for one in value.values())
+    if hint is float:
+        return is_number(value) and math.isfinite(value)
+    if hint is int:
+        return type(value) is int and abs(value) < 2**63
+    return isinstance(value, hint)
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` in JSON values: other objects as text, and numbers that are not finite too. Not collective."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
 
 #: Names of files in the run's folder: of events, of metrics, of metrics of repeated steps, and of the result.
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
@@ -389,3 +451,285 @@ def _hint(hint: Any) -> Any:
 
 #: For each event, the types of its fields by name.
 _HINTS = {event: {name: _hint(hint) for name, hint in get_type_hints(event).items()} for event in KINDS.values()}
+
+
+#: Seconds between two lines if the output is not a terminal: at least the first number, then a twentieth of the run's
+#: time so far, but no more than the second. A day has about 360 lines. The first and the last step are always shown.
+LEAST_SECONDS, MOST_SECONDS = 10.0, 300.0
+
+
+class Progress:
+    """Show the progress of training steps on one output stream.
+
+    Parameters
+    ----------
+    steps : int
+        Number of the last step.
+    active : bool
+        Whether to show anything; true on rank 0 only.
+    stream : TextIO, optional
+        The output stream. Default: standard error, because standard output is for the result.
+    """
+
+    def __init__(self, steps: int, *, active: bool = True, stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._steps, self._active, self._started, self._next = steps, active, time.monotonic(), float("-inf")
+        self._bar: Any = None
+
+    def begin(self, done: int = 0) -> None:
+        """Start the bar if the stream is a terminal; ``done`` is the number of steps that an earlier run has made."""
+        if self._active and self._stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._steps, initial=done, file=self._stream, unit="step", dynamic_ncols=True)
+
+    def step(self, step: int, figures: dict[str, str]) -> None:
+        """Show that step ``step`` is done, with its figures: texts by name."""
+        if not self._active:
+            return
+        if self._bar is not None:
+            self._bar.set_postfix(figures, refresh=False)
+            self._bar.update(1)
+            return
+        now = time.monotonic()
+        if now >= self._next or step == self._steps:
+            self._next = now + min(MOST_SECONDS, max(LEAST_SECONDS, (now - self._started) / 20))
+            self._write(f"step {step}/{self._steps}  " + "  ".join(f"{k} {v}" for k, v in figures.items()))
+
+    def say(self, message: str) -> None:
+        """Write a message as one line, above the bar if there is one; its control characters are escaped."""
+        if self._active:
+            self._write(f"mpizero: {printable(message)}")
+
+    def close(self) -> None:
+        """End the bar, which stays visible."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _write(self, line: str) -> None:
+        try:
+            if self._bar is not None:
+                self._bar.write(line, file=self._stream)
+            else:
+                self._stream.write(line + "\n")
+                self._stream.flush()
+        except (OSError, ValueError):
+            # A closed terminal must not end a training run.
+            self._active = False
+
+
+class ByteProgress:
+    """Show a progress bar that counts bytes if ``stream`` is a terminal, else nothing. A call advances the bar.
+
+    Parameters
+    ----------
+    total : int
+        Number of bytes at the end.
+    label : str
+        Text before the bar.
+    stream : TextIO, optional
+        The output stream. Default: standard error.
+    """
+
+    def __init__(self, total: int, label: str, stream: TextIO | None = None) -> None:
+        stream = stream if stream is not None else sys.stderr
+        self._bar: Any = None
+        if stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total, desc=label, file=stream, unit="B", unit_scale=True, dynamic_ncols=True, leave=False
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, count: int) -> None:
+        """Advance the bar by ``count`` bytes."""
+        if self._bar is not None:
+            self._bar.update(count)
+
+
+Event = TypeVar("Event", bound=RunEvent)
+
+
+#: What a reader of a damaged file can do.
+_WAY_OUT = "take the line out of a copy of the run's folder to read the rest"
+
+
+@dataclass(frozen=True)
+class VisitRecords:
+    """Hold the events of one visit, which is one start or resume of a run.
+
+    Attributes
+    ----------
+    number : int
+        Number of the visit, from 0.
+    events : tuple of RunEvent
+        All events, in order.
+    """
+
+    number: int
+    events: tuple[RunEvent, ...]
+
+    @property
+    def start(self) -> VisitStart | None:
+        """The description of the training; None if it is missing."""
+        return next(iter(self._all(VisitStart)), None)
+
+    @property
+    def memory(self) -> MemoryCount | None:
+        """The counted memory; None if the visit had no step."""
+        return next(iter(self._all(MemoryCount)), None)
+
+    @property
+    def phases(self) -> tuple[PhaseSeconds, ...]:
+        """The measured steps, in order."""
+        return self._all(PhaseSeconds)
+
+    @property
+    def timetables(self) -> tuple[PipelineTimetable, ...]:
+        """The timetables of the measured steps; empty without a pipeline."""
+        return self._all(PipelineTimetable)
+
+    @property
+    def checkpoints(self) -> tuple[CheckpointWrite, ...]:
+        """The checkpoints that were written, in order; some may have been removed since."""
+        return self._all(CheckpointWrite)
+
+    @property
+    def skipped(self) -> tuple[SkippedStep, ...]:
+        """The skipped steps, in order."""
+        return self._all(SkippedStep)
+
+    @property
+    def end(self) -> VisitEnd | None:
+        """The end; None while the run trains, and if it was killed."""
+        return next(reversed(self._all(VisitEnd)), None)
+
+    def _all(self, kind: type[Event]) -> tuple[Event, ...]:
+        return tuple(event for event in self.events if isinstance(event, kind))
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """Hold what a run has recorded.
+
+    Attributes
+    ----------
+    folder : Path
+        The run's folder.
+    steps : tuple of dict
+        The lines of the metrics, one a step.
+    superseded : tuple of dict
+        The lines of steps that were repeated after a resume, as they were the first time.
+    visits : tuple of VisitRecords
+        The events by visit; empty for runs of earlier versions, which have none.
+    result : dict or None
+        The result of a run that has ended well, else None.
+    """
+
+    folder: Path
+    steps: tuple[dict[str, Any], ...]
+    superseded: tuple[dict[str, Any], ...]
+    visits: tuple[VisitRecords, ...]
+    result: dict[str, Any] | None
+
+
+def read_run(folder: str | Path) -> RunRecords:
+    """Read what the run in ``folder`` has recorded; it may be training meanwhile. Not collective.
+
+    Raises
+    ------
+    DataError
+        If there is no such folder, if it is no run's folder, or if a line is damaged; the message names the file and
+        the line. The last line may be cut.
+    """
+    root = home_path(folder)
+    if not root.is_dir():
+        raise DataError(f"{root}: {'not a folder' if root.exists() else 'no such folder'}; give the folder of a run")
+    if not any((root / name).is_file() for name in (METRICS, EVENTS)):
+        raise DataError(
+            f"{root}: not the folder of a run, which has a file {METRICS} or {EVENTS}; checkpoint.folder = "
+            '"run/checkpoints" makes it "run"'
+        )
+    result = [line for _, line in _lines(root / RESULT)]
+    return RunRecords(
+        root,
+        tuple(_steps(root / METRICS)),
+        tuple(line for _, line in _lines(root / SUPERSEDED, strict=False) if is_step(line.get("step"))),
+        _visits(root / EVENTS),
+        result[-1] if result else None,
+    )
+
+
+def _steps(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in _lines(path):
+        if not is_step(line.get("step")):
+            raise DataError(f"{path}, line {number}: damaged: no number of a step; {_WAY_OUT}")
+        yield line
+
+
+class VisitEvents:
+    """Collect events by visit."""
+
+    def __init__(self) -> None:
+        self._events: dict[int, list[RunEvent]] = {}
+        self._ranks: dict[int, int] = {}
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add the event of a line of JSON; of a later version's kinds nothing is added.
+
+        Raises
+        ------
+        ValueError
+            If it is damaged: a value is missing or of another form, or its ranks are not those of the visit.
+        """
+        if (kind := KINDS.get(str(line.get("kind")))) is None:
+            return
+        event = kind.of(line)
+        if event.by_rank is not None and self._ranks.setdefault(event.visit, event.by_rank) != event.by_rank:
+            raise ValueError(f"it has {event.by_rank} ranks, the visit has {self._ranks[event.visit]}")
+        self._events.setdefault(event.visit, []).append(event)
+
+    @property
+    def visits(self) -> tuple[VisitRecords, ...]:
+        """The visits, in order."""
+        return tuple(VisitRecords(number, tuple(events)) for number, events in sorted(self._events.items()))
+
+
+def _visits(path: Path) -> tuple[VisitRecords, ...]:
+    found = VisitEvents()
+    for number, line in _lines(path):
+        try:
+            found.add(line)
+        except ValueError as error:
+            kind = str(line.get("kind"))
+            raise DataError(f"{path}, line {number}: damaged event {kind!r}: {error}; {_WAY_OUT}") from None
+    return found.visits
+
+
+def _lines(path: Path, *, strict: bool = True) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the values of each line; nothing if there is no such file.
+
+    A last line without its end is left out, because it may be in the writing. If not ``strict``, damaged lines are
+    left out, too: a resume moves cut lines to the superseded ones.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict):
+            yield number, found
+        elif strict:
+            raise DataError(f"{path}, line {number}: damaged: no object of JSON: {line[:40]!r}; {_WAY_OUT}")

@@ -1,0 +1,536 @@
+"""Define the methods that a training run calls, and check objects that have them.
+
+Call the callbacks of a run on all ranks, and agree on errors and on requests to stop.
+
+Compute the user's own validation metrics, with the same bits on any number of ranks.
+
+Write the figures of a run for TensorBoard.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mpizero._util.checks import require, whole
+from mpizero._util.names import nearest, shown
+from mpizero._util.pytree import map_arrays
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import agree_on_call, raise_on_all, record_call
+from mpizero.errors import ArgumentError, CollectiveError, ConfigError, StateError, UnsupportedError
+from mpizero.layout import Grains
+from mpizero.sharding import StepReport
+from mpizero.types import Array
+
+#: Names of the methods that a run calls.
+HOOKS = ("on_step", "on_validation", "on_checkpoint", "on_end")
+#: Names of the methods by which a run saves and restores the state of a callback.
+STATE = ("state_dict", "load_state_dict")
+
+
+class Callback:
+    """Define what a training run calls. Override what you need; an object of another class with some of them will do.
+
+    Every method is called on every rank, for all callbacks in the order of the list, and after the same steps. After
+    each round of calls the ranks compare what they did, with one small message. So a method may
+
+    - read ``trainer.step``, ``trainer.figures``, ``trainer.model`` and its own files,
+    - call collective methods of ``trainer.model`` and of communicators, if it does so on every rank in the same order;
+      a method of the model that only some ranks call is an error that names the lines,
+    - do something on one rank only (``if trainer.rank == 0``), such as writing to a file; the other ranks wait for it,
+    - set parameters by the model's collective methods, but not train the model; as on any change between steps, a
+      resumed run equals an uninterrupted one only if the method does the same after the same step,
+    - ask by ``trainer.stop(reason)`` on any rank that all ranks end the run after this step,
+    - raise an exception: all ranks end, with the line that raised it.
+
+    Attributes
+    ----------
+    state_name : str
+        Name under which a checkpoint keeps the state of :meth:`state_dict`; if it is empty, the class's name. Of
+        several callbacks of one class that have a state, each needs its own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x = np.linspace(0.0, 1.0, 8).reshape(8, 1)
+    >>> source = mz.data.ArraySource(x, 2 * x)
+    >>> line = mz.nn.MLP(1, [], 1, task="regression", dtype="float64")
+    >>> class StopBelow(mz.Callback):
+    ...     def on_step(self, trainer, report):
+    ...         if report.loss < 0.1:
+    ...             trainer.stop("the loss is low enough")
+    >>> with mz.ShardingConfig(comm="self") as config:
+    ...     arguments = {"optimizer": mz.Adam(lr=0.1), "steps": 500, "global_batch": 8, "progress": False}
+    ...     with mz.Trainer(line, source, config, **arguments, callbacks=[StopBelow()]) as trainer:
+    ...         trainer.fit().stopped
+    'the loss is low enough (a callback on rank 0)'
+    """
+
+    state_name: str = ""
+
+    def on_step(self, trainer: Any, report: StepReport) -> None:
+        """Do something after each step; ``report`` is the step's, and ``trainer.figures`` its line of metrics."""
+
+    def on_validation(self, trainer: Any, figures: Mapping[str, float | None]) -> None:
+        """Do something after each validation; ``figures`` are its results by name, equal on all ranks."""
+
+    def on_checkpoint(self, trainer: Any, path: str) -> None:
+        """Do something when a checkpoint is complete; ``path`` is its folder. Asynchronous ones end in later steps."""
+
+    def on_end(self, trainer: Any, result: Any) -> None:
+        """Do something at the end of a run; ``result`` is its result, None if the run was asked to stop and saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON values that every checkpoint keeps; those of rank 0 are saved."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the values that :meth:`state_dict` returned before the run was interrupted. Called on every rank."""
+
+
+def check_callbacks(callbacks: object) -> tuple[Any, ...]:
+    """Return the callbacks as a tuple. Not collective.
+
+    Raises
+    ------
+    ArgumentError
+        If one is a class, a function, or an object without a method that a run calls; or if the states of two have the
+        same name in checkpoints. The message says what to give.
+    """
+    if isinstance(callbacks, str | bytes | Mapping) or not isinstance(callbacks, Iterable):
+        raise ArgumentError(f"Trainer: callbacks={callbacks!r:.80}: expected a list of objects")
+    found = tuple(callbacks)
+    for number, one in enumerate(found):
+        what = f"Trainer: callbacks[{number}]"
+        if isinstance(one, type):
+            raise ArgumentError(f"{what} is the class {one.__name__}: give an object, {one.__name__}(...)")
+        for name in dir(one):
+            if name.startswith("on_") and name not in HOOKS and callable(getattr(one, name, None)):
+                raise ArgumentError(
+                    f"{what}, {type(one).__name__}: {name} is never called{nearest(name, HOOKS)}; a run calls "
+                    f"{', '.join(HOOKS)}"
+                )
+        if not any(overrides(one, name) for name in HOOKS):
+            raise ArgumentError(
+                f"{what} is a {type(one).__name__} without any of {', '.join(HOOKS)}: derive a class from mz.Callback"
+            )
+        if overrides(one, STATE[0]) != overrides(one, STATE[1]):
+            raise ArgumentError(f"{what}, {type(one).__name__}: has only one of {' and '.join(STATE)}; define both")
+    _check_state_names(found)
+    return found
+
+
+def _check_state_names(callbacks: Sequence[Any]) -> None:
+    """Raise ArgumentError if two states have the same name: in another order, callbacks would swap them."""
+    first: dict[str, int] = {}
+    for number, one in enumerate(callbacks):
+        if not overrides(one, STATE[0]):
+            continue
+        what, given = f"Trainer: callbacks[{number}], {type(one).__name__}", getattr(one, "state_name", "")
+        if not isinstance(given, str):
+            raise ArgumentError(f"{what}: state_name = {given!r:.80}: expected a string")
+        if (other := first.setdefault(state_name(one), number)) != number:
+            raise ArgumentError(
+                f"{what}: a checkpoint could not tell its state from that of callbacks[{other}], both are called "
+                f"{shown(state_name(one))}: give each an attribute state_name of its own"
+            )
+
+
+def overrides(callback: object, name: str) -> bool:
+    """Tell whether a callback has a method of its own of this name, other than the empty one of its base class."""
+    method = getattr(callback, name, None)
+    return callable(method) and getattr(method, "__func__", None) is not getattr(Callback, name)
+
+
+def state_name(callback: object) -> str:
+    """Return the name under which a checkpoint keeps the state of a callback: its own, else that of its class."""
+    return getattr(callback, "state_name", "") or type(callback).__name__
+
+
+def saved_state(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return the states of all callbacks that have one, by name. Not collective.
+
+    Raises
+    ------
+    ConfigError
+        If a state is no dictionary of JSON values; the message names the callback and the key.
+    """
+    found: dict[str, Any] = {}
+    for one in callbacks:
+        if not overrides(one, STATE[0]):
+            continue
+        name, state = state_name(one), one.state_dict()
+        if not isinstance(state, dict):
+            raise ConfigError(f"{name}.state_dict must return a dictionary, it returned a {type(state).__name__}")
+        for key, value in state.items():
+            try:
+                plain = isinstance(key, str) and json.loads(json.dumps(value, allow_nan=False)) == value
+            except (TypeError, ValueError):
+                plain = False
+            if not plain:
+                raise ConfigError(
+                    f"{name}.state_dict: {shown(key)} is {value!r:.80}: a checkpoint keeps JSON values under names: "
+                    "finite numbers, strings, lists and dictionaries of them"
+                )
+        found[name] = state
+    return found
+
+
+def restore_state(callbacks: Sequence[Any], saved: Mapping[str, Any]) -> list[str]:
+    """Give every callback its saved state; return a message for each state that is missing or that nobody takes.
+
+    Not collective.
+    """
+    told = []
+    takers = {state_name(one): one for one in callbacks if overrides(one, STATE[1])}
+    for name, one in takers.items():
+        if name in saved:
+            one.load_state_dict(saved[name])
+        else:
+            told.append(f"callback {name} has no state in the checkpoint: it begins anew")
+    told += [
+        f"the checkpoint's state of callback {name} is left out: there is no such callback now"
+        for name in saved
+        if name not in takers
+    ]
+    return told
+
+
+T = TypeVar("T")
+
+
+def agree_after(comm: Communicator, what: str, error: Exception | None, *, wanted: bool = False) -> Array:
+    """Check after calls of users' functions that all ranks have made the same collective calls, and raised no error.
+
+    Collective over ``comm``: one message of 32 bytes a rank. ``what`` names the functions in reports, ``error`` is what
+    they have raised on this rank. Return the ``wanted`` of all ranks.
+
+    Raises
+    ------
+    Exception
+        ``error`` itself, on the ranks that have one; RemoteError on the others.
+    CollectiveMismatch
+        If ranks have called different collective methods of their models.
+    """
+    record_call(comm, f"the end of {what}")
+    try:
+        told = agree_on_call(comm, (error is not None, wanted))
+    except CollectiveError:
+        if error is not None:  # which is why this rank has not called what the others have
+            raise error from None
+        raise
+    if told[:, 0].any():
+        raise_on_all(comm, error, what)
+    return told[:, 1]
+
+
+class CallbackRounds:
+    """Call one method of all callbacks at a time.
+
+    Parameters
+    ----------
+    callbacks : sequence
+        The callbacks, of the same classes on every rank.
+    model : ShardedModelBase
+        The model that is trained. Its communicator compares the calls of the ranks.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], model: Any) -> None:
+        self._callbacks, self._model = callbacks, model
+        self._called = {name: [one for one in callbacks if overrides(one, name)] for name in HOOKS}
+        self._running = self._wanted = ""
+        #: The reason for which a callback has stopped the run; "" if none has. The same on every rank.
+        self.reason = ""
+
+    def stop(self, reason: str) -> None:
+        """Ask that all ranks end the run after this step; called by a callback. Not collective."""
+        if not self._running:
+            raise StateError(
+                "trainer.stop is for the methods of callbacks, after which ranks agree on it; elsewhere, make a file "
+                "STOP in the run's folder, or send SIGUSR1"
+            )
+        self._wanted = self._wanted or str(reason) or "a callback"
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Call the method ``hook`` of all callbacks that have it, with ``arguments``. Collective if any has it.
+
+        Raises
+        ------
+        Exception
+            What a callback has raised, on the ranks on which it did; RemoteError on the others.
+        CollectiveMismatch
+            If ranks have called different collective methods of the model.
+        StateError
+            If a callback has trained the model.
+        """
+        if not self._called[hook]:
+            return
+        wanted = self._agreed(f"the callbacks' {hook}", lambda: self._call(hook, arguments))[1]
+        if wanted.any():
+            reasons = self._comm.allgather_object(self._wanted, "callbacks stop")
+            rank, reason = next((rank, text) for rank, text in enumerate(reasons) if text)
+            self.reason, self._wanted = self.reason or f"{reason} (a callback on rank {rank})", ""
+
+    def saved_state(self) -> dict[str, Any]:
+        """Return the states of rank 0's callbacks by name. Collective if there are callbacks; errors as :meth:`call`.
+
+        A checkpoint has one state, of which rank 0's logger knows more than the others.
+        """
+        if not self._callbacks:
+            return {}
+        found = self._agreed("the callbacks' state_dict", lambda: saved_state(self._callbacks))[0]
+        states: dict[str, Any] = self._comm.broadcast_object(found, tag="states of callbacks")
+        return states
+
+    def restore_state(self, saved: Mapping[str, Any]) -> list[str]:
+        """Give every callback its saved state; return messages about what is missing or left.
+
+        Collective if there are callbacks; errors as :meth:`call`: one may not take what another version has saved.
+        """
+        if not self._callbacks:
+            return restore_state((), saved)
+        return self._agreed("the callbacks' load_state_dict", lambda: restore_state(self._callbacks, saved))[0]
+
+    @property
+    def _comm(self) -> Communicator:
+        comm: Communicator = self._model.config.communicator
+        return comm
+
+    def _agreed(self, what: str, call: Callable[[], T]) -> tuple[T, Array]:
+        """Return what ``call`` returns, and which ranks want to stop; errors as :meth:`call`. Collective."""
+        try:
+            found = call()
+        except Exception as error:  # the report about a mismatch then shows it
+            agree_after(self._comm, what, error)
+            raise
+        return found, agree_after(self._comm, what, None, wanted=bool(self._wanted))
+
+    def _call(self, hook: str, arguments: Sequence[Any]) -> None:
+        step = self._model.engine.step_number
+        self._running = hook
+        try:
+            for one in self._called[hook]:
+                getattr(one, hook)(*arguments)
+                if self._model.engine.step_number != step:
+                    raise StateError(f"{type(one).__name__}.{hook} has trained the model: only the trainer may do that")
+        finally:
+            self._running = ""
+
+
+#: Type of a metric: takes the model and samples ``(x, y)``, and returns a sum over them, and their weight.
+Metric = Callable[[Any, tuple[Any, Any]], tuple[float, float]]
+#: Names in a step's line of metrics that no metric of the user may have.
+RESERVED = (
+    "step",
+    "loss",
+    "learning_rate",
+    "gradient_norm",
+    "bytes_sent",
+    "memory",
+    "skipped",
+    "loss_spike",
+    "bucket_mb",
+    "validation_loss",
+    "perplexity",
+    "accuracy",
+    "tokens_per_second",
+    "samples_per_second",
+    "iteration",
+    "iterate_loss",
+    "largest_gradient",
+    "overrides",
+)
+
+
+def taken(name: object) -> bool:
+    """Tell whether lines of metrics have figures of the library's of this name. Not collective."""
+    return name in RESERVED or (isinstance(name, str) and name.endswith("_per_second"))
+
+
+def check_metrics(metrics: object) -> dict[str, Metric]:
+    """Return the metrics by name. Not collective.
+
+    Raises
+    ------
+    ArgumentError
+        If they are no dictionary of functions.
+    ConfigError
+        If a name is taken, or no name.
+    """
+    if not isinstance(metrics, Mapping):
+        raise ArgumentError(
+            f"Trainer: metrics={metrics!r:.80}: expected a dictionary of functions, {{'name': function}}"
+        )
+    for name, function in metrics.items():
+        if not isinstance(name, str) or not name.isidentifier() or taken(name):
+            why = "every line of metrics has it already" if taken(name) else "letters, digits and _ make a name"
+            raise ConfigError(f"Trainer: metrics: {shown(name)} cannot be the name of a metric: {why}")
+        if not callable(function):
+            raise ArgumentError(f"Trainer: metrics[{name!r}] is a {type(function).__name__}, not a function")
+    return dict(metrics)
+
+
+class UserMetrics:
+    """Add up metrics over the samples of one validation.
+
+    Every metric is called once for each grain, so it sees the same samples on any number of ranks, and its sums are
+    added exactly (:func:`math.fsum`), so their order does not matter. All ranks call it equally often, because it may
+    call collective methods of the model, such as ``predict``. A rank that has no more grains calls it with the first
+    one, and the result is not counted.
+
+    Parameters
+    ----------
+    metrics : dict
+        The functions by name.
+    model : ShardedModelBase
+        The model.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], model: Any) -> None:
+        self._metrics, self._model = metrics, model
+        self._sums: dict[str, list[tuple[float, float]]] = {name: [] for name in metrics}
+
+    def add(self, source: Any, part: Array, size: int, own: tuple[Any, Any]) -> None:
+        """Add the samples of ``source`` at the indices ``part``, of which ``own`` are those of this rank's grains.
+
+        Collective over the model's ranks. ``size`` is the number of samples of a grain.
+        """
+        if not self._metrics:
+            return
+        group, grains = self._model.batch_group, Grains(len(part), size)
+        mine = grains.assigned(group.rank, group.size)
+        rounds = max(len(grains.assigned(rank, group.size)) for rank in range(group.size))
+        comm = self._model.config.communicator
+        try:
+            spare: tuple[Any, Any] = own if len(mine) == rounds else source.samples(part[grains.span(0)])
+            for number in range(rounds):
+                counts = number < len(mine)
+                batch = _part(own, number * size, size) if counts else spare
+                for name, function in self._metrics.items():
+                    found = _checked(name, function(self._model, batch))
+                    if counts:
+                        self._sums[name].append(found)
+        except Exception as error:  # the report about a mismatch then shows it
+            agree_after(comm, "the metrics", error)
+            raise
+        agree_after(comm, "the metrics", None)
+
+    def figures(self) -> dict[str, float | None]:
+        """Return the value of every metric: its sum over its weight; None if that is not finite.
+
+        Collective over the model's ranks.
+        """
+        if not self._metrics:
+            return {}
+        everyone = self._model.batch_group.allgather_object(self._sums, "metrics")
+        found: dict[str, float | None] = {}
+        for name in self._metrics:
+            pairs = [pair for sums in everyone for pair in sums[name]]
+            finite = all(math.isfinite(value) for pair in pairs for value in pair)
+            total, weight = (_sum(pair[place] for pair in pairs) if finite else math.nan for place in (0, 1))
+            value = total / weight if weight and math.isfinite(weight) else math.nan
+            found[name] = value if math.isfinite(value) else None
+        # The groups of a split model have computed the same: all go on with the values of one.
+        decided: dict[str, float | None] = self._model.config.communicator.broadcast_object(found, tag="metrics")
+        return decided
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Return the sum of finite numbers, rounded once; infinity if a float cannot hold it."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+
+
+def _part(samples: tuple[Any, Any], start: int, count: int) -> tuple[Any, Any]:
+    x, y = (map_arrays(lambda leaf: leaf[start : start + count], values) for values in samples)
+    return x, y
+
+
+def _checked(name: str, found: Any) -> tuple[float, float]:
+    pair = found if isinstance(found, tuple | list) and len(found) == 2 else (None, None)
+    numbers = [value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value for value in pair]
+    if not all(isinstance(value, Real) for value in numbers) or not float(numbers[1]) >= 0:  # type: ignore[arg-type]
+        raise ConfigError(
+            f"metric {name!r} returned {found!r:.80}: expected two numbers, the sum over the samples of the batch and "
+            "their weight (of a mean: the mean times the number of samples, and that number)"
+        )
+    return float(numbers[0]), float(numbers[1])  # type: ignore[arg-type]
+
+
+class TensorBoard(Callback):
+    """Write all numbers of each step and each validation as scalars for TensorBoard, on rank 0 (extra ``tensorboard``).
+
+    After a resume, TensorBoard hides what an interrupted run has written for the steps that are repeated.
+
+    Parameters
+    ----------
+    folder : path or None
+        Folder of the event files; None is ``tensorboard`` in the run's folder.
+    every : int
+        Steps are written whose number is a multiple of this; validations always are.
+
+    Raises
+    ------
+    UnsupportedError
+        In the first step, on every rank, if ``tensorboardX`` is not installed.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> board = mz.TensorBoard("events", every=10)  # for Trainer(..., callbacks=[board])
+    >>> isinstance(board, mz.Callback)
+    True
+    >>> mz.TensorBoard(every=0)
+    Traceback (most recent call last):
+    mpizero.errors.ConfigError: TensorBoard: every=0: expected a whole number >= 1
+    """
+
+    def __init__(self, folder: str | Path | None = None, *, every: int = 1) -> None:
+        self._folder = None if folder is None else os.path.abspath(folder)
+        self._every = require("TensorBoard: every", every, whole(1))
+        self._writer: Any = None
+
+    def on_step(self, trainer: Any, report: StepReport) -> None:
+        """Write the figures of a step."""
+        if trainer.rank == 0 and trainer.step % self._every == 0:
+            self._write(trainer, trainer.figures)
+
+    def on_validation(self, trainer: Any, figures: Mapping[str, float | None]) -> None:
+        """Write the figures of a validation."""
+        if trainer.rank == 0:
+            self._write(trainer, figures)
+
+    def on_end(self, trainer: Any, result: Any) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, trainer: Any, figures: Mapping[str, Any]) -> None:
+        if self._writer is None:
+            folder = trainer.run / "tensorboard" if self._folder is None else self._folder
+            self._writer = _event_writer(str(folder), trainer.step)
+        for name, value in figures.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, trainer.step)
+
+
+def _event_writer(folder: str, step: int) -> Any:
+    """Open an event file; what older ones in ``folder`` hold of ``step`` and later steps is hidden."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise UnsupportedError(
+            "TensorBoard needs tensorboardX, which is not installed: pip install mpizero[tensorboard]"
+        ) from None
+    return SummaryWriter(folder, purge_step=step)

@@ -1,0 +1,715 @@
+"""Define the settings ``make``: the name of a user's function, and the keys of the section that are its arguments.
+
+Check settings of messages between ranks: how gradients are compressed, and how many bytes are sent at once.
+
+Define the section ``[parallel]``, the layout of a run over ranks; check it against model and number of ranks.
+
+Check settings of ``[data]``: a check returns the value to use, or raises ValueError that says what is allowed.
+
+Define the section ``[data]``: samples in files, or made by a function of the user's.
+
+Define the section ``[model]``: a model of the library by name, or one that a function of the user's makes.
+
+Define the sections ``[optimizer]`` of methods of whole vectors: L-BFGS, conjugate gradients, Newton-CG.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from mpizero._util.checks import Unexpected, fraction, number, positive, whole
+from mpizero._util.names import nearest
+from mpizero.comm.reduce import codec_of
+from mpizero.errors import ConfigError, GridError
+from mpizero.layout import SCHEDULES, Axes, chunk_stages
+from mpizero.layout.stages import explicit_cuts
+from mpizero.nn.losses import TASKS
+from mpizero.optim.minimizers import INITIAL
+from mpizero.sharding.config import ASSIGNMENTS, check_bucket
+from mpizero.sharding.partition import ParallelLayout, Tiles, check_tiles, fits_tiles
+from mpizero.train.config.checks import (
+    ConfigSection,
+    SettingError,
+    allowed,
+    choice,
+    flag,
+    many,
+    optional,
+    rejected,
+    required,
+    setting,
+    shown,
+    text,
+)
+from mpizero.types import BlockModel
+
+#: The only key of a table that stands for a TOML value which JSON lacks: a date, a time, NaN or an infinite number.
+_TOML = "toml"
+
+
+def reference(value: Any) -> str:
+    """Check ``make``: it must name a file or module, and a function in it."""
+    place, _, function = text(value).rpartition(":")
+    if not place.strip() or not function.isidentifier():
+        raise ValueError('must be "FILE.py:FUNCTION" or "PACKAGE.MODULE:FUNCTION"')
+    return str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeSettings(ConfigSection):
+    """Serve as base class of the sections whose object a function of the user's makes.
+
+    Attributes
+    ----------
+    make : str
+        ``"my_model.py:make"`` or ``"package.module:make"``.
+    arguments : dict
+        The section's other keys with their TOML values: keyword arguments of the function.
+    """
+
+    make: str = required(reference)
+    arguments: Mapping[str, Any] = field(default_factory=dict, metadata={"check": dict})
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any]) -> Self:
+        """Return the section of a TOML table, or of what :meth:`to_dict` returned; unknown keys become arguments."""
+        own = {item.name for item in fields(cls)} - {"arguments"}
+        arguments = {key: _decoded(value) for key, value in table.items() if key not in own}
+        return cls(**{key: value for key, value in table.items() if key in own}, arguments=arguments)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every setting, defaults included, and all arguments, as JSON values by key."""
+        own = {item.name: _encoded(getattr(self, item.name)) for item in fields(self) if item.name != "arguments"}
+        return own | {key: _encoded(value) for key, value in self.arguments.items()}
+
+
+def _encoded(value: Any) -> Any:
+    """Return a TOML value as a JSON value; :func:`_decoded` returns it as it was."""
+    if isinstance(value, dict):
+        return {key: _encoded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encoded(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_TOML: repr(value)}
+    return {_TOML: value.isoformat()} if isinstance(value, datetime.date | datetime.time) else value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if list(value) == [_TOML]:
+        return tomllib.loads(f"value = {value[_TOML]}")["value"]
+    return {key: _decoded(item) for key, item in value.items()}
+
+
+def keys_listed(arguments: Mapping[str, Any]) -> str:
+    """Return arguments as text, such as "width = 64, depth = 2"."""
+    return ", ".join(f"{key} = {shown(value)}" for key, value in arguments.items())
+
+
+def compression(value: Any) -> str | None:
+    """Check ``train.gradient_compression``; return None for "none"."""
+    if value == "none":
+        return None
+    try:
+        codec_of(value)
+    except ConfigError:
+        raise ValueError(
+            'must be "none", "bf16", "fp16", "int8", or "topk:SHARE" with the share of the values that is sent, more '
+            'than 0 and less than 0.5, such as "topk:0.01"'
+        ) from None
+    return str(value)
+
+
+def bucket(value: Any) -> float | str:
+    """Check ``parallel.bucket_mb``: it must be "auto" or a number of MiB."""
+    try:
+        check_bucket(value, None)
+    except ConfigError:
+        raise ValueError('must be "auto", or MiB of more than 0 and at most 4096') from None
+    return value if isinstance(value, str) else float(value)
+
+
+#: Names of the strategies, by ZeRO stage.
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+#: The axes that split a model; the axis ``data`` replicates it.
+_SPLITTING = ("pipeline", "tensor", "context")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSection(ConfigSection):
+    """Hold the layout of a run over ranks.
+
+    ``pipeline``, ``tensor``, ``data`` and ``context`` are the sizes of the axes of the process grid; ``data = -1``
+    takes all remaining ranks. All layouts that compute in the same tiles train to the same bits. ``tiles`` is described
+    with :class:`~mpizero.sharding.config.ShardingConfig`, to which it is handed on.
+    """
+
+    strategy: str = setting("zero2", choice(*STRATEGIES))
+    pipeline: int = setting(1, whole(1))
+    tensor: int = setting(1, whole(1))
+    data: int = setting(-1, whole(-1))
+    context: int = setting(1, whole(1))
+    tiles: Tiles = setting(None, check_tiles)
+    schedule: str = setting("1f1b", choice(*SCHEDULES))
+    virtual_stages: int = setting(1, whole(1))
+    order: str = setting("pipeline,tensor,data", text)
+    cuts: tuple[int, ...] | None = setting(None, optional(many(whole(1))))
+    grain_assignment: str = setting("static", choice(*ASSIGNMENTS))
+    share_node_memory: bool = setting(True, flag)
+    ranks_per_node: int | None = setting(None, optional(whole(1)))
+    bucket_mb: float | str | None = setting(None, optional(bucket))
+
+    def check_combination(self) -> None:
+        """Raise :class:`SettingError` for sizes, axis orders and schedules that fit no job and no model."""
+        if self.data == 0:
+            raise self.reject("data", "must be -1 (all remaining ranks) or a whole number >= 1")
+        try:
+            chunk_stages(self.schedule, self.pipeline, self.virtual_stages)
+        except ConfigError as error:
+            raise self.reject("virtual_stages", f"does not fit parallel.schedule: {error}") from None
+        try:
+            Axes.build(1, order=self.order)
+        except GridError:
+            raise self.reject(
+                "order",
+                "must name pipeline, tensor and data once each (and context, which else comes last), slowest first, "
+                "separated by commas",
+            ) from None
+
+    @property
+    def splits_model(self) -> bool:
+        """True if a rank holds only a part of the model or of each sequence."""
+        return any(getattr(self, axis) > 1 for axis in _SPLITTING)
+
+    @property
+    def zero_stage(self) -> int:
+        """The strategy as a number: 0 for "ddp" to 3 for "zero3"."""
+        return STRATEGIES.index(self.strategy)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks into which the model's blocks are cut; 1 without a pipeline."""
+        return 1 if self.pipeline == 1 else len(chunk_stages(self.schedule, self.pipeline, self.virtual_stages))
+
+    def axes(self, ranks: int) -> Axes:
+        """Return the sizes and order of the axes for a job of ``ranks`` ranks.
+
+        Raises
+        ------
+        SettingError
+            If the product of the axes' sizes is not ``ranks``.
+        """
+        sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data")}
+        try:
+            return Axes.build(ranks, order=self.order, **sizes)
+        except GridError as error:
+            split = (axis for axis in _SPLITTING if sizes[axis] > 1)
+            key = "data" if self.data != -1 else next(split, "pipeline")
+            raise self.reject(key, f"does not fit this job: {error}") from None
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise an error if the product of the axes' sizes is not ``ranks``, the number of ranks of the job."""
+        self.axes(ranks)
+
+    def check_blocks(self, blocks: int) -> None:
+        """Raise an error if the model has ``blocks`` blocks, and ``cuts`` or the pipeline's chunks do not fit them."""
+        chunks = self.chunks
+        if chunks > blocks:
+            each = f" of {chunks // self.pipeline} parts each" if chunks > self.pipeline else ""
+            raise self.reject(
+                "pipeline",
+                f"more stages than layers: {self.pipeline} stages{each} need at least {chunks} blocks, the model has "
+                f"{blocks}; use fewer stages or a model with more layers",
+            )
+        if self.cuts is None:
+            return
+        try:
+            explicit_cuts(self.cuts, blocks, chunks)
+        except ConfigError:
+            few = f"{chunks - 1} ascending numbers from 1 to {blocks - 1}"
+            wanted = f"must be {few}, the first block of every part but the first" if chunks > 1 else "must be left out"
+            raise self.reject("cuts", f"{wanted}: {chunks} parts of {blocks} blocks") from None
+
+    def check_heads(self, heads: int) -> None:
+        """Raise an error if the size of a tensor group does not divide the number of attention heads ``heads``."""
+        if heads % self.tensor:
+            fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise self.reject("tensor", f"must divide model.heads = {heads}; these do: {fit}")
+        if heads % self.parallel_layout().tensor_tiles:
+            numbers = (n for n in range(1, heads + 1) if heads % n == 0)
+            fit = ", ".join(str(n) for n in numbers if fits_tiles(self.tensor, n))
+            raise self.reject("tiles", f"its number for the tensor axis must divide model.heads = {heads}; {fit} do")
+
+    def check_sequence(self, model: str) -> None:
+        """Raise an error if the layout has a context group; called if the model, named ``model``, has no sequences."""
+        if self.context > 1:
+            raise self.reject("context", f"must be 1: model.name = {shown(model)} has no sequence to cut")
+
+    def reject_split(self, allowed: str) -> SettingError:
+        """Return the error about the first axis that splits the model; ``allowed`` says what is allowed."""
+        return self.reject(next(axis for axis in _SPLITTING if getattr(self, axis) > 1), allowed)
+
+    def parallel_layout(self) -> ParallelLayout:
+        """Return the layout as a :class:`ParallelLayout`; without a pipeline, schedule and cuts keep their defaults."""
+        sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data", "tiles")}
+        if self.pipeline == 1:
+            return ParallelLayout(**sizes, order=self.order)
+        return ParallelLayout(
+            **sizes, order=self.order, schedule=self.schedule, virtual_stages=self.virtual_stages, cuts=self.cuts
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments that :class:`mpizero.HybridShardedModel` takes for this layout."""
+        parallel_layout = self.parallel_layout()
+        sizes = {f"{axis}_parallel_size": getattr(parallel_layout, axis) for axis in (*_SPLITTING, "data")}
+        rest = {name: getattr(parallel_layout, name) for name in ("order", "schedule", "virtual_stages", "cuts")}
+        return {**sizes, **rest, "zero_stage": self.zero_stage}
+
+    def figures(self, ranks: int) -> dict[str, Any]:
+        """Return the size of each axis by its name, and the schedule's name (None without a pipeline).
+
+        ``ranks`` is the number of ranks of the job. The result is printed by ``mpizero train``.
+        """
+        return {**self.axes(ranks).sizes, "schedule": self.schedule if self.pipeline > 1 else None}
+
+    def describe(self, ranks: int) -> str:
+        """Describe the layout of a job of ``ranks`` ranks, such as "pipeline 2 x tensor 1 x data 2, 1f1b, zero1"."""
+        if not self.splits_model:
+            return f"{self.strategy} on {ranks} rank{'s' if ranks > 1 else ''}"
+        sizes = self.axes(ranks).sizes
+        named = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != "context" or size > 1)
+        virtual = f" with {self.virtual_stages} parts a stage" if self.schedule == "interleaved" else ""
+        schedule = f", {self.schedule}{virtual}" if self.pipeline > 1 else ""
+        return f"{named}{schedule}, {self.strategy}"
+
+
+def arrays(value: Any) -> Any:
+    """Check ``data.arrays``: it must be "digits", or a table with file paths under the keys ``x`` and ``y``."""
+    if value == "digits":
+        return value
+    return table("x", "y", hint=' or "digits" (scikit-learn\'s handwritten digits)')(value)
+
+
+def patterns(value: Any) -> tuple[str, ...]:
+    """Check ``data.text``, one or several file patterns, or "stdlib" alone; return the patterns as a tuple."""
+    if value in ("digits", ["digits"]):
+        raise ValueError('is for text; scikit-learn\'s digits are data.arrays = "digits"')
+    result: tuple[str, ...] = many(text, least=1)([value] if isinstance(value, str) else value)
+    if "stdlib" in result and len(result) > 1:
+        raise ValueError('"stdlib" (this Python\'s own sources) stands alone')
+    return result
+
+
+def table(*keys: str, hint: str = "") -> Any:
+    """Return a check for tables: they must have exactly the keys ``keys``, with strings that are not empty.
+
+    ``hint`` is added to the error message.
+    """
+    allowed = "must be a table {" + ", ".join(f'{key} = "..."' for key in keys) + "}" + hint
+
+    def check(value: Any) -> dict[str, str]:
+        if not isinstance(value, dict):
+            raise ValueError(allowed)
+        for key in value:
+            if key not in keys:
+                raise ValueError(f"{allowed}; {key} is unknown{nearest(key, keys)}")
+        for key in keys:
+            if key not in value:
+                raise ValueError(f"{allowed}; {key} is missing")
+            try:
+                text(value[key])
+            except ValueError as error:
+                raise ValueError(f"{allowed}; {key} {error}") from None
+        return dict(value)
+
+    return check
+
+
+def stored(value: Any) -> dict[str, Any]:
+    """Check ``data.hdf5``: it must be a table with the keys ``path``, ``x`` and ``y``, and maybe others.
+
+    It stays as JSON can hold it; :func:`source_arguments` makes arguments of it.
+    """
+    example = 'must be a table such as {path = "*.h5", x = "x", y = "y"}'
+    if not isinstance(value, dict):
+        raise ValueError(example)
+    if unknown := [key for key in value if key not in _STORED]:
+        raise ValueError(f"{example}; {unknown[0]} is unknown{nearest(unknown[0], tuple(_STORED))}")
+    if missing := [key for key in ("path", "x", "y") if key not in value]:
+        raise ValueError(f"{example}; {missing[0]} is missing")
+    found = {}
+    for key, given in value.items():
+        try:
+            found[key] = _STORED[key](given)
+        except ValueError as error:
+            be = "must be " if isinstance(error, Unexpected) else ""
+            raise ValueError(f"{example}; {key} {be}{error}") from None
+    return found
+
+
+def _texts(value: Any) -> Any:
+    return text(value) if isinstance(value, str) else list(many(text, least=1)(value))
+
+
+def _array_names(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return _texts(value)
+    return {key: text(name) for key, name in value.items()}
+
+
+def source_arguments(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a :class:`~mpizero.data.FileSource` that a checked table holds."""
+    by_axis = {
+        key: {int(axis): number for axis, number in table[key].items()} for key in ("window", "stride") if key in table
+    }
+    return table | by_axis
+
+
+def _by_axis(value: Any) -> dict[str, int]:
+    """Check a table from axes, which are strings in TOML, to numbers."""
+    if not isinstance(value, dict) or not all(str(axis).isdecimal() for axis in value):
+        raise ValueError("must be a table from axes to numbers, such as {0 = 4}")
+    return {axis: whole(1)(length) for axis, length in value.items()}
+
+
+_STORED = {
+    "path": _texts,
+    "x": _array_names,
+    "y": _array_names,
+    "axis": whole(0),
+    "window": _by_axis,
+    "stride": _by_axis,
+    "lead": whole(0),
+    "allow_nan": flag,
+}
+
+
+#: Settings that name the samples.
+KINDS = ("text", "arrays", "hdf5", "zarr", "netcdf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection(ConfigSection):
+    """Hold the origin of the samples: exactly one of :data:`KINDS`.
+
+    Relative paths start at the working directory. ``validation`` is the fraction of samples held back for validation.
+    """
+
+    text: tuple[str, ...] | None = setting(None, optional(patterns))
+    arrays: Any = setting(None, optional(arrays))
+    hdf5: Any = setting(None, optional(stored))
+    zarr: Any = setting(None, optional(stored))
+    netcdf: Any = setting(None, optional(stored))
+    validation: float = setting(0.05, fraction)
+
+    @property
+    def kind(self) -> str:
+        """The setting that is given, one of :data:`KINDS`."""
+        return next(key for key in KINDS if getattr(self, key) is not None)
+
+    def check_combination(self) -> None:
+        """Raise an error if not exactly one of :data:`KINDS` is given."""
+        given = [key for key in KINDS if getattr(self, key) is not None]
+        if len(given) != 1:
+            what = " and ".join(f"data.{key}" for key in given) if given else "none"
+            example = 'text = ["corpus/*.txt"], text = "stdlib", arrays = {x = "x.npy", y = "y.npy"}, arrays = "digits"'
+            raise rejected("data", what, f"must have exactly one of {', '.join(KINDS)} and make, for example {example}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeDataSection(MakeSettings):
+    """Hold the function that makes the samples, and its arguments.
+
+    ``validation`` is the fraction of samples held back for validation. None means 0.05, or nothing if the function
+    makes the samples for validation too.
+    """
+
+    validation: float | None = setting(None, optional(fraction))
+
+    #: The setting that is given, as in :class:`DataSection`.
+    kind = "make"
+
+    @classmethod
+    def title(cls) -> str:
+        """Return the section's name in the file."""
+        return "data"
+
+
+def names_by_name(value: Any) -> dict[str, str]:
+    """Check ``model.start_rename``, a table of names in a file and in the model; return it."""
+    if not isinstance(value, dict) or not value or not all(isinstance(new, str) for new in value.values()):
+        raise ValueError('must be a table of names in the file and in the model, such as {"backbone.*" = "encoder.*"}')
+    return dict(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection(ConfigSection):
+    """Serve as base class of the sections that describe a model.
+
+    Attributes
+    ----------
+    start : str or None
+        A run's folder, a checkpoint, or a safetensors or ``.npz`` file with start values.
+    start_include, start_exclude : tuple of str or None
+        Patterns of the parameters that are loaded from ``start``, and of those that are not.
+    start_rename : dict or None
+        Names in that file and their names in the model.
+    freeze : tuple of str or None
+        Patterns of the parameters that are not trained.
+    """
+
+    start: str | None = setting(None, optional(text))
+    start_include: tuple[str, ...] | None = setting(None, optional(many(text, least=1)))
+    start_exclude: tuple[str, ...] | None = setting(None, optional(many(text, least=1)))
+    start_rename: Mapping[str, str] | None = setting(None, optional(names_by_name))
+    freeze: tuple[str, ...] | None = setting(None, optional(many(text, least=1)))
+
+    def check_combination(self) -> None:
+        """Raise an error for settings of start values where there are none."""
+        for key in ("start_include", "start_exclude", "start_rename"):
+            if getattr(self, key) is not None and self.start is None:
+                raise self.reject(key, "needs model.start, the file with start values")
+
+    @classmethod
+    def title(cls) -> str:
+        """Return the section's name in the file."""
+        return "model"
+
+    @property
+    def described(self) -> str:
+        """Name of the model in messages."""
+        raise NotImplementedError
+
+    @property
+    def split_sizes(self) -> tuple[int, int]:
+        """Number of attention heads, which tensor groups divide, and length of sequences, which context groups cut.
+
+        They are 1 and 0 for a model without these.
+        """
+        return 1, 0
+
+    def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
+        """Raise an error if the layout cannot split the model on any number of ranks.
+
+        ``model`` is the model that this section describes; None if it is not made yet.
+        """
+
+    def check_data(self, data: DataSection | MadeDataSection) -> None:
+        """Raise an error if the model cannot learn from data of this kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModelSection(ModelSection):
+    """Hold the settings that all models of the library have; :class:`GptSection` and :class:`MlpSection` add theirs."""
+
+    name: str = required(choice("gpt", "mlp"))
+    dtype: str = setting("float32", choice("float32", "float64"))
+
+    @property
+    def described(self) -> str:
+        """Name of the model in messages, which is that in the file."""
+        return self.name
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks of the model, between which a pipeline can cut it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptSection(NamedModelSection):
+    """Hold the settings of a byte-level language model."""
+
+    dim: int = setting(256, whole(1))
+    layers: int = setting(4, whole(1))
+    heads: int = setting(4, whole(1))
+    sequence: int = setting(128, whole(1))
+    dropout: float = setting(0.0, fraction)
+    tied: bool = setting(True, flag)
+    activation_checkpointing: bool = setting(False, flag)
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks: embedding, transformer blocks, head."""
+        return self.layers + 2
+
+    @property
+    def split_sizes(self) -> tuple[int, int]:
+        """Number of attention heads, and length of sequences."""
+        return self.heads, self.sequence
+
+    def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
+        """Raise an error if there are more stages than blocks, or a tensor group's size does not divide ``heads``."""
+        parallel.check_blocks(self.block_count)
+        parallel.check_heads(self.heads)
+
+    def check_data(self, data: DataSection | MadeDataSection) -> None:
+        """Raise an error if the data are arrays or an HDF5 file."""
+        if data.kind not in ("text", "make"):
+            raise rejected("data", f"data.{data.kind}", 'model.name = "gpt" learns from data.text or data.make')
+
+    def check_combination(self) -> None:
+        """Raise an error if ``heads``, the number of attention heads, does not divide ``dim``."""
+        super().check_combination()
+        if self.dim % self.heads:
+            fit = ", ".join(str(n) for n in range(1, min(self.dim, 64) + 1) if self.dim % n == 0)
+            raise self.reject("heads", f"must divide model.dim = {self.dim}; these do: {fit}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSection(NamedModelSection):
+    """Hold the settings of a multi-layer perceptron, whose numbers of inputs and outputs are taken from the data."""
+
+    hidden: tuple[int, ...] = setting((64, 64), many(whole(1)))
+    activation: str = setting("relu", choice("relu", "gelu", "silu", "tanh"))
+    task: str = setting("classification", choice(*TASKS))
+    loss: str | None = setting(None, optional(choice(*(name for losses in TASKS.values() for name in losses))))
+
+    def check_combination(self) -> None:
+        """Raise an error if the loss belongs to another task."""
+        super().check_combination()
+        if self.loss is not None and self.loss not in TASKS[self.task]:
+            known = ", ".join(map(shown, TASKS[self.task]))
+            raise self.reject("loss", f"must be one of {known} with model.task = {shown(self.task)}")
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks: hidden layers and output layer."""
+        return len(self.hidden) + 1
+
+    def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
+        """Raise an error if there are more stages than blocks, or a context group."""
+        parallel.check_blocks(self.block_count)
+        parallel.check_sequence(self.described)
+
+    def check_data(self, data: DataSection | MadeDataSection) -> None:
+        """Raise an error if the data are text."""
+        if data.kind == "text":
+            raise rejected("data", "data.text", 'model.name = "mlp" learns from data.arrays, data.hdf5 or data.make')
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeModelSection(MakeSettings, ModelSection):
+    """Hold the function that makes the model, and its arguments."""
+
+    @property
+    def described(self) -> str:
+        """Name of the model in messages, which is that of the function."""
+        return self.make
+
+    def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
+        """Raise an error if the layout cannot split ``model``; without a model, nothing is known."""
+        if model is None or not parallel.splits_model:
+            return
+        if not isinstance(model, BlockModel):
+            raise parallel.reject_split(
+                f"must be 1: {self.make} makes a {type(model).__name__}, a black box, which cannot be split; return a "
+                "model of blocks, or use data parallelism alone"
+            )
+        parallel.check_blocks(len(model.blocks))
+
+
+MODELS: dict[str, type[NamedModelSection]] = {"gpt": GptSection, "mlp": MlpSection}
+
+
+#: Names of the methods.
+VECTOR_METHODS = ("l-bfgs", "cg", "newton-cg")
+#: Settings of ``[train]`` with which they do not know the loss and its exact gradient in the host's memory, and the
+#: values with which they do.
+_CLASHES: Mapping[str, Any] = {
+    "clip": 0.0,
+    "ema": None,
+    "gradient_compression": None,
+    "mixed_precision": None,
+    "device": "cpu",
+}
+_BOUNDS = "[low, high] for all parameters, or a table of such pairs by name; inf and -inf are no bounds"
+
+
+def _limit(value: Any) -> float | None:
+    if value is None:  # no bound, in what a checkpoint has recorded
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise ValueError("must be a number")
+    return None if math.isinf(value) else float(value)
+
+
+def _bounds(value: Any) -> dict[str, list[float | None]]:
+    """Check bounds, and return the pairs by patterns of names; None is no bound."""
+    found = {}
+    for name, pair in (value if isinstance(value, Mapping) else {"*": value}).items():
+        where = f"{name}: " if isinstance(value, Mapping) else ""
+        try:
+            low, high = many(_limit, count=2)(pair)
+        except ValueError as error:
+            raise ValueError(f"must be {_BOUNDS}; {where}{allowed(error)}") from None
+        if None not in (low, high) and low > high:
+            raise ValueError(f"must be {_BOUNDS}; {where}low is above high")
+        found[str(name)] = [low, high]
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class VectorMethodSection(ConfigSection):
+    """Hold the settings that all methods of whole vectors have; subclasses add their own."""
+
+    name: str = setting("l-bfgs", choice(*VECTOR_METHODS))
+    gtol: float = setting(1e-5, number())
+    ftol: float = setting(0.0, number())
+
+    @classmethod
+    def title(cls) -> str:
+        """Return the section's name in the file."""
+        return "optimizer"
+
+    def check_run(self, train: ConfigSection, model: ConfigSection) -> None:
+        """Raise an error for settings of ``[train]`` and ``[model]`` that do not go together with these methods."""
+        method = f'optimizer.name = "{self.name}"'
+        for key, without in _CLASHES.items():
+            if getattr(train, key) != without:
+                raise train.reject(
+                    key, f"must be left out with {method}, which needs the exact loss and gradient, on the host"
+                )
+        if getattr(model, "dropout", 0.0):
+            raise model.reject("dropout", f"must be 0 with {method}, which needs the same function in every step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConjugateGradientSection(VectorMethodSection):
+    """Hold the settings of nonlinear conjugate gradients."""
+
+    name: str = setting("cg", choice(*VECTOR_METHODS))
+    most_trials: int = setting(20, whole(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LbfgsSection(VectorMethodSection):
+    """Hold the settings of L-BFGS."""
+
+    most_trials: int = setting(20, whole(1))
+    history: int = setting(10, whole(1))
+    bounds: Any = setting(None, optional(_bounds))
+    initial: str = setting("scalar", choice(*INITIAL))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewtonSection(VectorMethodSection):
+    """Hold the settings of Newton's method with conjugate gradients."""
+
+    name: str = setting("newton-cg", choice(*VECTOR_METHODS))
+    radius: float = setting(1.0, positive)
+
+
+VECTOR_SECTIONS: dict[str, type[VectorMethodSection]] = {
+    "l-bfgs": LbfgsSection,
+    "cg": ConjugateGradientSection,
+    "newton-cg": NewtonSection,
+}

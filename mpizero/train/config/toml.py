@@ -1,0 +1,521 @@
+"""Read a configuration file and ``--set`` overrides; errors name the key, file and line, and what is allowed.
+
+Load a function of the user's that a setting names, such as ``model.make = "my_model.py:make"``, and call it.
+
+[Note: modules by file] A file is loaded once in a process, as a module with a name of its own: that of the file and a
+hash of its path and content. Two files of one name do not replace each other, and a file that was changed is loaded
+again. The import system does it, so that threads wait for each other, and a module whose code raises is left out of
+``sys.modules``. Pickle, ``inspect`` and dataclasses find the module by its name. The file's folder is on ``sys.path``
+while the module is loaded, and in the ``with`` block of :func:`importable`, so that its siblings can be imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mpizero._util.checks import home_path
+from mpizero._util.names import nearest
+from mpizero._util.text import is_users, users_line
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.errors import ConfigError, MpizeroError
+from mpizero.train.config.checks import SettingError, rejected, shown
+from mpizero.train.config.components import (
+    MODELS,
+    DataSection,
+    MadeDataSection,
+    MadeModelSection,
+    ModelSection,
+    NamedModelSection,
+    ParallelSection,
+    VectorMethodSection,
+)
+from mpizero.train.config.schema import (
+    ALL_SAMPLES,
+    OPTIMIZERS,
+    CheckpointSection,
+    Config,
+    OptimizerSection,
+    TrainSection,
+)
+
+Tables = dict[str, dict[str, Any]]
+_CONFIG_LIMIT = 1 << 20
+#: All sections; that of the ensemble is read by :mod:`mpizero.train.cli.ensemble_training` alone.
+SECTIONS = ("model", "data", "parallel", "train", "optimizer", "checkpoint", "ensemble")
+#: The classes of sections, among which one is suggested for a key that stands in the wrong section.
+_CLASSES = (TrainSection, ParallelSection, CheckpointSection, DataSection, *OPTIMIZERS.values(), *MODELS.values())
+
+
+@dataclass(frozen=True)
+class ConfigDocument:
+    """Hold the path and the text of a configuration file, and the settings that replace some in it.
+
+    Attributes
+    ----------
+    name : str
+        Path of the file, for error messages.
+    text : str
+        The file's text, TOML.
+    overrides : sequence of str
+        Texts ``section.key=value``, each of which replaces or adds one setting. Values are TOML; a bare word is a
+        string.
+    values : mapping
+        Values by key, such as "optimizer.lr", which replace or add settings after all overrides: those of one member of
+        the ensemble that the text describes.
+    """
+
+    name: str
+    text: str
+    overrides: Sequence[str] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Convert a :class:`SettingError` of the ``with`` block to a ConfigError with the setting's file and line.
+
+        Not collective.
+        """
+        try:
+            yield
+        except SettingError as error:  # one of a user's function has the error that was raised there as its cause
+            located = ConfigError(f"{self.place(error.key)}: {error.message}")
+            located.status = error.status
+            raise located from error.__cause__
+
+    def place(self, key: str) -> str:
+        """Return where a key such as ``train.steps`` was set: "--set", or the file's name and, if found, the line.
+
+        Not collective.
+        """
+        names = [override.partition("=")[0].strip() for override in self.overrides]
+        if any(name == key or name.startswith(f"{key}.") for name in names):
+            return "--set"
+        if key in self.values:
+            return f"{self.name}, ensemble.each"
+        section, _, setting = key.partition(".")
+        inside = ""
+        for number, line in enumerate(self.text.splitlines(), 1):
+            if header := re.match(r"\s*\[\s*([^\]]+?)\s*\]", line):
+                inside = header[1]
+                if not setting and inside == section:
+                    return f"{self.name}:{number}"
+            elif setting and re.match(rf"""\s*["']?{re.escape(setting)}["']?\s*[=.]""", line) and inside == section:
+                return f"{self.name}:{number}"
+        return self.name
+
+
+def read_config(name: str) -> str:
+    """Return the text of the configuration file at the path ``name``.
+
+    Not collective.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read. The message names the file and the reason.
+    """
+    try:
+        with Path(name).open("rb") as file:  # bounded while it is read: what is no regular file has no size
+            data = file.read(_CONFIG_LIMIT + 1)
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+    if len(data) > _CONFIG_LIMIT:
+        raise ConfigError(f"{name}: more than {_CONFIG_LIMIT} bytes: not a configuration")
+    try:
+        return data.decode("utf-8-sig")  # some editors write a mark of byte order
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not valid TOML: not UTF-8 at byte {error.start}") from None
+
+
+def read_together(
+    comm: Communicator, name: str, overrides: Sequence[str], preset: Mapping[str, str]
+) -> tuple[ConfigDocument, Config]:
+    """Read a configuration file on rank 0 and parse it on all ranks; return the document and the configuration.
+
+    Collective over ``comm``. ``preset`` has values, as TOML texts by key such as ``train.threads``, of settings that
+    are neither in the file nor in ``overrides``.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read, or a setting is wrong. The message names the key, file and line, and what is
+        allowed.
+    """
+    with all_ranks(comm):
+        text = read_config(name) if comm.rank == 0 else ""
+    document = ConfigDocument(name, comm.broadcast_object(text), overrides)
+    return document, parse_config(document, preset)
+
+
+def parse_config(document: ConfigDocument, defaults: Mapping[str, str] | None = None) -> Config:
+    """Parse and check a configuration document.
+
+    Not collective.
+
+    Parameters
+    ----------
+    document : ConfigDocument
+        The TOML text with its overrides.
+    defaults : mapping of str to str, optional
+        Values, as TOML texts by key such as ``train.threads``, of settings that are neither in the text nor in an
+        override.
+
+    Raises
+    ------
+    ConfigError
+        If a setting is wrong. The message names the key, its value, file and line, and what is allowed.
+    """
+    tables = tables_of(document)
+    with document.located():
+        for key, value in (defaults or {}).items():
+            section, _, setting = key.partition(".")
+            if isinstance(tables.get(section, {}), dict) and setting not in tables.get(section, {}):
+                _apply(tables, f"{key}={value}")
+        return config_of(tables, str(Path(document.name).parent.absolute()))
+
+
+def tables_of(document: ConfigDocument) -> Tables:
+    """Return the tables of a configuration document, with its overrides, unchecked. Not collective."""
+    try:
+        tables: Tables = tomllib.loads(document.text)
+    except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and deep nesting
+        raise ConfigError(f"{document.name}: not valid TOML: {error}") from None
+    with document.located():
+        for override in document.overrides:
+            _apply(tables, override)
+        for key, value in document.values.items():
+            _put(tables, f"ensemble.each.{key}", key.split("."), value)
+    return tables
+
+
+def _apply(tables: Tables, override: str) -> None:
+    key, equals, raw = override.partition("=")
+    path = key.strip().split(".")
+    if not equals or len(path) < 2 or not all(path):
+        raise ConfigError(f"--set {override}: must have the form section.key=value")
+    _put(tables, f"--set {override}", path, _value(override, raw.strip()))
+
+
+def _put(tables: Tables, origin: str, path: Sequence[str], value: Any) -> None:
+    target: Any = tables
+    for part in path[:-1]:
+        target = target.setdefault(part, {}) if isinstance(target, dict) else None
+    if not isinstance(target, dict):
+        raise ConfigError(f"{origin}: {'.'.join(path[:-1])} is a value, not a table")
+    target[path[-1]] = value
+
+
+def _value(override: str, raw: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except (ValueError, RecursionError) as error:
+        if raw and raw[0] not in "[{\"'" and "\n" not in raw:
+            return raw
+        raise ConfigError(f"--set {override}: not a TOML value: {error}") from None
+    if set(parsed) != {"value"}:
+        raise ConfigError(f"--set {override}: must be one value")
+    return parsed["value"]
+
+
+def config_of(tables: Tables, folder: str = ".") -> Config:
+    """Build a checked configuration from the tables of a TOML file, or from the result of :meth:`Config.to_dict`.
+
+    Not collective. ``folder`` is that of the configuration file.
+
+    Raises
+    ------
+    ConfigError
+        If a setting is wrong. The message names the key, its value and what is allowed.
+    """
+    for section, content in tables.items():
+        if section not in SECTIONS:
+            known = ", ".join(f"[{name}]" for name in SECTIONS)
+            raise SettingError(section, f"{section}: unknown section{nearest(section, SECTIONS)}; known: {known}")
+        if not isinstance(content, dict):
+            raise rejected(section, content, f"must be a section: [{section}] with its settings below it")
+    for section in ("model", "data"):
+        if section not in tables:
+            raise SettingError(section, f"[{section}] is missing: it has no default")
+    optimizer = _chosen(tables, "optimizer", OptimizerSection, OPTIMIZERS, "adamw")
+    if issubclass(optimizer, VectorMethodSection):  # their number is known when the data are open
+        tables = tables | {"train": {"global_batch": ALL_SAMPLES} | tables.get("train", {})}
+    return Config(
+        model=_model(tables),
+        data=MadeDataSection.of(tables["data"]) if "make" in tables["data"] else _section(DataSection, tables),
+        parallel=_section(ParallelSection, tables),
+        train=_section(TrainSection, tables),
+        optimizer=_section(optimizer, tables, OPTIMIZERS),
+        checkpoint=_section(CheckpointSection, tables),
+        folder=folder,
+    )
+
+
+def _model(tables: Tables) -> ModelSection:
+    given = tables["model"]
+    names = ", ".join(map(shown, MODELS))
+    if "make" not in given:
+        if "name" not in given:
+            message = f'model.name is missing: it must be one of {names}; or give model.make = "my_model.py:make"'
+            raise SettingError("model", message)
+        section: ModelSection = _section(_chosen(tables, "model", NamedModelSection, MODELS, ""), tables, MODELS)
+        return section
+    if "name" in given:
+        raise rejected("model.name", given["name"], "must be left out with model.make, which makes the model")
+    return MadeModelSection.of(given)
+
+
+def _chosen(tables: Tables, section: str, base: Any, kinds: Mapping[str, Any], default: str) -> Any:
+    name = tables.get(section, {}).get("name", default)
+    check = next(item for item in fields(base) if item.name == "name").metadata["check"]
+    try:
+        return kinds[check(name)]
+    except ValueError as error:
+        raise rejected(f"{section}.name", name, str(error)) from None
+
+
+def _section(kind: Any, tables: Tables, kinds: Mapping[str, Any] | None = None) -> Any:
+    title = kind.title()
+    given = tables.get(title, {})
+    known = [item.name for item in fields(kind)]
+    for key in (key for key in given if key not in known):
+        having = [other for other in _CLASSES if key in {item.name for item in fields(other)}]
+        owners = [name for name, other in (kinds or {}).items() if other in having]
+        whose = f"not a setting of {given.get('name', 'adamw')} but of {', '.join(owners)}" if owners else "unknown key"
+        hint = "" if owners else f" (did you mean '{having[0].title()}.{key}'?)" if having else nearest(key, known)
+        raise SettingError(f"{title}.{key}", f"{title}.{key}: {whose}{hint}; known: {', '.join(known)}")
+    return kind(**given)
+
+
+_KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """Describe a function of the user's by the setting that names it.
+
+    Attributes
+    ----------
+    section : str
+        The section with the setting ``make``: "model" or "data".
+    make : str
+        ``"FILE.py:FUNCTION"`` or ``"PACKAGE.MODULE:FUNCTION"``.
+    folder : Path
+        The folder where a relative path of the file starts.
+    """
+
+    section: str
+    make: str
+    folder: Path
+
+    @property
+    def key(self) -> str:
+        """Name of the setting."""
+        return f"{self.section}.make"
+
+    @property
+    def place(self) -> str:
+        """The file or module, as the setting names it."""
+        return self.make.rpartition(":")[0].strip()
+
+    @property
+    def file(self) -> Path | None:
+        """Absolute path of the file; None if the setting names a module."""
+        try:
+            path = home_path(self.place)
+        except ConfigError:
+            raise self.reject("there is no such home folder; give the whole path") from None
+        return self.folder / path if path.suffix == ".py" or path.name != self.place else None
+
+    def reject(self, message: str) -> SettingError:
+        """Return the error about this setting; ``message`` says what is wrong, or what is allowed."""
+        return rejected(self.key, self.make, message)
+
+    def load(self) -> Callable[..., Any]:
+        """Return the function, whose module is loaded if it is not yet. Not collective.
+
+        Raises
+        ------
+        SettingError
+            If there is no such file, module or function, or the module's code raises an error.
+        """
+        name = self.make.rpartition(":")[2]
+        found = self._module()
+        if not hasattr(found, name):
+            defined = [
+                n for n, v in vars(found).items() if callable(v) and getattr(v, "__module__", "") == found.__name__
+            ]
+            listed = f"; it defines {', '.join(defined)}" if defined else ""
+            raise self.reject(f"{self.place} has no function {name}{nearest(name, defined)}{listed}")
+        function: Callable[..., Any] = getattr(found, name)
+        if not callable(function):
+            raise self.reject(f"{name} is a {type(function).__name__}, which cannot be called; it must be a function")
+        return function
+
+    def call(self, arguments: Mapping[str, Any], offered: Mapping[str, Callable[[], Any]]) -> Any:
+        """Call the function with keyword arguments, and return what it returns. Not collective.
+
+        ``arguments`` are the section's keys. ``offered`` has functions that return further arguments by name. Each is
+        called, and its value passed, if the function has a parameter of that name and the section no such key.
+
+        Raises
+        ------
+        SettingError
+            If the function does not take the arguments, needs others, or raises an error. The message names the key,
+            and the line of the function that raised.
+        """
+        function = self.load()
+        takes = self._check_arguments(function, arguments, offered)
+        given = dict(arguments) | {
+            name: get() for name, get in offered.items() if name in takes and name not in arguments
+        }
+        with importable(self):
+            try:
+                return function(**given)
+            except (Exception, SystemExit) as error:
+                raise self._failed(f"{self.make.rpartition(':')[2]} raised ", error) from error
+
+    def _check_arguments(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any], offered: Mapping[str, Any]
+    ) -> list[str]:
+        """Return the names of the function's parameters, or raise an error if it cannot take the arguments."""
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # of compiled code
+            return []
+        names = [parameter.name for parameter in parameters if parameter.kind in _KEYWORDS]
+        takes = f"it takes {', '.join(names)}" if names else "it takes no arguments"
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        for key in arguments:
+            if key not in names and not takes_all:
+                message = f"{self.section}.{key}: {self.make} takes no such key{nearest(key, names)}; {takes}"
+                raise SettingError(f"{self.section}.{key}", message)
+        for parameter in parameters:
+            needed = parameter.default is parameter.empty and parameter.kind not in (
+                parameter.VAR_POSITIONAL,
+                parameter.VAR_KEYWORD,
+            )
+            if needed and (parameter.kind not in _KEYWORDS or parameter.name not in {*arguments, *offered}):
+                by = "by position" if parameter.kind not in _KEYWORDS else f"as {self.section}.{parameter.name}"
+                raise self.reject(
+                    f"it needs {parameter.name}, which is not given {by}; {takes}, from keys of its section"
+                )
+        return names
+
+    # ------------------------------------------------------------------ modules
+
+    def _module(self) -> ModuleType:
+        path = self.file
+        try:
+            with importable(self):
+                return importlib.import_module(self.place) if path is None else _loaded(path)
+        except OSError as error:
+            if path is None or path.is_file():
+                raise self._failed("its module raised ", error) from error
+            here = Path.cwd() / self.place
+            hint = f"; {here} is there, but paths start at the configuration file's folder" if here.is_file() else ""
+            raise self.reject(f"no file {path}{hint}") from None
+        except ModuleNotFoundError as error:
+            if path is not None or error.name is None or not f"{self.place}.".startswith(f"{error.name}."):
+                raise self._failed("its module raised ", error) from error
+            hint = (
+                f"; for a file give its path, {self.place}.py" if (self.folder / f"{self.place}.py").is_file() else ""
+            )
+            raise self.reject(f"no module {self.place}{hint}") from None
+        except (Exception, SystemExit) as error:
+            raise self._failed("its module raised ", error) from error
+
+    def files(self) -> dict[str, str]:
+        """Return the SHA-256 of the function's file and of all loaded modules of its folder, by file name.
+
+        Not collective.
+        """
+        home = Path(getattr(self._module(), "__file__", None) or "").parent
+        found = {}
+        for module in list(sys.modules.values()):
+            path = Path(getattr(module, "__file__", None) or "")
+            if path.parent == home and path.suffix == ".py":
+                with suppress(OSError):
+                    found[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return found
+
+    def _failed(self, what: str, error: BaseException) -> SettingError:
+        line = None if isinstance(error, SyntaxError) else users_line(error.__traceback__)
+        text = " ".join(str(error).split()) or "no further description"
+        told = f"{what}{type(error).__name__}: {text}" + (f" ({line})" if line and str(line) not in text else "")
+        failure = self.reject(told)
+        if isinstance(error, MpizeroError):
+            failure.status = error.status
+        return failure
+
+
+@contextmanager
+def importable(*functions: UserFunction) -> Iterator[None]:
+    """Keep the folders of the functions' files at the beginning of ``sys.path`` during a ``with`` block."""
+    folders = [str(function.folder if function.file is None else function.file.parent) for function in functions]
+    sys.path[:0] = folders
+    try:
+        yield
+    finally:
+        for folder in folders:
+            with suppress(ValueError):  # the user's code has removed it
+                sys.path.remove(folder)
+
+
+class _UncachedLoader(SourceFileLoader):
+    """Load a module from its source, without a file of byte code: one could be that of an earlier content."""
+
+    def path_stats(self, path: Any) -> Any:
+        """Raise OSError, by which the import system learns that there is no byte code."""
+        raise OSError(path)
+
+
+class _Finder:
+    """Find one file as a module with a given name."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return how to load the file if ``name`` is its module's, else None. Not collective."""
+        if name != self.name:
+            return None
+        return spec_from_file_location(name, self.path, loader=_UncachedLoader(name, str(self.path)))
+
+
+def _loaded(path: Path) -> ModuleType:
+    """Return the module of a file; load it if it is not loaded yet ([Note: modules by file])."""
+    digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()
+    name = f"{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{digest[:12]}"
+    if name not in sys.modules:
+        _forget_siblings_of_others(path.parent)
+    finder = _Finder(name, path)
+    sys.meta_path.insert(0, finder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.meta_path.remove(finder)
+
+
+def _forget_siblings_of_others(folder: Path) -> None:
+    """Remove modules from ``sys.modules`` that another folder's file has imported, and this folder has under that name.
+
+    Otherwise ``import helper`` would give this folder's files the helper of the other one.
+    """
+    for path in folder.glob("*.py"):
+        known = getattr(sys.modules.get(path.stem), "__file__", None)
+        if known and is_users(known) and Path(known).parent != folder and str(Path(known).parent) not in sys.path:
+            del sys.modules[path.stem]

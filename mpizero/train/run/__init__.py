@@ -1,1 +1,0 @@
-"""Train by a configuration file: the training loop, its folder, early stops and resuming."""

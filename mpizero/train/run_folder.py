@@ -1,0 +1,835 @@
+"""Manage the files of one run: metrics, events, marker, lock, checkpoints. Files of earlier runs are kept.
+
+Save and restore a run's state other than arrays, and choose the checkpoint from which a run continues.
+
+Write the checkpoints of a run, either at once or in a thread during the next steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpizero import checkpoint
+from mpizero._util.checks import home_path
+from mpizero._util.text import notice
+from mpizero.checkpoint import PendingSave, RemovalFailure, StepFolder
+from mpizero.checkpoint.folder import remove_leftovers
+from mpizero.checkpoint.folders import BEST, step_folders
+from mpizero.checkpoint.format import open_regular
+from mpizero.checkpoint.writer import check_backend
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.startup import versions
+from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, ExitStatus, MpizeroError
+from mpizero.sharding import state_dict
+from mpizero.sharding.saved_attributes import read_attribute, recorded_tiles
+from mpizero.train.config.checks import difference, touched
+from mpizero.train.config.schema import changes, described_change, overridable
+from mpizero.train.events import EVENTS, METRICS, RESULT, SUPERSEDED, Progress
+from mpizero.train.setup import RunSetup, finite
+from mpizero.train.stopping import WallTime
+
+#: Key of the marker file with the reason for which a callback has ended the run.
+DECISION = "decision"
+
+
+class RunFolderError(MpizeroError):
+    """Report that a run folder cannot be used: not writable, full, or in use by another job."""
+
+    status = ExitStatus.INPUT_OUTPUT
+
+
+class RunFolder:
+    """Manage the folder that holds a run.
+
+    With ``checkpoint.folder = "run/checkpoints"`` the run's folder is ``run``. A checkpoint folder with another name
+    than ``checkpoints`` is itself the run's folder. All methods run on one rank only; callers tell the other ranks of
+    errors.
+
+    Parameters
+    ----------
+    checkpoints : path
+        The folder of checkpoints.
+    """
+
+    def __init__(self, checkpoints: str | Path) -> None:
+        self.checkpoints = home_path(checkpoints).absolute()
+        self.root = self.checkpoints.parent if self.checkpoints.name == "checkpoints" else self.checkpoints
+        # Without buffers: what a full disk did not take must not be tried again when files are closed.
+        self._lock: FileIO | None = None
+        self._appended: dict[str, FileIO] = {}
+        self._taken: dict[Path, tuple[int, int]] = {}
+
+    @property
+    def metrics(self) -> Path:
+        """Path of the metrics file, which has one line of JSON for each step."""
+        return self.root / METRICS
+
+    @property
+    def events(self) -> Path:
+        """Path of the file of events, which has one line of JSON for each (``train/events.py``)."""
+        return self.root / EVENTS
+
+    @property
+    def marker(self) -> Path:
+        """Path of a file that exists once the run has ended successfully; it holds the result as a line of JSON."""
+        return self.root / RESULT
+
+    @property
+    def stop_file(self) -> Path:
+        """Return the path of the file that a user creates to make the run save and stop."""
+        return self.root / "STOP"
+
+    @property
+    def stopped(self) -> Path:
+        """Return the path to which :attr:`stop_file` is renamed when the run has stopped; :meth:`open` removes it."""
+        return self.root / "STOPPED"
+
+    def obey_stop(self) -> None:
+        """Rename :attr:`stop_file` to :attr:`stopped` if it exists, so that a resumed run does not stop again."""
+        try:
+            if os.path.lexists(self.stop_file):
+                _remove(self.stopped)
+                self.stop_file.rename(self.stopped)
+        except OSError as error:
+            raise self._failed("the file STOP cannot be renamed", error) from None
+
+    def open(self) -> None:
+        """Create the run's folder and the checkpoint folder, check that they are writable, and lock the run's folder.
+
+        The lock keeps other jobs out.
+
+        Raises
+        ------
+        RunFolderError
+            If that fails. The message names the folder and the reason.
+        """
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            for folder in {self.root, self.checkpoints}:
+                if not os.access(folder, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+            self._lock = (self.root / ".lock").open("a+b", buffering=0)
+            self._take_lock(self._lock)
+            _remove(self.stopped)
+            self._taken = {folder: _identity(folder) for folder in (self.root, self.checkpoints)}
+        except OSError as error:
+            self.close()
+            raise self._failed("cannot be used", error) from None
+
+    def check(self) -> None:
+        """Raise :class:`RunFolderError` if the run's folder or the checkpoint folder was removed or replaced.
+
+        Without this check, a run could save into a new folder that has no lock and no metrics, or on another disk.
+        """
+        for folder, identity in self._taken.items():
+            try:
+                same = _identity(folder) == identity
+            except OSError as error:
+                raise self._failed("has been removed since the run began", error) from None
+            if not same:
+                raise RunFolderError(f"run folder {self.root}: {folder} is another folder than when the run began")
+
+    @property
+    def bad_steps(self) -> Path:
+        """Path of the folder with the samples of skipped steps."""
+        return self.root / "bad_steps"
+
+    def set_aside(self) -> Path | None:
+        """Move all files of an earlier run into a new folder below ``earlier``.
+
+        Return that folder, or None if there are no such files.
+        """
+        steps = [Path(path) for path in step_folders(str(self.checkpoints))]
+        if (link := self.checkpoints / BEST).is_symlink():
+            steps.append(link)
+        written = (self.metrics, self.superseded, self.events, self.marker, self.bad_steps)
+        return self._move_aside(steps, [path for path in written if path.exists()])
+
+    def set_steps_aside(self, steps: Iterable[str]) -> Path | None:
+        """Move the checkpoints at the paths ``steps``, given newest first, into a new folder below ``earlier``.
+
+        Return that folder, or None if ``steps`` is empty.
+        """
+        moved, link = [Path(path) for path in steps], self.checkpoints / BEST
+        if link.is_symlink() and any(path.name == os.readlink(link) for path in moved):
+            moved.append(link)
+        return self._move_aside(moved, [])
+
+    def _move_aside(self, steps: Sequence[Path], files: Sequence[Path]) -> Path | None:
+        """Move checkpoints, given newest first, and files into a new folder below ``earlier``; return that folder.
+
+        After an error all are moved back. The oldest checkpoint is moved first, so that the newest is still in place
+        if the process is killed meanwhile.
+        """
+        if not steps and not files:
+            return None
+        done: list[tuple[Path, Path]] = []
+        made: list[Path] = []
+        try:
+            number = 1
+            while any((top / "earlier" / f"{number:04d}").exists() for top in (self.root, self.checkpoints)):
+                number += 1
+            home = self.root / "earlier" / f"{number:04d}"
+            # A checkpoint folder may be a link to another file system, which cannot be left by renaming.
+            same = self.root.stat().st_dev == self.checkpoints.stat().st_dev
+            place = (home if same else self.checkpoints / "earlier" / home.name) / "checkpoints"
+            for folder in (home, place):
+                folder.mkdir(parents=True, exist_ok=True)
+                made.append(folder)
+            for path in (*reversed(steps), *files):
+                target = (place if path in steps else home) / path.name
+                _move(path, target)
+                done.append((path, target))
+        except OSError as error:
+            for path, target in reversed(done):
+                with contextlib.suppress(OSError):
+                    _move(target, path)
+            for folder in reversed(made):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            raise self._failed("what an earlier run left in it cannot be moved aside", error) from None
+        return home if files else place
+
+    @property
+    def superseded(self) -> Path:
+        """Path of the file with the metrics of steps that were repeated after a resume, as they were the first time."""
+        return self.root / SUPERSEDED
+
+    def continue_metrics(self, step: int) -> int:
+        """Move metrics of steps after ``step``, which will be repeated, to :attr:`superseded`; remove the marker.
+
+        Return how many lines of steps were moved; one that was cut when a job was killed is none.
+        """
+        try:
+            lines = [line.removesuffix(b"\n") for line in self._lines(self.metrics)]
+            kept = [line for line in lines if _number_in(line, "step", math.inf) <= step]
+            rest = [line for line in lines if _number_in(line, "step", math.inf) > step]
+            if rest:
+                with self.superseded.open("ab") as file:
+                    file.writelines(line + b"\n" for line in rest)
+                self._replace(self.metrics, kept)
+            self.marker.unlink(missing_ok=True)
+            return sum(_number_in(line, "step", math.inf) < math.inf for line in rest)
+        except OSError as error:
+            raise self._failed("its metrics cannot be rewritten", error) from None
+        except CheckpointError as error:
+            raise RunFolderError(f"run folder {self.root}: its metrics cannot be rewritten: {error}") from None
+
+    def continue_events(self) -> int:
+        """Return the number of the visit that begins; remove a last event that was cut when a job was killed."""
+        try:
+            lines = self._lines(self.events)
+            if lines and not lines[-1].endswith(b"\n"):  # another file, so that who follows it reads it anew
+                self._replace(self.events, [line.removesuffix(b"\n") for line in lines[:-1]])
+            return 1 + max((_number_in(line, "visit", -1) for line in lines), default=-1)
+        except OSError as error:
+            raise self._failed("its events cannot be continued", error) from None
+        except CheckpointError as error:
+            raise RunFolderError(f"run folder {self.root}: its events cannot be continued: {error}") from None
+
+    @staticmethod
+    def _lines(path: Path) -> list[bytes]:
+        """Return the lines of a file as bytes, without parsing them; none if there is no such file."""
+        if not path.exists():
+            return []
+        with os.fdopen(open_regular(os.path.realpath(path)), "rb") as file:
+            return list(file)
+
+    def write_metrics(self, line: Mapping[str, Any]) -> None:
+        """Append ``line`` to the metrics file, as one line of JSON."""
+        self._append(METRICS, line, "metrics cannot be written")
+
+    def write_event(self, event: Mapping[str, Any]) -> None:
+        """Append ``event`` to the file of events, as one line of JSON."""
+        self._append(EVENTS, event, "events cannot be written")
+
+    def _append(self, name: str, line: Mapping[str, Any], problem: str) -> None:
+        try:
+            file = self._appended.get(name)
+            if file is None:
+                file = self._appended[name] = (self.root / name).open("ab", buffering=0)
+            _write(file, json.dumps(line, allow_nan=False).encode() + b"\n")
+        except OSError as error:
+            raise self._failed(problem, error) from None
+
+    def complete(self, result: Mapping[str, Any]) -> None:
+        """Write the result into the marker file, whose existence says that the run has ended successfully."""
+        try:
+            self._replace(self.marker, [json.dumps(result, allow_nan=False).encode()])
+        except OSError as error:
+            raise self._failed("the marker cannot be written", error) from None
+        self.obey_stop()
+
+    def decision(self, step: int) -> str:
+        """Return the reason for which a callback has ended the run after ``step``, as the marker has it, or ""."""
+        try:
+            found = json.loads(self.marker.read_bytes())
+            return str(found[DECISION]) if found["steps"] == step else ""
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+
+    def close(self) -> None:
+        """Close the files, and release the lock, also where closing fails."""
+        with contextlib.ExitStack() as closing:
+            for file in (self._lock, *self._appended.values()):
+                if file is not None:
+                    closing.callback(file.close)
+            self._appended, self._lock = {}, None
+
+    def _take_lock(self, file: FileIO) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read(200).decode(errors="replace").strip() or "another process"
+            self.close()
+            raise RunFolderError(f"run folder {self.root}: in use by {owner}; choose another folder") from None
+        except OSError:
+            return  # a file system without locks: go on unprotected, as everywhere else on it
+        file.seek(0)
+        file.truncate()
+        _write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    @staticmethod
+    def _replace(path: Path, lines: Iterable[bytes]) -> None:
+        temporary = path.with_name(f"{path.name}.tmp")
+        with temporary.open("wb") as file:
+            file.writelines(line + b"\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+    def _failed(self, what: str, error: OSError) -> RunFolderError:
+        where = f" ({error.filename})" if error.filename and str(error.filename) != str(self.root) else ""
+        rights = _rights(Path(error.filename or self.root), self.root) if isinstance(error, PermissionError) else ""
+        return RunFolderError(f"run folder {self.root}: {what}: {error.strerror or error}{where}{rights}")
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or an empty folder that somebody made in its place; do nothing if there is none."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        path.rmdir()
+
+
+def _write(file: FileIO, data: bytes) -> None:
+    """Write all of ``data``; raise OSError if that is not possible."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) or 0 :]
+
+
+def _move(path: Path, target: Path) -> None:
+    """Rename a file, folder or link; a relative link is changed so that it still points to its target.
+
+    The link to the best checkpoint is not changed: its target is moved with it.
+    """
+    if path.is_symlink() and path.name != BEST and not (meant := path.readlink()).is_absolute():
+        target.symlink_to(path.parent / meant)
+        path.unlink()
+    else:
+        path.rename(target)
+
+
+def _rights(path: Path, root: Path) -> str:
+    """Return who owns a path that may not be used, or the folder where it was to be made, and what to do."""
+    there = next((one for one in (path, *path.parents) if os.access(one, os.F_OK)), Path("/"))
+    found = there.stat()
+    try:
+        owner = there.owner()
+    except (KeyError, OSError):
+        owner = f"user {found.st_uid}"
+    owns = f"{there} belongs to {owner} with mode {stat.filemode(found.st_mode)}"
+    opened = there if there in root.parents else root
+    return f": {owns}; let the owner say chmod -R g+w {opened} (of a group that you share), or choose another folder"
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_dev, found.st_ino
+
+
+def _number_in(line: bytes, name: str, default: float) -> Any:
+    """Return the whole number ``name`` in a line of JSON; ``default`` if the line is incomplete or has none."""
+    try:
+        found = json.loads(line)[name]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return default
+    return found if type(found) is int else default
+
+
+#: Name of the checkpoint attribute with the state of a training run.
+ATTRIBUTE = "training"
+_CHANGING = ("best", "numbers", "callbacks", "stopped", "overrides")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Hold the state of a run, other than arrays and settings, that changes from step to step.
+
+    Attributes
+    ----------
+    loss : float or None
+        Loss of the last step; None if it was not finite.
+    best : dict
+        State of :class:`~mpizero.train.setup.Improvement`; empty if there is none.
+    numbers : dict
+        State of :class:`~mpizero.train.loop.NumberWatch`.
+    callbacks : dict
+        States of the callbacks, by name.
+    stopped : str
+        The reason for which a callback has ended the run at this step; "" if none has.
+    overrides : list of dict
+        Settings that were changed when the run was resumed: "step", "key", "was", "now".
+    """
+
+    loss: float | None = None
+    best: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    stopped: str = ""
+    overrides: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """Hold the state of a training run that a checkpoint has besides the arrays.
+
+    Attributes
+    ----------
+    step : int
+        Number of steps done. Multiplied by the global batch size, it is the number of samples consumed.
+    state : RunState
+        What changes from step to step.
+    config : dict
+        The whole configuration of the run.
+    data : str
+        Fingerprint of the training data.
+    validation : str
+        Fingerprint of the validation samples; "" if there were none.
+    code : mapping of str to str
+        Hashes of the files of the user's functions that made model and data, by file name.
+    contents : mapping
+        What identifies the contents of the data; empty in checkpoints of older versions.
+    """
+
+    step: int
+    state: RunState
+    config: dict[str, dict[str, Any]]
+    data: str
+    validation: str = ""
+    code: Mapping[str, str] = field(default_factory=dict)
+    contents: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, attributes: Mapping[str, Any], path: str | Path) -> SavedRun:
+        """Read and check the state in a checkpoint's attributes, which are the result of :func:`saved_attributes`.
+
+        Not collective. ``path`` is for error messages.
+
+        Raises
+        ------
+        CheckpointError
+            If the checkpoint was not written by ``mpizero train`` or :class:`mpizero.Trainer`.
+        """
+        try:
+            found = attributes[ATTRIBUTE]
+            parts = {name: dict(found.get(name) or {}) for name in ("best", "numbers", "callbacks")}
+            stopped, overridden = str(found.get("stopped") or ""), list(found.get("overrides") or ())
+            state = RunState(found["loss"], **parts, stopped=stopped, overrides=overridden)
+            config = {str(name): dict(section) for name, section in dict(found["config"]).items()}
+            data, held = str(found["data"]), str(found.get("validation") or "")
+            code, contents = (dict(found.get(name) or {}) for name in ("code", "contents"))
+            return cls(_whole(found["step"]), state, config, data, held, code, contents)
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(
+                f"{path}: not written by `mpizero train` or mpizero.Trainer: it holds no training run's state"
+            ) from None
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(value)
+    return value
+
+
+def saved_attributes(setup: RunSetup, step: int, state: RunState, versions: Mapping[str, str]) -> dict[str, Any]:
+    """Return the checkpoint attributes with the state of the run after ``step`` steps.
+
+    Not collective. ``versions`` are those of Python and the libraries, by name.
+    """
+    loop, record = setup.loop, setup.record
+    own = {
+        "step": step,
+        "samples": step * loop.global_batch,
+        "seed": loop.seed,
+        "loss": finite(state.loss),
+        "config": record.settings,
+        "data": record.fingerprint,
+        **({"validation": held} if (held := record.validation_fingerprint) else {}),
+        **({"contents": record.contents} if record.contents else {}),
+        "versions": dict(versions),
+        **({"code": dict(record.code)} if record.code else {}),
+    }
+    own |= {name: part for name in _CHANGING if (part := getattr(state, name))}
+    return {ATTRIBUTE: own}
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Describe the checkpoint from which a run continues.
+
+    Attributes
+    ----------
+    saved : SavedRun
+        State of the run in that checkpoint, whose arrays have been restored.
+    newer : list of StepFolder
+        The checkpoints of later steps, newest first; they are moved to another folder before training goes on.
+    """
+
+    saved: SavedRun
+    newer: list[StepFolder]
+
+
+def restore(
+    setup: RunSetup, folder: RunFolder, comm: Communicator, progress: Progress, step: int | None = None
+) -> ResumePoint | None:
+    """Restore the newest undamaged checkpoint of a run, or the checkpoint of ``step``.
+
+    Return None if the folder holds no checkpoint. Collective over ``comm``. No file is changed. Without ``step``,
+    damaged newer checkpoints are skipped. A newer checkpoint that cannot be opened for another reason is an error,
+    because it may be undamaged.
+
+    Raises
+    ------
+    ConfigError
+        If the saved run has other data, or other settings that change the result. The message names the first
+        difference.
+    CheckpointError
+        If there is no checkpoint of ``step``, or it cannot be loaded. If ``step`` is None: a newer checkpoint cannot be
+        opened, or all checkpoints are damaged. The message names these checkpoints, and says what to do.
+    """
+    found = checkpoint.survey(folder.checkpoints, comm)
+    if step is not None:
+        start = _restore_step(setup, folder, comm, found, step)
+        progress.say(f"resuming from step {step}, as asked for{_changed_code(setup, start.saved)}")
+        return start
+    passed: list[StepFolder] = []
+    for one in found:
+        if one.sound and any(newer.unreadable for newer in passed):
+            raise _refusal(setup, folder, passed, one)
+        looked, saved = _try(setup, one, comm)
+        if saved is not None:
+            progress.say(f"resuming from {one.path}{_changed_code(setup, saved)}")
+            return ResumePoint(saved, passed)
+        passed.append(looked)
+    if passed:
+        raise _refusal(setup, folder, passed, None)
+    progress.say(f"no checkpoint in {folder.checkpoints}: starting from the beginning")
+    return None
+
+
+def tiles_of_checkpoint(checkpoints: Path, comm: Communicator, step: int | None = None) -> dict[str, int] | None:
+    """Return the number of tiles of each axis that the training has which wrote a run's checkpoint.
+
+    Collective over ``comm``; only rank 0 reads. It is the newest undamaged checkpoint, or that of ``step``. None is
+    returned if there is none, or it does not say: :func:`restore` then raises the error.
+    """
+
+    def look() -> dict[str, int] | None:
+        for path in step_folders(str(checkpoints)):
+            if step in (None, checkpoint.step_of(path)):
+                with suppress(CheckpointError, OSError), checkpoint.open_checkpoint(path, "self") as reader:
+                    return recorded_tiles(read_attribute(reader))
+        return None
+
+    found = None
+    with all_ranks(comm):
+        found = look() if comm.rank == 0 else None
+    told: dict[str, int] | None = comm.broadcast_object(found, tag="tiles")
+    return told
+
+
+def _changed_code(setup: RunSetup, saved: SavedRun) -> str:
+    """Return a text that names the user's files that have changed since the checkpoint was saved; "" if none has."""
+    code = setup.record.code
+    changed = [name for name, digest in sorted(code.items()) if saved.code.get(name, digest) != digest]
+    if not changed:
+        return ""
+    verb = "has" if len(changed) == 1 else "have"
+    return f"; {', '.join(changed)} {verb} changed since it was saved: from here on the run is that of the new code"
+
+
+def _try(setup: RunSetup, found: StepFolder, comm: Communicator) -> tuple[StepFolder, SavedRun | None]:
+    """Try to load a checkpoint; return its description and the run's state in it.
+
+    If loading fails, the description has the problem, and the state is None.
+    """
+    if not found.sound:
+        return found, None
+    try:
+        return found, _load(setup, found.path, comm)
+    except CheckpointError as error:
+        return replace(found, problem=str(error), damaged=isinstance(error, CheckpointDamagedError)), None
+
+
+def _restore_step(
+    setup: RunSetup, folder: RunFolder, comm: Communicator, found: Sequence[StepFolder], step: int
+) -> ResumePoint:
+    asked = setup.record.wording.resume_from.format(step)
+    chosen = next((one for one in found if one.step == step), None)
+    if chosen is None:
+        there = ", ".join(str(one.step) for one in reversed(found))
+        raise CheckpointError(
+            f"{asked}: no checkpoint of step {step} in {folder.checkpoints}: "
+            + (f"there are those of the steps {there}" if there else "it holds none")
+        )
+    looked, saved = _try(setup, chosen, comm)
+    if saved is None:
+        raise CheckpointError(f"{asked}: {looked.problem}")
+    return ResumePoint(saved, [one for one in found if one.step > step])
+
+
+def _refusal(
+    setup: RunSetup, folder: RunFolder, passed: Sequence[StepFolder], good: StepFolder | None
+) -> CheckpointError:
+    """Return the error that names the checkpoints ``passed``, which cannot be loaded, and says what the user can do.
+
+    ``good`` is an older checkpoint that can be loaded, or None.
+    """
+    told = "; ".join(
+        f"{os.path.basename(one.path)} {'is damaged' if one.damaged else 'cannot be used'}: {one.problem}"
+        for one in passed
+    )
+    wording = setup.record.wording
+    older = "" if good is None else f"go on from an older one with {wording.resume_from.format(good.step)}, or "
+    return CheckpointError(
+        f"cannot resume in {folder.checkpoints}, where nothing was changed: {told}. Mend that, or {older}start over "
+        f"{wording.afresh}: what is left behind then moves to earlier/ in the run's folder"
+    )
+
+
+def _overrides(setup: RunSetup, saved: SavedRun, path: str, elsewhere: str) -> list[dict[str, Any]]:
+    """Return the settings that this run changes; raise ``ConfigError`` if it may not change one of them."""
+    found, allowed, override = [], setup.record.overridden, setup.record.wording.override
+    for key, (was, now) in changes(saved.config, setup.record.settings).items():
+        if key not in allowed:
+            section, _, name = key.partition(".")
+            able = override and overridable(key) and name in setup.record.settings.get(section, {})
+            way = f"go on with the new one by {override.format(key)}, " if able else ""
+            changed = described_change(key, (was, now))
+            raise ConfigError(f"cannot resume from {path}: {changed}; give the saved value, {way}{elsewhere}")
+        found.append({"step": saved.step, "key": key, "was": was, "now": now})
+    return found
+
+
+def _check_data(what: str, alike: bool, saved: Any, now: Any, refused: str, elsewhere: str) -> None:
+    """Raise ConfigError if the data named ``what`` are not those of the saved run."""
+    why = difference(saved.get(what, {}), now.get(what, {}))
+    if why or not alike:
+        told = f": {why}" if why else ""
+        raise ConfigError(
+            f"{refused}: data: the {what} samples are not those of the saved run{told}; give the same data, {elsewhere}"
+        )
+
+
+def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
+    elsewhere = f"or start in another {setup.record.wording.folder}"
+    with checkpoint.open_checkpoint(path, comm) as reader:
+        saved = SavedRun.of(reader.attributes, path)
+        if checkpoint.step_of(path) != saved.step:
+            raise CheckpointError(f"{path}: holds step {saved.step}: give it back the name of its own step")
+        if ("model" in saved.config) != ("model" in setup.record.settings):
+            writers = "mpizero.Trainer", "`mpizero train`"
+            raise ConfigError(f"cannot resume from {path}: it is of a run of {writers['model' in saved.config]}")
+        saved.state.overrides.extend(_overrides(setup, saved, path, elsewhere))
+        record, compared = setup.record, {"training": (saved.data, setup.record.fingerprint)}
+        if saved.validation and record.validation_fingerprint:  # a run may begin to validate, and may end it
+            compared["validation"] = saved.validation, record.validation_fingerprint
+        for what, (before, now) in compared.items():
+            _check_data(what, before == now, saved.contents, record.contents, f"cannot resume from {path}", elsewhere)
+            if comm.rank == 0 and (told := touched(*(one.get(what, {}) for one in (saved.contents, record.contents)))):
+                notice(f"the {what} data: {told}")
+        state_dict.restore(setup.model.loadable_engine, reader)
+    setup.model.invalidate_cache()
+    return saved
+
+
+class SavedCheckpoint(NamedTuple):
+    """Describe a checkpoint that is complete.
+
+    Attributes
+    ----------
+    step : int
+        Its step.
+    path : str
+        Its folder.
+    seconds : float
+        Seconds from its beginning until it was complete.
+    beside : bool
+        Whether a thread wrote it during the next steps.
+    best : bool
+        Whether it is the best one so far.
+    """
+
+    step: int
+    path: str
+    seconds: float
+    beside: bool
+    best: bool
+
+
+class Saver:
+    """Write the checkpoints of a run as the section ``[checkpoint]`` of the configuration says, and remove old ones.
+
+    Construction is collective over ``comm``.
+
+    Parameters
+    ----------
+    setup : RunSetup
+        The run to save.
+    folder : RunFolder
+        Folder of the run.
+    comm : Communicator
+        The ranks of the job.
+    clock : WallTime
+        Records how long each save took.
+    report : callable
+        Called with a message if an old checkpoint cannot be removed, once for each reason.
+
+    Attributes
+    ----------
+    step : int
+        The step of the newest save, begun or done; -1 if there is none.
+    best : int or None
+        The step of the best checkpoint so far, which the link ``best`` names and no clean-up removes.
+    on_saved : callable or None
+        Called on every rank with each checkpoint that is complete, before old ones are removed.
+
+    Raises
+    ------
+    ConfigError
+        If this installation lacks the back end that the configuration names.
+    """
+
+    def __init__(
+        self, setup: RunSetup, folder: RunFolder, comm: Communicator, clock: WallTime, report: Callable[[str], object]
+    ) -> None:
+        self._setup, self._folder, self._comm, self._clock, self._report = setup, folder, comm, clock, report
+        self._told: set[str] = set()
+        self._section = setup.checkpoints
+        self._pending: PendingSave | None = None
+        self._begun_save = (-1, False)
+        self._begun = 0.0
+        self.step = -1
+        self.best: int | None = None
+        self.on_saved: Callable[[SavedCheckpoint], object] | None = None
+        with all_ranks(comm):
+            check_backend(setup.comm, self._section.backend)
+            if self._section.asynchronous:
+                setup.model.reserve_snapshot()
+            if comm.rank == 0:  # a run that was killed after its last save, and is complete, saves no more
+                remove_leftovers(folder.checkpoints)
+        # Those of rank 0: what a checkpoint holds is the same on all ranks.
+        self._versions = comm.broadcast_object(versions())
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether the thread of this rank that saves asynchronously is still writing a checkpoint."""
+        return self._pending is not None and not self._pending.finished
+
+    def start(self, step: int, best: int | None) -> None:
+        """Begin after ``step``, from whose checkpoint the run was resumed; 0 if it is new.
+
+        Collective over the job's ranks. ``best`` is the step of the best checkpoint so far, or None. If that is no
+        longer there, the link ``best`` is removed until there is a better one.
+        """
+        self.step, folder = step or -1, self._folder.checkpoints
+        if self._section.best is None:
+            self.best = checkpoint.marked_best(folder)  # of an earlier part of the run
+            return
+        sound = [one.step for one in checkpoint.survey(folder, self._comm) if one.sound]
+        self.best = best if best in sound else None
+        checkpoint.mark_best(folder, self.best, self._comm)
+
+    def save(self, step: int, state: RunState, *, wait: bool, best: bool = False) -> None:
+        """Commit a pending save, then save the checkpoint of step ``step``, with the run's ``state``.
+
+        If the configuration asks for asynchronous saves and ``wait`` is false, a thread writes the checkpoint.
+        Otherwise the checkpoint is complete on return. With ``best`` it is the best one so far, and the link ``best``
+        points to it as soon as it is complete. Collective over the job's ranks.
+        """
+        self.finish()
+        with all_ranks(self._comm):
+            if self._comm.rank == 0:
+                self._folder.check()
+        model, section = self._setup.model, self._section
+        attributes = saved_attributes(self._setup, step, state, self._versions)
+        path = checkpoint.step_folder(self._folder.checkpoints, step)
+        self._begun = time.perf_counter()
+        # Whatever stands there has come since the run began: its own of later steps were moved aside.
+        how: dict[str, Any] = {"attributes": attributes, "alignment": section.alignment, "replace": False}
+        if section.asynchronous and not wait:
+            self._pending, self._begun_save = model.begin_save(path, **how), (step, best)
+        else:
+            model.save_model(path, backend=section.backend, **how)
+            self._written(step, best, beside=False)
+        self.step = step
+
+    def finish(self) -> None:
+        """Commit the asynchronous save, if there is one.
+
+        Collective over the job's ranks.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.commit()
+            self._written(*self._begun_save, beside=True)
+
+    def discard(self) -> None:
+        """Cancel the asynchronous save, if there is one, and remove what it has written. Not collective.
+
+        Called when an error ends the run: the model's next save would commit it, and that may be another run's.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.discard()
+
+    def _written(self, step: int, best: bool, *, beside: bool) -> None:
+        seconds, section = time.perf_counter() - self._begun, self._section
+        self._clock.saved(seconds)
+        if best:  # before the earlier one may be removed
+            self.best = step
+            checkpoint.mark_best(self._folder.checkpoints, step, self._comm)
+        if self.on_saved is not None:
+            path = checkpoint.step_folder(self._folder.checkpoints, step)
+            self.on_saved(SavedCheckpoint(step, str(path), seconds, beside, best))
+        checkpoint.prune(
+            self._folder.checkpoints,
+            section.keep,
+            self._setup.comm,
+            keep_every=section.keep_every,
+            spare=() if self.best is None else (self.best,),
+            report=self._not_removed,
+        )
+
+    def _not_removed(self, left: RemovalFailure) -> None:
+        if left.reason not in self._told:
+            self._told.add(left.reason)
+            self._report(f"{left}; training goes on")

@@ -1,0 +1,463 @@
+"""Find out by a validation metric which step is the best so far, and when a run no longer improves.
+
+Compute the figures of a step and of a run for the JSON lines that ``mpizero train`` writes.
+
+Hold what one training run is made of: model, data, settings, and what the run records about itself.
+
+Define the result of a training run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpizero._util.names import nearest
+from mpizero.data import Source
+from mpizero.errors import ConfigError
+from mpizero.layout import AXES, Grains
+from mpizero.sharding.config import PLACEMENTS
+from mpizero.train.callbacks import Metric
+from mpizero.train.config.schema import CheckpointSection, LoopSection
+
+#: Metrics that a validation may have without metrics of the user.
+OWN_METRICS = ("validation_loss", "perplexity", "accuracy")
+
+
+@dataclass
+class Improvement:
+    """Follow one validation metric over a run; every rank has the same figures, and so decides the same.
+
+    Parameters
+    ----------
+    metric : str
+        Name of the metric, of which small values are good; "-" before the name says that large ones are.
+    patience : int or None
+        Number of validations in a row without an improvement after which the run ends; None never ends it.
+    min_delta : float
+        A value is an improvement, for ``patience``, if it is better than the last improvement by more than this.
+    measured : str
+        How the metric is measured; values that were measured otherwise are not compared.
+
+    Attributes
+    ----------
+    value, step : float and int, or None
+        The best value so far, as the metric has it, and the step after which it was measured.
+    reference : float or None
+        The value of the last improvement.
+    stalled : int
+        Number of validations since then.
+    """
+
+    metric: str = "validation_loss"
+    patience: int | None = None
+    min_delta: float = 0.0
+    measured: str = ""
+    value: float | None = None
+    step: int | None = None
+    reference: float | None = None
+    stalled: int = 0
+
+    @property
+    def name(self) -> str:
+        """The metric's name without the sign."""
+        return self.metric.removeprefix("-")
+
+    @property
+    def exhausted(self) -> bool:
+        """True if there were ``patience`` validations without an improvement."""
+        return self.patience is not None and self.stalled >= self.patience
+
+    @property
+    def reason(self) -> str:
+        """Text that says why the run ends, if :attr:`exhausted`."""
+        found = "no value was finite" if self.value is None else f"best {self.value:.6g} after step {self.step}"
+        return f"no improvement of {self.name} in {self.stalled} validations ({found})"
+
+    def see(self, step: int, figures: Mapping[str, float | None]) -> bool:
+        """Take the figures of a validation after ``step``; return True if the value is the best so far.
+
+        Not collective. A value that is not finite (None) is no improvement.
+
+        Raises
+        ------
+        ConfigError
+            If the figures have no such metric.
+        """
+        if self.name not in figures:
+            raise ConfigError(
+                f"best={self.metric!r}: this model has no such metric; its validations have {', '.join(figures)}"
+            )
+        value = figures[self.name]
+        better = value is not None and (self.value is None or self._score(value) < self._score(self.value))
+        if value is not None and (
+            self.reference is None or self._score(value) < self._score(self.reference) - self.min_delta
+        ):
+            self.reference, self.stalled = value, 0
+        else:
+            self.stalled += 1
+        if better:
+            self.value, self.step = value, step
+        return better
+
+    def _score(self, value: float) -> float:
+        return -value if self.metric.startswith("-") else value
+
+    def state(self) -> dict[str, Any]:
+        """Return the JSON values that a checkpoint keeps."""
+        names = ("metric", "measured", "value", "step", "reference", "stalled")
+        return {name: getattr(self, name) for name in names}
+
+    def restore(self, saved: Mapping[str, Any]) -> str:
+        """Take the values of a checkpoint; return a message if they are of another metric, and left out, else ""."""
+        if not saved:
+            return ""
+        if saved.get("metric") != self.metric:
+            return f"the best value so far was of {saved.get('metric')}: {self.metric} begins anew"
+        if (before := saved.get("measured", self.measured)) != self.measured:  # checkpoints of before do not have it
+            return f"the best {self.name} so far was measured on {before}: it begins anew on {self.measured}"
+        self.value, self.step, self.reference = (saved.get(name) for name in ("value", "step", "reference"))
+        self.stalled = int(saved.get("stalled", 0))
+        return ""
+
+
+def check_metric(metric: str, known: Collection[str]) -> None:
+    """Raise :class:`ConfigError` if no validation has a metric of this name. ``known`` are the user's metrics."""
+    names = (*OWN_METRICS, *known)
+    if metric.removeprefix("-") not in names:
+        raise ConfigError(
+            f"no validation metric of this name{nearest(metric.removeprefix('-'), names)}; there are "
+            f'{", ".join(names)}, and a "-" before it says that large values are good'
+        )
+
+
+#: Number of first steps that are left out of the median speed: they compile kernels and touch memory first.
+WARM_UP_STEPS = 3
+
+
+def finite(value: float | None) -> float | None:
+    """Return ``value``, but None for NaN and infinities, which JSON cannot express."""
+    return value if value is None or math.isfinite(value) else None
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss); infinity if it is too large for a float."""
+    return math.exp(loss) if loss < 709 else math.inf
+
+
+@dataclass
+class Speed:
+    """Measure the speed of every step in tokens or samples per second, and the median over undisturbed steps.
+
+    Disturbed are the first steps of a run, and a step after a checkpoint or a validation.
+
+    Attributes
+    ----------
+    unit : str
+        "tokens" or "samples".
+    """
+
+    unit: str
+    _rates: list[float] = field(default_factory=list)
+    _all: list[float] = field(default_factory=list)
+    _disturbed: bool = False
+
+    def step(self, units: float, seconds: float) -> float:
+        """Record that a step of ``units`` tokens or samples took ``seconds``, and return its units per second."""
+        rate = units / seconds if seconds > 0 else 0.0
+        self._all.append(rate)
+        if len(self._all) > WARM_UP_STEPS and not self._disturbed:
+            self._rates.append(rate)
+        self._disturbed = False
+        return rate
+
+    def disturb(self) -> None:
+        """Leave the next step out of the median; called after a checkpoint or a validation, which slow it down."""
+        self._disturbed = True
+
+    def median(self) -> float | None:
+        """Return the median speed of the undisturbed steps, or of all steps if there are none; None without steps."""
+        rates = self._rates or self._all
+        return statistics.median(rates) if rates else None
+
+
+def short(value: float | None, digits: int = 4) -> str:
+    """Format a number with ``digits`` significant digits; return "-" for None."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def shortened(figures: Sequence[tuple[str, float | None]]) -> dict[str, str]:
+    """Format pairs of a name and a number for the progress line; return the texts by name."""
+    return {name: short(value) for name, value in figures}
+
+
+@dataclass(frozen=True)
+class Wording:
+    """Hold the words by which error messages name what a user can do: those of the command line, or of Python.
+
+    Attributes
+    ----------
+    resume, resume_from, afresh : str
+        How to resume, to resume from a step (with "{}" for the step), and to start at the beginning.
+    folder : str
+        Name of the setting with the run's folder.
+    override : str
+        How to go on with another value of a setting, with "{}" for its name; "" if that is not possible.
+    """
+
+    resume: str
+    resume_from: str
+    afresh: str
+    folder: str
+    override: str = ""
+
+
+COMMAND = Wording("--resume", "--resume-from {}", "without --resume", "checkpoint.folder", "--override {}=...")
+LIBRARY = Wording("trainer.resume()", "trainer.resume({})", "with trainer.fit()", "run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Hold what a run records about itself in its files.
+
+    Attributes
+    ----------
+    settings : dict of dict
+        JSON values by section and name, saved in every checkpoint. A run resumes only with equal settings, except for
+        those that do not change the result (:func:`mpizero.train.config.schema.difference`).
+    about : dict
+        JSON values that are saved beside the samples of skipped steps.
+    fingerprint : str
+        Hash of the training data, by which a resumed run checks that it has the same data.
+    validation_fingerprint : str
+        The same of the validation samples; "" if there are none.
+    contents : dict
+        What identifies the contents of both (:func:`~mpizero.train.config.checks.shared_contents`).
+    code : mapping of str to str
+        Hashes of the files of the user's functions that made model and data, by file name; a resume tells of changes.
+    task : str
+        "language", "classification", "regression", or "" if it is unknown.
+    units_per_sample : int
+        Number of tokens in a sample for a language model, else 1.
+    description : str
+        One line about model, layout and data; "" makes one.
+    wording : Wording
+        How messages name what the user can do.
+    overridden : tuple of str
+        Settings that may differ from those of the saved run when it resumes.
+    """
+
+    settings: dict[str, dict[str, Any]]
+    about: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str
+    validation_fingerprint: str = ""
+    contents: dict[str, Any] = field(default_factory=dict)
+    code: Mapping[str, str] = field(default_factory=dict)
+    task: str = ""
+    units_per_sample: int = 1
+    description: str = ""
+    wording: Wording = LIBRARY
+    overridden: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSetup:
+    """Hold what a run trains, and how.
+
+    Attributes
+    ----------
+    model : ShardedModelBase
+        The sharded model with its optimizer.
+    source, validation : Source
+        The samples for training, and the samples for validation (None if there are none).
+    loop : LoopSection
+        Steps, samples of a step, validation, time limits.
+    checkpoints : CheckpointSection
+        Where and how often checkpoints are saved, and which are kept.
+    record : RunRecord
+        What the run records about itself.
+    metrics : dict
+        The user's validation metrics by name.
+    callbacks : sequence
+        Objects whose methods the run calls.
+    shows_progress : bool
+        Whether rank 0 shows progress and messages.
+    begin : callable or None
+        Called on all ranks before the first step of a run that does not resume, to load start values. It returns a
+        message to show.
+    """
+
+    model: Any
+    source: Any
+    validation: Any
+    loop: LoopSection
+    checkpoints: CheckpointSection
+    record: RunRecord
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    callbacks: Sequence[Any] = ()
+    shows_progress: bool = True
+    begin: Callable[[], str] | None = None
+
+    @property
+    def comm(self) -> Any:
+        """The ranks that train."""
+        return self.model.config.communicator
+
+    @property
+    def takes_all(self) -> bool:
+        """True if every step takes all samples, because the optimizer is a method of whole vectors."""
+        return self.model.engine.updater.method is not None
+
+    @property
+    def strategy(self) -> str:
+        """The name of the model's ZeRO strategy, such as "zero2"."""
+        saved_as = self.model.engine.placement.saved_as
+        return next(name for name, row in PLACEMENTS.items() if row.saved_as == saved_as)
+
+    def layout(self) -> dict[str, Any]:
+        """Return the sizes of the axes of parallelism by name, and the name of the schedule. Not collective."""
+        axes, parallel_layout = self.model.engine.grid.axes, self.model.parallel_layout
+        schedule = parallel_layout.schedule if parallel_layout is not None and axes.pipeline > 1 else None
+        return {**{axis: getattr(axes, axis) for axis in AXES}, "schedule": schedule}
+
+    def improvement(self) -> Improvement | None:
+        """Return a new object that follows the best value, if checkpoints or the end of the run depend on it."""
+        best, patience = self.checkpoints.best, self.loop.patience
+        if best is None and patience is None:
+            return None
+        count = 0 if self.validation is None else validation_count(self.loop, self.validation)
+        measured = f"{count} samples{' with the average of the parameters' if self.loop.validate_ema else ''}"
+        return Improvement(best or "validation_loss", patience, self.loop.min_delta, measured)
+
+    def described(self) -> str:
+        """Return one line about the run: model, layout, numbers of samples, grains. Not collective."""
+        if self.record.description:
+            return self.record.description
+        model, batch, ranks = self.model, self.loop.global_batch, self.comm.size
+        exactness = model.engine.told_exactness
+        split = [f"{axis} {size}" for axis, size in self.layout().items() if axis in AXES and size > 1]
+        where = " x ".join(split) if len(split) > 1 else f"{ranks} rank{'s' if ranks > 1 else ''}"
+        held_back = f" and {len(self.validation):,} validation" if self.validation is not None else ""
+        grains = Grains(batch, model.grain_size(batch)).described(model.config.accumulate)
+        known = f"{len(self.source):,} training" if isinstance(self.source, Source) else "online training"
+        return (
+            f"{type(model.wrapped_model).__name__} with {model.parameter_count:,} parameters, {self.strategy} on "
+            f"{where}{exactness}; {known}{held_back} samples; {batch} a step in {grains}"
+        )
+
+
+def validation_count(loop: LoopSection, validation: Sized) -> int:
+    """Return the number of samples of a validation: ``validate_samples``, but at most all; 0 takes all."""
+    return min(len(validation), loop.validate_samples or len(validation))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """Hold the result of a run that has ended; the same on every rank.
+
+    Attributes
+    ----------
+    steps : int
+        Number of steps that the run has done, those before a resume included.
+    loss : float or None
+        Loss of the last step, or of the last iterate of a method of whole vectors; None if it was not finite.
+    parameters_sha256 : str
+        SHA-256 of the bytes of all parameters, in declared order.
+    ranks : int
+        Number of ranks.
+    strategy : str
+        Name of the ZeRO strategy, such as "zero2".
+    layout : dict
+        Sizes of the axes "pipeline", "tensor", "data" and "context", and the "schedule" (None without a pipeline).
+    unit : str
+        "tokens" or "samples".
+    speed : float or None
+        Median of these units per second over undisturbed steps; None if there was no step.
+    parameter_count : int
+        Number of parameter elements of the whole model.
+    losses : array of float
+        Losses of the steps of this call, the last one of which is ``steps``.
+    validations : tuple of dict
+        Figures of each validation of this call: "step", "validation_loss", "perplexity" or "accuracy", and the user's
+        own metrics.
+    overrides : tuple of dict
+        Settings that were changed when the run was resumed, each with "step", "key", "was" and "now".
+    stopped : str
+        The reason for which the run has ended before its last step: no improvement, a callback, or "converged: " with
+        the message of a method of whole vectors; else "".
+    best : dict or None
+        The best value of the metric that decides: "metric", "value", "step", and "checkpoint" (its path, None if it is
+        not kept). None without such a metric.
+    method : dict or None
+        The end of a method of whole vectors: "converged", "message", "iterations", and "largest_gradient", the largest
+        magnitude in the gradient at the last iterate. None with any other optimizer.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x = np.linspace(0.0, 1.0, 8).reshape(8, 1)
+    >>> source = mz.data.ArraySource(x, 2 * x)
+    >>> line = mz.nn.MLP(1, [], 1, task="regression", dtype="float64")
+    >>> with mz.ShardingConfig(comm="self") as config:
+    ...     arguments = {"optimizer": mz.Adam(lr=0.1), "steps": 2, "global_batch": 4, "progress": False}
+    ...     with mz.Trainer(line, source, config, **arguments, validation=0.25, validate_every=2) as trainer:
+    ...         result = trainer.fit()
+    >>> result.ranks, result.strategy, result.unit, len(result.parameters_sha256)
+    (1, 'zero2', 'samples', 64)
+    >>> sorted(result.history[-1])
+    ['loss', 'step', 'validation_loss']
+    """
+
+    steps: int
+    loss: float | None
+    parameters_sha256: str
+    ranks: int
+    strategy: str
+    layout: dict[str, Any]
+    unit: str
+    speed: float | None
+    parameter_count: int
+    losses: array[float] = field(default_factory=lambda: array("d"), repr=False)
+    validations: Sequence[dict[str, Any]] = ()
+    overrides: Sequence[dict[str, Any]] = ()
+    stopped: str = ""
+    best: dict[str, Any] | None = None
+    method: dict[str, Any] | None = None
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One dictionary for each step of this call: "step", "loss", and the figures of a validation after it."""
+        found = {one["step"]: one for one in self.validations}
+        first = self.steps - len(self.losses) + 1
+        return [
+            {"step": step, "loss": finite(loss), **found.get(step, {})} for step, loss in enumerate(self.losses, first)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values that ``mpizero train`` prints and the file ``run_complete`` holds."""
+        found: dict[str, Any] = {
+            "steps": self.steps,
+            "loss": self.loss,
+            "parameters_sha256": self.parameters_sha256,
+            "ranks": self.ranks,
+            "strategy": self.strategy,
+            "tokens_per_second": self.speed if self.unit == "tokens" else None,
+            "parameter_count": self.parameter_count,
+            "layout": self.layout,
+        }
+        if self.unit == "samples":
+            found["samples_per_second"] = self.speed
+        if self.overrides:
+            found["overrides"] = list(self.overrides)
+        if self.stopped:
+            found["stopped"] = self.stopped
+        if self.best is not None:
+            found["best"] = self.best
+        if self.method is not None:
+            found["method"] = self.method
+        return found
