@@ -82,11 +82,11 @@ if TYPE_CHECKING:
     from mpizero.sharding import measured_costs as measured_costs
     from mpizero.sharding import minimize as minimize
     from mpizero.sharding import replay_bad_step as replay_bad_step
+    from mpizero.tools.ensemble import Member as Member
+    from mpizero.tools.ensemble import run_members as run_members
+    from mpizero.tools.ensemble import summarize_members as summarize_members
     from mpizero.train.callbacks import Callback as Callback
     from mpizero.train.callbacks import TensorBoard as TensorBoard
-    from mpizero.train.ensemble.members import Member as Member
-    from mpizero.train.ensemble.members import run_members as run_members
-    from mpizero.train.ensemble.summary import summarize_members as summarize_members
     from mpizero.train.loop import Preempted as Preempted
     from mpizero.train.setup import TrainingResult as TrainingResult
     from mpizero.train.trainer import Trainer as Trainer

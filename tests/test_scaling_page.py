@@ -33,7 +33,7 @@ def test_every_table_has_its_place_and_its_rows(table):
 
 
 def test_the_machine_file_says_what_is_assumed():
-    from mpizero.planning.machine_file import read_machine
+    from mpizero.tools.plan.time import read_machine
 
     assert read_machine(str(page.MACHINE)) == Assumed().machine(rows=2048, dim=12288)
 

@@ -74,8 +74,8 @@ DOORS = {
 #: Packages with those that they import nothing of, although their floors would let them, and why.
 CLOSED = {
     "mpizero.sharding.execution": (("mpizero.optim", "mpizero.sharding.optimizer"), "a pass ends with gradients"),
-    "mpizero.train.run": (("mpizero.train.bench",), "training measures nothing that it does not record"),
-    "mpizero.train.record": (("mpizero.train.bench",), "training measures nothing that it does not record"),
+    "mpizero.train.run": (("mpizero.tools.bench",), "training measures nothing that it does not record"),
+    "mpizero.train.record": (("mpizero.tools.bench",), "training measures nothing that it does not record"),
     "mpizero.comm.supervision": (("mpizero.comm.communicator",), "what watches messages knows none"),
     "mpizero.sharding.device": (("mpizero.optim", "mpizero.sharding.optimizer"), "passes run on it"),
 }
@@ -489,7 +489,7 @@ def test_importing_the_package_loads_no_heavy_library():
 
 def test_planning_starts_no_mpi():
     """Where a job of several ranks plans, the others have left: whoever starts MPI would wait for them."""
-    code = "import mpizero.train.plan, mpizero.planning, sys; print('mpi4py.MPI' in sys.modules)"
+    code = "import mpizero.tools.plan.command, mpizero.tools.plan, sys; print('mpi4py.MPI' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.split() == ["False"]
 
@@ -499,7 +499,7 @@ def test_the_trainer_loads_neither_planner_nor_bench():
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded = found.stdout.split()
     assert "mpizero.train.trainer" in loaded
-    assert [name for name in loaded if name.startswith(("mpizero.planning", "mpizero.train.bench"))] == []
+    assert [name for name in loaded if name.startswith(("mpizero.tools.plan", "mpizero.tools.bench"))] == []
 
 
 def test_a_checkpoint_is_loaded_without_methods_of_whole_vectors(tmp_path):

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from mpizero.testing.identities import taylor_test as taylor_test
     from mpizero.testing.ranks import assert_same_as_serial as assert_same_as_serial
     from mpizero.testing.ranks import parallel_assert as parallel_assert
-    from mpizero.train.modelcheck import ModelFinding as ModelFinding
-    from mpizero.train.modelcheck import ModelReport as ModelReport
-    from mpizero.train.modelcheck import check_model as check_model
-    from mpizero.train.verify.compare import compare_layouts as compare_layouts
-    from mpizero.train.verify.verdicts import Finding as Finding
-    from mpizero.train.verify.verdicts import Report as Report
-    from mpizero.train.verify.verdicts import Verdict as Verdict
+    from mpizero.tools.check_model import ModelFinding as ModelFinding
+    from mpizero.tools.check_model import ModelReport as ModelReport
+    from mpizero.tools.check_model import check_model as check_model
+    from mpizero.tools.verify.compare import compare_layouts as compare_layouts
+    from mpizero.tools.verify.verdicts import Finding as Finding
+    from mpizero.tools.verify.verdicts import Report as Report
+    from mpizero.tools.verify.verdicts import Verdict as Verdict
 else:  # a checker of types would take any name for known
     __getattr__, __dir__, __all__ = lazy_names(__name__)

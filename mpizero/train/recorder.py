@@ -41,7 +41,7 @@ from mpizero.train.setup import RunSetup, TrainingResult, finite
 from mpizero.types import Array
 
 if TYPE_CHECKING:
-    from mpizero.train.record.visit_plan import VisitPlan
+    from mpizero.tools.plan.plan import VisitPlan
 
 
 class TracedStep(NamedTuple):
@@ -161,7 +161,7 @@ class RunRecorder:
 
         ``superseded`` is the number of lines of metrics that this start has moved aside; only rank 0's counts.
         """
-        from mpizero.train.record.visit_plan import VisitPlan  # a run without a folder records no plan
+        from mpizero.tools.plan.plan import VisitPlan  # a run without a folder records no plan
 
         setup, comm, engine = self._setup, self._comm, self._setup.model.engine
         self._first = step

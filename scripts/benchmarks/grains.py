@@ -30,8 +30,8 @@ import mpizero as mz
 from mpizero._util.text import Measurement
 from mpizero.kernels.matmul import matmul
 from mpizero.layout import GrainRule
-from mpizero.planning import TrainingPlan
 from mpizero.sharding.config import placement
+from mpizero.tools.plan import TrainingPlan
 
 ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 RANKS = (1, 8, 64)

@@ -20,7 +20,7 @@ sys.path.insert(1, str(PAGE.parents[1]))  # the library of this checkout, wherev
 from growing.assumed import Assumed  # noqa: E402
 from growing.page import MACHINE, Plan, Row, Table, markdown, tables  # noqa: E402
 
-from mpizero.planning.machine_file import write_machine  # noqa: E402
+from mpizero.tools.plan.time import write_machine  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:

@@ -107,7 +107,7 @@ def memory(parameters: int, strategy: str) -> None:
 
     import mpizero as mz
     from mpizero.comm import as_communicator
-    from mpizero.train.bench.strategy_memory import idle_size, wide_mlp
+    from mpizero.tools.bench.strategies import idle_size, wide_mlp
 
     comm = as_communicator(MPI.COMM_WORLD)
     config = mz.ShardingConfig(comm=comm, micro_batch=1)

@@ -20,9 +20,9 @@ from mpizero.errors import IntegrityError
 from mpizero.kernels import jit
 from mpizero.kernels.cuda.launch import CudaKernel
 from mpizero.kernels.gpu import Device
-from mpizero.planning import TrainingPlan
 from mpizero.sharding.config import placement
 from mpizero.testing import run_in_threads
+from mpizero.tools.plan import TrainingPlan
 from tests.parallel.parallel_layouts import Blocks
 from tests.support.simulated.arrays import SimulatedArray
 

@@ -20,12 +20,12 @@ from mpizero.errors import ConfigError, IntegrityError
 from mpizero.kernels import gpu
 from mpizero.layout.sum_tree import cover
 from mpizero.layout.tensor_parts import tile_rows
-from mpizero.planning import TrainingPlan
 from mpizero.sharding import device_update
 from mpizero.sharding import update as tensor_tree
 from mpizero.sharding.config import placement
 from mpizero.sharding.device_update import DeviceUpdater
 from mpizero.testing import run_in_threads
+from mpizero.tools.plan import TrainingPlan
 from mpizero.types import ParameterSpec, Part
 from tests.support.reference import reduction
 

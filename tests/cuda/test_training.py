@@ -27,9 +27,9 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import gpu
 from mpizero.kernels.cuda.launch import CudaKernel
 from mpizero.kernels.gpu import HalfPrecisionArray, MatrixBatch
-from mpizero.planning import TrainingPlan
 from mpizero.sharding.config import placement
 from mpizero.testing import run_in_threads
+from mpizero.tools.plan import TrainingPlan
 from tests.support.reference import copy as reference
 from tests.support.simulated.gpus import SimulatedDevice
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpizero.train.projects.new_project import new_project
+from mpizero.tools.projects import new_project
 from tests.projects.readme import assert_one_hash, follow_readme
 
 

@@ -13,8 +13,8 @@ from torch import nn  # noqa: E402
 
 import mpizero as mz  # noqa: E402
 from mpizero.adapters.torch.passes import Allocations  # noqa: E402
-from mpizero.planning import TrainingPlan  # noqa: E402
 from mpizero.sharding.config import placement  # noqa: E402
+from mpizero.tools.plan import TrainingPlan  # noqa: E402
 
 GRAIN = 4
 

@@ -17,12 +17,12 @@ from mpizero.errors import ConfigError
 from mpizero.guard import guard
 from mpizero.layout import SCHEDULES, Axes, Grains
 from mpizero.nn import Frozen
-from mpizero.planning import PARTS, PURPOSES, RankPlan, Sent, TrainingPlan
-from mpizero.planning.planned_grid import PlannedRanks
 from mpizero.sharding.api import ZERO_STAGES
 from mpizero.sharding.config import placement
 from mpizero.sharding.partition import ParallelLayout
 from mpizero.testing import parallel_assert, run_in_threads
+from mpizero.tools.plan import PARTS, PURPOSES, RankPlan, Sent, TrainingPlan
+from mpizero.tools.plan.counts import PlannedRanks
 from mpizero.types import EVALUATE, Array
 from tests.parallel.block_trees import trees
 from tests.parallel.models import MEMORIES

@@ -11,7 +11,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError
-from mpizero.planning.training_plan import TrainingPlan
+from mpizero.tools.plan.plan import TrainingPlan
 from mpizero.types import EVALUATE, Array, Init, ParameterSpec
 from tests.parallel.models import MEMORIES
 from tests.parallel.parallel_layouts import points

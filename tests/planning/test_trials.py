@@ -10,10 +10,10 @@ import pytest
 import mpizero as mz
 from mpizero.kernels import matmul as products
 from mpizero.nn.arrays import matmul
-from mpizero.planning import TrainingPlan, block_trial
-from mpizero.planning.fake_array import FakeArray
 from mpizero.sharding.config import ShardingConfig, placement
 from mpizero.sharding.partition import ParallelLayout
+from mpizero.tools.plan import TrainingPlan, memory
+from mpizero.tools.plan.memory import FakeArray
 from tests.parallel.parallel_layouts import gpt
 
 ZEROS = np.zeros((3, 4), np.float32).view(FakeArray)
@@ -63,7 +63,7 @@ def test_another_blas_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_keep_and_send_the_same_as_with_their_products(
     monkeypatch: pytest.MonkeyPatch, layout: dict[str, int], again: bool
 ) -> None:
-    def tried() -> dict[str, block_trial.BlockTrial]:
+    def tried() -> dict[str, memory.BlockTrial]:
         x = np.zeros((1, 6), np.int64)
         plan = TrainingPlan(
             model=gpt(dim=48, activation_checkpointing=again),
@@ -79,7 +79,7 @@ def test_blocks_keep_and_send_the_same_as_with_their_products(
         return plan.traffic(1).part.trials.of(2)
 
     without = tried()
-    monkeypatch.setattr(block_trial, "FakeArray", np.ndarray)
+    monkeypatch.setattr(memory, "FakeArray", np.ndarray)
     with_products = tried()
     assert without.keys() == with_products.keys()
     for name, found in without.items():

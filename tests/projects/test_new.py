@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from mpizero.errors import ConfigError
+from mpizero.tools import projects as writing
+from mpizero.tools.projects import KINDS, new_project
 from mpizero.train.cli.main import main
-from mpizero.train.projects import new_project as writing
-from mpizero.train.projects.kinds import KINDS
-from mpizero.train.projects.new_project import new_project
 from tests.projects.readme import assert_one_hash, follow_readme
 
 TEMPLATES = Path(writing.__file__).with_name("templates")

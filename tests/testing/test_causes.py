@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpizero._util.text import Rounding
-from mpizero.train.verify.diagnosis import GradientEvidence, of_gradient, of_norm
+from mpizero.tools.verify.verdicts import GradientEvidence, diagnose_gradient, diagnose_norm
 from tests.testing import planted
 from tests.testing.planted import compared, finding, gpt, texts
 
@@ -236,11 +236,11 @@ def test_rounding_grows_with_the_length_of_sums_and_the_type(dtype):
 
 def test_a_norm_is_blamed_on_squares_counted_again_only_by_their_number():
     rounding = Rounding("float64", 64.0)
-    assert "squares counted 4 times, the number of ranks" in of_norm(2.0, 1.0, rounding, COUNTS).cause
-    told = of_norm(1.00005, 1.0, rounding, COUNTS)
+    assert "squares counted 4 times, the number of ranks" in diagnose_norm(2.0, 1.0, rounding, COUNTS).cause
+    told = diagnose_norm(1.00005, 1.0, rounding, COUNTS)
     assert told.cause is None
     assert "1 + 0.0001 times" in told.seen
-    assert of_norm(1 + 4e-16, 1.0, rounding, COUNTS).cause.startswith("numbers added in another order")
+    assert diagnose_norm(1 + 4e-16, 1.0, rounding, COUNTS).cause.startswith("numbers added in another order")
 
 
 def test_ratios_of_counts_are_counts():
@@ -249,7 +249,7 @@ def test_ratios_of_counts_are_counts():
     def told(factor):
         found = {name: value * factor for name, value in values.items()}
         none = {name: np.zeros_like(value) for name, value in values.items()}
-        return of_gradient(
+        return diagnose_gradient(
             GradientEvidence(found, found, values, none, {}, [], tensors=2, rounding=Rounding("float64", 8.0)), COUNTS
         )
 

@@ -217,7 +217,7 @@ def trained(tmp_path_factory):
 def round_machine():
     """A machine of round figures, for two ranks: a billion operations and bytes a second, a message takes a second."""
     from mpizero._util.text import Measurement
-    from mpizero.planning.machine_file import Machine, MatrixProduct, MemoryPass, MessageSpeed
+    from mpizero.tools.plan.time import Machine, MatrixProduct, MemoryPass, MessageSpeed
 
     def fixed(seconds: float) -> Measurement:
         return Measurement(seconds, seconds, seconds)

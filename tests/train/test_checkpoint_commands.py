@@ -388,7 +388,7 @@ def test_a_terminal_without_some_letters_gets_them_escaped(mpizero):
 
 def test_a_model_writes_to_a_file_what_it_likes_and_to_a_terminal_what_shows(capsys, monkeypatch):
     from mpizero.comm import InMemoryCommunicator
-    from mpizero.train.generate import FirstRankWriter
+    from mpizero.tools.generate import FirstRankWriter
 
     with InMemoryCommunicator.group(1)[0] as comm:
         FirstRankWriter(comm).say("a\x1b[2J\tb\n")

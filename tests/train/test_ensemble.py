@@ -14,10 +14,10 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ArgumentError, ConfigError, DataError, MpizeroError
 from mpizero.testing import run_in_threads
+from mpizero.tools.ensemble import Member
 from mpizero.train.cli.ensemble_training import EnsembleSettings
 from mpizero.train.cli.main import main
 from mpizero.train.config.toml import ConfigDocument, tables_of
-from mpizero.train.ensemble.members import Member
 
 X = np.linspace(-1, 1, 16, dtype=np.float32).reshape(16, 1)
 

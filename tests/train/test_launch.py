@@ -9,10 +9,9 @@ import pytest
 from mpizero._util.launch import Launch, ranks_of_node
 from mpizero.errors import ExitStatus
 from mpizero.testing import run_in_threads
+from mpizero.tools import doctor
+from mpizero.tools.doctor import check_gpu, check_launch, check_threads, check_time, difference
 from mpizero.train import machine
-from mpizero.train.doctor import launch_checks
-from mpizero.train.doctor.examination import check_gpu
-from mpizero.train.doctor.launch_checks import check_launch, check_threads, check_time, difference
 from mpizero.train.stopping import Limit
 
 STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "8"}
@@ -104,9 +103,9 @@ def test_threads_are_compared_with_the_cpus_of_a_task():
 
 def test_the_time_limit_is_told(monkeypatch):
     assert looked_at(check_time, 2, {}).status == "ok"
-    monkeypatch.setattr(launch_checks, "slurm_limit", lambda environment: None)
+    monkeypatch.setattr(doctor, "slurm_limit", lambda environment: None)
     assert looked_at(check_time, 2, {"SLURM_JOB_ID": "1"}).status == "warn"
-    monkeypatch.setattr(launch_checks, "slurm_limit", lambda environment: Limit("Slurm's", 600))
+    monkeypatch.setattr(doctor, "slurm_limit", lambda environment: Limit("Slurm's", 600))
     assert looked_at(check_time, 2, {"SLURM_JOB_ID": "1"}).text == "10 min left (Slurm's); training saves before"
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from mpizero.errors import ConfigError
-from mpizero.train.bench.checkpoint_speed import LEAST
+from mpizero.tools.bench.checkpoint import LEAST
+from mpizero.tools.verify.command import verify
 from mpizero.train.config.build import build, build_model, build_source
 from mpizero.train.config.checks import data_fingerprint
 from mpizero.train.config.toml import ConfigDocument, parse_config
-from mpizero.train.verify.verify_command import verify
 from tests.train.conftest import ThreadCommands
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_model"

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from mpizero.errors import ConfigError
-from mpizero.train.bench.strategy_memory import MemoryRequest, sent_formula, wide_mlp
+from mpizero.tools.bench.strategies import MemoryRequest, sent_formula, wide_mlp
+from mpizero.tools.generate import Sampling, characters
 from mpizero.train.events import ByteProgress, Progress
-from mpizero.train.generate import Sampling, characters
 from mpizero.train.loop import Validation
 from mpizero.train.machine import peak_growth, peak_resident, proportional, proportional_growth, resident
 from mpizero.train.run_folder import RunFolder, RunFolderError

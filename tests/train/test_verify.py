@@ -10,10 +10,10 @@ import mpizero as mz
 from mpizero import nn
 from mpizero.comm import as_communicator
 from mpizero.errors import ConfigError
+from mpizero.tools.check_model.checks import examine
+from mpizero.tools.verify.command import choose, verify
+from mpizero.tools.verify.verdicts import Layout, default_layouts
 from mpizero.train.config.toml import ConfigDocument, parse_config
-from mpizero.train.modelcheck.check import examine
-from mpizero.train.verify.layouts import Layout, default_layouts
-from mpizero.train.verify.verify_command import choose, verify
 from tests.testing import planted
 from tests.train.conftest import TINY, write_inputs
 
@@ -158,7 +158,7 @@ def test_a_model_that_is_wrong_on_one_process_too_is_said_before_any_layout(conf
             found.append(examine(*args, **settings))
         return found[0]
 
-    monkeypatch.setattr("mpizero.train.verify.verify_command.examine", examined_once)
+    monkeypatch.setattr("mpizero.tools.verify.command.examine", examined_once)
     right = nn.CrossEntropy.backward
     monkeypatch.setattr(nn.CrossEntropy, "backward", lambda self, cache, scale=1.0: right(self, cache, 2 * scale))
     assert verify(config, as_communicator(None), options(json=False)) == 1

@@ -141,7 +141,8 @@ def run(options: argparse.Namespace, world: Callable[[], Communicator], threads:
 
 
 def _memory(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
-    from mpizero.train.bench import layout_memory, strategy_memory
+    from mpizero.tools.bench import memory as layout_memory
+    from mpizero.tools.bench import strategies as strategy_memory
 
     layout = layout_of(options)
     strategies = options.strategies or ("zero1" if layout.splits_model else ",".join(strategy_memory.STRATEGIES))
@@ -157,10 +158,10 @@ def _memory(options: argparse.Namespace, world: Callable[[], Communicator]) -> i
         count = 2 * layout.pipeline if options.micro_batches is None else options.micro_batches
         with named_as_options():
             tables = layout_memory.measure_layout(layout_memory.LayoutRequest(request, layout, count), comm, _tell)
-        text = layout_memory.as_json(tables) if options.json else layout_memory.report(tables)
+        text = layout_memory.layout_json(tables) if options.json else layout_memory.layout_report(tables)
     else:
         rows = strategy_memory.measure_memory(request, comm, _tell)
-        text = strategy_memory.as_json(rows) if options.json else strategy_memory.table(rows)
+        text = strategy_memory.strategies_json(rows) if options.json else strategy_memory.strategies_table(rows)
     if comm.rank == 0:
         print(text, flush=True)
     return int(ExitStatus.OK)
@@ -168,7 +169,7 @@ def _memory(options: argparse.Namespace, world: Callable[[], Communicator]) -> i
 
 def _config_memory(options: argparse.Namespace, request: Any, layout: Any, comm: Communicator) -> int:
     """Measure the memory of a configuration's model, print it, and return the exit status."""
-    from mpizero.train.bench import config_memory, layout_memory
+    from mpizero.tools.bench import memory as layout_memory
     from mpizero.train.config.toml import read_together
 
     for name, given in (("parameters", options.parameters), ("micro_batches", options.micro_batches)):
@@ -183,9 +184,9 @@ def _config_memory(options: argparse.Namespace, request: Any, layout: Any, comm:
     document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(options.threads)})
     with document.located():
         chosen = None if options.strategies is None else request.strategies
-        tables = config_memory.measure_config(config, chosen, request.shared, request.steps, comm, _tell)
+        tables = layout_memory.measure_config(config, chosen, request.shared, request.steps, comm, _tell)
     if comm.rank == 0:
-        print(layout_memory.as_json(tables) if options.json else layout_memory.report(tables), flush=True)
+        print(layout_memory.layout_json(tables) if options.json else layout_memory.layout_report(tables), flush=True)
     return int(ExitStatus.OK)
 
 
@@ -195,23 +196,23 @@ def _refuse_overrides(options: argparse.Namespace) -> None:
 
 
 def _checkpoint(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
-    from mpizero.train.bench import checkpoint_speed
+    from mpizero.tools.bench import checkpoint
 
     comm = world()
-    request = checkpoint_speed.CheckpointRequest.parse(
+    request = checkpoint.CheckpointRequest.parse(
         _checkpoint_bytes(options, comm), options.backend, options.repeat, options.folder, comm
     )
-    figures = checkpoint_speed.measure_checkpoint(request, comm, _tell)
+    figures = checkpoint.measure_checkpoint(request, comm, _tell)
     if comm.rank == 0:
-        print(checkpoint_speed.as_json(figures) if options.json else checkpoint_speed.report(figures), flush=True)
+        print(checkpoint.as_json(figures) if options.json else checkpoint.report(figures), flush=True)
     return int(ExitStatus.OK)
 
 
 def _checkpoint_bytes(options: argparse.Namespace, comm: Communicator) -> float:
     """Return how many bytes to save: the option ``--bytes``, or those of a checkpoint of the configuration's model."""
     from mpizero.comm.agreement import all_ranks
-    from mpizero.train.bench.checkpoint_speed import LEAST
-    from mpizero.train.bench.config_memory import checkpoint_bytes
+    from mpizero.tools.bench.checkpoint import LEAST
+    from mpizero.tools.bench.memory import checkpoint_bytes
     from mpizero.train.config.toml import read_together
 
     if options.config is None:
@@ -225,8 +226,8 @@ def _checkpoint_bytes(options: argparse.Namespace, comm: Communicator) -> float:
 
 
 def _machine(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
-    from mpizero.train.bench import machine_report
-    from mpizero.train.bench.measure_machine import MachineRequest, measure_machine
+    from mpizero.tools.bench import machine as machine_report
+    from mpizero.tools.bench.machine import MachineRequest, measure_machine
 
     comm = world()
     shapes = _shapes(options, comm)
@@ -247,8 +248,8 @@ def _machine(options: argparse.Namespace, world: Callable[[], Communicator]) -> 
 
 def _step(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
     from mpizero.comm.agreement import all_ranks
-    from mpizero.planning.machine_file import read_machine
-    from mpizero.train.bench import step
+    from mpizero.tools.bench import step
+    from mpizero.tools.plan.time import read_machine
     from mpizero.train.config.toml import read_together
 
     comm = world()
@@ -271,7 +272,7 @@ def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
 
     The configuration's number of threads is stored in ``options.threads``.
     """
-    from mpizero.train.bench.product_rates import ProductShapes
+    from mpizero.tools.bench.machine import ProductShapes
     from mpizero.train.config.toml import read_together
 
     given = {name: getattr(options, name) for name in ("dim", "batch", "sequence", "heads")}

@@ -9,8 +9,8 @@ from typing import Any
 
 from mpizero._util.text import show
 from mpizero.errors import ExitStatus
+from mpizero.tools.ensemble import COMPLETE, SUMMARY, summarize_members
 from mpizero.train.cli.options import add_json
-from mpizero.train.ensemble.summary import COMPLETE, SUMMARY, summarize_members
 
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from mpizero._util.names import nearest
 from mpizero.comm import Communicator
+from mpizero.tools.ensemble import Member, run_members
 from mpizero.train.cli.train_command import train
 from mpizero.train.config.checks import SettingError, rejected
 from mpizero.train.config.schema import Config
 from mpizero.train.config.toml import ConfigDocument, parse_config, tables_of
-from mpizero.train.ensemble.members import Member, run_members
 from mpizero.train.run_folder import RunFolder
 
 #: The settings of the section.

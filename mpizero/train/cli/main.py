@@ -202,8 +202,8 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
 
 def _generate(options: argparse.Namespace) -> int:
     from mpizero._util.checks import whole
+    from mpizero.tools.generate import Sampling, open_language_model, write
     from mpizero.train.config.checks import check_option
-    from mpizero.train.generate import Sampling, open_language_model, write
 
     check_option("--length", options.length, whole())
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, seed=options.seed)
@@ -225,10 +225,10 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _print_plan(options: argparse.Namespace) -> int:
-    from mpizero.planning.machine_file import read_machine
-    from mpizero.train import plan_report
+    from mpizero.tools.plan import command
+    from mpizero.tools.plan.command import DEFAULT_RATE, PlanRequest, parse_bytes, plan
+    from mpizero.tools.plan.time import read_machine
     from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
-    from mpizero.train.plan import DEFAULT_RATE, PlanRequest, parse_bytes, plan
 
     limit = None if options.memory_per_node is None else parse_bytes(options.memory_per_node)
     machine = None if options.machine is None else read_machine(options.machine)
@@ -238,9 +238,9 @@ def _print_plan(options: argparse.Namespace) -> int:
     with document.located():
         found = plan(parse_config(document, {"train.threads": str(_threads())}), request)
         if options.json:
-            text = plan_report.as_json(found)
+            text = command.as_json(found)
         else:
-            text = plan_report.report(found, with_timetable=options.timetable)
+            text = command.report(found, with_timetable=options.timetable)
     show(text)
     if found.missing:
         show(f"mpizero: {found.refusal}", sys.stderr)
@@ -254,33 +254,33 @@ def _verify(options: argparse.Namespace) -> int:
     comm = _world(options)
     document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(_threads())})
 
-    from mpizero.train.verify.verify_command import verify
+    from mpizero.tools.verify.command import verify
 
     with document.located():
         return verify(config, comm, options)
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from mpizero.train.doctor import bug_report, examination
+    from mpizero.tools import doctor
 
     comm = None
     try:
         comm = _launched_world() if options.comm is None else options.comm
-        findings = examination.examine(comm, _threads(), os.environ, clean=options.clean)
+        findings = doctor.examine(comm, _threads(), os.environ, clean=options.clean)
     except ConfigError as error:  # ranks that think they are alone: the first one speaks
         if comm is not None:
             raise
-        findings = [examination.alone(error)]
+        findings = [doctor.alone(error)]
     speaks, size = (is_first(os.environ), 1) if comm is None else (comm.rank == 0, comm.size)
     if options.report:
-        text = bug_report.bug_report(comm, findings, os.environ)
+        text = doctor.bug_report(comm, findings, os.environ)
     elif options.json:
-        text = examination.as_json(findings, size)
+        text = doctor.as_json(findings, size)
     else:
-        text = examination.report(findings, colour=wants_colour(sys.stdout, os.environ))
+        text = doctor.report(findings, colour=wants_colour(sys.stdout, os.environ))
     if speaks:
         print(text, flush=True)
-    return examination.exit_status(findings)
+    return doctor.exit_status(findings)
 
 
 # ------------------------------------------------------------------ surroundings

@@ -13,7 +13,7 @@ from mpizero.errors import ConfigError, ExitStatus
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     """Add ``mpizero new`` to the commands; ``run`` executes it, given the parsed options."""
-    from mpizero.train.projects.new_project import listed
+    from mpizero.tools.projects import listed
 
     parser = commands.add_parser(
         "new",
@@ -30,16 +30,16 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
 
 def run(options: argparse.Namespace) -> int:
     """Write a project, print how to go on, and return the exit status."""
-    from mpizero.train.projects import new_project
-    from mpizero.train.projects.kinds import KINDS
+    from mpizero.tools import projects
+    from mpizero.tools.projects import KINDS
 
     if options.kind is None:
-        raise ConfigError(f"mpizero new: --kind is missing; {new_project.choices()}")
-    folder = new_project.new_project(options.folder, options.kind)
+        raise ConfigError(f"mpizero new: --kind is missing; {projects.choices()}")
+    folder = projects.new_project(options.folder, options.kind)
     show(f"{folder}: {KINDS[options.kind].summary}. Its README.md leads on:")
-    for told in new_project.missing(options.kind):
+    for told in projects.missing(options.kind):
         show(f"mpizero: {told}")
     build = KINDS[options.kind].build
-    for command in filter(None, (f"cd {shlex.quote(options.folder)}", build, *new_project.FIRST_COMMANDS)):
+    for command in filter(None, (f"cd {shlex.quote(options.folder)}", build, *projects.FIRST_COMMANDS)):
         show(f"  {command}")
     return int(ExitStatus.OK)

@@ -33,8 +33,8 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
 
 def run(options: argparse.Namespace) -> int:
     """Evaluate the samples of a skipped step again, print the result, and return the exit status."""
-    from mpizero.train import replay_step
+    from mpizero.tools import replay
 
-    found = replay_step.replay(options.dump, options.checkpoint, lambda line: show(line, sys.stderr))
-    show(replay_step.as_json(found) if options.json else replay_step.report(found))
+    found = replay.replay(options.dump, options.checkpoint, lambda line: show(line, sys.stderr))
+    show(replay.as_json(found) if options.json else replay.report(found))
     return int(ExitStatus.OK)

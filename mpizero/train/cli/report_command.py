@@ -29,7 +29,7 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
 
 def run(options: argparse.Namespace) -> int:
     """Write the report, print its path, and return the exit status."""
-    from mpizero.train.report.page import report
+    from mpizero.tools.report.page import report
 
     show(str(report(options.runs, options.output, force=options.force)))
     return int(ExitStatus.OK)

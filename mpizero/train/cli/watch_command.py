@@ -27,8 +27,8 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
 def run(options: argparse.Namespace) -> int:
     """Follow a run, and return the exit status."""
     from mpizero._util.checks import number
+    from mpizero.tools.report.watch import watch
     from mpizero.train.config.checks import check_option
-    from mpizero.train.report.watch import watch
 
     check_option("--interval", options.interval, number(0.1, 3600.0))
     return watch(options.folder, once=options.once, interval=options.interval)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpizero._util.text import Measurement
-from mpizero.planning.machine_file import NEEDED, Machine, MatrixProduct, MemoryPass, MessageSpeed
+from mpizero.tools.plan.time import NEEDED, Machine, MatrixProduct, MemoryPass, MessageSpeed
 
 #: Numbers of arrays that are read and written by each pass over memory that a machine file must have.
 MIXES = {"read": (1, 0), "copy": (1, 1), "sum of 2": (2, 1), "sum of 4": (4, 1), "AdamW": (4, 3), "sum + AdamW": (5, 3)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpizero.train.bench.layout_memory import LayoutRequest, LayoutTable, measure_layout
-from mpizero.train.bench.strategy_memory import MemoryRequest
+from mpizero.tools.bench.memory import LayoutRequest, LayoutTable, measure_layout
+from mpizero.tools.bench.strategies import MemoryRequest
 from mpizero.train.config.schema import ParallelSection
 
 #: The layouts: number of ranks, and sizes of the axes; the remaining ranks are replicas.

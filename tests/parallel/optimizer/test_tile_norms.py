@@ -17,13 +17,13 @@ from mpizero.comm import ProcessGrid
 from mpizero.layout import Axes, Partition
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.tensor_parts import part_shape
-from mpizero.planning.shard_sizes import ShardSizes
 from mpizero.sharding import update
 from mpizero.sharding.config import placement
 from mpizero.sharding.full_params import GlobalView
 from mpizero.sharding.params import Memory, ParameterStore
 from mpizero.sharding.update import GlobalSums, Updater, UpdateScope
 from mpizero.testing import parallel_assert, run_in_threads
+from mpizero.tools.plan.memory import ShardSizes
 from mpizero.types import Array, ParameterSpec, Part
 
 #: Shape, axis that is split (None: held whole by all), and blocks of that axis that are split one by one. Few of the

@@ -9,7 +9,7 @@ import pytest
 
 from mpizero.errors import ConfigError
 from mpizero.testing import run_in_threads
-from mpizero.train.bench import checkpoint_speed as bench
+from mpizero.tools.bench import checkpoint
 
 TIMED = [
     "plain copy",
@@ -30,8 +30,8 @@ TIMED = [
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_operation_is_timed_in_every_repetition_and_nothing_stays(tmp_path, ranks):
     lines: list[str] = []
-    given = bench.CheckpointRequest(2_000_000, ("direct",), 3, str(tmp_path))
-    figures = run_in_threads(ranks, lambda comm: bench.measure_checkpoint(given, comm, lines.append))[0]
+    given = checkpoint.CheckpointRequest(2_000_000, ("direct",), 3, str(tmp_path))
+    figures = run_in_threads(ranks, lambda comm: checkpoint.measure_checkpoint(given, comm, lines.append))[0]
     assert [timing.name for timing in figures.timings] == TIMED
     assert all(timing.least <= timing.seconds <= timing.most for timing in figures.timings)
     assert {timing.name: timing.against for timing in figures.timings if timing.against} == {
@@ -48,8 +48,8 @@ def test_every_operation_is_timed_in_every_repetition_and_nothing_stays(tmp_path
     assert set(figures.peaks) == {"save direct", "load"}
     assert len(lines) == 3
     assert os.listdir(tmp_path) == []
-    assert json.loads(bench.as_json(figures))["ranks"] == ranks
-    assert all(name in bench.report(figures) for name in TIMED)
+    assert json.loads(checkpoint.as_json(figures))["ranks"] == ranks
+    assert all(name in checkpoint.report(figures) for name in TIMED)
 
 
 def test_the_command_prints_a_table_or_json(on_threads):
@@ -73,7 +73,7 @@ def test_the_command_prints_a_table_or_json(on_threads):
 def test_what_cannot_be_measured_is_refused(arguments, text):
     def parse(comm):
         with pytest.raises(ConfigError) as caught:
-            bench.CheckpointRequest.parse(*arguments, comm)
+            checkpoint.CheckpointRequest.parse(*arguments, comm)
         return str(caught.value)
 
     assert text in run_in_threads(1, parse)[0]

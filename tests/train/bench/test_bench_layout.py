@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.planning.traced_memory import buffers
 from mpizero.testing import run_in_threads
-from mpizero.train.bench.activation_meter import CacheMeter
-from mpizero.train.bench.layout_memory import LayoutRequest, measure_layout, report
-from mpizero.train.bench.strategy_memory import MemoryRequest
+from mpizero.tools.bench.memory import LayoutRequest, layout_report, measure_layout
+from mpizero.tools.bench.strategies import CacheMeter, MemoryRequest
+from mpizero.tools.plan.memory import buffers
 from mpizero.train.config.components import ParallelSection
 
 
@@ -69,7 +68,7 @@ def test_counted_bytes_and_messages_of_every_rank_equal_the_plan(name):
         assert row.held["activations"] > 0
         assert row.held == row.planned, (name, row)
         assert (row.sent, row.messages) == (row.planned_sent, row.planned_messages), (name, row)
-    assert f"{ranks - 1:4} " in report([table])
+    assert f"{ranks - 1:4} " in layout_report([table])
 
 
 def test_the_command_prints_every_rank_beside_its_plan(on_threads):

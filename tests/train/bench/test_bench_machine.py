@@ -14,13 +14,11 @@ import pytest
 from mpizero._util.text import Measurement
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import memory
-from mpizero.planning.machine_file import NEEDED, Machine, read_machine, write_machine
 from mpizero.sharding import ShardingConfig
 from mpizero.testing import run_in_threads
-from mpizero.train.bench import machine_report
-from mpizero.train.bench.measure_machine import MachineRequest, measure_machine
-from mpizero.train.bench.message_speed import sizes
-from mpizero.train.bench.product_rates import ProductShapes
+from mpizero.tools.bench import machine as machine_report
+from mpizero.tools.bench.machine import MachineRequest, ProductShapes, measure_machine, sizes
+from mpizero.tools.plan.time import NEEDED, Machine, read_machine, write_machine
 from mpizero.train.config.toml import ConfigDocument, parse_config
 
 SMALL = ProductShapes(dim=8, heads=2, sequence=4, batch=2)

@@ -11,7 +11,6 @@ import pytest
 import mpizero as mz
 from mpizero.comm.communicator import MESSAGE, CommunicatorCall, Timeline, TimeSpan
 from mpizero.errors import ConfigError
-from mpizero.planning.machine_file import write_machine
 from mpizero.sharding.diagnostics import (
     ALL_PHASES,
     PHASES,
@@ -24,8 +23,9 @@ from mpizero.sharding.diagnostics import (
     waits,
 )
 from mpizero.testing import run_in_threads
-from mpizero.train.bench import step as bench
-from mpizero.train.bench.trace_events import write_trace
+from mpizero.tools.bench import step as bench
+from mpizero.tools.bench.step import write_trace
+from mpizero.tools.plan.time import write_machine
 from mpizero.train.config.toml import ConfigDocument, parse_config
 
 CONFIG = """

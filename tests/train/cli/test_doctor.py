@@ -14,10 +14,8 @@ import pytest
 from mpizero._util.text import wants_colour
 from mpizero.comm.startup import one_process
 from mpizero.testing import run_in_threads
+from mpizero.tools.doctor import CheckResult, bug_report, check_cores, check_torch
 from mpizero.train import machine
-from mpizero.train.doctor.bug_report import bug_report
-from mpizero.train.doctor.check_result import CheckResult
-from mpizero.train.doctor.examination import check_cores, check_torch
 
 ESCAPES = re.compile(r"\x1b\[[\d;]*m")
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mpizero.planning.machine_file import write_machine
+from mpizero.tools.plan.time import write_machine
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_tensor_groups_copy_and_wait_in_their_window(expected):
 
 
 def test_what_a_call_copies_is_what_the_window_does():
-    from mpizero.planning.byte_counts import GroupCall
+    from mpizero.tools.plan.counts import GroupCall
 
     assert GroupCall("reduce", 10, (), 1, 4, "tensor").copies(0, 4) == (
         ((40, 40), (160, 40)),

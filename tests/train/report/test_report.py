@@ -14,17 +14,23 @@ import numpy as np
 import pytest
 
 from mpizero.errors import ConfigError, DataError
+from mpizero.tools.report import page as pages
+from mpizero.tools.report.figures import (
+    MOST_POINTS,
+    Curve,
+    Markup,
+    envelope,
+    is_uneven,
+    long_table,
+    lower_end,
+    phase_colours,
+    picture,
+)
+from mpizero.tools.report.history import SILENT, RunHistory, findings
+from mpizero.tools.report.page import bytes_column, seconds_column
+from mpizero.tools.report.watch import FollowedRun, screen
 from mpizero.train.cli.main import main
 from mpizero.train.events import MemoryCount, SkippedStep, VisitEnd, read_run
-from mpizero.train.report import page as pages
-from mpizero.train.report.curves import MOST_POINTS, Curve, envelope, is_uneven, lower_end
-from mpizero.train.report.findings import findings
-from mpizero.train.report.history import SILENT, RunHistory
-from mpizero.train.report.markup import Markup, long_table
-from mpizero.train.report.picture import picture
-from mpizero.train.report.rank_pictures import phase_colours
-from mpizero.train.report.sections.columns import bytes_column, seconds_column
-from mpizero.train.report.watch import FollowedRun, screen
 from tests.train.report.conftest import BEGUN, EVIL, line, start, write_run
 
 VOID = {"meta", "img", "br", "link", "input", "hr", "wbr"}
@@ -337,7 +343,7 @@ def changed(value, strange):
 def without_pictures(monkeypatch):
     """Leave the drawing out, which takes most of the time; what is drawn is computed."""
     for module in ("curves", "layout_drawing", "rank_pictures", "timetable_picture"):
-        found = importlib.import_module(f"mpizero.train.report.{module}")
+        found = importlib.import_module(f"mpizero.tools.report.{module}")
         if hasattr(found, "picture"):
             monkeypatch.setattr(found, "picture", lambda name, label, draw, *size, **more: Markup(""))
 

@@ -11,11 +11,9 @@ import threading
 import pytest
 
 from mpizero.errors import ConfigError, DataError
+from mpizero.tools.report.watch import FollowedRun, GrowingFile, screen, terminal_curve, watch
 from mpizero.train.cli.main import main
 from mpizero.train.events import VisitEnd
-from mpizero.train.report.growing_file import GrowingFile
-from mpizero.train.report.terminal_curve import terminal_curve
-from mpizero.train.report.watch import FollowedRun, screen, watch
 from tests.train.report.conftest import EVIL, line, start, write_run
 
 
@@ -115,7 +113,7 @@ def test_ctrl_c_ends_it_quietly(tmp_path, monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mpizero.train.report.watch.time.sleep", interrupt)
+    monkeypatch.setattr("mpizero.tools.report.watch.time.sleep", interrupt)
     run = write_run(tmp_path / "run", [line(1)])
     assert watch(str(run), once=False, interval=1.0, stream=io.StringIO()) == 0
 

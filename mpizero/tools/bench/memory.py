@@ -1,0 +1,519 @@
+"""Measure the memory and messages of this rank in training steps, and set them beside a plan.
+
+Compare measured with planned memory and messages of each rank: ``mpizero bench memory --pipeline``.
+
+Compare measured with planned memory and messages of a configuration's model: ``mpizero bench memory CONFIG``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import product, repeat
+from typing import Any
+
+import numpy as np
+
+from mpizero import nn, optim
+from mpizero._util.checks import whole
+from mpizero.comm import Communicator, ProcessGrid
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.mesh import group_buffers
+from mpizero.data import batches
+from mpizero.layout.flat import FlatLayout
+from mpizero.optim.elementwise import averaging, state_size
+from mpizero.sharding import HybridShardedModel, ShardedModelBase, ShardingConfig
+from mpizero.sharding.config import placement
+from mpizero.sharding.partition import blocks_of
+from mpizero.tools.bench.strategies import STRATEGIES, CacheMeter, MemoryRequest, idle_size, require_room, watch
+from mpizero.tools.plan.command import PlanRequest, plan
+from mpizero.tools.plan.plan import RankPlan, TrainingPlan
+from mpizero.train.config.build import (
+    build_model,
+    build_optimizer,
+    build_sharding,
+    build_source,
+    lay_out,
+    model_and_sample,
+    users_modules,
+    with_batch,
+)
+from mpizero.train.config.checks import check_option
+from mpizero.train.config.components import ParallelSection
+from mpizero.train.config.schema import Config
+from mpizero.train.machine import proportional
+from mpizero.types import Array
+
+#: Kinds of memory that have a column of their own; the rest of what a rank holds is in the column "buffers".
+PARTS = ("parameters", "gradients", "optimizer state", "activations")
+_BUFFERS = ("buffers", "exchange buffers", "group buffers")
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """Hold the memory and messages of one rank, measured and planned; sizes are in bytes.
+
+    Attributes
+    ----------
+    rank : int
+        The rank's number in the world.
+    here : dict of str to int
+        The rank's coordinate on every axis of the process grid.
+    held, planned : dict of str to int
+        Bytes by kind of memory ("parameters", "gradients", "optimizer state", "activations", "buffers"): counted
+        where they are allocated, and computed by the plan.
+    pss_at_rest, pss_in_step : int
+        How much larger the rank's proportional set size is after training than before. ``pss_at_rest`` is measured
+        after freed memory has been returned to the system, ``pss_in_step`` before. So the latter includes the memory
+        that the activations, working arrays and messages of a step took.
+    planned_working : int
+        Most bytes that, by the plan, working arrays of blocks and messages take during a step in addition to
+        ``planned``.
+    sent, planned_sent : int
+        Bytes that the rank sends to other ranks in a step: counted in the last step, and planned.
+    messages, planned_messages : int
+        Number of messages that the rank sends in a step: counted in the last step, and planned.
+    """
+
+    rank: int
+    here: dict[str, int]
+    held: dict[str, int]
+    planned: dict[str, int]
+    pss_at_rest: int
+    pss_in_step: int
+    planned_working: int
+    sent: int
+    planned_sent: int
+    messages: int
+    planned_messages: int
+
+
+def measure_steps(
+    comm: Communicator,
+    placed: Callable[[], AbstractContextManager[ShardedModelBase]],
+    feed: Callable[[ShardedModelBase], Iterator[tuple[Any, Any]]],
+    steps: int,
+) -> dict[str, Any]:
+    """Train one step to warm up and ``steps`` steps, and return the figures of this rank.
+
+    Collective over ``comm``. ``placed()`` makes the sharded model in a ``with`` block, ``feed(model)`` yields this
+    rank's samples of each step. Keys of the figures are "here" (coordinates on the axes of the process grid), "held"
+    (bytes by kind of memory), "pss" (growth of the proportional set size at rest and in a step), "sent" (bytes and
+    messages of the last step), "parameters" (their number) and "node" (world rank of the first rank on the same node).
+    """
+    with comm.split_node(None, name="bench") as host:
+        node = host.broadcast_object(comm.rank, tag="bench")
+    before = idle_size(comm)
+    with placed() as sharded:
+        grid, engine = sharded.engine.grid, sharded.engine
+        kept = watch(engine) if engine.block_model else CacheMeter()
+        stream = feed(sharded)
+        sharded.train(*next(stream))  # stages tell each other the shapes of messages once
+        for _ in range(steps):
+            x, y = next(stream)
+            sent = _sent(grid)
+            sharded.train(x, y)
+        now = _sent(grid)
+        comm.barrier("bench")
+        in_step = proportional()
+        return {
+            "here": grid.here._asdict(),
+            "held": {**engine.memory.kinds(), **group_buffers(grid), "activations": kept.peak},
+            "pss": (idle_size(comm) - before, in_step - before),
+            "sent": [b - a for a, b in zip(sent, now, strict=True)],
+            "parameters": sharded.parameter_count,
+            "node": node,
+        }
+
+
+def ranks_per_node(figures: Sequence[dict[str, Any]]) -> int | None:
+    """Return the number of ranks on a node; None if nodes differ. Not collective.
+
+    ``figures`` has what :func:`measure_steps` returned on every rank.
+    """
+    nodes = [figure["node"] for figure in figures]
+    alike = {nodes.count(node) for node in nodes}
+    return alike.pop() if len(alike) == 1 else None
+
+
+def table_rows(figures: Sequence[dict[str, Any]], plan: TrainingPlan) -> tuple[RankRow, ...]:
+    """Return measured and planned figures of every rank side by side. Not collective.
+
+    ``figures`` has what :func:`measure_steps` returned on every rank. Activations are left out if the plan
+    lacks them, or if another library has them, which :class:`CacheMeter` does not see.
+    """
+    rows = tuple(_row(figure, planned) for figure, planned in zip(figures, plan.by_rank, strict=True))
+    for row in rows if plan.not_counted or plan.unseen else ():
+        for held in (row.held, row.planned):
+            del held["activations"]
+    return rows
+
+
+def _row(figure: dict[str, Any], plan: RankPlan) -> RankRow:
+    (sent, messages), (at_rest, in_step) = figure["sent"], figure["pss"]
+    planned = {part: held.mine for part, held in plan.memory.items()}
+    return RankRow(
+        rank=plan.rank,
+        here=figure["here"],
+        held=_shown(figure["held"]),
+        planned=_shown(planned),
+        pss_at_rest=at_rest,
+        pss_in_step=in_step,
+        planned_working=planned.get("working arrays", 0) + planned.get("messages", 0),
+        sent=sent,
+        planned_sent=plan.bytes_sent,
+        messages=messages,
+        planned_messages=plan.messages,
+    )
+
+
+def _shown(held: dict[str, int]) -> dict[str, int]:
+    return {**{part: held.get(part, 0) for part in PARTS}, "buffers": sum(held.get(part, 0) for part in _BUFFERS)}
+
+
+def _sent(grid: ProcessGrid) -> tuple[int, int]:
+    counters = [communicator.counters for communicator in (grid.world, *grid.communicators)]
+    return sum(c.bytes_sent for c in counters), sum(c.messages for c in counters)
+
+
+#: Layers and attention heads of the model; a pipeline with more chunks, or a larger tensor group, raises them.
+LAYOUT_LAYERS, HEADS = 8, 8
+SEQUENCE = 128
+_COLUMNS = (
+    ("", "parameters"),
+    ("", "gradients"),
+    ("optimizer", "state"),
+    ("", "buffers"),
+    ("all", "at rest"),
+    ("PSS", "at rest"),
+    ("acti-", "vations"),
+    ("all", "in a step"),
+    ("PSS", "in a step"),
+    ("sent", "a step"),
+    ("messages", "a step"),
+)
+#: Most bytes per parameter, six float32: value, gradient, a micro-batch's gradient, two moments, one partial sum.
+_WORST_LAYOUT_BYTES = 24
+
+
+@dataclass(frozen=True)
+class LayoutRequest:
+    """Describe the model, layout and steps to measure.
+
+    Attributes
+    ----------
+    memory : MemoryRequest
+        The number of parameters, the strategies, whether the ranks of a node share memory, and the number of steps.
+    layout : ParallelSection
+        How the model is split over ranks. Its strategy is ignored: each strategy of :attr:`memory` is measured.
+    micro_batches : int
+        Number of micro-batches, of one sample each, that a replica computes in a step.
+    """
+
+    memory: MemoryRequest
+    layout: ParallelSection
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a number of micro-batches below 1."""
+        check_option("--micro-batches", self.micro_batches, whole(1))
+
+    def model(self, parameters: int) -> nn.GPT:
+        """Return a GPT that has at least ``parameters`` parameters and that the layout can split.
+
+        Not collective.
+        """
+        layers = max(LAYOUT_LAYERS, self.layout.chunks)
+        heads = self.layout.tensor * math.ceil(HEADS / self.layout.tensor)
+        width = math.sqrt(parameters / (12 * layers))
+        return nn.GPT(
+            dim=heads * max(1, math.ceil(width / heads)), layers=layers, heads=heads, sequence=SEQUENCE, seed=1
+        )
+
+
+@dataclass(frozen=True)
+class LayoutTable:
+    """Hold the figures of all ranks for one strategy with shared or private memory.
+
+    Attributes
+    ----------
+    memory : str
+        "shared" or "private".
+    strategy, layout : str
+        The strategy's name, as in the configuration; a description of the parallel layout.
+    parameters : int
+        Number of parameters of the whole model.
+    training : str
+        A description of the model, the optimizer and the batch.
+    not_counted : str
+        Why the plan has no activations and working arrays; "" if it has them.
+    rows : tuple of RankRow
+        One row of the table for each rank.
+    """
+
+    memory: str
+    strategy: str
+    layout: str
+    parameters: int
+    training: str
+    not_counted: str
+    rows: tuple[RankRow, ...]
+
+
+def measure_layout(
+    request: LayoutRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
+) -> list[LayoutTable]:
+    """Train with every requested strategy and kind of memory, and return one table for each, on rank 0.
+
+    Other ranks get an empty list. Collective over ``comm``. On rank 0, ``tell`` is called with a line of text before
+    each run.
+    """
+    wanted, layout = request.memory, request.layout
+    with all_ranks(comm):
+        copies = comm.size // (layout.pipeline * layout.tensor) if False in wanted.shared else 2
+        require_room(wanted.parameters, _WORST_LAYOUT_BYTES * copies * wanted.parameters, comm.size)
+        model, small = request.model(wanted.parameters), request.model(1)
+    tables = []
+    for shared, strategy in product(wanted.shared, wanted.strategies):
+        run = _Run(request, replace(layout, strategy=strategy, share_node_memory=shared), comm)
+        if comm.rank == 0:
+            tell(f"{run.described}, {run.memory} memory, {comm.size} ranks")
+        # Libraries, kernels and buffers that every model needs are there before the measurement.
+        run.measure(small, 1)
+        figures = comm.allgather_object(run.measure(model, wanted.steps), "bench")
+        with all_ranks(comm):
+            if comm.rank == 0:
+                tables.append(run.table(model, figures))
+    return tables
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Measure one layout with one strategy and with shared or private memory, all of which ``layout`` gives."""
+
+    request: LayoutRequest
+    layout: ParallelSection
+    comm: Communicator
+
+    @property
+    def memory(self) -> str:
+        return "shared" if self.layout.share_node_memory else "private"
+
+    @property
+    def described(self) -> str:
+        return self.layout.describe(self.comm.size)
+
+    def config(self, comm: Communicator | str) -> ShardingConfig:
+        """Return settings by which each replica computes one grain a step. Not collective.
+
+        The grain has ``request.micro_batches`` micro-batches of one sample each.
+        """
+        count = self.request.micro_batches
+        share = self.layout.share_node_memory
+        return ShardingConfig(comm=comm, micro_batch=1, accumulate=count, share_node_memory=share)
+
+    def measure(self, model: nn.GPT, steps: int) -> dict[str, Any]:
+        """Train one step to warm up and ``steps`` steps, and return the figures of this rank. Collective."""
+
+        @contextmanager
+        def placed() -> Iterator[ShardedModelBase]:
+            sizes = self.layout.arguments()
+            with (
+                self.config(self.comm) as config,
+                HybridShardedModel(model, config, **sizes, optimizer=optim.AdamW(lr=1e-4)) as sharded,
+            ):
+                yield sharded
+
+        def feed(sharded: ShardedModelBase) -> Iterator[tuple[Array, Array]]:
+            yield from repeat(_samples(model, self.request.micro_batches, sharded.engine.grid.here.data))
+
+        return measure_steps(self.comm, placed, feed, steps)
+
+    def table(self, model: nn.GPT, figures: Sequence[dict[str, Any]]) -> LayoutTable:
+        """Plan the same training, and return measured and planned figures side by side. Not collective.
+
+        ``figures`` has what :meth:`measure` returned on every rank.
+        """
+        x, y = _samples(model, 1, 0)
+        plan = TrainingPlan(
+            model=model,
+            optimizer=optim.AdamW(lr=1e-4),
+            config=self.config("self"),
+            row=placement(self.layout.strategy),
+            parallel_layout=self.layout.parallel_layout(),
+            ranks=self.comm.size,
+            ranks_per_node=ranks_per_node(figures),
+            global_batch=self.request.micro_batches * self.layout.axes(self.comm.size).data,
+            x=x,
+            y=y,
+        )
+        return LayoutTable(
+            memory=self.memory,
+            strategy=self.layout.strategy,
+            layout=self.described,
+            parameters=figures[0]["parameters"],
+            training=(
+                f"GPT with {figures[0]['parameters']:,} float32 parameters, AdamW, {self.request.micro_batches} "
+                f"micro-batches of 1 x {SEQUENCE} tokens a replica"
+            ),
+            not_counted="",
+            rows=table_rows(figures, plan),
+        )
+
+
+def at_rest(held: dict[str, int]) -> int:
+    """Add up ``held``, bytes by kind of memory, without activations: what is held between steps. Not collective."""
+    return sum(held.values()) - held.get("activations", 0)
+
+
+def _samples(model: nn.GPT, count: int, replica: int) -> tuple[Array, Array]:
+    """Return random token ids and targets of ``count`` samples, the same on all ranks of replica ``replica``."""
+    ids = np.random.default_rng(replica).integers(0, model.vocabulary, (count, model.sequence + 1))
+    return ids[:, :-1].copy(), ids[:, 1:].copy()
+
+
+def layout_report(tables: Sequence[LayoutTable]) -> str:
+    """Return the figures as tables for people, in MB (10^6 bytes).
+
+    Not collective.
+    """
+    return "\n\n".join("\n".join(_lines(table)) for table in tables)
+
+
+def _lines(table: LayoutTable) -> Iterator[str]:
+    yield f"{table.layout}, {table.memory} memory: {table.training}; MB a rank"
+    yield f"{'':28}" + "".join(f"{first:>11}" for first, _ in _COLUMNS)
+    yield f"{'rank p t d c':28}" + "".join(f"{second:>11}" for _, second in _COLUMNS)
+    for row in table.rows:
+        place = " ".join(map(str, (f"{row.rank:4}", *row.here.values())))
+        most = sum(row.planned.values()) + row.planned_working
+        yield f"{place:20}counted " + _figures(row.held, (row.pss_at_rest, row.pss_in_step), row.sent, row.messages)
+        yield f"{'':20}planned " + _figures(row.planned, (None, most), row.planned_sent, row.planned_messages)
+    counted = PARTS[:-1] if table.not_counted else PARTS
+    far = {p: max(abs(row.held[p] - row.planned[p]) / max(row.planned[p], 1) for row in table.rows) for p in counted}
+    worst = ", ".join(f"{part} {100 * share:.2f} %" for part, share in far.items())
+    if table.not_counted:
+        yield f"neither counted nor planned: arrays of the model's own passes ({table.not_counted})"
+    yield f"largest difference between counted and planned: {worst}"
+
+
+def _figures(held: dict[str, int], pss: tuple[int | None, int], sent: int, messages: int) -> str:
+    """Format the columns of one line of the table.
+
+    ``held`` has bytes by kind of memory, ``pss`` the growth of the proportional set size in bytes at rest (None leaves
+    the column empty) and in a step. ``sent`` and ``messages`` are the numbers of bytes and messages sent in a step.
+    """
+    rest, kept = at_rest(held), held.get("activations")
+    parts = (*(held[part] for part in PARTS[:3]), held["buffers"], rest, pss[0])
+    moving = (kept, None if kept is None else rest + kept, pss[1], sent)
+    shown = "".join(f"{'' if size is None else f'{size / 1e6:.3f}':>11}" for size in (*parts, *moving))
+    return f"{shown}{messages:11}"
+
+
+def layout_json(tables: Sequence[LayoutTable]) -> str:
+    """Return the figures as JSON, for programs.
+
+    Not collective.
+    """
+    return json.dumps({"benchmark": "memory", "layouts": [asdict(table) for table in tables]})
+
+
+def measure_config(
+    config: Config,
+    strategies: Sequence[str] | None,
+    shared: Sequence[bool],
+    steps: int,
+    comm: Communicator,
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[LayoutTable]:
+    """Train a configuration's model with every strategy and kind of memory, and return one table for each, on rank 0.
+
+    Other ranks get an empty list. Collective over ``comm``. On rank 0, ``tell`` is called with a line of text before
+    each run. Without ``strategies``, they are all; that of the configuration alone if it splits the model.
+    """
+    config.parallel.check_ranks(comm.size)
+    names = strategies or ((config.parallel.strategy,) if config.parallel.splits_model else STRATEGIES)
+    tables = []
+    with users_modules(config):
+        with all_ranks(comm):
+            source, validation = build_source(config)
+            config = with_batch(config, source)
+        for number, (sharing, strategy) in enumerate(product(shared, names)):
+            parallel = replace(config.parallel, strategy=strategy, share_node_memory=sharing)
+            run = _ConfigRun(replace(config, parallel=parallel), (source, validation), comm)
+            if comm.rank == 0:
+                tell(f"{parallel.describe(comm.size)}, {run.memory} memory, {comm.size} ranks")
+            if not number:
+                run.measure(1)  # libraries, kernels and buffers that every run needs are there before the measurement
+            figures = comm.allgather_object(run.measure(steps), "bench")
+            with all_ranks(comm):
+                if comm.rank == 0:
+                    tables.append(run.table(figures))
+    return tables
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return the size of a checkpoint of a configuration's model: its parameters and the optimizer's arrays.
+
+    Not collective.
+    """
+    with users_modules(config):
+        _, model, _, _ = model_and_sample(config)
+    specs = [entry.spec for entry in FlatLayout.build(blocks_of(model)).parameters]
+    optimizer = averaging(build_optimizer(config), config.train.ema)
+    elements: int = sum(spec.size + state_size(optimizer, spec) for spec in specs)
+    return int(elements * np.dtype(model.dtype).itemsize)
+
+
+class _ConfigRun:
+    """Measure one layout of a configuration's model on all ranks of ``comm``; ``sources`` are its samples."""
+
+    def __init__(self, config: Config, sources: tuple[Any, Any], comm: Communicator) -> None:
+        self.config, self.sources, self.comm = config, sources, comm
+
+    @property
+    def memory(self) -> str:
+        return "shared" if self.config.parallel.share_node_memory else "private"
+
+    def measure(self, steps: int) -> dict[str, Any]:
+        """Train, and return this rank's figures, those of :func:`measure_steps`. Collective."""
+        config, train = self.config, self.config.train
+
+        @contextmanager
+        def placed() -> Iterator[ShardedModelBase]:
+            with all_ranks(self.comm):
+                model = build_model(config, *self.sources)
+            with (
+                build_sharding(config, self.comm) as sharding,
+                lay_out(model, build_optimizer(config), config.parallel, sharding) as sharded,
+            ):
+                sharded.reserve(train.global_batch)
+                yield sharded
+
+        def feed(sharded: ShardedModelBase) -> Iterator[tuple[Any, Any]]:
+            return iter(batches(self.sources[0], sharded, train.global_batch, seed=train.seed))
+
+        return measure_steps(self.comm, placed, feed, steps)
+
+    def table(self, figures: Sequence[dict[str, Any]]) -> LayoutTable:
+        """Plan the same training, and return measured and planned figures side by side. Not collective."""
+        config = self.config
+        planned = plan(config, PlanRequest(self.comm.size, ranks_per_node(figures)))
+        count, dtype = figures[0]["parameters"], np.dtype(planned.training.model.dtype).name
+        grains = planned.training.grains.described(config.train.accumulate)
+        training = planned.training
+        return LayoutTable(
+            memory=self.memory,
+            strategy=config.parallel.strategy,
+            layout=config.parallel.describe(self.comm.size),
+            parameters=count,
+            training=(
+                f"{config.model.described} with {count:,} {dtype} parameters, {config.optimizer.name}, "
+                f"{config.train.global_batch} samples a step in {grains}"
+            ),
+            not_counted=training.not_counted or ("another library keeps them" if training.unseen else ""),
+            rows=table_rows(figures, planned.training),
+        )

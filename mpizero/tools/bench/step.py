@@ -1,0 +1,324 @@
+"""Write traced steps in the JSON trace-event format that Perfetto and chrome://tracing open, one row a rank.
+
+Time real training steps by phase, and compare with the least time a phase should take: ``mpizero bench step``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpizero._util.checks import whole
+from mpizero._util.text import Measurement, columns
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.communicator import MESSAGE, TimeSpan
+from mpizero.data import batches
+from mpizero.errors import ConfigError
+from mpizero.sharding.diagnostics import (
+    ALL_PHASES,
+    PhaseSpan,
+    StepSpans,
+    clock_offset,
+    leaders,
+    phases_of,
+    spans_of,
+    traced,
+    waited,
+    waits,
+)
+from mpizero.tools.doctor import counted
+from mpizero.tools.plan.command import PlanRequest, plan
+from mpizero.tools.plan.time import Machine
+from mpizero.train.config.build import TrainingJob, build
+from mpizero.train.config.checks import check_option
+from mpizero.train.config.schema import Config
+
+_MICROSECONDS = 1e6
+
+
+def write_trace(path: str, ranks: Sequence[Sequence[StepSpans]], places: Sequence[Mapping[str, int]]) -> None:
+    """Write a trace of all traced steps of all ranks to a file.
+
+    Parameters
+    ----------
+    path : str
+        The file to write; an existing file is replaced.
+    ranks : sequence of sequences of StepSpans
+        The traced steps of every rank, with times in seconds of rank 0's clock.
+    places : sequence of mappings
+        For every rank, its coordinates on the axes of the process grid, by name of the axis.
+    """
+    events = [*_rows(places), *_events(ranks)]
+    document = {"traceEvents": events, "displayTimeUnit": "ms"}
+    Path(path).write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _rows(places: Sequence[Mapping[str, int]]) -> Iterator[dict[str, Any]]:
+    """Yield the events that name the trace's rows, one row a rank, in the order of the ranks."""
+    yield {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "mpizero"}}
+    sizes = {axis: max(place[axis] for place in places) for axis in places[0]}
+    for rank, place in enumerate(places):
+        here = ", ".join(f"{axis} {number}" for axis, number in place.items() if sizes[axis])
+        name = f"rank {rank}" + (f" ({here})" if here else "")
+        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}}
+
+
+def _events(ranks: Sequence[Sequence[StepSpans]]) -> Iterator[dict[str, Any]]:
+    began = min(step.start for steps in ranks for step in steps)
+    latest = waits(ranks)
+    for rank, steps in enumerate(ranks):
+        for number, step in enumerate(steps):
+            yield _event(rank, f"step {number}", "step", (step.start - began, step.stop - began), {})
+            for mark in step.spans:
+                times = (mark.start - began, mark.stop - began)
+                more = {"waited_us": waited(mark, latest) * _MICROSECONDS} if mark.phase == MESSAGE else {}
+                yield _event(rank, _title(mark), mark.phase, times, more)
+
+
+def _title(mark: PhaseSpan) -> str:
+    if mark.phase == MESSAGE or not mark.name:
+        return mark.name or mark.phase
+    return mark.name if mark.phase == "schedule" else f"{mark.phase}: {mark.name}"
+
+
+def _event(rank: int, name: str, phase: str, times: tuple[float, float], more: Mapping[str, float]) -> dict[str, Any]:
+    start, stop = (seconds * _MICROSECONDS for seconds in times)
+    event = {"ph": "X", "pid": 0, "tid": rank, "name": name, "cat": phase, "ts": start, "dur": stop - start}
+    return {**event, "args": dict(more)} if more else event
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """Describe the steps to measure.
+
+    Attributes
+    ----------
+    steps : int
+        Number of traced steps, which alternate with as many steps without tracing.
+    warm_up : int
+        Number of steps before the measured steps.
+    machine : Machine or None
+        The measured speed of the machine, from which the least time of each phase is computed; None computes none.
+    trace : str or None
+        The file to write a trace of the traced steps to; None writes none.
+    """
+
+    steps: int = 10
+    warm_up: int = 3
+    machine: Machine | None = None
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for numbers of steps out of range, and a trace file in a folder that does not exist."""
+        check_option("--steps", self.steps, whole(1))
+        check_option("--warm-up", self.warm_up, whole())
+        if self.trace is not None and not Path(self.trace).parent.is_dir():
+            raise ConfigError(f"--trace {self.trace}: {Path(self.trace).parent} is no folder")
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Hold the measured seconds of one phase of a step, and ``floor``, the least that it should take.
+
+    ``seconds`` is None for a phase that never happened; ``floor`` is 0 if it is not known.
+    """
+
+    seconds: Measurement | None
+    floor: float
+
+    @property
+    def median(self) -> float:
+        """Return the median of the seconds; 0 for a phase that never happened."""
+        return 0.0 if self.seconds is None else self.seconds.median
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Hold the times of steps and of their phases on every rank.
+
+    Attributes
+    ----------
+    described : str
+        A description of the training.
+    steps : int
+        Number of traced steps.
+    plain, watched : Measurement
+        Seconds of a step on its slowest rank, without and with tracing; the two kinds of steps alternate.
+    ranks : tuple of dict of str to PhaseTime
+        For every rank, the seconds of each phase by its name. In one traced step they add up to the step's seconds.
+    places : tuple of dict
+        The coordinates of every rank on the axes of the process grid.
+    slowest : int
+        The rank with the least waiting time: the other ranks wait for it.
+    """
+
+    described: str
+    steps: int
+    plain: Measurement
+    watched: Measurement
+    ranks: tuple[dict[str, PhaseTime], ...]
+    places: tuple[dict[str, int], ...]
+    slowest: int
+
+
+def measure_step(
+    request: StepRequest, config: Config, comm: Communicator, tell: Callable[[str], None] = lambda line: None
+) -> StepFigures:
+    """Train some steps, every other one with tracing, and return the figures on every rank.
+
+    Collective over ``comm``. On rank 0, ``tell`` is called with a line of text when the model is built and warmed up.
+    Only the trace, if one is requested, is written to a file.
+    """
+    config.parallel.check_ranks(comm.size)
+    floors = _floors(request, config, comm)
+    with build(config, comm) as job:
+        grid = job.model.engine.grid
+        several = [c for c in (grid.world, *grid.communicators) if c.size > 1]
+        first, offset = leaders(several, grid.world), clock_offset(comm)
+        plain, watched, spans = _train(request, job, tell)
+        own = tuple(
+            StepSpans(start + offset, stop + offset, spans_of(found, offset, first)) for start, stop, found in spans
+        )
+        ranks: list[tuple[StepSpans, ...]] = comm.allgather_object(own, "bench step")
+        places = tuple(comm.allgather_object(grid.here._asdict(), "bench step"))
+        described = job.describe()
+    latest = waits(ranks)
+    tables = [[phases_of(step, latest) for step in steps] for steps in ranks]
+    phases = tuple(_phases(table, floors[rank] if floors else {}) for rank, table in enumerate(tables))
+    slowest = min(range(comm.size), key=lambda rank: phases[rank]["waiting"].median)
+    with all_ranks(comm):
+        if comm.rank == 0 and request.trace is not None:
+            write_trace(request.trace, ranks, places)
+    return StepFigures(
+        described, request.steps, Measurement.of(plain), Measurement.of(watched), phases, places, slowest
+    )
+
+
+def _floors(request: StepRequest, config: Config, comm: Communicator) -> Sequence[dict[str, float]] | None:
+    """Plan the training on rank 0, and return the least seconds of each phase, for every rank. Collective.
+
+    Return None if the request has no machine, or the plan has no such seconds.
+    """
+    if request.machine is None:
+        return None
+    with comm.split_node(name="bench") as node:
+        alike = set(comm.allgather_object(node.size, "bench step"))
+    found: Sequence[dict[str, float]] | None = None
+    with all_ranks(comm):
+        if comm.rank == 0:
+            per_node = alike.pop() if len(alike) == 1 else None
+            floors = plan(config, PlanRequest(comm.size, per_node, machine=request.machine)).floors
+            found = None if floors is None else floors.by_rank
+    everyone: Sequence[dict[str, float]] | None = comm.broadcast_object(found, tag="bench step")
+    return everyone
+
+
+def _train(
+    request: StepRequest, job: TrainingJob, tell: Callable[[str], None]
+) -> tuple[list[float], list[float], list[tuple[float, float, list[TimeSpan]]]]:
+    """Train, and return the seconds of steps without tracing, of traced steps, and the traced spans. Collective.
+
+    The third list has the start, the end and the spans of every traced step, by this rank's clock.
+    """
+    train, model = job.config.train, job.model
+    total = request.warm_up + 2 * request.steps
+    stream = batches(job.source, model, train.global_batch, seed=train.seed, steps=total)
+    plain: list[float] = []
+    watched: list[float] = []
+    spans: list[tuple[float, float, list[TimeSpan]]] = []
+    for number, (x, y) in enumerate(stream):
+        if number == request.warm_up and job.comm.rank == 0:
+            tell(f"{job.describe()}; {request.steps} steps of each kind")
+        look = number >= request.warm_up and (number - request.warm_up) % 2 == 1
+        job.comm.barrier("bench step")
+        start = time.monotonic()
+        if look:
+            with traced(model.engine) as timeline:
+                model.train(x, y)
+            stop = time.monotonic()
+            spans.append((start, stop, timeline.take()))
+        else:
+            model.train(x, y)
+            stop = time.monotonic()
+        took = np.array([stop - start])
+        job.comm.allreduce(took, "max", "bench step")
+        if number >= request.warm_up:
+            (watched if look else plain).append(float(took[0]))
+    return plain, watched, spans
+
+
+def _phases(table: Sequence[dict[str, float]], floors: dict[str, float]) -> dict[str, PhaseTime]:
+    found = {}
+    for phase in ALL_PHASES:
+        values = [step[phase] for step in table]
+        found[phase] = PhaseTime(Measurement.of(values) if any(values) else None, floors.get(phase, 0.0))
+    return found
+
+
+def report(figures: StepFigures) -> str:
+    """Format the figures as a table for people. Not collective."""
+    plain, watched = figures.plain, figures.watched
+    head = (
+        f"{figures.described}\n{counted(figures.steps, 'step')}, the slowest rank's: {plain.median * 1e3:.3f} ms "
+        f"({plain.least * 1e3:.3f}-{plain.most * 1e3:.3f}), {watched.median * 1e3:.3f} ms "
+        f"({watched.least * 1e3:.3f}-{watched.most * 1e3:.3f}) when watched"
+    )
+    chosen = sorted({0 if figures.slowest else len(figures.ranks) - 1, figures.slowest})
+    floors = any(phase.floor for phase in figures.ranks[0].values())
+    rows = [["ms a step", *(cell for rank in chosen for cell in _heads(figures, rank, floors=floors))]]
+    for name in ALL_PHASES:
+        phases = [figures.ranks[rank][name] for rank in chosen]
+        if any(phase.median or phase.floor for phase in phases):
+            rows.append([name, *(cell for phase in phases for cell in _cells(phase, floors=floors))])
+    sums = [_sum(figures.ranks[rank]) for rank in chosen]
+    rows.append(["all", *(cell for phase in sums for cell in _cells(phase, floors=floors))])
+    return f"{head}\n\n{columns(rows)}"
+
+
+def _sum(phases: dict[str, PhaseTime]) -> PhaseTime:
+    seconds, floor = sum(phase.median for phase in phases.values()), sum(phase.floor for phase in phases.values())
+    return PhaseTime(Measurement(seconds, seconds, seconds), floor)
+
+
+def _heads(figures: StepFigures, rank: int, *, floors: bool) -> list[str]:
+    name = f"rank {rank}" + (" (slowest)" if rank == figures.slowest and len(figures.ranks) > 1 else "")
+    return [name, "range", "floor", "x"] if floors else [name, "range"]
+
+
+def _cells(phase: PhaseTime, *, floors: bool) -> list[str]:
+    seconds = phase.seconds
+    span = (
+        ""
+        if seconds is None or seconds.least == seconds.most
+        else f"{seconds.least * 1e3:.3f}-{seconds.most * 1e3:.3f}"
+    )
+    cells = [f"{phase.median * 1e3:.3f}", span]
+    if floors:
+        ratio = f"{phase.median / phase.floor:.2f}" if phase.floor else ""
+        cells += [f"{phase.floor * 1e3:.3f}" if phase.floor else "", ratio]
+    return cells
+
+
+def as_json(figures: StepFigures) -> str:
+    """Format the figures as one line of JSON. Not collective."""
+    document: dict[str, Any] = {
+        "benchmark": "step",
+        "training": figures.described,
+        "steps": figures.steps,
+        "seconds": asdict(figures.plain),
+        "seconds_watched": asdict(figures.watched),
+        "slowest": figures.slowest,
+        "ranks": [
+            {"rank": rank, **figures.places[rank], "phases": {name: asdict(phase) for name, phase in phases.items()}}
+            for rank, phases in enumerate(figures.ranks)
+        ],
+    }
+    return json.dumps(document, allow_nan=False)

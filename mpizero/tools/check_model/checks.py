@@ -1,0 +1,971 @@
+"""Check that the model returns the same values every time, wherever its parameters lie in memory.
+
+Compare the gradient with finite differences of the loss along directions.
+
+[Note: slopes] The difference (f(p + h d) - f(p - h d)) / 2h of the loss f, with parameters p, direction d and step h,
+differs from the derivative by truncation, which falls with h, and by rounding, which grows as h falls. Neither is known
+beforehand, so both are estimated: truncation by how much the difference changes from one h to the next, rounding by
+second differences of the loss over steps so small that they contain nothing else. The h with the smallest sum of both
+errors decides, with one exception: a loss may be steep at one point and flat around it. So a smaller h decides if the
+gradient agrees there, and rounding is small enough to show a disagreement. The gradient is called wrong only if it is
+wrong by several times the error at three points, because a kink (of ReLU, of a maximum) is near one of them at most.
+
+All parameters are first changed together. That proves the gradient of every parameter whose own part of the slope is
+well above the uncertainty. The other parameters are then changed one by one.
+
+Find the parameters whose gradient is wrong, and the probable cause.
+
+Check that loss, gradients and weight of a batch are the sums of the values of its pieces.
+
+Check that predictions are the same every time, and that no sample's prediction depends on other samples.
+
+Run all checks of one model, on one rank, or on all ranks of a communicator, and compare the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero._util.pytree import leaves_of
+from mpizero._util.text import Rounding
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.errors import ConfigError, DataError, ModelCheckError, MpizeroError
+from mpizero.sharding import ShardingConfig
+from mpizero.sharding.parameter_access import ShardedCore
+from mpizero.tools.check_model.model import (
+    CheckedBlocks,
+    CheckedModel,
+    LossAndGradients,
+    ModelFinding,
+    ModelReport,
+    Named,
+    UnusableEvaluation,
+    checked_model,
+    content,
+    cut,
+    in_pairs,
+    origin_of,
+    place_of,
+    sample_count,
+)
+from mpizero.types import Array
+
+
+class CheckBatch(NamedTuple):
+    """Hold the batch on which a model is checked.
+
+    ``samples`` is the number of samples in it, None if the batch cannot be cut into samples.
+    """
+
+    x: Any
+    y: Any
+    samples: int | None
+
+
+def unlike(found: LossAndGradients, expected: LossAndGradients) -> Iterator[tuple[str, str]]:
+    """Yield the name of each value that differs in a bit between two evaluations, and a text with both numbers.
+
+    For an array the text has the element that differs most.
+    """
+    for (what, a), (_, b) in zip(found.named(), expected.named(), strict=True):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            yield what, f"{b.dtype} of shape {b.shape}, then {a.dtype} of shape {a.shape}"
+        elif a.tobytes() != b.tobytes():
+            worst = np.unravel_index(int(np.argmax(np.abs(a - b))), a.shape) if a.size else ()
+            place = f" at {[int(i) for i in worst]}" if worst else ""
+            yield what, f"{b[worst]!s}{place}, then {a[worst]!s}"
+
+
+def random_states() -> dict[str, Any]:
+    """Return the state of every global random number generator of this process."""
+    states: dict[str, Any] = {"numpy.random": str(np.random.get_state()), "random": random.getstate()}  # noqa: NPY002
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "random"):
+        states["torch.random"] = torch.random.get_rng_state().numpy().tobytes()
+    return states
+
+
+def check_again(checked: CheckedModel, batch: CheckBatch, start: Named, begun: LossAndGradients) -> list[ModelFinding]:
+    """Evaluate the model at the start values ``start`` again, and compare with ``begun``, their first evaluation."""
+    drawn = random_states()
+    again = checked.evaluate(start, *batch[:2])
+    used = [name for name, value in random_states().items() if value != drawn[name]]
+    when = "evaluated twice" if checked.evaluations == 2 else f"evaluated first, and after {checked.evaluations} others"
+    return _differ(again, begun, when, _of_noise(used))
+
+
+def check_repeats(
+    checked: CheckedModel, batch: CheckBatch, here: Named, elsewhere: tuple[Named, Named]
+) -> tuple[LossAndGradients, list[ModelFinding]]:
+    """Evaluate the model at several points in turn, in the same and in new memory, and compare repeated evaluations.
+
+    ``here`` and ``elsewhere`` are the parameters at these points. Return the evaluation at ``here``, and a finding for
+    each value that is not the same every time.
+    """
+    x, y, _ = batch
+    before = content((x, y))
+    first = checked.evaluate(here, x, y)
+    if content((x, y)) != before:
+        told = "copy what is changed, x = x.copy(), also before its address is given away"
+        cause = "code that works in place through a bare pointer"
+        raise UnusableEvaluation(ModelFinding("repeats", "samples", "are changed by the evaluation", cause, told))
+    there, further = elsewhere
+    other = checked.evaluate(there, x, y)
+    checked.evaluate(further, x, y)
+    told = "compute everything from the arguments, each time"
+    cause = "a value that is kept from call to call, such as a counter, a running mean or a warm start"
+    if findings := _differ(checked.evaluate(here, x, y), first, "evaluated elsewhere in between", (cause, told)):
+        return first, findings
+    cause = "a cache that goes by the identity of the arrays: training changes their values in place"
+    findings = _differ(
+        checked.evaluate(there, x, y, fresh=True), other, "given the same in other arrays", (cause, told)
+    )
+    return first, findings
+
+
+def _of_noise(used: list[str]) -> tuple[str, str]:
+    if used:
+        told = "key them by what they are for: numpy.random.default_rng((seed, step, number of the sample))"
+        return f"random numbers from the global generator {', '.join(used)}", told
+    cause = "random numbers of its own, a counter, or threads that add in no fixed order"
+    return cause, "compute everything from the arguments, and random numbers from a key"
+
+
+def _differ(found: LossAndGradients, expected: LossAndGradients, when: str, why: tuple[str, str]) -> list[ModelFinding]:
+    return [ModelFinding("repeats", what, f"{when}: {how}", *why) for what, how in unlike(found, expected)][:3]
+
+
+def check_layers(checked: CheckedBlocks, batch: CheckBatch, here: Named) -> list[ModelFinding]:
+    """Check that layers overwrite gradients, and that ``backward`` computes the same as its two halves.
+
+    The halves are ``backward_input`` and ``backward_weights``. They run with a loss scale of 2, so that a loss which
+    ignores its scale is found too. ``here`` are the parameters.
+    """
+    one = checked.passed(here, batch[:2])[2]
+    two = checked.passed(here, batch[:2], fill=1.0)[2]
+    findings = []
+    for name in one:
+        if one[name].tobytes() != two[name].tobytes():
+            kept = not one[name].any()
+            seen = "is what its memory held before" if kept else "depends on what its memory held before"
+            cause = "grads[...] = array, which binds a name, or no write at all" if kept else "grads[...] += array"
+            told = "write all of it, grads[name][...] = array, rows that are not used too"
+            findings.append(ModelFinding("layers", f"gradient of {name!r}", seen, cause, told))
+    if findings:
+        return findings
+    halves = checked.passed(here, batch[:2], halves=True)[2]
+    findings = [
+        ModelFinding(
+            "layers",
+            f"gradient of {name!r}",
+            "is not the same from backward and from backward_input with backward_weights under twice the loss scale",
+            "a backward of its own that differs from its halves, or loss.backward(cache, scale) without the scale",
+            "let backward call both halves; multiply the gradient by scale",
+        )
+        for name in one
+        if not _equal(halves[name], one[name])
+    ]
+    every = len(findings) > 1 and len(findings) == sum(value.any() for value in one.values())
+    return findings[:1] if every else findings
+
+
+def _equal(found: Array, expected: Array) -> bool:
+    """Tell whether arrays are equal, except for values so tiny that they underflow without the loss scale of 2."""
+    tiny = 4 * np.finfo(expected.dtype).smallest_normal
+    return bool((np.abs(found - expected) <= np.where(np.abs(expected) < tiny, tiny, 0)).all())
+
+
+#: Relative errors below which a gradient is not called wrong: in float64, and in float32.
+PRECISION = (1e-4, 2e-3)
+#: Largest uncertainty, relative to the slope, at which a slope counts as measured.
+MEASURED = 0.05
+#: A difference counts only if it is this many times the uncertainty.
+SURE = 4.0
+
+Direction = Mapping[str, Array]
+
+
+class Slope(NamedTuple):
+    """Hold the derivative of the loss along one direction, computed in two ways.
+
+    Attributes
+    ----------
+    seen, said : float
+        The derivative from finite differences of the loss, and from the gradient that the model returned.
+    parts : dict of str to float
+        By parameter, its term in the sum ``said``.
+    bound : float
+        How much ``seen`` and ``said`` may differ by truncation and rounding.
+    rounding : float
+        How much ``seen`` and ``said`` may differ by rounding alone.
+    """
+
+    seen: float
+    said: float
+    parts: dict[str, float]
+    bound: float
+    rounding: float
+
+    @property
+    def off(self) -> float:
+        """Return the distance between ``seen`` and ``said``."""
+        return abs(self.seen - self.said)
+
+
+class ParameterPoint:
+    """Evaluate loss and gradient at the parameters ``at``, and finite differences of the loss around them.
+
+    ``scales`` has the size by which each parameter is changed.
+    """
+
+    def __init__(self, checked: CheckedModel, batch: CheckBatch, at: Named, scales: Mapping[str, float]) -> None:
+        self.checked, self.batch, self.at, self.scales = checked, batch, at, scales
+        self.evaluation: LossAndGradients = checked.evaluate(at, batch.x, batch.y)
+        gradients = self.evaluation.gradients.values()
+        self._coarse = (
+            float(np.float32(self.evaluation.loss)) == self.evaluation.loss
+        )  # no float, or NumPy compares in float32
+        coarse = self._coarse or checked.dtype == np.float32 or all((np.float32(g) == g).all() for g in gradients)
+        self.precision = PRECISION[int(coarse)]
+        self._noise: float | None = None
+        self._shaken: dict[str, Array] | None = None
+
+    def loss(self, move: Direction, h: float) -> tuple[float, dict[str, Array]]:
+        """Return the loss at the parameters plus ``h`` times ``move``, NaN if it fails, and the changed parameters."""
+        there = dict(self.at)
+        for name, direction in move.items():
+            there[name] = (self.at[name] + h * direction).astype(self.checked.dtype)
+        try:
+            return self.checked.loss(there, self.batch.x, self.batch.y), there
+        except Exception:  # noqa: BLE001 - the model may be defined at its start values, but not here
+            return math.nan, there
+
+    def noise(self, rng: np.random.Generator) -> float:
+        """Return by how much rounding changes the loss; measured at the first call."""
+        if self._noise is None:
+            h = 64 * float(np.finfo(self.checked.dtype).eps) if self.checked.dtype == np.float32 else 1e-7
+            found = [float(np.finfo(np.float32 if self._coarse else np.float64).eps) * abs(self.evaluation.loss)]
+            for _ in range(3):
+                move = dense(self, rng, self.scales)
+                second = self.loss(move, h)[0] + self.loss(move, -h)[0] - 2 * self.evaluation.loss
+                found += [abs(second)] if math.isfinite(second) else []
+            self._noise = max(found)
+        return self._noise
+
+    def shaken(self, rng: np.random.Generator) -> dict[str, Array]:
+        """Return the gradient's change, by parameter, when the parameters' last bits change; measured at first call."""
+        if self._shaken is None:
+            moved = shaken(self.at, rng)
+            gradients = self.checked.evaluate(moved, self.batch.x, self.batch.y).gradients
+            own = self.evaluation.gradients
+            self._shaken = {name: gradients[name].astype(np.float64) - value for name, value in own.items()}
+        return self._shaken
+
+    def slope(self, move: Direction, rng: np.random.Generator, enough: float = 0.0) -> Slope | None:
+        """Measure the derivative along the direction ``move``; None if the loss cannot be evaluated around this point.
+
+        The search for the best step stops at a relative uncertainty of ``enough``.
+        """
+        noise, h, tried = self.noise(rng), 1.0, list[Slope]()
+        for _ in range(15):
+            (up, above), (down, below) = self.loss(move, h), self.loss(move, -h)
+            moved = {name: (above[name].astype(np.float64) - below[name]) / (2 * h) for name in move}
+            parts = {name: float(np.sum(self.evaluation.gradients[name] * moved[name])) for name in move}
+            shaken = math.fsum(float(np.sum(self.shaken(rng)[name] * moved[name])) for name in move)
+            seen, said = (up - down) / (2 * h), math.fsum(parts.values())
+            rounding = 3 * noise / h + 3 * abs(shaken)
+            change = abs(seen - said - (tried[-1].seen - tried[-1].said)) if tried else math.inf
+            tried.append(Slope(seen, said, parts, change / 2 + rounding, rounding))
+            best = min(tried, key=lambda slope: slope.bound if math.isfinite(slope.bound) else math.inf)
+            if best.bound <= enough * abs(best.seen) and best.off <= self.precision * abs(best.seen):
+                return best
+            if rounding > best.bound and SURE * rounding > best.off / 4:
+                break
+            h /= 4
+        if not math.isfinite(best.bound):
+            return None
+        nearer = [s for s in tried[tried.index(best) :] if s.off + s.rounding <= best.off / 2]
+        return best._replace(bound=max(best.bound, best.off / SURE)) if nearer else best
+
+    def shows_right(self, rng: np.random.Generator) -> bool:
+        """Return False if the gradient is found wrong along its own direction, else True."""
+        names = [name for name in self.checked.names if self.at[name].size]
+        return self.verdict(self.slope(steep(self, rng, names), rng)) is not False
+
+    def verdict(self, slope: Slope | None) -> bool | None:
+        """Tell whether the gradient is right along the direction of ``slope``; None if the slope is too uncertain."""
+        if slope is None:
+            return None
+        size = max(abs(slope.seen), abs(slope.said))
+        if slope.off > max(SURE * slope.bound, self.precision * size):
+            return False if slope.bound <= MEASURED * size or slope.off > 0.3 * size else None
+        return True if slope.bound <= MEASURED * size or size == 0 else None
+
+
+def dense(
+    point: ParameterPoint, rng: np.random.Generator, names: Sequence[str] | Mapping[str, float]
+) -> dict[str, Array]:
+    """Return a random direction in which every element of the named parameters changes."""
+    return {n: rng.standard_normal(point.at[n].shape) * point.scales[n] for n in names}
+
+
+def steep(point: ParameterPoint, rng: np.random.Generator, names: Sequence[str]) -> dict[str, Array]:
+    """Return a direction along the gradient of each named parameter, with a random sign for each parameter."""
+    moves = {}
+    for name in names:
+        g = point.evaluation.gradients[name].astype(np.float64)
+        size = math.sqrt(float(np.mean(g**2))) if g.size else 0.0
+        toward = g / size if size > 0 and math.isfinite(size) else rng.standard_normal(g.shape)
+        moves[name] = toward * (point.scales[name] * rng.choice([-1.0, 1.0]))
+    return moves
+
+
+def scales_of(checked: CheckedModel, at: Named, evaluation: LossAndGradients) -> dict[str, float]:
+    """Return, for every trainable parameter, by how much its elements are changed: by their root mean square.
+
+    For a parameter that is all zeros, the size is chosen so that the loss changes by about a tenth, within limits.
+    """
+    sizes = {name: max(1, at[name].size) for name in checked.names}
+    own = {name: math.sqrt(float(np.sum(np.square(at[name], dtype=np.float64))) / n) for name, n in sizes.items()}
+    largest = max([size for size in own.values() if size > 0], default=0.1)
+    for name, size in own.items():
+        if size == 0:
+            g = evaluation.gradients[name].astype(np.float64)
+            push = float(np.linalg.norm(g)) * math.sqrt(g.size)
+            own[name] = min(max(0.1 * abs(evaluation.loss) / push, 1e-3 * largest), largest) if push > 0 else largest
+    return own
+
+
+def shaken(at: Named, rng: np.random.Generator) -> dict[str, Array]:
+    """Return parameters that differ from those in ``at`` by random changes of the last bit."""
+    return {n: (v * (1 + np.finfo(v.dtype).eps * rng.integers(-1, 2, v.shape))).astype(v.dtype) for n, v in at.items()}
+
+
+def generic(
+    checked: CheckedModel, at: Named, scales: Mapping[str, float], rng: np.random.Generator
+) -> dict[str, Array]:
+    """Return random parameters near those in ``at``, of which no elements are zero or equal to each other by chance."""
+    there = {name: np.array(value) for name, value in at.items()}
+    for name, scale in scales.items():
+        there[name] = (at[name] + 0.05 * scale * rng.standard_normal(at[name].shape)).astype(checked.dtype)
+    return there
+
+
+class WrongGradient(NamedTuple):
+    """Hold the name of a parameter whose gradient is wrong, and the evidence.
+
+    ``moves`` are directions in which the parameter was changed, and ``slopes`` the derivatives of the loss along them.
+    """
+
+    name: str
+    slopes: list[Slope]
+    moves: list[Array]
+
+    @property
+    def ratio(self) -> float | None:
+        """Return the factor by which to multiply the gradient, if one factor makes all slopes right; else None."""
+        ratios = [s.seen / s.said for s in self.slopes if s.said]
+        if len(ratios) < len(self.slopes):
+            return None
+        apart = SURE * max(s.bound / abs(s.said) for s in self.slopes)
+        allowed = 0.01 * min(abs(ratios[0]), abs(ratios[0] - 1)) + apart
+        sure = max(ratios) - min(ratios) <= allowed and apart <= abs(ratios[0] - 1) / 2
+        return ratios[0] if sure else None
+
+
+def check_gradient(
+    points: Callable[[int], ParameterPoint], rng: np.random.Generator
+) -> tuple[list[ModelFinding], str, list[str]]:
+    """Compare the gradient with differences of the loss at up to three points.
+
+    ``points(k)`` returns the point with number ``k``, from 0 to 2. Return the findings, a line that says how many
+    parameters agree, and notes.
+    """
+    point = points(0)
+    names = [name for name in point.checked.names if point.at[name].size]
+    left = _not_shown_right(point, names, rng)
+    wrong, weak = [], []
+    for name in left:
+        verdicts = _alone(point, name, rng)
+        if verdicts is None:
+            weak.append(name)
+        elif not verdicts and all(_alone(points(k), name, rng) is False for k in (1, 2)):
+            moves = [dense(point, rng, [name]), dense(point, rng, [name]), steep(point, rng, [name])]
+            slopes = [point.slope(move, rng) for move in moves]
+            found = [(s, m[name]) for s, m in zip(slopes, moves, strict=True) if s is not None]
+            wrong.append(WrongGradient(name, [s for s, _ in found], [m for _, m in found]))
+    notes = []
+    if silent := [
+        name for name in names if not point.evaluation.gradients[name].any() and name not in {*weak, *_names(wrong)}
+    ]:
+        notes.append(f"gradient: zero everywhere for {_listed(silent)}: nothing depends on it with these samples")
+    if weak:
+        notes.append(f"gradient: rounding hides what {_listed(weak)} changes in the loss, so it was not compared")
+    line = f"gradient: {len(names) - len(weak)} of {len(names)} parameters agree with differences of the loss"
+    if isinstance(point.checked, CheckedBlocks):
+        return _from_the_last(point.checked, _explained(point, wrong[::-1], len(names), rng), wrong), line, notes
+    return _explained(point, wrong, len(names), rng), line, notes
+
+
+def _from_the_last(
+    checked: CheckedBlocks, findings: list[ModelFinding], wrong: Sequence[WrongGradient]
+) -> list[ModelFinding]:
+    """Return the findings of a model of blocks, the last block's first, and say there in which block to begin.
+
+    A block gets the gradient of its output from the block after it, so an error in one block is seen in all before it.
+    """
+    blocks = list(checked.model.blocks)
+    places = [max(k for k, block in enumerate(blocks) if w.name.startswith(f"{block}.")) for w in wrong]
+    if len(set(places)) < 2:
+        return findings
+    last = max(places)
+    begin = f"begin with the backward pass of {blocks[last]!r}, through which the blocks before it get their gradients"
+    if last + 1 < len(blocks):
+        begin += f", and with backward_input of {blocks[last + 1]!r}, whose own gradients are right"
+    return [replace(findings[0], remedy=f"{findings[0].remedy}; {begin}"), *findings[1:]]
+
+
+def _names(wrong: Sequence[WrongGradient]) -> set[str]:
+    return {w.name for w in wrong}
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+def _not_shown_right(point: ParameterPoint, names: Sequence[str], rng: np.random.Generator) -> list[str]:
+    """Change all parameters together, and return the parameters whose gradient may still be wrong after that."""
+    slopes = [point.slope(direction(point, rng, names), rng, enough=1e-5) for direction in (steep, dense, dense)]
+    if any(slope is None or point.verdict(slope) is False for slope in slopes):
+        return list(names)
+    along, across = (max(s.off + SURE * s.bound for s in some if s) for some in (slopes[:1], slopes[1:]))
+    left = []
+    for name, part in slopes[0].parts.items() if slopes[0] else ():
+        usual = abs(part) / math.sqrt(point.at[name].size)  # of a direction that is not the gradient's own
+        if not (along <= 0.01 * abs(part) and across <= 0.3 * usual):
+            left.append(name)
+    return left
+
+
+def _alone(point: ParameterPoint, name: str, rng: np.random.Generator) -> bool | None:
+    """Change one parameter alone, and tell whether its gradient is right; return None if rounding hides it."""
+    verdicts = [point.verdict(point.slope(d(point, rng, [name]), rng, enough=1e-6)) for d in (dense, steep)]
+    return False if False in verdicts else None if None in verdicts else True
+
+
+def _explained(
+    point: ParameterPoint, wrong: Sequence[WrongGradient], count: int, rng: np.random.Generator
+) -> list[ModelFinding]:
+    """Return one finding for each wrong gradient; one finding for all if all are wrong by the same factor.
+
+    ``count`` is the number of all parameters that were compared.
+    """
+    ratios = [w.ratio for w in wrong]
+    if len(wrong) == count > 1 and None not in ratios:
+        values = [ratio for ratio in ratios if ratio is not None]
+        if max(values) - min(values) <= 0.01 * abs(values[0]):
+            return [_gradient_finding(point, wrong[0], f"gradients of all {count} parameters", rng)]
+    return [_gradient_finding(point, w, f"gradient of {w.name!r}", rng) for w in wrong]
+
+
+def _gradient_finding(point: ParameterPoint, wrong: WrongGradient, what: str, rng: np.random.Generator) -> ModelFinding:
+    slope = max(wrong.slopes, key=lambda s: s.off / (abs(s.seen) + abs(s.said)))
+    seen = (
+        f"along a direction of {wrong.name!r} the loss changes by {slope.seen:.6g}, the gradient says {slope.said:.6g}"
+    )
+    return ModelFinding("gradient", what, seen, *_gradient_cause(point, wrong, rng))
+
+
+def _gradient_cause(point: ParameterPoint, wrong: WrongGradient, rng: np.random.Generator) -> tuple[str, str]:
+    gradient = point.evaluation.gradients[wrong.name]
+    if not gradient.any():
+        return "a gradient that is not computed, zeros in its place", "compute it, or name the parameter in frozen="
+    ratio = wrong.ratio
+    if ratio is not None:
+        return _of_factor(point, ratio)
+    for other, value in point.evaluation.gradients.items():
+        if other != wrong.name and value.shape == gradient.shape and _fits(wrong, value):
+            return f"the gradient of {other!r} under this name", "give each parameter its own"
+    if gradient.ndim == 2 and gradient.shape[0] == gradient.shape[1] and _fits(wrong, gradient.T):
+        return "its transpose", "transpose it"
+    if point.checked.declared[wrong.name].complex and _fits(wrong, gradient * [1, -1]):
+        return "its conjugate, which JAX returns", "return gradient.conj(): dL/dRe + i dL/dIm"
+    place = _worst(point, wrong, rng)
+    return f"a part of it, most of all around element {place}", "compare the formula of these elements with differences"
+
+
+def _of_factor(point: ParameterPoint, ratio: float) -> tuple[str, str]:
+    samples, weight = point.batch.samples or 0, point.evaluation.weight
+    for count, name in ((samples, "samples"), (weight, "weight")):
+        if count > 2 and math.isclose(ratio, count, rel_tol=0.01):
+            return f"the mean over the {name} beside a loss that is their sum", f"multiply it by {count:g}, the {name}"
+        if count > 2 and math.isclose(ratio, 1 / count, rel_tol=0.01):
+            return f"the sum over the {name} beside a loss that is their mean", "return the sum of the losses, too"
+    if math.isclose(ratio, -1, rel_tol=0.01):
+        return "its sign", "turn it around"
+    return f"a factor: it is {1 / ratio:.4g} times what it must be", f"multiply it by {ratio:.4g}"
+
+
+def _fits(wrong: WrongGradient, value: Array) -> bool:
+    """Tell whether ``value``, taken as the gradient of the parameter, agrees with all measured slopes."""
+    said = [float(np.sum(value * move)) for move in wrong.moves]
+    return all(abs(s.seen - v) <= SURE * s.bound + 0.01 * abs(s.seen) for s, v in zip(wrong.slopes, said, strict=True))
+
+
+def _worst(point: ParameterPoint, wrong: WrongGradient, rng: np.random.Generator) -> list[int]:
+    """Search by halving for the element around which the gradient is most wrong, and return its index."""
+    shape = point.at[wrong.name].shape
+    flat = rng.choice([-1.0, 1.0], math.prod(shape)) * point.scales[wrong.name]
+    low, high = 0, flat.size
+    while high - low > 1:
+        middle, off = (low + high) // 2, []
+        for a, b in ((low, middle), (middle, high)):
+            move = np.zeros(flat.size)
+            move[a:b] = flat[a:b]
+            slope = point.slope({wrong.name: move.reshape(shape)}, rng, enough=1e-3)
+            off.append(0.0 if slope is None else max(0.0, slope.off - slope.bound))
+        low, high = (low, middle) if off[0] >= off[1] else (middle, high)
+    return [int(i) for i in np.unravel_index(low, shape)]
+
+
+#: How much sums may differ, as a multiple of what changing the last bits of the parameters changes.
+OF_NOISE = 64.0
+
+
+class BatchSums:
+    """Hold loss, weight and gradients of a batch and of its pieces, as float64 arrays by name.
+
+    ``counts`` has the number of samples in each piece.
+    """
+
+    def __init__(self, whole: LossAndGradients, pieces: list[LossAndGradients], counts: list[int]) -> None:
+        self.whole, self.counts = _flat(whole), counts
+        self.pieces = [_flat(piece) for piece in pieces]
+
+    def total(self, what: str, count: int | None = None) -> Array:
+        """Return the sum of the quantity named ``what`` over the first ``count`` pieces; over all pieces for None."""
+        total: Array = np.sum([piece[what] for piece in self.pieces[:count]], axis=0)
+        return total
+
+    def size(self, what: str) -> float:
+        """Return the largest magnitude of the quantity named ``what`` in the batch and in its pieces."""
+        return max(float(np.max(np.abs(v[what]), initial=0.0)) for v in (self.whole, *self.pieces))
+
+
+def _flat(evaluation: LossAndGradients) -> dict[str, Array]:
+    values = {"loss": np.array([evaluation.loss]), "weight": np.array([evaluation.weight])}
+    return values | {f"gradient of {n!r}": g.astype(np.float64).reshape(-1) for n, g in evaluation.gradients.items()}
+
+
+def check_sums(
+    checked: CheckedModel,
+    batch: CheckBatch,
+    here: Named,
+    whole: LossAndGradients,
+    noise: Callable[[], list[LossAndGradients]],
+) -> tuple[list[ModelFinding], str]:
+    """Compare a batch with the sum over its pieces: a single sample, about a third of the others, and the rest.
+
+    ``here`` are the parameters, and ``whole`` is the evaluation of the batch. ``noise`` returns evaluations of the
+    batch at parameters that differ in their last bits. Return the findings, and a line that says how well the sums
+    agree.
+    """
+    count = batch.samples or 0
+    marks = sorted({0, 1, 1 + (count - 1) // 3 or 1, count})
+    spans = list(zip(marks, marks[1:], strict=False))
+    try:
+        pieces = [checked.evaluate(here, cut(batch.x, a, b), cut(batch.y, a, b), a) for a, b in spans]
+        joined = checked.evaluate(here, cut(batch.x, 0, marks[-2]), cut(batch.y, 0, marks[-2]))
+    except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError) as error:
+        told = "let it take any number of samples, one too: a step's last piece may be short"
+        seen = f"{type(error).__name__} at {place_of(error)}: {error}"
+        return [ModelFinding("sum", "a piece of the batch", seen, "a number of samples that is built in", told)], ""
+    sums = BatchSums(whole, pieces, [b - a for a, b in spans])
+    scatter = [_flat(evaluation) for evaluation in noise()]
+    findings, largest = [], 0.0
+    for what in sums.whole:
+        size, apart = sums.size(what), float(np.max(np.abs(sums.total(what) - sums.whole[what]), initial=0.0))
+        shaken = max((float(np.max(np.abs(s[what] - sums.whole[what]), initial=0.0)) for s in scatter), default=0.0)
+        allowed = _rounding(checked, whole, count).of_sums * size + OF_NOISE * shaken
+        if not apart <= allowed:
+            findings.append(_sums_finding(what, sums, _flat(joined)))
+        largest = max(largest, apart / size if size else 0.0)
+    shown = " + ".join(map(str, sums.counts))
+    return findings, f"sums: {count} samples as {shown}, apart by {largest:.1e} at most"
+
+
+def _rounding(checked: CheckedModel, whole: LossAndGradients, count: int) -> Rounding:
+    coarse = checked.dtype == np.float32 or float(np.float32(whole.loss)) == whole.loss
+    dtype = "float32" if coarse else "float64"
+    terms = float(max([count, *(side for g in whole.gradients.values() for side in g.shape)]))
+    return Rounding(dtype, terms)
+
+
+def _sums_finding(what: str, sums: BatchSums, joined: dict[str, Array]) -> ModelFinding:
+    total, whole = sums.total(what), sums.whole[what]
+    at = int(np.argmax(np.abs(total - whole)))
+    place = f" (element {at})" if total.size > 1 else ""
+    shown = " + ".join(map(str, sums.counts))
+    seen = f"{whole[at]:.6g} for {sum(sums.counts)} samples, {total[at]:.6g} for {shown} of them{place}"
+    return ModelFinding("sum", what, seen, *_sums_cause(what, sums, joined))
+
+
+def _sums_cause(what: str, sums: BatchSums, joined: dict[str, Array]) -> tuple[str, str]:
+    whole, counts = sums.whole[what], np.array(sums.counts, np.float64)
+    near = 1e-3 * sums.size(what)
+    means = np.sum([c * p[what] for c, p in zip(counts, sums.pieces, strict=True)], axis=0) / counts.sum()
+    constant = all(np.abs(p[what] - whole).max(initial=0.0) <= near for p in sums.pieces)
+    if what == "weight":
+        told = "return how much the batch weighs, float(len(x)) for a mean over samples"
+        return ("a weight that does not grow with the batch" if constant else "a weight that is no sum"), told
+    if np.abs(means - whole).max(initial=0.0) <= near and not constant:
+        return "a mean over the samples", "return the sum over the samples, and float(len(x)) as the weight"
+    weights = np.array([p["weight"][0] for p in sums.pieces])
+    by_weight = np.sum([w * p[what] for w, p in zip(weights, sums.pieces, strict=True)], axis=0)
+    if np.abs(by_weight / (weights.sum() or 1.0) - whole).max(initial=0.0) <= near and not constant:
+        return "a mean by weight", "return the weighted sum, and the sum of the weights as the weight"
+    extra = sums.total(what) - whole  # a term per call is there as often as there are pieces more
+    first = sums.total(what, len(counts) - 1) - joined[what]
+    if len(counts) > 2 and np.abs(extra * (len(counts) - 2) - first * (len(counts) - 1)).max() <= near:
+        told = "multiply it, and its gradient, by the weight of the batch, such as len(x)"
+        return "a term that is added once a call, such as a penalty on the parameters", told
+    told = "compute each sample by itself, from its own numbers"
+    return "statistics of the batch, in which samples see each other, or random numbers not keyed by run.samples", told
+
+
+def check_prediction(checked: CheckedModel, batch: CheckBatch, here: Named) -> tuple[list[ModelFinding], str]:
+    """Predict a batch twice as a whole and once in pieces, and compare the predictions.
+
+    ``here`` are the parameters. Return the findings, and a line that says what was measured. The line is "" after a
+    finding, or if the model has no ``predict``.
+    """
+    try:
+        whole = checked.predict(here, batch.x)
+    except NotImplementedError:
+        return [], ""
+    except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError, AttributeError) as error:
+        seen = f"{type(error).__name__} at {place_of(error)}: {error}"
+        return [
+            _wrong_prediction(
+                seen, "predict(parameters, x) that takes something else", "let it take named arrays and x"
+            )
+        ], ""
+    if content(checked.predict(here, batch.x)) != content(whole):
+        return [
+            _wrong_prediction("differs from call to call", "dropout or noise in it", "leave random numbers out of it")
+        ], ""
+    if batch.samples is None or not _one_each(whole, batch.samples):
+        return [], "prediction: the same every time"
+    apart, middle = 0.0, max(1, batch.samples // 3)
+    for start, stop in ((0, middle), (middle, batch.samples)):
+        try:
+            piece = checked.predict(here, cut(batch.x, start, stop))
+        except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError) as error:
+            seen = f"{type(error).__name__} for {stop - start} samples at {place_of(error)}: {error}"
+            return [
+                _wrong_prediction(seen, "a number of samples that is built in", "let it take any number of samples")
+            ], ""
+        apart = max(apart, _apart(piece, whole, slice(start, stop)))
+    if not apart <= 64 * Rounding(str(checked.dtype), 4096).of_sums:
+        seen = f"of a sample changes with those beside it, by {apart:.1e} of the largest"
+        return [_wrong_prediction(seen, "statistics of the batch", "predict each sample by itself")], ""
+    return [], f"prediction: sample by sample, apart by {apart:.1e} at most"
+
+
+def _one_each(whole: Any, count: int) -> bool:
+    found = leaves_of(whole)
+    return all(isinstance(v, np.ndarray) and v.ndim > 0 and len(v) == count and v.dtype.kind in "fiub" for v in found)
+
+
+def _apart(piece: Any, whole: Any, part: slice) -> float:
+    distances = [0.0]
+    for a, b in zip(leaves_of(piece), leaves_of(whole), strict=True):
+        if a.shape != b[part].shape:
+            return float("inf")
+        size = float(np.max(np.abs(b.astype(np.float64)), initial=0.0))
+        distances.append(float(np.max(np.abs(a.astype(np.float64) - b[part]), initial=0.0)) / (size or 1.0))
+    return max(distances)
+
+
+def _wrong_prediction(seen: str, cause: str, remedy: str) -> ModelFinding:
+    return ModelFinding("prediction", "prediction", seen, cause, remedy)
+
+
+def check_model(
+    model: Any, x: Any, y: Any, *, comm: Any = None, parameters: Mapping[str, Array] | None = None, seed: int = 0
+) -> ModelReport:
+    """Check that a model fulfils what training relies on, and name everything that is wrong.
+
+    Collective over ``comm``. The checks are, in this order:
+
+    - values: the model returns loss, gradients and weight, with the right types, shapes and names;
+    - repeats: it returns the same bits every time, whatever was evaluated before and wherever its arrays lie in memory,
+      and does not change its arguments;
+    - layers, of models of blocks: they overwrite the memory for gradients, and ``backward_input`` with
+      ``backward_weights`` computes the same as ``backward``;
+    - sums: loss, gradients and weight of a batch are the sums over its pieces;
+    - gradient: the gradient of each parameter agrees with finite differences of the loss;
+    - prediction: each sample's prediction does not depend on the other samples;
+    - ranks: all ranks compute the same bits.
+
+    A handful of samples is enough. The model is evaluated one to two hundred times, within two seconds if it is small.
+    On a machine whose cache has no kernels yet, compiling those of a layer takes some seconds more, in both precisions.
+
+    Parameters
+    ----------
+    model : BlockModel or BlackBoxModel
+        The model as the sharded models take it: a model of blocks, or a :class:`~mpizero.FunctionModel`.
+    x, y : arrays, or nested tuples and mappings of them
+        At least two samples, different from each other; the same on all ranks.
+    comm : mpi4py communicator, Communicator or None
+        The ranks that are compared, as in :class:`~mpizero.ShardingConfig`.
+    parameters : mapping of str to array, or None
+        Values to use in place of the model's start values. The model is evaluated at these values and close to them.
+    seed : int
+        Seed of the random directions along which parameters are changed.
+
+    Returns
+    -------
+    ModelReport
+        What was checked, as a report that can be printed; it is returned only if nothing is wrong.
+
+    Raises
+    ------
+    ModelCheckError
+        Raised on all ranks if something is wrong. It names everything that is wrong: which value, of which parameter,
+        with numbers, the probable cause and a remedy.
+    TypeError
+        If ``model`` is not a model.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> report = mz.testing.check_model(mz.nn.MLP(2, [3], 2), np.eye(2), np.arange(2), comm="self")
+    >>> print(report.passed[1])
+    repeats: the same bits every time, in any memory
+    """
+    __tracebackhide__ = True  # pytest shows the message, not this function's long docstring
+    with ShardingConfig(comm=comm) as config:
+        report = _looked_at(model, CheckBatch(x, y, sample_count(x, y)), config.communicator, parameters, seed)
+        if not report.right:  # raised before the communicator is freed: with the last one, the hooks would be gone
+            raise _wrong(model, report)
+    return report
+
+
+def _wrong(model: Any, report: ModelReport) -> ModelCheckError:
+    """Return the error that tells all findings."""
+    member = "predict" if {f.check for f in report.findings} == {"prediction"} else "loss_and_grad"
+    lines = "\n".join(f"- {line}" for line in report.told)
+    return ModelCheckError(f"the model is wrong ({origin_of(model, member)})\n{lines}", report)
+
+
+def examine(model: Any, x: Any, y: Any, *, comm: Any = None) -> ModelReport:
+    """Run :func:`check_model`'s checks, and return the report even if the model is wrong. Collective over ``comm``."""
+    with ShardingConfig(comm=comm) as config:
+        return _looked_at(model, CheckBatch(x, y, sample_count(x, y)), config.communicator, None, 0)
+
+
+def _looked_at(
+    model: Any, batch: CheckBatch, comm: Communicator, parameters: Mapping[str, Array] | None, seed: int
+) -> ModelReport:
+    started = time.monotonic()
+    with all_ranks(comm, "check_model"):
+        if isinstance(model, ShardedCore):
+            raise TypeError(f"check_model takes the model before it is sharded: {type(model).__name__}.wrapped_model")
+        check = _Check(checked_model(model), batch, seed)
+        check.run(parameters)
+    findings = _beside_others(check, comm)
+    seconds = time.monotonic() - started
+    return ModelReport(findings, tuple(check.passed), tuple(check.notes), check.checked.evaluations, seconds)
+
+
+class _Check:
+    """Run the checks of one model on one rank, and collect findings, passed checks and notes."""
+
+    def __init__(self, checked: CheckedModel, batch: CheckBatch, seed: int) -> None:
+        self.checked, self.batch = checked, batch
+        self.given = content((batch.x, batch.y))
+        self.rng = np.random.default_rng(seed)
+        self.findings: list[ModelFinding] = []
+        self.passed: list[str] = []
+        self.notes: list[str] = []
+        self.evaluated: list[LossAndGradients] = []
+
+    def run(self, parameters: Mapping[str, Array] | None) -> None:
+        """Run all checks, with ``parameters`` in place of the start values unless it is None.
+
+        Stop if the model returns values that cannot be used, because later checks would mean nothing.
+        """
+        try:
+            self._run(parameters)
+        except UnusableEvaluation as error:
+            self.findings += error.findings
+
+    def _run(self, parameters: Mapping[str, Array] | None) -> None:
+        checked, batch = self.checked, self.batch
+        start = self._start(parameters)
+        begun = checked.evaluate(start, batch.x, batch.y)
+        self.passed.append(f"values: loss {begun.loss:.6g}, weight {begun.weight:g}, {len(begun.gradients)} gradients")
+        scales = scales_of(checked, start, begun)
+        self.evaluated.append(begun)
+        if self._repeated(check_again(checked, batch, start, begun)):
+            return
+        here, there = (self._near(start, scales) for _ in range(2))
+        evaluation, findings = check_repeats(checked, batch, here, (there, start))
+        if self._repeated(findings):
+            return
+        self.evaluated.append(evaluation)
+        self.passed.append("repeats: the same bits every time, in any memory")
+        if isinstance(checked, CheckedBlocks):
+            if findings := check_layers(checked, batch, here):
+                self.findings += findings
+                return
+            self.passed.append("layers: they overwrite their gradients, and their halves are the whole")
+        self._sums(here)
+        self._gradient([here, there], start, scales)
+        self.findings += check_again(checked, batch, start, begun)
+        findings, line = check_prediction(checked, batch, here)
+        self.findings += findings
+        (self.passed if line and not findings else self.notes).append(line or "prediction: the model has none")
+
+    def _repeated(self, findings: list[ModelFinding]) -> bool:
+        if findings:
+            self.findings += findings
+            self.notes.append("sums, gradient and prediction were not looked at: the model does not repeat itself")
+        return bool(findings)
+
+    def _start(self, parameters: Mapping[str, Array] | None) -> Named:
+        start = self.checked.start()
+        if parameters is None:
+            return start
+        if wrong := sorted(set(start) ^ set(parameters)):
+            raise ConfigError(f"check_model: parameters= must have the model's names, {wrong[:8]} are not in both")
+        values = {name: in_pairs(np.array(parameters[name])) for name in start}
+        return {name: values[name].astype(value.dtype).reshape(value.shape) for name, value in start.items()}
+
+    def _near(self, start: Named, scales: Mapping[str, float]) -> Named:
+        """Return random parameters near ``start``; return ``start`` if the model cannot be evaluated at them."""
+        there = generic(self.checked, start, scales, self.rng)
+        try:
+            self.checked.evaluate(there, self.batch.x, self.batch.y)
+        except (UnusableEvaluation, ArithmeticError, ValueError):
+            return start
+        return there
+
+    def _sums(self, here: Named) -> None:
+        if self.batch.samples is None or self.batch.samples < 2:
+            self.notes.append("sums were not looked at: give a batch of arrays with at least two samples")
+            return
+
+        if getattr(getattr(self.checked, "model", None), "random_by_grain", False):
+            self.notes.append(
+                "sums were not looked at: the model's random numbers depend on where a grain begins, and differ in "
+                "other pieces of the batch"
+            )
+            return
+        if self.checked.averaged:
+            self.notes.append(
+                f"sums were not looked at: {self.checked.averaged[0]!r} is averaged, so samples of a grain may see "
+                "each other, and the grain's size is part of the mathematics"
+            )
+            return
+
+        def noise() -> list[LossAndGradients]:
+            return [self.checked.evaluate(shaken(here, self.rng), self.batch.x, self.batch.y) for _ in range(3)]
+
+        findings, line = check_sums(self.checked, self.batch, here, self.evaluated[-1], noise)
+        self.findings += findings
+        if not findings:
+            self.passed.append(line)
+
+    def _gradient(self, places: list[Named], start: Named, scales: Mapping[str, float]) -> None:
+        def points_of(checked: CheckedModel) -> Callable[[int], ParameterPoint]:
+            @cache
+            def point(number: int) -> ParameterPoint:
+                at = places[number] if number < len(places) else self._near(start, scales)
+                wide = {name: value.astype(checked.dtype) for name, value in at.items()}
+                return ParameterPoint(checked, self.batch, wide, scales)
+
+            return point
+
+        own, wide = points_of(self.checked), self._wide(places[0])
+        if wide is not None and own(0).shows_right(self.rng):
+            findings, line, notes = check_gradient(points_of(wide), self.rng)
+            self.checked.evaluations += wide.evaluations
+        else:
+            findings, line, notes = check_gradient(own, self.rng)
+        self.findings += findings
+        self.notes += notes
+        if not findings:
+            self.passed.append(line)
+
+    def _wide(self, here: Named) -> CheckedBlocks | None:
+        """Return the checked model in float64 if it is a float32 model of blocks; None for other models.
+
+        Return None too if the loss still has only float32 precision, because layers compute in float32.
+        """
+        if not isinstance(self.checked, CheckedBlocks) or self.checked.dtype == np.float64:
+            return None
+        wide = self.checked.wide()
+        try:
+            evaluation = wide.evaluate({n: v.astype(np.float64) for n, v in here.items()}, self.batch.x, self.batch.y)
+        except (UnusableEvaluation, MpizeroError, ValueError, TypeError, RuntimeError):  # PyTorch's for other types
+            return None
+        return None if float(np.float32(evaluation.loss)) == evaluation.loss else wide
+
+    def digests(self) -> dict[tuple[int, str], str]:
+        """Return a hash of every value that must be equal on all ranks, in the order of computing. Not collective.
+
+        Keys are the number of the evaluation and the name of the value.
+        """
+        found = {}
+        for number, evaluation in enumerate(self.evaluated):
+            for name, value in evaluation.named():
+                found[number, name] = hashlib.sha256(value.tobytes()).hexdigest()[:16]
+        return found
+
+
+def _beside_others(check: _Check, comm: Communicator) -> tuple[ModelFinding, ...]:
+    """Return the findings of all ranks, and one more if ranks computed different bits. Collective over ``comm``."""
+    if comm.size == 1:
+        check.notes.append("ranks: one only; under mpiexec -n 2 two are compared")
+        return tuple(check.findings)
+    everyone = comm.allgather_object((check.findings, check.digests(), _digest(check)), tag="check_model")
+    found: list[ModelFinding] = []
+    for findings, _, _ in everyone:
+        known = {(finding.check, finding.what, finding.cause) for finding in found}
+        found += [f for f in findings if (f.check, f.what, f.cause) not in known]  # numbers may differ
+    for rank, (_, digests, given) in enumerate(everyone):
+        if given != everyone[0][2]:
+            raise DataError(f"check_model: rank {rank} was given other samples or parameters than rank 0")
+        unlike = [what for what, digest in digests.items() if everyone[0][1].get(what, digest) != digest]
+        if unlike:
+            seen = f"rank {rank} computes other bits than rank 0 from the same parameters and samples"
+            cause = "something that a process has of its own: its rank, hash seed, threads or random numbers"
+            told = "compute everything from the arguments; sort what comes out of sets"
+            found.append(ModelFinding("ranks", unlike[0][1], seen, cause, told))
+            break
+    else:
+        check.passed.append(f"ranks: the same bits on all {comm.size}")
+    return tuple(found)
+
+
+def _digest(check: _Check) -> str:
+    found = hashlib.sha256()
+    for name, value in check.checked.start().items():
+        found.update(name.encode() + value.tobytes())
+    found.update(b"".join(check.given))
+    return found.hexdigest()

@@ -1,0 +1,485 @@
+"""Hold the result of one check of ``mpizero doctor``.
+
+Compare ranks, nodes and threads with what the launcher and Slurm have set in the environment.
+
+Try out whether this machine has what training needs, and say how to correct problems.
+
+Format what ``mpizero doctor`` has found for a report of a fault: one block to copy, without names of persons.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import pwd
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from mpizero._util.launch import Launch
+from mpizero.comm import Communicator
+from mpizero.comm.startup import available_memory, memory_of_node, versions
+from mpizero.errors import ConfigError, ExitStatus
+from mpizero.guard.reports import SHARED_FOLDER, Leftover, leftovers, remove, session_folders
+from mpizero.train import machine
+from mpizero.train.stopping import Limit, slurm_limit
+
+Status = Literal["ok", "warn", "FAIL"]
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Hold the outcome of one check.
+
+    Attributes
+    ----------
+    name : str
+        Name of the check.
+    status : {"ok", "warn", "FAIL"}
+        "warn" if training works, but not as well as it could; "FAIL" if it does not work.
+    text : str
+        What the check has found.
+    remedy : str
+        What the user can do about a problem; "" if there is nothing to do.
+    code : int
+        Exit status of ``mpizero doctor`` if ``status`` is "FAIL"; otherwise without meaning.
+    """
+
+    name: str
+    status: Status
+    text: str
+    remedy: str = ""
+    code: int = ExitStatus.CONFIG
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a number with its noun, for example "1 rank" or "3 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+T = TypeVar("T")
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def check_launch(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
+    """Compare MPI's ranks and nodes with the launcher's and Slurm's. Collective over ``comm``."""
+    own = Launch.of(environment)
+    every = comm.allgather_object((own, machine.host()))
+    nodes, slurm_nodes = len({host for _, host in every}), _number(environment, "SLURM_JOB_NUM_NODES")
+    tasks = _number(environment, "SLURM_NTASKS") if own.name.startswith("mpiexec") else None
+    text = f"{own.name or 'no launcher'}: {counted(comm.size, 'rank')} on {counted(nodes, 'node')}"
+    moved = [(rank, launch) for rank, (launch, _) in enumerate(every) if launch.rank not in (None, rank)]
+    if moved:
+        rank, launch = moved[0]
+        text += f"; MPI's rank {rank} is the launcher's {launch.rank}"
+        return CheckResult("launch", "warn", text, "do not mix launchers: messages that name ranks mean MPI's")
+    if slurm_nodes is not None and slurm_nodes != nodes:
+        text += f"; Slurm has given {counted(slurm_nodes, 'node')}"
+        return CheckResult("launch", "warn", text, "start the ranks with srun, or with an mpiexec that knows Slurm")
+    if tasks is not None and tasks != comm.size and "SLURM_STEP_ID" not in environment:
+        text += f"; Slurm has given {counted(tasks, 'task')}"
+        return CheckResult("launch", "warn", text, "start as many ranks as the job has tasks, or ask for as many tasks")
+    return CheckResult("launch", "ok", text)
+
+
+def check_threads(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
+    """Compare the ranks' numbers of threads with each other and with the CPUs of a Slurm task. Collective."""
+    name = "threads"
+    if wrong := difference(comm.allgather_object(threads)):
+        return CheckResult(
+            name, "FAIL", wrong, "export the same OMP_NUM_THREADS to all ranks, or results differ in bits"
+        )
+    given = _number(environment, "SLURM_CPUS_PER_TASK")
+    text = f"{counted(threads, 'thread')} a rank"
+    if given is not None and given != threads:
+        advice = f"export OMP_NUM_THREADS={given}; srun of Slurm 22.05 and later also needs --cpus-per-task={given}"
+        return CheckResult(name, "warn", f"{text}, but Slurm has given {counted(given, 'CPU')} a task", advice)
+    if "OMP_NUM_THREADS" not in environment:
+        return CheckResult(name, "ok", f"{text}, as OMP_NUM_THREADS is not set")
+    return CheckResult(name, "ok", text)
+
+
+def check_time(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
+    """Report how much time the Slurm job has left. Collective over ``comm``."""
+    limit: Limit | None = comm.broadcast_object(slurm_limit(environment) if comm.rank == 0 else None)
+    if limit is not None:
+        return CheckResult(
+            "time limit", "ok", f"{limit.left / 60:.0f} min left ({limit.source}); training saves before"
+        )
+    if environment.get("SLURM_JOB_ID"):
+        advice = "give train.time_limit if there is one, or training cannot save before it"
+        return CheckResult("time limit", "warn", "Slurm does not say when the job ends", advice)
+    return CheckResult("time limit", "ok", "none seen: not a Slurm job")
+
+
+def difference(values: Sequence[T]) -> str:
+    """Describe the first rank whose value differs from rank 0's, with both values; "" if all are equal.
+
+    Not collective. ``values`` has one entry for each rank.
+    """
+    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+    return "" if other is None else f"rank 0 has {values[0]}, rank {other} has {values[other]}"
+
+
+LAUNCH_CHECKS: Sequence[Callable[[Communicator, int, Mapping[str, str]], CheckResult]] = (
+    check_launch,
+    check_threads,
+    check_time,
+)
+
+
+Check = Callable[[Communicator, int], CheckResult]
+
+#: Codes of terminals: green, yellow, bold red; cyan.
+_COLOURS = {"ok": "32", "warn": "33", "FAIL": "1;31"}
+_REMEDY = "36"
+
+
+def check_versions(comm: Communicator, threads: int) -> CheckResult:
+    """Compare Python and library versions over the ranks. Collective over ``comm``."""
+    mine = versions()
+    every = comm.allgather_object(mine)
+    text = ", ".join(f"{name} {version}" for name, version in mine.items())
+    for name in mine:
+        values = [found[name] for found in every]
+        if len(set(values)) > 1:
+            differ = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            return CheckResult(
+                "versions", "FAIL", f"{name} differs: {differ}", "install the same environment on every node"
+            )
+    missing = [name for name, version in mine.items() if version == "missing"]
+    if missing:
+        return CheckResult("versions", "FAIL", text, f"pip install {' '.join(missing)}")
+    return CheckResult("versions", "ok", text)
+
+
+def check_mpi(comm: Communicator, threads: int) -> CheckResult:
+    """Report the MPI library and its thread level, and test a reduction. Collective over ``comm``."""
+    facts = machine.mpi_facts()
+    if facts is None:
+        advice = "pip install mpich, or a system's MPI; a program that a rank has started has none"
+        return CheckResult("mpi", "warn", "no MPI can be loaded: one process only", advice)
+    names = [f"{found.library}, mpi4py {found.mpi4py}" for found in comm.allgather_object(facts)]
+    if wrong := difference(names):
+        return CheckResult("mpi", "FAIL", wrong, "install the same MPI and mpi4py on every node")
+    total, seconds = machine.try_reduction(comm)
+    ranks = counted(comm.size, "rank")
+    text = f"{facts.vendor} {facts.version}, mpi4py {facts.mpi4py}, threads {facts.thread_level}, {ranks}"
+    if total != comm.size * (comm.size - 1) // 2:
+        return CheckResult("mpi", "FAIL", f"{text}; a sum over ranks is wrong", "reinstall MPI", ExitStatus.RANK_FAILED)
+    if facts.thread_level != "MULTIPLE":
+        return CheckResult("mpi", "warn", text, "unset MPI4PY_RC_THREAD_LEVEL: the watchdog needs the level MULTIPLE")
+    return CheckResult("mpi", "ok", f"{text}; a small reduction takes {seconds * 1e6:.0f} µs")
+
+
+def check_cores(comm: Communicator, threads: int) -> CheckResult:
+    """Compare the number of cores of every node with its ranks x ``threads``. Collective over ``comm``."""
+    with comm.split_node(name="doctor") as node:
+        sets = node.allgather_object(machine.cores())
+        ranks = node.size
+    together = len(set().union(*sets))
+    nodes = sorted(set(comm.allgather_object((machine.host(), ranks, together, len(machine.cores())))))
+    text = "; ".join(
+        f"{name}: {counted(count, 'rank')} x {counted(threads, 'thread')} on {counted(cores, 'core')}"
+        for name, count, cores, _ in nodes
+    )
+    over = [name for name, count, cores, own in nodes if count * threads > cores or threads > own]
+    idle = [name for name, count, cores, _ in nodes if count * threads <= cores // 2]
+    advice = []
+    if over:
+        advice.append(f"start fewer ranks or set OMP_NUM_THREADS lower: {', '.join(over)} has fewer cores than work")
+    elif idle:
+        advice.append("start more ranks or set OMP_NUM_THREADS higher: cores stay idle")
+    if len({count for _, count, _, _ in nodes}) > 1:
+        advice.append("start the same number of ranks on every node, or memory is not shared")
+    return CheckResult("cores", "warn" if advice else "ok", text, "; ".join(advice))
+
+
+def check_blas(comm: Communicator, threads: int) -> CheckResult:
+    """Compare the BLAS builds of all ranks: different builds give different bits. Collective over ``comm``."""
+    mine = machine.blas()
+    every = comm.allgather_object(mine)
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            text = f"rank 0 has {every[0]}, rank {rank} has {other}"
+            return CheckResult(
+                "blas", "warn", text, "use one environment and one CPU type, or results differ in the last bits"
+            )
+    return CheckResult("blas", "ok", f"{mine}; training uses {counted(threads, 'thread')} a rank")
+
+
+def check_hdf5(comm: Communicator, threads: int) -> CheckResult:
+    """Check that h5py can be imported, and report whether it is built with MPI. Collective over ``comm``."""
+    facts = machine.hdf5(comm)
+    if facts is None:
+        return CheckResult("hdf5", "FAIL", "h5py cannot be imported", "pip install h5py")
+    return CheckResult("hdf5", "ok", facts)
+
+
+def check_memory(comm: Communicator, threads: int) -> CheckResult:
+    """Report how much memory the job may take on the node where that is least. Collective over ``comm``."""
+    mine = (available_memory(), memory_of_node(), os.uname().nodename)
+    known = [(least, whole, host) for least, whole, host in comm.allgather_object(mine) if least is not None]
+    if not known:
+        return CheckResult("memory", "ok", "the system does not say how much is available")
+    least, whole, host = min(known)
+    text = f"{least / 2**30:.1f} GiB may be taken on {host}"
+    if whole is not None and least < whole:
+        text += f", which has {whole / 2**30:.1f} GiB available: a control group, or Slurm's --mem, leaves no more"
+    if least < 2**30:
+        return CheckResult("memory", "warn", text, "ask for more (sbatch --mem): a job that takes more is killed")
+    return CheckResult("memory", "ok", text)
+
+
+def check_shared_memory(comm: Communicator, threads: int) -> CheckResult:
+    """Test a shared window on every node: every rank writes a part of it and reads all parts. Collective."""
+    wrong = machine.try_shared_memory(comm)
+    space = machine.shared_space()
+    failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(comm.allgather_object(wrong)) if reason]
+    if failed:
+        remedy = "set parallel.share_node_memory = false; in a container, give it more shared memory (--shm-size=8g)"
+        return CheckResult("shared memory", "FAIL", "; ".join(failed[:3]), remedy, ExitStatus.RANK_FAILED)
+    if space is None:
+        return CheckResult("shared memory", "ok", "windows work; the system does not say how much room there is")
+    free, total = space
+    text = f"windows work; {free / 2**30:.1f} of {total / 2**30:.1f} GiB free in {SHARED_FOLDER}"
+    if free < 256 * 2**20:
+        return CheckResult("shared memory", "warn", text, "give it more room: a model's state of one node lies there")
+    return CheckResult("shared memory", "ok", text)
+
+
+def check_leftovers(comm: Communicator, threads: int, *, clean: bool = False) -> CheckResult:
+    """Look for files of ended jobs in shared memory; with ``clean``, remove files that no process uses. Collective."""
+    with comm.split_node(name="doctor") as node:
+        first = node.rank == 0
+    found = [*leftovers(), *session_folders()] if first else []
+    gone, left = remove(found) if clean else ([], found)
+    told = comm.allgather_object((machine.host(), gone, left))
+    removed = [item for _, files, _ in told for item in files]
+    text = f"removed {counted(len(removed), 'file')} of ended jobs, {_mebibytes(removed)}; " if removed else ""
+    spared = [item for _, _, files in told for item in files]
+    if not spared:
+        return CheckResult("leftovers", "ok", f"{text}none of yours in {SHARED_FOLDER}")
+    files = [f"{host}: {item.path}{item.spared and f' ({item.spared})'}" for host, _, items in told for item in items]
+    shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+    remedy = "look at these files yourself, or clean again later" if clean else "mpizero doctor --clean removes them"
+    return CheckResult("leftovers", "warn", f"{text}{_mebibytes(spared)} of ended jobs: {shown}", remedy)
+
+
+def _mebibytes(files: Sequence[Leftover]) -> str:
+    return f"{sum(file.nbytes for file in files) / 2**20:.0f} MiB"
+
+
+def check_kernels(comm: Communicator, threads: int) -> CheckResult:
+    """Run one compiled kernel, and report the folder in which compiled kernels are cached. Collective over ``comm``."""
+    problem, place, seconds = machine.try_kernel()
+    every = comm.allgather_object((problem, place))
+    failed = [(rank, text) for rank, (text, _) in enumerate(every) if text]
+    if failed:
+        rank, text = failed[0]
+        remedy = "set MPIZERO_CACHE_DIR to a folder of yours that can be written"
+        return CheckResult("kernels", "FAIL", f"rank {rank}: {text}", remedy)
+    refused = [(rank, kept) for rank, (_, kept) in enumerate(every) if kept is not None and kept.refused]
+    if refused:
+        rank, kept = refused[0]
+        return CheckResult("kernels", "warn", f"rank {rank}: {kept.refused}", kept.remedy)
+    text = f"compiled ones are kept in {place.path}" if place else ""
+    return CheckResult("kernels", "ok", f"{text}; the first took {seconds:.2f} s to be ready")
+
+
+def check_gpu(comm: Communicator, threads: int) -> CheckResult:
+    """Check whether ``device = "cuda"`` works, and how messages between GPUs are sent. Collective over ``comm``."""
+    count, packages = machine.gpus()
+    usable, reason = machine.devices() if count else (0, "")
+    with comm.split_node(name="doctor") as node:
+        ranks, place = node.size, node.rank
+    everywhere = comm.allgather_object((count, usable, reason, ranks))
+    if not any(count for count, *_ in everywhere):
+        return CheckResult("gpu", "ok", "none seen; training runs on CPUs")
+    text = f"{max(count for count, *_ in everywhere)} on a node; {', '.join(packages) or 'no Python package for it'}"
+    for rank, (_, devices, why, _) in enumerate(everywhere):
+        if not devices:
+            why = why or "no GPU on its node"
+            return CheckResult("gpu", "warn", text, f'train.device = "cuda" cannot be used: rank {rank} has {why}')
+    most = max(-(-sharing // devices) for _, devices, _, sharing in everywhere)
+    why = machine.why_through_host(comm, place)
+    path = f"through the host's memory: {why}" if why else "from GPU to GPU, as tried"
+    text = f'{text}; with train.device = "cuda" {counted(most, "rank")} a GPU, in turn; messages of layers go {path}'
+    return CheckResult("gpu", "ok", text)
+
+
+def check_torch(comm: Communicator, threads: int) -> CheckResult:
+    """Report the installed PyTorch, and whether nodes without a GPU carry one for CUDA. Collective over ``comm``."""
+    every = comm.allgather_object((*machine.torch_build(), machine.gpus()[0]))
+    if wrong := difference([version or "none" for version, _, _ in every]):
+        return CheckResult("torch", "warn", wrong, "install the same PyTorch on every node: others give other bits")
+    version, cuda, _ = every[0]
+    if not version:
+        return CheckResult("torch", "ok", "PyTorch is not installed; models of it need the extra torch")
+    text = f"PyTorch {version}{f' for CUDA {cuda}' if cuda else ''}"
+    if cuda and not any(count for _, _, count in every):
+        advice = "CPU nodes need a tenth of it: the command for CPUs at https://pytorch.org/get-started/locally"
+        return CheckResult("torch", "warn", f"{text}, but no GPU is seen", advice)
+    return CheckResult("torch", "ok", text)
+
+
+CHECKS: Sequence[Check] = (
+    check_versions,
+    check_mpi,
+    check_cores,
+    check_blas,
+    check_hdf5,
+    check_memory,
+    check_shared_memory,
+    check_leftovers,
+    check_kernels,
+    check_gpu,
+    check_torch,
+)
+
+
+def examine(
+    comm: Communicator, threads: int = 1, environment: Mapping[str, str] | None = None, *, clean: bool = False
+) -> list[CheckResult]:
+    """Run every check, and return the results of rank 0 on every rank.
+
+    Collective over ``comm``.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The ranks to examine.
+    threads : int
+        Number of threads that each rank will use.
+    environment : mapping, optional
+        Environment variables of this process; the launcher and Slurm describe the job in them.
+    clean : bool
+        Whether to remove shared memory of this user's ended jobs that no process uses, on the nodes of ``comm``.
+    """
+    checks = [partial(check, clean=clean) if check is check_leftovers else check for check in CHECKS]
+    found = [check(comm, threads) for check in checks]
+    found += [check(comm, threads, environment or {}) for check in LAUNCH_CHECKS]
+    result: list[CheckResult] = comm.broadcast_object(found)
+    return result
+
+
+def alone(error: ConfigError) -> CheckResult:
+    """Return a "FAIL" for a job in which every rank runs as a separate MPI job of size 1.
+
+    Not collective. The text of ``error`` is split at "; " into the result's text and remedy.
+    """
+    text, _, remedy = str(error).partition("; ")
+    return CheckResult("launch", "FAIL", text, remedy)
+
+
+def exit_status(results: Sequence[CheckResult]) -> int:
+    """Return the exit status of the command: the code of the first failed check, or 0 if none failed.
+
+    Not collective.
+    """
+    return next((int(result.code) for result in results if result.status == "FAIL"), 0)
+
+
+def report(results: Sequence[CheckResult], *, colour: bool = False) -> str:
+    """Format the results as text for people.
+
+    Not collective. With ``colour``, statuses and remedies are wrapped in escape sequences for terminals; the text
+    without these is the same.
+    """
+    lines = []
+    for result in results:
+        status = _painted(f"{result.status:4}", _COLOURS[result.status], colour)
+        lines.append(f"{status}  {result.name:13}  {result.text}")
+        if result.remedy:
+            lines.append(f"{'':4}  {'':13}  {_painted(f'-> {result.remedy}', _REMEDY, colour)}")
+    return "\n".join(lines)
+
+
+def _painted(text: str, codes: str, colour: bool) -> str:
+    return f"\x1b[{codes}m{text}\x1b[0m" if colour else text
+
+
+def as_json(results: Sequence[CheckResult], ranks: int) -> str:
+    """Format the results as one line of JSON for programs; ``ranks`` is the number of ranks examined.
+
+    Not collective.
+    """
+    checks: list[dict[str, Any]] = [asdict(result) | {"code": int(result.code)} for result in results]
+    for entry in checks:
+        if entry["status"] != "FAIL":
+            del entry["code"]
+    return json.dumps({"ok": exit_status(results) == 0, "ranks": ranks, "checks": checks})
+
+
+#: Variables that change what a job computes or how it runs. All others stay out: launchers and sites keep keys in some.
+_SETTINGS = re.compile(
+    r"(OMP|OPENBLAS|MKL|NUMBA|KMP|UCX|FI|MPI4PY_RC|MPIR_CVAR|OMPI_MCA_(btl|coll|io|mtl|osc|pml|rmaps|mpi))_[A-Z_a-z0-9]+"
+    r"|MPIZERO_(BLAS|CACHE_DIR|DEBUG|EMBEDDED|FAULT|TRACEBACK)|HDF5_USE_FILE_LOCKING|CUDA_VISIBLE_DEVICES"
+)
+_SLURM = re.compile(r"SLURM_(JOB_NUM_NODES|NTASKS|NTASKS_PER_NODE|CPUS_PER_TASK|TASKS_PER_NODE|MEM_PER_NODE|MPI_TYPE)")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|AUTH|URI", re.IGNORECASE)
+
+
+def bug_report(comm: Communicator | None, results: Sequence[CheckResult], environment: Mapping[str, str]) -> str:
+    """Return a fenced block of Markdown with the machine, the settings and the results.
+
+    Collective over ``comm``; None stands for a process whose MPI does not see the others. Home folders, user names and
+    host names are replaced. Of the environment only variables are shown that are known to be settings.
+    """
+    hosts = [machine.host()] if comm is None else comm.allgather_object(machine.host())
+    nodes = list(dict.fromkeys(hosts))
+
+    def hidden(text: str) -> str:
+        for pattern, replacement in _replacements(nodes, environment):
+            text = re.sub(pattern, replacement, text)
+        return text
+
+    size = 1 if comm is None else comm.size
+    bad = {status: sum(result.status == status for result in results) for status in ("FAIL", "warn")}
+    found = ", ".join(f"{number} {status}" for status, number in bad.items() if number) or "all ok"
+    facts = machine.mpi_facts()
+    lines = {
+        "doctor": f"{counted(size, 'rank')} on {counted(len(nodes), 'node')}: {found}",
+        "system": platform.platform(),
+        "processor": f"{machine.processor()}, {counted(len(machine.cores()), 'core')} of rank 0",
+        "memory": f"{(available_memory() or 0) / 2**30:.1f} GiB available",
+        "MPI": " ".join(facts.library.split()) if facts else "none",
+        "launcher": Launch.of(environment).name or "none",
+        "Slurm": _shown(environment, _SLURM) or "none",
+        "settings": _shown(environment, _SETTINGS) or "none",
+    }
+    told = [replace(result, text=hidden(result.text), remedy=hidden(result.remedy)) for result in results]
+    head = "\n".join(f"{name:9}  {hidden(text)}" for name, text in lines.items())
+    return f"```text\n{head}\n\n{report(told)}\n```"
+
+
+def _shown(environment: Mapping[str, str], wanted: re.Pattern[str]) -> str:
+    names = sorted(name for name in environment if wanted.fullmatch(name) and not _SECRET.search(name))
+    return " ".join(f"{name}={environment[name]}" for name in names)
+
+
+def _replacements(nodes: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield what is replaced, as a pattern, and by what: homes first, for they contain names of users."""
+    users, homes = (
+        [environment.get(name, "") for name in ("USER", "LOGNAME", "SLURM_JOB_USER")],
+        [environment.get("HOME")],
+    )
+    with suppress(KeyError):  # in a container, the user may have no entry
+        own = pwd.getpwuid(os.getuid())
+        users, homes = [*users, own.pw_name], [*homes, own.pw_dir]
+    for home in sorted({home.rstrip("/") for home in homes if home}, key=len, reverse=True):
+        if home:
+            yield rf"{re.escape(home)}(?=/|\W|$)", "~"
+    for number, node in enumerate(nodes, 1):
+        for name in dict.fromkeys((node, node.partition(".")[0])):
+            yield rf"(?<![\w.-]){re.escape(name)}(?![\w-])", f"node-{number}"
+    for user in sorted(set(users) - {"", "root"}):
+        yield rf"(?<![A-Za-z0-9]){re.escape(user)}(?![A-Za-z0-9])", "<user>"

@@ -1,0 +1,698 @@
+"""Compute the bytes that collectives send, by formula, and record a split layer's group calls on one rank.
+
+The formulas follow the code of ``comm/``. They count the same bytes as the counters in that folder ([Note: bytes on the
+wire] in ``comm/communicator.py``). They cut messages as ``comm/reduce.py`` does, and use messages or windows as
+``comm/model_group.py`` does.
+
+Assign the micro-batches of a step to ranks, and count the samples that they send to each other.
+
+Compute the groups of every rank of a planned job, the same that :class:`mpizero.comm.ProcessGrid` finds in a run.
+
+Describe a planned training as far as it is the same for all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpizero.comm import model_group
+from mpizero.comm.reduce import Codec, exchange_step, gather_step
+from mpizero.layout import Axes, Coordinates, Grains, Partition
+from mpizero.layout.batch import claimed_rows, contiguous_owners, contiguous_shares, node_blocks, wave_owners
+from mpizero.layout.mesh import GROUPS, SHARING, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
+from mpizero.layout.sum_tree import RowsPlan, WavePlan, claim_parts, rows_plan, wave_plan
+from mpizero.nn.virtual_ranks import Arrived
+from mpizero.sharding.batch import starts_of
+from mpizero.sharding.config import Placement, gradient_codec, needs_norm
+from mpizero.types import Array
+
+if TYPE_CHECKING:
+    from mpizero.sharding.config import ScratchUse, ShardingConfig
+
+
+class Sent(NamedTuple):
+    """Hold the bytes that one rank sends to others, and the number of calls in which it sends any (``messages``)."""
+
+    bytes: int = 0
+    messages: int = 0
+
+    def __add__(self, other: object) -> Sent:
+        """Add bytes and messages of both."""
+        if not isinstance(other, Sent):
+            return NotImplemented
+        return Sent(self.bytes + other.bytes, self.messages + other.messages)
+
+    def times(self, count: int) -> Sent:
+        """Return ``count`` times the bytes and the messages. Not collective."""
+        return Sent(self.bytes * count, self.messages * count)
+
+
+def total_sent(parts: Iterable[Sent]) -> Sent:
+    """Return the sum of ``parts``. Not collective."""
+    found = Sent()
+    for part, count in Counter(parts).items():
+        found += part.times(count)
+    return found
+
+
+def one_call(nbytes: int) -> Sent:
+    """Return ``nbytes`` sent in one call; no call if ``nbytes`` is 0. Not collective."""
+    return Sent(nbytes, 1) if nbytes else Sent()
+
+
+class ExchangeCost(NamedTuple):
+    """Hold what a rank sends in a sum or an all-gather between peers, and the sizes of its buffers.
+
+    Attributes
+    ----------
+    sent : Sent
+        The bytes and messages that the rank sends.
+    send_buffer, receive_buffer : int
+        Bytes of the buffers for elements that are sent and received.
+    packed_send, packed_receive : int
+        Bytes of the buffers for compressed messages that are sent and received; 0 without compression.
+    """
+
+    sent: Sent
+    send_buffer: int
+    receive_buffer: int
+    packed_send: int = 0
+    packed_receive: int = 0
+
+
+def exchange_cost(
+    totals: Sequence[int],
+    peer: int,
+    counts: Sequence[int],
+    itemsize: int,
+    codec: Codec | None = None,
+    elements: int | None = None,
+) -> ExchangeCost:
+    """Return the cost of one :class:`mpizero.comm.reduce.ExactExchange`.
+
+    It sends partial sums of gradients to the peers that own the elements. Not collective.
+
+    Parameters
+    ----------
+    totals : sequence of int
+        For each peer, the number of elements that it owns.
+    peer : int
+        The peer whose cost is computed.
+    counts : sequence of int
+        For each peer, the number of partial sums that its node sends.
+    itemsize : int
+        Bytes of an element.
+    codec : Codec or None
+        The codec that compresses the messages; None leaves them uncompressed.
+    elements : int or None
+        Number of elements in a bucket; None is the default.
+    """
+    if len(totals) == 1:
+        return ExchangeCost(Sent(), 0, 0)
+    arrivals, mine = sum(counts), counts[peer]
+    step = exchange_step(counts, elements)
+    others = [elements for place, elements in enumerate(totals) if place != peer]
+    segments = -(-max(others) // step) if mine else 0
+    widths = [min(step, elements) for elements in totals]
+    if not max(totals):
+        return ExchangeCost(Sent(), 0, 0)
+    received = arrivals * widths[peer] * itemsize
+    if codec is None:
+        return ExchangeCost(Sent(mine * sum(others) * itemsize, segments), mine * sum(widths) * itemsize, received)
+    sent = Sent(mine * sum(_packed(elements, step, codec) for elements in others), segments)
+    largest = max(min(step, elements) for elements in others) if mine else 0
+    packed = mine * sum(codec.packed(min(step, elements)) for elements in others)
+    return ExchangeCost(sent, largest * itemsize, received, packed, (arrivals - mine) * codec.packed(widths[peer]))
+
+
+def segment_cost(widths: Sequence[int], peer: int, counts: Sequence[int], itemsize: int) -> ExchangeCost:
+    """Return the cost of one uncompressed segment of an exchange, in which peer i owns ``widths[i]`` elements.
+
+    ``peer`` is the peer whose cost is computed, and ``counts[i]`` the number of partial sums that the node of peer i
+    sends. Not collective.
+    """
+    mine, others = counts[peer], sum(widths) - widths[peer]
+    sent = one_call(mine * others * itemsize)
+    return ExchangeCost(sent, mine * sum(widths) * itemsize, sum(counts) * widths[peer] * itemsize)
+
+
+def _packed(elements: int, step: int, codec: Codec) -> int:
+    """Return the compressed bytes of ``elements`` elements that are sent in messages of at most ``step`` elements."""
+    full, rest = divmod(elements, step)
+    return full * codec.packed(step) + codec.packed(rest)
+
+
+def gather_cost(
+    totals: Sequence[int], peer: int, itemsize: int, codec: Codec | None = None, elements: int | None = None
+) -> ExchangeCost:
+    """Return the cost of an all-gather in which peer i sends ``totals[i]`` elements to every other peer.
+
+    ``peer`` is the peer whose cost is computed; the other parameters are those of :func:`exchange_cost`. The all-gather
+    is :func:`mpizero.comm.reduce.gather_spans`, or ``gather_packed`` with a codec. Not collective.
+    """
+    if len(totals) == 1 or not max(totals):
+        return ExchangeCost(Sent(), 0, 0)
+    step = gather_step(len(totals), elements)
+    widths = [min(step, elements) for elements in totals]
+    segments, others = -(-totals[peer] // step), len(totals) - 1
+    if codec is None:
+        return ExchangeCost(
+            Sent(totals[peer] * itemsize * others, segments), widths[peer] * itemsize, sum(widths) * itemsize
+        )
+    sizes = [codec.packed(width) for width in widths]
+    sent = Sent(_packed(totals[peer], step, codec) * others, segments)
+    return ExchangeCost(sent, widths[peer] * itemsize, max(widths) * itemsize, sizes[peer], sum(sizes))
+
+
+def direct_gather_cost(columns: Iterable[Sequence[int]], peer: int, itemsize: int) -> ExchangeCost:
+    """Return the cost of :func:`mpizero.comm.reduce.begin_gather`, which needs no buffers. Not collective.
+
+    It gathers several spans at once: ``columns[j][i]`` is the number of elements in span j of peer i. ``peer`` is the
+    peer whose cost is computed.
+    """
+    own = [(sizes[peer], len(sizes) - 1) for sizes in columns]
+    return ExchangeCost(total_sent(one_call(size * itemsize * others) for size, others in own), 0, 0)
+
+
+class WindowCopies(NamedTuple):
+    """Hold the copies that a rank makes in one call of its group, if the group's ranks share a window.
+
+    Attributes
+    ----------
+    passes : tuple of (int, int)
+        For each pass over memory, the bytes that it reads and the bytes that it writes.
+    barriers : int
+        Number of barriers of the group in the call.
+    """
+
+    passes: tuple[tuple[int, int], ...]
+    barriers: int
+
+
+class GroupCall(NamedTuple):
+    """Describe one call of a method of :class:`mpizero.types.Group`; all ranks of the group make it together.
+
+    Attributes
+    ----------
+    kind : str
+        "reduce", "gather", "scatter" or "shift".
+    unit : int
+        Number of elements of the array; for "gather" and "scatter" the number at one index of the axis along which the
+        array is cut.
+    sizes : tuple of int
+        For "gather" and "scatter", the length of each rank's part along that axis; otherwise empty.
+    outer : int
+        For "gather" and "scatter", the product of the lengths of the axes before that axis; otherwise 1.
+    itemsize : int
+        Bytes of an element.
+    axis : str
+        The axis along which the group's ranks differ: "tensor" or "context".
+    """
+
+    kind: str
+    unit: int
+    sizes: tuple[int, ...]
+    outer: int
+    itemsize: int
+    axis: str
+
+    def sent(self, rank: int, size: int, *, in_window: bool) -> Sent:
+        """Return what rank ``rank`` of a group of ``size`` ranks sends. Not collective.
+
+        If the ranks share a window (``in_window``), only shifts send messages.
+        """
+        if self.kind == "shift":
+            return one_call(self.unit * self.itemsize)
+        if in_window:
+            return Sent()
+        if self.kind == "gather":
+            return one_call(self.unit * self.sizes[rank] * self.itemsize * (size - 1))
+        if self.kind == "scatter":
+            return one_call(self.unit * (sum(self.sizes) - self.sizes[rank]) * self.itemsize)
+        if size == 2:
+            return one_call(self.unit * self.itemsize)
+        own = Partition(self.unit, size).sizes()[rank]
+        return one_call((self.unit - own) * self.itemsize) + one_call(own * self.itemsize * (size - 1))
+
+    def copies(self, rank: int, size: int) -> WindowCopies:
+        """Return the copies that rank ``rank`` makes in a window of ``size`` ranks, as in ``comm/model_group.py``.
+
+        Not collective.
+        """
+        if self.kind == "shift":
+            return WindowCopies((), 0)
+        whole = self.unit * (sum(self.sizes) if self.sizes else 1) * self.itemsize
+        own = self.unit * self.sizes[rank] * self.itemsize if self.sizes else whole
+        if self.kind == "gather":
+            return WindowCopies(((own, own), (whole, whole)), 1)
+        if self.kind == "scatter":
+            return WindowCopies(((whole - own, whole - own), (size * own, own)), 1)
+        if self._sums_parts(size):
+            own = Partition(self.unit, size).sizes()[rank] * self.itemsize
+            return WindowCopies(((whole, whole), (size * own, own), (whole, whole)), 2)
+        return WindowCopies(((whole, whole), (size * whole, whole)), 1)
+
+    def _sums_parts(self, size: int) -> bool:
+        """Tell whether each rank sums one part of the array in the window, before all ranks copy the whole sum."""
+        return size >= model_group.SHARED_SUM_RANKS and self.unit * self.itemsize >= model_group.SHARED_SUM_BYTES
+
+    def rooms(self, rank: int, size: int) -> dict[str, int]:
+        """Return the bytes of the message buffers that rank ``rank`` of ``size`` keeps, by the buffer's name.
+
+        Not collective.
+        """
+        if self.kind == "gather":
+            return {"arrived": self.unit * sum(self.sizes) * self.itemsize} if self.outer > 1 else {}
+        if self.kind == "scatter":
+            packed = {"packed": self.unit * sum(self.sizes) * self.itemsize} if self.outer > 1 else {}
+            return {**packed, "arrived": size * self.unit * self.sizes[rank] * self.itemsize}
+        if self.kind == "shift":
+            return {}
+        if size == 2:
+            return {"arrived": 2 * self.unit * self.itemsize}
+        own = Partition(self.unit, size).sizes()[rank] * self.itemsize
+        return {"arrived": size * own, "total": own}
+
+    def half(self, size: int) -> int:
+        """Return the bytes that the call needs in each half of a window of ``size`` ranks. Not collective."""
+        if self.kind == "shift":
+            return 0
+        nbytes = self.unit * (sum(self.sizes) if self.sizes else 1) * self.itemsize
+        rows = {"gather": 1, "scatter": size}.get(self.kind, size)
+        if self.kind == "reduce" and self._sums_parts(size):
+            rows += 1
+        return rows * -(-nbytes // model_group.LINE) * model_group.LINE
+
+
+def window_bytes(calls: Iterable[GroupCall], size: int) -> int:
+    """Return the bytes of the window that a group of ``size`` ranks needs for these calls. Not collective."""
+    needed = max((call.half(size) for call in calls if call.kind != "shift"), default=0)
+    if not needed:
+        return 0
+    return 2 * size * model_group.LINE + 2 * (-(-max(needed, model_group.FIRST_HALF) // 4096) * 4096)
+
+
+class RecordingGroup:
+    """Replace the group of split layers on one rank: record their calls, and return arrays of the right shapes.
+
+    It implements :class:`mpizero.types.Group`. But no method is collective, and the values of returned arrays mean
+    nothing.
+
+    Parameters
+    ----------
+    axis : str
+        The axis along which the group's ranks differ: "tensor" or "context".
+    rank, size : int
+        The rank's number in the group, and the size of the group.
+    calls : list of GroupCall
+        The list to which calls are appended; the groups of one rank have the same.
+    """
+
+    def __init__(self, axis: str, rank: int, size: int, calls: list[GroupCall]) -> None:
+        self.axis, self.rank, self.size, self.calls = axis, rank, size, calls
+
+    def __repr__(self) -> str:
+        """Return a text that names the size but not the rank, because layers are compared by their texts."""
+        return f"{self.axis} group of {self.size}"
+
+    def all_reduce(self, x: Array, tag: str = "") -> Array:
+        """Record the call, and return a copy of ``x``."""
+        self.calls.append(GroupCall("reduce", x.size, (), 1, x.itemsize, self.axis))
+        return np.array(x, order="C")
+
+    def all_max(self, x: Array, tag: str = "") -> Array:
+        """Record the call, and return a copy of ``x``."""
+        return self.all_reduce(x, tag)
+
+    def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Record the call, and return an array of zeros in which this rank's part is ``x``."""
+        call = self._along("gather", x, axis, sizes)
+        shape = list(x.shape)
+        shape[axis] = sum(call.sizes)
+        whole = np.zeros(shape, x.dtype)
+        start = sum(call.sizes[: self.rank])
+        np.moveaxis(whole, axis, 0)[start : start + call.sizes[self.rank]] = np.moveaxis(x, axis, 0)
+        return whole
+
+    def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Record the call, and return a copy of this rank's part of ``x``."""
+        call = self._along("scatter", x, axis, sizes)
+        start = sum(call.sizes[: self.rank])
+        block = np.moveaxis(x, axis, 0)[start : start + call.sizes[self.rank]]
+        return np.array(np.moveaxis(block, 0, axis), order="C")
+
+    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> Arrived:
+        """Record the call, and return a finished request with copies of ``arrays``."""
+        if by % self.size:
+            self.calls += [GroupCall("shift", x.size, (), 1, x.itemsize, self.axis) for x in arrays]
+        return Arrived(tuple(np.array(x, order="C") for x in arrays))
+
+    def _along(self, kind: str, x: Array, axis: int, sizes: Sequence[int]) -> GroupCall:
+        axis %= x.ndim
+        outer = prod(x.shape[:axis])
+        unit = outer * prod(x.shape[axis + 1 :])
+        call = GroupCall(kind, unit, tuple(map(int, sizes)), outer, x.itemsize, self.axis)
+        self.calls.append(call)
+        return call
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """Assign the grains of a global batch to the ranks of a data group.
+
+    Attributes
+    ----------
+    grains : Grains
+        The grains of the global batch.
+    accumulate : int
+        Number of micro-batches in a full grain.
+    waves : bool
+        Whether grains are computed in waves.
+    scratch : "grains", "micro-batches" or None
+        Which gradients are written to scratch memory (see :func:`~mpizero.sharding.config.scratch_use`).
+    claimed : bool
+        Whether the ranks of a node claim its grains. Then work and sums are planned as if grains were assigned before
+        the step, but memory as any claims may need it.
+    """
+
+    grains: Grains
+    accumulate: int
+    waves: bool
+    scratch: ScratchUse
+    claimed: bool = False
+
+    def rows(self, grid: PlannedGrid) -> int:
+        """Return the number of rows that every rank allocates, if grains are not computed in waves. Not collective."""
+        rows = self.rows_plan(grid).rows
+        return max(rows, claimed_rows(grid, self.grains.count)) if self.claimed else rows
+
+    def most_grains(self, grid: PlannedGrid) -> int:
+        """Return the largest number of grains, or of context ranks' parts of them, that a rank may compute."""
+        if self.claimed:
+            return max(map(len, node_blocks(grid, self.grains.count)))
+        return -(-self.grains.count * grid.context.size // grid.data.size)
+
+    def claimed_bytes(self, grid: PlannedGrid, sample_bytes: Sequence[int]) -> int:
+        """Return the bytes of a node's memory for samples and claims; 0 if its ranks claim none. Not collective.
+
+        ``sample_bytes`` holds the bytes of one sample in each array.
+        """
+        if not self.claimed:
+            return 0
+        block = node_blocks(grid, self.grains.count)[grid.nodes.index(grid.node_ranks)]
+        start, stop = (min(grain * self.grains.size, self.grains.samples) for grain in (block.start, block.stop))
+        parts = len(claim_parts(block, grid.node.size))
+        return starts_of(parts, [(stop - start) * size for size in sample_bytes])[-1]
+
+    def rows_plan(self, grid: PlannedGrid) -> RowsPlan:
+        """Return the plan by which gradients are summed, if grains are not computed in waves. Not collective.
+
+        All ranks whose groups have the sizes in ``grid`` have the same plan. Each context rank's part of a grain counts
+        as a grain.
+        """
+        count, key = self.grains.count * grid.context.size, _kind(grid)
+        if key not in self._rows_plans:
+            shares = contiguous_shares(grid, count)
+            self._rows_plans[key] = rows_plan(shares, grid.group_sizes, count, scratch=self.scratch == "grains")
+        return self._rows_plans[key]
+
+    def wave_plan(self, grid: PlannedGrid) -> WavePlan:
+        """Return the plan by which gradients are summed, if grains are computed in waves. Not collective.
+
+        All ranks whose groups have the sizes in ``grid`` have the same plan. Each context rank's part of a grain counts
+        as a grain.
+        """
+        if (key := _kind(grid)) not in self._wave_plans:
+            self._wave_plans[key] = wave_plan(self.grains.count * grid.context.size, grid.group_sizes)
+        return self._wave_plans[key]
+
+    @cached_property
+    def _rows_plans(self) -> dict[tuple[int, ...], RowsPlan]:
+        return {}
+
+    @cached_property
+    def _wave_plans(self) -> dict[tuple[int, ...], WavePlan]:
+        return {}
+
+    def jobs(self, grid: PlannedGrid) -> tuple[int, ...]:
+        """Return the number of samples in each micro-batch of the rank of ``grid``, in the order of computation.
+
+        For a micro-batch that only other ranks have the number is 0; this rank then only joins their collectives. Not
+        collective.
+        """
+        contexts, count = grid.context.size, self.grains.count
+        found: list[int] = []
+        if self.waves:
+            workers, parts = grid.data.size, count * contexts
+            for first in range(0, parts, workers):
+                number = first + grid.place
+                sizes = self.micro_batches(number // contexts) if number < parts else ()
+                found += [*sizes, *[0] * (self.accumulate - len(sizes))]
+            return tuple(found)
+        for number in contiguous_shares(grid, count * contexts)[grid.place]:
+            found += self.micro_batches(number // contexts)
+        return tuple(found)
+
+    def micro_batches(self, grain: int) -> tuple[int, ...]:
+        """Return the number of samples in each micro-batch of a grain. Not collective."""
+        return tuple(part.stop - part.start for part in self.grains.micro_batches(grain, self.accumulate))
+
+    def owners(self, grid: PlannedGrid) -> Sequence[int]:
+        """Return, for each grain, the rank of ``grid.batch`` that computes it. Not collective."""
+        return (wave_owners if self.waves else contiguous_owners)(grid, self.grains.count)
+
+    def samples_moved(self, grid: PlannedGrid) -> int:
+        """Return how many samples the rank of ``grid`` sends to the ranks that compute them.
+
+        Not collective. At first each rank is assumed to have a contiguous run of whole grains; the runs are as equal as
+        possible.
+        """
+        ranks, mine = grid.batch.size, grid.batch.rank
+        own = self.grains.samples_of(mine, ranks)
+        owners, moved = self.owners(grid), 0
+        for grain in range(own.start // self.grains.size, self.grains.count):
+            span = self.grains.span(grain)
+            if span.start >= own.stop:
+                break
+            if owners[grain] != mine:
+                moved += min(span.stop, own.stop) - max(span.start, own.start)
+        return moved
+
+    @cached_property
+    def largest(self) -> int:
+        """Number of samples in the largest micro-batch."""
+        return max(
+            (size for grain in range(min(1, self.grains.count)) for size in self.micro_batches(grain)), default=0
+        )
+
+
+def _kind(grid: PlannedGrid) -> tuple[int, ...]:
+    """Return a key that is equal for ranks for which grains are assigned, and gradients summed, in the same way."""
+    return grid.data.size, grid.batch.size, grid.context.size, *grid.group_sizes
+
+
+class PlannedGroup(NamedTuple):
+    """Describe a group of ranks, as seen by one of its ranks.
+
+    Attributes
+    ----------
+    rank, size : int
+        The rank's number in the group, and the size of the group.
+    shares_memory : bool
+        Whether the members may share memory in a window.
+    """
+
+    rank: int
+    size: int
+    shares_memory: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedGrid(NodeOrder):
+    """Hold the groups of one rank of a planned job, under the names that :class:`mpizero.comm.ProcessGrid` uses.
+
+    ``here`` holds the rank's coordinates on ``axes``, the axes of parallelism. ``nodes`` and ``position`` are described
+    in :class:`NodeOrder`.
+    """
+
+    axes: Axes
+    here: Coordinates
+    world: PlannedGroup
+    data: PlannedGroup
+    batch: PlannedGroup
+    pipeline: PlannedGroup
+    tensor: PlannedGroup
+    context: PlannedGroup
+    model: PlannedGroup
+    node: PlannedGroup
+    peers: PlannedGroup
+    nodes: tuple[tuple[int, ...], ...]
+    position: tuple[int, ...]
+
+    @cached_property
+    def group_calls(self) -> list[GroupCall]:
+        """The calls of the tensor and the context group, in order, since the list was last emptied."""
+        return []
+
+    @cached_property
+    def tensor_group(self) -> RecordingGroup:
+        """An object that takes the place of the tensor group and records the calls of split layers."""
+        return RecordingGroup("tensor", self.tensor.rank, self.tensor.size, self.group_calls)
+
+    @cached_property
+    def context_group(self) -> RecordingGroup:
+        """An object that takes the place of the context group and records the calls of context-parallel layers."""
+        return RecordingGroup("context", self.context.rank, self.context.size, self.group_calls)
+
+
+@dataclass(frozen=True)
+class PlannedRanks:
+    """Hold the nodes of all ranks of a planned job, and compute each rank's groups.
+
+    Parameters
+    ----------
+    axes : Axes
+        Sizes and order of the axes of parallelism.
+    hosts : tuple of int
+        For every rank, the first rank of its node.
+    share : bool
+        Whether ranks of a node share memory.
+    """
+
+    axes: Axes
+    hosts: tuple[int, ...]
+    share: bool = True
+
+    @classmethod
+    def build(
+        cls, axes: Axes, *, ranks_per_node: int | None = None, simulated: int | None = None, share: bool = True
+    ) -> PlannedRanks:
+        """Return the ranks of a job in which consecutive ranks are on the same node. Not collective.
+
+        Parameters
+        ----------
+        axes : Axes
+            Sizes and order of the axes of parallelism.
+        ranks_per_node : int or None
+            Number of ranks of a real node; None puts all ranks on one node.
+        simulated : int or None
+            Number of ranks of a simulated node (``ShardingConfig.ranks_per_node``), into which each real node is cut.
+        share : bool
+            Whether ranks of a node share memory.
+        """
+        real = ranks_per_node or axes.size
+        small = min(simulated or real, real)
+        hosts = tuple(rank - rank % real % small for rank in range(axes.size))
+        ranks = cls(axes, hosts, share)
+        if not share or axes.context == 1:
+            return ranks
+        # The context ranks that share a grain must follow one another in the order in which a wave assigns grains. With
+        # shared memory that order goes node by node, and may separate them: such a run has no shared memory.
+        grid = ranks.grid(0)
+        return ranks if grid.order == tuple(range(grid.data.size)) else ranks.private()
+
+    def private(self) -> PlannedRanks:
+        """Return the ranks of the same job without shared memory. Not collective."""
+        return PlannedRanks(self.axes, self.hosts, share=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the job."""
+        return self.axes.size
+
+    @cached_property
+    def uneven(self) -> bool:
+        """Tell whether memory cannot be shared because a data group has unequal numbers of ranks on its nodes."""
+        return self.share and bool(uneven_counts(self.axes, self.hosts))
+
+    def inside_nodes(self, group: str) -> bool:
+        """Tell whether each group of the kind ``group`` ("tensor", for example) is inside one node. Not collective."""
+        return inside_nodes(self.axes, group, self.hosts)
+
+    def grid(self, rank: int) -> PlannedGrid:
+        """Return the groups of one rank. Not collective."""
+        here = self.axes.coordinates(rank)
+        members = {name: self.axes.group(rank, differing) for name, differing in GROUPS.items()}
+        data = PlannedGroup(members["data"].index(rank), len(members["data"]))
+        nodes = by_node([self.hosts[other] for other in members["data"]])
+        if not self.share or self.uneven:
+            nodes = tuple((place,) for place in range(data.size))
+        mine = next(place for place, ranks in enumerate(nodes) if data.rank in ranks)
+        groups = {name: self._group(name, rank, ranks) for name, ranks in members.items() if name != "data"}
+        return PlannedGrid(
+            axes=self.axes,
+            here=here,
+            world=PlannedGroup(rank, self.size),
+            data=data,
+            node=PlannedGroup(nodes[mine].index(data.rank), len(nodes[mine]), True),
+            peers=PlannedGroup(mine, len(nodes)),
+            nodes=nodes,
+            position=node_major(nodes),
+            **groups,
+        )
+
+    def _group(self, name: str, rank: int, members: tuple[int, ...]) -> PlannedGroup:
+        shares = name in SHARING and self.share and self.inside_nodes(name)
+        return PlannedGroup(members.index(rank), len(members), shares)
+
+
+@dataclass(frozen=True)
+class PlannedTraining:
+    """Hold the parts of a planned training that do not depend on the rank.
+
+    Attributes
+    ----------
+    row : Placement
+        The strategy's row of the placement table.
+    config : ShardingConfig
+        The settings; the communicator is not used.
+    optimizer : optimizer
+        The optimizer, as :func:`mpizero.optim.elementwise.adapt` returns it.
+    step : StepBatches
+        The grains of a global batch, and how they are assigned to ranks.
+    itemsize : int
+        Bytes of one element of a parameter.
+    sample_bytes : tuple of int
+        Bytes of each array of one sample's input and target.
+    loss_scale : bool
+        Whether the training has a loss scale.
+    by_block : bool
+        Whether the model is made of blocks; a black box computes all gradients together.
+    in_place : bool
+        Whether the model is a black box that writes its gradients in place.
+    """
+
+    row: Placement
+    config: ShardingConfig
+    optimizer: Any
+    step: StepBatches
+    itemsize: int
+    sample_bytes: tuple[int, ...]
+    loss_scale: bool = False
+    by_block: bool = True
+    in_place: bool = False
+
+    @property
+    def codec(self) -> Codec | None:
+        """The codec that compresses gradient messages between peers; None without compression."""
+        return gradient_codec(self.config.gradient_compression, self.itemsize)
+
+    @property
+    def bucket(self) -> int | None:
+        """Number of elements in a bucket of gradients; None is the default size.
+
+        The default is also assumed if the size is tuned in a run.
+        """
+        return self.config.bucket_elements(self.itemsize)
+
+    @property
+    def needs_norm(self) -> bool:
+        """Tell whether the norm of the summed gradient must be known before the update."""
+        return needs_norm(self.config, self.codec, loss_scale=self.loss_scale)

@@ -1,0 +1,744 @@
+"""Predict the memory of one rank, part by part: what the engine allocates, and the arrays of a step.
+
+[Note: held bytes] The parts in :data:`PARTS` up to "exchange buffers" are those that
+:class:`mpizero.sharding.params.Memory` counts in a run, and agree with its counts to the byte. They are
+private arrays, and shared windows in whole pages. "group buffers" are the message buffers or the window of a tensor or
+context group. The other parts exist only during a step. "activations" are the most bytes that blocks keep for their
+backward passes. "working arrays" are the bytes needed in addition while a block runs, at the moment of most memory.
+"messages" are the additional bytes of a pipeline stage's messages in flight.
+
+If layers compute on GPUs, activations and working arrays are on the GPU. The GPU then also has copies of the parameters
+and of one unit's gradients (of all gradients, if a rank is alone in its data group). If the update runs on the GPU, it
+also has the optimizer state and the update's buffers. The host's working arrays are then only the buffer for copies
+between host and GPU and, if gradients stay on the GPU but the update runs on the host, the reduced gradient.
+
+Plan a training: predict memory, messages, work and idle time of every rank without running the training.
+
+Plan the training that a run does: the memory of each rank, and the timetable of its pipeline.
+
+No block of the model is run for it: that could take as long as many steps, and user code would run unasked. So the plan
+has what the library allocates, but no activations; ``mpizero plan`` has those, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import lcm
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero._util.checks import writes_in_place
+from mpizero._util.pytree import SampleTree
+from mpizero.data import Source
+from mpizero.errors import ConfigError
+from mpizero.kernels.gpu import STAGING
+from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
+from mpizero.layout.schedules import FORWARD
+from mpizero.optim.elementwise import EMA, averaging, tensor_state_size
+from mpizero.sharding.config import (
+    Placement,
+    ShardingConfig,
+    assigns_waves,
+    claims_grains,
+    keeps_gradients_on_device,
+    placement,
+    scratch_use,
+    wave_slots,
+)
+from mpizero.sharding.device import gradient_places
+from mpizero.sharding.device_update import buffer_sizes, updates_on_device
+from mpizero.sharding.grad_reduce import largest_block, residual_sizes
+from mpizero.sharding.params import SLOTS, paged
+from mpizero.sharding.partition import ParallelLayout, in_tiles, within_rounding
+from mpizero.sharding.whole_tensors import TensorPlan
+from mpizero.tools.plan.counts import PlannedGrid, PlannedRanks, PlannedTraining, Sent, StepBatches, window_bytes
+from mpizero.tools.plan.memory import ModelPart, StageActivations, TrialSample
+from mpizero.tools.plan.traffic import RankTraffic
+from mpizero.train.events import PipelineCell
+from mpizero.types import BlockModel, Run
+
+#: The parts of a rank's memory, in the order in which they are shown.
+PARTS = (
+    "parameters",
+    "gradients",
+    "samples",
+    "optimizer state",
+    "residuals",
+    "buffers",
+    "exchange buffers",
+    "group buffers",
+    "activations",
+    "working arrays",
+    "messages",
+)
+
+
+class MemoryBytes(NamedTuple):
+    """Hold the bytes of one part of a rank's memory.
+
+    Attributes
+    ----------
+    private : int
+        Bytes of arrays that only this rank has.
+    shared : int
+        Bytes of a window that ``sharers`` ranks share.
+    sharers : int
+        Number of ranks that share the window. (For a sum of windows with different numbers it is their least common
+        multiple, and ``shared`` are the bytes of as many ranks' equal shares of all windows.)
+    """
+
+    private: int = 0
+    shared: int = 0
+    sharers: int = 1
+
+    @property
+    def mine(self) -> int:
+        """The private bytes, and this rank's equal share of the window."""
+        return self.private + self.shared // self.sharers
+
+    def __add__(self, other: object) -> MemoryBytes:
+        """Add private bytes, and this rank's shares of both windows."""
+        if not isinstance(other, MemoryBytes):
+            return NotImplemented
+        sharers = lcm(self.sharers, other.sharers)
+        shares = (sharers // each.sharers * each.shared for each in (self, other))
+        return MemoryBytes(self.private + other.private, sum(shares), sharers)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Compute the memory of one rank.
+
+    Attributes
+    ----------
+    traffic : RankTraffic
+        The rank's part of the model, and its messages.
+    flow : StageActivations
+        The memory that the rank's micro-batches need.
+    """
+
+    traffic: RankTraffic
+    flow: StageActivations
+
+    def parts(self) -> dict[str, MemoryBytes]:
+        """Return the rank's memory on the host by part, without empty parts. Not collective."""
+        figures = self.flow.figures
+        found = {
+            "parameters": self._parameters(),
+            "gradients": MemoryBytes() if self._keeps_gradients else self._gradients(),
+            "samples": self._samples(),
+            "optimizer state": MemoryBytes(0 if self._updates_on_device else self._state() * self._item),
+            "residuals": self._residuals(),
+            "buffers": self._buffers(),
+            "exchange buffers": MemoryBytes(self._exchange_buffers()),
+            "group buffers": self._group_buffers(),
+            "activations": MemoryBytes(0 if self._on_device else figures.kept),
+            "working arrays": MemoryBytes(
+                self._host_work if self._on_device else figures.most - figures.kept + self._copied
+            ),
+            "messages": MemoryBytes(figures.total - figures.most),
+        }
+        return {part: held for part, held in found.items() if held.private or held.shared}
+
+    def device(self) -> dict[str, int]:
+        """Return the bytes that the rank holds on its GPU, by part; an empty dict without a GPU. Not collective."""
+        if not self._on_device:
+            return {}
+        layout, figures = self.traffic.part.layout, self.flow.figures
+        state = {"optimizer state": self._state() * self._item} if self._updates_on_device else {}
+        buffers = self._frozen if self._keeps_gradients else self._update_buffers() if self._updates_on_device else 0
+        gradients = max((gradient_places(unit)[1] for unit in layout.units), default=0) * self._item
+        return (
+            state
+            | ({"buffers": buffers} if buffers else {})
+            | {
+                "parameters": (layout.largest_gathered if self.traffic.sharded else layout.size) * self._item,
+                "gradients": self._gradients().private if self._keeps_gradients else gradients,
+                "activations": figures.kept,
+                "working arrays": figures.most - figures.kept,
+            }
+        )
+
+    @property
+    def _copied(self) -> int:
+        """The bytes of all parameters, of which a black box is given copies where they are sharded; else 0."""
+        traffic = self.traffic
+        copies = traffic.sharded and not traffic.training.by_block and any(traffic.jobs)
+        return traffic.part.layout.size * self._item if copies else 0
+
+    @property
+    def _on_device(self) -> bool:
+        return self.traffic.training.config.device != "cpu"
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Tell whether the gradients of all units stay on the GPU until the update."""
+        return keeps_gradients_on_device(self.traffic.training.config, self.traffic.grid.data.size)
+
+    @property
+    def _host_work(self) -> int:
+        """The host bytes of the buffer for copies to the GPU, and of the reduced gradient.
+
+        The latter is 0 unless gradients stay on the GPU while the optimizer runs on the host.
+        """
+        fetched = self._keeps_gradients and not self._updates_on_device
+        return STAGING + (self.traffic.part.layout.gradient_size * self._item if fetched else 0)
+
+    def _update_buffers(self) -> int:
+        norms, whole = self.traffic.training.optimizer.needs_tensor_norms, not self.traffic.sharded
+        return sum(buffer_sizes(self.traffic.updated, self._item, norms=norms, whole=whole)) * self._item
+
+    @property
+    def _updates_on_device(self) -> bool:
+        return updates_on_device(self.traffic.training.config, self.traffic.training.optimizer)
+
+    # ------------------------------------------------------------------ what the engine allocates
+
+    @property
+    def _item(self) -> int:
+        return self.traffic.training.itemsize
+
+    def _shared(self, *sizes: int) -> MemoryBytes:
+        """Return the memory of arrays that the node's ranks share: one window, each array in whole pages.
+
+        ``sizes`` are the arrays' bytes. If the node has one rank, the arrays are private.
+        """
+        sharers = self.traffic.grid.node.size
+        if sharers == 1:
+            return MemoryBytes(sum(sizes))
+        return MemoryBytes(0, sum(paged(size) for size in sizes), sharers)
+
+    def _parameters(self) -> MemoryBytes:
+        shards, grid = self.traffic.part.shards, self.traffic.grid
+        if not self.traffic.sharded:
+            return self._shared(shards.layout.size * self._item)
+        return self._shared(sum(shards.shares[rank].size for rank in grid.node_ranks) * self._item)
+
+    def _gradients(self) -> MemoryBytes:
+        """Return the memory of gradients: rows, or in waves a wave buffer and a stack.
+
+        A row is an array that holds a gradient or a partial sum. A wave buffer holds the gradients that the node's
+        ranks computed for one or two units. The stack keeps partial sums from wave to wave. In both cases the buffer in
+        which micro-batches are added is included, or with rows the scratch array for one block's gradients.
+        """
+        traffic, shards = self.traffic, self.traffic.part.shards
+        step, grid = traffic.training.step, traffic.grid
+        if not step.waves:
+            plan = step.rows_plan(grid)
+            rows = self._shared(step.rows(grid) * grid.node.size * paged(shards.layout.gradient_size * self._item))
+            uses = plan.folds[grid.place].uses_scratch or (step.scratch == "micro-batches" and any(traffic.jobs))
+            added = largest_block(shards.layout) * self._item if uses else 0
+            return rows._replace(private=rows.private + (added if step.scratch else self._folded))
+        slots = wave_slots(shards.layout, grid.node.size, in_place=traffic.training.in_place)
+        buffer = self._shared(*[grid.node.size * paged(size * self._item) for size in slots])
+        stack = step.wave_plan(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item
+        return buffer._replace(private=buffer.private + stack + self._folded)
+
+    def _samples(self) -> MemoryBytes:
+        """Return the memory of the samples that the node's ranks share if they claim grains."""
+        training = self.traffic.training
+        nbytes = training.step.claimed_bytes(self.traffic.grid, training.sample_bytes)
+        return self._shared(nbytes) if nbytes else MemoryBytes()
+
+    @property
+    def _folded(self) -> int:
+        """The bytes of the buffer in which the gradients of a grain's micro-batches are added; 0 if there is none."""
+        several = self.traffic.training.step.accumulate > 1 and any(self.traffic.jobs)
+        return self.traffic.part.layout.gradient_size * self._item if several else 0
+
+    def _state(self) -> int:
+        """Return the number of elements in this rank's optimizer state."""
+        optimizer, tensors, rank = self.traffic.training.optimizer, self.traffic.tensors, self.traffic.grid.data.rank
+        in_tensors = self.traffic.updated_in_tensors
+        found = len(optimizer.slots) * (self.traffic.updated - in_tensors)
+        own = (tensors.tensors[number].spec for number in tensors.owned(rank))
+        average = EMA in optimizer.slots
+        return found + average * in_tensors + sum(tensor_state_size(optimizer, spec) for spec in own)
+
+    def _residuals(self) -> MemoryBytes:
+        """Return the memory of the residuals of gradient compression, of the last step and of the current one.
+
+        A residual is what compression left out of a message.
+        """
+        traffic = self.traffic
+        totals = [sum(of_units) for of_units in traffic.compressed]
+        replicated = not traffic.training.row.shard_optimizer
+        sizes = residual_sizes(totals, traffic.grid.peers.rank, traffic.training.codec, replicated=replicated)
+        return MemoryBytes(2 * sum(sizes) * self._item)
+
+    def _buffers(self) -> MemoryBytes:
+        """Return the memory of gathered units, and of the buffer that takes the gradients of frozen parameters."""
+        units = MemoryBytes()
+        if self.traffic.sharded:
+            units = self._shared(*[self.traffic.part.layout.largest_gathered * self._item] * SLOTS)
+        return units._replace(private=units.private + (0 if self._keeps_gradients else self._frozen))
+
+    @property
+    def _frozen(self) -> int:
+        return self.traffic.part.layout.largest_frozen * self._item
+
+    def _exchange_buffers(self) -> int:
+        """Return the bytes of the largest buffers that the messages of gradients need."""
+        traffic = self.traffic
+        every = [*traffic.reductions(), *traffic.replications()]  # parameters go straight to their places
+        buffers = [(e.send_buffer, e.receive_buffer, e.packed_send, e.packed_receive) for e in every]
+        return sum(max(sizes) for sizes in zip(*buffers, strict=True))
+
+    def _group_buffers(self) -> MemoryBytes:
+        """Return the memory that tensor and context group keep for their calls: windows, or message buffers."""
+        found = MemoryBytes()
+        for group, calls in self.traffic.calls:
+            if group.shares_memory:
+                found += MemoryBytes(0, window_bytes(calls, group.size), group.size)
+                continue
+            rooms: Counter[str] = Counter()
+            for call in calls:
+                rooms |= Counter(call.rooms(group.rank, group.size))
+            found += MemoryBytes(sum(rooms.values()))
+        return found
+
+
+def _takes_no_time(nbytes: int) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Hold what one rank keeps in memory, sends and computes in a step.
+
+    Attributes
+    ----------
+    rank : int
+        The rank's number in the world.
+    here : Coordinates
+        The rank's coordinates on the axes of parallelism.
+    node : int
+        The number of the rank's node.
+    memory : dict of str to MemoryBytes
+        Memory on the host, by part ([Note: held bytes] in ``tools/plan/plan.py``).
+    device_memory : dict of str to int
+        Bytes on the rank's GPU, by part; empty without a GPU.
+    sent : dict of str to Sent
+        Bytes and messages that the rank sends in a step, by purpose.
+    samples, micro_batches : int
+        Number of samples and of micro-batches that the rank computes in a step.
+    operations : int or None
+        The rank's floating-point operations in a step; None if a layer does not count its operations.
+    caches : int
+        Largest number of caches that the rank holds at once. There is one cache for each chunk and micro-batch.
+    """
+
+    rank: int
+    here: Coordinates
+    node: int
+    memory: dict[str, MemoryBytes]
+    device_memory: dict[str, int]
+    sent: dict[str, Sent]
+    samples: int
+    micro_batches: int
+    operations: int | None
+    caches: int
+
+    @property
+    def bytes(self) -> int:
+        """All bytes of the rank's host memory, including an equal share of each shared window."""
+        return sum(held.mine for held in self.memory.values())
+
+    @property
+    def bytes_sent(self) -> int:
+        """All bytes that the rank sends in a step."""
+        return sum(sent.bytes for sent in self.sent.values())
+
+    @property
+    def messages(self) -> int:
+        """Number of all messages that the rank sends in a step."""
+        return sum(sent.messages for sent in self.sent.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """Predict memory, messages and work of every rank of a training.
+
+    To do so, only single blocks of the model run, one of each kind ([Note: trials] in ``tools/plan/memory.py``). Of
+    a black box, and of blocks that cannot run alone, the plan has what the library allocates and sends, and
+    :attr:`not_counted` says what it lacks.
+
+    Parameters
+    ----------
+    model : BlockModel or BlackBoxModel
+        The model to be trained.
+    optimizer : optimizer
+        Any optimizer that :func:`mpizero.optim.elementwise.adapt` accepts.
+    config : ShardingConfig
+        The settings; the communicator is not used.
+    row : Placement
+        The strategy's row of the placement table.
+    parallel_layout : ParallelLayout
+        Sizes of the axes, schedule and cuts.
+    ranks : int
+        Number of ranks in the job.
+    ranks_per_node : int or None
+        Number of ranks on a real node; None puts all ranks on one node.
+    global_batch : int
+        Samples in a step. Each rank is assumed to start with those that :func:`mpizero.data.batches` gives it.
+    x, y : array, or tree of arrays
+        Inputs and targets of at least one sample.
+    loss_scale : bool
+        Whether the training has a loss scale.
+    rate : float
+        Floating-point operations per second of a rank, for the simulated pipeline.
+    message : callable
+        Function that returns the seconds that a message of the given number of bytes takes from one stage to the next.
+    tries : bool
+        Whether blocks run. Without it the plan has :meth:`allocated` and :attr:`simulation` only, at once.
+
+    Raises
+    ------
+    GridError, ConfigError
+        The errors that the training itself would raise. They are raised when an attribute is first read that depends on
+        the wrong setting.
+    """
+
+    model: Any
+    optimizer: Any
+    config: ShardingConfig
+    row: Placement
+    parallel_layout: ParallelLayout = field(default_factory=ParallelLayout)
+    ranks: int
+    ranks_per_node: int | None = None
+    global_batch: int
+    x: Any
+    y: Any
+    loss_scale: bool = False
+    rate: float = 1.0
+    message: Callable[[int], float] = _takes_no_time
+    tries: bool = True
+
+    @cached_property
+    def axes(self) -> Axes:
+        """Sizes and order of the axes of parallelism."""
+        return self.parallel_layout.axes(self.ranks)
+
+    @cached_property
+    def tiled_layout(self) -> ParallelLayout:
+        """The parallel layout with the tiles in which the model computes on it."""
+        return in_tiles(self.parallel_layout, self.config.tiles, self.model)
+
+    @property
+    def tiles(self) -> dict[str, int]:
+        """The number of tiles in which layers compute along the axes "tensor" and "context"."""
+        return self.tiled_layout.all_tiles
+
+    @cached_property
+    def within_rounding(self) -> tuple[str, ...]:
+        """Why results have not the bits of one process with the same tiles; empty if they have."""
+        compression, accumulate = self.config.gradient_compression, self.config.accumulate
+        return within_rounding(self.tiled_layout, self.model, compression, accumulate, self.optimizer)
+
+    @cached_property
+    def places(self) -> PlannedRanks:
+        """The nodes of all ranks, which also give each rank's groups."""
+        return PlannedRanks.build(
+            self.axes,
+            ranks_per_node=self.ranks_per_node,
+            simulated=self.config.ranks_per_node,
+            share=self.config.share_node_memory,
+        )
+
+    @cached_property
+    def grains(self) -> Grains:
+        """The grains of a global batch."""
+        return self.config.grain_rule(self.model, (self.x, self.y)).grains(self.global_batch)
+
+    @cached_property
+    def training(self) -> PlannedTraining:
+        """The parts of the plan that are equal for all ranks."""
+        row = self.row.in_contexts(self.axes.context)
+        waves = assigns_waves(row, self.config, self.axes.data * self.axes.context)
+        by_block = isinstance(self.model, BlockModel)
+        scratch = scratch_use(self.config, self.axes.pipeline, by_block=by_block)
+        return PlannedTraining(
+            row=row,
+            config=self.config,
+            optimizer=averaging(self.optimizer, self.config.ema),
+            step=StepBatches(self.grains, self.config.accumulate, waves, scratch, self._claims_grains),
+            itemsize=np.dtype(self.model.dtype).itemsize,
+            sample_bytes=tuple(leaf[:1].nbytes for leaf in SampleTree.of(x=self.x, y=self.y).leaves),
+            loss_scale=self.loss_scale,
+            by_block=by_block,
+            in_place=writes_in_place(self.model),
+        )
+
+    @property
+    def _claims_grains(self) -> bool:
+        model_ranks = self.ranks // self.axes.data
+        return claims_grains(self.row.in_contexts(self.axes.context), self.config, self.places.grid(0), model_ranks)
+
+    @cached_property
+    def by_rank(self) -> tuple[RankPlan, ...]:
+        """The plans of all ranks."""
+        return tuple(self._plan(rank) for rank in range(self.ranks))
+
+    def allocated(self, rank: int) -> tuple[dict[str, MemoryBytes], dict[str, int]]:
+        """Return the memory of one rank by part, on the host and on its GPU, as in :class:`RankPlan`. Not collective.
+
+        Without ``tries`` it has no activations, working arrays, messages and group buffers.
+        """
+        traffic = self.traffic(rank)
+        holdings = RankMemory(traffic, self._flow(traffic))
+        device = holdings.device()
+        if not self.tries:
+            device = {part: size for part, size in device.items() if part not in ("activations", "working arrays")}
+        return holdings.parts(), device
+
+    def traffic(self, rank: int) -> RankTraffic:
+        """Return the object that computes one rank's messages. Not collective."""
+        if rank not in self._traffic:
+            grid = self.places.grid(rank)
+            part = self.part(grid)
+            self._traffic[rank] = RankTraffic(self.training, part, grid, self._tensors_of(part, grid))
+        return self._traffic[rank]
+
+    def _tensors_of(self, part: ModelPart, grid: PlannedGrid) -> TensorPlan:
+        """Return the owners of whole tensors of a part, computed once for all ranks with equal parts and nodes."""
+        key = (id(part), grid.nodes)
+        if key not in self._tensor_plans:
+            replicated = not self.training.row.shard_optimizer
+            self._tensor_plans[key] = TensorPlan.of(
+                self.training.optimizer, part.layout, grid.nodes, replicated=replicated
+            )
+        return self._tensor_plans[key]
+
+    @cached_property
+    def _tensor_plans(self) -> dict[tuple[int, Any], TensorPlan]:
+        return {}
+
+    @cached_property
+    def _traffic(self) -> dict[int, RankTraffic]:
+        return {}
+
+    @cached_property
+    def not_counted(self) -> str:
+        """Why activations, working arrays and operations are not known; "" if they are."""
+        return self.traffic(0).part.untried
+
+    @cached_property
+    def unseen(self) -> str:
+        """The memory that known activations and working arrays lack, in words; "" if none."""
+        return self.traffic(0).part.unseen
+
+    def _plan(self, rank: int) -> RankPlan:
+        traffic = self.traffic(rank)
+        holdings, part = RankMemory(traffic, self._flow(traffic)), traffic.part
+        samples = sum(traffic.jobs)
+        work = (
+            None
+            if part.operations is None
+            else sum(part.work(chunk).total for chunk in part.partitioned.chunks) * samples
+        )
+        return RankPlan(
+            rank=rank,
+            here=traffic.grid.here,
+            node=rank // (self.ranks_per_node or self.ranks),
+            memory=holdings.parts(),
+            device_memory=holdings.device(),
+            sent=traffic.sent(),
+            samples=samples,
+            micro_batches=sum(size > 0 for size in traffic.jobs),
+            operations=work,
+            caches=holdings.flow.figures.caches,
+        )
+
+    # ------------------------------------------------------------------ parts
+
+    @cached_property
+    def _flows(self) -> dict[tuple[Any, ...], StageActivations]:
+        return {}
+
+    def _flow(self, traffic: RankTraffic) -> StageActivations:
+        """Return the memory of the micro-batches of the rank whose messages are given.
+
+        It is computed once for all ranks with the same stage, tensor rank, context rank and micro-batches.
+        """
+        _, tensor, _, context = traffic.grid.here
+        key = (traffic.part.partitioned.stage, tensor, context, traffic.jobs)
+        if key not in self._flows:
+            self._flows[key] = StageActivations(traffic.part, traffic.jobs, traffic.program)
+        return self._flows[key]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, ...], ModelPart]:
+        return {}
+
+    def part(self, grid: PlannedGrid) -> ModelPart:
+        """Return the part of the model on the stage, tensor rank and context rank of ``grid``. Not collective.
+
+        It is computed once for all ranks that have the same part.
+        """
+        stage, tensor, _, context = grid.here
+        if (tensor, context) not in self._parts:
+            sample = TrialSample(self.x, self.y, Run(training=True, seed=getattr(self.model, "seed", 0)))
+            minimum = self.config.minimum_parameter_group_size
+            first = next(iter(self._parts.values()), None)
+            self._parts[tensor, context] = ModelPart.build(
+                self.model, grid, self.tiled_layout, sample, self.training.row, minimum,
+                known=None if first is None else first.even_trials(max(1, self.training.step.largest)),
+                tries=self.tries,
+            )  # fmt: skip
+        if (stage, tensor, context) not in self._parts:
+            self._parts[stage, tensor, context] = self._parts[tensor, context].on(stage)
+        return self._parts[stage, tensor, context]
+
+    # ------------------------------------------------------------------ pipeline and nodes
+
+    @cached_property
+    def simulation(self) -> Simulation | None:
+        """The simulated pipeline of the first replica; None without a pipeline.
+
+        If a layer does not count its operations, work is estimated from the sizes of blocks instead: one operation for
+        each element of a parameter and each sample, in the forward pass and in each half of the backward pass.
+        """
+        if self.axes.pipeline == 1:
+            return None
+        jobs, layout = self.micro_batches, self.parallel_layout
+        schedule = build_schedule(layout.schedule, self.axes.pipeline, jobs, layout.virtual_stages)
+        return simulate(schedule, self._costs(self.traffic(0).part), present=jobs)
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches of the first replica, which has the most."""
+        return len(self.traffic(0).jobs)
+
+    def _costs(self, part: ModelPart) -> Costs:
+        samples = self.training.step.largest / self.rate
+        if part.operations is None or not any(work.total for work in part.operations.values()):
+            specs = {name: block.specs() for name, block in part.partitioned.split.blocks.items()}
+            sizes = tuple(
+                samples * sum(s.size for name in names for s in specs[name]) for names in part.partitioned.cuts
+            )
+            return Costs(sizes, sizes, sizes)
+        work = [part.work(chunk) for chunk in range(len(part.partitioned.cuts))]
+        borders, most = range(len(part.partitioned.cuts) - 1), self.training.step.largest
+        return Costs(
+            tuple(samples * chunk.forward for chunk in work),
+            tuple(samples * chunk.backward_input for chunk in work),
+            tuple(samples * chunk.backward_weights for chunk in work),
+            latency=max(self.message(part.output(chunk, most).nbytes) for chunk in borders) if self.tries else 0.0,
+        )
+
+    @cached_property
+    def node_bytes(self) -> dict[int, int]:
+        """For each node, the bytes of host memory: the private arrays of its ranks, and each shared window once."""
+        found: dict[int, float] = {}
+        for plan in self.by_rank:
+            own = sum(held.private + held.shared / held.sharers for held in plan.memory.values())
+            found[plan.node] = found.get(plan.node, 0.0) + own
+        return {node: round(size) for node, size in found.items()}
+
+    @cached_property
+    def node_windows(self) -> dict[int, int]:
+        """For each node, the bytes of shared windows, for which /dev/shm must have room."""
+        found: dict[int, float] = {}
+        for plan in self.by_rank:
+            found[plan.node] = found.get(plan.node, 0.0) + sum(h.shared / h.sharers for h in plan.memory.values())
+        return {node: round(size) for node, size in found.items()}
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """The ranks that compute no samples in a step."""
+        return tuple(plan.rank for plan in self.by_rank if not plan.samples)
+
+
+class VisitPlan:
+    """Plan a training. Not collective.
+
+    Parameters
+    ----------
+    model : ShardedModelBase
+        The sharded model with its optimizer.
+    strategy : str
+        Name of the strategy.
+    global_batch : int
+        Samples in a step.
+    nodes : sequence of int
+        By rank, the number of its node.
+    source : Source or OnlineSource
+        The samples. One is read where the plan depends on it.
+    """
+
+    def __init__(self, model: Any, strategy: str, global_batch: int, nodes: Sequence[int], source: Any) -> None:
+        self._model, self._strategy, self._global_batch = model, strategy, global_batch
+        self._nodes, self._source = nodes, source
+
+    @cached_property
+    def _training(self) -> TrainingPlan:
+        config, parallel_layout = self._model.config, self._model.parallel_layout or ParallelLayout()
+        together = self._nodes.count(0)
+        if list(self._nodes) != [rank // together for rank in range(len(self._nodes))]:
+            raise ConfigError("nodes have different numbers of ranks, or their ranks do not follow one another")
+        x, y = np.zeros((1, 1)), np.zeros((1, 1))
+        # The operations of stages and the bytes of shared samples depend on what a sample is.
+        if (parallel_layout.pipeline > 1 or config.grain_assignment == "dynamic") and isinstance(self._source, Source):
+            x, y = self._source.samples(np.arange(1))
+        return TrainingPlan(
+            model=self._model.wrapped_model,
+            optimizer=self._model.optimizer.wrapped_optimizer,
+            config=config,
+            loss_scale=config.loss_scale(None) is not None,
+            row=placement(self._strategy),
+            parallel_layout=parallel_layout,
+            ranks=len(self._nodes),
+            ranks_per_node=together,
+            global_batch=self._global_batch,
+            x=x,
+            y=y,
+            tries=False,
+        )
+
+    def memory(self, rank: int) -> tuple[dict[str, int], dict[str, int], str]:
+        """Return a rank's bytes by part, on the host and on its GPU, and why there is no plan ("" if there is one)."""
+        try:
+            host, device = self._training.allocated(rank)
+        except Exception as error:  # of a model that a plan cannot read: no reason not to train it
+            return {}, {}, f"{type(error).__name__}: {error}"
+        return {part: held.mine for part, held in host.items()}, device, ""
+
+    def timetable(self, runner: Any, micro_batches: int) -> tuple[str, list[PipelineCell]]:
+        """Return what the costs of cells are, and the planned cells of a pipeline, as :class:`PipelineTimetable` has.
+
+        ``runner`` executes the pipeline, whose first replica has so many ``micro_batches``.
+        """
+        costs, found = "operations", None
+        with suppress(Exception):  # as above
+            found = self._training.simulation if self._training.micro_batches == micro_batches else None
+        if found is None or not found.makespan:
+            schedule = runner.schedule(micro_batches)
+            costs, found = "equal", simulate(schedule, Costs.uniform(schedule.chunks), present=micro_batches)
+        return costs, _cells(found, micro_batches)
+
+
+def _cells(simulation: Simulation, micro_batches: int) -> list[PipelineCell]:
+    events = [
+        (stage, event)
+        for stage, timed in enumerate(simulation.events)
+        for event in timed
+        if event.instruction.micro < micro_batches
+    ]
+    forward = [event.end - event.start for _, event in events if event.instruction.kind == FORWARD]
+    unit = sum(forward) / len(forward) or 1.0
+    return [
+        PipelineCell(
+            stage,
+            event.instruction.chunk,
+            event.instruction.micro,
+            event.instruction.kind,
+            round(event.start / unit, 4),
+            round(event.end / unit, 4),
+        )
+        for stage, event in events
+    ]

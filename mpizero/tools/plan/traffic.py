@@ -1,0 +1,350 @@
+"""Compute the bytes that one rank sends in a training step, by purpose, with a formula for each collective."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from mpizero.comm.reduce import Codec
+from mpizero.layout import Instruction, build_schedule
+from mpizero.layout.flat import Unit
+from mpizero.nn.layer import integers_of
+from mpizero.sharding import params
+from mpizero.sharding.config import gathers_units, overlaps_reduction, sent_exactly, updated_by
+from mpizero.sharding.grad_reduce import Bucket, compressed_sizes, cut_buckets
+from mpizero.sharding.update import tiles_of
+from mpizero.sharding.whole_tensors import TensorPlan, TieExchange
+from mpizero.tools.plan.counts import (
+    ExchangeCost,
+    GroupCall,
+    PlannedGrid,
+    PlannedGroup,
+    PlannedTraining,
+    Sent,
+    direct_gather_cost,
+    exchange_cost,
+    gather_cost,
+    one_call,
+    segment_cost,
+    total_sent,
+)
+from mpizero.tools.plan.memory import ModelPart
+
+if TYPE_CHECKING:
+    from mpizero.comm import ProcessGrid
+
+
+#: The purposes of messages, in the order in which they are shown. "control" messages are those by which ranks agree on
+#: the sizes of the batch, losses and weights, the learning rate, and whether replicas have the same samples. "whole
+#: tensors" are gradients, and updated values, of tensors that an optimizer updates as a whole.
+PURPOSES = (
+    "gradients",
+    "parameters",
+    "whole tensors",
+    "tensor",
+    "activations",
+    "context",
+    "ties",
+    "samples",
+    "norms",
+    "control",
+)
+
+
+@dataclass(frozen=True)
+class RankTraffic:
+    """Compute the messages of one rank.
+
+    Attributes
+    ----------
+    training : PlannedTraining
+        The parts of the plan that are equal for all ranks.
+    part : ModelPart
+        The rank's part of the model.
+    grid : PlannedGrid
+        The rank's groups.
+    tensors : TensorPlan
+        The owners of the tensors that the optimizer updates as a whole.
+    """
+
+    training: PlannedTraining
+    part: ModelPart
+    grid: PlannedGrid
+    tensors: TensorPlan
+
+    def sent(self) -> dict[str, Sent]:
+        """Return what the rank sends in a step, by purpose; purposes without messages are left out. Not collective."""
+        return dict(self._sent)
+
+    @cached_property
+    def _sent(self) -> dict[str, Sent]:
+        found = {purpose: getattr(self, f"_{purpose.replace(' ', '_')}")() for purpose in PURPOSES}
+        return {purpose: sent for purpose, sent in found.items() if sent.bytes}
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Tell whether parameters are sharded over this rank's peers, so that units are gathered before use."""
+        return gathers_units(self.training.row, self.grid.peers.size)
+
+    @cached_property
+    def updated(self) -> int:
+        """Number of parameter elements that this rank updates in a step."""
+        return sum(self.part.shards.trained[rank] for rank in updated_by(self.training.row, self.grid))
+
+    @cached_property
+    def updated_in_tensors(self) -> int:
+        """Number of those elements that are parts of whole tensors."""
+        rank = self.grid.data.rank
+        return sum(move.span.size for move in self.tensors.returns(rank) if move.target == rank)
+
+    @cached_property
+    def jobs(self) -> tuple[int, ...]:
+        """The number of samples in each micro-batch of this rank; 0 for a micro-batch that only other ranks have."""
+        return self.training.step.jobs(self.grid)
+
+    @cached_property
+    def program(self) -> tuple[Instruction, ...]:
+        """The instructions of this rank's stage in a step, in order: forward and backward passes of its micro-batches.
+
+        A schedule may have more micro-batches than the step. The instructions for the additional ones are left out.
+        """
+        axes, jobs = self.part.partitioned.parallel_layout, len(self.jobs)
+        if self.grid.pipeline.size == 1 or not jobs:
+            every = range(jobs)
+            return tuple(Instruction(kind, 0, micro) for micro in every for kind in ("forward", "backward"))
+        schedule = build_schedule(axes.schedule, axes.pipeline, jobs, axes.virtual_stages)
+        return tuple(i for i in schedule.programs[self.part.partitioned.stage] if i.micro < jobs)
+
+    # ------------------------------------------------------------------ gradients and parameters
+
+    def reductions(self) -> list[ExchangeCost]:
+        """Return the cost of each exchange of partial sums of gradients between peers in a step. Not collective."""
+        return list(self._reductions)
+
+    @cached_property
+    def _reductions(self) -> list[ExchangeCost]:
+        if self.grid.peers.size == 1:
+            return []
+        units = [unit.index for unit in self.part.layout.units]
+        if self._overlaps:
+            widths = [[sum(span.size for span in part) for part in bucket.parts] for bucket in self._buckets]
+            return [
+                segment_cost(width, self.grid.peers.rank, self._row_counts, self.training.itemsize) for width in widths
+            ]
+        if not self.training.step.waves:
+            return self._exchanges(units, self._row_counts)
+        waves = self.training.step.wave_plan(self.grid).waves
+        counts = [tuple(len(sums) for sums in wave.group_programs) for wave in waves]
+        alike = {count: [each for unit in units for each in self._exchanges([unit], count)] for count in set(counts)}
+        return [each for count in counts for each in alike[count]]
+
+    def _exchanges(self, units: Sequence[int], counts: Sequence[int]) -> list[ExchangeCost]:
+        """Return the costs of exchanging the partial sums of ``units``: of the exact ones, and of those compressed."""
+        training, found = self.training, []
+        for codec, owned in self._forms:
+            totals = [sum(of_units[unit] for unit in units) for of_units in owned]
+            if any(totals):
+                peer = self.grid.peers.rank
+                found.append(exchange_cost(totals, peer, counts, training.itemsize, codec, training.bucket))
+        return found
+
+    @cached_property
+    def _forms(self) -> tuple[tuple[Codec | None, list[list[int]]], ...]:
+        """The number of gradients that each peer owns in each unit, by the codec that compresses them."""
+        codec, every = self.training.codec, [list(self.part.shards.gradients[rank]) for rank in self.grid.peer_ranks]
+        if codec is None:
+            return ((None, every),)
+        packed = self.compressed
+        plain = [[a - b for a, b in zip(*units, strict=True)] for units in zip(every, packed, strict=True)]
+        return (None, plain), (codec, packed)
+
+    @property
+    def compressed(self) -> list[list[int]]:
+        """The number of gradients that are compressed, if there is a codec, for each peer and unit."""
+        exact = sent_exactly(self.training.row, self.part.partitioned, self.part.layout)
+        return [compressed_sizes(self.part.shards.shares[rank], exact) for rank in self.grid.peer_ranks]
+
+    @property
+    def _row_counts(self) -> list[int]:
+        """For each peer, the number of partial sums that its node sends."""
+        return [len(sums) for sums in self.training.step.rows_plan(self.grid).group_programs]
+
+    @property
+    def _overlaps(self) -> bool:
+        """Tell whether gradients are summed over peers during the backward pass."""
+        training, stages = self.training, self.grid.pipeline.size
+        able = training.by_block and not training.step.claimed
+        return able and overlaps_reduction(training.row, self.grid.peers.size, stages, training.codec)
+
+    @cached_property
+    def _buckets(self) -> list[Bucket]:
+        """The buckets in which gradients are summed over peers during the backward pass."""
+        layout, shares = self.part.layout, self.part.shards.shares
+        spans = [
+            [span for unit in layout.units for span in shares[rank].row_spans(unit.index)]
+            for rank in self.grid.peer_ranks
+        ]
+        return cut_buckets(spans, layout.gradient_size, self._row_counts, self.training.bucket)
+
+    def replications(self) -> list[ExchangeCost]:
+        """Return the costs of the all-gathers of summed gradients, if every node keeps all optimizer state.
+
+        Not collective.
+        """
+        if self.training.row.shard_optimizer:
+            return []
+        if self._overlaps:
+            columns = [[[s.size for s in spans] for spans in zip(*b.parts, strict=True)] for b in self._buckets]
+            return [direct_gather_cost(column, self.grid.peers.rank, self.training.itemsize) for column in columns]
+        training, peer = self.training, self.grid.peers.rank
+        forms = [(codec, [sum(of_units) for of_units in owned]) for codec, owned in self._forms]
+        return [gather_cost(totals, peer, training.itemsize, codec, training.bucket) for codec, totals in forms]
+
+    def publications(self) -> list[ExchangeCost]:
+        """Return the costs of the all-gathers that send updated parameters to the peers' copies. Not collective."""
+        if self.sharded:
+            return []
+        shards, peers = self.part.shards, self.grid.peer_ranks
+        return [
+            direct_gather_cost(
+                [[shards.parameters(rank, unit, region) for rank in peers]],
+                self.grid.peers.rank,
+                self.training.itemsize,
+            )
+            for unit, region in self.part.layout.regions(params.REGION)
+        ]
+
+    def gathers(self) -> list[ExchangeCost]:
+        """Return the costs of the all-gathers of units in all passes of a step. Not collective."""
+        if not self.sharded:
+            return []
+        units = {chunk: self.part.layout.units_of(self.part.blocks(chunk)) for chunk in self.part.partitioned.chunks}
+        of_unit = {unit.index: self._gather(unit) for unit in self.part.layout.units}
+        passes = self.program if self.training.by_block else self.program[::2]  # one of a black box is both
+        return [of_unit[unit.index] for instruction in passes for unit in units[instruction.chunk]]
+
+    def _gather(self, unit: Unit) -> ExchangeCost:
+        columns = zip(*(self.part.shards.gathered(rank, unit) for rank in self.grid.peer_ranks), strict=True)
+        return direct_gather_cost(columns, self.grid.peers.rank, self.training.itemsize)
+
+    def _gradients(self) -> Sent:
+        return total_sent(e.sent for e in (*self.reductions(), *self.replications()))
+
+    def _parameters(self) -> Sent:
+        found = total_sent(e.sent for e in self.publications()) if self.training.row.shard_optimizer else Sent()
+        return found + total_sent(gather_cost.sent for gather_cost in self.gathers())
+
+    def _whole_tensors(self) -> Sent:
+        """Return the messages of gradients, of gathered parameters and of updated values, and of one agreement."""
+        if not self.training.optimizer.needs_whole_tensors:
+            return Sent()
+        rank, size, item = self.grid.data.rank, self.grid.world.size, self.training.itemsize
+        gathered, returned = (
+            total_sent(one_call(m.span.size * item) for m in moves if m.source == rank != m.target)
+            for moves in (self.tensors.gathers(rank), self.tensors.returns(rank))
+        )
+        return gathered.times(2 if self.sharded else 1) + returned + one_call(2 * (size - 1) // size)
+
+    # ------------------------------------------------------------------ inside the model
+
+    def _tensor(self) -> Sent:
+        return self._sent_in("tensor")
+
+    def _context(self) -> Sent:
+        return self._sent_in("context")
+
+    def _sent_in(self, axis: str) -> Sent:
+        return total_sent(
+            call.sent(group.rank, group.size, in_window=group.shares_memory).times(count)
+            for group, calls in self.calls
+            for call, count in calls.items()
+            if call.axis == axis
+        )
+
+    @cached_property
+    def calls(self) -> tuple[tuple[PlannedGroup, Counter[GroupCall]], ...]:
+        """The tensor and the context group, if they have several ranks: calls in a step, and how often each is made."""
+        split = [axis for axis in ("tensor", "context") if getattr(self.grid, axis).size > 1]
+        found = {axis: Counter[GroupCall]() for axis in split if self.part.trials is not None}
+        for samples, micro_batches in sorted(Counter(job for job in self.jobs if job).items()) if found else ():
+            for chunk in self.part.partitioned.chunks:
+                for call in self.part.calls(chunk, samples):
+                    found[call.axis][call] += micro_batches
+        return tuple((getattr(self.grid, axis), calls) for axis, calls in found.items())
+
+    def _activations(self) -> Sent:
+        stages, here, found = self.part.partitioned.parallel_layout.chunks, self.part.partitioned.stage, Sent()
+        if self.grid.pipeline.size == 1:
+            return found
+        for samples in sorted(set(self.jobs) - {0}):
+            once = Sent()
+            for chunk in self.part.partitioned.chunks:
+                if chunk < len(stages) - 1 and stages[chunk + 1] != here:
+                    once += total_sent(one_call(a.nbytes) for a in self.part.output(chunk, samples).shapes)
+                if chunk > 0 and stages[chunk - 1] != here:
+                    once += total_sent(one_call(a.nbytes) for a in self.part.gradient(chunk, samples).shapes)
+            found += once.times(self.jobs.count(samples))
+        return found
+
+    def _ties(self) -> Sent:
+        if not self.part.partitioned.has_shared_parameters:
+            return Sent()
+        ties = TieExchange(cast("ProcessGrid", self.grid), self.part.partitioned, self.part.layouts, ())
+        return total_sent(
+            one_call(holder.span.intersect(tie.mine).size * self.training.itemsize)
+            for tie in ties.ties
+            for holder in tie.holders
+            for use in tie.uses
+            if holder.stage != self.part.partitioned.stage and use.stage == self.part.partitioned.stage
+        )
+
+    # ------------------------------------------------------------------ small messages
+
+    def _samples(self) -> Sent:
+        moved = self.training.step.samples_moved(self.grid)
+        return total_sent(one_call(moved * nbytes) for nbytes in self.training.sample_bytes)
+
+    def _norms(self) -> Sent:
+        grid, optimizer = self.grid, self.training.optimizer
+        times = int(self.training.needs_norm) + 2 * bool(optimizer.needs_tensor_norms)
+        if not times:
+            return Sent()
+        squares = one_call(8 * self.part.shards.squares(grid.data.rank) * (grid.data.size - 1))
+        if grid.model.size > 1:
+            squares += one_call(8 * self._counted() * (grid.model.size - 1))
+        return squares.times(times)
+
+    def _counted(self) -> int:
+        """Return how many sums of squares of parameters or tiles this rank sends to the other ranks of its replica."""
+        if self.grid.here.context:
+            return 0
+        specs = [e.spec for e in self.part.layout.parameters if e.spec.optimized and e.spec.guest is None]
+        return sum(tiles_of(spec) for spec in specs if self.grid.here.tensor == 0 or spec.part is not None)
+
+    def _control(self) -> Sent:
+        others = self.grid.world.size - 1
+        first = one_call(32 * others)
+        losses = one_call((32 * max(1, self.training.step.most_grains(self.grid)) + 8) * others)
+        return first + losses + self._integers()
+
+    def _integers(self) -> Sent:
+        """Return the messages by which ranks agree on new values of integer arrays, which are assumed to change.
+
+        A rank without a grain is sent the values.
+        """
+        partitioned, grid = self.part.partitioned, self.grid
+        integers = integers_of(partitioned.split)
+        if not integers:
+            return Sent()
+        found, owners = one_call(16 * (grid.world.size - 1)), set(self.training.step.owners(grid))
+        if len(owners) < grid.batch.size and grid.batch.rank == min(owners):
+            here = (block for chunk in partitioned.chunks for block in partitioned.cuts[chunk])
+            for spec in (spec for block in here for spec in integers.get(block, ())):
+                found += one_call(prod(spec.shape) * np.dtype(spec.dtype).itemsize * (grid.data.size - 1))
+        return found

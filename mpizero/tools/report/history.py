@@ -1,0 +1,715 @@
+"""Read out of a run's records what a reader asks first: how it ended, what was skipped, where it was resumed.
+
+Compute what a report tells about ranks: seconds by phase, memory beside its plan, idle time of pipelines.
+
+Tell in sentences what one would otherwise search for in the pictures of a report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from mpizero._util.text import age, amount, duration
+from mpizero.train.events import (
+    EVENTS,
+    METRICS,
+    MemoryCount,
+    PhaseSeconds,
+    PipelineCell,
+    PipelineTimetable,
+    RunRecords,
+    SkippedStep,
+    VisitRecords,
+    VisitStart,
+    is_number,
+)
+
+#: Seconds without a new line, and measured steps of that length, after which a run is not said to be running.
+SILENT, _LONG = 300.0, 10
+
+
+class Skip(NamedTuple):
+    """Hold a skipped step: its message ("" if the run ended before it was written), and its event if there is one."""
+
+    step: int
+    message: str
+    event: SkippedStep | None
+
+    @property
+    def lowers_scale(self) -> bool:
+        """Tell whether the step only lowered the loss scale, which is no fault."""
+        return self.event is not None and self.event.next_loss_scale < self.event.loss_scale
+
+
+class Resume(NamedTuple):
+    """Hold a resume: its first step, the visits' descriptions, and which steps were repeated.
+
+    ``repeated`` has the first and the last step that had been done before; None without any. ``again`` is how many of
+    them have been done again so far, and ``same`` tells whether the losses of these were the same, bit for bit.
+    """
+
+    first: int
+    before: VisitStart | None
+    after: VisitStart
+    repeated: tuple[int, int] | None
+    again: int
+    same: bool
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """Hold the records of a run, and what follows from them.
+
+    Attributes
+    ----------
+    name : str
+        Name of the run in a report.
+    records : RunRecords
+        What the run has recorded.
+    now : float
+        The time, in seconds since 1970.
+    """
+
+    name: str
+    records: RunRecords
+    now: float
+
+    @property
+    def visits(self) -> tuple[VisitRecords, ...]:
+        """The visits; empty for runs of earlier versions."""
+        return self.records.visits
+
+    @property
+    def start(self) -> VisitStart | None:
+        """The description of the training in its last visit."""
+        return next((visit.start for visit in reversed(self.visits) if visit.start), None)
+
+    @property
+    def last(self) -> VisitRecords | None:
+        """The last visit."""
+        return self.visits[-1] if self.visits else None
+
+    @property
+    def done(self) -> int:
+        """Number of steps done."""
+        known = [line["step"] for line in self.records.steps[-1:]]
+        return max([*known, *(visit.end.step for visit in self.visits[-1:] if visit.end)], default=0)
+
+    @property
+    def planned(self) -> int | None:
+        """Number of the last step that was asked for; None if it is not recorded."""
+        return None if self.start is None else self.start.steps
+
+    @cached_property
+    def state(self) -> str:
+        """One of "complete", "stopped", "failed", "running", and "silent": neither ended nor writing."""
+        if self.records.result is not None:
+            return "complete"
+        end = None if self.last is None else self.last.end
+        if end is not None:
+            return {"done": "complete", "stopped": "stopped"}.get(end.reason, "failed")
+        return "running" if self.now - self.written < max(SILENT, _LONG * self._longest) else "silent"
+
+    @property
+    def _longest(self) -> float:
+        """Seconds of the longest step that was measured."""
+        measured = (phases for visit in self.visits for phases in visit.phases)
+        return max((seconds for phases in measured for seconds in phases.seconds), default=0.0)
+
+    @property
+    def message(self) -> str:
+        """The reason of an early end, or the error's message; "" if there is none."""
+        if self.records.result is not None:
+            return str(self.records.result.get("stopped") or "")
+        end = None if self.last is None else self.last.end
+        return "" if end is None else ": ".join(filter(None, (end.error, end.message)))
+
+    @property
+    def told(self) -> str:
+        """Say how the run ended, in one or two sentences."""
+        of = "" if self.planned is None or (self.planned <= self.done and self.state == "complete") else self.planned
+        steps = f"{self.done:,} steps" if of == "" else f"{self.done:,} of {of:,} steps"
+        why = f": {self.message}" if self.message else ""
+        skipped = f"{counted(self.faults, 'step')} skipped" if self.faults else ""
+        visits = f", in {len(self.visits)} visits" if len(self.visits) > 1 else ""
+        return {
+            "complete": f"Complete after {steps}{visits}{'; ' if skipped else ''}{skipped}."
+            + (f" It ended early: {self.message}." if self.message else ""),
+            "stopped": f"Stopped after {steps}{why}. It goes on with a resume.",
+            "failed": f"Failed after {steps}{why}.",
+            "running": f"Running: {steps} are done.",
+            "silent": f"Not ended: {steps} are done, the last record was written {age(self.now - self.written)}. The "
+            "job was killed, hangs, or does something that takes long.",
+        }[self.state] + (f" {skipped.capitalize()}." if skipped and self.state != "complete" else "")
+
+    @property
+    def faults(self) -> int:
+        """Number of steps that were skipped, but for those that only lowered the loss scale."""
+        return sum(not skip.lowers_scale for skip in self.skips)
+
+    @cached_property
+    def written(self) -> float:
+        """When the run has written its last line, in seconds since 1970."""
+        found = [event.time for visit in self.visits[-1:] for event in visit.events[-1:]]
+        for name in (METRICS, EVENTS):
+            with contextlib.suppress(OSError):
+                found.append((self.records.folder / name).stat().st_mtime)
+        return max(found, default=0.0)
+
+    @property
+    def loss(self) -> float | None:
+        """The last loss; None if there is none, or if it was not finite."""
+        name = self.loss_name
+        return next((line[name] for line in self.records.steps[-1:] if is_number(line.get(name))), None)
+
+    @property
+    def loss_name(self) -> str:
+        """Name of the figure that is the loss of the parameters that the run keeps.
+
+        Methods of whole vectors evaluate trial points, too, whose losses are "loss".
+        """
+        return "iterate_loss" if any("iterate_loss" in line for line in self.records.steps[-1:]) else "loss"
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the parameters at the end; "" if the run has not ended."""
+        return str((self.records.result or {}).get("parameters_sha256") or "")
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of all visits together; None if they are not recorded."""
+        if not self.visits:
+            return None
+        return sum(self._seconds(visit) for visit in self.visits)
+
+    def last_step(self, visit: VisitRecords) -> int | None:
+        """Return the last step of a visit, as far as it is known."""
+        if visit is self.last:
+            return self.done
+        if visit.end is not None:
+            return visit.end.step
+        after = next((resume for resume in self.resumes if resume.before is visit.start), None)
+        return None if after is None else after.repeated[1] if after.repeated else after.first - 1
+
+    def _seconds(self, visit: VisitRecords) -> float:
+        if visit.end is not None:
+            return visit.end.seconds
+        begun = visit.events[0].time
+        return (self.written if visit is self.last else visit.events[-1].time) - begun
+
+    @property
+    def rate(self) -> str:
+        """Name of the speed in the metrics; "" without steps."""
+        found = self.records.steps[-1] if self.records.steps else {}
+        return next((name for name in found if name.endswith("_per_second")), "")
+
+    @cached_property
+    def speed(self) -> float | None:
+        """The speed of the median step, without the first three of the run; None without a later one."""
+        rates = [rate for rate in self.series(self.rate)[1][3:] if rate == rate]
+        return statistics.median(rates) if rates else None
+
+    def speed_at(self, steps: Sequence[int]) -> float | None:
+        """Return the mean speed of some steps; None if no line of metrics has it."""
+        rates = [r for step, r in zip(*self.series(self.rate), strict=True) if step in set(steps) and r == r]
+        return statistics.fmean(rates) if rates else None
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Return the steps whose line has a figure, and its values; NaN where it was not finite."""
+        lines = [line for line in self.records.steps if name in line]
+        values = [line[name] if is_number(line[name]) else math.nan for line in lines]
+        return [line["step"] for line in lines], values
+
+    def figures(self) -> list[str]:
+        """Return the names of all figures in the metrics, in the order in which they appear."""
+        names: dict[str, None] = {}
+        for line in self.records.steps:
+            if not line.keys() <= names.keys():
+                names |= {name: None for name, value in line.items() if is_number(value)}
+        return list(names)
+
+    def messages(self, name: str) -> list[tuple[int, str]]:
+        """Return the steps whose line has a message of this name, such as "loss_spike", and the messages."""
+        return [(line["step"], str(line[name])) for line in self.records.steps if line.get(name)]
+
+    @cached_property
+    def skips(self) -> list[Skip]:
+        """The skipped steps, in order, each as in its last repetition."""
+        events = {event.step: event for visit in self.visits for event in visit.skipped}
+        texts = dict(self.messages("skipped"))
+        last = max((line["step"] for line in self.records.steps[-1:]), default=0)
+        seen = [step for step in sorted({*events, *texts}) if step in texts or step > last]
+        return [Skip(step, texts.get(step, ""), events.get(step)) for step in seen]
+
+    @cached_property
+    def resumes(self) -> list[Resume]:
+        """The resumes, in order."""
+        return list(self._resumes())
+
+    def _resumes(self) -> Iterator[Resume]:
+        lines = self.records.superseded
+        superseded = [(line["step"], line.get("loss")) for line in lines]
+        before: VisitStart | None = None
+        taken = 0
+        for visit in self.visits:
+            start = visit.start
+            if start is None:
+                continue
+            block = dict(superseded[taken : taken + start.superseded])
+            taken += start.superseded
+            later = {line["step"]: line.get("loss") for line in self.records.steps}
+            later |= dict(reversed(superseded[taken:]))  # what was done again first, if it was superseded, too
+            again = [step for step in block if step in later]
+            if start.step > 0:
+                yield Resume(
+                    start.step + 1,
+                    before,
+                    start,
+                    (min(block), max(block)) if block else None,
+                    len(again),
+                    all(later[step] == block[step] for step in again),
+                )
+            before = start
+
+
+def counted(count: int, name: str) -> str:
+    """Return a number of things, such as "1 step" or "2,000 steps"."""
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
+
+
+def flattened(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return nested settings by their full names, such as "train.steps"."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            found |= flattened(value, f"{above}{name}.")
+        else:
+            found[f"{above}{name}"] = value
+    return found
+
+
+#: Name of the phase in which a rank waits for others.
+WAITING = "waiting"
+
+#: What a step does in each phase.
+MEANINGS = {
+    "forward": "forward passes",
+    "backward": "backward passes",
+    "layers' messages": "messages of tensor and context groups, and between pipeline stages",
+    "local sums": "checks and sums of gradients inside a rank",
+    "reduction": "sums of gradients over ranks",
+    "optimizer": "update of parameters",
+    "publication": "updated parameters to all ranks",
+    "agreement": "samples to their ranks; losses and norms",
+    "other": "none of the others",
+    WAITING: "for other ranks, in any phase",
+}
+
+
+class MeanPhases(NamedTuple):
+    """Hold mean seconds of the measured steps of a visit.
+
+    Attributes
+    ----------
+    steps : tuple of int
+        The measured steps.
+    seconds, reading : list of float
+        By rank, seconds of the step, and of reading before it.
+    phases : dict of str to list of float
+        For each phase, by rank, its seconds; waiting last.
+    """
+
+    steps: tuple[int, ...]
+    seconds: list[float]
+    reading: list[float]
+    phases: dict[str, list[float]]
+
+    @property
+    def told(self) -> str:
+        """Say which steps were measured."""
+        if len(self.steps) == 1:
+            return f"the one step that was measured (step {self.steps[0]:,})"
+        return f"the mean of {len(self.steps)} measured steps ({self.steps[0]:,} to {self.steps[-1]:,})"
+
+    @property
+    def waiting(self) -> list[float]:
+        """By rank, the share of the step in which it waited."""
+        waits = self.phases.get(WAITING, [0.0] * len(self.seconds))
+        return [waited / whole if whole else 0.0 for waited, whole in zip(waits, self.seconds, strict=True)]
+
+
+def mean_phases(measured: Sequence[PhaseSeconds]) -> MeanPhases | None:
+    """Return the means of measured steps of one visit; None without any."""
+    if not measured:
+        return None
+    names = dict.fromkeys(name for event in measured for name in event.phases if name != WAITING)
+    nothing = [0.0] * len(measured[0].seconds)
+    return MeanPhases(
+        tuple(event.step for event in measured),
+        _mean([event.seconds for event in measured]),
+        _mean([event.reading for event in measured]),
+        {name: _mean([event.phases.get(name, nothing) for event in measured]) for name in (*names, WAITING)},
+    )
+
+
+def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
+class MemoryTable(NamedTuple):
+    """Hold planned and counted bytes of memory of one kind, by part and rank.
+
+    Attributes
+    ----------
+    planned, counted : dict of str to list of int
+        Bytes by part, by rank.
+    """
+
+    planned: Mapping[str, list[int]]
+    counted: Mapping[str, list[int]]
+
+    @property
+    def compared(self) -> list[str]:
+        """The parts that were planned and counted."""
+        return [part for part in self.planned if part in self.counted]
+
+    @property
+    def only_counted(self) -> list[str]:
+        """The parts that were counted and not planned."""
+        return [part for part in self.parts if part in self.counted and part not in self.planned]
+
+    @property
+    def only_planned(self) -> list[str]:
+        """The parts that were planned and not counted, if any were counted."""
+        return [part for part in self.parts if self.counted and part not in self.counted]
+
+    def totals(self) -> list[tuple[int, int]]:
+        """Return, by rank, the sums of the planned and the counted bytes of the parts that are compared."""
+        pairs = [(self.planned[part], self.counted[part]) for part in self.compared]
+        ranks = len(pairs[0][0]) if pairs else 0
+        return [(sum(p[rank] for p, _ in pairs), sum(c[rank] for _, c in pairs)) for rank in range(ranks)]
+
+    @property
+    def parts(self) -> list[str]:
+        """All parts of which some rank has any bytes."""
+        names = dict.fromkeys((*self.planned, *self.counted))
+        return [part for part in names if any(self.planned.get(part, ())) or any(self.counted.get(part, ()))]
+
+
+def memory_tables(start: VisitStart | None, memory: MemoryCount | None) -> dict[str, MemoryTable]:
+    """Return the memory of the host and of GPUs, by "host" and "GPU", where anything is known of it."""
+    planned = ({}, {}) if start is None else (start.planned, start.planned_device)
+    counted = ({}, {}) if memory is None else (memory.counted, memory.device)
+    found = {name: MemoryTable(*both) for name, *both in zip(("host", "GPU"), planned, counted, strict=True)}
+    return {name: table for name, table in found.items() if table.parts}
+
+
+def idle_shares(cells: Sequence[PipelineCell]) -> list[float]:
+    """Return the share of a timetable's time in which each stage computes nothing; empty for no cells."""
+    if not cells:
+        return []
+    begin, end = min(cell.start for cell in cells), max(cell.end for cell in cells)
+    busy = [0.0] * (1 + max(cell.stage for cell in cells))
+    for cell in cells:
+        busy[cell.stage] += cell.end - cell.start
+    return [1.0 - seconds / (end - begin) if end > begin else 0.0 for seconds in busy]
+
+
+def timed_ranks(start: VisitStart | None) -> list[int]:
+    """Return the ranks whose passes a measured timetable shows, one for each stage: the first ones of every stage."""
+    others = [ranks for axis, ranks in start.coordinates.items() if axis != "pipeline"] if start else []
+    return [
+        rank for rank in range(start.ranks if start else 0) if not any(any(axis[rank : rank + 1]) for axis in others)
+    ]
+
+
+def last_timetable(visits: Sequence[VisitRecords]) -> tuple[VisitStart | None, PipelineTimetable] | None:
+    """Return the last measured timetable, and the start of its visit; None without one."""
+    return next(((visit.start, visit.timetables[-1]) for visit in reversed(visits) if visit.timetables), None)
+
+
+def last_with_memory(visits: Sequence[VisitRecords]) -> VisitRecords | None:
+    """Return the last visit whose memory was counted, or else planned; None without one."""
+    known = [visit for visit in reversed(visits) if memory_tables(visit.start, visit.memory)]
+    return next((visit for visit in known if visit.memory), known[0] if known else None)
+
+
+def last_with_phases(visits: Sequence[VisitRecords]) -> VisitRecords | None:
+    """Return the last visit in which a step was measured."""
+    return next((v for v in reversed(visits) if v.phases), None)
+
+
+#: Sentences of one kind that are told one by one.
+MOST_TOLD = 3
+#: Steps at most over whose losses the first and the last mean are taken.
+_MEAN_STEPS = 10
+
+
+def findings(history: RunHistory) -> list[str]:
+    """Return what is worth knowing about a run, in sentences; what is wrong first."""
+    return [
+        *(_skipped(history) if history.skips else _nothing(history)),
+        *_spikes(history),
+        *_resumes(history),
+        *_overrides(history),
+        *_losses(history),
+        *_speed(history),
+        *_crowded(history),
+        *_waiting(history),
+        *_pipeline(history),
+        *_memory(history),
+        *_checkpoints(history),
+    ]
+
+
+def percent(share: float) -> str:
+    """Format a share in per cent, with digits enough for small ones; 0 for an exact zero."""
+    value = 100 * share
+    return f"{value:.0f} %" if abs(value) >= 10 or value == 0 else f"{value:.1f} %" if abs(value) >= 0.1 else "< 0.1 %"
+
+
+def _nothing(history: RunHistory) -> Iterator[str]:
+    if history.records.steps:
+        yield "No step was skipped." if history.resumes else "No step was skipped, and the run was never resumed."
+
+
+def speed_text(rate: float) -> str:
+    """Format a speed with three digits or more, such as "12.3" or "2,107"."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _skipped(history: RunHistory) -> Iterator[str]:
+    lowering = [skip for skip in history.skips if skip.lowers_scale]
+    others = [skip for skip in history.skips if skip not in lowering]
+    if len(others) > MOST_TOLD:
+        ends = f"from step {others[0].step:,} to step {others[-1].step:,}"
+        yield f"{len(others):,} of {history.done:,} steps were skipped, {ends}. The first ones:"
+    for skip in others[:MOST_TOLD]:
+        yield described_skip(skip)
+    if lowering:
+        steps = ", ".join(f"{skip.step:,}" for skip in lowering[:MOST_TOLD])
+        more = " and others" if len(lowering) > MOST_TOLD else ""
+        count = counted(len(lowering), "step")
+        yield f"{count} ({steps}{more}) only lowered the loss scale: nothing is wrong with them."
+
+
+def described_skip(skip: Skip) -> str:
+    """Return a sentence about a skipped step: why it was skipped, and where."""
+    return f"Step {skip.step:,} was skipped: {reason(skip)} of the global batch."
+
+
+def reason(skip: Skip) -> str:
+    """Return why a step was skipped, and the range of its samples in the global batch."""
+    if skip.message or skip.event is None or not skip.event.found:
+        return skip.message or "a value was not finite, in some samples"
+    one = skip.event.found[0]
+    name = str(one.get("tensor"))
+    what = f"the {name}" if name in ("loss", "weight") else f"the gradient of {name!r}"
+    return (
+        f"{what} is not finite on rank {one.get('rank')}, samples {one.get('start')} to {int(one.get('stop', 1)) - 1}"
+    )
+
+
+def _spikes(history: RunHistory) -> Iterator[str]:
+    told = history.messages("loss_spike")
+    for step, message in told[:MOST_TOLD]:
+        yield f"The loss leapt at step {step:,}: {message}."
+    if rest := told[MOST_TOLD:]:
+        yield f"It leapt in {len(rest):,} more steps."
+
+
+def _resumes(history: RunHistory) -> Iterator[str]:
+    for resume in history.resumes[:MOST_TOLD]:
+        yield described_resume(resume)
+    if rest := history.resumes[MOST_TOLD:]:
+        yield f"It was resumed {len(rest)} more times, last at step {rest[-1].first:,}."
+
+
+def described_resume(resume: Resume) -> str:
+    """Return a sentence about a resume: where, on how many ranks, and what was repeated."""
+    before, after = resume.before, resume.after
+    where = f"on {counted(after.ranks, 'rank')}"
+    if before is not None and before.ranks != after.ranks:
+        where += f" instead of {before.ranks}"
+    if before is not None and before.strategy != after.strategy:
+        where += f", as {after.strategy} instead of {before.strategy}"
+    text = f"Resumed after step {resume.first - 1:,} {where}"
+    if resume.repeated is None:
+        return f"{text}; no step was repeated."
+    low, high = resume.repeated
+    steps, count = (f"step {low:,}", 1) if low == high else (f"steps {low:,} to {high:,}", high - low + 1)
+    if resume.again == 0:
+        return f"{text}; {steps} had been done before, and not been repeated yet."
+    if resume.again < count:
+        steps = f"{resume.again:,} of {steps} had been done before and"
+    steps += " was" if resume.again == 1 else " were"
+    same = "their losses are the same, bit for bit" if resume.same else "their losses are not all the same as before"
+    return f"{text}; {steps} repeated, and {same}."
+
+
+def _overrides(history: RunHistory) -> Iterator[str]:
+    for line in history.records.steps:
+        changed = line.get("overrides")
+        for one in changed if isinstance(changed, list) else ():
+            if isinstance(one, dict):
+                yield f"After step {one.get('step')}: {one.get('key')} = {one.get('now')}, it was {one.get('was')}."
+
+
+def _losses(history: RunHistory) -> Iterator[str]:
+    _, losses = history.series(history.loss_name)
+    finite = [loss for loss in losses if loss == loss]
+    if finite:
+        count = max(1, min(_MEAN_STEPS, len(finite) // 4)) if history.loss_name == "loss" else 1
+        first, last = sum(finite[:count]) / count, sum(finite[-count:]) / count
+        ends = ("first step", "last step") if count == 1 else (f"mean of the first {count} steps", "of the last ones")
+        yield f"The training loss went from {first:.4g} ({ends[0]}) to {last:.4g} ({ends[1]})."
+    steps, values = history.series("validation_loss")
+    checked = [(value, step) for step, value in zip(steps, values, strict=True) if value == value]
+    if checked:
+        least, step = min(checked)
+        last, when = checked[-1]
+        text = f"The validation loss was least after step {step:,}, {least:.4g}"
+        if last <= least:
+            yield f"{text}." if step < when else f"{text}, the last validation."
+        else:
+            rise = _rise(least, last)
+            yield f"{text}; it has risen since: it was {last:.4g}{rise} in the last validation, after step {when:,}."
+
+
+def _rise(least: float, last: float) -> str:
+    """Return how much larger the last value is than the least one, if that is a positive number."""
+    if least <= 0:
+        return ""
+    return f", {last / least:.2g} times that," if last >= 2 * least else f", {percent(last / least - 1)} more,"
+
+
+def _speed(history: RunHistory) -> Iterator[str]:
+    if history.speed is not None:
+        unit = history.rate.removesuffix("_per_second")
+        yield f"{speed_text(history.speed)} {unit} a second in the median step (without the first three)."
+
+
+def _crowded(history: RunHistory) -> Iterator[str]:
+    """Tell if the first node has more ranks than rank 0 may use cores, unless a rank has just the cores it needs."""
+    start = history.start
+    if start is None or not start.nodes:
+        return
+    cores, threads = start.machine.get("cores"), start.machine.get("threads")
+    ranks = start.nodes.count(start.nodes[0])
+    if isinstance(cores, int) and isinstance(threads, int) and threads < cores < ranks * threads:
+        each = "" if threads == 1 else f" with {threads} threads each"
+        yield (
+            f"{ranks} ranks{each} on host {start.hosts[0]}, of whose cores rank 0 may use {cores}: unless other ranks "
+            "are bound to other cores, they take turns, and wait for one another the longer."
+        )
+
+
+def _waiting(history: RunHistory) -> Iterator[str]:
+    visit = last_with_phases(history.visits)
+    found = mean_phases(visit.phases) if visit else None
+    if visit is None or found is None or not any(found.seconds):
+        return
+    if len(found.seconds) > 1:
+        waits = found.phases[WAITING]
+        most, least = max(range(len(waits)), key=waits.__getitem__), min(range(len(waits)), key=waits.__getitem__)
+        yield (
+            f"In {found.told}{_of_earlier(history, visit.start)}, rank {most} waits most for other ranks: "
+            f"{_waited(found, most)}; rank {least} waits least: {_waited(found, least)}."
+            f"{_beside_median(history, found)}"
+        )
+    slowest = max(found.seconds)
+    if max(found.reading) > 0.05 * slowest:
+        rank = max(range(len(found.reading)), key=found.reading.__getitem__)
+        yield (
+            f"Rank {rank} reads or waits for samples {duration(found.reading[rank])} before a step: "
+            f"{percent(found.reading[rank] / slowest)} of the step of the slowest rank, in {found.told}."
+        )
+
+
+def _of_earlier(history: RunHistory, start: VisitStart | None) -> str:
+    """Return which visit a figure is of, if it is not the last one, in which no such figure was measured."""
+    if start is None or start is history.start:
+        return ""
+    return f" (visit {start.visit}, on {counted(start.ranks, 'rank')})"
+
+
+def _waited(found: MeanPhases, rank: int) -> str:
+    seconds, waited = found.seconds[rank], found.phases[WAITING][rank]
+    return f"{duration(waited)} of its {duration(seconds)} ({percent(found.waiting[rank])})"
+
+
+def _beside_median(history: RunHistory, found: MeanPhases) -> str:
+    """Return how fast the measured steps were beside the median step."""
+    speed = history.speed_at(found.steps)
+    if speed is None or history.speed is None:
+        return ""
+    unit = history.rate.removesuffix("_per_second")
+    what = "This step" if len(found.steps) == 1 else "On average these steps"
+    return f" {what} ran at {speed_text(speed)} {unit} a second, the median step at {speed_text(history.speed)}."
+
+
+def _pipeline(history: RunHistory) -> Iterator[str]:
+    found = last_timetable(history.visits)
+    if found is not None and (measured := idle_shares(found[1].measured)):
+        start, table = found
+        planned = idle_shares(table.planned)
+        bubble = f"; in the plan for {percent(sum(planned) / len(planned))}" if planned else ""
+        ranks = ", ".join(map(str, timed_ranks(start)))
+        clocks = f" on the clocks of ranks {ranks}" if ranks else ""
+        yield (
+            f"Between its passes a pipeline stage is idle for {percent(sum(measured) / len(measured))} of the time "
+            f"from the first pass to the last, measured in step {table.step:,}{_of_earlier(history, start)}{clocks}"
+            f"{bubble}. A pass lasts from its "
+            "start to its end: messages inside it, and waiting for ranks of the same stage, are not counted as idle "
+            "here, but are in the waiting of ranks."
+        )
+
+
+def _memory(history: RunHistory) -> Iterator[str]:
+    visit = last_with_memory(history.visits)
+    for name, found in memory_tables(visit.start, visit.memory).items() if visit else ():
+        where = "" if name == "host" else " on the GPU"
+        yield from _compared(found, where + _of_earlier(history, visit.start if visit else None))
+
+
+def _compared(found: MemoryTable, where: str) -> Iterator[str]:
+    """Tell how far the parts that are planned and counted are from their plan, and what is not in the plan."""
+    totals = found.totals()
+    whole = [(abs(counted - planned) / planned, rank) for rank, (planned, counted) in enumerate(totals) if planned]
+    if not whole:
+        return
+    worst, rank = max(whole)
+    *first, final = [part for part in found.compared if part in found.parts] or [""]
+    parts = f"{', '.join(first)} and {final}" if first else final
+    if worst == 0:
+        text = f"{parts}{where} took the memory that was planned, to the byte, on every rank."
+    else:
+        planned, counted = totals[rank]
+        text = (
+            f"{parts}{where} took memory that differs from the plan by at most {percent(worst)}: on rank {rank}, "
+            f"{amount(counted)}B instead of {amount(planned)}B."
+        )
+    yield text[:1].upper() + text[1:]
+    for part in found.only_counted:
+        most = max(range(len(totals)), key=found.counted[part].__getitem__)
+        size, planned = found.counted[part][most], totals[most][0]
+        text = f"{part}{where} are not in the plan, and take {amount(size)}B on rank {most}"
+        yield text[:1].upper() + text[1:] + (f", {percent(size / planned)} more." if planned else ".")
+
+
+def _checkpoints(history: RunHistory) -> Iterator[str]:
+    written = [event for visit in history.visits for event in visit.checkpoints]
+    if written:
+        last = written[-1]
+        beside = " beside the training" if last.beside else ""
+        were = "was" if len(written) == 1 else "were"
+        yield (
+            f"{counted(len(written), 'checkpoint')} {were} written, the last after step {last.step:,} ({last.path}): "
+            f"{amount(last.bytes)}B in {duration(last.seconds)}{beside}."
+        )

@@ -1,0 +1,173 @@
+"""Run the training of a configuration on several layouts and compare it with one process: ``mpizero verify``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+
+from mpizero._util.checks import whole
+from mpizero._util.text import notice
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.data import batches
+from mpizero.data.batches import whole_batch
+from mpizero.errors import ConfigError, ExitStatus
+from mpizero.sharding import ShardingConfig
+from mpizero.tools.check_model.checks import examine
+from mpizero.tools.check_model.model import ModelReport
+from mpizero.tools.verify.compare import compare_layouts
+from mpizero.tools.verify.verdicts import Layout, Report, default_layouts, each_once, parse_layouts
+from mpizero.train.config.build import (
+    build_model,
+    build_optimizer,
+    build_source,
+    computing_settings,
+    user_functions,
+    users_modules,
+    with_batch,
+)
+from mpizero.train.config.checks import check_option, optional
+from mpizero.train.config.components import VectorMethodSection
+from mpizero.train.config.schema import Config, TensorSection
+from mpizero.train.events import Progress
+from mpizero.types import BlockModel
+
+#: Exit status if a layout differs from one process, or the model itself is wrong.
+DIFFERS = 1
+#: Most samples on which the model itself is checked.
+SAMPLES = 2
+
+
+def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> int:
+    """Compare the layouts that the options name, print the verdicts on rank 0, and return the exit status.
+
+    The status is 0 if all layouts agree with one process, else 1. Collective over ``comm``.
+    """
+    check_option("--steps", options.steps, whole(1))
+    if options.tolerance is not None and not 0 <= options.tolerance < 1:
+        raise ConfigError(f"--tolerance {options.tolerance}: must be a number from 0 to 1")
+    check_option("--ranks", options.ranks, optional(whole(1)))
+    with users_modules(config):
+        return _verify(config, comm, options)
+
+
+def _verify(config: Config, comm: Communicator, options: argparse.Namespace) -> int:
+    with all_ranks(comm):
+        source, validation = build_source(config)
+        config = with_batch(config, source)
+        layouts = choose(config, build_model(config, source, validation), comm, options.layouts, options.ranks)
+
+    def feed(sharding: ShardingConfig, group: Communicator) -> Iterator[Any]:
+        if isinstance(config.optimizer, VectorMethodSection):
+            return repeat(whole_batch(source, sharding, group=group))
+        return batches(source, sharding, config.train.global_batch, seed=config.train.seed, group=group)
+
+    # The comparison of layouts would not find a model that is wrong in one process, too: check the model first.
+    few = min(SAMPLES, config.train.global_batch, len(source))
+    model = examine(build_model(config, source, validation), *source.samples(np.arange(few)), comm=comm)
+    if any(finding.check != "ranks" for finding in model.findings):  # ranks that differ show in layouts too, by step
+        if comm.rank == 0:
+            print(json.dumps({"model": model.to_dict()}) if options.json else model, flush=True)
+            notice("the model is wrong, so no layout was compared")
+        return DIFFERS
+    progress = Progress(options.steps * (len(layouts) + 1), active=comm.rank == 0)
+    progress.begin()
+    try:
+        report = compare_layouts(
+            lambda _: build_model(config, source, validation),
+            feed,
+            layouts,
+            make_optimizer=lambda: build_optimizer(config),
+            comm="self" if comm.size == 1 else comm,
+            steps=options.steps,
+            tolerance=options.tolerance,
+            progress=_shown(progress),
+            **computing_settings(config),
+        )
+    finally:
+        progress.close()
+    if comm.rank == 0:
+        _print(report, model, as_json=options.json)
+        if comm.size == 1 and user_functions(config):
+            notice(
+                "ranks were threads of this process: what a process has of its own, such as its rank in COMM_WORLD, is "
+                "seen under mpiexec only"
+            )
+    return int(ExitStatus.OK) if report.agrees and model.right else DIFFERS
+
+
+def choose(config: Config, model: Any, comm: Communicator, named: str | None, ranks: int | None) -> list[Layout]:
+    """Return the layouts to compare, and check that the model fits them.
+
+    Not collective. ``model`` is the configuration's. ``named`` is the option ``--layouts``. If it is None, the
+    configuration's layout and the default layouts for ``ranks`` ranks are compared. ``ranks`` is the option
+    ``--ranks``; None means the ranks of the job, or 2 threads.
+
+    Raises
+    ------
+    ConfigError
+        If a layout does not fit the model or the job. The message names the layout and the reason.
+    """
+    launched = comm.size
+    if ranks is not None and launched > 1 and ranks > launched:
+        raise ConfigError(f"--ranks {ranks}: this job has {launched}")
+    if named is None:
+        heads, sequence = config.model.split_sizes
+        if isinstance(config.optimizer, TensorSection):
+            heads = 1  # whole tensors are in no tensor group
+        count = ranks if ranks is not None else launched if launched > 1 else 2
+        blocks = len(model.blocks) if isinstance(model, BlockModel) else 1
+        found = default_layouts(count, blocks=blocks, heads=heads, sequence=sequence)
+        return each_once([*_own(config, count), *found], config.parallel.tiles)
+    layouts = each_once(parse_layouts(named, config.parallel.strategy), config.parallel.tiles)
+    if not layouts:
+        raise ConfigError(
+            f"--layouts {named!r}: names no layout; for example --layouts '2; zero3*4; pipeline=2, data=2'"
+        )
+    for layout in layouts:
+        try:
+            config.model.check_layout(layout.parallel, model)
+        except ConfigError as error:
+            raise ConfigError(f"--layouts: {str(layout)!r} does not fit: {error}") from None
+        if launched > 1 and layout.ranks > launched:
+            raise ConfigError(f"--layouts: {str(layout)!r} needs {layout.ranks} ranks, this job has {launched}")
+    return layouts
+
+
+def _own(config: Config, ranks: int) -> list[Layout]:
+    """Return the layout in the configuration, for ``ranks`` ranks; none if it does not fit that number of ranks."""
+    try:
+        return [Layout(replace(config.parallel, data=config.parallel.axes(ranks).data))]
+    except ConfigError:
+        return []
+
+
+def _shown(progress: Progress) -> Callable[[str, int], None]:
+    done = 0
+
+    def show(layout: str, step: int) -> None:
+        nonlocal done
+        if step:
+            done += 1
+            progress.step(done, {"layout": layout, "at": str(step)})
+
+    return show
+
+
+def _print(report: Report, model: ModelReport, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({**report.to_dict(), "model": model.to_dict()}), flush=True)
+        return
+    right = f"model: right in {len(model.passed)} ways, {model.evaluations} evaluations in {model.seconds:.1f} s"
+    print(right if model.right else model)
+    print(report, flush=True)
+    if not report.agrees:
+        count = len(report.findings)
+        told = f"{count} of {len(report.verdicts) - 1} layouts {'differs' if count == 1 else 'differ'} from one process"
+        notice(told)

@@ -1,0 +1,1062 @@
+"""Compare vectors of the whole model, and locate the first element that differs. Nothing here is collective.
+
+Run one of the trainings that ``mpizero verify`` compares, and return what its steps compute.
+
+Compare one layout with one process step by step, and explain the first difference.
+
+[Note: following] Some layouts with tensor or context groups add in another order than any process can, such as groups
+of 3 ranks, and an optimizer such as Adam amplifies the rounding differences from step to step. For these layouts the
+one process takes over the layout's parameters and optimizer arrays before every step, and updates them with the
+layout's gradient. So rounding differences do not accumulate.
+
+Run a training on several layouts, as threads or on the ranks of a communicator, and compare it with one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from mpizero._util.pytree import SampleTree
+from mpizero._util.text import Rounding, largest
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.startup import communicator_of, default_world
+from mpizero.comm.threads import run_in_threads
+from mpizero.errors import ConfigError
+from mpizero.kernels import to_host
+from mpizero.layout import Grains
+from mpizero.layout.flat import FlatLayout, ParameterUse, joined
+from mpizero.optim import SGD
+from mpizero.sharding import ShardingConfig, StepReport
+from mpizero.sharding.batch import Totals
+from mpizero.sharding.engine import Engine
+from mpizero.sharding.full_params import take
+from mpizero.sharding.model import ShardedModelBase
+from mpizero.sharding.parameter_access import gather_pieces, gather_slot, slot_entries
+from mpizero.sharding.params import UpdatePiece, flat_names
+from mpizero.sharding.partition import own_reasons, shown_tiles
+from mpizero.sharding.update import Updater
+from mpizero.tools.verify import verdicts
+from mpizero.tools.verify.verdicts import (
+    ONE_PROCESS,
+    Diagnosis,
+    Finding,
+    Layout,
+    RankGradients,
+    Report,
+    Verdict,
+    each_once,
+)
+from mpizero.train.config.build import lay_out
+from mpizero.types import Array
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Hold the values of one quantity, such as the gradient, in the layout and in one process.
+
+    ``found`` and ``expected`` are flat vectors of the whole model. ``bound`` is the absolute difference allowed; None
+    if the bits must be equal. ``entries`` are the tensors in the vectors; None means the parameters.
+    """
+
+    quantity: str
+    found: Array
+    expected: Array
+    bound: float | None
+    entries: Sequence[ParameterUse] | None = None
+
+    def mask(self, entry: ParameterUse) -> Array:
+        """Return a mask of the elements of a tensor that differ by more than ``bound``, or in a bit if it is None."""
+        a, b = (values[entry.span.start : entry.span.stop] for values in (self.found, self.expected))
+        bits = f"u{a.dtype.itemsize}"
+        different: Array = a.view(bits) != b.view(bits)
+        if self.bound is not None and different.any():
+            with np.errstate(invalid="ignore"):
+                different &= ~(np.abs(a - b) <= self.bound) & ~(np.isnan(a) & np.isnan(b))
+        return different
+
+
+class LocatedDifference(NamedTuple):
+    """Hold a finding, and ``places``, the indices of the differing elements in the flat vector of the quantity.
+
+    ``of_parameters`` tells whether that is a vector of the parameters' elements.
+    """
+
+    finding: Finding
+    places: Array = np.empty(0, np.int64)
+    of_parameters: bool = True
+
+    def told(self, **changes: Any) -> LocatedDifference:
+        """Return a copy with some attributes of the finding changed. Not collective."""
+        return self._replace(finding=replace(self.finding, **changes))
+
+
+def difference(vectors: Vectors, entry: ParameterUse, mask: Array, tensors: int) -> LocatedDifference:
+    """Describe the elements of a tensor that differ, those of ``mask``; in all, ``tensors`` tensors differ."""
+    places = np.flatnonzero(mask)
+    first = int(places[0])
+    found, expected = (float(v[entry.span.start + first]) for v in (vectors.found, vectors.expected))
+    finding = Finding(
+        0,
+        vectors.quantity,
+        entry.spec.name,
+        index=tuple(int(i) for i in np.unravel_index(first, entry.spec.shape)),
+        found=found,
+        expected=expected,
+        differing=int(places.size),
+        size=entry.spec.size,
+        tensors=tensors,
+    )
+    return LocatedDifference(finding, entry.span.start + places, vectors.entries is None)
+
+
+#: A function ``feed(config, group)`` that yields this rank's part of one global batch after the other.
+Feed = Callable[[ShardingConfig, Communicator], Iterator[tuple[Any, Any]]]
+#: What was hashed: a quantity ("parameter", "optimizer slot 'exp_avg'"), and the name of the parameter.
+Key = tuple[str, str]
+PARAMETER = "parameter"
+
+
+@dataclass(frozen=True)
+class TrainingTask:
+    """Describe the training that every layout runs.
+
+    Attributes
+    ----------
+    make_model : callable
+        ``make_model(comm)`` returns the model, the same on every rank of ``comm``.
+    make_optimizer : callable
+        Returns a new optimizer.
+    feed : callable
+        ``feed(config, group)`` yields this rank's part of each global batch, for its rank in ``group``.
+    steps : int
+        Number of steps to compare.
+    settings : mapping
+        Further settings of :class:`~mpizero.ShardingConfig`, such as ``micro_batch`` and ``clip``.
+    """
+
+    make_model: Callable[[Communicator], Any]
+    make_optimizer: Callable[[], Any]
+    feed: Feed
+    steps: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TrainingState(NamedTuple):
+    """Hold the parameters, as this rank sees them, and the optimizer's arrays, as flat vectors of the whole model.
+
+    ``slots`` has the optimizer's arrays by name, such as "exp_avg", as :meth:`ObservedTraining.entries_of` places them;
+    ``step_count`` is the optimizer's step number, ``progress`` what a method of whole vectors has saved of itself.
+    """
+
+    parameters: Array
+    slots: dict[str, Array]
+    step_count: int
+    progress: Any = None
+
+
+class BatchGradient(NamedTuple):
+    """Hold the loss and the averaged gradient of one batch, before the update.
+
+    ``values`` is the gradient of the whole model as a flat vector. ``reduced`` has this rank's part of the gradient, as
+    ``Engine.step`` takes it. ``totals`` has the sums of losses and weights, ``grains`` the loss sum of each grain of
+    this rank by its number.
+    """
+
+    totals: Totals
+    values: Array
+    grains: dict[int, float]
+    reduced: Array
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss over the global batch."""
+        return self.totals.loss / self.totals.weight
+
+
+#: Number of a grain, number of a micro-batch in it, and the name of one use of a parameter.
+PartKey = tuple[int, int, str]
+
+
+class TensorParts(NamedTuple):
+    """Hold the gradient of a batch, and what single ranks contributed to it.
+
+    Attributes
+    ----------
+    gradient : BatchGradient
+        The gradient of the global batch.
+    own : Array
+        Flat vector of the whole model: for every element, the gradient sum over the samples of the rank that updates
+        this element only.
+    uses : dict of str to Array
+        By name of the use of a parameter, the gradient sum over this rank's samples; in a tensor group, for this rank's
+        part of the parameter.
+    parts : dict of PartKey to Array
+        For one tensor, the gradient sum of every micro-batch of this rank, by number of the grain, number of the
+        micro-batch in it, and name of the use.
+    """
+
+    gradient: BatchGradient
+    own: Array
+    uses: dict[str, Array]
+    parts: dict[PartKey, Array]
+
+
+class StepUpdate(NamedTuple):
+    """Hold the result of one training step.
+
+    ``clipped`` is the gradient that the optimizer got, after clipping; None if it was not recorded on all ranks.
+    """
+
+    report: StepReport
+    clipped: Array | None
+    state: TrainingState
+
+
+class ObservedTraining:
+    """Train a model on one layout, step by step; made by :func:`placed`. Methods are collective over the layout."""
+
+    def __init__(self, model: ShardedModelBase, batches: Iterator[tuple[Any, Any]]) -> None:
+        self.model, self._batches = model, batches
+
+    @property
+    def engine(self) -> Engine:
+        """Return the model's engine. Not collective."""
+        return self.model.engine
+
+    @property
+    def updater(self) -> Updater:
+        """Return the updater of the model's optimizer. Not collective."""
+        updater = self.engine.updater
+        assert updater is not None
+        return updater
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Return where each parameter lies in the flat vector of the whole model. Not collective."""
+        return self.engine.whole.layout
+
+    def batch(self) -> tuple[Any, Any]:
+        """Return this rank's part of the next global batch. Not collective."""
+        return next(self._batches)
+
+    def train(self, steps: int) -> None:
+        """Train ``steps`` steps by ``model.train``, as a user does."""
+        for _ in range(steps):
+            self.model.train(*self.batch())
+
+    def state(self) -> TrainingState:
+        """Gather and return the parameters and the optimizer's arrays of the whole model."""
+        updater = self.updater
+        slots = {slot: gather_slot(self.engine, slot) for slot in updater.state}
+        progress = None if updater.method is None else updater.method.progress.saved()
+        return TrainingState(self.engine.whole.vector(), slots, updater.step_count, progress)
+
+    def entries_of(self, slot: str) -> tuple[ParameterUse, ...]:
+        """Return where each array of a slot of :meth:`state` lies in the slot's vector. Not collective."""
+        return slot_entries(self.engine, slot)
+
+    def gradient(self, batch: tuple[Any, Any]) -> BatchGradient:
+        """Compute the loss and the averaged gradient of a batch, without updating the parameters."""
+        self._make_room(batch)
+        totals, reduced = self.engine.gradients(*batch)
+        values = gather_pieces(self.engine, self.engine.dtype, partial(_of, reduced))
+        return BatchGradient(totals, values, self.engine.scalars.losses(), reduced)
+
+    def _make_room(self, batch: tuple[Any, Any]) -> None:
+        """Allocate the memory that a step on ``batch`` needs, as a training does before its first step."""
+        tree = SampleTree.of(**dict(zip("xy", batch, strict=True)))
+        counts = self.model.batch_group.allgather_object(None if tree.uncut else tree.count(), "samples")
+        if None not in counts and sum(counts):
+            self.model.reserve(sum(counts))
+
+    def update(self, batch: tuple[Any, Any]) -> StepUpdate:
+        """Train one step, and record the gradient that the optimizer gets."""
+        updater, seen = self.updater, list[Array]()
+        updater.watch = lambda reduced: seen.extend(_of(reduced, piece).copy() for piece in self.engine.pieces())
+        try:
+            self.model.train(*batch)
+        finally:
+            updater.watch = None
+        report = self.model.last_step
+        assert report is not None
+        clipped, in_order = None, iter(seen)
+        if self._watched(len(seen) == len(self.engine.pieces())):
+            clipped = gather_pieces(self.engine, self.engine.dtype, lambda piece: next(in_order))
+        return StepUpdate(report, clipped, self.state())
+
+    def _watched(self, here: bool) -> bool:
+        """Tell whether ``here`` is true on all ranks: whether every rank recorded the gradient its optimizer got."""
+        answers = np.array([here], np.int8)
+        self.engine.grid.world.allreduce(answers, "min", "watched")
+        return bool(answers[0])
+
+    def owners(self) -> Array:
+        """Return, for each element of the flat vector of the model, the rank that updates it; -1 if it is frozen."""
+        return gather_pieces(self.engine, np.int32, lambda piece: self.model.rank + 1) - 1
+
+    def look(self, batch: tuple[Any, Any], tensor: str | None) -> TensorParts:
+        """Compute the gradient of a batch, and record what each rank contributes to it.
+
+        For the parameter ``tensor``, record also the gradient of each micro-batch.
+        """
+        engine = self.engine
+        homes = {entry.spec.name: entry.spec.tied or entry.spec.name for entry in self.layout.entries}
+        entries = {entry.spec.name: entry for entry in engine.layout.entries if entry.gradient >= 0}
+        scale = engine.dtype.type(engine.current_loss_scale())
+        sums, parts = dict[str, Array](), dict[PartKey, Array]()
+
+        def watch(grain: int, number: int, block: str, views: Any) -> None:
+            for name, view in flat_names(views):
+                use = joined(block, name)
+                if use in entries:
+                    values = to_host(view).reshape(-1) / scale
+                    sums[use] = sums[use] + values if use in sums else values
+                    if homes[use] == tensor:
+                        parts[grain, number, use] = values
+
+        engine.scalars.watch = watch
+        try:
+            gradient = self.gradient(batch)
+        finally:
+            engine.scalars.watch = None
+        held = np.zeros(engine.layout.size, engine.dtype)
+        for use, values in sums.items():
+            held[entries[use].span.start : entries[use].span.stop] += values
+        own = gather_pieces(engine, engine.dtype, lambda piece: held[piece.span.start : piece.span.stop])
+        return TensorParts(gradient, own, sums, parts)
+
+    def part_of(self, use: str, whole: Array) -> Array:
+        """Return the part that this rank holds of ``whole``, all values of the parameter ``use``. Not collective."""
+        spec = next(entry.spec for entry in self.engine.layout.entries if entry.spec.name == use)
+        held = np.empty(spec.size, whole.dtype)
+        take(spec, whole, 0, held)
+        return held
+
+    def replica_of(self, rank: int) -> tuple[int, ...]:
+        """Return all ranks of the replica to which ``rank`` belongs. Not collective."""
+        return self.engine.grid.axes.group(rank, ("pipeline", "tensor", "context"))
+
+    def unlike_copy(self, parameters: Array) -> str | None:
+        """Compare this rank's copy of the parameters with ``parameters``, the flat vector of the whole model.
+
+        Return the name of the first parameter that differs; None if none differs or parameters are sharded. Not
+        collective.
+        """
+        store, whole = self.engine.store, self.engine.whole
+        for entry in store.layout.parameters if not store.sharded else ():
+            home = whole.home(entry.spec)
+            expected = np.empty(entry.spec.size, parameters.dtype)
+            take(entry.spec, parameters[home.span.start : home.span.stop], 0, expected)
+            if store.values[entry.span.start : entry.span.stop].tobytes() != expected.tobytes():
+                return home.spec.name
+        return None
+
+    def digests(self) -> dict[Key, bytes]:
+        """Return a hash of every tensor as this rank sees it, by quantity and parameter; optimizer arrays come first.
+
+        Keys are such as ``("optimizer slot 'exp_avg'", "head.weight")`` and ``("parameter", "head.weight")``.
+        """
+        state = self.state()
+        vectors = [(slot_name(slot), values, self.entries_of(slot)) for slot, values in sorted(state.slots.items())]
+        return {
+            (quantity, entry.spec.name): hashlib.sha256(vector[entry.span.start : entry.span.stop].tobytes()).digest()
+            for quantity, vector, entries in [*vectors, (PARAMETER, state.parameters, self.layout.parameters)]
+            for entry in entries
+        }
+
+    # ------------------------------------------------------------------ in one process (not collective)
+
+    def take_state(self, state: TrainingState) -> None:
+        """Set the parameters and the optimizer's arrays to ``state``, which another layout's :meth:`state` returned."""
+        self.model.set_parameters(state.parameters)
+        held = self.updater.host_state()
+        for slot, values in state.slots.items():
+            places = {entry.spec.name: entry.offset for entry in self.entries_of(slot)}
+            for piece in self.updater.state_pieces(slot):
+                start = places[piece.spec.name] + piece.start
+                held[slot][piece.state : piece.state + piece.size] = values[start : start + piece.size]
+        self.updater.take_state(held)
+        self.updater.step_count = state.step_count
+        if self.updater.method is not None:
+            self.updater.method.restore(state.progress)
+
+    def update_from(self, gradient: BatchGradient, values: Array) -> StepUpdate:
+        """Train one step with ``values``, the averaged gradient of another layout, in place of ``gradient``.
+
+        ``gradient`` is the gradient that this training computed; its arrays are overwritten.
+        """
+        seen = list[Array]()
+        for piece in self.engine.pieces():
+            _of(gradient.reduced, piece)[:] = values[piece.span.start : piece.span.stop]
+        pieces = self.engine.pieces()
+        self.updater.watch = lambda reduced: seen.append(_in_order(reduced, pieces, values))
+        try:
+            report = self.engine.step(gradient.totals, lambda: gradient.reduced, 0)
+        finally:
+            self.updater.watch = None
+        self.model.invalidate_cache()
+        return StepUpdate(report, seen[0] if seen else None, self.state())
+
+
+def slot_name(slot: str) -> str:
+    """Return how findings name the optimizer's array ``slot``. Not collective."""
+    return f"optimizer slot {slot!r}"
+
+
+def _of(reduced: Array, piece: UpdatePiece) -> Array:
+    return reduced[piece.gradient : piece.gradient + piece.size]
+
+
+def _in_order(reduced: Array, pieces: tuple[UpdatePiece, ...], like: Array) -> Array:
+    values = np.zeros_like(like)
+    for piece in pieces:
+        values[piece.span.start : piece.span.stop] = _of(reduced, piece)
+    return values
+
+
+@contextmanager
+def placed(task: TrainingTask, comm: Communicator | str, layout: Layout) -> Iterator[ObservedTraining]:
+    """Build the training ``task`` on a layout over the ranks of ``comm``, and free it after the ``with`` block.
+
+    Collective over ``comm``.
+    """
+    parallel = layout.parallel
+    own = {
+        name: getattr(parallel, name) for name in ("grain_assignment", "share_node_memory", "ranks_per_node", "tiles")
+    }
+    with ShardingConfig(comm=comm, **{**task.settings, **own}) as config:
+        model = lay_out(task.make_model(config.communicator), task.make_optimizer(), parallel, config)
+        with model:
+            yield ObservedTraining(model, iter(task.feed(config, model.batch_group)))
+
+
+T = TypeVar("T")
+
+AFTER = "gradient after clipping"
+COPY = "copy of a parameter"
+UNREPEATED = (
+    "a race, or random numbers without a seed: this layout gave other numbers when the same training was run again"
+)
+
+
+class TrainingPair:
+    """Compare a training on a layout with the same training in one process, which runs on the layout's rank 0.
+
+    Methods are collective over ``comm``.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The layout's ranks.
+    layout : Layout
+        The layout that is compared.
+    training : ObservedTraining
+        The training on the layout.
+    reference : ObservedTraining or None
+        The training in one process on rank 0; None on other ranks.
+    rounding : Rounding
+        How much rounding may change the numbers.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        layout: Layout,
+        training: ObservedTraining,
+        reference: ObservedTraining | None,
+        rounding: Rounding,
+    ) -> None:
+        self.comm, self.layout, self.training, self.reference = comm, layout, training, reference
+        self.rounding, self.tolerance = rounding, rounding.tolerance
+        self.largest = 0.0
+        self.entries = training.layout.parameters
+        self.clips = training.model.config.clip is not None
+        self.before = "gradient before clipping" if self.clips else "gradient"
+        #: Batch, gradient and update of one process in the step that is compared; only on rank 0.
+        self._batch: tuple[Any, Any] = (None, None)
+        self._gradient: BatchGradient | None = None
+        self._update: StepUpdate | None = None
+
+    def replay(self, steps: int) -> None:
+        """Train ``steps`` steps on the layout and in one process, without comparing them."""
+        self.training.train(steps)
+        with all_ranks(self.comm, "one process"):
+            if self.reference is not None:
+                self.reference.train(steps)
+
+    def start(self) -> Finding | None:
+        """Compare the start values, and return the first difference; None if there is none."""
+        return self._compare_states(self.training.state(), 0)
+
+    def step(self, number: int) -> Finding | None:
+        """Train one step on the layout and in one process; return the first difference in what it computes, or None."""
+        state = self.training.state()
+        if self.tolerance is None and (unlike := self._compare_states(state, number - 1)):
+            return unlike
+        batch = self.training.batch()
+        mine = self.training.gradient(batch)
+        found = self._on_first(lambda one: self._compare_gradient(one, mine, state))
+        if found is not None:
+            return self._explain_gradient(found.told(step=number), mine, batch)
+        update = self.training.update(batch)
+        found = self._on_first(lambda one: self._compare_update(one, mine, update, state))
+        if found is not None:
+            return self._owned(found.told(step=number))
+        expected: Array = self._on_first(lambda _: self._after().state.parameters)
+        bound = self._bound_of_change(expected, state.parameters)
+        return self._views(number, Vectors(PARAMETER, update.state.parameters, expected, bound), state.parameters)
+
+    # ------------------------------------------------------------------ comparing
+
+    def _on_first(self, function: Callable[[ObservedTraining], T]) -> T:
+        """Call ``function(self.reference)`` on rank 0, and return its result on every rank."""
+        value: Any = None
+        with all_ranks(self.comm, "one process"):
+            if self.reference is not None:
+                value = function(self.reference)
+        result: T = self.comm.broadcast_object(value)
+        return result
+
+    def _compare_states(self, mine: TrainingState, number: int) -> Finding | None:
+        """Compare parameters and optimizer arrays after ``number`` steps; return the first difference or None."""
+        quantity = PARAMETER if number else "start value"
+        reason = UNREPEATED if number else "start values that depend on the rank: key them by seed, name and element"
+        theirs = self._on_first(lambda one: one.state())
+        pairs = [self._slot(s, mine.slots[s], theirs.slots[s], None) for s in sorted(mine.slots)]
+        found = self._on_first(lambda _: self._first(pairs))
+        if found is not None:
+            return self._owned(found.told(step=number, diagnosis=reason))
+        unlike = self._views(number, Vectors(quantity, mine.parameters, theirs.parameters, None), None)
+        return unlike if unlike is None else replace(unlike, diagnosis=unlike.diagnosis or reason)
+
+    def _compare_gradient(
+        self, one: ObservedTraining, mine: BatchGradient, state: TrainingState
+    ) -> LocatedDifference | None:
+        self._batch = one.batch()
+        if self.tolerance is not None:
+            one.take_state(state)
+        theirs = self._gradient = one.gradient(self._batch)
+        apart = abs(mine.loss - theirs.loss) / abs(theirs.loss) if theirs.loss else abs(mine.loss)
+        if not self._same(mine.loss, theirs.loss):
+            return LocatedDifference(Finding(0, "loss", found=mine.loss, expected=theirs.loss))
+        size = largest(theirs.values)
+        found = self._first([Vectors(self.before, mine.values, theirs.values, self._bound(size))], backward=True)
+        if found is None and self.tolerance is not None:
+            self.largest = max(self.largest, apart, _apart(mine.values, theirs.values, size))
+        return found
+
+    def _compare_update(
+        self, one: ObservedTraining, mine: BatchGradient, update: StepUpdate, state: TrainingState
+    ) -> LocatedDifference | None:
+        theirs = self._gradient
+        assert theirs is not None
+        after = one.update(self._batch) if self.tolerance is None else one.update_from(theirs, mine.values)
+        self._update = after
+        norms = (update.report.gradient_norm, after.report.gradient_norm)
+        if self.clips and not self._same(*norms):
+            told = verdicts.diagnose_norm(*norms, self.rounding, self._counts())
+            return _explained(LocatedDifference(Finding(0, "gradient norm", found=norms[0], expected=norms[1])), told)
+        if self.clips and after.clipped is not None:
+            clipped = mine.values if update.clipped is None else update.clipped
+            bound = self._bound(largest(after.clipped))
+            if found := self._first([Vectors(AFTER, clipped, after.clipped, bound)]):
+                return _explain_clip(found, clipped, mine.values, after.clipped, self.rounding)
+        for slot in sorted(update.state.slots):
+            seen, expected, before = (s.slots[slot] for s in (update.state, after.state, state))
+            vectors = self._slot(slot, seen, expected, self._bound_of_change(expected, before))
+            if found := self._first([vectors]):
+                reason = verdicts.diagnose_update(seen[found.places], before[found.places], vectors.quantity)
+                return found.told(diagnosis=reason)
+        return None
+
+    def _after(self) -> StepUpdate:
+        assert self._update is not None
+        return self._update
+
+    def _same(self, found: float | None, expected: float | None) -> bool:
+        if found is None or expected is None:
+            return found is expected
+        return self.rounding.same(found, expected)
+
+    def _first(self, pairs: Sequence[Vectors], *, backward: bool = False) -> LocatedDifference | None:
+        """Return the first tensor in which one of ``pairs`` differs, or None; with ``backward``, the last one."""
+        for vectors in pairs:
+            entries = self.entries if vectors.entries is None else vectors.entries
+            masks = [(entry, mask) for entry in entries if (mask := vectors.mask(entry)).any()]
+            if masks:
+                return difference(vectors, *(masks[-1] if backward else masks[0]), len(masks))
+        return None
+
+    def _slot(self, slot: str, found: Array, expected: Array, bound: float | None) -> Vectors:
+        """Return the values of optimizer arrays; arrays as long as the parameters lie where the parameters lie."""
+        own = slot not in self.training.updater.optimizer.slots
+        return Vectors(slot_name(slot), found, expected, bound, self.training.entries_of(slot) if own else None)
+
+    def _bound(self, size: float) -> float | None:
+        return None if self.tolerance is None else self.tolerance * size
+
+    def _bound_of_change(self, after: Array, before: Array) -> float | None:
+        """Return by how much updated values may differ, from the size of their change; None if bits must be equal."""
+        if self.tolerance is None:
+            return None
+        change = largest(after - before)
+        rounding = 4 * float(np.finfo(after.dtype).eps) * largest(after)
+        return self.tolerance * change + rounding
+
+    def _views(self, number: int, vectors: Vectors, before: Array | None) -> Finding | None:
+        """Compare the parameters that each rank sees, and its own copies; return the first difference or None."""
+        mine = self._first([vectors])
+        if mine is not None and before is not None:
+            reason = verdicts.diagnose_update(vectors.found[mine.places], before[mine.places], PARAMETER)
+            mine = mine.told(diagnosis=reason)
+        if mine is None and (name := self.training.unlike_copy(vectors.found)) is not None:
+            reason = "this rank's own copy was not updated as the others were: a message or barrier left out"
+            mine = LocatedDifference(Finding(0, COPY, name, diagnosis=reason))
+        everyone = self.comm.allgather_object(mine, "what ranks see")
+        different = [rank for rank, found in enumerate(everyone) if found is not None]
+        if not different:
+            return None
+        first: LocatedDifference = everyone[different[0]].told(step=number)
+        if len(different) == self.comm.size > 1 and first.places.size:
+            return self._owned(first)
+        return replace(first.finding, ranks=tuple(different))
+
+    # ------------------------------------------------------------------ explaining
+
+    def _owned(self, found: LocatedDifference) -> Finding:
+        """Return the finding; if it names no ranks yet, add the ranks that update the differing elements."""
+        owners = self.training.owners()
+        ranks = sorted({int(owner) for owner in owners[found.places]} - {-1}) if found.of_parameters else []
+        return found.finding if found.finding.ranks else replace(found.finding, ranks=tuple(ranks))
+
+    def _explain_gradient(self, found: LocatedDifference, mine: BatchGradient, batch: Any) -> Finding:
+        """Evaluate the batch again, and add ranks and probable cause to the finding ``found``."""
+        training, finding = self.training, found.finding
+        looked = training.look(batch, finding.tensor)
+        if finding.quantity == "loss":
+            quiet = training.model.evaluate(*batch)
+            grains = self.comm.allgather_object(mine.grains, "losses of grains")
+            known = {} if self.layout.parallel.context > 1 else _losses(grains)
+            return self._on_first(lambda one: self._explain_loss(one, finding, (mine, looked.gradient), quiet, known))
+        theirs = self._on_first(lambda one: one.look(self._batch, finding.tensor))
+        computed = self.comm.allgather_object(self._compare_parts(looked, theirs), "gradients of micro-batches")
+        told: Diagnosis = self._on_first(lambda _: self._explain_values(mine, looked, theirs, computed))
+        wrong = tuple(one.rank for one in computed if one is not None and one.grains)
+        if wrong:
+            return _explained(found.told(ranks=wrong, role="computed by"), told).finding
+        return self._owned(_explained(found.told(role="owned by"), told))
+
+    def _explain_loss(
+        self, one: ObservedTraining, finding: Finding, seen: tuple[BatchGradient, BatchGradient], quiet: Any, known: Any
+    ) -> Finding:
+        mine, again = seen
+        theirs, mean = self._gradient, one.model.evaluate(*self._batch)
+        assert theirs is not None
+        found = verdicts.LossEvidence(
+            first=mine.loss,
+            again=again.loss,
+            expected=theirs.loss,
+            quiet=quiet[0] / quiet[1],
+            quiet_expected=mean[0] / mean[1],
+            weight=mine.totals.weight,
+            weight_expected=theirs.totals.weight,
+            grains=known,
+            grains_expected=theirs.grains,
+            rounding=self.rounding,
+        )
+        replicas = {self.training.replica_of(rank) for rank in found.wrong_ranks}
+        role = "computed by" if all(len(ranks) == 1 for ranks in replicas) else "computed by one of"
+        finding = replace(finding, ranks=tuple(sorted({r for ranks in replicas for r in ranks})), role=role)
+        return _explained(LocatedDifference(finding), verdicts.diagnose_loss(found, self._counts())).finding
+
+    def _compare_parts(self, looked: TensorParts, theirs: TensorParts) -> RankGradients | None:
+        """Compare this rank's micro-batch gradients of a tensor with one process; None if it has none to compare."""
+        parts = looked.parts if self.layout.parallel.context == 1 else {}
+        shared = sorted(parts.keys() & theirs.parts.keys())
+        if not shared:
+            return None
+        # If all parts are within this bound, their sum is within the tolerance.
+        weight = theirs.gradient.totals.weight
+        bound = self._bound(largest(theirs.gradient.values) * weight / len(theirs.parts))
+        wrong: dict[PartKey, tuple[Array, Array]] = {}
+        for key in shared:
+            found, expected = parts[key], self.training.part_of(key[2], theirs.parts[key])
+            if found.tobytes() != expected.tobytes() and (bound is None or not largest(found - expected) <= bound):
+                wrong[key] = found, expected
+        a, b = [found for found, _ in wrong.values()], [expected for _, expected in wrong.values()]
+        size = max(map(largest, b), default=0.0)
+        apart = max((_apart(x, y, size) for x, y in wrong.values()), default=0.0)
+        grains = tuple(sorted({grain for grain, _, _ in wrong}))
+        return RankGradients(self.comm.rank, grains, self.rounding.factor(a, b) if wrong else None, apart)
+
+    def _explain_values(
+        self, mine: BatchGradient, looked: TensorParts, alone: TensorParts, computed: list[RankGradients | None]
+    ) -> Diagnosis:
+        theirs = self._gradient
+        assert theirs is not None
+        vectors = Vectors("", mine.values, theirs.values, self._bound(largest(theirs.values)))
+        different = [entry for entry in self.entries if vectors.mask(entry).any()]
+
+        def named(values: Array) -> dict[str, Array]:
+            return {entry.spec.name: values[entry.span.start : entry.span.stop] for entry in different}
+
+        uses = {name: [name, *(e.spec.name for e in tied)] for name, tied in self.training.layout.uses.items()}
+        seen = verdicts.GradientEvidence(
+            found=named(mine.values),
+            again=named(looked.gradient.values),
+            expected=named(theirs.values),
+            own=named(looked.own),
+            uses={
+                n: {use: alone.uses[use] / theirs.totals.weight for use in names if use in alone.uses}
+                for n, names in uses.items()
+            },
+            computed=[one for one in computed if one is not None],
+            tensors=sum(e.spec.optimized and e.spec.size > 0 for e in self.entries),
+            rounding=self.rounding,
+        )
+        return verdicts.diagnose_gradient(seen, self._counts())
+
+    def _counts(self) -> dict[str, int]:
+        """Return the numbers by which a sum may have been divided, by name of what they count. Not collective."""
+        scalars, accumulate = self.training.engine.scalars, self.training.model.config.accumulate
+        counts = {"grains": scalars.count, "samples": scalars.samples, "micro-batches of a grain": accumulate}
+        return self.layout.group_sizes() | {name: count for name, count in counts.items() if count > 1}
+
+
+def _explained(found: LocatedDifference, told: Diagnosis) -> LocatedDifference:
+    return found.told(diagnosis=told.cause, seen=told.seen)
+
+
+def _explain_clip(
+    found: LocatedDifference, clipped: Array, before: Array, expected: Array, rounding: Rounding
+) -> LocatedDifference:
+    places = found.places
+    told = verdicts.diagnose_clipped(clipped[places], before[places], expected[places], rounding)
+    factors = [rounding.factor([values], [before], keep_one=True) for values in (clipped, expected)]
+    if None in factors:
+        return _explained(found, told)
+    # All elements were clipped by one factor, but not by the factor of one process.
+    return _explained(LocatedDifference(Finding(0, "clip factor", found=factors[0], expected=factors[1])), told)
+
+
+def _apart(found: Array, expected: Array, size: float) -> float:
+    return largest(found - expected) / size if size else 0.0
+
+
+def _losses(grains: list[dict[int, float]]) -> dict[int, tuple[float, int]]:
+    return {grain: (loss, rank) for rank, known in enumerate(grains) for grain, loss in known.items()}
+
+
+#: A function ``progress(layout, step)`` that is called on rank 0 after every step.
+Progress = Callable[[str, int], None]
+
+
+class ReferenceTrace(NamedTuple):
+    """Hold what a training in one process computed.
+
+    ``steps`` has the loss, the gradient norm and the hashes of all tensors for the start and for each step (loss and
+    norm are None for the start). ``sha256`` is the hash of the last parameters. ``rounding`` bounds rounding errors,
+    for the training's dtype and length of sums. ``own_reasons`` tells whether layers say that their bits depend on the
+    size of groups.
+    """
+
+    rounding: Rounding
+    steps: list[tuple[float | None, float | None, dict[Key, bytes]]]
+    sha256: str
+    seconds: float
+    own_reasons: bool
+
+
+def compare_layouts(
+    make_model: Callable[[Communicator], Any],
+    batches: Sequence[tuple[Any, Any]] | Feed,
+    layouts: Sequence[str | Layout],
+    *,
+    make_optimizer: Callable[[], Any] = lambda: SGD(lr=0.01),
+    comm: Any = None,
+    steps: int | None = None,
+    tolerance: float | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Report:
+    """Run the same training on several layouts, and name the first number in each that differs from one process.
+
+    Collective over ``comm``. After every step the loss, the gradient norm and hashes of parameters (as each rank sees
+    them) and optimizer arrays are compared with one process that computes in the same tiles. If something differs, the
+    training is run once more up to that step, and all that it computes is compared in order, from loss to parameters.
+    Where no process can compute in these tiles, all is compared in every step, within a tolerance.
+
+    Parameters
+    ----------
+    make_model : callable
+        ``make_model(comm)`` returns a new model; ``comm`` are the layout's ranks, for models that communicate.
+    batches : sequence of (x, y), or callable
+        Global batches, the same on every rank, or ``batches(config, group)``, which yields this rank's part of each.
+    layouts : sequence of str
+        Names such as "2", "zero3*4", "pipeline=2, data=2", "tensor=2"; docs/verify.md explains them.
+    make_optimizer : callable
+        Returns a new optimizer; the default is plain SGD.
+    comm : mpi4py communicator, Communicator, "self" or None
+        Each layout runs on the first ranks of ``comm``. With "self" the ranks of a layout are threads of this process,
+        without MPI. None means all ranks of the job, or "self" if no launcher has started several ranks.
+    steps : int or None
+        Number of steps to compare; None for all of a sequence of batches.
+    tolerance : float or None
+        Relative difference allowed for layouts whose tiles no process can compute, such as groups of 3 ranks. None
+        computes it from the dtype and the length of sums: 16 epsilon for every doubling of the length.
+    progress : callable or None
+        ``progress(layout, step)`` is called on rank 0 after every step.
+    **settings
+        Settings of :class:`~mpizero.ShardingConfig`: ``micro_batch``, ``clip``, ...
+
+    Returns
+    -------
+    Report
+        The verdicts on all layouts, the same on every rank.
+
+    Raises
+    ------
+    ConfigError
+        If a layout's name is not understood, or the layout needs more ranks than ``comm`` has.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> batch = mz.data.digits().samples(range(8))
+    >>> mz.testing.compare_layouts(lambda comm: mz.nn.MLP(64, [4], 10), [batch], ["zero3*2"], comm="self").agrees
+    True
+    """
+    return _compare_on(comm, _task(make_model, batches, make_optimizer, steps, settings), layouts, tolerance, progress)
+
+
+def _compare_on(
+    comm: Any, task: TrainingTask, layouts: Sequence[str | Layout], tolerance: float | None, progress: Progress | None
+) -> Report:
+    given = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
+    chosen = each_once(given, task.settings.get("tiles"))
+    comm = default_world() if comm is None else comm
+    with nullcontext() if comm is None or comm == "self" else communicator_of(comm) as world:
+        return _compare(task, chosen, world, tolerance, progress)
+
+
+def _task(
+    make_model: Any, batches: Any, make_optimizer: Any, steps: int | None, settings: Mapping[str, Any]
+) -> TrainingTask:
+    if callable(batches):
+        if steps is None:
+            raise ConfigError("steps: say how many to compare, where batches is a function")
+        return TrainingTask(make_model, make_optimizer, batches, steps, settings)
+    count = len(batches) if steps is None else min(steps, len(batches))
+    return TrainingTask(make_model, make_optimizer, _samples_of_rank(batches), count, settings)
+
+
+def _samples_of_rank(batches: Sequence[tuple[Any, Any]]) -> Feed:
+    """Return a feed that gives each rank its samples of each global batch."""
+
+    def feed(config: ShardingConfig, group: Communicator) -> Iterator[tuple[Any, Any]]:
+        for x, y in batches:
+            tree = SampleTree.of(x=x, y=y)
+            count = tree.count()
+            yield tree.cut(Grains(count, config.grain_size(count)).samples_of(group.rank, group.size))
+
+    return feed
+
+
+def _compare(
+    task: TrainingTask,
+    layouts: Sequence[Layout],
+    world: Communicator | None,
+    tolerance: float | None,
+    progress: Progress | None,
+) -> Report:
+    for layout in layouts:
+        if world is not None and layout.ranks > world.size:
+            raise ConfigError(f"layout {str(layout)!r} needs {layout.ranks} ranks, this job has {world.size}")
+    tell: Progress = progress if progress is not None and (world is None or world.rank == 0) else _silent
+    traces: dict[str, ReferenceTrace] = {}
+    verdicts = list[Verdict]()
+    for layout in [ONE_PROCESS.in_tiles(task.settings.get("tiles")), *layouts]:
+        if (key := str(layout.alone.parallel.tiles)) not in traces:
+            with _named(layout):
+                traces[key] = _on_first(world, partial(record, task, layout.alone, tell))
+        trace = traces[key]
+        if not verdicts:
+            verdicts.append(Verdict("one process", 1, task.steps, trace.sha256, trace.seconds))
+            continue
+        rounding = trace.rounding
+        split = layout.parallel.tensor * layout.parallel.context > 1
+        if layout.rounds(task.settings.get("accumulate", 1)) or (split and trace.own_reasons):
+            rounding = replace(rounding, tolerance=rounding.of_sums if tolerance is None else tolerance)
+        comparison = LayoutComparison(task, layout, trace, rounding, tell)
+        with _named(layout):
+            verdicts.append(_run(comparison, world))
+    return Report(tuple(verdicts))
+
+
+@contextmanager
+def _named(layout: Layout) -> Iterator[None]:
+    """Name the layout in a :class:`ConfigError` of its training, unless it is one process without tiles."""
+    try:
+        yield
+    except ConfigError as error:
+        if layout == ONE_PROCESS:
+            raise
+        raise ConfigError(f"layout {str(layout)!r}: {error}") from error
+
+
+def _silent(layout: str, step: int) -> None:
+    """Do nothing; used in place of a progress function on ranks other than 0, and if there is none."""
+
+
+def _on_first(world: Communicator | None, function: Callable[[], Any]) -> Any:
+    if world is None:
+        return function()
+    value = None
+    with all_ranks(world, "one process"):
+        if world.rank == 0:
+            value = function()
+    return world.broadcast_object(value)
+
+
+def _run(comparison: LayoutComparison, world: Communicator | None) -> Verdict:
+    """Compare one layout on its ranks, and return the verdict on every rank of ``world``."""
+    ranks = comparison.layout.ranks
+    if world is None:
+        return run_in_threads(ranks, comparison.run)[0]
+    members = world.split(int(world.rank >= ranks), name=str(comparison.layout))
+    with all_ranks(world, str(comparison.layout)):
+        verdict = comparison.run(members) if world.rank < ranks else None
+    result: Verdict = world.broadcast_object(verdict)
+    members.close()
+    return result
+
+
+def record(task: TrainingTask, alone: Layout = ONE_PROCESS, tell: Progress = _silent) -> ReferenceTrace:
+    """Train in one process, and return the figures and hashes that layouts with the same tiles are compared with.
+
+    Not collective. ``alone`` is its layout. ``tell("one process", step)`` is called after each step.
+    """
+    started = time.monotonic()
+    with placed(task, "self", alone) as training:
+        steps, terms = [], float(max((side for e in training.layout.parameters for side in e.spec.shape), default=1))
+        for number in range(task.steps + 1):
+            training.train(min(number, 1))
+            steps.append(_seen(training))
+            terms = max(terms, training.engine.scalars.samples, *(r.weight for r in [training.model.last_step] if r))
+            tell("one process", number)
+        rounding = Rounding(str(np.dtype(training.engine.dtype)), terms)
+        sha256, reasons = training.model.parameters_sha256(), own_reasons(training.model.wrapped_model)
+        return ReferenceTrace(rounding, steps, sha256, time.monotonic() - started, bool(reasons))
+
+
+def _seen(training: ObservedTraining) -> tuple[float | None, float | None, dict[Key, bytes]]:
+    report = training.model.last_step
+    figures = (None, None) if report is None else (report.loss, report.gradient_norm)
+    return (*figures, training.digests())
+
+
+class LayoutComparison(NamedTuple):
+    """Compare one layout with one process: bit by bit, or within the tolerance of ``rounding`` if it has one.
+
+    ``trace`` is the training in one process. ``tell(layout, step)`` is called on rank 0 after each step that agrees.
+    """
+
+    task: TrainingTask
+    layout: Layout
+    trace: ReferenceTrace
+    rounding: Rounding
+    tell: Progress
+
+    def run(self, comm: Communicator) -> Verdict:
+        """Train on the layout and return the verdict. Collective over ``comm``, which has the layout's ranks."""
+        started = time.monotonic()
+        how = self._exact if self.rounding.tolerance is None else self._rounded
+        steps, sha256, largest, finding = how(comm)
+        seconds = time.monotonic() - started
+        name, ranks = str(self.layout), self.layout.ranks
+        asked = self.layout.alone.parallel.parallel_layout().asked_tiles
+        tiles = shown_tiles(asked) if max(asked.values()) > 1 else ""
+        return Verdict(name, ranks, steps, sha256, seconds, self.rounding.tolerance, largest, finding, tiles)
+
+    def _tell(self, comm: Communicator, step: int) -> None:
+        if comm.rank == 0:
+            self.tell(str(self.layout), step)
+
+    def _exact(self, comm: Communicator) -> tuple[int, str, float, Finding | None]:
+        """Train as users do and compare hashes; at the first difference, train again up to that step to explain it.
+
+        Return the number of steps that agreed, the hash of the last parameters, 0 (the largest difference allowed),
+        and the first difference or None.
+        """
+        wrong = None
+        with placed(self.task, comm, self.layout) as training:
+            for number in range(self.task.steps + 1):
+                training.train(min(number, 1))
+                wrong = self._unlike(training, number)
+                if wrong is not None:
+                    break
+                self._tell(comm, number)
+            sha256 = training.model.parameters_sha256()
+        if wrong is None:
+            return self.task.steps, sha256, 0.0, None
+        return max(0, wrong.step - 1), sha256, 0.0, self._look(comm, wrong.step) or wrong
+
+    def _unlike(self, training: ObservedTraining, number: int) -> Finding | None:
+        """Return the first difference after step ``number``, found on any rank; None if there is none. Collective."""
+        loss, norm, digests = self.trace.steps[number]
+        seen = _seen(training)
+        mine: Finding | None = None
+        if repr(seen[0]) != repr(loss):
+            mine = Finding(number, "loss", found=seen[0], expected=loss, diagnosis=UNREPEATED)
+        elif self.task.settings.get("clip") is not None and repr(seen[1]) != repr(norm):
+            mine = Finding(number, "gradient norm", found=seen[1], expected=norm, diagnosis=UNREPEATED)
+        elif key := next((key for key, value in digests.items() if seen[2].get(key) != value), None):
+            mine = Finding(number, *key, diagnosis=UNREPEATED)
+        elif name := training.unlike_copy(training.engine.whole.vector()):
+            mine = Finding(number, "copy of a parameter", name, diagnosis=UNREPEATED)
+        everyone = training.engine.grid.world.allgather_object(mine, "hashes")
+        different = [rank for rank, finding in enumerate(everyone) if finding is not None]
+        return replace(everyone[different[0]], ranks=tuple(different)) if different else None
+
+    def _look(self, comm: Communicator, step: int) -> Finding | None:
+        """Train again from the start to step ``step``, and compare everything that this step computes. Collective.
+
+        Return the first difference; None if nothing differs this time.
+        """
+        with self._pair(comm) as pair:
+            if not step:
+                return pair.start()
+            pair.replay(step - 1)
+            return pair.step(step)
+
+    def _rounded(self, comm: Communicator) -> tuple[int, str, float, Finding | None]:
+        """Compare all that every step computes, within the tolerance, with one process.
+
+        Before each step, that process takes over the layout's parameters and optimizer arrays. Return the number of
+        steps that agreed, the hash of the last parameters, the largest difference, and the first difference that is
+        too large or None.
+        """
+        finding, done = None, 0
+        with self._pair(comm) as pair:
+            for number in range(self.task.steps + 1):
+                finding = pair.step(number) if number else pair.start()
+                if finding is not None:
+                    break
+                done = number
+                self._tell(comm, number)
+            return done, pair.training.model.parameters_sha256(), pair.largest, finding
+
+    @contextmanager
+    def _pair(self, comm: Communicator) -> Iterator[TrainingPair]:
+        alone = placed(self.task, "self", self.layout.alone) if comm.rank == 0 else nullcontext()
+        with placed(self.task, comm, self.layout) as training, alone as reference:
+            yield TrainingPair(comm, self.layout, training, reference, self.rounding)

@@ -1,1 +1,0 @@
-"""Examine what training needs on this machine: ``mpizero doctor``."""

@@ -1,1 +1,0 @@
-"""Train the members of an ensemble side by side, and summarize them."""

@@ -1,1 +1,0 @@
-"""Write small projects to begin with, from templates."""

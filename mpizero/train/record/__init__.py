@@ -1,1 +1,0 @@
-"""Record what happened in a run, beside its metrics, and read it back."""

@@ -1,1 +1,0 @@
-"""Compose the sections of a report, each from one kind of record."""
