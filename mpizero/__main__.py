@@ -2,7 +2,7 @@
 
 import sys
 
-from mpizero.train.cli.main import main
+from mpizero.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

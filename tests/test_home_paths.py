@@ -11,8 +11,8 @@ import pytest
 
 import mpizero as mz
 from mpizero._util.checks import home_path
+from mpizero.cli.main import main
 from mpizero.errors import ConfigError
-from mpizero.train.cli.main import main
 
 PLACE = "~nobody-of-this-name/run"
 CONFIG = '[model]\nname = "mlp"\n[data]\narrays = "digits"\n[train]\nsteps = 1\n{}'

@@ -84,7 +84,7 @@ ENVIRONMENT = {
     "mpizero._util.text",
     "mpizero",
     "mpizero._util.faults",
-    "mpizero.train.cli.main",
+    "mpizero.cli.main",
     "mpizero.train.trainer",  # Slurm's variables
     "mpizero.guard.guard",
     "mpizero.comm.startup",

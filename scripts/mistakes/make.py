@@ -50,7 +50,7 @@ def command(name: str, *settings: str, model: str = MODEL, data: str = DATA, fla
     from mpi4py import MPI
 
     MPI.COMM_WORLD.Barrier()
-    from mpizero.train.cli.main import main
+    from mpizero.cli.main import main
 
     sys.exit(main([name, "config.toml", *(part for s in settings for part in ("--set", s)), *flags]))
 

@@ -319,7 +319,7 @@ def test_looking_at_many_arrays_takes_time_in_proportion_to_their_number(small, 
     from argparse import Namespace
 
     from mpizero.checkpoint.inspect import compare
-    from mpizero.train.checkpoints.report import describe
+    from mpizero.cli.checkpoint import describe
 
     seal(folder, lambda b: many(b, 200, "parameters/e.{}"))
     with checkpoint.open_checkpoint(folder) as reader:

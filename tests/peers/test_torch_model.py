@@ -24,11 +24,11 @@ from mpizero.adapters.torch import (
     blocks,
 )
 from mpizero.adapters.torch.autograd import Pass, input_half, weight_half, whole_backward  # noqa: E402
+from mpizero.cli.main import main  # noqa: E402
 from mpizero.errors import ConfigError, MpizeroError  # noqa: E402
 from mpizero.guard.reports import describe_error  # noqa: E402
 from mpizero.sharding.params import ParameterStore  # noqa: E402
 from mpizero.testing import run_in_threads  # noqa: E402
-from mpizero.train.cli.main import main  # noqa: E402
 from tests.peers.torch_nets import Transformer, next_word, resnet  # noqa: E402
 
 WORDS = np.random.default_rng(0).integers(0, 31, (60, 9))

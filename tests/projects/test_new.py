@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from mpizero.cli.main import main
 from mpizero.errors import ConfigError
 from mpizero.tools import projects as writing
 from mpizero.tools.projects import KINDS, new_project
-from mpizero.train.cli.main import main
 from tests.projects.readme import assert_one_hash, follow_readme
 
 TEMPLATES = Path(writing.__file__).with_name("templates")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpizero.train.cli.main import main
+from mpizero.cli.main import main
 from tests.train.report.conftest import eventful  # noqa: F401 - a fixture
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from mpizero.cli.main import main
 from mpizero.comm import Communicator
 from mpizero.errors import MpizeroError, PeerFailure, RemoteError
 from mpizero.guard.reports import user_message
 from mpizero.testing import run_in_threads
-from mpizero.train.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Long enough for a machine that compiles kernels and runs other things besides.

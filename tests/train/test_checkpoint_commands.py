@@ -37,7 +37,7 @@ class Told:
 @pytest.fixture
 def tool(trained, tmp_path, capsys, monkeypatch):
     """Run commands in this process, which is faster than in their own, in a folder with a copy of a trained run."""
-    from mpizero.train.cli.main import build_parser
+    from mpizero.cli.main import build_parser
 
     source = trained[0].folder
     for name in ("run", "text.txt", "tiny.toml"):
@@ -377,7 +377,7 @@ def test_a_terminal_without_some_letters_gets_them_escaped(mpizero):
     values = np.zeros(1, np.float32)
     array = checkpoint.LocalArray("parameters/w", (1,), values.dtype, ((0, values),))
     checkpoint.write(mpizero.folder / "a", [array], {"text": "漢"})
-    code = "import sys; from mpizero.train.cli.main import main; sys.exit(main(['checkpoint', 'inspect', 'a']))"
+    code = "import sys; from mpizero.cli.main import main; sys.exit(main(['checkpoint', 'inspect', 'a']))"
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(PAGE.parents[1])}
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=mpizero.folder, env=environment, capture_output=True, check=False

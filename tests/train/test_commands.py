@@ -34,7 +34,7 @@ def test_help_names_every_command_and_the_exit_statuses(mpizero):
     ],
 )
 def test_every_command_has_help(capsys, command):
-    from mpizero.train.cli.main import build_parser
+    from mpizero.cli.main import build_parser
 
     with pytest.raises(SystemExit) as ended:
         build_parser().parse_args([*command, "--help"])

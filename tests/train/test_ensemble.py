@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import mpizero as mz
+from mpizero.cli.main import main
+from mpizero.cli.train import EnsembleSettings
 from mpizero.errors import ArgumentError, ConfigError, DataError, MpizeroError
 from mpizero.testing import run_in_threads
 from mpizero.tools.ensemble import Member
-from mpizero.train.cli.ensemble_training import EnsembleSettings
-from mpizero.train.cli.main import main
 from mpizero.train.config.toml import ConfigDocument, tables_of
 
 X = np.linspace(-1, 1, 16, dtype=np.float32).reshape(16, 1)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint
+from mpizero.cli.main import main
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.testing import run_in_threads
-from mpizero.train.cli.main import main
 from mpizero.train.config.toml import ConfigDocument, parse_config
 
 CONFIG = """

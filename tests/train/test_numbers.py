@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import mpizero as mz
+from mpizero.cli.main import main
+from mpizero.cli.train import train
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import DataError, IntegrityError, NonFiniteError
 from mpizero.sharding import read_bad_step
 from mpizero.sharding.engine import Engine
-from mpizero.train.cli.main import main
-from mpizero.train.cli.train_command import train
 from mpizero.train.config.schema import Config
 from mpizero.train.config.toml import config_of
 from mpizero.train.loop import MAX_DUMPS, SPIKE_LEAST, SPIKE_STEPS, LossSpikes

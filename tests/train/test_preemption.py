@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from mpizero.cli.train import train
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ExitStatus
 from mpizero.testing import parallel_assert, run_in_threads
-from mpizero.train.cli.train_command import train
 from mpizero.train.config.toml import ConfigDocument, parse_config
 from mpizero.train.loop import Preempted
 from mpizero.train.run_folder import RunFolder

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from mpizero import checkpoint
+from mpizero.cli.train import train
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, ExitStatus
 from mpizero.testing import run_in_threads
-from mpizero.train.cli.train_command import train
 from tests.checkpoint.sealed import seal
 from tests.train.conftest import write_inputs
 from tests.train.test_preemption import configured

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mpizero.cli.train import train
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ConfigError
-from mpizero.train.cli.train_command import train
 from mpizero.train.config.schema import Config, difference
 from mpizero.train.config.toml import config_of
 

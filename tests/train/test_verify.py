@@ -98,7 +98,7 @@ def test_layouts_under_mpiexec_take_its_first_ranks(mpizero):
     ],
 )
 def test_bad_usage_is_refused_with_what_is_wrong(tmp_path, monkeypatch, options, told):
-    from mpizero.train.cli.main import main
+    from mpizero.cli.main import main
 
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -54,7 +54,7 @@ from mpizero.train.config.schema import (
 
 Tables = dict[str, dict[str, Any]]
 _CONFIG_LIMIT = 1 << 20
-#: All sections; that of the ensemble is read by :mod:`mpizero.train.cli.ensemble_training` alone.
+#: All sections; that of the ensemble is read by :mod:`mpizero.cli.train` alone.
 SECTIONS = ("model", "data", "parallel", "train", "optimizer", "checkpoint", "ensemble")
 #: The classes of sections, among which one is suggested for a key that stands in the wrong section.
 _CLASSES = (TrainSection, ParallelSection, CheckpointSection, DataSection, *OPTIMIZERS.values(), *MODELS.values())

@@ -13,9 +13,9 @@ from mpizero import checkpoint
 from mpizero._util.names import NAME_LIMIT, NAME_PARTS, SLOT_LIMIT, check_names, fault_of, nearest
 from mpizero.checkpoint import LocalArray
 from mpizero.checkpoint.convert import ImportRules, TensorFile, export, write_imported
+from mpizero.cli.main import build_parser
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.testing import run_in_threads
-from mpizero.train.cli.main import build_parser
 
 #: As PyTorch, JAX, TensorFlow and people call parameters.
 GOOD = (

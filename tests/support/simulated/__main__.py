@@ -2,7 +2,7 @@
 
 import sys
 
-from mpizero.train.cli.main import main
+from mpizero.cli.main import main
 from tests.support.simulated import simulate_gpus
 
 if __name__ == "__main__":

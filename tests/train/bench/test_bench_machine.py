@@ -226,16 +226,16 @@ def test_the_command_takes_shapes_from_a_configuration_and_stores_the_file(on_th
 def test_what_cannot_be_measured_is_refused(arguments, said, tmp_path, monkeypatch, capsys):
     import argparse
 
-    from mpizero.train.cli import bench_command
+    from mpizero.cli import bench
 
     monkeypatch.chdir(tmp_path)
     commands = argparse.ArgumentParser().add_subparsers()
-    bench_command.add_command(commands, lambda options: 0)
+    bench.add_command(commands, lambda options: 0)
     options = commands.choices["bench"].parse_args(["machine", *arguments])
 
     def refused(comm):
         with pytest.raises(ConfigError) as caught:
-            bench_command.run(options, lambda: comm, 1)
+            bench.run(options, lambda: comm, 1)
         return str(caught.value)
 
     assert said in run_in_threads(1, refused)[0]

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from mpizero.cli.commands import settings
 from mpizero.errors import ExitStatus
-from mpizero.train.cli.completion_command import settings
 
 #: What is typed, and some of what is offered then.
 TYPED = [

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
+from mpizero.cli.main import main
 from mpizero.comm.startup import one_process
 from mpizero.errors import ConfigError
 from mpizero.train import stopping
-from mpizero.train.cli.main import main
 from mpizero.train.stopping import JobState
 
 

@@ -103,7 +103,7 @@ def test_bad_options_are_named(on_threads, flag):
 #: Runs a command, and tells the most memory it had. (What getrusage tells has the parent's in it.)
 WATCHED = """
 import pathlib, re, sys
-from mpizero.train.cli.main import main
+from mpizero.cli.main import main
 status = main(sys.argv[1:])
 print(re.search(r"VmHWM:\\s*(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1])
 sys.exit(status)

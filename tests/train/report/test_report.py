@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from mpizero.cli.main import main
 from mpizero.errors import ConfigError, DataError
 from mpizero.tools.report import page as pages
 from mpizero.tools.report.figures import (
@@ -29,7 +30,6 @@ from mpizero.tools.report.figures import (
 from mpizero.tools.report.history import SILENT, RunHistory, findings
 from mpizero.tools.report.page import bytes_column, seconds_column
 from mpizero.tools.report.watch import FollowedRun, screen
-from mpizero.train.cli.main import main
 from mpizero.train.events import MemoryCount, SkippedStep, VisitEnd, read_run
 from tests.train.report.conftest import BEGUN, EVIL, line, start, write_run
 

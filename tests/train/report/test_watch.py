@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
+from mpizero.cli.main import main
 from mpizero.errors import ConfigError, DataError
 from mpizero.tools.report.watch import FollowedRun, GrowingFile, screen, terminal_curve, watch
-from mpizero.train.cli.main import main
 from mpizero.train.events import VisitEnd
 from tests.train.report.conftest import EVIL, line, start, write_run
 

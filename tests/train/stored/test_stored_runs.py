@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import mpizero as mz
+from mpizero.cli.train import train
 from mpizero.errors import ConfigError
 from mpizero.testing import run_in_threads
-from mpizero.train.cli.train_command import train
 from mpizero.train.config.toml import ConfigDocument, parse_config
 from tests.train.stored import line
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mpizero.cli.options import add_json, add_layout_options, add_overrides, layout_of, named_as_options
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.train.cli.options import add_json, add_layout_options, add_overrides, layout_of, named_as_options
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator

@@ -14,21 +14,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero._util.launch import BY_ANY, is_first, unclear
 from mpizero._util.text import accept_all_characters, own_version, show, wants_colour
+from mpizero.cli import bench, checkpoint
+from mpizero.cli import commands as completion_command
+from mpizero.cli import options as parsers
+from mpizero.cli.options import add_verify, layout_of, named_as_options
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
-from mpizero.train.cli import (
-    bench_command,
-    checkpoint_command,
-    completion_command,
-    ensemble_command,
-    new_command,
-    parsers,
-    replay_command,
-    report_command,
-    requeue_command,
-    watch_command,
-)
-from mpizero.train.cli.options import layout_of, named_as_options
-from mpizero.train.cli.verify_options import add_verify
 from mpizero.train.stopping import StopSignals
 
 if TYPE_CHECKING:
@@ -142,18 +132,18 @@ def build_parser() -> argparse.ArgumentParser:
     parsers.add_plan(commands, _plan)
     add_verify(commands, _verify)
     parsers.add_doctor(commands, _doctor)
-    new_command.add_command(commands, partial(_on_first_rank, new_command.run))
-    replay_command.add_command(commands, partial(_on_first_rank, replay_command.run))
-    ensemble_command.add_command(commands, partial(_on_first_rank, ensemble_command.run))
-    report_command.add_command(commands, partial(_on_first_rank, report_command.run))
-    watch_command.add_command(commands, partial(_on_first_rank, watch_command.run))
-    requeue_command.add_command(
-        commands, partial(_on_first_rank, lambda options: requeue_command.run(options, os.environ))
+    completion_command.add_new(commands, partial(_on_first_rank, completion_command.run_new))
+    completion_command.add_replay(commands, partial(_on_first_rank, completion_command.run_replay))
+    completion_command.add_ensemble(commands, partial(_on_first_rank, completion_command.run_ensemble))
+    completion_command.add_report(commands, partial(_on_first_rank, completion_command.run_report))
+    completion_command.add_watch(commands, partial(_on_first_rank, completion_command.run_watch))
+    completion_command.add_requeue(
+        commands, partial(_on_first_rank, lambda options: completion_command.run_requeue(options, os.environ))
     )
-    bench_command.add_command(commands, lambda asked: bench_command.run(asked, lambda: _world(asked), _threads()))
-    checkpoint_command.add_command(commands, lambda options: _on_first_rank(options.tool, options))
-    complete = partial(_on_first_rank, lambda options: completion_command.run(options, parser))
-    completion_command.add_command(commands, complete)
+    bench.add_command(commands, lambda asked: bench.run(asked, lambda: _world(asked), _threads()))
+    checkpoint.add_command(commands, lambda options: _on_first_rank(options.tool, options))
+    complete = partial(_on_first_rank, lambda options: completion_command.run_completion(options, parser))
+    completion_command.add_completion(commands, complete)
     return parser
 
 
@@ -176,7 +166,7 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
     given = [*options.overrides, *options.changed]
     document, config = read_together(comm, options.config, given, {"train.threads": str(_threads())})
 
-    from mpizero.train.cli.ensemble_training import train_document
+    from mpizero.cli.train import train_document
     from mpizero.train.loop import Preempted
     from mpizero.train.stopping import JobContext
 

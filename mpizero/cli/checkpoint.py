@@ -1,0 +1,585 @@
+"""Define ``mpizero checkpoint``: inspect, verify, compare, export and import checkpoints.
+
+Format the output of ``mpizero checkpoint``: text for people, one line of JSON for programs.
+
+Describe what an imported checkpoint must contain, by the example of another checkpoint or by a configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpizero import checkpoint, nn
+from mpizero._util.text import age, aligned, amount, joined, printable, show
+from mpizero.checkpoint.inspect import (
+    BFLOAT16,
+    PARAMETERS,
+    CheckpointDifference,
+    ListedCheckpoint,
+    element_types,
+    find_checkpoint,
+    flat,
+    matches,
+    statistics,
+)
+from mpizero.cli.options import add_json
+from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, DataError, ExitStatus
+from mpizero.train.config.build import build_model, build_source, needs_data
+from mpizero.train.config.checks import data_fingerprint, shown
+from mpizero.train.config.schema import Config
+from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
+from mpizero.train.events import ByteProgress
+from mpizero.train.run_folder import ATTRIBUTE
+
+_PATH = "a run's folder (newest good checkpoint), its checkpoint folder, or one checkpoint"
+#: File name endings of each format of ``export``.
+_ENDINGS = {"safetensors": (".safetensors",), "npz": (".npz",), "hdf5": (".h5", ".hdf5")}
+_TYPES = "bfloat16, float16, float32 or float64"
+
+
+def add_command(parent: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """Add ``mpizero checkpoint`` and its subcommands to the commands. Not collective.
+
+    ``run`` gets the parsed options; ``options.tool`` is the function that executes the chosen subcommand.
+    """
+    parser = parent.add_parser(
+        "checkpoint",
+        help="look into checkpoints; check, compare, export and import them",
+        description="Look into checkpoints, check, compare, export and import them. One process is enough; under "
+        "mpiexec rank 0 does the work.",
+    )
+    parser.set_defaults(run=run)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_inspect(commands)
+    _add_verify(commands)
+    _add_diff(commands)
+    _add_export(commands)
+    _add_import(commands)
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="what a checkpoint holds, or which checkpoints a run has",
+        description="Tell what a checkpoint holds; of a run or a checkpoint folder, list all checkpoints, damaged ones "
+        "too. Arrays are read only for --statistics.",
+        epilog="Example: python -m mpizero checkpoint inspect run/checkpoints/step_00000100 --pattern '*.weight'",
+    )
+    parser.add_argument("path", metavar="PATH", help="a checkpoint; or a run's folder, or its checkpoint folder")
+    parser.add_argument("--arrays", action="store_true", help="a table of all arrays")
+    parser.add_argument("--statistics", action="store_true", help="with smallest, largest and mean value and norm")
+    parser.add_argument("--pattern", metavar="GLOB", help="only arrays whose names fit, with or without parameters/")
+    add_json(parser)
+    parser.set_defaults(tool=_inspect)
+
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="read all of a checkpoint, and compare every checksum",
+        description="Compare manifest, sizes, the checksum of every block, and what HDF5 says of the arrays. Status 65 "
+        "and the name of the array if anything is damaged.",
+        epilog="Example: python -m mpizero checkpoint verify run --all",
+    )
+    parser.add_argument("path", metavar="PATH", help="a checkpoint, or a run: its newest checkpoint, good or not")
+    parser.add_argument("--all", action="store_true", help="all checkpoints of a run")
+    parser.set_defaults(tool=_verify)
+
+
+def _add_diff(commands: Any) -> None:
+    parser = commands.add_parser(
+        "diff",
+        help="compare two checkpoints",
+        description="Compare arrays bit by bit, and attributes with the configuration, whatever layouts wrote them. "
+        "Status 0: equal; 1: different.",
+        epilog="Example: python -m mpizero checkpoint diff run other --arrays-only --tolerance 1e-6",
+    )
+    parser.add_argument("a", metavar="A", help=_PATH)
+    parser.add_argument("b", metavar="B", help="the same of the other")
+    parser.add_argument(
+        "--tolerance",
+        metavar="T",
+        type=float,
+        default=0.0,
+        help="values count as equal that differ by at most T, absolutely or relative to the larger (default: 0)",
+    )
+    parser.add_argument("--pattern", metavar="GLOB", help="compare only arrays whose names fit")
+    parser.add_argument("--arrays-only", action="store_true", help="leave attributes and configuration out")
+    add_json(parser)
+    parser.set_defaults(tool=_diff)
+
+
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write arrays into a safetensors, .npz or plain HDF5 file",
+        description="Write a checkpoint's parameters into one new file, verified, a block at a time. "
+        "parameters/NAME becomes NAME; optimizer arrays keep their names.",
+        epilog="Example: python -m mpizero checkpoint export run model.safetensors",
+    )
+    parser.add_argument("path", metavar="PATH", help=_PATH)
+    parser.add_argument("out", metavar="OUT", help="the new file")
+    parser.add_argument("--format", choices=tuple(_ENDINGS), help="of the new file; by default its name tells it")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--parameters-only", action="store_true", help="no optimizer arrays (default)")
+    which.add_argument("--state", action="store_true", help="optimizer arrays too")
+    which.add_argument("--ema", action="store_true", help="the moving average of the parameters (train.ema)")
+    parser.add_argument("--dtype", metavar="TYPE", help=f"convert floating-point arrays: {_TYPES}")
+    parser.add_argument("--pattern", metavar="GLOB", help="only arrays whose names fit, with or without parameters/")
+    parser.add_argument("--tied", action="store_true", help="tied parameters under their other names, too")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.set_defaults(tool=_export)
+
+
+def _add_import(commands: Any) -> None:
+    parser = commands.add_parser(
+        "import",
+        help="make a checkpoint of a safetensors file",
+        description="Write a checkpoint with the tensors of a file. With --like or --config names, shapes and types "
+        "are checked, and `generate` and `train --resume` can take it.",
+        epilog="Example: python -m mpizero checkpoint import model.safetensors run/checkpoints/step_00000000 "
+        "--config config.toml --map 'h.*=blocks.*' --transpose '*.weight'",
+    )
+    parser.add_argument("file", metavar="FILE.safetensors", help="the tensors")
+    parser.add_argument("out", metavar="OUT", help="the new checkpoint, a folder")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--like", metavar="CHECKPOINT", help="take model, configuration and step from this one")
+    model.add_argument("--config", metavar="CONFIG.toml", help="the model is that of this configuration, at step 0")
+    parser.add_argument(
+        "--map",
+        metavar="OLD=NEW",
+        action="append",
+        default=[],
+        help="a tensor's name and the parameter it is; * in both stands for the same text; may be given many times",
+    )
+    parser.add_argument(
+        "--transpose", metavar="NAME", nargs="+", action="extend", default=[], help="parameters whose axes are reversed"
+    )
+    parser.add_argument("--drop", metavar="NAME", nargs="+", action="extend", default=[], help="tensors left out")
+    parser.add_argument("--dtype", metavar="TYPE", help=f"convert floating-point tensors: {_TYPES}")
+    parser.add_argument("--force", action="store_true", help="replace the checkpoint OUT if it exists")
+    parser.set_defaults(tool=_import)
+
+
+# ------------------------------------------------------------------ commands
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from mpizero import checkpoint
+    from mpizero.checkpoint.inspect import find_folder, is_checkpoint, listing
+
+    path = Path(options.path)
+    if is_checkpoint(path):
+        with checkpoint.open_checkpoint(path, "self") as reader:
+            held = describe(reader, options)
+        show(as_json(held) if options.json else description(held))
+        return int(ExitStatus.OK)
+    found = listing(find_folder(path))
+    if options.arrays or options.statistics or options.pattern is not None:
+        raise ConfigError(f"{path}: arrays are those of one checkpoint; give one, as {found[-1].path}")
+    show(listing_json(found) if options.json else listing_text(found))
+    return int(ExitStatus.OK)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from mpizero.checkpoint.inspect import find_folder, is_checkpoint, listing
+
+    path = Path(options.path)
+    if is_checkpoint(path):
+        _verify_one(str(path))
+        return int(ExitStatus.OK)
+    found = listing(find_folder(path))
+    damaged: list[str] = []
+    for listed in found if options.all else found[-1:]:
+        _verify_listed(listed, damaged)
+    if damaged:
+        raise CheckpointError(f"{len(damaged)} of {len(found) if options.all else 1} not sound: {'; '.join(damaged)}")
+    return int(ExitStatus.OK)
+
+
+def _verify_listed(listed: ListedCheckpoint, damaged: list[str]) -> None:
+    try:
+        _verify_one(listed.path)
+    except CheckpointError as error:
+        show(f"{listed.path}: {'damaged' if isinstance(error, CheckpointDamagedError) else 'unreadable'}")
+        damaged.append(str(error))
+
+
+def _verify_one(path: str) -> None:
+    from mpizero import checkpoint
+    from mpizero._util.text import amount
+    from mpizero.train.events import ByteProgress
+
+    with checkpoint.open_checkpoint(path, "self") as reader:
+        count, name = len(reader.arrays), reader.name
+        total = sum(dtype.itemsize * _size(shape) for shape, dtype in reader.arrays.values())
+    started = time.perf_counter()
+    with ByteProgress(total, "verify") as progress:
+        nbytes = checkpoint.verify(name, progress)
+    seconds = time.perf_counter() - started
+    speed = f"{amount(nbytes)}B in {seconds:.3g} s, {nbytes / seconds / 1e9:.2f} GB/s"
+    show(f"{path}: sound: {count} arrays, {speed}")
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    from math import prod
+
+    return prod(shape)
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from mpizero import checkpoint
+    from mpizero._util.checks import number
+    from mpizero.checkpoint.inspect import compare, find_checkpoint, matches
+    from mpizero.train.config.checks import check_option
+    from mpizero.train.events import ByteProgress
+
+    check_option("--tolerance", options.tolerance, number())
+    names = [str(find_checkpoint(Path(path))) for path in (options.a, options.b)]
+    with ExitStack() as stack:
+        a, b = (stack.enter_context(checkpoint.open_checkpoint(name, "self")) for name in names)
+        sizes = (_size(s) * t.itemsize for path, (s, t) in a.arrays.items() if matches(path, options.pattern))
+        progress = stack.enter_context(ByteProgress(sum(sizes), "diff"))
+        found = compare(a, b, options.tolerance, options.pattern, progress)
+    if options.arrays_only:
+        found = replace(found, attributes={})
+    show(difference_json(names, found) if options.json else difference_text(names, found))
+    return int(ExitStatus.OK) if found.equal else 1
+
+
+def _format_of(out: str) -> str:
+    """Return the export format ("safetensors", "npz" or "hdf5") that belongs to the ending of a file's name."""
+    found = next((form for form, endings in _ENDINGS.items() if out.lower().endswith(endings)), None)
+    if found is None:
+        known = ", ".join(ending for endings in _ENDINGS.values() for ending in endings)
+        raise ConfigError(
+            f"{out}: the name tells no format: end it with one of {known}, or give --format {'|'.join(_ENDINGS)}"
+        )
+    return found
+
+
+def _export(options: argparse.Namespace) -> int:
+    from mpizero import checkpoint
+    from mpizero._util.text import amount
+    from mpizero.checkpoint.convert import export, export_bytes
+    from mpizero.checkpoint.inspect import find_checkpoint
+    from mpizero.train.events import ByteProgress
+
+    form = options.format or _format_of(options.out)
+    path = find_checkpoint(Path(options.path))
+    selection = {"state": options.state, "ema": options.ema, "dtype": options.dtype, "pattern": options.pattern}
+    with checkpoint.open_checkpoint(path, "self") as reader:
+        total = export_bytes(reader, state=options.state, pattern=options.pattern)
+        with ByteProgress(total, "export") as progress:
+            written = {"tied": options.tied, "replace": options.force, "report": progress}
+            items = export(reader, options.out, form, **selection, **written)
+    size = sum(item.nbytes for item in items)
+    show(f"{options.out}: {len(items)} arrays, {amount(size)}B, from {path}")
+    return int(ExitStatus.OK)
+
+
+def _import(options: argparse.Namespace) -> int:
+    from mpizero.checkpoint.convert import ImportRules, TensorFile, write_imported
+
+    names = [(old, new) for old, _, new in (given.partition("=") for given in options.map)]
+    rules = ImportRules(names=names, drop=options.drop, transpose=options.transpose, dtype=options.dtype)
+    with TensorFile(options.file) as source:
+        if options.like is not None:
+            model = like(options.like)
+        elif options.config is not None:
+            model = described(options.config)
+        else:
+            model = CheckpointTemplate(source.attributes, None)
+        arrays = write_imported(
+            source, options.out, model.attributes, rules, expected=model.expected, replace=options.force
+        )
+    show(f"{options.out}: {len(arrays)} arrays, from {options.file}")
+    return int(ExitStatus.OK)
+
+
+#: The most attributes that a comparison prints.
+_SHOWN = 20
+
+
+def describe(reader: checkpoint.Reader, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the facts about a checkpoint for its report, by name; arrays are read only for statistics.
+
+    ``options`` are the options of ``mpizero checkpoint inspect``. With one of ``--arrays``, ``--statistics`` and
+    ``--pattern``, the entry "table" has one row for each array whose name fits the pattern.
+    """
+    sizes = {path: prod(shape) * dtype.itemsize for path, (shape, dtype) in reader.arrays.items()}
+    manifest, state = (os.stat(os.path.join(reader.name, name)) for name in ("manifest.json", "state.h5"))
+    found: dict[str, Any] = {
+        "path": reader.name,
+        **summary(reader.attributes),
+        "attributes": reader.attributes,
+        "arrays": len(sizes),
+        "bytes": sum(sizes.values()),
+        "parameter_arrays": sum(path.startswith(PARAMETERS) for path in sizes),
+        "parameter_bytes": sum(size for path, size in sizes.items() if path.startswith(PARAMETERS)),
+        "file_bytes": manifest.st_size + state.st_size,
+        "written": manifest.st_mtime,
+    }
+    if options.arrays or options.statistics or options.pattern is not None:
+        wanted = [path for path in sizes if matches(path, options.pattern)]
+        if not wanted and options.pattern is not None:
+            raise ConfigError(f"--pattern {options.pattern}: fits none of the {len(sizes)} arrays of {reader.name}")
+        found["table"] = list(_table(reader, wanted, options.statistics))
+    return found
+
+
+def summary(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return step, loss, layout and so on from a checkpoint's attributes, by name; None if a value was not saved."""
+    training, own = _object(attributes.get("training")), _object(attributes.get("mpizero"))
+    configuration = _object(training.get("config"))
+    return {
+        "step": training.get("step", own.get("step_number")),
+        "loss": training.get("loss"),
+        "samples": training.get("samples", _samples(training, configuration)),
+        "seed": training.get("seed"),
+        "optimizer": own.get("optimizer"),
+        "layout": own.get("layout"),
+        "tiles": own.get("tiles"),
+        "versions": training.get("versions", own.get("versions")),
+        "configuration": configuration or None,
+    }
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _samples(training: Mapping[str, Any], configuration: Mapping[str, Any]) -> int | None:
+    """Return the number of consumed samples for runs that did not save it: steps times global batch size.
+
+    Return None if the attributes ``training`` or its ``configuration`` lack one of these numbers.
+    """
+    step, batch = training.get("step"), _object(configuration.get("train")).get("global_batch")
+    return step * batch if isinstance(step, int) and isinstance(batch, int) else None
+
+
+def _table(reader: checkpoint.Reader, paths: Sequence[str], with_statistics: bool) -> Iterator[dict[str, Any]]:
+    elements = element_types(reader)
+    total = sum(prod(reader.arrays[path][0]) * reader.arrays[path][1].itemsize for path in paths)
+    with ByteProgress(total if with_statistics else 0, "statistics") as progress:
+        for path in paths:
+            shape, dtype = reader.arrays[path]
+            row = {"name": path, "shape": list(shape), "dtype": elements[path], "bytes": prod(shape) * dtype.itemsize}
+            figures = asdict(statistics(reader, path, progress, elements[path])) if with_statistics else {}
+            yield {**row, **figures}
+
+
+def as_json(found: Any) -> str:
+    """Format ``found`` as one line of JSON in printable ASCII; NaN and infinite numbers become null."""
+    return printable(json.dumps(_finite(found), allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ------------------------------------------------------------------ one checkpoint
+
+
+def description(found: Mapping[str, Any]) -> str:
+    """Format the result of :func:`describe` as text for people."""
+    known = [("written", f"{_date(found['written'])}, {age(time.time() - found['written'])}")]
+    known += [(name, str(found[name])) for name in ("step", "loss", "samples", "seed") if found[name] is not None]
+    known += [(name, _words(found[name])) for name in ("optimizer", "layout", "tiles", "versions") if found[name]]
+    known += [(name, _words(settings)) for name, settings in (found["configuration"] or {}).items()]
+    others = {"training", "mpizero", BFLOAT16}
+    known += [(name, _value(value)) for name, value in found["attributes"].items() if name not in others]
+    state = found["arrays"] - found["parameter_arrays"]
+    known.append(("parameters", f"{found['parameter_arrays']} arrays, {amount(found['parameter_bytes'])}B"))
+    known.append(("state", f"{state} arrays, {amount(found['bytes'] - found['parameter_bytes'])}B"))
+    known.append(("files", f"{found['file_bytes']:,} bytes"))
+    width = max(len(name) for name, _ in known)
+    lines = [found["path"], *(f"  {name:{width}}  {value}" for name, value in known)]
+    return joined([*lines, *_table_lines(found.get("table"))])
+
+
+def _table_lines(table: Sequence[Mapping[str, Any]] | None) -> list[str]:
+    if table is None:
+        return []
+    figures = ["minimum", "maximum", "mean", "norm"]
+    with_statistics = any("norm" in row for row in table)
+    head = ["name", "type", "shape", "bytes", *(figures if with_statistics else [])]
+    rows = [head + (["not finite"] if with_statistics else [])]
+    for row in table:
+        cells = [row["name"], row["dtype"], " x ".join(map(str, row["shape"])) or "scalar", f"{row['bytes']:,}"]
+        if with_statistics:
+            cells += ["-" if row[name] is None else f"{row[name]:.5g}" for name in figures] + [str(row["not_finite"])]
+        rows.append(cells)
+    return ["", *aligned(rows, left=(0, 1, 2))]
+
+
+def _words(settings: Any) -> str:
+    """Format a dict of settings on one line, without settings that are None; format any other object as one value."""
+    if not isinstance(settings, dict):
+        return _value(settings)
+    return ", ".join(f"{name} {_value(value)}" for name, value in flat(settings).items() if value is not None)
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def _date(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, OSError, ValueError):
+        return f"{seconds:.0f} seconds after 1970"  # a file may bear any date, also of years that no calendar has
+
+
+# ------------------------------------------------------------------ a folder of checkpoints
+
+
+def listing_json(found: Sequence[ListedCheckpoint]) -> str:
+    """Format the list of a run's checkpoints as one line of JSON."""
+    now = time.time()
+    listed = [
+        {
+            "path": one.path,
+            "step": one.step,
+            "bytes": one.nbytes,
+            "sound": one.problem is None,
+            "damaged": one.damaged,
+            "problem": one.problem,
+            "age_seconds": None if one.written is None else round(now - one.written, 3),
+            **({} if one.problem else {name: summary(one.attributes)[name] for name in ("loss", "samples", "layout")}),
+        }
+        for one in found
+    ]
+    return as_json({"checkpoints": listed})
+
+
+def listing_text(found: Sequence[ListedCheckpoint]) -> str:
+    """Format the list of a run's checkpoints as text for people."""
+    rows = [["step", "loss", "size", "age", "", "checkpoint"]]
+    for one in found:
+        loss = summary(one.attributes)["loss"]
+        told = "" if loss is None else f"{loss:.6g}" if isinstance(loss, float) else str(loss)
+        old = "" if one.written is None else age(time.time() - one.written)
+        rows.append([str(one.step), told, f"{amount(one.nbytes)}B", old, one.state, one.path])
+    return joined([*aligned(rows, left=(4, 5)), *(f"{one.state}: {one.problem}" for one in found if one.problem)])
+
+
+# ------------------------------------------------------------------ two checkpoints
+
+
+def difference_json(names: Sequence[str], found: CheckpointDifference) -> str:
+    """Format the differences of two checkpoints, whose paths are ``names``, as one line of JSON."""
+    return as_json({"a": names[0], "b": names[1], "equal": found.equal, **asdict(found)})
+
+
+def difference_text(names: Sequence[str], found: CheckpointDifference) -> str:
+    """Format the differences of two checkpoints, whose paths are ``names``, as text for people."""
+    lines = [*_named("only in A", found.missing), *_named("only in B", found.extra)]
+    lines += [f"{path}: {a} in A, {b} in B" for path, (a, b) in found.reshaped.items()]
+    for one in found.arrays:
+        index, (u, v) = list(one.first), (f"{value:.9g}" for value in one.values)
+        if u == v:
+            u, v = map(repr, one.values)
+        lost = f"; {one.not_finite} are NaN or infinite in one of them" if one.not_finite else ""
+        lines.append(
+            f"{one.path}: {one.differing:,} of {one.size:,} elements differ, by at most {one.largest_absolute:.3g} "
+            f"absolute, {one.largest_relative:.3g} relative; first at {index}: {u} in A, {v} in B{lost}"
+        )
+    for name, (a, b) in list(found.attributes.items())[:_SHOWN]:
+        lines.append(f"attribute {name}: {shown(a)} in A, {shown(b)} in B")
+    if (rest := len(found.attributes) - _SHOWN) > 0:
+        lines.append(f"and {rest} attributes more; --json lists all")
+    verdict = ", ".join(
+        f"{len(what)} {name}"
+        for what, name in (
+            (found.missing + found.extra, "missing in one"),
+            (found.reshaped, "of other shape or type"),
+            (found.arrays, "of other values"),
+            (found.attributes, "other attributes"),
+        )
+        if what
+    )
+    lines.append(f"{found.compared} arrays of {amount(found.nbytes)}B compared: {verdict or 'equal'}")
+    return joined([f"A: {names[0]}", f"B: {names[1]}", *lines])
+
+
+def _named(what: str, names: Iterable[str]) -> list[str]:
+    return [f"{what}: {name}" for name in names]
+
+
+@dataclass(frozen=True)
+class CheckpointTemplate:
+    """Hold the attributes and arrays that an imported checkpoint must have.
+
+    Attributes
+    ----------
+    attributes : dict
+        The checkpoint's attributes (JSON values such as step and configuration), which are saved with the arrays.
+    expected : mapping or None
+        Shape and element type of every array, by its path in the file; None allows any arrays.
+    """
+
+    attributes: Mapping[str, Any]
+    expected: Mapping[str, tuple[tuple[int, ...], str]] | None
+
+
+def like(path: str) -> CheckpointTemplate:
+    """Return a template with the attributes, array names, shapes and element types of an existing checkpoint."""
+    with checkpoint.open_checkpoint(find_checkpoint(Path(path)), "self") as reader:
+        elements = element_types(reader)
+        return CheckpointTemplate(
+            reader.attributes, {path: (reader.arrays[path][0], elements[path]) for path in elements}
+        )
+
+
+def described(name: str) -> CheckpointTemplate:
+    """Return a template for a checkpoint at step 0 of the training that the configuration file ``name`` describes.
+
+    It has the model's parameters, and no optimizer state. If the model is a GPT and its training data are missing, the
+    checkpoint can be used to generate text, but not to resume training.
+    """
+    document = ConfigDocument(name, read_config(name))
+    config = parse_config(document)
+    with document.located():
+        model, fingerprint = _build(config)
+    specs = [spec for spec in nn.model_specs(model) if spec.tied is None]
+    training = {
+        "step": 0,
+        "samples": 0,
+        "seed": config.train.seed,
+        "loss": None,
+        "config": config.to_dict(),
+        "data": fingerprint,
+    }
+    element = np.dtype(model.dtype).name
+    return CheckpointTemplate(
+        {ATTRIBUTE: training}, {f"parameters/{spec.name}": (spec.shape, element) for spec in specs}
+    )
+
+
+def _build(config: Config) -> tuple[Any, str]:
+    try:
+        source, validation = build_source(config)
+    except DataError:
+        if needs_data(config):
+            raise
+        return build_model(config), ""
+    return build_model(config, source, validation), data_fingerprint(source)

@@ -1,0 +1,325 @@
+"""Define the command ``mpizero new``: its options and its output.
+
+Define the command ``mpizero replay``: its options and its output.
+
+Define the command ``mpizero ensemble``: its options and its output.
+
+Define the command ``mpizero report``: its options and its output.
+
+Define the command ``mpizero watch``: its options.
+
+Define the command ``mpizero completion``: a script by which a shell completes what the command line takes.
+
+Define the command ``mpizero requeue``, with which a batch script ends: its options and what it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mpizero._util.text import show
+from mpizero.cli.options import add_json, add_training, whole_number
+from mpizero.errors import ConfigError, ExitStatus
+from mpizero.tools.ensemble import COMPLETE, SUMMARY, summarize_members
+
+
+def add_new(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """Add ``mpizero new`` to the commands; ``run`` executes it, given the parsed options."""
+    from mpizero.tools.projects import listed
+
+    parser = commands.add_parser(
+        "new",
+        help="write a small project that trains as it is, to begin with",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Write a folder with a configuration, a model, data, tests, batch scripts for Slurm and a README.\n"
+        f"Kinds:\n\n{listed()}",
+        epilog="Example: mpizero new digits --kind torch && cd digits && cat README.md",
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="a folder that is new or empty")
+    parser.add_argument("--kind", metavar="KIND", help="of project, see above")
+    parser.set_defaults(run=run)
+
+
+def run_new(options: argparse.Namespace) -> int:
+    """Write a project, print how to go on, and return the exit status."""
+    from mpizero.tools import projects
+    from mpizero.tools.projects import KINDS
+
+    if options.kind is None:
+        raise ConfigError(f"mpizero new: --kind is missing; {projects.choices()}")
+    folder = projects.new_project(options.folder, options.kind)
+    show(f"{folder}: {KINDS[options.kind].summary}. Its README.md leads on:")
+    for told in projects.missing(options.kind):
+        show(f"mpizero: {told}")
+    build = KINDS[options.kind].build
+    for command in filter(None, (f"cd {shlex.quote(options.folder)}", build, *projects.FIRST_COMMANDS)):
+        show(f"  {command}")
+    return int(ExitStatus.OK)
+
+
+def add_replay(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """Add ``mpizero replay`` to the commands; ``run`` executes it, given the parsed options."""
+    parser = commands.add_parser(
+        "replay",
+        help="evaluate the samples of a skipped step again, and tell where the first value is not finite",
+        description="Run the samples that a skipped step of `train` has left forward and backward, in one process, and "
+        "print the least, the largest and the norm of every block's output and of every gradient.",
+        epilog="Example: python -m mpizero replay run/bad_steps/step_00000123",
+    )
+    parser.add_argument("dump", metavar="DUMP", help="the folder of a bad step, as RUN/bad_steps/step_00000123")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="PATH",
+        help="whose parameters to take (default: the run's newest from before the step, else the start values)",
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run_replay(options: argparse.Namespace) -> int:
+    """Evaluate the samples of a skipped step again, print the result, and return the exit status."""
+    from mpizero.tools import replay
+
+    found = replay.replay(options.dump, options.checkpoint, lambda line: show(line, sys.stderr))
+    show(replay.as_json(found) if options.json else replay.report(found))
+    return int(ExitStatus.OK)
+
+
+def add_ensemble(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """Add ``mpizero ensemble`` to the commands; ``run`` executes it, given the parsed options."""
+    parser = commands.add_parser(
+        "ensemble",
+        help="summarize the members of an ensemble, which may have run as separate jobs",
+        description=f"Read the outcome of every member in RUN, write the summary RUN/{SUMMARY}, and print it. The exit "
+        "status is 0 only if all members are complete.",
+        epilog="Example: python -m mpizero ensemble run --members 8",
+    )
+    parser.add_argument("folder", metavar="RUN", help="the folder of the ensemble")
+    parser.add_argument(
+        "--members", type=int, metavar="N", help="number of members (default: up to the last with a folder)"
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run_ensemble(options: argparse.Namespace) -> int:
+    """Summarize an ensemble, print the summary, and return the exit status."""
+    found = summarize_members(options.folder, options.members)
+    if options.json:
+        show(json.dumps(found))
+    else:
+        for one in found["members"]:
+            error = f": {one['error']}" if "error" in one else ""
+            show(f"member {one['member']}  {one['status']}{error}")
+        for name, figures in found["figures"].items():
+            show(f"{name}  " + ", ".join(f"{key} {value:.6g}" for key, value in figures.items()))
+    complete = all(one["status"] == COMPLETE for one in found["members"])
+    return int(ExitStatus.OK if complete else ExitStatus.RANK_FAILED)
+
+
+def add_report(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """Add ``mpizero report`` to the commands; ``run`` executes it, given the parsed options."""
+    parser = commands.add_parser(
+        "report",
+        help="draw what a run, or several, have recorded, as one HTML file that needs nothing else",
+        description="Write a page about a run: how it ended, findings in words, curves, seconds by phase and rank, "
+        "memory beside its plan, layout, the pipeline's timetable, checkpoints, environment and configuration. Several "
+        "runs are drawn over one another, with what differs between their configurations. Runs may be training. Needs "
+        "matplotlib (extra plot).",
+        epilog="Example: python -m mpizero report run -o run.html",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="the folder of a run")
+    parser.add_argument("-o", "--output", metavar="FILE", help="what to write (default: report.html in the first RUN)")
+    parser.add_argument("--force", action="store_true", help="replace FILE even if it is no report of mpizero")
+    parser.set_defaults(run=run)
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """Write the report, print its path, and return the exit status."""
+    from mpizero.tools.report.page import report
+
+    show(str(report(options.runs, options.output, force=options.force)))
+    return int(ExitStatus.OK)
+
+
+def add_watch(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """Add ``mpizero watch`` to the commands; ``run`` executes it, given the parsed options."""
+    parser = commands.add_parser(
+        "watch",
+        help="follow a run in a terminal: loss curve, validation, speed, time left, skipped steps, checkpoints",
+        description="Show a run that trains, from what it records in its folder, and end when it has ended; Ctrl-C "
+        "ends before. Where standard output is no terminal, print a line whenever something is new.",
+        epilog="Example: python -m mpizero watch run",
+    )
+    parser.add_argument("folder", metavar="RUN", help="the folder of a run; it may have recorded nothing yet")
+    parser.add_argument("--once", action="store_true", help="show the run as it is now, and end")
+    parser.add_argument(
+        "--interval", metavar="S", type=float, default=2.0, help="seconds between two looks (default: %(default)g)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run_watch(options: argparse.Namespace) -> int:
+    """Follow a run, and return the exit status."""
+    from mpizero._util.checks import number
+    from mpizero.tools.report.watch import watch
+    from mpizero.train.config.checks import check_option
+
+    check_option("--interval", options.interval, number(0.1, 3600.0))
+    return watch(options.folder, once=options.once, interval=options.interval)
+
+
+SHELLS = ("bash", "zsh", "fish")
+#: Words of the help for arguments that are files, and for those that are folders.
+_FILES = ("CONFIG.toml", "FILE", "FILE.safetensors", "OUT", "PATH")
+_FOLDERS = ("CHECKPOINT", "DIR", "DUMP", "FOLDER", "RUN", "RUN_OR_CHECKPOINT")
+_SETTING = "SECTION.KEY=VALUE"
+#: Functions that offer settings. bash adds a space after a word unless the function that is registered forbids it.
+_OFFER_SETTINGS = {
+    "bash": """_mpizero_settings() {{ compgen -W "{settings}" -- "$1"; }}
+_mpizero_completion() {{
+  _shtab_mpizero "$@"
+  if [[ ${{COMPREPLY[0]-}} == *= ]]; then compopt -o nospace; fi
+}}""",
+    "zsh": "_mpizero_settings() {{ compadd -S '' -- {settings} }}",
+}
+
+
+def add_completion(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """Add ``mpizero completion`` to the commands; ``run`` executes it, given the parsed options."""
+    parser = commands.add_parser(
+        "completion",
+        help="print a script by which a shell completes commands, options, files and settings",
+        description="Print a script for a shell to load. It is made of the options of this version, and starts no "
+        "Python when it completes. Needs the extra `completion`.",
+        epilog="Example: mpizero completion bash > ~/.local/share/bash-completion/completions/mpizero",
+    )
+    parser.add_argument("shell", choices=SHELLS, help="which shell")
+    parser.set_defaults(run=run)
+
+
+def run_completion(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Print the script for ``options.shell`` that completes what ``parser`` accepts; return the exit status.
+
+    Raises
+    ------
+    ConfigError
+        If shtab is not installed.
+    """
+    try:
+        import shtab
+    except ImportError:
+        raise ConfigError("mpizero completion needs shtab: pip install 'mpizero[completion]'") from None
+    known = " ".join(settings())
+    offered = {"bash": "_mpizero_settings", "zsh": "_mpizero_settings", "fish": known}
+    for action in _actions(parser):
+        if action.metavar == _SETTING:
+            action.complete = offered  # type: ignore[attr-defined]  # the attribute that shtab reads
+        elif action.metavar in (*_FILES, *_FOLDERS):
+            action.complete = shtab.FILE if action.metavar in _FILES else shtab.DIRECTORY  # type: ignore[attr-defined]
+    preamble = _OFFER_SETTINGS.get(options.shell, "").format(settings=known)
+    script = shtab.complete(parser, options.shell, preamble=preamble)
+    if options.shell == "bash":
+        script = script.replace("-F _shtab_mpizero mpizero", "-F _mpizero_completion mpizero")
+    sys.stdout.write(script)
+    return int(ExitStatus.OK)
+
+
+def settings() -> list[str]:
+    """Return all settings of a configuration file as ``--set`` wants them: ``section.key=``."""
+    from mpizero.train.config.components import MODELS, DataSection
+    from mpizero.train.config.schema import OPTIMIZERS, Config
+
+    sections: dict[str, list[Any]] = {"data": [DataSection], "model": [*MODELS.values()]}
+    sections["optimizer"] = [*OPTIMIZERS.values()]
+    for field in dataclasses.fields(Config):
+        if dataclasses.is_dataclass(field.default):
+            sections.setdefault(field.name, []).append(field.default)
+    return sorted(
+        {f"{name}.{key.name}=" for name, made in sections.items() for one in made for key in dataclasses.fields(one)}
+    )
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:  # argparse has no public way to them; shtab goes the same
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for listed in action._choices_actions:
+                command = action.choices[listed.dest]
+                command.description = listed.help  # which shells show beside the command: one line
+                yield from _actions(command)
+
+
+def add_requeue(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """Add ``mpizero requeue`` to the commands; ``run`` executes it, given the parsed options."""
+    parser = commands.add_parser(
+        "requeue",
+        help="put this Slurm job into the queue again, if its training has to go on",
+        description="End a batch script: with the exit status of the training and its arguments, put the job into the "
+        "queue again, or say why not. Exit status 0 if it is put into the queue, else 1.",
+        epilog='Example: python -m mpizero requeue "$status" config.toml && sleep 60',
+    )
+    parser.add_argument("status", metavar="STATUS", type=whole_number, help="exit status of the training")
+    parser.add_argument("config", metavar="CONFIG.toml", help="what was trained; or the run's folder")
+    add_training(parser)
+    parser.add_argument(
+        "--max-restarts", metavar="N", type=whole_number, default=50, help="at most so often (default: %(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run_requeue(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Decide about the job of this batch script; return 0 if it was put into the queue again."""
+    from mpizero.train import stopping
+    from mpizero.train.run_folder import RunFolder
+
+    if not (job := environment.get("SLURM_JOB_ID", "")):
+        raise ConfigError("SLURM_JOB_ID is not set: requeue is for the end of a Slurm batch script")
+    restarts = whole_number(environment.get("SLURM_RESTART_COUNT") or "0")
+    status, reason = options.status, ""
+    if status in (ExitStatus.DATA, ExitStatus.CONFIG):  # the configuration may be what cannot be read
+        return _told(status, "it would fail again")
+    folder = RunFolder(_checkpoints(options))
+    if status == ExitStatus.OK:
+        (folder.root / stopping.NOTE).unlink(missing_ok=True)
+        return 1
+    last = stopping.Visit.read(folder.root, job)
+    members = sorted(folder.root.glob("member_*/checkpoints"))
+    state = stopping.state_of_job(job)
+    visit = stopping.Visit.after(last, job, status, [folder.checkpoints, *members], state.used)
+    if folder.stopped.exists():
+        reason = f"stopped by the file {folder.stop_file}"
+    elif options.resume_from is not None:
+        reason = "--resume-from is for one visit, each further one would go back to that step: submit without it"
+    elif restarts >= options.max_restarts:
+        reason = f"{restarts} restarts are the limit"
+    if reason := reason or stopping.why_not_again(visit, last, state):
+        return _told(status, reason)
+    visit.write(folder.root)
+    show(f"requeue: exit status {status} at {visit.place}, restart {restarts + 1}", sys.stderr)
+    stopping.requeue(job)
+    return int(ExitStatus.OK)
+
+
+def _told(status: int, reason: str) -> int:
+    show(f"requeue: exit status {status}; not requeued: {reason}", sys.stderr)
+    return 1
+
+
+def _checkpoints(options: argparse.Namespace) -> Path:
+    """Return the folder of checkpoints of the run that the options mean."""
+    from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
+
+    if (folder := Path(options.config)).is_dir():
+        inside = folder / "checkpoints"
+        return inside if inside.is_dir() else folder
+    document = ConfigDocument(options.config, read_config(options.config), [*options.overrides, *options.changed])
+    with document.located():
+        return Path(parse_config(document, {"train.threads": "1"}).checkpoint.folder)

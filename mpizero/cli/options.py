@@ -1,0 +1,249 @@
+"""Define command line options that several commands have: ``--set``, ``--json``, and the parallel layout of a model.
+
+Define the command lines of ``mpizero train``, ``generate``, ``plan`` and ``doctor``.
+
+Define the command line of ``mpizero verify``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mpizero.errors import ConfigError
+
+_SIZES = {
+    "pipeline": "stages that the model's blocks are cut into",
+    "tensor": "ranks that split each layer",
+    "context": "ranks that split each sequence",
+}
+
+
+def add_layout_options(parser: argparse.ArgumentParser, *, schedule: bool = False) -> None:
+    """Add ``--pipeline``, ``--tensor``, ``--context``, ``--data`` and ``--order`` to a parser.
+
+    With ``schedule``, add ``--schedule`` and ``--virtual-stages`` too.
+    """
+    group = parser.add_argument_group("layout over the ranks of mpiexec")
+    for name, meaning in _SIZES.items():
+        group.add_argument(f"--{name}", metavar="N", type=int, default=1, help=f"{meaning} (default: 1)")
+    group.add_argument("--data", metavar="N", type=int, default=-1, help="replicas; -1: all remaining ranks (default)")
+    group.add_argument(
+        "--order",
+        metavar="A,B,C",
+        default="pipeline,tensor,data",
+        help="the axes, slowest first (default: %(default)s)",
+    )
+    if schedule:
+        from mpizero.layout import SCHEDULES
+
+        group.add_argument(
+            "--schedule", metavar="NAME", default="1f1b", help=f"{', '.join(SCHEDULES)} (default: %(default)s)"
+        )
+        group.add_argument(
+            "--virtual-stages", metavar="N", type=int, default=1, help="parts a stage, for interleaved (default: 1)"
+        )
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add ``--set``, for commands that read a configuration file."""
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="replace a setting of the file; a TOML value, or a bare word; may be given many times. optimizer.name is "
+        "sgd, adam, adamw, rmsprop, lion, lamb, muon, soap, l-bfgs, cg or newton-cg",
+    )
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a training that are not in its configuration file."""
+    add_overrides(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest checkpoint, on any number of ranks and with any layout; damaged ones are passed "
+        "over and moved to earlier/; with one that exists and cannot be opened, end with status 65 and touch nothing",
+    )
+    parser.add_argument(
+        "--resume-from",
+        metavar="STEP",
+        type=whole_number,
+        help="continue from the checkpoint of this step; later ones are moved to earlier/ in the run's folder",
+    )
+    parser.add_argument(
+        "--override",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        dest="changed",
+        help="with --resume: change a setting that determines the result, such as optimizer.lr, which is "
+        "recorded; may be given many times",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``, for commands that can print their result as one line of JSON."""
+    parser.add_argument("--json", action="store_true", help="one line for programs")
+
+
+def whole_number(text: str) -> int:
+    """Convert the text of an option to a whole number >= 0.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        If the text is not such a number.
+    """
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number >= 0")
+    return int(text)
+
+
+def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
+    """Make the :class:`~mpizero.train.config.components.ParallelSection` that the options describe.
+
+    ``settings`` are further settings of the section, for which there are no options.
+
+    Raises
+    ------
+    ConfigError
+        If an option is wrong. The message names the option.
+    """
+    from mpizero.train.config.components import ParallelSection
+
+    names = ("pipeline", "tensor", "data", "context", "order", "schedule", "virtual_stages")
+    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    with named_as_options():
+        return ParallelSection(**given, **settings)
+
+
+@contextmanager
+def named_as_options() -> Iterator[None]:
+    """Rewrite an error about a setting that the ``with`` block raises as one about an option of the command line.
+
+    The setting ``parallel.tensor = 3`` becomes ``--tensor 3``.
+    """
+    from mpizero.train.config.checks import SettingError
+
+    try:
+        yield
+    except SettingError as error:
+        text = re.sub(r"\bparallel\.(\w+)( =)?", lambda found: f"--{found[1].replace('_', '-')}", error.message)
+        raise ConfigError(text) from None
+
+
+Run = Callable[[argparse.Namespace], int]
+
+
+def add_train(commands: Any, run: Run) -> None:
+    """Add ``mpizero train`` to the commands; ``run`` executes it, given the parsed options."""
+    parser = commands.add_parser(
+        "train",
+        help="train a model as a TOML file describes it; runs under mpiexec or srun",
+        description="Train a model. Ends with one line of JSON on standard output; metrics, checkpoints and the "
+        "marker run_complete go into the run's folder. SIGUSR1, SIGUSR2, SIGTERM, a file STOP in that folder or the "
+        "coming end of the job's time: save and exit with status 75.",
+        epilog="Example: mpiexec -n 8 python -m mpizero train config.toml --set train.steps=500",
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", help="what to train")
+    add_training(parser)
+    parser.set_defaults(run=run)
+
+
+def add_generate(commands: Any, run: Run) -> None:
+    """Add ``mpizero generate`` to the commands; ``run`` executes it, given the parsed options."""
+    parser = commands.add_parser(
+        "generate",
+        help="write text with a trained language model",
+        description="Write text, byte by byte. The same seed gives the same text. Under mpiexec the ranks share the "
+        "model: each holds its part of the parameters, whatever layout the checkpoint was written by.",
+        epilog='Example: python -m mpizero generate run --prompt "def " --length 400',
+    )
+    parser.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run's folder (newest checkpoint), or one")
+    parser.add_argument("--prompt", metavar="TEXT", default="", help="what the text starts with")
+    parser.add_argument("--length", metavar="N", type=int, default=200, help="bytes to write (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top-k", metavar="K", type=int, default=40, help="choose among the K likeliest; 0: all (default: %(default)s)"
+    )
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of the choices (default: %(default)s)")
+    add_layout_options(parser)
+    parser.add_argument(
+        "--strategy", metavar="NAME", default="zero3", help="how replicas hold parameters (default: %(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def add_plan(commands: Any, run: Run) -> None:
+    """Add ``mpizero plan`` to the commands; ``run`` executes it, given the parsed options."""
+    parser = commands.add_parser(
+        "plan",
+        help="tell the memory, messages and work of a training on so many ranks, without starting any",
+        description="Compute what every rank would hold, send and do. Nothing is started and no model is made: one "
+        "block of each kind runs once, to see what it keeps. With --memory-per-node: status 1 if it does not fit.",
+        epilog="Example: python -m mpizero plan config.toml --ranks 64 --ranks-per-node 16 --memory-per-node 120GB",
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", help="what would be trained")
+    parser.add_argument("--ranks", metavar="N", type=int, required=True, help="how many there would be")
+    parser.add_argument("--ranks-per-node", metavar="K", type=int, help="of one node (default: all on one)")
+    add_overrides(parser)
+    parser.add_argument("--memory-per-node", metavar="BYTES", help="what a node has: 64e9, 64GB, 60GiB")
+    speed = parser.add_mutually_exclusive_group()
+    speed.add_argument("--gflops", metavar="G", type=float, help="of a rank (default: 50)")
+    speed.add_argument(
+        "--machine", metavar="FILE", help="also expect seconds, on what `mpizero bench machine` has measured"
+    )
+    parser.add_argument("--timetable", action="store_true", help="print what every stage of a pipeline does when")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def add_doctor(commands: Any, run: Run) -> None:
+    """Add ``mpizero doctor`` to the commands; ``run`` executes it, given the parsed options."""
+    parser = commands.add_parser(
+        "doctor",
+        help="look at MPI, cores, shared memory, HDF5 and kernels, and say how to mend what is wrong",
+        description="Try what training needs. Run it the way you would train, to see what training would see.",
+        epilog="Example: mpiexec -n 8 python -m mpizero doctor",
+    )
+    add_json(parser)
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="print a block to copy into a report of a fault, without names of users and hosts",
+    )
+    parser.add_argument(
+        "--clean", action="store_true", help="remove shared memory of killed jobs of yours, on every node, if unused"
+    )
+    parser.set_defaults(run=run)
+
+
+def add_verify(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """Add ``mpizero verify`` to the commands; ``run`` executes it, given the parsed options."""
+    parser = commands.add_parser(
+        "verify",
+        help="run one training on several layouts and name the first number that differs",
+        description="Train a few steps on every layout, compare every bit with one process, and name the first step, "
+        "tensor and rank that differ, and the probable cause. Without mpiexec the ranks are threads. Status 1 if a "
+        "layout differs. Tensor and context groups are compared with one process that computes in the same tiles; "
+        "where none can (groups of 3 ranks), within a tolerance.",
+        epilog="Example: python -m mpizero verify config.toml --layouts '2; zero3*4; pipeline=2, data=2; tensor=2'",
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", help="what to train")
+    add_overrides(parser)
+    parser.add_argument("--layouts", metavar="'A; B'", help="which (default: all kinds on --ranks)")
+    parser.add_argument("--ranks", metavar="N", type=int, help="(default: those of mpiexec, else 2 threads)")
+    parser.add_argument("--steps", metavar="K", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument(
+        "--tolerance", metavar="T", type=float, help="relative (default: 16 epsilon of the type a doubling of sums)"
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)

@@ -1,1 +1,0 @@
-"""Look up, import and report on checkpoints for the command line."""
