@@ -1,0 +1,695 @@
+"""Test gradients by their Taylor remainder, and communication by its adjoint.
+
+Describe the first difference in bits between two nested values.
+
+Define assertions that fail on all ranks together, so that no rank is left waiting for one that failed.
+
+Compare the passes of a model's split blocks with those of its whole blocks, tile by tile, in one process.
+
+Check that a split model or layer has the bits of one process on groups of all sizes that its tiles allow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from mpizero import nn, optim
+from mpizero._util.pytree import leaves_of, map_leaves, paths_of
+from mpizero._util.text import Rounding, is_users, largest
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.startup import communicator_of, one_process
+from mpizero.comm.threads import run_in_threads
+from mpizero.errors import ArgumentError, ConfigError
+from mpizero.nn.layer import fresh_integers
+from mpizero.nn.models import nest, run_on
+from mpizero.nn.virtual_ranks import TiledBlock, tiled_model
+from mpizero.sharding import HybridShardedModel, ShardingConfig
+from mpizero.sharding.partition import TILED_AXES, fits_tiles
+from mpizero.types import Array, BlockModel, Group, Layer, Loss, ParameterSpec, Run
+
+Point = Array | Mapping[str, Array]
+
+
+def _flat(value: Point) -> Array:
+    parts = list(value.values()) if isinstance(value, Mapping) else [value]
+    return np.concatenate([np.asarray(p).reshape(-1) for p in parts])
+
+
+def _like(flat: Array, value: Point) -> Point:
+    if not isinstance(value, Mapping):
+        return flat.reshape(np.shape(value))
+    stops = np.cumsum([np.size(v) for v in value.values()])
+    parts = np.split(flat, stops[:-1])
+    return {name: p.reshape(np.shape(v)) for (name, v), p in zip(value.items(), parts, strict=True)}
+
+
+def _gradient_at(x: Point, gradient: Point | Callable[[Any], Point]) -> Array:
+    start = _flat(x)
+    if start.dtype != np.float64:
+        raise TypeError(f"taylor_test needs float64, got {start.dtype}: rounding would hide the slope")
+    slope_at_x = _flat(gradient(x) if callable(gradient) else gradient)
+    if slope_at_x.size != start.size:
+        raise ValueError(f"the gradient has {slope_at_x.size} elements, x has {start.size}")
+    return slope_at_x
+
+
+def taylor_test(
+    f: Callable[[Any], float],
+    gradient: Point | Callable[[Any], Point],
+    x: Point,
+    *,
+    step: float = 1e-3,
+    seed: int = 0,
+    tolerance: float = 0.05,
+) -> float:
+    """Check that ``gradient`` is the gradient of ``f`` at ``x``: the Taylor remainder must fall with the step squared.
+
+    The remainder ``|f(x + h p) - f(x) - h <g, p>|``, with the gradient ``g`` and a random direction ``p``, is computed
+    for nine values of ``h``, each half of the one before. The slope is the exponent with which it falls: 2 for the
+    right gradient, 1 for a wrong one, even by a factor 1/n. Collective if ``f`` is; all ranks use the same direction.
+
+    Parameters
+    ----------
+    f : callable
+        Function of a value like ``x`` that returns a number. It must be smooth near ``x``.
+    gradient : array, mapping or callable
+        Gradient at ``x``, or a function that is called with ``x`` and returns it.
+    x : array or mapping of arrays
+        The point at which the gradient is tested, in float64.
+    step : float
+        The first, largest ``h``. The length of ``p`` is the norm of ``x``, but at least 1.
+    seed : int
+        Seed of the random direction.
+    tolerance : float
+        Largest allowed distance of the slope from 2.
+
+    Returns
+    -------
+    float
+        The slope; ``inf`` if all remainders are rounding errors, as they are where ``f`` is linear along ``p``.
+
+    Raises
+    ------
+    AssertionError
+        If the slope differs from 2 by more than ``tolerance``. The message contains the slopes between all steps.
+    TypeError
+        If ``x`` is not float64, because rounding would hide the slope.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpizero.testing import taylor_test
+    >>> x = np.random.default_rng(0).normal(size=5)
+    >>> round(taylor_test(lambda x: float(np.sin(x).sum()), np.cos, x), 1)
+    2.0
+    """
+    rest, slopes = _remainders(f, _gradient_at(x, gradient), x, step, seed)
+    if slopes is None:
+        return math.inf
+    slope = float(np.median(slopes[-3:])) if slopes else math.nan
+    if not abs(slope - 2.0) <= tolerance:
+        raise AssertionError(
+            f"Taylor slope {slope:.3f}, expected 2.00 +- {tolerance}: slopes {[round(s, 3) for s in slopes]}, "
+            f"remainders {[f'{r:.2e}' for r in rest]} for steps from {step}"
+        )
+    return slope
+
+
+def _remainders(
+    f: Callable[[Any], float], gradient: Array, x: Point, step: float, seed: int
+) -> tuple[list[float], list[float] | None]:
+    """Return the Taylor remainders for nine steps, and the slopes between the remainders above rounding error.
+
+    Instead of the slopes None is returned if no remainder is above rounding error.
+    """
+    start = _flat(x)
+    direction = np.random.default_rng(seed).standard_normal(start.size)
+    direction *= max(1.0, float(np.linalg.norm(start))) / max(float(np.linalg.norm(direction)), 1e-300)
+    here, along = float(f(x)), float(gradient @ direction)
+    steps = [step / 2**k for k in range(9)]
+    there = [float(f(_like(start + h * direction, x))) for h in steps]
+    rest = [abs(value - here - h * along) for h, value in zip(steps, there, strict=True)]
+    floor = 1e3 * np.finfo(np.float64).eps * max(abs(here), *map(abs, there), abs(along) * step)
+    above = [not r <= floor for r in rest]  # keeps NaN
+    pairs = [(rest[k], rest[k + 1]) for k in range(len(rest) - 1) if above[k] and above[k + 1]]
+    return rest, [math.log2(a / b) for a, b in pairs] if any(above) else None
+
+
+def adjoint_test(
+    forward: Callable[[Array], Array],
+    adjoint: Callable[[Array], Array],
+    x: Array,
+    y: Array,
+    comm: Any = None,
+    *,
+    rtol: float = 1e-12,
+) -> float:
+    """Check that ``adjoint`` is the adjoint of the linear function ``forward``.
+
+    With F for ``forward`` and F* for ``adjoint``, this means that ``<F x, y> = <x, F* y>``, where both scalar products
+    are summed over the ranks.
+
+    Collective over ``comm``, which may be anything that :class:`~mpizero.ShardingConfig` accepts as ``comm``. ``x`` and
+    ``y`` are this rank's parts of two vectors; ``y`` has the shape of ``forward(x)``, and both may be empty. Every
+    linear communication has an adjoint: scatter is the adjoint of gather, and a sum is the adjoint of a broadcast.
+
+    Returns
+    -------
+    float
+        Relative difference of the two scalar products.
+
+    Raises
+    ------
+    AssertionError
+        On every rank, if the relative difference is greater than ``rtol``. The message contains both scalar products.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.testing import adjoint_test
+    >>> rng = np.random.default_rng(0)
+    >>> x, y = rng.normal(size=5), rng.normal(size=5)
+    >>> adjoint_test(np.cumsum, lambda y: np.cumsum(y[::-1])[::-1], x, y, comm="self") < 1e-12
+    True
+    >>> adjoint_test(np.cumsum, np.cumsum, x, y, comm="self")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    AssertionError: <F x, y> = ...
+    """
+    fx, fy = np.asarray(forward(x)), np.asarray(adjoint(y))
+    if fx.shape != np.shape(y) or fy.shape != np.shape(x):
+        raise ValueError(f"forward maps {np.shape(x)} to {fx.shape}, adjoint {np.shape(y)} to {fy.shape}")
+    left, right = (np.vdot(a.astype(np.float64), b.astype(np.float64)) for a, b in ((fx, y), (x, fy)))
+    size = np.linalg.norm(fx) * np.linalg.norm(y) + np.linalg.norm(x) * np.linalg.norm(fy)
+    sums = np.array([left, right, size])
+    with communicator_of(comm) as world:
+        world.allreduce(sums, tag="adjoint_test")
+    difference = float(abs(sums[0] - sums[1]) / max(sums[2], np.finfo(np.float64).tiny))
+    if not difference <= rtol:
+        raise AssertionError(
+            f"<F x, y> = {sums[0]!r} but <x, F* y> = {sums[1]!r}: relative difference {difference:.2e}"
+        )
+    return difference
+
+
+def first_difference(found: Any, expected: Any, place: str = "result") -> str:
+    """Return a description of the first difference in bits between two nested values; "" if equal. Not collective.
+
+    ``place`` names the values in the description.
+    """
+    if isinstance(found, Mapping) and isinstance(expected, Mapping):
+        if list(found) != list(expected):
+            return f"{place} has keys {list(found)}, expected {list(expected)}"
+        pairs = [(found[key], expected[key], f"{place}[{key!r}]") for key in expected]
+    elif isinstance(found, list | tuple) and isinstance(expected, list | tuple):
+        if len(found) != len(expected):
+            return f"{place} has {len(found)} items, expected {len(expected)}"
+        pairs = [(a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(found, expected, strict=True))]
+    else:
+        return _leaf_difference(found, expected, place)
+    return next(filter(None, (first_difference(*pair) for pair in pairs)), "")
+
+
+def _leaf_difference(found: Any, expected: Any, place: str) -> str:
+    a, b = np.asarray(found), np.asarray(expected)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return f"{place} is {a.dtype}{list(a.shape)}, expected {b.dtype}{list(b.shape)}"
+    if a.dtype.hasobject:
+        return "" if found == expected else f"{place} is {found!r}, expected {expected!r}"
+    if a.tobytes() == b.tobytes():
+        return ""
+    rows = [np.frombuffer(v.tobytes(), np.dtype((np.void, v.itemsize))) for v in (a, b)]
+    wrong = [i for i, (p, q) in enumerate(zip(*rows, strict=True)) if p.tobytes() != q.tobytes()]
+    first = wrong[0]
+    values = f"{a.reshape(-1)[first]!r}, expected {b.reshape(-1)[first]!r}"
+    return f"{place} differs in {len(wrong)} of {a.size} elements, first at {first}: {values}"
+
+
+def parallel_assert(comm: Communicator, condition: object, message: str = "") -> None:
+    """Assert that ``condition`` is true on every rank; otherwise raise the same error on all ranks.
+
+    Collective over ``comm``.
+
+    Raises
+    ------
+    AssertionError
+        On every rank, if ``condition`` is false on any rank. The message names these ranks and contains their
+        ``message``.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> from mpizero.testing import parallel_assert, run_in_threads
+    >>> def check(comm):
+    ...     parallel_assert(comm, comm.rank < 2, "there is no data")
+    >>> run_in_threads(2, check)
+    [None, None]
+    >>> run_in_threads(3, check)
+    Traceback (most recent call last):
+        ...
+    AssertionError: rank 2: there is no data
+    """
+    answers = comm.allgather_object((bool(condition), message), tag="parallel_assert")
+    if wrong := [f"rank {rank}: {text or 'false'}" for rank, (right, text) in enumerate(answers) if not right]:
+        raise AssertionError("; ".join(wrong))
+
+
+def assert_same_as_serial(
+    checked: Any,
+    comm: Any = None,
+    x: Any = None,
+    y: Any = None,
+    *,
+    tiles: int = 4,
+    axis: str = "tensor",
+    steps: int = 2,
+    **settings: Any,
+) -> None:
+    """Assert that a function, a model or a layer gives on several ranks the bits that it gives on one.
+
+    Collective over ``comm``. *A function*: ``function(comm)`` returns, on every rank, what it returns for a
+    communicator of one rank: numbers, strings, arrays, or nested mappings, lists and tuples of them. Arrays are
+    compared by dtype, shape and bytes, so that NaN equals itself and 0.0 differs from -0.0.
+
+    *A model of blocks or a layer that can be split*, ``assert_same_as_serial(layer, x=x)``: first all tiles run in this
+    process; they are compared with the whole layer, within rounding, and with one another, by bits, where each has the
+    whole. Then groups of ``tiles`` ranks, half as many, and so on, train like one process that computes all tiles:
+    after each step loss, gradients and parameters have the same bits.
+
+    Parameters
+    ----------
+    checked : callable, BlockModel or Layer
+        If ``x`` is of floats, a layer is trained behind a ``LayerNorm``; its loss is ``MeanSquaredError``.
+    comm : Communicator or mpi4py communicator, optional
+        The ranks of the group. None, for models and layers only: threads of this process, in groups of all sizes.
+    x, y : array
+        Inputs and targets, the same in every step on all ranks. ``y=None`` is zeros, for a layer with ``output_shape``.
+    tiles : int
+        Number of tiles, a power of two of at least 2.
+    axis : {"tensor", "context"}
+        What the group splits: layers (``split``), or sequences (``context``).
+    steps : int
+        Number of steps of training, with AdamW.
+    **settings
+        Settings of :class:`~mpizero.ShardingConfig`, such as ``micro_batch`` and ``clip``.
+
+    Raises
+    ------
+    AssertionError
+        On every rank, if something differs on any. The message names these ranks and the first difference on each, or
+        the layer's block, tile, parameter and line, or ranks, step and array.
+    ConfigError
+        If the model cannot be split so, or ``tiles`` or ``axis`` is wrong or does not fit ``comm``.
+    RemoteError
+        On the other ranks if the function or the layer raises any other error on some; names these and the first error.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.testing import assert_same_as_serial, run_in_threads
+    >>> model, x, y = mz.nn.MLP(6, [8], 2), np.eye(6, dtype=np.float32), np.arange(6) % 2
+    >>> run_in_threads(2, lambda comm: assert_same_as_serial(model, comm, x, y, tiles=2))
+    [None, None]
+    """
+    _assert_same(checked, comm, (x, y), {"tiles": tiles, "axis": axis, "steps": steps, "settings": settings})
+
+
+def _assert_same(checked: Any, comm: Any, batch: tuple[Any, Any], options: dict[str, Any]) -> None:
+    if isinstance(checked, BlockModel | Layer) and not isinstance(checked, type):
+        training = split_training(checked, *batch, **options)
+        with nullcontext() if comm is None else communicator_of(comm) as ranks:
+            training.check(ranks)
+        return
+    _compare_results(checked, comm)
+
+
+def _compare_results(function: Any, comm: Any) -> None:
+    told = f"assert_same_as_serial: {function!r:.80} is"
+    if isinstance(function, type):
+        raise ArgumentError(f"{told} a class: call it to make a layer or a model")
+    if not callable(function):
+        raise ArgumentError(f"{told} neither a function, a model of blocks nor a layer")
+    if comm is None:
+        raise ArgumentError(f"{told} a function of ranks, and comm is missing")
+    with communicator_of(comm) as ranks:
+        difference = ""
+        with all_ranks(ranks, "assert_same_as_serial"):
+            try:
+                difference = first_difference(function(ranks), function(one_process()))
+            except AssertionError as error:
+                difference = str(error) or "false"
+        parallel_assert(ranks, not difference, difference)
+
+
+#: How many times further apart than the same sums in another order the numbers of two passes may be.
+_OF_PASS = 64
+#: A gradient that is smaller than this part of a block's largest may be nothing but rounding: its bound is this part's.
+_SMALL = 0.01
+
+
+class SplitPasses:
+    """Check the split blocks of a model in this process: all tiles against one another and against the whole blocks.
+
+    Raises AssertionError at the first thing that is wrong. The message names the block, the tile, what differs, and the
+    line of the method that computed it. Not collective.
+
+    Parameters
+    ----------
+    model : BlockModel
+        The whole model.
+    axis : {"tensor", "context"}
+        What is split: layers or sequences.
+    tiles : int
+        Number of tiles.
+    """
+
+    def __init__(self, model: BlockModel, axis: str, tiles: int) -> None:
+        self.model, self.axis, self.tiles = model, axis, tiles
+        self.alone = cast("Group", _Alone())
+        counts = (tiles, 1) if axis == "tensor" else (1, tiles)
+        self.tiled: Any = tiled_model(model, self.alone, self.alone, counts, model.blocks)
+        self.checks = [
+            _BlockCheck(name, model.blocks[name], block, model.dtype)
+            for name, block in self.tiled.blocks.items()
+            if isinstance(block, TiledBlock)
+        ]
+
+    def check_parameters(self) -> None:
+        """Check that the tiles' parts of the parameters make the whole ones."""
+        for check in self.checks:
+            check.parameters()
+
+    def check_passes(self, named: Mapping[str, Array], batch: Any) -> None:
+        """Check both passes of every block, with the input and the output's gradient that it has in the whole model.
+
+        ``named`` are the parameters of the whole model by name, ``batch`` inputs and targets.
+        """
+        params, x = nn.bind(self.model, named), leaves_of(batch[0])[0]
+        run = run_on(self.model, x, Run(training=True, seed=self.model.seed, count=len(x)))
+        passes = _whole_passes(self.model, params, batch, run)
+        if self.axis == "context":  # the positions of the first tile, then those of the next, and so on
+            passes = {name: known.in_order_of(self.tiles, self.alone, x) for name, known in passes.items()}
+            x = nn.cut_batch(x, x, self.alone, self.tiles)[0]
+        run = self.tiled.run_on(x, run)
+        for check in self.checks:
+            check.passes(params[check.name], passes[check.name], run)
+
+
+class _Alone(NamedTuple):
+    """Stand for the group of one process, which hosts all tiles: nothing is sent."""
+
+    size: int = 1
+    rank: int = 0
+
+
+class _Pass(NamedTuple):
+    """Hold what a whole block takes and gives in one training pass; ``gradients`` are by local name."""
+
+    x: Any
+    y: Any
+    dy: Any
+    dx: Any
+    gradients: dict[str, Array]
+
+    def in_order_of(self, tiles: int, alone: Group, like: Array) -> _Pass:
+        """Return it with the positions of sequences in the order in which a rank holds those of its tiles."""
+
+        def ordered(leaf: Any) -> Any:
+            cut = getattr(leaf, "shape", ())[:2] == like.shape[:2]
+            return nn.cut_batch(leaf, leaf, alone, tiles)[0] if cut else leaf
+
+        x, y, dy, dx = (map_leaves(ordered, value) for value in self[:-1])
+        return _Pass(x, y, dy, dx, self.gradients)
+
+
+def _whole_passes(model: BlockModel, params: Mapping[str, Any], batch: Any, run: Run) -> dict[str, _Pass]:
+    """Run the whole model forward and backward; return what each block takes and gives, by name."""
+    y, target = batch
+    forward: dict[str, tuple[Any, Any, Any]] = {}
+    for name, block in model.blocks.items():
+        x = y
+        y, cache = block.forward(params[name], x, run)
+        forward[name] = x, y, cache
+    dy: Any = model.loss.backward(model.loss.forward(y, target)[2])
+    found = {}
+    for name, (x, y, cache) in reversed(forward.items()):
+        block, above = model.blocks[name], dy
+        grads = _new_gradients(block, model.dtype)
+        dy = block.backward(params[name], cache, above, grads)
+        found[name] = _Pass(x, y, above, dy, {spec.name: _at(grads, spec.name) for spec in _trained(block)})
+    return dict(reversed(found.items()))
+
+
+class _Recorder:
+    """Run the form of a block for one tile, and keep copies of what its passes give by the name of the value."""
+
+    def __init__(self, form: Any) -> None:
+        self.form, self.seen = form, dict[str, Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.form, name)
+
+    def forward(self, params: Any, x: Any, run: Run) -> Any:
+        y, cache = self.form.forward(params, x, run)
+        self.seen = dict(_leaves("output", y))
+        return y, cache
+
+    def backward(self, params: Any, cache: Any, dy: Any, grads: Any) -> Any:
+        dx = self.form.backward(params, cache, dy, grads)
+        self.seen |= _leaves("gradient of the input", dx)
+        self.seen |= {f"gradient of {spec.name!r}": _at(grads, spec.name).copy() for spec in _trained(self.form)}
+        return dx
+
+
+@dataclass(frozen=True)
+class _BlockCheck:
+    """Check the split form of one block against the whole block."""
+
+    name: str
+    whole: Any
+    tiled: TiledBlock
+    dtype: np.dtype[Any]
+
+    def parameters(self) -> None:
+        """Check that the tiles' parts of the parameters make the whole ones."""
+        wanted = {spec.name: spec for spec in self.whole.specs()}
+        for number, form in enumerate(self.tiled.forms):
+            if (names := [spec.name for spec in form.specs()]) != list(wanted):
+                self.fail("specs", f"tile {number} has the parameters {names}, the whole block {list(wanted)}")
+            for spec in form.specs():
+                if (shape := spec.shape if spec.part is None else spec.part.shape) != wanted[spec.name].shape:
+                    told = f"the shape {shape} of the whole {spec.name!r}, which is {wanted[spec.name].shape}"
+                    self.fail("specs", f"tile {number} declares {told}: say by Part which part a tile holds")
+        for spec in self.tiled.specs():
+            if spec.part is not None and spec.part.ranges != (expected := ((0, spec.part.shape[spec.part.axis]),)):
+                told = f"{spec.part.ranges} along axis {spec.part.axis}, not {expected}"
+                self.fail("specs", f"the tiles together hold of {spec.name!r} the indices {told}")
+
+    def passes(self, params: Any, known: _Pass, run: Run) -> None:
+        """Run both passes of all tiles, and compare what they give between tiles and with the whole block."""
+        recorders = [_Recorder(form) for form in self.tiled.forms]
+        tiled = replace(self.tiled, forms=cast("Any", tuple(recorders)))
+        first, _ = tiled.forward(params, known.x, run)
+        y, cache = tiled.forward(params, known.x, run)
+        for (place, again), (_, before) in zip(_leaves("output", y), _leaves("output", first), strict=True):
+            if difference := first_difference(again, before, f"the {place} of a second pass on the same input"):
+                self.fail("forward", f"{difference}: a layer must keep no state from call to call")
+        if self.tiled.exit is None:
+            self._equal(recorders, "forward", lambda place: place.startswith("output"))
+        self._close("forward", _leaves("output", y), _leaves("output", known.y), known)
+        grads = _new_gradients(tiled, self.dtype)
+        dx = tiled.backward(params, cache, known.dy, grads)
+        if self.tiled.entry is None:
+            self._equal(recorders, "backward_input", lambda place: place.startswith("gradient of the input"))
+        held = {f"gradient of {spec.name!r}" for spec in self.tiled.specs() if spec.part is None}
+        self._equal(recorders, "backward_weights", held.__contains__)
+        self._close(
+            "backward_input", _leaves("gradient of the input", dx), _leaves("gradient of the input", known.dx), known
+        )
+        for name, expected in known.gradients.items():
+            place = f"gradient of {name!r}"
+            self._close("backward_weights", [(place, _at(grads, name))], [(place, expected)], known)
+
+    def _equal(self, recorders: list[_Recorder], method: str, which: Callable[[str], bool]) -> None:
+        """Require that the tensor tiles of each context tile give the same bits of what must be whole on each."""
+        across = self.tiled.grid.across
+        for number, recorder in enumerate(recorders):
+            first = number // across * across
+            for place, value in recorder.seen.items():
+                if which(place) and (told := first_difference(value, recorders[first].seen[place], f"the {place}")):
+                    self.fail(
+                        method,
+                        f"{told} of tile {first}: it must be whole and the same on every tile; is a sum over the group "
+                        "missing (all_reduce), or does something depend on group.rank?",
+                        number,
+                    )
+
+    def _close(self, method: str, found: Any, known: Any, passed: _Pass) -> None:
+        """Require that the tiles together give what the whole block gives, within rounding."""
+        sums = Rounding(str(self.dtype), float(max((spec.size for spec in self.whole.specs()), default=1)))
+        least = _SMALL * max((largest(value) for value in passed.gradients.values()), default=0.0)
+        for (place, value), (_, expected) in zip(found, known, strict=True):
+            if value is None or expected is None:
+                if value is not expected:
+                    self.fail(method, f"there is {'no' if value is None else 'a'} {place}, unlike the whole block's")
+                continue
+            a, b = np.asarray(value), np.asarray(expected)
+            if a.shape != b.shape:
+                self.fail(method, f"the {place} has the shape {a.shape}, the whole block's {b.shape}")
+            bound = _OF_PASS * sums.of_sums * max(largest(b), least)
+            apart = np.abs(a - b).reshape(-1)
+            if apart.size and not apart.max() <= bound:
+                worst = int(np.argmax(apart))
+                factor = sums.factor([a], [b], summed=True)
+                told = "" if factor is None else f", {factor:.6g} times it"
+                self.fail(
+                    method,
+                    f"the {place} is not the whole block's{told}: {a.reshape(-1)[worst]!s} at {worst}, expected "
+                    f"{b.reshape(-1)[worst]!s} ({np.count_nonzero(apart > bound)} of {a.size} elements differ)",
+                )
+
+    def fail(self, method: str, text: str, tile: int | None = None) -> None:
+        """Raise AssertionError; the message names the block, the tile, and the line where ``method`` is defined."""
+        form = self.tiled.forms[tile or 0]
+        code = getattr(getattr(type(form), method, None), "__code__", None)
+        line = f", {Path(code.co_filename).name}:{code.co_firstlineno}" if code and is_users(code.co_filename) else ""
+        tiles = f"{len(self.tiled.forms)} tiles" + ("" if tile is None else f", tile {tile}")
+        raise AssertionError(f"block {self.name!r} in {tiles} ({type(form).__name__}.{method}{line}): {text}")
+
+
+def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Return copies of the arrays of a tree by their places, which begin with ``name``; a value None stays None."""
+    return [(path, leaf if leaf is None else np.array(leaf)) for path, leaf in paths_of(**{name: value})]
+
+
+def _trained(layer: Any) -> Iterator[ParameterSpec]:
+    return (spec for spec in layer.specs() if spec.trainable)
+
+
+def _new_gradients(layer: Any, dtype: Any) -> dict[str, Any]:
+    """Return arrays of NaN for the gradients of a layer, nested by name."""
+    arrays = {spec.name: np.full(spec.shape, np.nan, spec.element_type(dtype)) for spec in layer.specs()}
+    return nest([*arrays.items(), *fresh_integers(layer).items()])
+
+
+def _at(tree: Any, name: str) -> Array:
+    for step in name.split("."):
+        tree = tree[step]
+    found: Array = tree
+    return found
+
+
+_SIZES = [2**k for k in range(1, 11)]
+
+
+@dataclass(frozen=True)
+class OneLayer:
+    """Hold a layer as a model, behind a norm whose gradient shows the gradient of the layer's input."""
+
+    blocks: Mapping[str, Any]
+    dtype: np.dtype[Any]
+    loss: Loss = field(default_factory=nn.MeanSquaredError)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class SplitTraining:
+    """Train a model on groups of several sizes that compute the same tiles; see :func:`assert_same_as_serial`."""
+
+    model: Any
+    batch: tuple[Any, Any]
+    tiles: int
+    axis: str
+    steps: int
+    settings: Mapping[str, Any]
+
+    def check(self, comm: Communicator | None) -> None:
+        """Raise AssertionError on all ranks if the bits depend on the group. Collective over ``comm``, if given."""
+        if comm is None:
+            expected = self.serial()
+            for size in reversed([size for size in _SIZES if size <= self.tiles]):
+                run_in_threads(size, lambda ranks: self._compare(ranks, expected))
+            return
+        with all_ranks(comm, "assert_same_as_serial"):
+            if not fits_tiles(comm.size, self.tiles):
+                raise ConfigError(
+                    f"{self.tiles} tiles do not fit {comm.size} ranks: each computes 1, 2, 4, ... of them"
+                )
+            expected = self.serial()
+        self._compare(comm, expected)
+
+    def serial(self) -> list[dict[str, Any]]:
+        """Train in this process, check the passes of every block, and return what each step has given."""
+        passes = SplitPasses(self.model, self.axis, self.tiles)
+        passes.check_parameters()
+        found = self._trained("self", 1)
+        passes.check_passes(found[-1]["parameter"], self.batch)
+        return found
+
+    def _compare(self, comm: Communicator, expected: list[dict[str, Any]]) -> None:
+        place = f"{self.tiles} tiles on {comm.size} ranks: step"
+        difference = first_difference(self._trained(comm, comm.size), expected, place)
+        told = comm.allgather_object(difference, tag="assert_same_as_serial")
+        if wrong := [rank for rank, text in enumerate(told) if text]:
+            raise AssertionError(f"{told[wrong[0]]} (on rank {wrong[0]}; {len(wrong)} of {comm.size} ranks differ)")
+
+    def _trained(self, comm: Any, size: int) -> list[dict[str, Any]]:
+        """Return for each step its loss, and by name the gradients and the parameters after it."""
+        layout: dict[str, Any] = {f"{self.axis}_parallel_size": size, "optimizer": optim.AdamW(lr=1e-2)}
+        seen: list[dict[str, Any]] = []
+        with (
+            ShardingConfig(comm=comm, **{**self.settings, "tiles": {self.axis: self.tiles}}) as config,
+            HybridShardedModel(self.model, config, **layout) as placed,
+        ):
+            for _ in range(self.steps):
+                gradients = placed.compute_gradients(*self.batch, gather=True).named()
+                loss = placed.train(*self.batch)
+                seen.append({"loss": loss, "gradient": gradients, "parameter": dict(placed.named_parameters())})
+        return seen
+
+
+def split_training(
+    model: Any, x: Any, y: Any, *, tiles: int, axis: str, steps: int, settings: Mapping[str, Any]
+) -> SplitTraining:
+    """Return the training that checks a model of blocks or a layer. Not collective.
+
+    Raises
+    ------
+    ConfigError, TypeError
+        An argument is wrong or missing.
+    """
+    if axis not in TILED_AXES:
+        raise ConfigError(f"axis={axis!r}: expected 'tensor' or 'context'")
+    if tiles not in _SIZES:
+        raise ConfigError(f"tiles={tiles!r}: expected a power of two from 2 to {_SIZES[-1]}")
+    if x is None:
+        raise ArgumentError("assert_same_as_serial: x is missing: a layer or a model needs inputs")
+    return SplitTraining(*_whole(model, x, y), tiles, axis, steps, settings)
+
+
+def _whole(model: Any, x: Any, y: Any) -> tuple[Any, tuple[Any, Any]]:
+    """Return the model to train, which holds a layer if ``model`` is one, and the batch."""
+    if isinstance(model, BlockModel):
+        if y is None:
+            raise ArgumentError("assert_same_as_serial: y is missing: a model needs targets")
+        return model, (x, y)
+    values = np.asarray(x)
+    dtype = np.dtype(np.float64 if values.dtype == np.float64 else np.float32)
+    if y is None:
+        try:
+            shape = model.output_shape(values.shape[1:])
+        except AttributeError:
+            raise ArgumentError(f"assert_same_as_serial: {type(model).__name__} has no output_shape: give y") from None
+        y = np.zeros((len(values), *shape), dtype)
+    before = {"norm": nn.LayerNorm(values.shape[-1])} if values.dtype.kind == "f" else {}
+    return OneLayer({**before, "layer": model}, dtype), (x, y)
