@@ -213,10 +213,10 @@ def _copies(d: Draw) -> Iterator[Case]:
 
 
 def _compression(d: Draw) -> Iterator[Case]:
-    from tests.support.reference import compression
+    from tests.support.reference import update
 
     n = d.flat
-    x, residual, blocks = d.normal(n), d.normal(n), -(-n // compression.BLOCK)
+    x, residual, blocks = d.normal(n), d.normal(n), -(-n // update.BLOCK)
     encoded = d.out(blocks), d.out(n, dtype=np.int8)
     yield Case("compression.int8_encode", (x, residual, *encoded), wide=False)
     codes = d.rng.integers(-127, 128, n).astype(np.int8)
