@@ -224,7 +224,7 @@ def codec_of(name: str | None) -> Codec | None:
 
 
 _NO_RESIDUAL = np.empty(0, np.float32)
-#: Depth of the stack of the kernels that execute tree programs (``kernels.cpu.fused.DEPTH``).
+#: Depth of the stack of the kernels that execute tree programs (``kernels.cpu.update.DEPTH``).
 MAX_DEPTH = 16
 
 

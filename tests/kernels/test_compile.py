@@ -147,7 +147,7 @@ def test_arguments_that_do_not_fit_are_named_with_what_was_given_and_expected():
     ]:
         with pytest.raises(TypeError, match=re.escape(message)) as error:
             update.sgd(*args)
-        assert "cpu.optimizer.sgd" in str(error.value)
+        assert "cpu.update.sgd" in str(error.value)
     assert np.all(w == 1)
 
 
