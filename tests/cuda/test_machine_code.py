@@ -155,7 +155,7 @@ def test_what_the_assembler_refuses_is_an_error(script):
 def test_every_declared_kernel_is_examined(script):
     """The list is read from the sources: a kernel of a new file is in it, too."""
     declared = script.declared()
-    assert {"loss.softmax_cross_entropy", "reduction._sum_nodes", "ring.running_softmax"} <= declared
+    assert {"losses.softmax_cross_entropy", "reduction._sum_nodes", "attention.running_softmax"} <= declared
     assert declared >= script.DOUBLES.keys()
 
 
