@@ -948,8 +948,8 @@ class SpoolReceiver(Receiver):
         """Take in what has arrived, until ``arrivals`` has ``wanted`` samples; tell whether anything has."""
         self._see_ends()  # before the samples: what a producer has written before its end is seen below
         new = [one for one in _samples_in(self._folder) if one[2] not in self._held]
-        for number, producer, name in new[: max(0, wanted - len(self.arrivals.samples))]:
-            self.arrivals.samples.append(Sample(producer, number, *self._read(name)))
+        for ordinal, producer, name in new[: max(0, wanted - len(self.arrivals.samples))]:
+            self.arrivals.samples.append(Sample(producer, ordinal, *self._read(name)))
             self._held.add(name)
         self._complete = len(self.arrivals.ended) >= self._count and not new
         return bool(new)

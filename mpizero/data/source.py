@@ -472,8 +472,8 @@ class TransformedSource(Source):
         x, y = self.source.samples(indices, run=run)
         numbers = self.source.origin(indices).tolist()
         changed = []
-        for place, number in enumerate(numbers):
-            random = SampleRandom(run.seed, run.epoch, number) if run.training else None
+        for place, sample in enumerate(numbers):
+            random = SampleRandom(run.seed, run.epoch, sample) if run.training else None
             own_x, own_y = (map_leaves(itemgetter(place), tree) for tree in (x, y))
             one = self.function(own_x, own_y, random)
             if not isinstance(one, tuple | list) or len(one) != 2:

@@ -20,7 +20,7 @@ Cache compiled kernels in a folder: one object file per kernel and dtype, compil
 The folder's name is a hash of every source file in the package ``mpizero.kernels``, of the compiler's version and of
 the CPU. So after a change of a formula, of numba or of the CPU type, a new, empty folder is used, and outdated code
 cannot be loaded. A file in the folder is run as machine code, so nobody but this user and root may be able to write to
-it: see [Note: who may write] in :mod:`mpizero.kernels.machine_code`. Numba's own cache, which stores pickles, is never used.
+it: see [Note: who may write]. Numba's own cache, which stores pickles, is never used.
 """
 
 from __future__ import annotations

@@ -949,7 +949,6 @@ class GPT:
         ``sequence`` and needs no BLAS. It is meant for small batches, where one call costs less than the many calls of
         the layers.
         """
-
         return compile_gpt(self, params)
 
 

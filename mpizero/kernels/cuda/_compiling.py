@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from numba import cuda
+from numba import cuda as compiler
 
 from mpizero.kernels import machine_code
 
@@ -26,7 +26,7 @@ def compiled_on_call(python: Callable[..., Any]) -> Any:
     """Return numba's dispatcher of a kernel, which compiles it at the first call with each type of arguments."""
     with _row_stack():
         importlib.import_module("numba.cuda.np.arrayobj")
-    dispatcher: Any = cuda.jit(python, lto=False)
+    dispatcher: Any = compiler.jit(python, lto=False)
     compile_for = dispatcher.compile
 
     def compiled(signature: Any) -> Any:
@@ -50,7 +50,7 @@ def load_or_compile(dispatcher: Any, arguments: tuple[Any, ...], place: str) -> 
     def build() -> bytes:
         return bytes(dumps(dispatcher.compile(arguments)._reduce_states()))
 
-    capability = "".join(map(str, cuda.get_current_device().compute_capability))
+    capability = "".join(map(str, compiler.get_current_device().compute_capability))
     folder = machine_code.folder(f"sm_{capability}, numba-cuda {numba_cuda.__version__}")
     code = machine_code.load_or_build(folder / f"{place}.cubin", build)
     if arguments not in dispatcher.overloads:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
+from mpizero.kernels.cuda.launch import cuda
 
 #: Threads of a block at most (compute capability 3 and newer).
 MOST_THREADS = 1024

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba import cuda
-
-from mpizero.kernels.cuda.launch import CudaKernel, kernel
+from mpizero.kernels.cuda.launch import CudaKernel, cuda, kernel
 from mpizero.kernels.formulas import gelu as gelu_value
 from mpizero.kernels.formulas import gelu_gradient, relu_gradient, silu_gradient, tanh_gradient, tanh_value
 from mpizero.kernels.formulas import relu as relu_value

@@ -6,10 +6,9 @@ Losses are float64; gradients have the type of the prediction.
 from __future__ import annotations
 
 import numpy as np
-from numba import cuda
 
 from mpizero.kernels.cuda._rows import MOST_THREADS, block_sum
-from mpizero.kernels.cuda.launch import kernel
+from mpizero.kernels.cuda.launch import cuda, kernel
 from mpizero.kernels.formulas import (
     absolute_error_gradient,
     absolute_error_value,

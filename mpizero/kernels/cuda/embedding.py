@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import cuda
 
-from mpizero.kernels.cuda.launch import kernel
+from mpizero.kernels.cuda.launch import cuda, kernel
 from mpizero.kernels.formulas import inside
 from mpizero.types import Array
 

@@ -6,10 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from mpizero.kernels.cuda._rows import MOST_THREADS, block_max, block_sum, larger
-from mpizero.kernels.cuda.launch import kernel
+from mpizero.kernels.cuda.launch import cuda, kernel
 from mpizero.kernels.formulas import cross_entropy, cross_entropy_gradient, inside
 from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array

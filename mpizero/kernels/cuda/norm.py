@@ -5,10 +5,8 @@ A block of threads computes a row; one thread computes a column of the gradients
 
 from __future__ import annotations
 
-from numba import cuda
-
 from mpizero.kernels.cuda._rows import MOST_THREADS, block_sum
-from mpizero.kernels.cuda.launch import kernel
+from mpizero.kernels.cuda.launch import cuda, kernel
 from mpizero.kernels.formulas import inverse_root, layernorm_gradient, rmsnorm_gradient, scaled, standardized
 from mpizero.types import Array
 

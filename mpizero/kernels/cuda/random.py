@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
-from mpizero.kernels.cuda.launch import kernel
+from mpizero.kernels.cuda.launch import cuda, kernel
 from mpizero.kernels.special_functions import (
     dropout_key,
     dropout_threshold,

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import math
 
-from numba import cuda
-
 from mpizero.kernels.cuda._rows import MOST_THREADS, block_max, block_sum, larger
-from mpizero.kernels.cuda.launch import kernel
+from mpizero.kernels.cuda.launch import cuda, kernel
 from mpizero.kernels.formulas import keys_seen, rescaled, softmax_gradient
 from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array
