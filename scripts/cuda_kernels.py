@@ -157,7 +157,7 @@ def ptx(kernel: Any, dtype: str) -> Callable[[tuple[int, int]], str]:
     from numba import types
     from numba.cuda import compiler, dispatcher
 
-    from mpizero.kernels.cuda._compiling import rounding_each_operation
+    from mpizero.kernels.cuda.launch import rounding_each_operation
 
     # Numba asks the GPU for its compute capability when it compiles helper functions: answer in its place.
     dispatcher.get_current_device = lambda: argparse.Namespace(compute_capability=TARGETS[0])

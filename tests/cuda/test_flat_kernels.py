@@ -152,35 +152,35 @@ def test_casts_have_the_bits_of_the_cpu():
         gpu, cpu = on_both("copy", f"from_{name}", halves, np.zeros(halves.size, np.float32))
         assert gpu == cpu
         nan = np.zeros(1, np.uint16)
-        getattr(kernels.cuda.copy, f"to_{name}")(np.array([np.nan], np.float32), nan)
+        getattr(kernels.cuda.layers, f"to_{name}")(np.array([np.nan], np.float32), nan)
         back = np.zeros(1, np.float32)
-        getattr(kernels.cuda.copy, f"from_{name}")(nan, back)
+        getattr(kernels.cuda.layers, f"from_{name}")(nan, back)
         assert np.isnan(back[0])
 
 
 def test_the_wrong_number_of_arguments_or_dimensions_is_refused_by_name():
     with pytest.raises(TypeError, match="scale takes 2 arguments"):
-        kernels.cuda.copy.scale(np.ones(3))
+        kernels.cuda.layers.scale(np.ones(3))
     with pytest.raises(TypeError, match="x must have 1 dimension"):
-        kernels.cuda.copy.scale(np.ones((3, 3)), np.ones(1))
+        kernels.cuda.layers.scale(np.ones((3, 3)), np.ones(1))
 
 
 @pytest.mark.parametrize("size", [0, 1, 300])
 def test_compressed_messages_have_the_bits_of_the_cpu(size):
     x, residual = np.random.default_rng(size).standard_normal((2, size)).astype(np.float32)
     x[size // 2 : size // 2 + 9] = 0.5  # equal magnitudes
-    blocks = -(-size // kernels.cpu.compression.BLOCK)
+    blocks = -(-size // kernels.cpu.update.BLOCK)
     encoded = np.zeros(blocks, np.float32), np.zeros(size, np.int8)
     gpu, cpu = on_both("compression", "int8_encode", x, residual, *encoded)
     assert gpu == cpu
-    kernels.cpu.compression.int8_encode(x, residual.copy(), *encoded)
+    kernels.cpu.update.int8_encode(x, residual.copy(), *encoded)
     gpu, cpu = on_both("compression", "int8_decode", *encoded, np.ones(size, np.float32))
     assert gpu == cpu
     for count in {0, min(1, size), size // 7, size}:
-        counts = np.zeros(kernels.cpu.compression.COUNTERS, np.int64)
+        counts = np.zeros(kernels.cpu.update.COUNTERS, np.int64)
         picked = np.zeros(count, np.int32), np.zeros(count, np.float32)
         (_, gpu), (_, cpu) = on_both("compression", "top_encode", x, np.zeros_like(x), counts, *picked)
         assert gpu[:2] + gpu[3:] == cpu[:2] + cpu[3:]  # what counters hold afterwards means nothing
-        kernels.cpu.compression.top_encode(x, residual.copy(), counts, *picked)
+        kernels.cpu.update.top_encode(x, residual.copy(), counts, *picked)
         gpu, cpu = on_both("compression", "top_decode", *picked, np.ones(size, np.float32))
         assert gpu == cpu

@@ -123,7 +123,7 @@ def test_a_kernel_is_compiled_once_and_loaded_from_the_cache_by_the_next_process
     from numba.cuda import dispatcher
 
     from mpizero.kernels import machine_code
-    from mpizero.kernels.cuda._compiling import load_or_compile
+    from mpizero.kernels.cuda.launch import load_or_compile
     from tests.cuda.planted_kernels import good
 
     monkeypatch.setenv("MPIZERO_CACHE_DIR", str(tmp_path))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels import machine_code
-from mpizero.kernels.cpu import loss, optimizer
+from mpizero.kernels.cpu import losses, update
 
 on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM loads the code of other processors")
 
@@ -41,20 +41,22 @@ def compiled(text, **how):
 def process_with_sgd(before, after=""):
     """Run a process that imports a kernel, then does ``before``, calls the kernel, and does ``after``."""
     call = "optimizer.sgd(np.ones(5, 'f'), np.ones(5, 'f'), np.zeros(2, 'f'), 0, 5)"
-    program = "\n".join(["import numpy as np; from mpizero.kernels.cpu import optimizer", before, call, after])
+    program = "\n".join(
+        ["import numpy as np; from mpizero.kernels.cpu import update as optimizer", before, call, after]
+    )
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 
 def problem(kernel):
     rng = np.random.default_rng(0)
-    if kernel is loss.softmax_cross_entropy:
+    if kernel is losses.softmax_cross_entropy:
         return [rng.normal(size=(4, 9)).astype(np.float32), np.array([1, -1, 12, 8]), np.zeros(4)]
     w, g, m, v = (rng.random(1000).astype(np.float32) for _ in range(4))
     return [w, g, m, v, rng.random(8).astype(np.float32), 3, 990]
 
 
 @on_x86
-@pytest.mark.parametrize("kernel", [loss.softmax_cross_entropy, optimizer.adamw], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [losses.softmax_cross_entropy, update.adamw], ids=lambda kernel: kernel.name)
 def test_a_placed_kernel_computes_the_bits_of_one_that_llvm_has_loaded(kernel):
     code, entry = code_of(kernel)
     ours, theirs = problem(kernel), problem(kernel)
@@ -66,14 +68,14 @@ def test_a_placed_kernel_computes_the_bits_of_one_that_llvm_has_loaded(kernel):
 
 @on_x86
 def test_no_kernel_that_was_ever_compiled_here_needs_llvm():
-    code_of(optimizer.sgd)
+    code_of(update.sgd)
     files = list(machine_code.folder(machine_code.cpu_identity()).glob("*.o"))
     assert all(machine_code._place(machine_code._read(file), file.stem) for file in files)
 
 
 @on_x86
 def test_a_process_that_loads_kernels_does_not_load_llvm():
-    code_of(optimizer.sgd)
+    code_of(update.sgd)
     done = process_with_sgd("import sys", "print({'llvmlite', 'numba'} & set(sys.modules))")
     assert done.stdout == "set()\n"
 
@@ -124,7 +126,7 @@ def test_a_file_of_another_processor_is_left_to_llvm():
 
 @on_x86
 def test_where_written_code_may_not_run_the_error_says_what_to_do():
-    code_of(optimizer.sgd)
+    code_of(update.sgd)
     # PR_SET_MDWE of Linux 6.3
     forbid = "import ctypes, sys\nif ctypes.CDLL(None).prctl(65, 1, 0, 0, 0): sys.exit('skipped')"
     done = process_with_sgd(forbid)
