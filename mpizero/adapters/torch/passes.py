@@ -87,7 +87,7 @@ class ModuleCall:
 
     The first pass in training, and that in evaluation, get copies of parameters and input, and compare them afterwards:
     a module that changes its parameters is refused before it does harm, and one that changes its input gets copies from
-    then on. Before, copies of the module run ([Note: first passes] in first/first_pass.py).
+    then on. Before, copies of the module run ([Note: first passes] in first_pass.py).
 
     Parameters
     ----------
