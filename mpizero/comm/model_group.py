@@ -1,6 +1,9 @@
-"""Sum and gather arrays of a small group of ranks by messages; sums are added in the order of a binary tree.
+"""Sum, gather and shift arrays over the ranks that a layer is split over; and lock blocks of memory that they share.
 
-Sum and gather arrays of ranks on one node through a shared window: each rank writes once, all read, nothing is sent.
+Layers use a :class:`CommunicatorGroup`. Its arrays go by one of two ways, a :class:`GroupTransport`: by messages, or,
+if the ranks are on one node, through a shared window, into which each rank writes once and which all read. Both add in
+the order of the binary tree over the ranks' numbers, so the bits of a sum do not depend on the way.
+:class:`BlockLocks` lets ranks exclude each other without MPI.
 
 [Note: two halves] The window has two halves. A call writes into one half, waits at one barrier, and reads. The next
 call uses the other half. Before a rank writes into the first half again, it has passed the barrier of the call in
@@ -10,10 +13,6 @@ needed.
 [Note: signatures] With its array each rank writes a number that identifies its call. All ranks compare these numbers
 after the barrier, so different calls raise the same error on every rank. A window that is too small is replaced only
 after the numbers have been compared, because replacing it is collective.
-
-Sum, gather and shift arrays among the ranks that a layer is split over; sums are added in rank order.
-
-Let the ranks of a node, processes or threads, lock blocks of common memory without MPI.
 """
 
 from __future__ import annotations
@@ -201,7 +200,7 @@ class _Place(NamedTuple):
 
 
 class WindowGroup:
-    """Implement :class:`mpizero.comm.model_group.GroupTransport` through memory that all ranks of the group share.
+    """Implement :class:`GroupTransport` through memory that all ranks of the group share.
 
     The window is allocated at the first call, and replaced by a larger one when a call needs more memory. If there is
     too little shared memory, all ranks use ``messages`` instead, and rank 0 of the group prints a notice.
@@ -586,7 +585,7 @@ class CommunicatorGroup:
 
 
 class GpuAwareGroup(CommunicatorGroup):
-    """Sum, gather and shift GPU arrays by passing them to MPI directly; see [Note: direct messages] in gpu_aware.py.
+    """Sum, gather and shift GPU arrays by passing them to MPI directly; see [Note: direct messages].
 
     Parameters
     ----------
