@@ -1,8 +1,15 @@
-"""Run many short TCP queries concurrently in one thread. Each query has one deadline for its whole duration.
+"""Read and write the status of all ranks with which this process shares a communicator, while MPI may be stuck.
 
-Decode status slots that were received over TCP, and check the type of each entry.
+On a node, ranks share a status board. Between nodes, :class:`RemoteStatus` sends the slots of a board by TCP. A
+:class:`PeerGroup` holds both for the ranks of one communicator, and :class:`PeerGroups` all groups of the process. What
+arrives by TCP is checked entry by entry (:func:`parse_slots`). :class:`TcpQueries` runs many short queries concurrently
+in one thread; each has one deadline for its whole duration.
 
-Read the status boards of other nodes by TCP, while MPI may be stuck.
+[Note: peer groups] When ranks make an mpizero communicator from one of the user's, they also open a peer group: a
+status board on each node, and status servers between nodes. The group is closed with the last communicator of the same
+ranks. Opening and closing are collective, so all ranks of a group know at any moment whether it exists. Communicators
+that are split off from an mpizero communicator open no group. A process can belong to several groups, and to none if it
+has no communicator.
 
 [Note: servers] The first two ranks of each node are servers. A daemon thread, which calls no MPI, listens and sends the
 slots of the node's status board to clients that know the job's secret. A rank queries them only when something may be
@@ -15,14 +22,6 @@ begins with an HMAC of both numbers and of its content. So a recorded message ca
 sent again. A client that does not finish in time is disconnected. If too many clients are connected, the oldest one is
 disconnected. Only a few connections at a time are accepted from addresses that do not belong to the job, so that they
 do not slow down the training.
-
-Read and write the status of all ranks with which this process shares a communicator.
-
-[Note: peer groups] When ranks make an mpizero communicator from one of the user's, they also open a peer group: a
-status board on each node, and status servers between nodes. The group is closed with the last communicator of the same
-ranks. Opening and closing are collective, so all ranks of a group know at any moment whether it exists. Communicators
-that are split off from an mpizero communicator open no group. A process can belong to several groups, and to none if it
-has no communicator.
 """
 
 from __future__ import annotations
@@ -46,218 +45,237 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from mpizero.guard.status import Slot, StartupBoard, StatusBoard, encode, is_working, open_status_board
 
-#: Generator that plays one side of a query. It yields bytes, to send them, or an integer, to receive that many bytes;
-#: received bytes are passed to it by ``send()``. It returns or raises when the query is over.
-Script = Generator[bytes | int, bytes, None]
-
-_PIECE = 1 << 16
+T = TypeVar("T")
+#: Seconds for which a rank that ends waits for ranks that have not started yet: one of them may need it.
+_STARTING = 3.0
 
 
-class TcpQuery:
-    """Hold a connection, and run a script that sends and receives on it, until ``ended`` is true.
+@dataclass(frozen=True, eq=False)
+class PeerGroup:
+    """Hold the status board and the connections by which the ranks of a group see each other's status.
 
-    The script is a generator, see :data:`Script`. The query has to end within ``seconds``.
+    Attributes
+    ----------
+    members : tuple of int
+        World ranks of the group, in ascending order.
+    control : MPI.Intracomm
+        A communicator of these ranks, used only by the supervision of the process.
+    status_board : StatusBoard
+        The status board of this rank's node.
+    remote_status : RemoteStatus or None
+        Reads the status boards of other nodes; None if there are none, or it could not be opened.
     """
 
-    def __init__(self, connection: socket.socket, script: Script, seconds: float) -> None:
-        connection.setblocking(False)
-        self.connection = connection
-        self.deadline = monotonic() + seconds
-        self.ended = False
-        self._script = script
-        self._out = memoryview(b"")
-        self._in, self._wanted = bytearray(), 0
-        self._started = False
+    members: tuple[int, ...]
+    control: Any
+    status_board: StatusBoard
+    remote_status: RemoteStatus | None
+
+    def close(self) -> None:
+        """Stop this rank's status server, and close the status board. Not collective."""
+        if self.remote_status is not None:
+            self.remote_status.close()
+        self.status_board.close()
+
+
+class PeerGroups:
+    """Hold the peer groups of this process, and read and write the status boards of all these groups.
+
+    A status slot is a dictionary that a rank writes about itself; ``_KINDS`` lists its keys.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        #: The groups, smallest first, which is the order in which :meth:`claim` asks their status boards.
+        self.groups: list[PeerGroup] = []
+        #: Status of all ranks of this node, with a common communicator or without; None if it is not open.
+        self.startup_board: StartupBoard | None = None
+
+    # ------------------------------------------------------------------ groups
+
+    def has_group(self, members: Sequence[int]) -> bool:
+        """Tell whether there is a peer group of exactly these world ranks; they all get the same result.
+
+        Not collective.
+        """
+        return tuple(sorted(members)) in (group.members for group in self.groups)
+
+    def add_group(
+        self,
+        comm: Any,
+        members: Sequence[int],
+        host: str,
+        warn_once: Callable[[BaseException], None],
+        meet: Callable[[Any], None],
+    ) -> None:
+        """Open a peer group for the ranks of ``comm``, an mpi4py communicator. Collective over ``comm``.
+
+        ``members`` are the world ranks of ``comm``, and ``host`` is the name of this rank's host. If the status board
+        or the status server cannot be opened on a rank, this rank calls ``warn_once`` with the error and goes on
+        without it; the other ranks do not wait for this rank. ``meet`` is :meth:`.Waiting.meet`.
+        """
+        ranks = tuple(sorted(members))
+        meet(comm)
+        control = comm.Split(0, self.rank)
+
+        def ask(value: Any) -> list[Any]:
+            meet(control)
+            return list(control.allgather(value))
+
+        hosts = dict(zip(ranks, ask(host), strict=True))
+        status_board = make_on_all(ask, lambda gather: open_status_board(self.rank, hosts, gather), warn_once)
+        status_board = status_board or StatusBoard((self.rank,), self.rank, None)
+
+        def opened(gather: Callable[[Any], list[Any]]) -> RemoteStatus:
+            return RemoteStatus(status_board, host, gather)
+
+        remote_status = make_on_all(ask, opened, warn_once) if len(set(hosts.values())) > 1 else None
+        self.groups = sorted([*self.groups, PeerGroup(ranks, control, status_board, remote_status)], key=_size)
+
+    def remove_group(self, members: Sequence[int], *, free: bool) -> None:
+        """Close the peer group of the world ranks ``members``, if there is one.
+
+        With ``free`` its MPI communicator is freed too. Then the call is collective over ``members``, and MPI must not
+        have been finalized.
+        """
+        ranks = tuple(sorted(members))
+        for group in [group for group in self.groups if group.members == ranks]:
+            self.groups = [other for other in self.groups if other is not group]
+            group.close()
+            if free:
+                group.control.Free()
 
     @property
-    def events(self) -> int:
-        """Event of the connection that the query waits for: ``selectors.EVENT_READ`` or ``EVENT_WRITE``."""
-        return selectors.EVENT_WRITE if self._out else selectors.EVENT_READ
+    def members(self) -> tuple[int, ...]:
+        """World ranks of all peer groups of this process, without this rank."""
+        return tuple(sorted({rank for group in self.groups for rank in group.members} - {self.rank}))
 
-    def advance(self) -> None:
-        """Send and receive as much as possible without waiting."""
-        try:
-            while True:
-                if self._out:
-                    self._out = self._out[self.connection.send(self._out) :]
-                elif len(self._in) < self._wanted:
-                    got = self.connection.recv(min(_PIECE, self._wanted - len(self._in)))
-                    if not got:
-                        self.ended = True
-                        return
-                    self._in += got
-                else:
-                    self._next()
-        except BlockingIOError:
-            pass
-        except Exception:  # bad input of a stranger ends this query, and neither the thread nor the training
-            self.ended = True
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """World ranks on this node whose status slots can be read from a status board."""
+        return tuple(sorted({rank for group in self.groups for rank in group.status_board.ranks}))
 
-    def _next(self) -> None:
-        received = bytes(self._in)
-        self._in, self._wanted = bytearray(), 0
-        step = self._script.send(received) if self._started else next(self._script)
-        self._started = True
-        if isinstance(step, int):
-            self._wanted = step
-        else:
-            self._out = memoryview(step)
+    @property
+    def leads(self) -> bool:
+        """True if the lowest rank of every peer group of this process is on this node."""
+        return all(group.members[0] in group.status_board.ranks for group in self.groups)
 
+    # ------------------------------------------------------------------ status boards
 
-class TcpQueries:
-    """Run at most ``limit`` queries concurrently; a new query beyond the limit ends the oldest one."""
+    def write(self, slot: Slot) -> None:
+        """Write the status of this rank to all status boards. Not collective; one thread at a time may call it."""
+        if self.startup_board is not None:
+            self.startup_board.write(slot)
+        for group in self.groups:
+            group.status_board.write(slot)
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._selector = selectors.DefaultSelector()
-        self._live: list[TcpQuery] = []
+    def read(self) -> dict[int, Slot]:
+        """Return the last status slot of each rank of this node that has written one, by rank. Not collective."""
+        return {rank: slot for group in self.groups for rank, slot in group.status_board.read().items()}
 
-    def listen(self, server: socket.socket) -> None:
-        """Add a listening socket; :meth:`poll` returns it when a client connects."""
-        server.setblocking(False)
-        self._selector.register(server, selectors.EVENT_READ)
+    def read_startup_board(self) -> dict[int, Slot]:
+        """Return the last status slots of other ranks on the startup board, by rank. Not collective."""
+        return {} if self.startup_board is None else self.startup_board.read()
 
-    def start(self, connection: socket.socket, script: Script, seconds: float) -> TcpQuery:
-        """Start to run ``script`` on ``connection``; return the query, which ends after ``seconds`` at the latest."""
-        query = TcpQuery(connection, script, seconds)
-        if len(self._live) >= self._limit:
-            self._end(self._live[0])
-        self._live.append(query)
-        self._selector.register(connection, query.events, query)
-        self._advance(query)
-        return query
+    def others_work(self, waited: float) -> bool:
+        """Tell whether another rank on the startup board of this node works, or may still be starting. Not collective.
 
-    def poll(self, seconds: float | None) -> list[socket.socket]:
-        """Wait for events of the sockets and handle them; return the listening sockets with new connections.
-
-        Waits ``seconds`` at most (None: no limit), and not longer than until the next query must end.
+        ``waited`` is the number of seconds since this rank has reached the end of its program. Ranks that have written
+        nothing yet may be starting during the first ``_STARTING`` seconds.
         """
-        now = monotonic()
-        limits = [query.deadline - now for query in self._live] + ([] if seconds is None else [seconds])
-        servers = []
-        for key, _ in self._selector.select(max(0.0, min(limits)) if limits else None):
-            if key.data is None:
-                assert isinstance(key.fileobj, socket.socket)
-                servers.append(key.fileobj)
-            elif not key.data.ended:
-                self._advance(key.data)
-        now = monotonic()
-        for query in [query for query in self._live if query.deadline <= now]:
-            self._end(query)
-        return servers
+        if self.startup_board is None:
+            return False
+        starting = waited < _STARTING and not self.startup_board.all_started()
+        return starting or any(map(is_working, self.startup_board.read().values()))
 
-    def __enter__(self) -> Self:
-        return self
+    def read_one(self, rank: int) -> Slot | None:
+        """Return the last status slot of a rank in :attr:`ranks`; None if it has written none. Not collective."""
+        return next((g.status_board.read_one(rank) for g in self.groups if rank in g.status_board.ranks), None)
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for query in tuple(self._live):
-            self._end(query)
-        self._selector.close()
+    def read_all(self, *, rarely: bool = False) -> dict[int, Slot]:
+        """Return the status slots of all ranks that can be read, also of ranks on other nodes, by rank.
 
-    def _advance(self, query: TcpQuery) -> None:
-        query.advance()
-        if query.ended:
-            self._end(query)
-        else:
-            self._selector.modify(query.connection, query.events, query)
+        Not collective. With ``rarely`` other nodes are queried only after a pause, which grows with every query; until
+        then their last known slots are returned.
+        """
+        found: dict[int, Slot] = {}
+        for group in self.groups:
+            if group.remote_status is not None and set(group.members).difference(group.status_board.ranks):
+                found |= group.remote_status.read_rarely() if rarely else group.remote_status.read()
+        return found | self.read()
 
-    def _end(self, query: TcpQuery) -> None:
-        query.ended = True
-        self._live.remove(query)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(query.connection)
-        query.connection.close()
+    def request_records(self, key: str) -> None:
+        """Ask the ranks of this node to write their last calls on a communicator to the status board. Not collective.
 
+        ``key`` identifies the communicator, see :class:`.CommunicatorEntry`.
+        """
+        for group in self.groups:
+            group.status_board.request_records(key)
 
-#: Most bytes of one rank's slot in a message: a slot of a status board, with its age and rank.
-SLOT_LIMIT = 33_000
-_SECONDS = (int, float)
-#: Types of the entries of a slot; an entry may be missing.
-_KINDS: Mapping[str, type | tuple[type, ...]] = {
-    "age": _SECONDS,
-    "still": _SECONDS,
-    "pid": int,
-    "place": str,
-    "state": str,
-    "library": str,
-    "calls": list,
-    "joint_tasks": list,
-    "transfers": list,
-    "marks": dict,
-    "making": dict,
-    "records": dict,
-}
-#: Entries that no slot may lack.
-_ALWAYS = frozenset({"age", "place", "state", "still", "calls", "joint_tasks", "marks"})
-#: Entries that are lists of lists, with the types in each inner list.
-_ROWS: Mapping[str, tuple[type | tuple[type, ...], ...]] = {
-    "calls": (str, str, int, str, str, _SECONDS),
-    "joint_tasks": (str, int, str, _SECONDS),
-    "transfers": (str, int, _SECONDS),
-}
-_TWO_COUNTS = (int, int)
+    def requested_keys(self) -> list[str]:
+        """Return, for each peer group, the key last passed to :meth:`request_records` on any rank of this node.
+
+        Not collective.
+        """
+        return sorted({key for group in self.groups if (key := group.status_board.requested_key())})
+
+    def claim(self) -> bool:
+        """Return True on the first rank of the node that calls this, else False. Not collective.
+
+        The rank that gets True reports why the job ends.
+        """
+        if not self.groups and self.startup_board is not None:
+            return self.startup_board.claim()
+        return all(group.status_board.claim() for group in self.groups)
+
+    def close(self) -> None:
+        """Close all peer groups and the startup board. Not collective."""
+        for group in self.groups:
+            group.close()
+        self.close_startup_board()
+
+    def close_startup_board(self, *, all_joined: bool = False) -> None:
+        """Close the startup board; with ``all_joined`` also remove its file. Not collective.
+
+        ``all_joined`` says that a communicator of all ranks exists, or that the job ends.
+        """
+        startup_board, self.startup_board = self.startup_board, None
+        if startup_board is not None:
+            startup_board.close(remove=all_joined)
 
 
-def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
-    """Decode and check status slots that a status server has sent; return them by rank.
+def _size(group: PeerGroup) -> tuple[int, tuple[int, ...]]:
+    return len(group.members), group.members
 
-    Slots are sent with their age in seconds. The time ``beat`` of each slot is set to ``now`` minus its age, where
-    ``now`` is the present ``time.monotonic()`` of this host.
 
-    Raises
-    ------
-    ValueError
-        If ``data`` are not valid slots, or contain a slot of a rank that is not in ``ranks``.
+def make_on_all(
+    allgather: Callable[[Any], list[Any]],
+    make: Callable[[Callable[[Any], list[Any]]], T],
+    warn_once: Callable[[BaseException], None],
+) -> T | None:
+    """Return ``make(gather)`` on each rank; on a rank where it raises, call ``warn_once(error)`` and return None.
+
+    Collective over the ranks of ``allgather``, which takes a picklable object and returns the list of all ranks'
+    objects. ``gather`` is a function like ``allgather``, which ``make`` may call. A rank whose ``make`` has returned or
+    raised takes part in the remaining calls of other ranks, with None, so no rank waits for it.
     """
+    result: T | None = None
+    alone = False
+
+    def ask(value: Any) -> list[Any]:
+        nonlocal alone
+        gathered = allgather((True, value))
+        alone |= not all(busy for busy, _ in gathered)
+        return [value for _, value in gathered]
+
     try:
-        found = json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_small)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    if not isinstance(found, dict) or not {str(rank) for rank in ranks}.issuperset(found):
-        raise ValueError("not slots of these ranks")
-    for slot in found.values():
-        _check(slot)
-    return {int(rank): slot | {"beat": now - slot["age"]} for rank, slot in found.items()}
-
-
-def _check(slot: Any) -> None:
-    if not isinstance(slot, dict) or not _ALWAYS.issubset(slot):
-        raise ValueError("not a slot")
-    for name in _KINDS.keys() & slot.keys():
-        if not _is(slot[name], _KINDS[name]):
-            raise ValueError(f"{name} is of another type")
-    for name, kinds in _ROWS.items():
-        if not all(_consists(row, kinds) for row in slot.get(name, ())):
-            raise ValueError(f"{name} has other cells")
-    making = slot.get("making", {}).values()
-    if not all(_consists(mark, _TWO_COUNTS) for mark in slot["marks"].values()):
-        raise ValueError("marks are of another type")
-    if not all(isinstance(found, list) and all(_consists(pair, _TWO_COUNTS) for pair in found) for found in making):
-        raise ValueError("ranges of ranks are of another type")
-
-
-def _consists(row: Any, kinds: tuple[type | tuple[type, ...], ...]) -> bool:
-    return isinstance(row, list) and len(row) == len(kinds) and all(map(_is, row, kinds))
-
-
-def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _finite(number: str) -> float:
-    if not isfinite(value := float(number)):
-        raise ValueError("a number is too large")
-    return value
-
-
-def _small(number: str) -> int:
-    if len(number) > 24:
-        raise ValueError("a number is too large")
-    return int(number)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
+        result = make(ask)
+    except Exception as error:
+        if not alone:  # else the cause is on another rank, which warns
+            warn_once(error)
+    while any(busy for busy, _ in allgather((False, None))):
+        pass
+    return result
 
 
 #: Number of servers on each node: the second one replies if the first is stopped or holds the interpreter lock.
@@ -494,235 +512,215 @@ def _addresses(names: Sequence[str]) -> Iterator[str]:
                 yield socket.inet_ntoa(answer[20:24])
 
 
-T = TypeVar("T")
-#: Seconds for which a rank that ends waits for ranks that have not started yet: one of them may need it.
-_STARTING = 3.0
+#: Most bytes of one rank's slot in a message: a slot of a status board, with its age and rank.
+SLOT_LIMIT = 33_000
+_SECONDS = (int, float)
+#: Types of the entries of a slot; an entry may be missing.
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "age": _SECONDS,
+    "still": _SECONDS,
+    "pid": int,
+    "place": str,
+    "state": str,
+    "library": str,
+    "calls": list,
+    "joint_tasks": list,
+    "transfers": list,
+    "marks": dict,
+    "making": dict,
+    "records": dict,
+}
+#: Entries that no slot may lack.
+_ALWAYS = frozenset({"age", "place", "state", "still", "calls", "joint_tasks", "marks"})
+#: Entries that are lists of lists, with the types in each inner list.
+_ROWS: Mapping[str, tuple[type | tuple[type, ...], ...]] = {
+    "calls": (str, str, int, str, str, _SECONDS),
+    "joint_tasks": (str, int, str, _SECONDS),
+    "transfers": (str, int, _SECONDS),
+}
+_TWO_COUNTS = (int, int)
 
 
-@dataclass(frozen=True, eq=False)
-class PeerGroup:
-    """Hold the status board and the connections by which the ranks of a group see each other's status.
+def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
+    """Decode and check status slots that a status server has sent; return them by rank.
 
-    Attributes
-    ----------
-    members : tuple of int
-        World ranks of the group, in ascending order.
-    control : MPI.Intracomm
-        A communicator of these ranks, used only by the supervision of the process.
-    status_board : StatusBoard
-        The status board of this rank's node.
-    remote_status : RemoteStatus or None
-        Reads the status boards of other nodes; None if there are none, or it could not be opened.
+    Slots are sent with their age in seconds. The time ``beat`` of each slot is set to ``now`` minus its age, where
+    ``now`` is the present ``time.monotonic()`` of this host.
+
+    Raises
+    ------
+    ValueError
+        If ``data`` are not valid slots, or contain a slot of a rank that is not in ``ranks``.
     """
-
-    members: tuple[int, ...]
-    control: Any
-    status_board: StatusBoard
-    remote_status: RemoteStatus | None
-
-    def close(self) -> None:
-        """Stop this rank's status server, and close the status board. Not collective."""
-        if self.remote_status is not None:
-            self.remote_status.close()
-        self.status_board.close()
-
-
-class PeerGroups:
-    """Hold the peer groups of this process, and read and write the status boards of all these groups.
-
-    A status slot is a dictionary that a rank writes about itself; its keys are listed in received_slots.py.
-    """
-
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
-        #: The groups, smallest first, which is the order in which :meth:`claim` asks their status boards.
-        self.groups: list[PeerGroup] = []
-        #: Status of all ranks of this node, with a common communicator or without; None if it is not open.
-        self.startup_board: StartupBoard | None = None
-
-    # ------------------------------------------------------------------ groups
-
-    def has_group(self, members: Sequence[int]) -> bool:
-        """Tell whether there is a peer group of exactly these world ranks; they all get the same result.
-
-        Not collective.
-        """
-        return tuple(sorted(members)) in (group.members for group in self.groups)
-
-    def add_group(
-        self,
-        comm: Any,
-        members: Sequence[int],
-        host: str,
-        warn_once: Callable[[BaseException], None],
-        meet: Callable[[Any], None],
-    ) -> None:
-        """Open a peer group for the ranks of ``comm``, an mpi4py communicator. Collective over ``comm``.
-
-        ``members`` are the world ranks of ``comm``, and ``host`` is the name of this rank's host. If the status board
-        or the status server cannot be opened on a rank, this rank calls ``warn_once`` with the error and goes on
-        without it; the other ranks do not wait for this rank. ``meet`` is :meth:`.Waiting.meet`.
-        """
-        ranks = tuple(sorted(members))
-        meet(comm)
-        control = comm.Split(0, self.rank)
-
-        def ask(value: Any) -> list[Any]:
-            meet(control)
-            return list(control.allgather(value))
-
-        hosts = dict(zip(ranks, ask(host), strict=True))
-        status_board = make_on_all(ask, lambda gather: open_status_board(self.rank, hosts, gather), warn_once)
-        status_board = status_board or StatusBoard((self.rank,), self.rank, None)
-
-        def opened(gather: Callable[[Any], list[Any]]) -> RemoteStatus:
-
-            return RemoteStatus(status_board, host, gather)
-
-        remote_status = make_on_all(ask, opened, warn_once) if len(set(hosts.values())) > 1 else None
-        self.groups = sorted([*self.groups, PeerGroup(ranks, control, status_board, remote_status)], key=_size)
-
-    def remove_group(self, members: Sequence[int], *, free: bool) -> None:
-        """Close the peer group of the world ranks ``members``, if there is one.
-
-        With ``free`` its MPI communicator is freed too. Then the call is collective over ``members``, and MPI must not
-        have been finalized.
-        """
-        ranks = tuple(sorted(members))
-        for group in [group for group in self.groups if group.members == ranks]:
-            self.groups = [other for other in self.groups if other is not group]
-            group.close()
-            if free:
-                group.control.Free()
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """World ranks of all peer groups of this process, without this rank."""
-        return tuple(sorted({rank for group in self.groups for rank in group.members} - {self.rank}))
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """World ranks on this node whose status slots can be read from a status board."""
-        return tuple(sorted({rank for group in self.groups for rank in group.status_board.ranks}))
-
-    @property
-    def leads(self) -> bool:
-        """True if the lowest rank of every peer group of this process is on this node."""
-        return all(group.members[0] in group.status_board.ranks for group in self.groups)
-
-    # ------------------------------------------------------------------ status boards
-
-    def write(self, slot: Slot) -> None:
-        """Write the status of this rank to all status boards. Not collective; one thread at a time may call it."""
-        if self.startup_board is not None:
-            self.startup_board.write(slot)
-        for group in self.groups:
-            group.status_board.write(slot)
-
-    def read(self) -> dict[int, Slot]:
-        """Return the last status slot of each rank of this node that has written one, by rank. Not collective."""
-        return {rank: slot for group in self.groups for rank, slot in group.status_board.read().items()}
-
-    def read_startup_board(self) -> dict[int, Slot]:
-        """Return the last status slots of other ranks on the startup board, by rank. Not collective."""
-        return {} if self.startup_board is None else self.startup_board.read()
-
-    def others_work(self, waited: float) -> bool:
-        """Tell whether another rank on the startup board of this node works, or may still be starting. Not collective.
-
-        ``waited`` is the number of seconds since this rank has reached the end of its program. Ranks that have written
-        nothing yet may be starting during the first ``_STARTING`` seconds.
-        """
-        if self.startup_board is None:
-            return False
-        starting = waited < _STARTING and not self.startup_board.all_started()
-        return starting or any(map(is_working, self.startup_board.read().values()))
-
-    def read_one(self, rank: int) -> Slot | None:
-        """Return the last status slot of a rank in :attr:`ranks`; None if it has written none. Not collective."""
-        return next((g.status_board.read_one(rank) for g in self.groups if rank in g.status_board.ranks), None)
-
-    def read_all(self, *, rarely: bool = False) -> dict[int, Slot]:
-        """Return the status slots of all ranks that can be read, also of ranks on other nodes, by rank.
-
-        Not collective. With ``rarely`` other nodes are queried only after a pause, which grows with every query; until
-        then their last known slots are returned.
-        """
-        found: dict[int, Slot] = {}
-        for group in self.groups:
-            if group.remote_status is not None and set(group.members).difference(group.status_board.ranks):
-                found |= group.remote_status.read_rarely() if rarely else group.remote_status.read()
-        return found | self.read()
-
-    def request_records(self, key: str) -> None:
-        """Ask the ranks of this node to write their last calls on a communicator to the status board. Not collective.
-
-        ``key`` identifies the communicator, see :class:`.CommunicatorEntry`.
-        """
-        for group in self.groups:
-            group.status_board.request_records(key)
-
-    def requested_keys(self) -> list[str]:
-        """Return, for each peer group, the key last passed to :meth:`request_records` on any rank of this node.
-
-        Not collective.
-        """
-        return sorted({key for group in self.groups if (key := group.status_board.requested_key())})
-
-    def claim(self) -> bool:
-        """Return True on the first rank of the node that calls this, else False. Not collective.
-
-        The rank that gets True reports why the job ends.
-        """
-        if not self.groups and self.startup_board is not None:
-            return self.startup_board.claim()
-        return all(group.status_board.claim() for group in self.groups)
-
-    def close(self) -> None:
-        """Close all peer groups and the startup board. Not collective."""
-        for group in self.groups:
-            group.close()
-        self.close_startup_board()
-
-    def close_startup_board(self, *, all_joined: bool = False) -> None:
-        """Close the startup board; with ``all_joined`` also remove its file. Not collective.
-
-        ``all_joined`` says that a communicator of all ranks exists, or that the job ends.
-        """
-        startup_board, self.startup_board = self.startup_board, None
-        if startup_board is not None:
-            startup_board.close(remove=all_joined)
-
-
-def _size(group: PeerGroup) -> tuple[int, tuple[int, ...]]:
-    return len(group.members), group.members
-
-
-def make_on_all(
-    allgather: Callable[[Any], list[Any]],
-    make: Callable[[Callable[[Any], list[Any]]], T],
-    warn_once: Callable[[BaseException], None],
-) -> T | None:
-    """Return ``make(gather)`` on each rank; on a rank where it raises, call ``warn_once(error)`` and return None.
-
-    Collective over the ranks of ``allgather``, which takes a picklable object and returns the list of all ranks'
-    objects. ``gather`` is a function like ``allgather``, which ``make`` may call. A rank whose ``make`` has returned or
-    raised takes part in the remaining calls of other ranks, with None, so no rank waits for it.
-    """
-    result: T | None = None
-    alone = False
-
-    def ask(value: Any) -> list[Any]:
-        nonlocal alone
-        gathered = allgather((True, value))
-        alone |= not all(busy for busy, _ in gathered)
-        return [value for _, value in gathered]
-
     try:
-        result = make(ask)
-    except Exception as error:
-        if not alone:  # else the cause is on another rank, which warns
-            warn_once(error)
-    while any(busy for busy, _ in allgather((False, None))):
-        pass
-    return result
+        found = json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_small)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(found, dict) or not {str(rank) for rank in ranks}.issuperset(found):
+        raise ValueError("not slots of these ranks")
+    for slot in found.values():
+        _check(slot)
+    return {int(rank): slot | {"beat": now - slot["age"]} for rank, slot in found.items()}
+
+
+def _check(slot: Any) -> None:
+    if not isinstance(slot, dict) or not _ALWAYS.issubset(slot):
+        raise ValueError("not a slot")
+    for name in _KINDS.keys() & slot.keys():
+        if not _is(slot[name], _KINDS[name]):
+            raise ValueError(f"{name} is of another type")
+    for name, kinds in _ROWS.items():
+        if not all(_consists(row, kinds) for row in slot.get(name, ())):
+            raise ValueError(f"{name} has other cells")
+    making = slot.get("making", {}).values()
+    if not all(_consists(mark, _TWO_COUNTS) for mark in slot["marks"].values()):
+        raise ValueError("marks are of another type")
+    if not all(isinstance(found, list) and all(_consists(pair, _TWO_COUNTS) for pair in found) for found in making):
+        raise ValueError("ranges of ranks are of another type")
+
+
+def _consists(row: Any, kinds: tuple[type | tuple[type, ...], ...]) -> bool:
+    return isinstance(row, list) and len(row) == len(kinds) and all(map(_is, row, kinds))
+
+
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _finite(number: str) -> float:
+    if not isfinite(value := float(number)):
+        raise ValueError("a number is too large")
+    return value
+
+
+def _small(number: str) -> int:
+    if len(number) > 24:
+        raise ValueError("a number is too large")
+    return int(number)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
+
+
+#: Generator that plays one side of a query. It yields bytes, to send them, or an integer, to receive that many bytes;
+#: received bytes are passed to it by ``send()``. It returns or raises when the query is over.
+Script = Generator[bytes | int, bytes, None]
+
+_PIECE = 1 << 16
+
+
+class TcpQuery:
+    """Hold a connection, and run a script that sends and receives on it, until ``ended`` is true.
+
+    The script is a generator, see :data:`Script`. The query has to end within ``seconds``.
+    """
+
+    def __init__(self, connection: socket.socket, script: Script, seconds: float) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.deadline = monotonic() + seconds
+        self.ended = False
+        self._script = script
+        self._out = memoryview(b"")
+        self._in, self._wanted = bytearray(), 0
+        self._started = False
+
+    @property
+    def events(self) -> int:
+        """Event of the connection that the query waits for: ``selectors.EVENT_READ`` or ``EVENT_WRITE``."""
+        return selectors.EVENT_WRITE if self._out else selectors.EVENT_READ
+
+    def advance(self) -> None:
+        """Send and receive as much as possible without waiting."""
+        try:
+            while True:
+                if self._out:
+                    self._out = self._out[self.connection.send(self._out) :]
+                elif len(self._in) < self._wanted:
+                    got = self.connection.recv(min(_PIECE, self._wanted - len(self._in)))
+                    if not got:
+                        self.ended = True
+                        return
+                    self._in += got
+                else:
+                    self._next()
+        except BlockingIOError:
+            pass
+        except Exception:  # bad input of a stranger ends this query, and neither the thread nor the training
+            self.ended = True
+
+    def _next(self) -> None:
+        received = bytes(self._in)
+        self._in, self._wanted = bytearray(), 0
+        step = self._script.send(received) if self._started else next(self._script)
+        self._started = True
+        if isinstance(step, int):
+            self._wanted = step
+        else:
+            self._out = memoryview(step)
+
+
+class TcpQueries:
+    """Run at most ``limit`` queries concurrently; a new query beyond the limit ends the oldest one."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._selector = selectors.DefaultSelector()
+        self._live: list[TcpQuery] = []
+
+    def listen(self, server: socket.socket) -> None:
+        """Add a listening socket; :meth:`poll` returns it when a client connects."""
+        server.setblocking(False)
+        self._selector.register(server, selectors.EVENT_READ)
+
+    def start(self, connection: socket.socket, script: Script, seconds: float) -> TcpQuery:
+        """Start to run ``script`` on ``connection``; return the query, which ends after ``seconds`` at the latest."""
+        query = TcpQuery(connection, script, seconds)
+        if len(self._live) >= self._limit:
+            self._end(self._live[0])
+        self._live.append(query)
+        self._selector.register(connection, query.events, query)
+        self._advance(query)
+        return query
+
+    def poll(self, seconds: float | None) -> list[socket.socket]:
+        """Wait for events of the sockets and handle them; return the listening sockets with new connections.
+
+        Waits ``seconds`` at most (None: no limit), and not longer than until the next query must end.
+        """
+        now = monotonic()
+        limits = [query.deadline - now for query in self._live] + ([] if seconds is None else [seconds])
+        servers = []
+        for key, _ in self._selector.select(max(0.0, min(limits)) if limits else None):
+            if key.data is None:
+                assert isinstance(key.fileobj, socket.socket)
+                servers.append(key.fileobj)
+            elif not key.data.ended:
+                self._advance(key.data)
+        now = monotonic()
+        for query in [query for query in self._live if query.deadline <= now]:
+            self._end(query)
+        return servers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for query in tuple(self._live):
+            self._end(query)
+        self._selector.close()
+
+    def _advance(self, query: TcpQuery) -> None:
+        query.advance()
+        if query.ended:
+            self._end(query)
+        else:
+            self._selector.modify(query.connection, query.events, query)
+
+    def _end(self, query: TcpQuery) -> None:
+        query.ended = True
+        self._live.remove(query)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(query.connection)
+        query.connection.close()
