@@ -1,11 +1,15 @@
-"""Tell what CPU runs this process, and describe it to LLVM, which is imported only where Linux does not tell.
+"""Keep the machine code of kernels in a folder, and load it into this process as Python builtins.
 
-Load object files of machine code into this process, and call their functions as Python builtins.
+Only what compiles kernels imports LLVM. Linux tells what CPU this is (:func:`cpu_identity`). LLVM could load object
+files, too, but its library is of 180 MB: with 64 ranks on two cores it took a twelfth of a training's start. What LLVM
+writes for the x86-64 CPUs of a JIT has absolute addresses only, and placing those is all that loading needs
+(:class:`Native`).
 
-LLVM could load them, but its library is of 180 MB: with 64 ranks on two cores it took a twelfth of a training's start.
-What LLVM writes for the x86-64 CPUs of a JIT has absolute addresses only, and placing those is all that loading needs.
-
-Check and make folders of machine code, to which only this user may be able to write.
+The folder has one object file per kernel and dtype, compiled by one process per node (:func:`load_or_build`). Its name
+is a hash of every source file in the package ``mpizero.kernels``, of the compiler's version and of the CPU. So after a
+change of a formula, of numba or of the CPU type, a new, empty folder is used, and outdated code cannot be loaded. A
+file in the folder is run as machine code, so nobody but this user and root may be able to write to it. Numba's own
+cache, which stores pickles, is never used.
 
 [Note: who may write] Files and folders of root are trusted like the user's own, because root may do anything anyway.
 The folder of machine code and the files in it must belong to this user or root, and nobody else may be able to write to
@@ -14,13 +18,6 @@ machine code, but only by a folder that belongs to them, which is then not accep
 project folders that a group can write, or ``/tmp`` with its sticky bit. They may not be folders that all users can
 write and that have no sticky bit, and no symbolic link of another user may be on the path, because it may lead
 anywhere.
-
-Cache compiled kernels in a folder: one object file per kernel and dtype, compiled by one process per node.
-
-The folder's name is a hash of every source file in the package ``mpizero.kernels``, of the compiler's version and of
-the CPU. So after a change of a formula, of numba or of the CPU type, a new, empty folder is used, and outdated code
-cannot be loaded. A file in the folder is run as machine code, so nobody but this user and root may be able to write to
-it: see [Note: who may write] in :mod:`mpizero.kernels.machine_code`. Numba's own cache, which stores pickles, is never used.
 """
 
 from __future__ import annotations
