@@ -21,7 +21,6 @@ import errno
 import fcntl
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -624,13 +623,13 @@ def _one_at_a_time(first: bool) -> Iterator[None]:
     if first:
         with contextlib.suppress(OSError):
             file = os.open(SHARED_FOLDER, os.O_RDONLY | os.O_CLOEXEC)
-            limit = time.monotonic() + _LOCK_WAIT
-            while time.monotonic() < limit:
+            limit = monotonic() + _LOCK_WAIT
+            while monotonic() < limit:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    time.sleep(1e-3)
+                    sleep(1e-3)
     try:
         yield
     finally:

@@ -24,7 +24,6 @@ be read, because its node does not reply, counts as working.
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 import os
 import re
@@ -32,8 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from time import monotonic
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -139,9 +137,9 @@ class Supervisor:
             write_stderr(f"mpizero: stuck or missing ranks may not be noticed here: {type(error).__name__}: {error}\n")
 
     def _run(self, stop: threading.Event) -> None:
-        last = monotonic()
+        last = time.monotonic()
         while not stop.wait(self.tick):
-            now = monotonic()
+            now = time.monotonic()
             self._note(last, now)
             last = now
             for listener in [one for one in tuple(self._listeners) if self._next.get(one, now) <= now]:
@@ -252,7 +250,7 @@ class Heartbeat:
         self._watched = threading.main_thread().ident or 0
         self._asked: list[str] = []
         self._spot: tuple[int, int] = (0, 0)
-        self._since = monotonic()
+        self._since = time.monotonic()
         self._place, self._looked = "", float("-inf")
         self._looked_at: tuple[int, int] = (0, 0)
         self._writing = threading.RLock()
@@ -270,7 +268,7 @@ class Heartbeat:
     def beat(self, now: float | None = None) -> Slot:
         """Write the current status slot, and return it."""
         with self._writing:
-            self.last_slot = slot = self.slot(monotonic() if now is None else now)
+            self.last_slot = slot = self.slot(time.monotonic() if now is None else now)
             self.peers.write(slot)
         return slot
 
@@ -293,7 +291,7 @@ class Heartbeat:
             self._looked_at = (0, 0) if moved else spot
         slot: Slot = {"beat": now, "place": self._place, "still": since(self._since), "pid": os.getpid()}
         # The frame may be gone at any moment; an error here must not end the run.
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             mpi = sys.modules.get("mpi4py.MPI")
             stands = frame is not None and mpi is not None and slot["still"] >= _STILL
             slot["library"] = library_call(frame, mpi.COMM_WORLD) if frame and mpi and stands else ""
@@ -576,8 +574,8 @@ class EarlyExit:
 
     def wait(self) -> None:
         """Wait until no other rank on the startup board of this node is working or starting. Not collective."""
-        begun = monotonic()
-        while self._peers.others_work(waited := monotonic() - begun):
+        begun = time.monotonic()
+        while self._peers.others_work(waited := time.monotonic() - begun):
             self.look(waited)
             time.sleep(_LOOK_FOR_EXITS)
 
@@ -629,9 +627,9 @@ def agree_range(
     send, recv = range_of(value), np.empty((len(controls), 2), np.int64)
     rows = zip(controls, recv, strict=True)
     requests = [c.Iallreduce([send, mpi.INT64_T], [row, mpi.INT64_T], mpi.MIN) for c, row in rows]
-    waited, last, pause = 0.0, monotonic(), 20e-6
+    waited, last, pause = 0.0, time.monotonic(), 20e-6
     while not mpi.Request.Testall(requests):
-        now = monotonic()
+        now = time.monotonic()
         waited, last = waited + min(now - last, _COUNTED), now
         if give_up(waited):
             return None

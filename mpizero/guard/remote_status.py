@@ -40,7 +40,6 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from time import monotonic
 from typing import Any, NoReturn, Self, TypeVar
 
 from mpizero.guard.status import Slot, StartupBoard, StatusBoard, encode, is_working, open_status_board
@@ -352,12 +351,12 @@ class RemoteStatus:
         return found
 
     def _query_all(self, found: dict[int, Slot]) -> None:
-        limit = monotonic() + _ALL_ANSWERS
+        limit = time.monotonic() + _ALL_ANSWERS
         untried = {name: list(servers) for name, servers in self._remote_servers.items()}
         running: dict[str, TcpQuery] = {}
         answered: set[str] = set()
         with TcpQueries(_CLIENTS) as queries:
-            while (now := monotonic()) < limit:
+            while (now := time.monotonic()) < limit:
                 running = {name: query for name, query in running.items() if not query.ended}
                 untried = {name: servers for name, servers in untried.items() if servers and name not in answered}
                 for name in [name for name in untried if name not in running][: _CLIENTS - len(running)]:
@@ -374,9 +373,9 @@ class RemoteStatus:
 
         Not collective.
         """
-        if self._remote_servers and monotonic() > self._next:
+        if self._remote_servers and time.monotonic() > self._next:
             self._last = self.read()
-            self._next, self._pause = monotonic() + self._pause, min(1.5 * self._pause, 30.0)
+            self._next, self._pause = time.monotonic() + self._pause, min(1.5 * self._pause, 30.0)
         return self._last
 
     def close(self) -> None:
@@ -402,7 +401,7 @@ class RemoteStatus:
             raise ValueError(f"an answer of {size} bytes")
         body = yield size
         if hmac.compare_digest(head[:_PROOF], self._proof(b"answer", server.rank, challenge + nonce + body)):
-            found |= parse_slots(body, server.ranks, monotonic())
+            found |= parse_slots(body, server.ranks, time.monotonic())
             answered.add(name)
 
     def _serve_query(self) -> Script:
@@ -420,7 +419,7 @@ class RemoteStatus:
         return hmac.digest(self._secret, b"%s %d:" % (what, rank) + text, "sha256")
 
     def _reply(self) -> bytes:
-        now = monotonic()
+        now = time.monotonic()
         if now - self._encoded_at > _SAME:
             slots = {rank: slot for rank, slot in self._status_board.read().items() if "beat" in slot}
             aged = {rank: slot | {"age": max(0.0, now - slot["beat"])} for rank, slot in slots.items()}
@@ -619,7 +618,7 @@ class TcpQuery:
     def __init__(self, connection: socket.socket, script: Script, seconds: float) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self.deadline = monotonic() + seconds
+        self.deadline = time.monotonic() + seconds
         self.ended = False
         self._script = script
         self._out = memoryview(b"")
@@ -689,7 +688,7 @@ class TcpQueries:
 
         Waits ``seconds`` at most (None: no limit), and not longer than until the next query must end.
         """
-        now = monotonic()
+        now = time.monotonic()
         limits = [query.deadline - now for query in self._live] + ([] if seconds is None else [seconds])
         servers = []
         for key, _ in self._selector.select(max(0.0, min(limits)) if limits else None):
@@ -698,7 +697,7 @@ class TcpQueries:
                 servers.append(key.fileobj)
             elif not key.data.ended:
                 self._advance(key.data)
-        now = monotonic()
+        now = time.monotonic()
         for query in [query for query in self._live if query.deadline <= now]:
             self._end(query)
         return servers
