@@ -195,7 +195,7 @@ class Fingerprint:
         return self._hidden[kind]
 
 
-# ---------------------------------------------------------------------- rules: the first one for the type is used
+# Rules take a value apart by one level. They are listed in `_RULES`; the first one for the value's type is used.
 
 
 def _plain(value: Any) -> bytes:
@@ -324,9 +324,6 @@ _RULES: tuple[tuple[Any, Callable[[Fingerprint, Any], Parts]], ...] = (
     (io.IOBase, lambda _, value: Parts("left out", left_out=type(value).__qualname__)),
     (functools.cached_property, lambda _, value: Parts("property", {"": value.func})),
 )
-
-
-# ---------------------------------------------------------------------- helpers of the rules
 
 
 def _bare(value: Any) -> bytes:
