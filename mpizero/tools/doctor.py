@@ -24,7 +24,7 @@ from mpizero._util.launch import Launch
 from mpizero.comm import Communicator
 from mpizero.comm.startup import available_memory, memory_of_node, versions
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.guard.reports import SHARED_FOLDER, Leftover, leftovers, remove, session_folders
+from mpizero.guard.reports import SHARED_FOLDER, Leftover, leftovers, remove_leftovers, session_folders
 from mpizero.train import machine
 from mpizero.train.stopping import Limit, slurm_limit
 
@@ -261,7 +261,7 @@ def check_leftovers(comm: Communicator, threads: int, *, clean: bool = False) ->
     with comm.split_node(name="doctor") as node:
         first = node.rank == 0
     found = [*leftovers(), *session_folders()] if first else []
-    gone, left = remove(found) if clean else ([], found)
+    gone, left = remove_leftovers(found) if clean else ([], found)
     told = comm.allgather_object((machine.host(), gone, left))
     removed = [item for _, files, _ in told for item in files]
     text = f"removed {counted(len(removed), 'file')} of ended jobs, {_mebibytes(removed)}; " if removed else ""
