@@ -152,6 +152,23 @@ class NpzFile:
             raise CheckpointError(f"{self.path}: not a sound .npz file of numbers: {error!s:.300}") from None
 
 
+def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
+    with archive.open(info) as member:
+        shape, by_columns, dtype = read_header(member, info.filename, info.file_size)
+        where = f"{info.filename!r:.80}: {dtype!s:.80} of shape {shape!r:.80}"
+        values = np.empty(prod(shape), dtype)
+        view, done = as_bytes(values), 0
+        while part := member.read(min(_PIECE, len(view) - done) or 1):  # the last read compares the checksum
+            if done == len(view):
+                raise ValueError(f"{where}: it has more bytes than that")
+            view[done : done + len(part)] = part
+            done += len(part)
+        if done < len(view):
+            raise ValueError(f"{where}: it has {done} bytes")
+    native = values.astype(dtype.newbyteorder("="), copy=False)
+    return native.reshape(shape, order="F" if by_columns else "C")
+
+
 def read_header(member: IO[bytes], name: str, size: int) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Read the header of an array; return its shape, whether it is stored by columns, and its element type.
 
@@ -173,20 +190,3 @@ def read_header(member: IO[bytes], name: str, size: int) -> tuple[tuple[int, ...
     if prod(shape) * dtype.itemsize != size - member.tell():
         raise ValueError(f"{where}: it has {size - member.tell()} bytes")
     return shape, by_columns, dtype
-
-
-def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
-    with archive.open(info) as member:
-        shape, by_columns, dtype = read_header(member, info.filename, info.file_size)
-        where = f"{info.filename!r:.80}: {dtype!s:.80} of shape {shape!r:.80}"
-        values = np.empty(prod(shape), dtype)
-        view, done = as_bytes(values), 0
-        while part := member.read(min(_PIECE, len(view) - done) or 1):  # the last read compares the checksum
-            if done == len(view):
-                raise ValueError(f"{where}: it has more bytes than that")
-            view[done : done + len(part)] = part
-            done += len(part)
-        if done < len(view):
-            raise ValueError(f"{where}: it has {done} bytes")
-    native = values.astype(dtype.newbyteorder("="), copy=False)
-    return native.reshape(shape, order="F" if by_columns else "C")
