@@ -1,6 +1,8 @@
-"""List, check and remove the checkpoints of a run; each is a folder named ``step_<number>``.
+"""List, check and remove the checkpoints of a run, and mark the best one; each is a folder named ``step_<number>``.
 
-Mark the best checkpoint of a run by a link beside the step folders.
+A step folder is sound if nothing is wrong with its manifest, file sizes and HDF5 structure. Only a wrong checksum or
+size proves damage: what merely cannot be opened may be whole, and is neither passed over in silence nor removed. The
+best checkpoint is marked by a link beside the step folders.
 """
 
 from __future__ import annotations
@@ -104,40 +106,6 @@ class StepFolder:
         return bool(self.problem) and not self.damaged
 
 
-@dataclass(frozen=True)
-class RemovalFailure:
-    """Describe an old checkpoint that :func:`prune` could not remove.
-
-    Attributes
-    ----------
-    path : str
-        Path of the folder.
-    reason : str
-        Why the folder was not removed; the text does not contain the path.
-
-    Examples
-    --------
-    >>> import os
-    >>> import tempfile
-    >>> from mpizero import checkpoint
-    >>> with tempfile.TemporaryDirectory() as run:
-    ...     checkpoint.write(checkpoint.step_folder(run, 2), [], {}, comm="self")
-    ...     os.symlink("archive", checkpoint.step_folder(run, 1))
-    ...     removed = checkpoint.prune(run, 1, comm="self", report=lambda failure: print(failure.reason))
-    it is a link; remove it by hand
-    """
-
-    path: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"old checkpoint not removed: {self.path}: {self.reason}"
-
-
-def _warn(failure: RemovalFailure) -> None:
-    warnings.warn(str(failure), stacklevel=2)
-
-
 def _look_at(path: str) -> StepFolder:
     step = step_of(path) or 0
     try:
@@ -226,6 +194,40 @@ def newest(
 
 def _passed_over(found: StepFolder) -> str:
     return f"checkpoint passed over: {found.problem}"
+
+
+@dataclass(frozen=True)
+class RemovalFailure:
+    """Describe an old checkpoint that :func:`prune` could not remove.
+
+    Attributes
+    ----------
+    path : str
+        Path of the folder.
+    reason : str
+        Why the folder was not removed; the text does not contain the path.
+
+    Examples
+    --------
+    >>> import os
+    >>> import tempfile
+    >>> from mpizero import checkpoint
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     checkpoint.write(checkpoint.step_folder(run, 2), [], {}, comm="self")
+    ...     os.symlink("archive", checkpoint.step_folder(run, 1))
+    ...     removed = checkpoint.prune(run, 1, comm="self", report=lambda failure: print(failure.reason))
+    it is a link; remove it by hand
+    """
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"old checkpoint not removed: {self.path}: {self.reason}"
+
+
+def _warn(failure: RemovalFailure) -> None:
+    warnings.warn(str(failure), stacklevel=2)
 
 
 def sound(
