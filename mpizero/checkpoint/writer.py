@@ -1,18 +1,14 @@
-"""Plan a save: all ranks agree on names and shapes of arrays, and on who writes which elements, before they write.
+"""Save a checkpoint from all ranks; its folder appears only when the checkpoint is complete.
 
-[Note: words] A *claim* lists the ranges of elements of one array that one rank writes (``format/table.py``). The
-*table* holds the shape and element type of every array. The *pieces* of an array are the ranges of its elements, with
-their values, that one rank writes.
+:func:`make_plan` lets all ranks agree on names and shapes of arrays, and on who writes which elements, before they
+write. A :class:`TemporaryFolder` holds the files while a back end writes the values: "direct", or "mpio"
+(:func:`store_collectively`), in which all ranks open the HDF5 file together and write with parallel HDF5. In
+:func:`publish` rank 0 writes the manifest and renames the folder. :func:`write` does all of this; :func:`to_bytes` and
+:func:`from_bytes` make a byte string of a checkpoint and read it: the HDF5 file, followed by the manifest.
 
-Implement the back end "mpio": all ranks open the HDF5 file together and write their values with parallel HDF5.
-
-Turn the temporary folder of a save into a checkpoint: rank 0 writes the manifest and renames the folder.
-
-Save a checkpoint from all ranks; its folder appears only when the checkpoint is complete.
-
-Convert a checkpoint to a byte string and back.
-
-The byte string is the HDF5 file, followed by the manifest.
+[Note: words] A *claim* lists the ranges of elements of one array that one rank writes
+(:class:`~mpizero.checkpoint.format.Claim`). The *table* holds the shape and element type of every array. The *pieces*
+of an array are the ranges of its elements, with their values, that one rank writes.
 """
 
 from __future__ import annotations
@@ -184,19 +180,6 @@ def make_plan(
     return SavePlan(target, local, table, attributes, known.offsets, known.skeleton, opened)
 
 
-class _SaveRequest(NamedTuple):
-    """Describe what one rank saves; it is part of the message that all ranks exchange.
-
-    ``claims`` lists the ranges of elements that the rank writes; it is None if they are the same as in the rank's last
-    save. ``number`` is the checksum of the claims of all ranks in that last save. ``attributes`` is the CRC32 of the
-    attributes.
-    """
-
-    claims: list[Claim] | None
-    number: int
-    attributes: int
-
-
 class Agreement(NamedTuple):
     """Hold the result of :func:`agree_on_arrays`.
 
@@ -224,21 +207,6 @@ class Agreement(NamedTuple):
     opened: str | None
 
 
-class _Checked(NamedTuple):
-    """Hold the checked arrays of a rank, the claims made from them, and the attributes as JSON text."""
-
-    local: list[LocalArray]
-    claims: list[Claim]
-    attributes: str
-
-
-def _check(arrays: Sequence[LocalArray], attributes: object) -> _Checked:
-    local = [check_array(array) for array in arrays]
-    if not isinstance(attributes, dict):
-        raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
-    return _Checked(local, [Claim.of(array) for array in local], canonical_json(attributes, "attributes"))
-
-
 def agree_on_arrays(
     comm: Communicator,
     arrays: Sequence[LocalArray],
@@ -258,7 +226,7 @@ def agree_on_arrays(
     known = KnownLayout() if again is None else again.layout
     checked, request, opened = _Checked([], [], ""), None, None
     with CapturedError() as own:
-        checked = _check(arrays, attributes)
+        checked = _check_arrays(arrays, attributes)
         as_before = known.claims == checked.claims and known.place == (comm.rank, comm.size)
         request = _SaveRequest(None if as_before else checked.claims, known.number, crc32(checked.attributes.encode()))
         if as_before and again is not None:
@@ -279,6 +247,34 @@ def agree_on_arrays(
     with agreed(comm, prefix(target)):
         table = merge(claims)
     return Agreement(target, checked.local, table, copied, crc32(repr(claims).encode()), None)
+
+
+class _SaveRequest(NamedTuple):
+    """Describe what one rank saves; it is part of the message that all ranks exchange.
+
+    ``claims`` lists the ranges of elements that the rank writes; it is None if they are the same as in the rank's last
+    save. ``number`` is the checksum of the claims of all ranks in that last save. ``attributes`` is the CRC32 of the
+    attributes.
+    """
+
+    claims: list[Claim] | None
+    number: int
+    attributes: int
+
+
+class _Checked(NamedTuple):
+    """Hold the checked arrays of a rank, the claims made from them, and the attributes as JSON text."""
+
+    local: list[LocalArray]
+    claims: list[Claim]
+    attributes: str
+
+
+def _check_arrays(arrays: Sequence[LocalArray], attributes: object) -> _Checked:
+    local = [check_array(array) for array in arrays]
+    if not isinstance(attributes, dict):
+        raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
+    return _Checked(local, [Claim.of(array) for array in local], canonical_json(attributes, "attributes"))
 
 
 #: The largest number of bytes in one HDF5 write: MPI-IO counts in 32 bits.
@@ -505,7 +501,7 @@ def publish(comm: Communicator, plan: SavePlan, temporary: TemporaryFolder, sums
             return
         state = os.open(temporary.state, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            structure = _structure(state, temporary.state, plan.skeleton)
+            structure = _checked_structure(state, temporary.state, plan.skeleton)
             manifest = describe(plan.table, plan.skeleton, structure, gathered, plan.attributes)
             if temporary.folder.replace and os.path.lexists(plan.target) and not temporary.may_replace(plan.target):
                 raise CheckpointError("a sound checkpoint has taken the place of the damaged one: choose another name")
@@ -516,7 +512,7 @@ def publish(comm: Communicator, plan: SavePlan, temporary: TemporaryFolder, sums
     on_root(comm, plan.prefix, finish)
 
 
-def _structure(handle: int, state: str, skeleton: Skeleton) -> int:
+def _checked_structure(handle: int, state: str, skeleton: Skeleton) -> int:
     """Return the CRC32 of the HDF5 structure (all bytes outside the arrays) in the state file.
 
     ``handle`` is the open file, and ``state`` its path. Raises :class:`CheckpointError` if the structure differs from
