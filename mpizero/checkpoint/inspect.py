@@ -323,7 +323,7 @@ def compare(
         arrays=tuple(difference for difference in found if difference is not None),
         attributes=dict(_compare_attributes(a.attributes, b.attributes)),
         compared=len(alike),
-        nbytes=sum(int(np.prod(a.arrays[path][0], dtype=np.int64)) * a.arrays[path][1].itemsize for path in alike),
+        nbytes=sum(nbytes_of(a, path) for path in alike),
     )
 
 
@@ -480,7 +480,7 @@ def is_checkpoint(path: Path) -> bool:
         raise CheckpointError(f"{path}: no such file or folder")
     if not path.is_dir():
         raise CheckpointError(f"{path}: is a file; a checkpoint is a folder, as is a run")
-    return step_of(path.absolute()) is not None or (path / "manifest.json").exists()
+    return step_of(path.absolute()) is not None or (path / MANIFEST_NAME).exists()
 
 
 def find_checkpoint(path: Path) -> Path:

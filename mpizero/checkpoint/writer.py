@@ -24,7 +24,6 @@ import numpy as np
 
 from mpizero._util.faults import inject
 from mpizero._util.text import crc32
-from mpizero.checkpoint import folder as direct
 from mpizero.checkpoint.folder import (
     CapturedError,
     LockedFolder,
@@ -36,9 +35,11 @@ from mpizero.checkpoint.folder import (
     create_locked_folder,
     discard,
     fill_file,
+    join_parts,
     on_root,
     portable_error,
     raise_first,
+    store_directly,
     sync_range,
     write_at,
 )
@@ -539,7 +540,7 @@ def describe(
 
     ``structure`` is the CRC32 of the state file outside the arrays.
     """
-    checksums = direct.join_parts(table, gathered)
+    checksums = join_parts(table, gathered)
     stored = {
         path: StoredArray(shape, dtype, skeleton.offsets[path], checksums[path])
         for path, (shape, dtype) in table.items()
@@ -547,7 +548,7 @@ def describe(
     return Manifest(dict(attributes), stored, skeleton.nbytes, structure)
 
 
-_BACKENDS: Mapping[str, Callable[..., list[PieceSums]]] = {"direct": direct.store_directly, "mpio": store_collectively}
+_BACKENDS: Mapping[str, Callable[..., list[PieceSums]]] = {"direct": store_directly, "mpio": store_collectively}
 
 
 def write(
