@@ -330,7 +330,7 @@ def _tried(layer: Layer, shape: tuple[int, ...]) -> tuple[Operations, tuple[int,
 
 
 #: Version of the description. It is raised when a program written for the old version would misread the new one.
-FORMAT = "mpizero computation graph 1"
+GRAPH_FORMAT = "mpizero computation graph 1"
 
 
 class NodeOutput(NamedTuple):
