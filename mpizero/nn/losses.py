@@ -3,7 +3,7 @@
 Every loss is given an array, or a dictionary of arrays that :class:`WeightedTarget` takes apart. An
 :class:`ElementLoss` is one of every element of a target: squared and absolute errors, likelihoods.
 :class:`RelativeL2Loss` is the relative error of whole samples, as it is used for neural operators, and
-:class:`CrossEntropy` that of scores of classes. :func:`loss_for` finds the losses by the names that models and
+XX:func:`loss_for` finds the losses by the names that models and
 configuration files use.
 """
 
