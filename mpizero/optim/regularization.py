@@ -1,10 +1,9 @@
-"""Define the operations by which methods of whole vectors see the parameters, wherever their elements are.
+"""Define what methods of whole vectors work with: operations on vectors, bounds, a preconditioner, and added terms.
 
-Hold lower and upper bounds of parameters.
-
-Hold a diagonal preconditioner: positive factors of the elements of parameters.
-
-Define terms that are added to a loss and depend on the parameters alone: Tikhonov's, total variation, the user's.
+By a :class:`VectorSpace` a method sees the parameters, wherever their elements are. :class:`Bounds` are lower and upper
+bounds of parameters, a :class:`Diagonal` holds positive factors of their elements, and a :class:`Regularization` terms
+that are added to a loss and depend on the parameters alone: Tikhonov's, total variation, the user's. A user gives each
+by names of parameters or patterns of names.
 """
 
 from __future__ import annotations
