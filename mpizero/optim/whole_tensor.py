@@ -1,8 +1,8 @@
-"""Define the base class of optimizers that update whole tensors, and which arrays of state a parameter has.
+"""Update whole tensors, each on one rank: the base class of such optimizers, Muon and SOAP.
 
-Implement Muon (Jordan et al. 2024): momentum whose matrices are made nearly orthogonal.
-
-Implement SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's preconditioner.
+A :class:`TensorOptimizer` says which tensors it takes, and which arrays of state each has; AdamW updates all other
+parameters. :class:`Muon` (Jordan et al. 2024) is momentum whose matrices are made nearly orthogonal, :class:`SOAP`
+(Vyas et al. 2024) is Adam in the eigenbasis of Shampoo's preconditioner.
 """
 
 from __future__ import annotations
