@@ -1,15 +1,14 @@
-"""Compute with samples together and in two parts, and compare: what must not depend on how samples form grains.
+"""Run the first passes of a module and of a loss several times, and name what depends on ranks or on grains.
 
-Run copies of a block's module, which leave no trace.
-
-Run the first pass of a block's module several times, and name what it does that depends on ranks or on grains.
+:class:`FirstPass` looks at a block's module, of which it runs copies that leave no trace (:class:`ModuleCopy`), and
+:class:`FirstLoss` at a loss, which it calls twice on its first samples, and on parts of them. Both compute with samples
+together and in two parts (:class:`InParts`), which a :class:`Trial` follows through the blocks, and compare what must
+not depend on how samples form grains.
 
 [Note: first passes] Copies of the module run before it does. One runs on other samples and then on the given ones, one
 on the given ones alone. Outputs, gradients, statistics and all that the copies keep must be the same then: a pass on a
 module that was used before does what a fresh one does. And a pass for all samples must be the passes for two parts of
 them, but for what random numbers and statistics of a grain change: in evaluation mode, where the module has any.
-
-Call a loss twice on its first samples, and on parts of them, and name what differs.
 """
 
 from __future__ import annotations
