@@ -1,6 +1,8 @@
-"""Find the tensors of a module, and run the module with other tensors in their places.
+"""Call a module of PyTorch with other tensors in the places of its own, under settings of the pass.
 
-Set PyTorch's settings of the process for one pass through a module, and restore them afterwards.
+:class:`BlockTensors` holds what a block's module holds; :func:`in_places` puts other tensors there. :func:`torch_pass`
+sets PyTorch's settings of the process for one pass through a module, and restores them afterwards. :func:`called` calls
+a module with the input of a block, and says in plain words what PyTorch refuses.
 
 [Note: bits of PyTorch] A result must not depend on the rank that computes it. Random numbers are drawn from a seed of
 their own (:mod:`mpizero.adapters.user_code`). The number of threads is the configuration's. PyTorch is asked for
@@ -9,8 +11,6 @@ parameter lies at another address in every layout; ``MKL_CBWR=AUTO`` makes MKL r
 time (docs/bring_your_model.md), but MKL reads it only once, before its first product. On a GPU, PyTorch refuses
 products while deterministic algorithms are asked for, unless ``CUBLAS_WORKSPACE_CONFIG`` gives cuBLAS memory of its
 own.
-
-Call a module with the input of a block, and say in plain words what PyTorch refuses.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ from mpizero.adapters.torch.autograd import OwnKernels
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout.flat import joined
 from mpizero.types import IntegerSpec, ParameterSpec
-
-#: The dtypes that parameters may have.
-DTYPES: dict[Any, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
 #: A dictionary of a module (its parameters or buffers), and a key of it.
 Place = tuple[dict[str, Any], str]
@@ -156,6 +153,10 @@ def _held(module: torch.nn.Module, prefix: str, kind: str) -> dict[int, Held]:
         number: Held(name, tuple(tensor.shape), tensor.requires_grad, tuple(places[number]))
         for number, (name, tensor) in names.items()
     }
+
+
+#: The dtypes that parameters may have.
+DTYPES: dict[Any, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
 
 def dtype_of(module: torch.nn.Module) -> np.dtype[Any]:
