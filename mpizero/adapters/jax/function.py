@@ -331,7 +331,6 @@ def _evaluated(jaxpr: Any, equations: list[Any], known: Mapping[Any, Any], outpu
     return found
 
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 #: What to write in place of Python's own constructs, by the errors of JAX that these raise.
 _INSTEAD = (
     (jax.errors.TracerArrayConversionError, "compute with jax.numpy in place of numpy"),
