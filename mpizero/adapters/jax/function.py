@@ -92,10 +92,6 @@ def make_key(data: Any) -> Any:
     return None if data is None else jax.random.fold_in(jax.random.key(data[0]), data[1])
 
 
-#: Name of the parameter where the tree is a single array.
-SINGLE = "value"
-
-
 @dataclass(frozen=True)
 class ParameterTree:
     """Hold the structure of a pytree and the dotted names of its leaves, in the order of JAX.
@@ -139,6 +135,10 @@ def named_leaves(tree: Any, where: str) -> tuple[ParameterTree, list[Any]]:
         names[name] = text
         _check_leaf(leaf, f"{where}: {name!r}")
     return ParameterTree(tuple(names), structure), [leaf for _, leaf in found]
+
+
+#: Name of the parameter where the tree is a single array.
+SINGLE = "value"
 
 
 def dotted(path: Sequence[Any]) -> str:
@@ -247,10 +247,6 @@ def host_view(array: Any) -> Array:
     return np.asarray(array)
 
 
-#: Primitives that call a program and compute nothing themselves; ``jaxpr`` among their parameters is the program.
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
-
-
 @dataclass(frozen=True)
 class FlatProgram:
     """Hold a program without calls of inner programs.
@@ -305,6 +301,10 @@ def flat_program(function: Callable[..., Any], *examples: Any) -> FlatProgram:
     program = flat.jaxpr
     constants = dict(zip(program.constvars, flat.consts, strict=True))
     return FlatProgram(program.invars, program.outvars, program.eqns, constants, program)
+
+
+#: Primitives that call a program and compute nothing themselves; ``jaxpr`` among their parameters is the program.
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
 def _inlined(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -444,10 +444,6 @@ def _takes_key(function: Callable[..., Any], name: str, given: tuple[str, ...]) 
 
 #: How far the losses of two halves may be from that of the whole, relative to their size, by bits of the parameters.
 _APART = {16: 3e-2, 32: 1e-3, 64: 1e-8}
-#: The same for parameters of 32 bits that were converted to 64, of which a function may convert some back.
-_DOUBLED = 1e-6
-#: How many grains are looked at: a loss of one may add up by chance, as where all its masks are full.
-_MOST_GRAINS = 4
 _TERM = (
     "a term that does not depend on the samples, such as a penalty on the parameters: multiply it by len(x); or "
     "samples that see each other, as in batch normalization"
@@ -490,6 +486,10 @@ def _no_number(value: Any, kinds: str) -> str | None:
     return None if dtype.kind in kinds or dtype == jnp.bfloat16 else f"a number of type {dtype}"
 
 
+#: How many grains are looked at: a loss of one may add up by chance, as where all its masks are full.
+_MOST_GRAINS = 4
+
+
 @dataclass
 class CheckedGrains:
     """Hold how many grains of a loss have been checked, and whether it computes in 16 bits."""
@@ -501,6 +501,10 @@ class CheckedGrains:
     def enough(self) -> bool:
         """Tell whether no further grain is to be checked."""
         return self.grains >= _MOST_GRAINS
+
+
+#: The same for parameters of 32 bits that were converted to 64, of which a function may convert some back.
+_DOUBLED = 1e-6
 
 
 def check_grain(
