@@ -277,10 +277,6 @@ def half_times(graph: Pass, gradients: Sequence[torch.Tensor]) -> HalfTimes:
     return HalfTimes(divided - begun, halfway - divided, ended - halfway, equal)
 
 
-#: Attention of no more scores takes less time in PyTorch, which calls no Python function for it.
-FEW_SCORES = 1 << 14
-
-
 class OwnKernels(TorchFunctionMode):  # type: ignore[misc]
     """Let mpizero's kernels compute the functions that they know, for one thread.
 
@@ -309,6 +305,10 @@ def _silu(input: Any, inplace: bool = False) -> Any:
     if inplace or not _is_plain(input):
         return NotImplemented
     return _Elementwise.apply(input, "silu", functional.silu)
+
+
+#: Attention of no more scores takes less time in PyTorch, which calls no Python function for it.
+FEW_SCORES = 1 << 14
 
 
 def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
