@@ -209,11 +209,6 @@ def chosen_names(names: list[str], where: str, patterns: Collection[str], what: 
     return frozenset(selected(names, where, as_patterns(where, patterns), what))
 
 
-#: Largest time of both halves of a backward pass over that of the whole of which nothing is said, the seconds by which
-#: both must exceed it, and the number of passes that are measured.
-MOST_OF_HALVES, LEAST_EXCESS, MEASURED = 1.15, 5e-3, 5
-
-
 @dataclass
 class _Recorded:
     """Hold what the forward pass keeps for the backward pass.
@@ -261,6 +256,11 @@ class _Halves:
 
     wrong: bool = False
     times: list[HalfTimes] = field(default_factory=list)
+
+
+#: Largest time of both halves of a backward pass over that of the whole of which nothing is said, the seconds by which
+#: both must exceed it, and the number of passes that are measured.
+MOST_OF_HALVES, LEAST_EXCESS, MEASURED = 1.15, 5e-3, 5
 
 
 @dataclass(frozen=True, eq=False)
