@@ -295,10 +295,6 @@ def check_all_held(module: torch.nn.Module, blocks: dict[str, torch.nn.Module]) 
         )
 
 
-#: PyTorch's generator and settings belong to the process: ranks that are threads of one process take turns.
-_TURN = threading.RLock()
-
-
 @dataclass
 class TorchSettings:
     """Hold the settings of PyTorch during a model's passes.
@@ -317,6 +313,10 @@ class TorchSettings:
     def functions(self) -> AbstractContextManager[Any]:
         """Return a context in which the kernels are used; it takes a moment of every call of PyTorch."""
         return OwnKernels() if self.own_kernels else nullcontext()
+
+
+#: PyTorch's generator and settings belong to the process: ranks that are threads of one process take turns.
+_TURN = threading.RLock()
 
 
 #: Does what ``torch.use_deterministic_algorithms`` does, which takes as long as a small layer.
@@ -448,10 +448,6 @@ def _placed(array: np.ndarray, offset: int) -> np.ndarray:
 round_in_one_way()
 
 
-#: What PyTorch says where a derivative is asked for without a graph.
-UNDIFFERENTIATED = ("does not require grad", "not have been used in the graph")
-
-
 def called(module: torch.nn.Module, x: Any) -> Any:
     """Call a module: a tuple becomes several arguments, a dictionary keyword arguments. Not collective.
 
@@ -468,6 +464,10 @@ def called(module: torch.nn.Module, x: Any) -> Any:
             raise
         line = users_line(error.__traceback__)
         raise DataError(f"{type(module).__name__}: {found}{'' if line is None else f' ({line})'}") from error
+
+
+#: What PyTorch says where a derivative is asked for without a graph.
+UNDIFFERENTIATED = ("does not require grad", "not have been used in the graph")
 
 
 def _in_words(error: Exception, module: torch.nn.Module, x: Any) -> str | None:
