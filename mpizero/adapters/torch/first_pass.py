@@ -42,11 +42,6 @@ from mpizero.adapters.torch.originals import Originals
 from mpizero.adapters.user_code import differing, hidden_state, line_that_changes, part_of, shared_generators
 from mpizero.errors import LayoutError
 
-#: How far results may be apart that differ by rounding alone, relative to their size, by the type of the elements.
-_APART = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
-#: The same, of what was computed in 16 bits.
-_HALF = 3e-2
-
 
 class InParts(NamedTuple):
     """Hold trees of tensors of some samples: of all of them, and of two parts."""
@@ -123,6 +118,12 @@ def of_whole(parts: InParts) -> InParts:
         return map_leaves(lambda leaf: cut.get(next(numbers), leaf), tree)
 
     return InParts(parts.whole, replaced(parts.first, cuts[0]), replaced(parts.second, cuts[1]))
+
+
+#: How far results may be apart that differ by rounding alone, relative to their size, by the type of the elements.
+_APART = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
+#: The same, of what was computed in 16 bits.
+_HALF = 3e-2
 
 
 def apart(
@@ -610,6 +611,14 @@ def _keeps(shown: str, path: str, line: str) -> str:
     )
 
 
+class _Found(NamedTuple):
+    """Hold a loss, its weight, and its gradient by the prediction."""
+
+    loss: float
+    weight: float
+    gradient: list[torch.Tensor]
+
+
 #: How far the losses of parts may be from that of the whole, relative to their size: in double and in own precision.
 _WIDE, _OWN = 1e-5, 1e-3
 #: How many grains are cut: losses of one may add up by chance, as where all its masks are full, or be no numbers.
@@ -618,14 +627,6 @@ _SEE = (
     "; samples that are meant to see each other, as in a contrastive loss, do so in the module, which returns a loss "
     "for each sample (compare_forward=False)"
 )
-
-
-class _Found(NamedTuple):
-    """Hold a loss, its weight, and its gradient by the prediction."""
-
-    loss: float
-    weight: float
-    gradient: list[torch.Tensor]
 
 
 @dataclass(eq=False)
