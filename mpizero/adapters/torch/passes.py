@@ -279,10 +279,6 @@ def array_of(tree: Mapping[str, Any], name: str) -> Array:
     return found  # type: ignore[no-any-return]
 
 
-#: Kernel calls, and work, of a forward and backward pass over those of the forward pass.
-_BOTH = 3
-
-
 class _Kernels(TorchDispatchMode):  # type: ignore[misc]
     """See, in a ``with`` block, the kernels that PyTorch calls."""
 
@@ -307,6 +303,10 @@ def _work(calls: Sequence[ModuleCall], dtype: np.dtype[Any], x: Any, y: Any) -> 
     for call in calls:
         x = call.on_zeros(x, dtype, counter)
     return counter.work
+
+
+#: Kernel calls, and work, of a forward and backward pass over those of the forward pass.
+_BOTH = 3
 
 
 class _Counter(_Kernels):
