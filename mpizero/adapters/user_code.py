@@ -256,18 +256,6 @@ def _feed(found: Any, state: Any) -> None:
         found.update(repr(state).encode(errors="backslashreplace"))
 
 
-#: A grain's calls between engine and model; a kernel's call; what a convolution's call takes more, on few samples; a
-#: parameter that is read, and whose gradient is written and added.
-_GRAIN, _CALL, _CONVOLUTION, _PARAMETER = 300_000, 15_000, 130_000, 3.6
-#: A floating-point operation of a product, and a byte that is read or written.
-_OPERATION, _BYTE = 0.01, 1 / 12
-#: The work of a grain's samples over its fixed cost from which on the latter is small.
-_ENOUGH = 20
-#: Numbers of samples with which a model is run to count its work. Batch norms refuse a single one, and kernels leave
-#: copies out that they make of more.
-_FEW, _MORE = 2, 3
-
-
 class PassWork(NamedTuple):
     """Count the work of a forward and backward pass.
 
@@ -289,6 +277,18 @@ class PassWork(NamedTuple):
     def plus(self, other: PassWork) -> PassWork:
         """Return the work of both."""
         return PassWork(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+#: A grain's calls between engine and model; a kernel's call; what a convolution's call takes more, on few samples; a
+#: parameter that is read, and whose gradient is written and added.
+_GRAIN, _CALL, _CONVOLUTION, _PARAMETER = 300_000, 15_000, 130_000, 3.6
+#: A floating-point operation of a product, and a byte that is read or written.
+_OPERATION, _BYTE = 0.01, 1 / 12
+#: The work of a grain's samples over its fixed cost from which on the latter is small.
+_ENOUGH = 20
+#: Numbers of samples with which a model is run to count its work. Batch norms refuse a single one, and kernels leave
+#: copies out that they make of more.
+_FEW, _MORE = 2, 3
 
 
 class EfficientSamples:
@@ -333,16 +333,16 @@ def _zeros(tree: Any, samples: int) -> Any:
     return map_leaves(lambda leaf: np.zeros((samples, *leaf.shape[1:]), leaf.dtype), tree)
 
 
-#: Passes of a block that are left out because they also prepare something, and passes that are timed after them.
-_LEFT_OUT, _TIMED = 2, 3
-
-
 class PassSeconds(NamedTuple):
     """Hold the least seconds of a forward and backward pass of ``samples`` samples, and of one sample."""
 
     samples: int
     all: float
     one: float
+
+
+#: Passes of a block that are left out because they also prepare something, and passes that are timed after them.
+_LEFT_OUT, _TIMED = 2, 3
 
 
 class PassTimes:
