@@ -64,8 +64,6 @@ from mpizero.types import Array
 
 #: Key in a file's metadata whose value is the attributes of the exported checkpoint.
 METADATA = "mpizero"
-#: The largest header, in bytes, that is read.
-HEADER_LIMIT = 16 * 1024 * 1024
 #: The format's names of element types, in the order in which the library writes them.
 _TYPES = {
     "U64": "uint64",
@@ -82,8 +80,6 @@ _TYPES = {
     "I8": "int8",
     "U8": "uint8",
 }
-_RANK = {element: number for number, element in enumerate(_TYPES.values())}
-_CODE = {element: code for code, element in _TYPES.items()}
 
 
 def library() -> Any:
@@ -192,6 +188,10 @@ def _read_header(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
+#: The largest header, in bytes, that is read.
+HEADER_LIMIT = 16 * 1024 * 1024
+
+
 def _header_bytes(path: str) -> tuple[bytes, int]:
     """Return the bytes of the header, and the size of the file in bytes."""
     if not os.path.exists(path):
@@ -212,6 +212,10 @@ def _attributes_in(metadata: Mapping[str, str]) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+_RANK = {element: number for number, element in enumerate(_TYPES.values())}
+_CODE = {element: code for code, element in _TYPES.items()}
 
 
 def write_tensorfile(
