@@ -54,8 +54,6 @@ from mpizero.errors import (
 )
 from mpizero.types import Array
 
-T = TypeVar("T")
-
 #: Names that stand for error classes in messages between ranks; other subclasses of CheckpointError are "checkpoint".
 _KINDS: dict[str, type[MpizeroError]] = {
     "missing": CheckpointMissingError,
@@ -157,6 +155,9 @@ def agreed(comm: Communicator, prefix: str) -> Iterator[None]:
     raise_first(comm.allgather_object(own.portable, tag="checkpoint outcome"), prefix, own.error)
 
 
+T = TypeVar("T")
+
+
 def on_root(
     comm: Communicator, prefix: str, function: Callable[[], T], before: Callable[[], object] | None = None
 ) -> T:
@@ -185,9 +186,6 @@ REPLACED = ".old-"
 
 #: Prefix of a step folder that is being removed.
 DELETED = ".tmp-del-"
-
-#: Names of step folders: the number has as many digits as fit 64 bits.
-STEP_NAME = r"step_[0-9]{8,18}"
 
 
 @dataclass(frozen=True)
@@ -398,8 +396,8 @@ def discard(folder: LockedFolder) -> None:
     os.close(folder.lock)
 
 
-#: Seconds for which a temporary folder of another host is not removed: its lock may be invisible on this host.
-SPARED = 24 * 3600.0
+#: Names of step folders: the number has as many digits as fit 64 bits.
+STEP_NAME = r"step_[0-9]{8,18}"
 
 
 def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
@@ -451,6 +449,10 @@ def _remove_if_unused(path: str, ours: bool) -> bool:
         return True
     finally:
         os.close(folder)
+
+
+#: Seconds for which a temporary folder of another host is not removed: its lock may be invisible on this host.
+SPARED = 24 * 3600.0
 
 
 def _is_recent(path: str) -> bool:
