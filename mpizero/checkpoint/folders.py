@@ -18,8 +18,6 @@ from mpizero.checkpoint.reader import read_manifest
 from mpizero.comm.startup import communicator_of
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 
-_NAME = re.compile(STEP_NAME)
-
 
 def step_folder(folder: str | os.PathLike[str], step: int) -> str:
     """Return the path of the checkpoint of ``step`` in ``folder``, a folder of checkpoints. Not collective.
@@ -33,6 +31,9 @@ def step_folder(folder: str | os.PathLike[str], step: int) -> str:
     if step < 0:
         raise ConfigError(f"a step is >= 0, got {step}")
     return os.path.join(os.fspath(folder), f"step_{step:08d}")
+
+
+_NAME = re.compile(STEP_NAME)
 
 
 def step_of(path: str | os.PathLike[str]) -> int | None:
