@@ -46,15 +46,6 @@ STATE_NAME = "state.h5"
 FORMAT = "mpizero-checkpoint"
 VERSION = 1
 
-
-#: Element types a checkpoint may hold, little-endian; bfloat16 is stored as its bits, in ``<u2``. HDF5 has no complex
-#: numbers: they are compounds of the numbers ``r`` and ``i``, as h5py writes and reads them.
-DTYPES = ("<f2", "<f4", "<f8", "<c8", "<c16", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8")
-#: The most arrays that one checkpoint may have.
-ARRAY_LIMIT = 65_536
-#: The most bytes that one array may have; so every sum of sizes stays far below 2**63.
-SIZE_LIMIT = 2**56
-
 #: Type of a table: shape and element type of every array, by path.
 Table = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
@@ -113,6 +104,13 @@ def check_path(path: object) -> str:
     if fault := fault_of(path, PATH_LIMIT, PATH_PARTS):
         raise CheckpointError(f"array name {shown(path)} is not allowed: it {fault}")
     return str(path)
+
+
+#: Element types a checkpoint may hold, little-endian; bfloat16 is stored as its bits, in ``<u2``. HDF5 has no complex
+#: numbers: they are compounds of the numbers ``r`` and ``i``, as h5py writes and reads them.
+DTYPES = ("<f2", "<f4", "<f8", "<c8", "<c16", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8")
+#: The most bytes that one array may have; so every sum of sizes stays far below 2**63.
+SIZE_LIMIT = 2**56
 
 
 def check_shape(path: str, shape: Sequence[object], dtype: str) -> tuple[int, ...]:
@@ -181,6 +179,10 @@ class Claim:
         return cls(array.path, array.shape, array.dtype.str, ranges)
 
 
+#: The most arrays that one checkpoint may have.
+ARRAY_LIMIT = 65_536
+
+
 def merge(claims: Sequence[Sequence[Claim]]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Return shape and element type of every array, sorted by path, from the claims of each rank.
 
@@ -222,10 +224,6 @@ def _check_tiling(path: str, size: int, ranges: Sequence[tuple[int, int, int]]) 
 #: Bytes of one checksummed block of an array; a multiple of every element size.
 BLOCK = 4 * 1024 * 1024
 
-#: Bytes of a piece that stays in a core's cache from reading to checksumming. With pieces of 256 KiB loading takes 5 to
-#: 12 % longer, because of the number of calls; larger pieces are not faster.
-_CACHED = 1024 * 1024
-
 
 def crc32_shifted(crc: int, length: int) -> int:
     """Return what bytes with CRC32 ``crc``, followed by ``length`` other bytes, contribute to the CRC32 of the whole.
@@ -241,6 +239,11 @@ def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
         end = min(stop, (start // BLOCK + 1) * BLOCK)
         yield start, end
         start = end
+
+
+#: Bytes of a piece that stays in a core's cache from reading to checksumming. With pieces of 256 KiB loading takes 5 to
+#: 12 % longer, because of the number of calls; larger pieces are not faster.
+_CACHED = 1024 * 1024
 
 
 def in_cache(part: memoryview) -> Iterator[tuple[int, memoryview]]:
@@ -305,9 +308,6 @@ def check_alignment(alignment: int) -> None:
     """Raise :class:`ConfigError` unless ``alignment`` is a power of two from 64 to 4096, in bytes."""
     if not ALIGNMENT <= alignment <= ALIGNMENT_LIMIT or alignment & (alignment - 1):
         raise ConfigError(f"alignment must be a power of two from {ALIGNMENT} to {ALIGNMENT_LIMIT}, got {alignment}")
-
-
-MARKS: Mapping[str, Any] = {"format": np.bytes_(FORMAT), "version": np.int64(VERSION)}
 
 
 @dataclass(frozen=True)
@@ -411,6 +411,9 @@ def gaps(nbytes: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int
     if nbytes > end:
         found.append((end, nbytes - end))
     return found
+
+
+MARKS: Mapping[str, Any] = {"format": np.bytes_(FORMAT), "version": np.int64(VERSION)}
 
 
 def build(table: Table, alignment: int = ALIGNMENT, marks: Mapping[str, Any] = MARKS) -> Skeleton:
@@ -542,8 +545,6 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
 
 #: The most memory in bytes that parsing may take, and the deepest nesting of dictionaries and lists.
 MEMORY_LIMIT, DEPTH_LIMIT = 96 * 1024 * 1024, 32
-#: The most characters of an integer: those of the largest float64, with a sign.
-_INTEGER = 310
 
 
 def parse(data: bytes) -> Any:
@@ -579,6 +580,10 @@ def _finite(number: str) -> float:
     if not isfinite(value := float(number)):
         raise ValueError("a number is too large")
     return value
+
+
+#: The most characters of an integer: those of the largest float64, with a sign.
+_INTEGER = 310
 
 
 def _bounded(number: str) -> int:
@@ -623,8 +628,6 @@ def is_number(value: object) -> bool:
 
 #: The largest size of a manifest in bytes; it is checked before the content, which cannot be trusted.
 MANIFEST_LIMIT = 32 * 1024 * 1024
-#: The largest number of bytes outside the arrays, HDF5's structure: for the file, plus for each array.
-STRUCTURE_LIMIT, STRUCTURE_PER_ARRAY = 1024 * 1024, 8192
 
 
 @dataclass(frozen=True)
@@ -807,6 +810,10 @@ def _stored(path: str, entry: object, state_bytes: int) -> StoredArray:
             f"{where}: {nbytes} bytes at offset {offset} do not fit a {STATE_NAME} of {state_bytes} bytes"
         )
     return StoredArray(shape, dtype, offset, _checksums(entry["crc32"], block_count(nbytes), f"{where}: crc32"))
+
+
+#: The largest number of bytes outside the arrays, HDF5's structure: for the file, plus for each array.
+STRUCTURE_LIMIT, STRUCTURE_PER_ARRAY = 1024 * 1024, 8192
 
 
 def _check_extents(arrays: dict[str, StoredArray], state_bytes: int) -> None:
