@@ -35,7 +35,6 @@ _COMPLEX = {"float32": "complex64", "float64": "complex128"}
 PARAMETERS, OPTIMIZER = "parameters/", "optimizer/"
 #: Folder of the moving averages of the parameters (``ShardingConfig(ema=...)``).
 AVERAGES = f"{OPTIMIZER}ema/"
-_EXPONENT_OF_BFLOAT16 = 0x7F80
 
 #: Type of a function that reports progress: it is called with the number of bytes of each finished block.
 Report = Callable[[int], object]
@@ -148,6 +147,9 @@ def overflows(values: Array, source: str, converted: Array, target: str) -> int:
     if target not in (*FLOATING, *_COMPLEX.values()) or source == target:
         return 0
     return int(np.count_nonzero(_infinite(converted, target) & ~_infinite(values, source)))
+
+
+_EXPONENT_OF_BFLOAT16 = 0x7F80
 
 
 def _infinite(values: Array, element: str) -> Array:
