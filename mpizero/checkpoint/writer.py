@@ -278,10 +278,6 @@ def _check_arrays(arrays: Sequence[LocalArray], attributes: object) -> _Checked:
     return _Checked(local, [Claim.of(array) for array in local], canonical_json(attributes, "attributes"))
 
 
-#: The largest number of bytes in one HDF5 write: MPI-IO counts in 32 bits.
-WRITE_LIMIT = 256 * 1024 * 1024
-
-
 def check_available(comm: Communicator) -> None:
     """Raise :class:`ConfigError` unless h5py was built with MPI and ``comm`` is an MPI communicator. Not collective."""
     import h5py
@@ -363,6 +359,10 @@ def _write_halves(file: str, arrays: Sequence[LocalArray], offsets: Mapping[str,
                     write_at(handle, as_bytes(values[at : at + 1]), begin, f"{file}: array {array.path!r}")
     finally:
         os.close(handle)
+
+
+#: The largest number of bytes in one HDF5 write: MPI-IO counts in 32 bits.
+WRITE_LIMIT = 256 * 1024 * 1024
 
 
 def _write(handle: Any, array: LocalArray, advance: Callable[[int], object]) -> None:
