@@ -29,9 +29,6 @@ from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.layout.batch import Grains
 from mpizero.types import Run
 
-#: Reads of each block in an epoch from which on :func:`batches` says that they are many.
-COSTLY_READS = 4
-
 
 class GrainSizes(Protocol):
     """Define what :class:`Batches` needs to know the samples of each rank."""
@@ -59,6 +56,10 @@ class BatchModel(GrainSizes, Protocol):
     @property
     def batch_group(self) -> Communicator:
         """The communicator over whose ranks a global batch is divided."""
+
+
+#: Reads of each block in an epoch from which on :func:`batches` says that they are many.
+COSTLY_READS = 4
 
 
 class Batches:
