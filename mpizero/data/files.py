@@ -872,19 +872,6 @@ def _inflate(dataset: Any, shuffled: bool, size: int, number: int) -> Array | No
     return values
 
 
-#: What the format's own library puts where nothing is written, by type; single bytes have no such value.
-DEFAULT_FILLS: Mapping[str, float] = {
-    "i2": -32767,
-    "u2": 65535,
-    "i4": -2147483647,
-    "u4": 4294967295,
-    "i8": -9223372036854775806,
-    "u8": 18446744073709551614,
-    "f4": 9.969209968386869e36,
-    "f8": 9.969209968386869e36,
-}
-
-
 @explains
 class NetcdfSource(FileSource):
     """Read samples from variables of one or several NetCDF-4 files; each sample is read when it is requested.
@@ -936,6 +923,19 @@ class NetcdfSource(FileSource):
             label = f"{path}: variable {name!r}"
             found[name] = (decoded(variable, dict(variable.attrs), label, _unwritten(variable), **known), chunk)
         return found
+
+
+#: What the format's own library puts where nothing is written, by type; single bytes have no such value.
+DEFAULT_FILLS: Mapping[str, float] = {
+    "i2": -32767,
+    "u2": 65535,
+    "i4": -2147483647,
+    "u4": 4294967295,
+    "i8": -9223372036854775806,
+    "u8": 18446744073709551614,
+    "f4": 9.969209968386869e36,
+    "f8": 9.969209968386869e36,
+}
 
 
 def _unwritten(variable: Any) -> Any:
