@@ -794,12 +794,7 @@ class OnlineJob:
             self.close()
 
 
-_SAMPLE_FILE = re.compile(r"(?P<name>[A-Za-z0-9_]+)-(?P<number>\d{20})\.npz")
 _STOP_FILE = "TRAINING_HAS_ENDED"
-#: Pause between two looks into the folder, in seconds.
-_SPOOL_PAUSE = 0.05
-#: Most bytes of the error that a producer leaves.
-MOST_TEXT = 1 << 20
 
 
 def _write(folder: Path, name: str, data: bytes) -> None:
@@ -815,6 +810,10 @@ def _write(folder: Path, name: str, data: bytes) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+#: Pause between two looks into the folder, in seconds.
+_SPOOL_PAUSE = 0.05
 
 
 @explains
@@ -913,6 +912,9 @@ class SpoolProducer:
         self.close("" if error is None else describe_error(error))
 
 
+_SAMPLE_FILE = re.compile(r"(?P<name>[A-Za-z0-9_]+)-(?P<number>\d{20})\.npz")
+
+
 def _samples_in(folder: Path) -> list[tuple[int, str, str]]:
     """Return the number, the producer and the file name of all samples in a folder, sorted by number."""
     matches = [found for name in os.listdir(folder) if (found := _SAMPLE_FILE.fullmatch(name))]
@@ -926,6 +928,10 @@ def _untrusted(path: Path, read: Callable[[Path], T]) -> T:
     except (OSError, CheckpointError) as error:
         told = (error.strerror or str(error)) if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
         raise DataError(f"{path}: not a readable sample or end: {told}") from None
+
+
+#: Most bytes of the error that a producer leaves.
+MOST_TEXT = 1 << 20
 
 
 class SpoolReceiver(Receiver):
