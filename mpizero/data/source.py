@@ -630,10 +630,6 @@ def _as_array(values: ArrayLike, name: str) -> Array:
         raise DataError(f"{name}: not an array: {error}") from None
 
 
-#: Path of the file of digits inside the scikit-learn package.
-DIGITS = ("datasets", "data", "digits.csv.gz")
-
-
 def digits() -> ArraySource:
     """Return scikit-learn's 1797 images of digits: x is float32 of shape (1797, 64) in [0, 1], y is int64 from 0 to 9.
 
@@ -660,6 +656,10 @@ def digits() -> ArraySource:
     return ArraySource(images.astype(np.float32) / np.float32(16), targets.astype(np.int64))
 
 
+#: Path of the file of digits inside the scikit-learn package.
+DIGITS = ("datasets", "data", "digits.csv.gz")
+
+
 def _digits() -> tuple[Array, Array]:
     """Return the images and labels of scikit-learn's data file; import scikit-learn only if the file is not found."""
     package = find_spec("sklearn")
@@ -674,9 +674,6 @@ def _digits() -> tuple[Array, Array]:
     return images, targets
 
 
-T = TypeVar("T")
-
-
 def room_in_memory() -> int:
     """Return how many bytes of data may be kept in memory: half of what the job may still take. Not collective."""
     return (available_memory() or 0) // 2
@@ -688,6 +685,9 @@ def on_own_disk(path: str) -> bool:
     File systems that are not on one block device (NFS, Lustre, tmpfs) have devices with the major number 0.
     """
     return os.major(os.stat(path).st_dev) != 0
+
+
+T = TypeVar("T")
 
 
 #: Most files that a process asks for: with more, programs that close all of them take long.
@@ -975,11 +975,6 @@ def _map_npy(path: str) -> MappedArray:
 
 #: Largest number of files that stay mapped into memory at a time; the others are mapped again when needed.
 OPEN_FILES = 64
-#: Folders of the standard library that are left out: installed packages, and tests, which hold text in odd encodings.
-LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-
-#: The first bytes of files that a program has compressed.
-COMPRESSED = {b"\x1f\x8b\x08": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 @explains
@@ -1110,6 +1105,10 @@ def _text_files(path: str) -> list[tuple[str, int]]:
     return [(name, _text_size(name)) for name in matches]
 
 
+#: The first bytes of files that a program has compressed.
+COMPRESSED = {b"\x1f\x8b\x08": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
 def _text_size(path: str) -> int:
     """Return the size of a file in bytes; raise DataError if it is compressed, no regular file or cannot be read."""
     try:
@@ -1137,6 +1136,10 @@ def _files_below(folder: str) -> Iterator[str]:
             yield from _files_below(entry.path)
         elif entry.is_file():
             yield entry.path
+
+
+#: Folders of the standard library that are left out: installed packages, and tests, which hold text in odd encodings.
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
 def _standard_library() -> list[str]:
