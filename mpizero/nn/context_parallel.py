@@ -279,12 +279,6 @@ def poll_function(*requests: ShiftRequest | None) -> Callable[[], None]:
     return poll
 
 
-#: Largest number of scores computed at once, for as many samples as fit: 2 MiB of float32 stay in a core's cache.
-SCORES = 1 << 19
-#: Pairs of some samples and a tile.
-_Parts = Iterator[tuple[slice, Tile]]
-
-
 @dataclass(frozen=True)
 class RingSelfAttention(ContextLayer, CausalSelfAttention):
     """Apply :class:`CausalSelfAttention`, with the same parameters, to this rank's positions of each sequence.
@@ -400,6 +394,12 @@ class _Saved(NamedTuple):
     shares: Array
     run: Run
     first_head: int
+
+
+#: Largest number of scores computed at once, for as many samples as fit: 2 MiB of float32 stay in a core's cache.
+SCORES = 1 << 19
+#: Pairs of some samples and a tile.
+_Parts = Iterator[tuple[slice, Tile]]
 
 
 class _Tiles:
