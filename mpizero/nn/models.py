@@ -1226,16 +1226,6 @@ def _as_array(value: Any) -> Array:
     return np.asarray(value)
 
 
-# A product of (m, k) by (k, n) is fast where none of its three sizes is small. Two of them are a weight's, the third is
-# the number of rows: samples, or samples times positions of a sequence. So with as many rows as the weight is wide,
-# more rows make the product hardly faster. docs/measurements.md has the rates from which these constants are chosen.
-
-#: Fewest and most rows of a product that count as enough. Between them the square root of the largest weight's size is.
-_FEWEST, _MOST = 512, 1024
-#: Floating-point operations of a block, forward and backward, beside which the time of its Python calls is small.
-_OPERATIONS = 2**24
-
-
 def efficient_samples(model: Any) -> int | None:
     """Return the smallest number of samples with which a model's matrix products reach about 0.95 of their best rate.
 
@@ -1260,6 +1250,16 @@ def efficient_samples(model: Any) -> int | None:
             return _enough_samples(model)
     except Exception:  # code of the user's own; where the count is needed, `mpizero plan` names what is wrong
         return None
+
+
+# A product of (m, k) by (k, n) is fast where none of its three sizes is small. Two of them are a weight's, the third is
+# the number of rows: samples, or samples times positions of a sequence. So with as many rows as the weight is wide,
+# more rows make the product hardly faster. docs/measurements.md has the rates from which these constants are chosen.
+
+#: Fewest and most rows of a product that count as enough. Between them the square root of the largest weight's size is.
+_FEWEST, _MOST = 512, 1024
+#: Floating-point operations of a block, forward and backward, beside which the time of its Python calls is small.
+_OPERATIONS = 2**24
 
 
 def _enough_samples(model: Any) -> int | None:
