@@ -340,12 +340,6 @@ class Workspace:
 #: Number of queries per product. 64 was fastest for 128 and 256 tokens: smaller blocks skip more of the masked scores,
 #: but their products are too small for the BLAS.
 BLOCK = 64
-#: Number of queries per product on a GPU, where starting a product takes long. Not tuned on a GPU yet.
-BLOCK_ON_DEVICE = 256
-#: Largest number of bytes of scores computed at once, on CPUs and on GPUs.
-CACHE, DEVICE = 1 << 18, 1 << 28
-#: Ranges of the samples and of the heads that are computed together.
-Part = tuple[slice, slice]
 
 
 def blocks(length: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
@@ -371,6 +365,14 @@ def _rows(x: Array) -> Array:
 
 def _matrices(x: Array) -> Array:
     return x.reshape(-1, *x.shape[2:])
+
+
+#: Number of queries per product on a GPU, where starting a product takes long. Not tuned on a GPU yet.
+BLOCK_ON_DEVICE = 256
+#: Largest number of bytes of scores computed at once, on CPUs and on GPUs.
+CACHE, DEVICE = 1 << 18, 1 << 28
+#: Ranges of the samples and of the heads that are computed together.
+Part = tuple[slice, slice]
 
 
 class BatchedHeads:
