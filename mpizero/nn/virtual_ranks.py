@@ -60,8 +60,6 @@ from mpizero.types import (
 )
 from mpizero.types import Layer as AnyLayer
 
-R = TypeVar("R")
-
 
 class Mismatch(Exception):
     """Raised by the ``answer`` of a :class:`Meeting` if what its members bring does not fit together."""
@@ -105,6 +103,9 @@ class _Arrival(NamedTuple):
     meeting: Meeting
     member: int
     brought: Any
+
+
+R = TypeVar("R")
 
 
 def run_in_turns(functions: Sequence[Callable[[], R]]) -> list[R]:
