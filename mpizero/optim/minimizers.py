@@ -27,9 +27,6 @@ Stage = Literal["first", "search", "product", "done"]
 #: State arrays of every method: the parameters of the last iterate, their gradient, and the direction of the search.
 POINT, GRADIENT, DIRECTION = "point", "gradient", "direction"
 
-#: So many iterations that lower neither the loss nor the gradient end a method.
-_STALLS = 5
-
 
 @dataclass
 class MethodProgress:
@@ -118,6 +115,10 @@ def _fields(kind: type, saved: Any) -> dict[str, Any]:
         if expected[name] is not None and not isinstance(value, kinds):
             raise ValueError(f"{name} is {value!r:.80}")
     return dict(saved)
+
+
+#: So many iterations that lower neither the loss nor the gradient end a method.
+_STALLS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,18 +316,6 @@ class VectorRun:
         self.progress = MethodProgress.restored(saved)
 
 
-#: An interval that has not shrunk to this part of its length in two evaluations is halved (section 4).
-_SHRINK = 0.66
-#: While there is no interval, the next step is so many times further from the best step, at least and at most.
-_GROWTH = 1.1, 4.0
-#: An interval below this part of its upper end cannot be made smaller.
-_SMALLEST = 1e-8
-#: A step at which the function is infinite or NaN is shortened to this part of its distance from the best one.
-_CUT = 0.1
-
-Outcome = Literal["searching", "found", "longest", "stuck"]
-
-
 class Point(NamedTuple):
     """Hold a step, and the function's value and slope there."""
 
@@ -337,6 +326,18 @@ class Point(NamedTuple):
     def tilted(self, slope: float) -> Point:
         """Return the point of the function less a line of this slope through the origin."""
         return Point(self.step, self.value - self.step * slope, self.slope - slope)
+
+
+#: An interval that has not shrunk to this part of its length in two evaluations is halved (section 4).
+_SHRINK = 0.66
+#: While there is no interval, the next step is so many times further from the best step, at least and at most.
+_GROWTH = 1.1, 4.0
+#: An interval below this part of its upper end cannot be made smaller.
+_SMALLEST = 1e-8
+#: A step at which the function is infinite or NaN is shortened to this part of its distance from the best one.
+_CUT = 0.1
+
+Outcome = Literal["searching", "found", "longest", "stuck"]
 
 
 @dataclass
@@ -524,9 +525,6 @@ def _cubic(a: Point, b: Point) -> float:
 
 #: The longest step of a line search; the natural one is 1.
 _LONGEST = 1e10
-#: Losses closer than so many units of rounding are taken as equal, because sums of many terms have errors of many
-#: units; but not losses that differ by more than this part, and always those that differ by so few units.
-_ROUNDING, _PART, _FEW = 1e4, 1e-6, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -607,6 +605,11 @@ class SearchingMethod(VectorMethod):
     @abstractmethod
     def _choose(self, space: VectorSpace, progress: MethodProgress) -> float:
         """Set ``DIRECTION`` from ``GRADIENT``, and return the first step along it. Collective."""
+
+
+#: Losses closer than so many units of rounding are taken as equal, because sums of many terms have errors of many
+#: units; but not losses that differ by more than this part, and always those that differ by so few units.
+_ROUNDING, _PART, _FEW = 1e4, 1e-6, 4.0
 
 
 def _rounding(precision: float) -> float:
