@@ -1,18 +1,18 @@
-"""Find out what a user's code keeps from call to call, and which line changes it.
+"""Look at a user's code: what it keeps from call to call, what a grain of it costs, and which random numbers it gets.
 
 What a pass leaves behind for the next one depends on the rank that runs it, and no checkpoint has it. So the adapters
-run the first pass several times, and compare all that such code can reach: the attributes of its objects, what its
-functions close over, the global variables that they read, and every generator of random numbers.
-
-Find what a grain costs besides the work of its samples: counted, to choose its default size, and timed, to advise.
+run the first pass several times, and compare all that such code can reach (:func:`hidden_state`): the attributes of its
+objects, what its functions close over, the global variables that they read, and every generator of random numbers.
+:func:`line_that_changes` finds the line at fault.
 
 The time of a grain's forward and backward pass is about ``a + b n`` for ``n`` samples. ``a`` is what each grain costs
 whatever its size: calls of Python and of kernels, and reading the parameters and adding their gradients; ``b`` is the
-work of a sample. The default follows from counts, never from a clock, so that every rank of every job finds the same
-number. docs/measurements.md has the measurements behind the constants, which are times in nanoseconds on a processor's
-core. Times of the first passes are for a line of advice alone.
+work of a sample. The default size of a grain (:class:`EfficientSamples`) follows from counts, never from a clock, so
+that every rank of every job finds the same number. docs/measurements.md has the measurements behind the constants,
+which are times in nanoseconds on a processor's core. Times of the first passes (:class:`PassTimes`) are for a line of
+advice alone.
 
-Derive seeds for the random numbers of other libraries, so that they do not depend on the number of ranks.
+:func:`derived_seed` gives the seeds of other libraries' random numbers, so that they do not depend on the ranks.
 """
 
 from __future__ import annotations
@@ -38,14 +38,6 @@ from mpizero._util.pytree import leaves_of, map_leaves
 from mpizero._util.text import Line, is_users
 from mpizero.types import Run
 
-#: Most levels of objects inside of objects, and most values, that are looked at; bytes of an array that are all read.
-_DEEPEST, _MOST, _WHOLE = 16, 20_000, 1 << 24
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, range, itertools.count)
-#: Attributes of a module of PyTorch that hold what the adapter puts there, or what is looked at by itself.
-_OF_TORCH = ("_parameters", "_buffers", "_flat_weights", "training")
-#: The generators that all code of the process shares, by name.
-_SHARED: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy.random": np.random.get_state}
-
 
 def hidden_state(**roots: Any) -> dict[str, bytes]:
     """Return a digest of every value that can be reached from some objects and functions, by its path.
@@ -56,6 +48,10 @@ def hidden_state(**roots: Any) -> dict[str, bytes]:
     for name, root in roots.items():
         walk.look(root, name, 0)
     return walk.found
+
+
+#: The generators that all code of the process shares, by name.
+_SHARED: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy.random": np.random.get_state}
 
 
 def shared_generators() -> dict[str, bytes]:
@@ -112,6 +108,11 @@ def line_that_changes(state: Callable[[], Any], action: Callable[[], Any]) -> Li
     if not found and last[0] is not None and state() != before:
         found.append(last[0])
     return next(iter(found), None)
+
+
+#: Most levels of objects inside of objects, and most values, that are looked at; bytes of an array that are all read.
+_DEEPEST, _MOST, _WHOLE = 16, 20_000, 1 << 24
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, range, itertools.count)
 
 
 class _Walk:
@@ -207,6 +208,10 @@ def _of_class(kind: type, path: str) -> Iterator[tuple[str, Any]]:
                     yield f"{path}.{name}", getattr(item, "__func__", item)
 
 
+#: Attributes of a module of PyTorch that hold what the adapter puts there, or what is looked at by itself.
+_OF_TORCH = ("_parameters", "_buffers", "_flat_weights", "training")
+
+
 def _of_object(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     of_torch = _OF_TORCH if hasattr(value, "named_modules") else ()
     held = vars(value) if hasattr(value, "__dict__") else {}
@@ -251,18 +256,6 @@ def _feed(found: Any, state: Any) -> None:
         found.update(repr(state).encode(errors="backslashreplace"))
 
 
-#: A grain's calls between engine and model; a kernel's call; what a convolution's call takes more, on few samples; a
-#: parameter that is read, and whose gradient is written and added.
-_GRAIN, _CALL, _CONVOLUTION, _PARAMETER = 300_000, 15_000, 130_000, 3.6
-#: A floating-point operation of a product, and a byte that is read or written.
-_OPERATION, _BYTE = 0.01, 1 / 12
-#: The work of a grain's samples over its fixed cost from which on the latter is small.
-_ENOUGH = 20
-#: Numbers of samples with which a model is run to count its work. Batch norms refuse a single one, and kernels leave
-#: copies out that they make of more.
-_FEW, _MORE = 2, 3
-
-
 class PassWork(NamedTuple):
     """Count the work of a forward and backward pass.
 
@@ -284,6 +277,18 @@ class PassWork(NamedTuple):
     def plus(self, other: PassWork) -> PassWork:
         """Return the work of both."""
         return PassWork(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+#: A grain's calls between engine and model; a kernel's call; what a convolution's call takes more, on few samples; a
+#: parameter that is read, and whose gradient is written and added.
+_GRAIN, _CALL, _CONVOLUTION, _PARAMETER = 300_000, 15_000, 130_000, 3.6
+#: A floating-point operation of a product, and a byte that is read or written.
+_OPERATION, _BYTE = 0.01, 1 / 12
+#: The work of a grain's samples over its fixed cost from which on the latter is small.
+_ENOUGH = 20
+#: Numbers of samples with which a model is run to count its work. Batch norms refuse a single one, and kernels leave
+#: copies out that they make of more.
+_FEW, _MORE = 2, 3
 
 
 class EfficientSamples:
@@ -328,16 +333,16 @@ def _zeros(tree: Any, samples: int) -> Any:
     return map_leaves(lambda leaf: np.zeros((samples, *leaf.shape[1:]), leaf.dtype), tree)
 
 
-#: Passes of a block that are left out because they also prepare something, and passes that are timed after them.
-_LEFT_OUT, _TIMED = 2, 3
-
-
 class PassSeconds(NamedTuple):
     """Hold the least seconds of a forward and backward pass of ``samples`` samples, and of one sample."""
 
     samples: int
     all: float
     one: float
+
+
+#: Passes of a block that are left out because they also prepare something, and passes that are timed after them.
+_LEFT_OUT, _TIMED = 2, 3
 
 
 class PassTimes:

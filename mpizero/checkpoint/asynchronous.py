@@ -1,6 +1,8 @@
-"""Copy the values that a rank saves, so that training can continue while a thread writes the copy.
+"""Save while training continues: copy the values, let a thread write the copy, and commit the checkpoint later.
 
-Save while training continues: copy the values, let a thread write the copy, and commit the checkpoint later.
+:func:`begin` lets all ranks agree, copies the values into a :class:`SnapshotBuffer`, starts a :class:`WriterThread`,
+and returns a :class:`PendingSave`. The caller may then change its arrays; :meth:`PendingSave.commit` makes the
+checkpoint.
 
 [Note: no MPI in the thread] The writing thread computes checksums, writes the values, and syncs the file to disk. It
 never calls MPI. Only :func:`begin` and :meth:`PendingSave.commit` communicate, in the thread of their caller:

@@ -1,4 +1,8 @@
-"""Read and write safetensors files: the length of the header, the header in JSON, then the tensors.
+"""Convert checkpoints to and from safetensors, ``.npz`` and plain HDF5 files, a few blocks in memory at a time.
+
+:func:`export` writes arrays of a checkpoint into one new file, :func:`write_imported` makes a checkpoint from a file
+that another program has written, and :func:`open_parameters` reads ranges of parameters from a file of any of these
+kinds, whatever float they are of. A new file appears only when it is complete (:func:`new_file`).
 
 [Note: which part the library does] The library ``safetensors`` reads and checks headers before memory for tensors is
 allocated. It refuses a header that is too large, and tensors that overlap, leave gaps or do not fit their bytes. It
@@ -6,18 +10,8 @@ cannot write a file without holding all tensors in memory, and cannot read bfloa
 reads and writes the values itself, block by block. A new file gets its final name only after the library was able to
 read it.
 
-Write arrays into one plain HDF5 file.
-
-As for checkpoints, libhdf5 builds the file's structure in memory and never writes to the disk, because it crashes if
-the disk is full.
-
-Read ranges of parameters from a checkpoint, a safetensors file or an ``.npz`` file, whatever float they are of.
-
-Write a file that appears only when it is complete.
-
-Make checkpoints from files of tensors that other programs have written.
-
-Write arrays of a checkpoint into a file of another format; only a few blocks are in memory at a time.
+As for checkpoints, libhdf5 builds the structure of an HDF5 file in memory and never writes to the disk, because it
+crashes if the disk is full.
 """
 
 from __future__ import annotations
@@ -70,8 +64,6 @@ from mpizero.types import Array
 
 #: Key in a file's metadata whose value is the attributes of the exported checkpoint.
 METADATA = "mpizero"
-#: The largest header, in bytes, that is read.
-HEADER_LIMIT = 16 * 1024 * 1024
 #: The format's names of element types, in the order in which the library writes them.
 _TYPES = {
     "U64": "uint64",
@@ -88,8 +80,6 @@ _TYPES = {
     "I8": "int8",
     "U8": "uint8",
 }
-_RANK = {element: number for number, element in enumerate(_TYPES.values())}
-_CODE = {element: code for code, element in _TYPES.items()}
 
 
 def library() -> Any:
@@ -107,38 +97,6 @@ def library() -> Any:
             "safetensors files need the package safetensors, which is not installed: pip install 'mpizero[safetensors]'"
         ) from None
     return safetensors
-
-
-def write_tensorfile(
-    path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
-) -> None:
-    """Write arrays, and the attributes as metadata; the new file has the bytes that ``safetensors`` would write."""
-    entries: dict[str, Any] = {"__metadata__": {METADATA: canonical_json(dict(attributes), "attributes")}}
-    if any(item.name in entries for item in items):
-        raise ConfigError(
-            "array '__metadata__': a safetensors file keeps its metadata under this name, so no array can have it; "
-            "choose the format npz or hdf5, or leave the array out (--pattern)"
-        )
-    if unknown := [item for item in items if item.element not in _CODE]:
-        raise ConfigError(
-            f"array {unknown[0].path!r} is {unknown[0].element}, which safetensors files cannot hold: convert it "
-            "(--dtype float32 makes complex64 of it), or choose the format npz or hdf5"
-        )
-    ordered, end = sorted(items, key=lambda item: (_RANK[item.element], item.name)), 0
-    for item in ordered:
-        offsets = [end, end := end + item.nbytes]
-        entries[item.name] = {"dtype": _CODE[item.element], "shape": list(item.shape), "data_offsets": offsets}
-    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    header += b" " * (-len(header) % 8)  # so that every tensor is aligned to its elements
-    with open(path, "xb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for item in ordered:
-            for part in values(item):
-                file.write(as_bytes(part))
-    with TensorFile(path) as found:
-        expected = {item.name: (item.element, item.shape) for item in items}
-        if {tensor.name: (tensor.element, tensor.shape) for tensor in found.tensors.values()} != expected:
-            raise CheckpointError(f"{path}: does not hold what was written")
 
 
 @dataclass(frozen=True)
@@ -188,7 +146,7 @@ class TensorFile:
         self.path = os.fspath(path)
         library()
         self.tensors, metadata = _read_header(self.path)
-        self.attributes = _attributes(metadata)
+        self.attributes = _attributes_in(metadata)
         self._bytes: Array | None = np.asarray(np.memmap(self.path, np.uint8, "r")) if self.tensors else None
 
     def __enter__(self) -> Self:
@@ -230,6 +188,10 @@ def _read_header(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
+#: The largest header, in bytes, that is read.
+HEADER_LIMIT = 16 * 1024 * 1024
+
+
 def _header_bytes(path: str) -> tuple[bytes, int]:
     """Return the bytes of the header, and the size of the file in bytes."""
     if not os.path.exists(path):
@@ -244,12 +206,48 @@ def _header_bytes(path: str) -> tuple[bytes, int]:
         return file.read(length), size
 
 
-def _attributes(metadata: Mapping[str, str]) -> dict[str, Any]:
+def _attributes_in(metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
         found = parse(metadata.get(METADATA, "{}").encode())
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+_RANK = {element: number for number, element in enumerate(_TYPES.values())}
+_CODE = {element: code for code, element in _TYPES.items()}
+
+
+def write_tensorfile(
+    path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
+) -> None:
+    """Write arrays, and the attributes as metadata; the new file has the bytes that ``safetensors`` would write."""
+    entries: dict[str, Any] = {"__metadata__": {METADATA: canonical_json(dict(attributes), "attributes")}}
+    if any(item.name in entries for item in items):
+        raise ConfigError(
+            "array '__metadata__': a safetensors file keeps its metadata under this name, so no array can have it; "
+            "choose the format npz or hdf5, or leave the array out (--pattern)"
+        )
+    if unknown := [item for item in items if item.element not in _CODE]:
+        raise ConfigError(
+            f"array {unknown[0].path!r} is {unknown[0].element}, which safetensors files cannot hold: convert it "
+            "(--dtype float32 makes complex64 of it), or choose the format npz or hdf5"
+        )
+    ordered, end = sorted(items, key=lambda item: (_RANK[item.element], item.name)), 0
+    for item in ordered:
+        offsets = [end, end := end + item.nbytes]
+        entries[item.name] = {"dtype": _CODE[item.element], "shape": list(item.shape), "data_offsets": offsets}
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)  # so that every tensor is aligned to its elements
+    with open(path, "xb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for item in ordered:
+            for part in values(item):
+                file.write(as_bytes(part))
+    with TensorFile(path) as found:
+        expected = {item.name: (item.element, item.shape) for item in items}
+        if {tensor.name: (tensor.element, tensor.shape) for tensor in found.tensors.values()} != expected:
+            raise CheckpointError(f"{path}: does not hold what was written")
 
 
 def write_hdf5(
@@ -268,164 +266,6 @@ def write_hdf5(
                 place += part.nbytes
     finally:
         os.close(file)
-
-
-def loadable(element: str | None, target: str) -> bool:
-    """Tell whether elements of the type ``element`` can be loaded as ``target``: the same, or both are floats."""
-    return element == target or (element in FLOATING and target in FLOATING)
-
-
-class ParameterFile(Protocol):
-    """Provide the parameters of a file by name."""
-
-    @property
-    def path(self) -> str:
-        """The path of the file."""
-
-    @property
-    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], str | None]]:
-        """Shape and element type (None for one that cannot be read) of each parameter by name."""
-
-    def read(self, requests: Sequence[LocalArray]) -> None:
-        """Fill the pieces of each request, whose path is a parameter's name, and convert its elements.
-
-        Collective over the communicator with which the file was opened; a rank may request nothing. The contents of the
-        pieces are undefined after an error.
-        """
-
-
-@dataclass(frozen=True)
-class _CheckpointFile:
-    """Read the parameters of an open checkpoint; every value is verified by its checksum."""
-
-    reader: Reader
-    path: str
-    arrays: Mapping[str, tuple[tuple[int, ...], str | None]]
-
-    @classmethod
-    def of(cls, reader: Reader) -> _CheckpointFile:
-        elements = element_types(reader)
-        found = {short_name(p): (reader.arrays[p][0], elements[p]) for p in elements if p.startswith(PARAMETERS)}
-        return cls(reader, reader.name, found)
-
-    def read(self, requests: Sequence[LocalArray]) -> None:
-        """Fill the pieces of all requests from the checkpoint; ranges of another type are read into new memory."""
-        stored = []
-        for request in requests:
-            shape, element = self.arrays[request.path]
-            assert element is not None
-            dtype = stored_type(element)
-            same = element == request.dtype.name
-            pieces = [(start, values if same else np.empty(values.size, dtype)) for start, values in request.pieces]
-            stored.append(LocalArray(PARAMETERS + request.path, shape, dtype, tuple(pieces)))
-        self.reader.read(stored)
-        for request, found in zip(requests, stored, strict=True):
-            for (_, values), (_, read) in zip(request.pieces, found.pieces, strict=True):
-                if values is not read:
-                    _convert(self, request.path, read, values)
-
-
-@dataclass(frozen=True)
-class _TensorFile:
-    """Read tensors of a memory-mapped safetensors file."""
-
-    file: TensorFile
-
-    @property
-    def path(self) -> str:
-        return self.file.path
-
-    @property
-    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], str | None]]:
-        return {name: (tensor.shape, tensor.element) for name, tensor in self.file.tensors.items()}
-
-    def read(self, requests: Sequence[LocalArray]) -> None:
-        """Copy the ranges of all requests out of the file."""
-        for request in requests:
-            for start, values in request.pieces:
-                given = self.file.values(request.path)[start : start + values.size]
-                _convert(self, request.path, np.require(given, requirements="A"), values)
-
-
-@dataclass(frozen=True)
-class _NpzFile:
-    """Read arrays of an ``.npz`` file, of which a rank holds one at a time."""
-
-    file: NpzFile
-
-    @property
-    def path(self) -> str:
-        return self.file.path
-
-    @property
-    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], str | None]]:
-        return {name: (shape, dtype.name) for name, (shape, dtype) in self.file.arrays.items()}
-
-    def read(self, requests: Sequence[LocalArray]) -> None:
-        """Read each requested array, and copy its ranges."""
-        for request in requests:
-            whole = self.file.values(request.path)
-            for start, values in request.pieces:
-                _convert(self, request.path, whole[start : start + values.size], values)
-
-
-def _convert(file: ParameterFile, name: str, given: Array, out: Array) -> None:
-    """Convert values of a parameter from the file's element type, and write them to ``out``."""
-    element = file.arrays[name][1]
-    assert element is not None
-    out[:] = convert(given, element, out.dtype.name)
-    if lost := overflows(given, element, out, out.dtype.name):
-        raise CheckpointError(f"{file.path}: parameter {name!r}: {lost} values are too large for {out.dtype.name}")
-
-
-@contextmanager
-def open_parameters(path: str | os.PathLike[str], comm: Communicator) -> Iterator[ParameterFile]:
-    """Open a checkpoint or a run (folders), a safetensors file or an ``.npz`` file, and yield its parameters.
-
-    Collective over ``comm``; the path of rank 0 is used, and every rank reads the file. The kind of a file is told by
-    its first bytes.
-
-    Raises
-    ------
-    CheckpointMissingError
-        If there is nothing at ``path``.
-    CheckpointError
-        If the file is damaged, or of no kind that is known.
-    ConfigError
-        If the package safetensors is needed and missing.
-    """
-    given, name = os.fspath(path), ""
-    with all_ranks(comm, "parameter file"):
-        if comm.rank == 0:
-            name = str(find_checkpoint(Path(given))) if os.path.isdir(given) else given
-    name = comm.broadcast_object(name, 0, "parameter file")
-    kind = ""
-    with all_ranks(comm, "parameter file"):
-        if not os.path.exists(name):
-            raise CheckpointMissingError(f"{name}: no such file or folder")
-        kind = "checkpoint" if os.path.isdir(name) else _kind(name)
-    if kind == "checkpoint":
-        with open_checkpoint(name, comm) as reader:
-            yield _CheckpointFile.of(reader)
-        return
-    opened: list[TensorFile | NpzFile] = []
-    with all_ranks(comm, "parameter file"):
-        opened.append(NpzFile(os.path.realpath(name)) if kind == "npz" else TensorFile(name))
-    with opened[0] as file:
-        yield _NpzFile(file) if isinstance(file, NpzFile) else _TensorFile(file)
-
-
-def _kind(name: str) -> str:
-    with open(name, "rb") as file:
-        begin = file.read(9)
-    if begin[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
-        return "npz"
-    if begin[8:] == b"{":
-        return "safetensors"
-    raise CheckpointError(
-        f"{name}: neither a checkpoint (a folder) nor a safetensors or .npz file; of a PyTorch file write "
-        "model.state_dict() with safetensors.torch.save_file"
-    )
 
 
 @contextmanager
@@ -467,190 +307,6 @@ def check_free(target: str, replace: bool) -> None:
     """Raise :class:`ConfigError` if ``target`` exists and ``replace`` is False."""
     if os.path.lexists(target) and not replace:
         raise ConfigError(f"{target}: exists; choose another name, or --force to replace it")
-
-
-#: Type of the expected arrays: shape and element type by path.
-Expected = Mapping[str, tuple[tuple[int, ...], str]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImportRules:
-    """Describe how tensors of a file become arrays of a checkpoint.
-
-    Attributes
-    ----------
-    names : sequence of (str, str)
-        Pairs of a tensor's name in the file and its name in the checkpoint. Both may contain one ``*``, which stands
-        for the same text in both. The first pair that matches a tensor is used.
-    drop : sequence of str
-        Shell patterns of the names, in the file, of tensors that are left out.
-    transpose : sequence of str
-        Shell patterns of the names, in the checkpoint, of arrays whose axes are reversed.
-    dtype : str or None
-        Type to which floating-point tensors are converted; None keeps their types.
-    """
-
-    names: Sequence[tuple[str, str]] = ()
-    drop: Sequence[str] = ()
-    transpose: Sequence[str] = ()
-    dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        """Raise :class:`ConfigError` for an unknown type or a malformed pair of names."""
-        if self.dtype is not None and self.dtype not in FLOATING:
-            raise ConfigError(f"type {self.dtype!r}: must be one of {', '.join(FLOATING)}")
-        for old, new in self.names:
-            if not old or not new or old.count("*") > 1 or old.count("*") != new.count("*"):
-                raise ConfigError(f"map {old}={new}: must be OLD=NEW, with one * in both or none")
-
-    def path(self, name: str) -> str:
-        """Return the path that the tensor ``name`` of the file gets in the checkpoint. Not collective."""
-        for old, new in self.names:
-            if found := _wanted(old, name):
-                name = new.replace("*", found[1]) if "*" in new else new
-                break
-        return name if name.startswith((PARAMETERS, OPTIMIZER)) else PARAMETERS + name
-
-
-def _wanted(old: str, name: str) -> re.Match[str] | None:
-    """Match a tensor's name against ``old``, the first name of a pair; group 1 is the text that ``*`` stands for."""
-    return re.fullmatch(re.escape(old).replace(r"\*", "(.*)"), name)
-
-
-def write_imported(
-    source: TensorFile,
-    out: str | os.PathLike[str],
-    attributes: Mapping[str, Any],
-    rules: ImportRules,
-    *,
-    expected: Expected | None = None,
-    replace: bool = False,
-) -> list[str]:
-    """Write the tensors of a file as a checkpoint; return the paths of its arrays.
-
-    Not collective: one process calls this function. Only values that are converted or transposed are copied into
-    memory; other values are read when they are written.
-
-    Parameters
-    ----------
-    source : TensorFile
-        The file of tensors.
-    out : path
-        Folder of the new checkpoint.
-    attributes : dict
-        Attributes of the new checkpoint. :func:`adapt_attributes` adapts them to the arrays.
-    rules : ImportRules
-        Names and conversions.
-    expected : mapping, optional
-        Shape and element type of the model's arrays, by path. The file must then contain exactly the parameters of the
-        model, and all optimizer state arrays or none of them.
-    replace : bool
-        Whether an existing checkpoint may be replaced.
-
-    Raises
-    ------
-    CheckpointError
-        If the tensors are not the arrays of the model, or cannot be stored in a checkpoint.
-    ConfigError
-        If a rule matches no tensor, values are too large for a type, or ``out`` exists and may not be replaced.
-    """
-    check_free(os.fspath(out), replace)
-    found: dict[str, Tensor] = {}
-    for name in sorted(source.tensors):
-        if any(fits(name, pattern) for pattern in rules.drop):
-            continue
-        path = check_path(rules.path(name))
-        if path in found:
-            raise CheckpointError(f"{source.path}: tensors {found[path].name!r} and {name!r} both become {path!r}")
-        found[path] = source.tensors[name]
-    _check_rules(source, rules, found)
-    shapes = {path: _become(source, tensor, path, rules) for path, tensor in found.items()}
-    if expected is not None:
-        _check(source.path, shapes, expected)
-    arrays = [
-        LocalArray(path, shape, stored_type(element), ((0, _values(source, found[path], path, rules, element)),))
-        for path, (shape, element) in shapes.items()
-    ]
-    write(out, arrays, adapt_attributes(attributes, shapes), replace=replace)
-    return list(shapes)
-
-
-def adapt_attributes(
-    attributes: Mapping[str, Any], arrays: Mapping[str, tuple[tuple[int, ...], str]]
-) -> dict[str, Any]:
-    """Return a copy of a checkpoint's attributes, adapted to its arrays. Not collective.
-
-    ``arrays`` holds shape and element type of the arrays by path. If there are no optimizer state arrays, the attribute
-    ``mpizero.optimizer`` is set to None. The list of bfloat16 arrays is computed from ``arrays``.
-    """
-    adapted = copy.deepcopy(dict(attributes))
-    own = adapted.get("mpizero")
-    if isinstance(own, dict) and not any(path.startswith(OPTIMIZER) for path in arrays):
-        own["optimizer"] = None
-    adapted.pop(BFLOAT16, None)
-    if tagged := [path for path, (_, element) in arrays.items() if element == BFLOAT16]:
-        adapted[BFLOAT16] = tagged
-    return adapted
-
-
-def _check_rules(source: TensorFile, rules: ImportRules, found: Mapping[str, Tensor]) -> None:
-    """Raise :class:`ConfigError` if a rule matches no tensor, because the rule is then probably misspelt."""
-    for old, _ in rules.names:
-        if not any(_wanted(old, name) for name in source.tensors):
-            raise ConfigError(f"map {old}: no tensor of {source.path} has such a name")
-    for pattern in rules.transpose:
-        if not any(matches(path, pattern) for path in found):
-            raise ConfigError(f"transpose {pattern}: no array has such a name")
-
-
-def _become(source: TensorFile, tensor: Tensor, path: str, rules: ImportRules) -> tuple[tuple[int, ...], str]:
-    """Return the shape and the element type that a tensor will have in the checkpoint, as the array ``path``."""
-    if tensor.element is None:
-        raise CheckpointError(
-            f"{source.path}: tensor {tensor.name!r} has elements of type {tensor.code}, which a checkpoint cannot "
-            "hold; it can be left out (--drop)"
-        )
-    turned = any(matches(path, pattern) for pattern in rules.transpose)
-    element = as_wanted(tensor.element, rules.dtype)
-    return (tensor.shape[::-1] if turned else tensor.shape), element
-
-
-def _values(source: TensorFile, tensor: Tensor, path: str, rules: ImportRules, element: str) -> Array:
-    values = source.values(tensor.name)
-    assert tensor.element is not None
-    if element == tensor.element:
-        converted = values
-    else:
-        converted = convert(np.require(values, requirements=["C", "A"]), tensor.element, element)
-    if lost := overflows(values, tensor.element, converted, element):
-        raise ConfigError(f"{source.path}: tensor {tensor.name!r}: {lost} values are too large for {element}")
-    if any(matches(path, pattern) for pattern in rules.transpose):
-        converted = np.ascontiguousarray(converted.reshape(tensor.shape).T).reshape(prod(tensor.shape))
-    return converted
-
-
-def _check(name: str, found: Expected, expected: Expected) -> None:
-    with_state = any(path.startswith(OPTIMIZER) for path in found)
-    wanted = {path: value for path, value in expected.items() if with_state or not path.startswith(OPTIMIZER)}
-    problems = []
-    if missing := [short_name(path) for path in wanted if path not in found]:
-        problems.append(f"missing: {_some(missing)}; another name of it can be mapped (--map OLD=NEW)")
-    if extra := [short_name(path) for path in found if path not in wanted]:
-        problems.append(f"unexpected: {_some(extra)}; what is not wanted can be left out (--drop)")
-    for path, (shape, element) in wanted.items():
-        if path in found and found[path] != (shape, element):
-            has, hint = found[path], ""
-            if has[0] == shape:
-                hint = f" (--dtype {element} converts)" if has[1] in FLOATING and element in FLOATING else ""
-            elif has[0] == shape[::-1]:
-                hint = f" (--transpose {short_name(path)} turns it)"
-            problems.append(f"{short_name(path)} is {has[1]} {list(has[0])}, expected {element} {list(shape)}{hint}")
-    if problems:
-        raise CheckpointError(f"{name} holds another model: {'; '.join(problems[:4])}")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 @dataclass(frozen=True)
@@ -762,19 +418,8 @@ def export(
     if tied:
         items += _tied(reader, items)
     with new_file(out, replace) as temporary:
-        write(temporary, items, lambda item: _converted(reader, item, report), reader.attributes)
+        write(temporary, items, lambda item: _converted_blocks(reader, item, report), reader.attributes)
     return items
-
-
-def _converted(reader: Reader, item: ExportedArray, report: Report | None) -> Iterator[Array]:
-    """Yield the values of an array block by block, converted to the element type that they will have."""
-    for _, part in blocks(reader, item.path, report):
-        converted = convert(part, item.source, item.element)
-        if lost := overflows(part, item.source, converted, item.element):
-            raise ConfigError(
-                f"array {item.path!r}: {lost} values are too large for {item.element}; choose another type"
-            )
-        yield converted
 
 
 def chosen(
@@ -811,6 +456,17 @@ def chosen(
     return items
 
 
+def _converted_blocks(reader: Reader, item: ExportedArray, report: Report | None) -> Iterator[Array]:
+    """Yield the values of an array block by block, converted to the element type that they will have."""
+    for _, part in blocks(reader, item.path, report):
+        converted = convert(part, item.source, item.element)
+        if lost := overflows(part, item.source, converted, item.element):
+            raise ConfigError(
+                f"array {item.path!r}: {lost} values are too large for {item.element}; choose another type"
+            )
+        yield converted
+
+
 def averages_of(reader: Reader) -> dict[str, str]:
     """Return the path of each parameter's moving average, by the parameter's path.
 
@@ -839,3 +495,347 @@ def _tied(reader: Reader, items: Sequence[ExportedArray]) -> list[ExportedArray]
 def export_bytes(reader: Reader, *, state: bool = False, pattern: str | None = None) -> int:
     """Return the number of bytes that :func:`export` with the same arguments reads from the checkpoint."""
     return sum(nbytes_of(reader, item.path) for item in chosen(reader, state=state, dtype=None, pattern=pattern))
+
+
+#: Type of the expected arrays: shape and element type by path.
+Expected = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportRules:
+    """Describe how tensors of a file become arrays of a checkpoint.
+
+    Attributes
+    ----------
+    names : sequence of (str, str)
+        Pairs of a tensor's name in the file and its name in the checkpoint. Both may contain one ``*``, which stands
+        for the same text in both. The first pair that matches a tensor is used.
+    drop : sequence of str
+        Shell patterns of the names, in the file, of tensors that are left out.
+    transpose : sequence of str
+        Shell patterns of the names, in the checkpoint, of arrays whose axes are reversed.
+    dtype : str or None
+        Type to which floating-point tensors are converted; None keeps their types.
+    """
+
+    names: Sequence[tuple[str, str]] = ()
+    drop: Sequence[str] = ()
+    transpose: Sequence[str] = ()
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise :class:`ConfigError` for an unknown type or a malformed pair of names."""
+        if self.dtype is not None and self.dtype not in FLOATING:
+            raise ConfigError(f"type {self.dtype!r}: must be one of {', '.join(FLOATING)}")
+        for old, new in self.names:
+            if not old or not new or old.count("*") > 1 or old.count("*") != new.count("*"):
+                raise ConfigError(f"map {old}={new}: must be OLD=NEW, with one * in both or none")
+
+    def path(self, name: str) -> str:
+        """Return the path that the tensor ``name`` of the file gets in the checkpoint. Not collective."""
+        for old, new in self.names:
+            if found := _wanted(old, name):
+                name = new.replace("*", found[1]) if "*" in new else new
+                break
+        return name if name.startswith((PARAMETERS, OPTIMIZER)) else PARAMETERS + name
+
+
+def _wanted(old: str, name: str) -> re.Match[str] | None:
+    """Match a tensor's name against ``old``, the first name of a pair; group 1 is the text that ``*`` stands for."""
+    return re.fullmatch(re.escape(old).replace(r"\*", "(.*)"), name)
+
+
+def write_imported(
+    source: TensorFile,
+    out: str | os.PathLike[str],
+    attributes: Mapping[str, Any],
+    rules: ImportRules,
+    *,
+    expected: Expected | None = None,
+    replace: bool = False,
+) -> list[str]:
+    """Write the tensors of a file as a checkpoint; return the paths of its arrays.
+
+    Not collective: one process calls this function. Only values that are converted or transposed are copied into
+    memory; other values are read when they are written.
+
+    Parameters
+    ----------
+    source : TensorFile
+        The file of tensors.
+    out : path
+        Folder of the new checkpoint.
+    attributes : dict
+        Attributes of the new checkpoint. :func:`adapt_attributes` adapts them to the arrays.
+    rules : ImportRules
+        Names and conversions.
+    expected : mapping, optional
+        Shape and element type of the model's arrays, by path. The file must then contain exactly the parameters of the
+        model, and all optimizer state arrays or none of them.
+    replace : bool
+        Whether an existing checkpoint may be replaced.
+
+    Raises
+    ------
+    CheckpointError
+        If the tensors are not the arrays of the model, or cannot be stored in a checkpoint.
+    ConfigError
+        If a rule matches no tensor, values are too large for a type, or ``out`` exists and may not be replaced.
+    """
+    check_free(os.fspath(out), replace)
+    found: dict[str, Tensor] = {}
+    for name in sorted(source.tensors):
+        if any(fits(name, pattern) for pattern in rules.drop):
+            continue
+        path = check_path(rules.path(name))
+        if path in found:
+            raise CheckpointError(f"{source.path}: tensors {found[path].name!r} and {name!r} both become {path!r}")
+        found[path] = source.tensors[name]
+    _check_rules(source, rules, found)
+    shapes = {path: _imported_type(source, tensor, path, rules) for path, tensor in found.items()}
+    if expected is not None:
+        _check_model(source.path, shapes, expected)
+    arrays = [
+        LocalArray(
+            path, shape, stored_type(element), ((0, _imported_values(source, found[path], path, rules, element)),)
+        )
+        for path, (shape, element) in shapes.items()
+    ]
+    write(out, arrays, adapt_attributes(attributes, shapes), replace=replace)
+    return list(shapes)
+
+
+def adapt_attributes(
+    attributes: Mapping[str, Any], arrays: Mapping[str, tuple[tuple[int, ...], str]]
+) -> dict[str, Any]:
+    """Return a copy of a checkpoint's attributes, adapted to its arrays. Not collective.
+
+    ``arrays`` holds shape and element type of the arrays by path. If there are no optimizer state arrays, the attribute
+    ``mpizero.optimizer`` is set to None. The list of bfloat16 arrays is computed from ``arrays``.
+    """
+    adapted = copy.deepcopy(dict(attributes))
+    own = adapted.get("mpizero")
+    if isinstance(own, dict) and not any(path.startswith(OPTIMIZER) for path in arrays):
+        own["optimizer"] = None
+    adapted.pop(BFLOAT16, None)
+    if tagged := [path for path, (_, element) in arrays.items() if element == BFLOAT16]:
+        adapted[BFLOAT16] = tagged
+    return adapted
+
+
+def _check_rules(source: TensorFile, rules: ImportRules, found: Mapping[str, Tensor]) -> None:
+    """Raise :class:`ConfigError` if a rule matches no tensor, because the rule is then probably misspelt."""
+    for old, _ in rules.names:
+        if not any(_wanted(old, name) for name in source.tensors):
+            raise ConfigError(f"map {old}: no tensor of {source.path} has such a name")
+    for pattern in rules.transpose:
+        if not any(matches(path, pattern) for path in found):
+            raise ConfigError(f"transpose {pattern}: no array has such a name")
+
+
+def _imported_type(source: TensorFile, tensor: Tensor, path: str, rules: ImportRules) -> tuple[tuple[int, ...], str]:
+    """Return the shape and the element type that a tensor will have in the checkpoint, as the array ``path``."""
+    if tensor.element is None:
+        raise CheckpointError(
+            f"{source.path}: tensor {tensor.name!r} has elements of type {tensor.code}, which a checkpoint cannot "
+            "hold; it can be left out (--drop)"
+        )
+    turned = any(matches(path, pattern) for pattern in rules.transpose)
+    element = as_wanted(tensor.element, rules.dtype)
+    return (tensor.shape[::-1] if turned else tensor.shape), element
+
+
+def _imported_values(source: TensorFile, tensor: Tensor, path: str, rules: ImportRules, element: str) -> Array:
+    values = source.values(tensor.name)
+    assert tensor.element is not None
+    if element == tensor.element:
+        converted = values
+    else:
+        converted = convert(np.require(values, requirements=["C", "A"]), tensor.element, element)
+    if lost := overflows(values, tensor.element, converted, element):
+        raise ConfigError(f"{source.path}: tensor {tensor.name!r}: {lost} values are too large for {element}")
+    if any(matches(path, pattern) for pattern in rules.transpose):
+        converted = np.ascontiguousarray(converted.reshape(tensor.shape).T).reshape(prod(tensor.shape))
+    return converted
+
+
+def _check_model(name: str, found: Expected, expected: Expected) -> None:
+    with_state = any(path.startswith(OPTIMIZER) for path in found)
+    wanted = {path: value for path, value in expected.items() if with_state or not path.startswith(OPTIMIZER)}
+    problems = []
+    if missing := [short_name(path) for path in wanted if path not in found]:
+        problems.append(f"missing: {_some(missing)}; another name of it can be mapped (--map OLD=NEW)")
+    if extra := [short_name(path) for path in found if path not in wanted]:
+        problems.append(f"unexpected: {_some(extra)}; what is not wanted can be left out (--drop)")
+    for path, (shape, element) in wanted.items():
+        if path in found and found[path] != (shape, element):
+            has, hint = found[path], ""
+            if has[0] == shape:
+                hint = f" (--dtype {element} converts)" if has[1] in FLOATING and element in FLOATING else ""
+            elif has[0] == shape[::-1]:
+                hint = f" (--transpose {short_name(path)} turns it)"
+            problems.append(f"{short_name(path)} is {has[1]} {list(has[0])}, expected {element} {list(shape)}{hint}")
+    if problems:
+        raise CheckpointError(f"{name} holds another model: {'; '.join(problems[:4])}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def loadable(element: str | None, target: str) -> bool:
+    """Tell whether elements of the type ``element`` can be loaded as ``target``: the same, or both are floats."""
+    return element == target or (element in FLOATING and target in FLOATING)
+
+
+class ParameterFile(Protocol):
+    """Provide the parameters of a file by name."""
+
+    @property
+    def path(self) -> str:
+        """The path of the file."""
+
+    @property
+    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], str | None]]:
+        """Shape and element type (None for one that cannot be read) of each parameter by name."""
+
+    def read(self, requests: Sequence[LocalArray]) -> None:
+        """Fill the pieces of each request, whose path is a parameter's name, and convert its elements.
+
+        Collective over the communicator with which the file was opened; a rank may request nothing. The contents of the
+        pieces are undefined after an error.
+        """
+
+
+@dataclass(frozen=True)
+class _CheckpointParameters:
+    """Read the parameters of an open checkpoint; every value is verified by its checksum."""
+
+    reader: Reader
+    path: str
+    arrays: Mapping[str, tuple[tuple[int, ...], str | None]]
+
+    @classmethod
+    def of(cls, reader: Reader) -> _CheckpointParameters:
+        elements = element_types(reader)
+        found = {short_name(p): (reader.arrays[p][0], elements[p]) for p in elements if p.startswith(PARAMETERS)}
+        return cls(reader, reader.name, found)
+
+    def read(self, requests: Sequence[LocalArray]) -> None:
+        """Fill the pieces of all requests from the checkpoint; ranges of another type are read into new memory."""
+        stored = []
+        for request in requests:
+            shape, element = self.arrays[request.path]
+            assert element is not None
+            dtype = stored_type(element)
+            same = element == request.dtype.name
+            pieces = [(start, values if same else np.empty(values.size, dtype)) for start, values in request.pieces]
+            stored.append(LocalArray(PARAMETERS + request.path, shape, dtype, tuple(pieces)))
+        self.reader.read(stored)
+        for request, found in zip(requests, stored, strict=True):
+            for (_, values), (_, read) in zip(request.pieces, found.pieces, strict=True):
+                if values is not read:
+                    _convert_into(self, request.path, read, values)
+
+
+@dataclass(frozen=True)
+class _SafetensorsParameters:
+    """Read tensors of a memory-mapped safetensors file."""
+
+    file: TensorFile
+
+    @property
+    def path(self) -> str:
+        return self.file.path
+
+    @property
+    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], str | None]]:
+        return {name: (tensor.shape, tensor.element) for name, tensor in self.file.tensors.items()}
+
+    def read(self, requests: Sequence[LocalArray]) -> None:
+        """Copy the ranges of all requests out of the file."""
+        for request in requests:
+            for start, values in request.pieces:
+                given = self.file.values(request.path)[start : start + values.size]
+                _convert_into(self, request.path, np.require(given, requirements="A"), values)
+
+
+@dataclass(frozen=True)
+class _NpzParameters:
+    """Read arrays of an ``.npz`` file, of which a rank holds one at a time."""
+
+    file: NpzFile
+
+    @property
+    def path(self) -> str:
+        return self.file.path
+
+    @property
+    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], str | None]]:
+        return {name: (shape, dtype.name) for name, (shape, dtype) in self.file.arrays.items()}
+
+    def read(self, requests: Sequence[LocalArray]) -> None:
+        """Read each requested array, and copy its ranges."""
+        for request in requests:
+            whole = self.file.values(request.path)
+            for start, values in request.pieces:
+                _convert_into(self, request.path, whole[start : start + values.size], values)
+
+
+def _convert_into(file: ParameterFile, name: str, given: Array, out: Array) -> None:
+    """Convert values of a parameter from the file's element type, and write them to ``out``."""
+    element = file.arrays[name][1]
+    assert element is not None
+    out[:] = convert(given, element, out.dtype.name)
+    if lost := overflows(given, element, out, out.dtype.name):
+        raise CheckpointError(f"{file.path}: parameter {name!r}: {lost} values are too large for {out.dtype.name}")
+
+
+@contextmanager
+def open_parameters(path: str | os.PathLike[str], comm: Communicator) -> Iterator[ParameterFile]:
+    """Open a checkpoint or a run (folders), a safetensors file or an ``.npz`` file, and yield its parameters.
+
+    Collective over ``comm``; the path of rank 0 is used, and every rank reads the file. The kind of a file is told by
+    its first bytes.
+
+    Raises
+    ------
+    CheckpointMissingError
+        If there is nothing at ``path``.
+    CheckpointError
+        If the file is damaged, or of no kind that is known.
+    ConfigError
+        If the package safetensors is needed and missing.
+    """
+    given, name = os.fspath(path), ""
+    with all_ranks(comm, "parameter file"):
+        if comm.rank == 0:
+            name = str(find_checkpoint(Path(given))) if os.path.isdir(given) else given
+    name = comm.broadcast_object(name, 0, "parameter file")
+    kind = ""
+    with all_ranks(comm, "parameter file"):
+        if not os.path.exists(name):
+            raise CheckpointMissingError(f"{name}: no such file or folder")
+        kind = "checkpoint" if os.path.isdir(name) else _kind_of(name)
+    if kind == "checkpoint":
+        with open_checkpoint(name, comm) as reader:
+            yield _CheckpointParameters.of(reader)
+        return
+    opened: list[TensorFile | NpzFile] = []
+    with all_ranks(comm, "parameter file"):
+        opened.append(NpzFile(os.path.realpath(name)) if kind == "npz" else TensorFile(name))
+    with opened[0] as file:
+        yield _NpzParameters(file) if isinstance(file, NpzFile) else _SafetensorsParameters(file)
+
+
+def _kind_of(name: str) -> str:
+    with open(name, "rb") as file:
+        begin = file.read(9)
+    if begin[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
+        return "npz"
+    if begin[8:] == b"{":
+        return "safetensors"
+    raise CheckpointError(
+        f"{name}: neither a checkpoint (a folder) nor a safetensors or .npz file; of a PyTorch file write "
+        "model.state_dict() with safetensors.torch.save_file"
+    )

@@ -1,8 +1,12 @@
-"""Raise an error about a checkpoint on every rank when it occurs on one rank.
+"""Write the folder of a checkpoint: it appears whole or not at all, and an error on one rank is raised on every rank.
 
-Write a checkpoint folder atomically: fill it under a temporary name, sync it to disk, and rename it.
+:func:`agreed` and :func:`on_root` end a step of a save or load alike on all ranks. :func:`create_locked_folder` makes a
+hidden folder beside the target, :func:`fill_file` makes the state file in it, and :func:`commit` syncs it to disk and
+renames it. The lock on the hidden folder tells a save in progress from the leftovers of a killed one, which
+:func:`remove_leftovers` clears.
 
-Implement the back end "direct": every rank writes its values into the HDF5 file by system calls, without HDF5.
+:func:`store_directly` is the back end "direct": every rank writes its values into the HDF5 file by system calls,
+without HDF5. :func:`join_parts` combines the checksums of what the ranks have written into those of whole blocks.
 """
 
 from __future__ import annotations
@@ -49,9 +53,6 @@ from mpizero.errors import (
     RemoteError,
 )
 from mpizero.types import Array
-
-T = TypeVar("T")
-
 
 #: Names that stand for error classes in messages between ranks; other subclasses of CheckpointError are "checkpoint".
 _KINDS: dict[str, type[MpizeroError]] = {
@@ -154,6 +155,9 @@ def agreed(comm: Communicator, prefix: str) -> Iterator[None]:
     raise_first(comm.allgather_object(own.portable, tag="checkpoint outcome"), prefix, own.error)
 
 
+T = TypeVar("T")
+
+
 def on_root(
     comm: Communicator, prefix: str, function: Callable[[], T], before: Callable[[], object] | None = None
 ) -> T:
@@ -176,19 +180,12 @@ def on_root(
 
 #: Prefix of the folder of a save in progress, or of a killed save: ``.tmp-<name>.<host>.<pid>``.
 TEMPORARY = ".tmp-"
-#: Prefix of a step folder that is being removed.
-DELETED = ".tmp-del-"
 #: Prefix of a replaced checkpoint between two renames, on file systems that cannot exchange two folders in one step.
 REPLACED = ".old-"
 
-#: Seconds for which a temporary folder of another host is not removed: its lock may be invisible on this host.
-SPARED = 24 * 3600.0
 
-#: Names of step folders: the number has as many digits as fit 64 bits.
-STEP_NAME = r"step_[0-9]{8,18}"
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-#: Bytes of one ``sync_file_range`` call, and its flags: wait for earlier writes, write, wait for these writes.
-_SYNCED, _SYNC_AND_WAIT = 32 * 1024 * 1024, 1 | 2 | 4
+#: Prefix of a step folder that is being removed.
+DELETED = ".tmp-del-"
 
 
 @dataclass(frozen=True)
@@ -338,6 +335,23 @@ def _give_name(folder: LockedFolder, written: Mapping[str, os.stat_result]) -> N
         undo.pop_all()
 
 
+#: Arguments of ``renameat2``: paths are relative to the working directory, and the two names are exchanged.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def _exchange(first: str, second: str) -> bool:
+    """Exchange the names of two files or folders atomically; return False if the system cannot do this, else True."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), first)
+
+
 def _check_in_place(path: str, written: os.stat_result) -> None:
     """Raise CheckpointError unless the file at ``path`` is the file with the ``os.fstat`` result ``written``.
 
@@ -380,6 +394,10 @@ def discard(folder: LockedFolder) -> None:
         if os.path.samestat(os.lstat(folder.path), os.fstat(folder.lock)):
             shutil.rmtree(folder.path, ignore_errors=True)
     os.close(folder.lock)
+
+
+#: Names of step folders: the number has as many digits as fit 64 bits.
+STEP_NAME = r"step_[0-9]{8,18}"
 
 
 def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
@@ -431,6 +449,10 @@ def _remove_if_unused(path: str, ours: bool) -> bool:
         return True
     finally:
         os.close(folder)
+
+
+#: Seconds for which a temporary folder of another host is not removed: its lock may be invisible on this host.
+SPARED = 24 * 3600.0
 
 
 def _is_recent(path: str) -> bool:
@@ -527,6 +549,10 @@ def write_at(file: int, data: memoryview, offset: int, path: str) -> None:
             raise OSError(error.errno, error.strerror, path) from None
 
 
+#: Bytes of one ``sync_file_range`` call, and its flags: wait for earlier writes, write, wait for these writes.
+_SYNCED, _SYNC_AND_WAIT = 32 * 1024 * 1024, 1 | 2 | 4
+
+
 def sync_range(file: int, offset: int, nbytes: int, advance: Callable[[int], object]) -> None:
     """Make the system write bytes ``offset:offset + nbytes`` of a file from its cache to disk, 32 MiB at a time.
 
@@ -543,19 +569,6 @@ def sync_range(file: int, offset: int, nbytes: int, advance: Callable[[int], obj
         advance(size)
 
 
-def _exchange(first: str, second: str) -> bool:
-    """Exchange the names of two files or folders atomically; return False if the system cannot do this, else True."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is None:
-        return False
-    if function(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), first)
-
-
 class PieceSums(NamedTuple):
     """Hold the CRC32s of bytes ``start:stop`` of an array, one for each checksummed block that they overlap."""
 
@@ -563,6 +576,19 @@ class PieceSums(NamedTuple):
     start: int
     stop: int
     checksums: tuple[int, ...]
+
+
+def checksums(arrays: Sequence[LocalArray]) -> list[PieceSums]:
+    """Return the checksums of this rank's pieces of arrays, computed from memory. Not collective."""
+    sums = []
+    for array in arrays:
+        for first, values in array.pieces:
+            data, begin = as_bytes(values), first * values.itemsize
+            parts = cut(begin, begin + len(data))
+            crcs = tuple(crc32(data[start - begin : stop - begin]) for start, stop in parts)
+            if crcs:
+                sums.append(PieceSums(array.path, begin, begin + len(data), crcs))
+    return sums
 
 
 class WritingStopped(Exception):  # noqa: N818 - a request, not a mistake
@@ -636,19 +662,6 @@ def write_pieces(
         os.fsync(handle)
     finally:
         os.close(handle)
-    return sums
-
-
-def checksums(arrays: Sequence[LocalArray]) -> list[PieceSums]:
-    """Return the checksums of this rank's pieces of arrays, computed from memory. Not collective."""
-    sums = []
-    for array in arrays:
-        for first, values in array.pieces:
-            data, begin = as_bytes(values), first * values.itemsize
-            parts = cut(begin, begin + len(data))
-            crcs = tuple(crc32(data[start - begin : stop - begin]) for start, stop in parts)
-            if crcs:
-                sums.append(PieceSums(array.path, begin, begin + len(data), crcs))
     return sums
 
 

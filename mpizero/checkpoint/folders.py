@@ -1,6 +1,8 @@
-"""List, check and remove the checkpoints of a run; each is a folder named ``step_<number>``.
+"""List, check and remove the checkpoints of a run, and mark the best one; each is a folder named ``step_<number>``.
 
-Mark the best checkpoint of a run by a link beside the step folders.
+A step folder is sound if nothing is wrong with its manifest, file sizes and HDF5 structure. Only a wrong checksum or
+size proves damage: what merely cannot be opened may be whole, and is neither passed over in silence nor removed. The
+best checkpoint is marked by a link beside the step folders.
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ from mpizero.checkpoint.reader import read_manifest
 from mpizero.comm.startup import communicator_of
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 
-_NAME = re.compile(STEP_NAME)
-
 
 def step_folder(folder: str | os.PathLike[str], step: int) -> str:
     """Return the path of the checkpoint of ``step`` in ``folder``, a folder of checkpoints. Not collective.
@@ -31,6 +31,9 @@ def step_folder(folder: str | os.PathLike[str], step: int) -> str:
     if step < 0:
         raise ConfigError(f"a step is >= 0, got {step}")
     return os.path.join(os.fspath(folder), f"step_{step:08d}")
+
+
+_NAME = re.compile(STEP_NAME)
 
 
 def step_of(path: str | os.PathLike[str]) -> int | None:
@@ -102,40 +105,6 @@ class StepFolder:
     def unreadable(self) -> bool:
         """True if the checkpoint could not be opened, for a reason other than damage."""
         return bool(self.problem) and not self.damaged
-
-
-@dataclass(frozen=True)
-class RemovalFailure:
-    """Describe an old checkpoint that :func:`prune` could not remove.
-
-    Attributes
-    ----------
-    path : str
-        Path of the folder.
-    reason : str
-        Why the folder was not removed; the text does not contain the path.
-
-    Examples
-    --------
-    >>> import os
-    >>> import tempfile
-    >>> from mpizero import checkpoint
-    >>> with tempfile.TemporaryDirectory() as run:
-    ...     checkpoint.write(checkpoint.step_folder(run, 2), [], {}, comm="self")
-    ...     os.symlink("archive", checkpoint.step_folder(run, 1))
-    ...     removed = checkpoint.prune(run, 1, comm="self", report=lambda failure: print(failure.reason))
-    it is a link; remove it by hand
-    """
-
-    path: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"old checkpoint not removed: {self.path}: {self.reason}"
-
-
-def _warn(failure: RemovalFailure) -> None:
-    warnings.warn(str(failure), stacklevel=2)
 
 
 def _look_at(path: str) -> StepFolder:
@@ -226,6 +195,40 @@ def newest(
 
 def _passed_over(found: StepFolder) -> str:
     return f"checkpoint passed over: {found.problem}"
+
+
+@dataclass(frozen=True)
+class RemovalFailure:
+    """Describe an old checkpoint that :func:`prune` could not remove.
+
+    Attributes
+    ----------
+    path : str
+        Path of the folder.
+    reason : str
+        Why the folder was not removed; the text does not contain the path.
+
+    Examples
+    --------
+    >>> import os
+    >>> import tempfile
+    >>> from mpizero import checkpoint
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     checkpoint.write(checkpoint.step_folder(run, 2), [], {}, comm="self")
+    ...     os.symlink("archive", checkpoint.step_folder(run, 1))
+    ...     removed = checkpoint.prune(run, 1, comm="self", report=lambda failure: print(failure.reason))
+    it is a link; remove it by hand
+    """
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"old checkpoint not removed: {self.path}: {self.reason}"
+
+
+def _warn(failure: RemovalFailure) -> None:
+    warnings.warn(str(failure), stacklevel=2)
 
 
 def sound(

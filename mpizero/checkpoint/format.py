@@ -1,16 +1,14 @@
-"""Choose where the arrays of a checkpoint begin in its file.
+"""Define the format of a checkpoint: the arrays it holds, the layout of its HDF5 file, its checksums, its manifest.
 
-Cut arrays into checksummed blocks, and compute the CRC32 of a block from the CRC32s of its parts.
+A checkpoint is one HDF5 file of whole arrays, ``state.h5``, and ``manifest.json`` with the attributes, and the place
+and the checksums of every array. :class:`LocalArray` describes an array and the ranges of it that one rank writes;
+:func:`merge` makes one table of what all ranks claim. Arrays are cut into blocks of 4 MiB, each with a CRC32 that can
+be computed from those of its parts, so ranks that share a block verify it without reading it twice. :func:`build` makes
+the HDF5 file in memory, without the values of its arrays, so that libhdf5 never writes to a disk. :func:`encode` and
+:func:`decode` are the manifest and its inverse.
 
-Parse JSON that is not trusted, strictly and with limits on memory and nesting.
-
-Open files that are not trusted: only regular files, and with a limit on the size of a file that is read whole.
-
-Describe the arrays of a checkpoint, and which rank writes which elements of them; this module reads no file.
-
-Build an HDF5 file without the values of its arrays in memory, so that libhdf5 never writes to a disk.
-
-Encode and decode the manifest: two lines of JSON with the arrays of a checkpoint, their offsets and checksums.
+What is read is not trusted: only regular files are opened, JSON is parsed strictly and with limits on memory and
+nesting, and every number of a manifest is checked. Only :func:`open_regular` and :func:`read_regular` touch files.
 """
 
 from __future__ import annotations
@@ -40,221 +38,13 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 
-#: Every object of the file starts at a multiple of this many bytes, so that arrays can be mapped into memory.
-ALIGNMENT = 64
-#: The largest alignment that can be chosen: a page. The gaps that alignment leaves between arrays are checksummed too.
-ALIGNMENT_LIMIT = 4096
+MANIFEST_NAME = "manifest.json"
+STATE_NAME = "state.h5"
 
 
-def check_alignment(alignment: int) -> None:
-    """Raise :class:`ConfigError` unless ``alignment`` is a power of two from 64 to 4096, in bytes."""
-    if not ALIGNMENT <= alignment <= ALIGNMENT_LIMIT or alignment & (alignment - 1):
-        raise ConfigError(f"alignment must be a power of two from {ALIGNMENT} to {ALIGNMENT_LIMIT}, got {alignment}")
-
-
-#: Bytes of one checksummed block of an array; a multiple of every element size.
-BLOCK = 4 * 1024 * 1024
-
-#: Bytes of a piece that stays in a core's cache from reading to checksumming. With pieces of 256 KiB loading takes 5 to
-#: 12 % longer, because of the number of calls; larger pieces are not faster.
-_CACHED = 1024 * 1024
-
-
-def crc32_shifted(crc: int, length: int) -> int:
-    """Return what bytes with CRC32 ``crc``, followed by ``length`` other bytes, contribute to the CRC32 of the whole.
-
-    The CRC32 of the whole is the XOR of the contributions of its parts.
-    """
-    return crc32_combine(crc, 0, length)
-
-
-def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut bytes ``start:stop`` of an array at the boundaries of blocks; yield (start, stop) of each part in order."""
-    while start < stop:
-        end = min(stop, (start // BLOCK + 1) * BLOCK)
-        yield start, end
-        start = end
-
-
-def in_cache(part: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Cut a block into pieces that fit a core's cache; yield the offset in the block and a view of each piece."""
-    for start in range(0, len(part), _CACHED):
-        yield start, part[start : start + _CACHED]
-
-
-def block_count(nbytes: int) -> int:
-    """Return the number of checksummed blocks of an array of ``nbytes`` bytes."""
-    return -(-nbytes // BLOCK)
-
-
-def judge(length: int, stored: int, segments: Sequence[tuple[int, int, int]]) -> list[bool | None]:
-    """Verify the segments (ranges of bytes) of one block that ranks have read by the CRC32 of the block.
-
-    Ranks may cut a block anywhere, and several ranks may read the same bytes. A segment can be verified if it belongs
-    to a sequence of segments that follow each other without a gap and cover the block. It is correct if the CRC32 of
-    that sequence is ``stored``.
-
-    Parameters
-    ----------
-    length : int
-        Size of the block in bytes.
-    stored : int
-        CRC32 of the block as it was written.
-    segments : sequence of (start, stop, crc)
-        First byte and end of each segment, counted from the start of the block, and the CRC32 of the bytes that were
-        read.
-
-    Returns
-    -------
-    list of bool or None
-        For each segment True if it is correct, False if the CRC32 of its sequence is not ``stored``, and None if it
-        cannot be verified.
-    """
-    before = {0: 0}
-    for start, stop, crc in sorted(segments):
-        if start in before and stop not in before:
-            before[stop] = crc32_combine(before[start], crc, stop - start)
-    after = {length: 0}
-    for start, stop, crc in sorted(segments, key=lambda segment: segment[1], reverse=True):
-        if stop in after and start not in after:
-            after[start] = crc32_combine(crc, after[stop], length - stop)
-    verdicts: list[bool | None] = []
-    for start, stop, crc in segments:
-        if start in before and stop in after:
-            whole = crc32_combine(crc32_combine(before[start], crc, stop - start), after[stop], length - stop)
-            verdicts.append(whole == stored)
-        else:
-            verdicts.append(None)
-    return verdicts
-
-
-#: The most memory in bytes that parsing may take, and the deepest nesting of dictionaries and lists.
-MEMORY_LIMIT, DEPTH_LIMIT = 96 * 1024 * 1024, 32
-#: The most characters of an integer: those of the largest float64, with a sign.
-_INTEGER = 310
-
-
-def parse(data: bytes) -> Any:
-    """Parse JSON in UTF-8 and return its value.
-
-    Raises
-    ------
-    ValueError
-        If ``data`` is not JSON, contains a number beyond the range of float64 or a key twice, is nested too deeply, or
-        would take too much memory. The message says which, and the caller must add the name of the file.
-    """
-    if (memory := memory_of(data)) > MEMORY_LIMIT:
-        raise ValueError(f"would take {memory} bytes of memory, at most {MEMORY_LIMIT} are allowed")
-    try:
-        found = json.loads(
-            data.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite, parse_int=_bounded
-        )
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error!s:.200}") from None
-    if depth_of(found) > DEPTH_LIMIT:
-        raise ValueError(f"nested more than {DEPTH_LIMIT} levels deep")
-    return found
-
-
-def memory_of(data: bytes) -> int:
-    """Return an upper bound on the bytes of memory that parsing ``data`` takes.
-
-    It is computed from the numbers of brackets, commas and bytes.
-    """
-    return 190 * (data.count(b"{") + data.count(b"[")) + 72 * data.count(b",") + 3 * len(data)
-
-
-def depth_of(value: object) -> int:
-    """Return the number of levels of dictionaries, lists and tuples in ``value``.
-
-    The function does not recurse, because a crafted file could exhaust the stack.
-    """
-    depth, level = 0, [value]
-    while level := [item for item in level if isinstance(item, (dict, list, tuple))]:
-        depth += 1
-        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
-    return depth
-
-
-def is_count(value: object, least: int = 0) -> bool:
-    """Tell whether a value from a file is an int from ``least`` to 2**63 - 1; it is False for bools and for 1.0."""
-    return type(value) is int and least <= value < 2**63
-
-
-def is_number(value: object) -> bool:
-    """Tell whether a value from a file is a finite number > 0 within the range of float64."""
-    return type(value) in (int, float) and 0 < value <= sys.float_info.max  # type: ignore[operator]
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
-
-
-def _finite(number: str) -> float:
-    if not isfinite(value := float(number)):
-        raise ValueError("a number is too large")
-    return value
-
-
-def _bounded(number: str) -> int:
-    if len(number) > _INTEGER or abs(value := int(number)) > sys.float_info.max:
-        raise ValueError("a number is too large")
-    return value
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number")
-
-
-def open_regular(path: str) -> int:
-    """Open a file for reading and return its descriptor; raise CheckpointError unless it is a regular file, no link."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-            raise CheckpointError(f"{path}: not a regular file") from None
-        raise
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise CheckpointError(f"{path}: not a regular file")
-    return file
-
-
-def path_of(folder: str | os.PathLike[str]) -> str:
-    """Return the path ``folder`` as a string; raise :class:`ArgumentError` if it is not a path."""
-    if not isinstance(folder, str | os.PathLike):
-        raise ArgumentError(f"the folder of a checkpoint is a path, a string or pathlib.Path; got {folder!r:.80}")
-    return os.fspath(folder)
-
-
-def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
-    """Return the bytes of a regular file that has at most ``limit`` bytes.
-
-    Raises
-    ------
-    CheckpointError
-        If ``path`` is a link or not a regular file, or the file has more than ``limit`` bytes.
-    OSError
-        If the file cannot be opened or read.
-    """
-    name = os.fspath(path)
-    with os.fdopen(open_regular(name), "rb") as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise CheckpointError(f"{name}: more than {limit} bytes, which is the most that is read")
-    return data
-
-
-#: Element types a checkpoint may hold, little-endian; bfloat16 is stored as its bits, in ``<u2``. HDF5 has no complex
-#: numbers: they are compounds of the numbers ``r`` and ``i``, as h5py writes and reads them.
-DTYPES = ("<f2", "<f4", "<f8", "<c8", "<c16", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8")
-#: The most arrays that one checkpoint may have.
-ARRAY_LIMIT = 65_536
-#: The most bytes that one array may have; so every sum of sizes stays far below 2**63.
-SIZE_LIMIT = 2**56
+#: Name and version of the format, which are attributes of the HDF5 file's root.
+FORMAT = "mpizero-checkpoint"
+VERSION = 1
 
 #: Type of a table: shape and element type of every array, by path.
 Table = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
@@ -314,6 +104,13 @@ def check_path(path: object) -> str:
     if fault := fault_of(path, PATH_LIMIT, PATH_PARTS):
         raise CheckpointError(f"array name {shown(path)} is not allowed: it {fault}")
     return str(path)
+
+
+#: Element types a checkpoint may hold, little-endian; bfloat16 is stored as its bits, in ``<u2``. HDF5 has no complex
+#: numbers: they are compounds of the numbers ``r`` and ``i``, as h5py writes and reads them.
+DTYPES = ("<f2", "<f4", "<f8", "<c8", "<c16", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8")
+#: The most bytes that one array may have; so every sum of sizes stays far below 2**63.
+SIZE_LIMIT = 2**56
 
 
 def check_shape(path: str, shape: Sequence[object], dtype: str) -> tuple[int, ...]:
@@ -382,6 +179,10 @@ class Claim:
         return cls(array.path, array.shape, array.dtype.str, ranges)
 
 
+#: The most arrays that one checkpoint may have.
+ARRAY_LIMIT = 65_536
+
+
 def merge(claims: Sequence[Sequence[Claim]]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Return shape and element type of every array, sorted by path, from the claims of each rank.
 
@@ -420,10 +221,93 @@ def _check_tiling(path: str, size: int, ranges: Sequence[tuple[int, int, int]]) 
         raise CheckpointError(f"array {path!r}: elements {end} to {size - 1} are written by no rank")
 
 
-#: Name and version of the format, which are attributes of the HDF5 file's root.
-FORMAT = "mpizero-checkpoint"
-VERSION = 1
-MARKS: Mapping[str, Any] = {"format": np.bytes_(FORMAT), "version": np.int64(VERSION)}
+#: Bytes of one checksummed block of an array; a multiple of every element size.
+BLOCK = 4 * 1024 * 1024
+
+
+def crc32_shifted(crc: int, length: int) -> int:
+    """Return what bytes with CRC32 ``crc``, followed by ``length`` other bytes, contribute to the CRC32 of the whole.
+
+    The CRC32 of the whole is the XOR of the contributions of its parts.
+    """
+    return crc32_combine(crc, 0, length)
+
+
+def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Cut bytes ``start:stop`` of an array at the boundaries of blocks; yield (start, stop) of each part in order."""
+    while start < stop:
+        end = min(stop, (start // BLOCK + 1) * BLOCK)
+        yield start, end
+        start = end
+
+
+#: Bytes of a piece that stays in a core's cache from reading to checksumming. With pieces of 256 KiB loading takes 5 to
+#: 12 % longer, because of the number of calls; larger pieces are not faster.
+_CACHED = 1024 * 1024
+
+
+def in_cache(part: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Cut a block into pieces that fit a core's cache; yield the offset in the block and a view of each piece."""
+    for start in range(0, len(part), _CACHED):
+        yield start, part[start : start + _CACHED]
+
+
+def block_count(nbytes: int) -> int:
+    """Return the number of checksummed blocks of an array of ``nbytes`` bytes."""
+    return -(-nbytes // BLOCK)
+
+
+def judge(length: int, stored: int, segments: Sequence[tuple[int, int, int]]) -> list[bool | None]:
+    """Verify the segments (ranges of bytes) of one block that ranks have read by the CRC32 of the block.
+
+    Ranks may cut a block anywhere, and several ranks may read the same bytes. A segment can be verified if it belongs
+    to a sequence of segments that follow each other without a gap and cover the block. It is correct if the CRC32 of
+    that sequence is ``stored``.
+
+    Parameters
+    ----------
+    length : int
+        Size of the block in bytes.
+    stored : int
+        CRC32 of the block as it was written.
+    segments : sequence of (start, stop, crc)
+        First byte and end of each segment, counted from the start of the block, and the CRC32 of the bytes that were
+        read.
+
+    Returns
+    -------
+    list of bool or None
+        For each segment True if it is correct, False if the CRC32 of its sequence is not ``stored``, and None if it
+        cannot be verified.
+    """
+    before = {0: 0}
+    for start, stop, crc in sorted(segments):
+        if start in before and stop not in before:
+            before[stop] = crc32_combine(before[start], crc, stop - start)
+    after = {length: 0}
+    for start, stop, crc in sorted(segments, key=lambda segment: segment[1], reverse=True):
+        if stop in after and start not in after:
+            after[start] = crc32_combine(crc, after[stop], length - stop)
+    verdicts: list[bool | None] = []
+    for start, stop, crc in segments:
+        if start in before and stop in after:
+            whole = crc32_combine(crc32_combine(before[start], crc, stop - start), after[stop], length - stop)
+            verdicts.append(whole == stored)
+        else:
+            verdicts.append(None)
+    return verdicts
+
+
+#: Every object of the file starts at a multiple of this many bytes, so that arrays can be mapped into memory.
+ALIGNMENT = 64
+#: The largest alignment that can be chosen: a page. The gaps that alignment leaves between arrays are checksummed too.
+ALIGNMENT_LIMIT = 4096
+
+
+def check_alignment(alignment: int) -> None:
+    """Raise :class:`ConfigError` unless ``alignment`` is a power of two from 64 to 4096, in bytes."""
+    if not ALIGNMENT <= alignment <= ALIGNMENT_LIMIT or alignment & (alignment - 1):
+        raise ConfigError(f"alignment must be a power of two from {ALIGNMENT} to {ALIGNMENT_LIMIT}, got {alignment}")
 
 
 @dataclass(frozen=True)
@@ -529,6 +413,9 @@ def gaps(nbytes: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int
     return found
 
 
+MARKS: Mapping[str, Any] = {"format": np.bytes_(FORMAT), "version": np.int64(VERSION)}
+
+
 def build(table: Table, alignment: int = ALIGNMENT, marks: Mapping[str, Any] = MARKS) -> Skeleton:
     """Build the HDF5 file with one contiguous dataset for each array of ``table``, without the values of the arrays.
 
@@ -617,12 +504,130 @@ def hdf5_version() -> str:
     return str(h5py.version.hdf5_version)
 
 
-MANIFEST_NAME = "manifest.json"
-STATE_NAME = "state.h5"
+def path_of(folder: str | os.PathLike[str]) -> str:
+    """Return the path ``folder`` as a string; raise :class:`ArgumentError` if it is not a path."""
+    if not isinstance(folder, str | os.PathLike):
+        raise ArgumentError(f"the folder of a checkpoint is a path, a string or pathlib.Path; got {folder!r:.80}")
+    return os.fspath(folder)
+
+
+def open_regular(path: str) -> int:
+    """Open a file for reading and return its descriptor; raise CheckpointError unless it is a regular file, no link."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise CheckpointError(f"{path}: not a regular file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise CheckpointError(f"{path}: not a regular file")
+    return file
+
+
+def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
+    """Return the bytes of a regular file that has at most ``limit`` bytes.
+
+    Raises
+    ------
+    CheckpointError
+        If ``path`` is a link or not a regular file, or the file has more than ``limit`` bytes.
+    OSError
+        If the file cannot be opened or read.
+    """
+    name = os.fspath(path)
+    with os.fdopen(open_regular(name), "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise CheckpointError(f"{name}: more than {limit} bytes, which is the most that is read")
+    return data
+
+
+#: The most memory in bytes that parsing may take, and the deepest nesting of dictionaries and lists.
+MEMORY_LIMIT, DEPTH_LIMIT = 96 * 1024 * 1024, 32
+
+
+def parse(data: bytes) -> Any:
+    """Parse JSON in UTF-8 and return its value.
+
+    Raises
+    ------
+    ValueError
+        If ``data`` is not JSON, contains a number beyond the range of float64 or a key twice, is nested too deeply, or
+        would take too much memory. The message says which, and the caller must add the name of the file.
+    """
+    if (memory := memory_of(data)) > MEMORY_LIMIT:
+        raise ValueError(f"would take {memory} bytes of memory, at most {MEMORY_LIMIT} are allowed")
+    try:
+        found = json.loads(
+            data.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite, parse_int=_bounded
+        )
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error!s:.200}") from None
+    if depth_of(found) > DEPTH_LIMIT:
+        raise ValueError(f"nested more than {DEPTH_LIMIT} levels deep")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def _finite(number: str) -> float:
+    if not isfinite(value := float(number)):
+        raise ValueError("a number is too large")
+    return value
+
+
+#: The most characters of an integer: those of the largest float64, with a sign.
+_INTEGER = 310
+
+
+def _bounded(number: str) -> int:
+    if len(number) > _INTEGER or abs(value := int(number)) > sys.float_info.max:
+        raise ValueError("a number is too large")
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number")
+
+
+def memory_of(data: bytes) -> int:
+    """Return an upper bound on the bytes of memory that parsing ``data`` takes.
+
+    It is computed from the numbers of brackets, commas and bytes.
+    """
+    return 190 * (data.count(b"{") + data.count(b"[")) + 72 * data.count(b",") + 3 * len(data)
+
+
+def depth_of(value: object) -> int:
+    """Return the number of levels of dictionaries, lists and tuples in ``value``.
+
+    The function does not recurse, because a crafted file could exhaust the stack.
+    """
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, (dict, list, tuple))]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def is_count(value: object, least: int = 0) -> bool:
+    """Tell whether a value from a file is an int from ``least`` to 2**63 - 1; it is False for bools and for 1.0."""
+    return type(value) is int and least <= value < 2**63
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a value from a file is a finite number > 0 within the range of float64."""
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max  # type: ignore[operator]
+
+
 #: The largest size of a manifest in bytes; it is checked before the content, which cannot be trusted.
 MANIFEST_LIMIT = 32 * 1024 * 1024
-#: The largest number of bytes outside the arrays, HDF5's structure: for the file, plus for each array.
-STRUCTURE_LIMIT, STRUCTURE_PER_ARRAY = 1024 * 1024, 8192
 
 
 @dataclass(frozen=True)
@@ -805,6 +810,10 @@ def _stored(path: str, entry: object, state_bytes: int) -> StoredArray:
             f"{where}: {nbytes} bytes at offset {offset} do not fit a {STATE_NAME} of {state_bytes} bytes"
         )
     return StoredArray(shape, dtype, offset, _checksums(entry["crc32"], block_count(nbytes), f"{where}: crc32"))
+
+
+#: The largest number of bytes outside the arrays, HDF5's structure: for the file, plus for each array.
+STRUCTURE_LIMIT, STRUCTURE_PER_ARRAY = 1024 * 1024, 8192
 
 
 def _check_extents(arrays: dict[str, StoredArray], state_bytes: int) -> None:

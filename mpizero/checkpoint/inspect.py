@@ -1,12 +1,9 @@
-"""Choose arrays by name, read them in blocks, and convert their elements, also from and to bfloat16.
+"""Look into checkpoints: find and list them, read their arrays in blocks, convert, summarize and compare the elements.
 
-Compute statistics of the values of an array of a checkpoint.
-
-Compare two checkpoints; arrays are read in blocks of 4 MiB.
-
-List the checkpoints of a folder, including damaged ones.
-
-Find the checkpoint to which a path refers: itself, or the newest one of a run.
+Nothing here holds a whole array: :func:`blocks` reads and verifies 4 MiB at a time, for :func:`statistics`,
+:func:`compare` and the export alike. bfloat16, which NumPy does not have, is stored as its bits; which arrays are
+bfloat16 is an attribute of the checkpoint (:func:`element_types`), and :func:`convert` converts from and to it.
+A path that a user gives may be a checkpoint or a run: :func:`find_checkpoint` takes the newest undamaged one.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ _COMPLEX = {"float32": "complex64", "float64": "complex128"}
 PARAMETERS, OPTIMIZER = "parameters/", "optimizer/"
 #: Folder of the moving averages of the parameters (``ShardingConfig(ema=...)``).
 AVERAGES = f"{OPTIMIZER}ema/"
-_EXPONENT_OF_BFLOAT16 = 0x7F80
 
 #: Type of a function that reports progress: it is called with the number of bytes of each finished block.
 Report = Callable[[int], object]
@@ -151,6 +147,9 @@ def overflows(values: Array, source: str, converted: Array, target: str) -> int:
     if target not in (*FLOATING, *_COMPLEX.values()) or source == target:
         return 0
     return int(np.count_nonzero(_infinite(converted, target) & ~_infinite(values, source)))
+
+
+_EXPONENT_OF_BFLOAT16 = 0x7F80
 
 
 def _infinite(values: Array, element: str) -> Array:
@@ -318,15 +317,15 @@ def compare(
     common = [path for path in first if path in second]
     alike = [path for path in common if first[path] == second[path]]
     elements = element_types(a)
-    found = (_compare(a, b, (path, elements[path]), tolerance, report) for path in alike)
+    found = (_compare_arrays(a, b, (path, elements[path]), tolerance, report) for path in alike)
     return CheckpointDifference(
         missing=tuple(path for path in first if path not in second),
         extra=tuple(path for path in second if path not in first),
         reshaped={path: (first[path], second[path]) for path in common if first[path] != second[path]},
         arrays=tuple(difference for difference in found if difference is not None),
-        attributes=dict(_attributes(a.attributes, b.attributes)),
+        attributes=dict(_compare_attributes(a.attributes, b.attributes)),
         compared=len(alike),
-        nbytes=sum(int(np.prod(a.arrays[path][0], dtype=np.int64)) * a.arrays[path][1].itemsize for path in alike),
+        nbytes=sum(nbytes_of(a, path) for path in alike),
     )
 
 
@@ -335,7 +334,7 @@ def _described(reader: Reader, pattern: str | None) -> dict[str, str]:
     return {path: f"{elements[path]} {list(reader.arrays[path][0])}" for path in elements if matches(path, pattern)}
 
 
-def _attributes(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def _compare_attributes(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
     first, second = flat(a), flat(b)
     nothing = object()
     for name in sorted(first.keys() | second.keys()):
@@ -343,7 +342,7 @@ def _attributes(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, tup
             yield name, (first.get(name), second.get(name))
 
 
-def _compare(
+def _compare_arrays(
     a: Reader, b: Reader, array: tuple[str, str], tolerance: float, report: Report | None
 ) -> ArrayDifference | None:
     """Compare one array, given by (path, element type), in both checkpoints; return None if its values are equal."""
@@ -483,7 +482,7 @@ def is_checkpoint(path: Path) -> bool:
         raise CheckpointError(f"{path}: no such file or folder")
     if not path.is_dir():
         raise CheckpointError(f"{path}: is a file; a checkpoint is a folder, as is a run")
-    return step_of(path.absolute()) is not None or (path / "manifest.json").exists()
+    return step_of(path.absolute()) is not None or (path / MANIFEST_NAME).exists()
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -507,7 +506,7 @@ def find_checkpoint(path: Path) -> Path:
             return Path(found)
         if passed:
             raise CheckpointError(f"{folder}: no good checkpoint in it; {passed[0]}")
-    raise _none(path)
+    raise _nothing_found(path)
 
 
 def find_folder(path: Path) -> Path:
@@ -520,11 +519,11 @@ def find_folder(path: Path) -> Path:
     """
     folder = next((home for home in (path / "checkpoints", path) if step_folders(str(home))), None)
     if folder is None:
-        raise _none(path)
+        raise _nothing_found(path)
     return folder
 
 
-def _none(path: Path) -> CheckpointError:
+def _nothing_found(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path}: holds no checkpoint; give a run's folder, its checkpoint folder, or one checkpoint"
     )

@@ -25,31 +25,6 @@ from mpizero.checkpoint.format import open_regular
 from mpizero.errors import CheckpointError
 from mpizero.types import Array
 
-#: Kinds of elements that are numbers: booleans, integers, floating point, complex.
-NUMBERS = "biufc"
-#: What a damaged or crafted file raises somewhere in NumPy, Python's parser and the archive's reader.
-UNSOUND = (
-    ValueError,
-    TypeError,
-    EOFError,
-    MemoryError,
-    OverflowError,
-    RecursionError,
-    NotImplementedError,
-    RuntimeError,
-    SyntaxError,
-    tokenize.TokenError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-_PIECE = 1 << 22
-_NO_DATE = (1980, 1, 1, 0, 0, 0)  # the same arrays give the same bytes
-_HEADERS: Mapping[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
-
 
 def write(
     path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
@@ -65,6 +40,9 @@ def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> N
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in arrays.items():
             _write_entry(archive, name, array.shape, array.dtype, [np.ascontiguousarray(array).reshape(-1)])
+
+
+_NO_DATE = (1980, 1, 1, 0, 0, 0)  # the same arrays give the same bytes
 
 
 def _write_entry(
@@ -99,6 +77,24 @@ def read_arrays(path: str | os.PathLike[str], limit: int | None = None) -> dict[
     """
     with NpzFile(path, limit) as file:
         return {name: file.values(name).reshape(shape) for name, (shape, _) in file.arrays.items()}
+
+
+#: What a damaged or crafted file raises somewhere in NumPy, Python's parser and the archive's reader.
+UNSOUND = (
+    ValueError,
+    TypeError,
+    EOFError,
+    MemoryError,
+    OverflowError,
+    RecursionError,
+    NotImplementedError,
+    RuntimeError,
+    SyntaxError,
+    tokenize.TokenError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 class NpzFile:
@@ -152,6 +148,34 @@ class NpzFile:
             raise CheckpointError(f"{self.path}: not a sound .npz file of numbers: {error!s:.300}") from None
 
 
+_PIECE = 1 << 22
+
+
+def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
+    with archive.open(info) as member:
+        shape, by_columns, dtype = read_header(member, info.filename, info.file_size)
+        where = f"{info.filename!r:.80}: {dtype!s:.80} of shape {shape!r:.80}"
+        values = np.empty(prod(shape), dtype)
+        view, done = as_bytes(values), 0
+        while part := member.read(min(_PIECE, len(view) - done) or 1):  # the last read compares the checksum
+            if done == len(view):
+                raise ValueError(f"{where}: it has more bytes than that")
+            view[done : done + len(part)] = part
+            done += len(part)
+        if done < len(view):
+            raise ValueError(f"{where}: it has {done} bytes")
+    native = values.astype(dtype.newbyteorder("="), copy=False)
+    return native.reshape(shape, order="F" if by_columns else "C")
+
+
+#: Kinds of elements that are numbers: booleans, integers, floating point, complex.
+NUMBERS = "biufc"
+_HEADERS: Mapping[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
 def read_header(member: IO[bytes], name: str, size: int) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Read the header of an array; return its shape, whether it is stored by columns, and its element type.
 
@@ -173,20 +197,3 @@ def read_header(member: IO[bytes], name: str, size: int) -> tuple[tuple[int, ...
     if prod(shape) * dtype.itemsize != size - member.tell():
         raise ValueError(f"{where}: it has {size - member.tell()} bytes")
     return shape, by_columns, dtype
-
-
-def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
-    with archive.open(info) as member:
-        shape, by_columns, dtype = read_header(member, info.filename, info.file_size)
-        where = f"{info.filename!r:.80}: {dtype!s:.80} of shape {shape!r:.80}"
-        values = np.empty(prod(shape), dtype)
-        view, done = as_bytes(values), 0
-        while part := member.read(min(_PIECE, len(view) - done) or 1):  # the last read compares the checksum
-            if done == len(view):
-                raise ValueError(f"{where}: it has more bytes than that")
-            view[done : done + len(part)] = part
-            done += len(part)
-        if done < len(view):
-            raise ValueError(f"{where}: it has {done} bytes")
-    native = values.astype(dtype.newbyteorder("="), copy=False)
-    return native.reshape(shape, order="F" if by_columns else "C")

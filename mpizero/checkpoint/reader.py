@@ -1,14 +1,9 @@
-"""Read bytes of ``state.h5``, from the file or from a copy in memory.
+"""Load and verify checkpoints: every rank reads only the elements that it needs, and checksums verify all values.
 
-Find the two files of a checkpoint; check its manifest, and the bytes of ``state.h5`` outside the arrays.
-
-Read ranges of elements of stored arrays, and verify them by the checksums of the blocks that contain them.
-
-Each array has one checksum for each block of 4 MiB (``format/checksum.py``).
-
-Load a checkpoint: every rank reads only the elements that it needs, and checksums verify all values.
-
-Verify a whole stored checkpoint in one process: all checksums, and whether HDF5 finds the arrays in the file.
+:func:`open_checkpoint` lets rank 0 check the manifest and the bytes of ``state.h5`` outside the arrays
+(:func:`read_manifest`), and returns a :class:`Reader`. It reads ranges of elements by a :class:`BlockReader` from a
+:class:`ByteSource`, the file or a copy in memory. Each array has one checksum for each block of 4 MiB. :func:`verify`
+reads a whole checkpoint in one process: it compares all checksums, and checks that HDF5 finds the arrays in the file.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
-"""Plan a save: all ranks agree on names and shapes of arrays, and on who writes which elements, before they write.
+"""Save a checkpoint from all ranks; its folder appears only when the checkpoint is complete.
 
-[Note: words] A *claim* lists the ranges of elements of one array that one rank writes (``format/table.py``). The
-*table* holds the shape and element type of every array. The *pieces* of an array are the ranges of its elements, with
-their values, that one rank writes.
+:func:`make_plan` lets all ranks agree on names and shapes of arrays, and on who writes which elements, before they
+write. A :class:`TemporaryFolder` holds the files while a back end writes the values: "direct", or "mpio"
+(:func:`store_collectively`), in which all ranks open the HDF5 file together and write with parallel HDF5. In
+:func:`publish` rank 0 writes the manifest and renames the folder. :func:`write` does all of this; :func:`to_bytes` and
+:func:`from_bytes` make a byte string of a checkpoint and read it: the HDF5 file, followed by the manifest.
 
-Implement the back end "mpio": all ranks open the HDF5 file together and write their values with parallel HDF5.
-
-Turn the temporary folder of a save into a checkpoint: rank 0 writes the manifest and renames the folder.
-
-Save a checkpoint from all ranks; its folder appears only when the checkpoint is complete.
-
-Convert a checkpoint to a byte string and back.
-
-The byte string is the HDF5 file, followed by the manifest.
+[Note: words] A *claim* lists the ranges of elements of one array that one rank writes
+(:class:`~mpizero.checkpoint.format.Claim`). The *table* holds the shape and element type of every array. The *pieces*
+of an array are the ranges of its elements, with their values, that one rank writes.
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ import numpy as np
 
 from mpizero._util.faults import inject
 from mpizero._util.text import crc32
-from mpizero.checkpoint import folder as direct
 from mpizero.checkpoint.folder import (
     CapturedError,
     LockedFolder,
@@ -40,9 +35,11 @@ from mpizero.checkpoint.folder import (
     create_locked_folder,
     discard,
     fill_file,
+    join_parts,
     on_root,
     portable_error,
     raise_first,
+    store_directly,
     sync_range,
     write_at,
 )
@@ -184,19 +181,6 @@ def make_plan(
     return SavePlan(target, local, table, attributes, known.offsets, known.skeleton, opened)
 
 
-class _SaveRequest(NamedTuple):
-    """Describe what one rank saves; it is part of the message that all ranks exchange.
-
-    ``claims`` lists the ranges of elements that the rank writes; it is None if they are the same as in the rank's last
-    save. ``number`` is the checksum of the claims of all ranks in that last save. ``attributes`` is the CRC32 of the
-    attributes.
-    """
-
-    claims: list[Claim] | None
-    number: int
-    attributes: int
-
-
 class Agreement(NamedTuple):
     """Hold the result of :func:`agree_on_arrays`.
 
@@ -224,21 +208,6 @@ class Agreement(NamedTuple):
     opened: str | None
 
 
-class _Checked(NamedTuple):
-    """Hold the checked arrays of a rank, the claims made from them, and the attributes as JSON text."""
-
-    local: list[LocalArray]
-    claims: list[Claim]
-    attributes: str
-
-
-def _check(arrays: Sequence[LocalArray], attributes: object) -> _Checked:
-    local = [check_array(array) for array in arrays]
-    if not isinstance(attributes, dict):
-        raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
-    return _Checked(local, [Claim.of(array) for array in local], canonical_json(attributes, "attributes"))
-
-
 def agree_on_arrays(
     comm: Communicator,
     arrays: Sequence[LocalArray],
@@ -258,7 +227,7 @@ def agree_on_arrays(
     known = KnownLayout() if again is None else again.layout
     checked, request, opened = _Checked([], [], ""), None, None
     with CapturedError() as own:
-        checked = _check(arrays, attributes)
+        checked = _check_arrays(arrays, attributes)
         as_before = known.claims == checked.claims and known.place == (comm.rank, comm.size)
         request = _SaveRequest(None if as_before else checked.claims, known.number, crc32(checked.attributes.encode()))
         if as_before and again is not None:
@@ -281,8 +250,32 @@ def agree_on_arrays(
     return Agreement(target, checked.local, table, copied, crc32(repr(claims).encode()), None)
 
 
-#: The largest number of bytes in one HDF5 write: MPI-IO counts in 32 bits.
-WRITE_LIMIT = 256 * 1024 * 1024
+class _SaveRequest(NamedTuple):
+    """Describe what one rank saves; it is part of the message that all ranks exchange.
+
+    ``claims`` lists the ranges of elements that the rank writes; it is None if they are the same as in the rank's last
+    save. ``number`` is the checksum of the claims of all ranks in that last save. ``attributes`` is the CRC32 of the
+    attributes.
+    """
+
+    claims: list[Claim] | None
+    number: int
+    attributes: int
+
+
+class _Checked(NamedTuple):
+    """Hold the checked arrays of a rank, the claims made from them, and the attributes as JSON text."""
+
+    local: list[LocalArray]
+    claims: list[Claim]
+    attributes: str
+
+
+def _check_arrays(arrays: Sequence[LocalArray], attributes: object) -> _Checked:
+    local = [check_array(array) for array in arrays]
+    if not isinstance(attributes, dict):
+        raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
+    return _Checked(local, [Claim.of(array) for array in local], canonical_json(attributes, "attributes"))
 
 
 def check_available(comm: Communicator) -> None:
@@ -366,6 +359,10 @@ def _write_halves(file: str, arrays: Sequence[LocalArray], offsets: Mapping[str,
                     write_at(handle, as_bytes(values[at : at + 1]), begin, f"{file}: array {array.path!r}")
     finally:
         os.close(handle)
+
+
+#: The largest number of bytes in one HDF5 write: MPI-IO counts in 32 bits.
+WRITE_LIMIT = 256 * 1024 * 1024
 
 
 def _write(handle: Any, array: LocalArray, advance: Callable[[int], object]) -> None:
@@ -505,7 +502,7 @@ def publish(comm: Communicator, plan: SavePlan, temporary: TemporaryFolder, sums
             return
         state = os.open(temporary.state, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            structure = _structure(state, temporary.state, plan.skeleton)
+            structure = _checked_structure(state, temporary.state, plan.skeleton)
             manifest = describe(plan.table, plan.skeleton, structure, gathered, plan.attributes)
             if temporary.folder.replace and os.path.lexists(plan.target) and not temporary.may_replace(plan.target):
                 raise CheckpointError("a sound checkpoint has taken the place of the damaged one: choose another name")
@@ -516,7 +513,7 @@ def publish(comm: Communicator, plan: SavePlan, temporary: TemporaryFolder, sums
     on_root(comm, plan.prefix, finish)
 
 
-def _structure(handle: int, state: str, skeleton: Skeleton) -> int:
+def _checked_structure(handle: int, state: str, skeleton: Skeleton) -> int:
     """Return the CRC32 of the HDF5 structure (all bytes outside the arrays) in the state file.
 
     ``handle`` is the open file, and ``state`` its path. Raises :class:`CheckpointError` if the structure differs from
@@ -543,7 +540,7 @@ def describe(
 
     ``structure`` is the CRC32 of the state file outside the arrays.
     """
-    checksums = direct.join_parts(table, gathered)
+    checksums = join_parts(table, gathered)
     stored = {
         path: StoredArray(shape, dtype, skeleton.offsets[path], checksums[path])
         for path, (shape, dtype) in table.items()
@@ -551,7 +548,7 @@ def describe(
     return Manifest(dict(attributes), stored, skeleton.nbytes, structure)
 
 
-_BACKENDS: Mapping[str, Callable[..., list[PieceSums]]] = {"direct": direct.store_directly, "mpio": store_collectively}
+_BACKENDS: Mapping[str, Callable[..., list[PieceSums]]] = {"direct": store_directly, "mpio": store_collectively}
 
 
 def write(

@@ -1,6 +1,9 @@
-"""Call functions one after the other in a background thread, some calls ahead of their results' use.
+"""Choose the samples of each global batch, and the samples of it that this rank trains on.
 
-Choose the samples of each global batch, and the samples of it that this rank trains on.
+:func:`batches` checks its arguments on all ranks and returns :class:`Batches`, an iterator whose whole state is the
+number of samples consumed. Which samples are in a global batch follows from the sample order of the source alone; which
+of them a rank reads follows from the grains. So the ranks send nothing, and a background thread (:class:`ReadAhead`)
+may read batches before they are asked for.
 """
 
 from __future__ import annotations
@@ -25,55 +28,6 @@ from mpizero.data.source import Indices, Source, TransformedSource
 from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.layout.batch import Grains
 from mpizero.types import Run
-
-T = TypeVar("T")
-
-
-class ReadAhead(Generic[T]):
-    """Return the results of ``make(0)``, ``make(1)`` and so on, in order, computed in one background thread.
-
-    The thread is at most ``depth`` calls ahead of :meth:`next`. ``make`` must not call MPI. An error of ``make`` is
-    raised by the :meth:`next` that would have returned its result.
-
-    Parameters
-    ----------
-    make : callable
-        Called with the number of the result.
-    depth : int
-        Number of results that are computed, or being computed, before they are asked for.
-    count : int or None
-        Number of results; None if there is no end.
-    """
-
-    def __init__(self, make: Callable[[int], T], depth: int, count: int | None) -> None:
-        self._make, self._depth, self._count = make, depth, count
-        self._started = 0
-        self._waiting: deque[Future[T]] = deque()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mpizero-read-ahead")
-        self._fill()
-
-    def _fill(self) -> None:
-        while len(self._waiting) < self._depth and (self._count is None or self._started < self._count):
-            self._waiting.append(self._thread.submit(self._make, self._started))
-            self._started += 1
-
-    def next(self) -> T:
-        """Return the next result; wait until it is computed. Not collective."""
-        result = self._waiting.popleft().result()
-        self._fill()
-        return result
-
-    def close(self) -> None:
-        """End the thread, after the call that it is in; results not asked for are lost. Not collective."""
-        self._waiting.clear()
-        self._count = 0
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-
-#: Reads of each block in an epoch from which on :func:`batches` says that they are many.
-COSTLY_READS = 4
-#: Samples that :func:`whole_batch` reads twice before it reads all.
-READ_TWICE = 64
 
 
 class GrainSizes(Protocol):
@@ -102,6 +56,10 @@ class BatchModel(GrainSizes, Protocol):
     @property
     def batch_group(self) -> Communicator:
         """The communicator over whose ranks a global batch is divided."""
+
+
+#: Reads of each block in an epoch from which on :func:`batches` says that they are many.
+COSTLY_READS = 4
 
 
 class Batches:
@@ -249,6 +207,90 @@ class Batches:
         return x, y
 
 
+T = TypeVar("T")
+
+
+class ReadAhead(Generic[T]):
+    """Return the results of ``make(0)``, ``make(1)`` and so on, in order, computed in one background thread.
+
+    The thread is at most ``depth`` calls ahead of :meth:`next`. ``make`` must not call MPI. An error of ``make`` is
+    raised by the :meth:`next` that would have returned its result.
+
+    Parameters
+    ----------
+    make : callable
+        Called with the number of the result.
+    depth : int
+        Number of results that are computed, or being computed, before they are asked for.
+    count : int or None
+        Number of results; None if there is no end.
+    """
+
+    def __init__(self, make: Callable[[int], T], depth: int, count: int | None) -> None:
+        self._make, self._depth, self._count = make, depth, count
+        self._started = 0
+        self._waiting: deque[Future[T]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mpizero-read-ahead")
+        self._fill()
+
+    def _fill(self) -> None:
+        while len(self._waiting) < self._depth and (self._count is None or self._started < self._count):
+            self._waiting.append(self._thread.submit(self._make, self._started))
+            self._started += 1
+
+    def next(self) -> T:
+        """Return the next result; wait until it is computed. Not collective."""
+        result = self._waiting.popleft().result()
+        self._fill()
+        return result
+
+    def close(self) -> None:
+        """End the thread, after the call that it is in; results not asked for are lost. Not collective."""
+        self._waiting.clear()
+        self._count = 0
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+@lru_cache(maxsize=64)
+def _notice_once(text: str) -> None:
+    notice(text)
+
+
+def _user_reader(source: Source) -> str:
+    """Return what of the user's makes the samples of a source; "" if this library alone reads them."""
+    inner: Any = source
+    while isinstance(inner, Source):
+        if isinstance(inner, TransformedSource):
+            return inner.name
+        if not type(inner).__module__.startswith("mpizero."):
+            return f"{type(inner).__name__}.read"
+        inner = getattr(inner, "source", None)
+    return ""
+
+
+def _read_twice(reader: str, numbers: Indices, read: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return what ``read`` gives, the samples ``numbers``; raise DataError if it gives other bytes in a second call.
+
+    Then they depend on what was read before, and with it on the rank.
+    """
+    before = _bytes_of(read())
+    after = _bytes_of(found := read())
+    for path, rows in before.items():
+        if differing := [n for n, one, two in zip(numbers.tolist(), rows, after[path], strict=True) if one != two]:
+            raise DataError(
+                f"{reader} gives other numbers in {path} of sample {differing[0]} when it is called again with the "
+                "same arguments, so results would depend on the ranks: let it depend on these alone, and draw by what "
+                "they tell (run.seed, run.epoch and the index in read; random in the function of a TransformedSource)"
+            )
+    return found
+
+
+def _bytes_of(found: tuple[Any, Any]) -> dict[str, list[bytes]]:
+    """Return the bytes of each sample of every array, by its path."""
+    named = paths_of(**dict(zip("xy", found, strict=True)))
+    return {path: [row.tobytes() for row in leaf] for path, leaf in named if isinstance(leaf, np.ndarray)}
+
+
 @explains
 def batches(
     source: Source | OnlineSource,
@@ -308,94 +350,25 @@ def batches(
     ...     print([(x.shape, stream.consumed, stream.epoch) for x, y in stream])
     [((1000, 64), 1000, 0), ((1000, 64), 2000, 0)]
     """
-    settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed, "prefetch": prefetch}
-    return _agreed_batches(source, config, group, settings)
-
-
-def _agreed_batches(
-    source: Source | OnlineSource,
-    config: BatchConfig | BatchModel,
-    group: Communicator | None,
-    settings: dict[str, Any],
-) -> Batches | OnlineBatches:
+    settings: dict[str, Any] = {
+        "global_batch": global_batch,
+        "seed": seed,
+        "steps": steps,
+        "consumed": consumed,
+        "prefetch": prefetch,
+    }
     comm, group = ranks_of(config, group)
     with all_ranks(comm):
-        _check(source, comm, settings)
-    agree_equal(comm, lambda: _arguments(source, settings), "agree batches")
+        _check_arguments(source, comm, settings)
+    agree_equal(comm, lambda: _described_arguments(source, settings), "agree batches")
     if isinstance(source, OnlineSource):
-        return OnlineBatches(source, config, settings["global_batch"], settings["steps"], settings["consumed"], group)
+        return OnlineBatches(source, config, global_batch, steps, consumed, group)
     with all_ranks(comm):
-        choose_grains(config, source, settings["global_batch"])
+        choose_grains(config, source, global_batch)
     return Batches(source, config, **settings, group=group).tell_cost(comm)
 
 
-def choose_grains(config: Any, source: Source, global_batch: int) -> None:
-    """Let a sharded model of PyTorch or JAX choose its default grains for the samples of a source; others need none.
-
-    Not collective; every rank calls it.
-    """
-    if hasattr(getattr(config, "wrapped_model", None), "efficient_samples"):
-        config.grain_size(global_batch, source.samples(np.zeros(1, np.int64)))
-
-
-def _user_reader(source: Source) -> str:
-    """Return what of the user's makes the samples of a source; "" if this library alone reads them."""
-    inner: Any = source
-    while isinstance(inner, Source):
-        if isinstance(inner, TransformedSource):
-            return inner.name
-        if not type(inner).__module__.startswith("mpizero."):
-            return f"{type(inner).__name__}.read"
-        inner = getattr(inner, "source", None)
-    return ""
-
-
-def _bytes_of(found: tuple[Any, Any]) -> dict[str, list[bytes]]:
-    """Return the bytes of each sample of every array, by its path."""
-    named = paths_of(**dict(zip("xy", found, strict=True)))
-    return {path: [row.tobytes() for row in leaf] for path, leaf in named if isinstance(leaf, np.ndarray)}
-
-
-def _read_twice(reader: str, numbers: Indices, read: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return what ``read`` gives, the samples ``numbers``; raise DataError if it gives other bytes in a second call.
-
-    Then they depend on what was read before, and with it on the rank.
-    """
-    before = _bytes_of(read())
-    after = _bytes_of(found := read())
-    for path, rows in before.items():
-        if differing := [n for n, one, two in zip(numbers.tolist(), rows, after[path], strict=True) if one != two]:
-            raise DataError(
-                f"{reader} gives other numbers in {path} of sample {differing[0]} when it is called again with the "
-                "same arguments, so results would depend on the ranks: let it depend on these alone, and draw by what "
-                "they tell (run.seed, run.epoch and the index in read; random in the function of a TransformedSource)"
-            )
-    return found
-
-
-@lru_cache(maxsize=64)
-def _notice_once(text: str) -> None:
-    notice(text)
-
-
-def whole_batch(
-    source: Source, config: BatchConfig | BatchModel, *, group: Communicator | None = None
-) -> tuple[Any, Any]:
-    """Read and return this rank's part ``(x, y)`` of the global batch of all samples, in the order of the source.
-
-    Collective over the ranks of ``config``, which, as ``group``, is as for :func:`batches`.
-    """
-    comm, group = ranks_of(config, group)
-    own = Grains(len(source), config.grain_size(len(source))).samples_of(group.rank, group.size)
-    mine = np.arange(own.start, own.stop)
-    with all_ranks(comm):
-        if reader := _user_reader(source):
-            _read_twice(reader, source.origin(mine[:READ_TWICE]), lambda: source.samples(mine[:READ_TWICE]))
-        x, y = source.samples(mine)
-    return x, y
-
-
-def _check(source: Source | OnlineSource, comm: Communicator, settings: dict[str, Any]) -> None:
+def _check_arguments(source: Source | OnlineSource, comm: Communicator, settings: dict[str, Any]) -> None:
     """Raise an error if the arguments of :func:`batches` cannot be used. Not collective."""
     if not isinstance(source, Source | OnlineSource):
         hint = ""
@@ -423,6 +396,14 @@ def _check(source: Source | OnlineSource, comm: Communicator, settings: dict[str
         raise DataError("the source has no samples to train on")
 
 
+def _described_arguments(source: Source | OnlineSource, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of the source and the arguments, which must be equal on all ranks, for error messages."""
+    if isinstance(source, OnlineSource):
+        return {"the arguments of batches": {"source": vars(source.form), **settings}}
+    described = {"class": type(source).__name__, "samples": len(source), **source.describe()}
+    return {"the arguments of batches": {"source": described, **settings}}
+
+
 def ranks_of(config: BatchConfig | BatchModel, group: Communicator | None) -> tuple[Communicator, Communicator]:
     """Return the communicator of all ranks, and the one over whose ranks a global batch is divided."""
     if isinstance(config, type) or not hasattr(config, "grain_size"):
@@ -432,9 +413,31 @@ def ranks_of(config: BatchConfig | BatchModel, group: Communicator | None) -> tu
     return config.communicator, config.communicator if group is None else group
 
 
-def _arguments(source: Source | OnlineSource, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of the source and the arguments, which must be equal on all ranks, for error messages."""
-    if isinstance(source, OnlineSource):
-        return {"the arguments of batches": {"source": vars(source.form), **settings}}
-    described = {"class": type(source).__name__, "samples": len(source), **source.describe()}
-    return {"the arguments of batches": {"source": described, **settings}}
+def choose_grains(config: Any, source: Source, global_batch: int) -> None:
+    """Let a sharded model of PyTorch or JAX choose its default grains for the samples of a source; others need none.
+
+    Not collective; every rank calls it.
+    """
+    if hasattr(getattr(config, "wrapped_model", None), "efficient_samples"):
+        config.grain_size(global_batch, source.samples(np.zeros(1, np.int64)))
+
+
+#: Samples that :func:`whole_batch` reads twice before it reads all.
+READ_TWICE = 64
+
+
+def whole_batch(
+    source: Source, config: BatchConfig | BatchModel, *, group: Communicator | None = None
+) -> tuple[Any, Any]:
+    """Read and return this rank's part ``(x, y)`` of the global batch of all samples, in the order of the source.
+
+    Collective over the ranks of ``config``, which, as ``group``, is as for :func:`batches`.
+    """
+    comm, group = ranks_of(config, group)
+    own = Grains(len(source), config.grain_size(len(source))).samples_of(group.rank, group.size)
+    mine = np.arange(own.start, own.stop)
+    with all_ranks(comm):
+        if reader := _user_reader(source):
+            _read_twice(reader, source.origin(mine[:READ_TWICE]), lambda: source.samples(mine[:READ_TWICE]))
+        x, y = source.samples(mine)
+    return x, y

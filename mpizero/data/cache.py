@@ -1,6 +1,8 @@
-"""Keep one copy of all samples a node, in memory that its ranks share.
+"""Read stored blocks of samples once: keep a copy of all samples on each node, or shuffle samples by blocks.
 
-Shuffle samples by blocks of neighbours, so that a compressed chunk is decompressed once an epoch.
+:func:`cached` keeps one copy of all samples a node, in memory that its ranks share. Where this memory is too small,
+:class:`BlockShuffledSource` shuffles blocks of neighbouring samples, so that a compressed chunk is decompressed once an
+epoch.
 """
 
 from __future__ import annotations
@@ -234,72 +236,6 @@ def cached(source: Source, config: BatchConfig | BatchModel, limit: int | None =
     return CachedSource(source, comm, limit)
 
 
-#: Part of the key of the random numbers, so that they differ from all others of the same seed; never to be changed.
-_PURPOSE = 0xB10C
-
-
-def block_order(start: int, stop: int, length: int, seed: int, *, block: int, blocks: int) -> Indices:
-    """Return the sample indices at positions ``start:stop`` of the endless order of ``length`` samples by blocks.
-
-    Positions ``e * length`` to ``(e + 1) * length - 1`` are epoch e. In each epoch the blocks of ``block`` neighbouring
-    samples, of which the last may be short, are put in a random order, and the samples of each ``blocks`` blocks that
-    follow one another in it are put in a random order together. So every sample occurs exactly once in each epoch. The
-    index at a position depends on the position and the last four arguments alone. The function allocates no array of
-    ``length`` elements. Not collective.
-    """
-    order = np.arange(start, stop, dtype=np.int64)
-    done = 0
-    while done < order.size:
-        epoch, inside = divmod(start + done, length)
-        epoch_stop = min(order.size, done + length - inside)
-        order[done:epoch_stop] -= epoch * length
-        _permute(order[done:epoch_stop], length, _key(seed, epoch), block, blocks)
-        done = epoch_stop
-    return order
-
-
-def _key(seed: int, epoch: int) -> int:
-    """Return the seed of all permutations of an epoch."""
-    words = np.empty(4, np.uint32)
-    counter = np.array([epoch & 0xFFFFFFFF, epoch >> 32, _PURPOSE, 0], np.uint32)
-    cpu.reduction.philox(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), words)
-    return int(words[0]) | int(words[1]) << 32
-
-
-def _permute(places: Indices, length: int, key: int, block: int, blocks: int) -> None:
-    """Replace successive positions in an epoch by the indices of their samples, in place.
-
-    [Note: the last block] The last block is the only one that may be short. It takes a random place among the blocks,
-    and the others take the remaining places. Counted as if it were whole, by ``gap`` samples more, all blocks have
-    equal sizes; so no position needs a search.
-    """
-    count = -(-length // block)
-    gap = count * block - length
-    last = np.zeros(1, np.int64)
-    cpu.reduction.permutation(last, count, key, 0)
-    at = int(last[0])
-    done = 0
-    while done < places.size:
-        first = int(places[done])
-        group = (first if first < (at + 1) * block - gap else first + gap) // (block * blocks)
-        begin, end = (min(g * blocks, count) * block - (gap if g * blocks > at else 0) for g in (group, group + 1))
-        part = places[done : done + end - first]
-        part -= begin
-        cpu.reduction.permutation(part, end - begin, key, 2 + group)
-        part += begin
-        part[part >= (at + 1) * block - gap] += gap
-        number, offset = np.divmod(part, block)
-        others = number != at
-        number -= number > at
-        number[~others] = count - 1
-        if others.any():
-            moved = number[others]
-            cpu.reduction.permutation(moved, count - 1, key, 1)
-            number[others] = moved
-        part[:] = number * block + offset
-        done += part.size
-
-
 @explains
 class BlockShuffledSource(Source):
     """Provide the samples of another source, which batches shuffle by blocks; a rank holds a few blocks in memory.
@@ -424,3 +360,69 @@ class BlockShuffledSource(Source):
     def contents(self) -> dict[str, Any]:
         """Return what identifies the contents of the other source."""
         return self.source.contents()
+
+
+def block_order(start: int, stop: int, length: int, seed: int, *, block: int, blocks: int) -> Indices:
+    """Return the sample indices at positions ``start:stop`` of the endless order of ``length`` samples by blocks.
+
+    Positions ``e * length`` to ``(e + 1) * length - 1`` are epoch e. In each epoch the blocks of ``block`` neighbouring
+    samples, of which the last may be short, are put in a random order, and the samples of each ``blocks`` blocks that
+    follow one another in it are put in a random order together. So every sample occurs exactly once in each epoch. The
+    index at a position depends on the position and the last four arguments alone. The function allocates no array of
+    ``length`` elements. Not collective.
+    """
+    order = np.arange(start, stop, dtype=np.int64)
+    done = 0
+    while done < order.size:
+        epoch, inside = divmod(start + done, length)
+        epoch_stop = min(order.size, done + length - inside)
+        order[done:epoch_stop] -= epoch * length
+        _permute(order[done:epoch_stop], length, _epoch_key(seed, epoch), block, blocks)
+        done = epoch_stop
+    return order
+
+
+#: Part of the key of the random numbers, so that they differ from all others of the same seed; never to be changed.
+_PURPOSE = 0xB10C
+
+
+def _epoch_key(seed: int, epoch: int) -> int:
+    """Return the seed of all permutations of an epoch."""
+    words = np.empty(4, np.uint32)
+    counter = np.array([epoch & 0xFFFFFFFF, epoch >> 32, _PURPOSE, 0], np.uint32)
+    cpu.reduction.philox(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), words)
+    return int(words[0]) | int(words[1]) << 32
+
+
+def _permute(places: Indices, length: int, key: int, block: int, blocks: int) -> None:
+    """Replace successive positions in an epoch by the indices of their samples, in place.
+
+    [Note: the last block] The last block is the only one that may be short. It takes a random place among the blocks,
+    and the others take the remaining places. Counted as if it were whole, by ``gap`` samples more, all blocks have
+    equal sizes; so no position needs a search.
+    """
+    count = -(-length // block)
+    gap = count * block - length
+    last = np.zeros(1, np.int64)
+    cpu.reduction.permutation(last, count, key, 0)
+    at = int(last[0])
+    done = 0
+    while done < places.size:
+        first = int(places[done])
+        group = (first if first < (at + 1) * block - gap else first + gap) // (block * blocks)
+        begin, end = (min(g * blocks, count) * block - (gap if g * blocks > at else 0) for g in (group, group + 1))
+        part = places[done : done + end - first]
+        part -= begin
+        cpu.reduction.permutation(part, end - begin, key, 2 + group)
+        part += begin
+        part[part >= (at + 1) * block - gap] += gap
+        number, offset = np.divmod(part, block)
+        others = number != at
+        number -= number > at
+        number[~others] = count - 1
+        if others.any():
+            moved = number[others]
+            cpu.reduction.permutation(moved, count - 1, key, 1)
+            number[others] = moved
+        part[:] = number * block + offset
+        done += part.size

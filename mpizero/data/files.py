@@ -1,18 +1,10 @@
-"""Read parts of arrays that are stored in files, and of several files' arrays as if they were one.
+"""Read samples from named arrays of HDF5 and NetCDF files and of Zarr stores, each when it is requested.
 
-Compute which elements of an array are sample i: a slice along one axis, or a window along several.
-
-Define the base class of sources that read named arrays of files.
-
-Read datasets of HDF5 whose chunks are compressed by gzip, with a faster decompressor than HDF5's.
-
-Read arrays as the attributes say that NetCDF and xarray give them: unpacked, unsigned, with missing elements.
-
-Read samples from datasets of HDF5 files.
-
-Read samples from variables of NetCDF files.
-
-Read samples from arrays of Zarr stores.
+A :class:`FileArray` is an array in one file, a :class:`JoinedArray` those of several files as if they were one.
+:class:`Windows` computes which elements of an array are sample i: a slice along one axis, or a window along several.
+:class:`FileSource` is the base class; its subclasses open the files of one format. HDF5 chunks that are compressed by
+gzip are read with a faster decompressor than HDF5's (:class:`DeflatedArray`). :func:`decoded` gives arrays as the
+attributes say that NetCDF and xarray give them: unpacked, unsigned, with missing elements.
 """
 
 from __future__ import annotations
@@ -44,6 +36,7 @@ from mpizero.data.source import (
     Indices,
     MappedArray,
     MappedFile,
+    Path,
     Source,
     check_named_once,
     check_samples,
@@ -325,7 +318,6 @@ def _axes(name: str, given: Any, axes: int) -> dict[int, int]:
 #: Largest number of files that stay open at a time; the others are opened again when needed.
 OPEN_FILES = 64
 
-Path = str | os.PathLike[str]
 #: One name gives an array, a sequence of names a dictionary by name, a mapping from keys a dictionary by key.
 Names = str | Sequence[str] | Mapping[str, str]
 
@@ -570,236 +562,6 @@ def _expand(given: Path | Sequence[Path]) -> tuple[str, ...]:
     return tuple(found)
 
 
-#: Bytes of decompressed chunks of a dataset that are kept; HDF5 keeps as many.
-KEPT = 8 << 20
-
-
-class DeflatedArray:
-    """Read a dataset whose chunks hold whole rows, compressed by gzip, maybe after a shuffle of their bytes.
-
-    HDF5 hands out the compressed chunk, and ISA-L decompresses it, in about half of zlib's time and without Python's
-    global lock. Whatever cannot be read so (a chunk that is damaged, missing or stored without a filter, ranges over
-    several chunks) HDF5 reads itself, which also tells the error. Of small chunks the last ones used are kept.
-
-    Parameters
-    ----------
-    dataset : h5py.Dataset
-        The dataset; see :meth:`of`.
-    shuffled : bool
-        Whether the bytes of the elements are shuffled before they are compressed.
-    """
-
-    def __init__(self, dataset: Any, shuffled: bool) -> None:
-        self._dataset, self._rows = dataset, dataset.chunks[0]
-        self.shape, self.ndim, self.dtype = dataset.shape, dataset.ndim, dataset.dtype
-        size = prod(dataset.chunks) * self.dtype.itemsize
-        self._chunk = lru_cache(maxsize=KEPT // size)(partial(_inflate, dataset, shuffled, size))
-
-    @classmethod
-    def of(cls, dataset: Any) -> Self | None:
-        """Return the dataset so that it is read faster; None if its chunks or filters are others."""
-        import h5py
-
-        if dataset.chunks is None or not dataset.size or dataset.chunks[1:] != dataset.shape[1:]:
-            return None
-        plain = dataset.dtype.kind in "fiu" and dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype)
-        settings = dataset.id.get_create_plist()
-        filters = [settings.get_filter(number) for number in range(settings.get_nfilters())]
-        shuffled = bool(filters) and filters[0][0] == h5py.h5z.FILTER_SHUFFLE
-        if shuffled:
-            plain = plain and filters.pop(0)[2] == (dataset.dtype.itemsize,)
-        known = [kind for kind, *_ in filters] == [h5py.h5z.FILTER_DEFLATE]
-        return cls(dataset, shuffled) if plain and known else None
-
-    def __len__(self) -> int:
-        return int(self.shape[0])
-
-    def __getitem__(self, where: tuple[slice, ...]) -> Array:
-        """Return the elements of a tuple of slices."""
-        number, first = divmod(where[0].start, self._rows)
-        count = where[0].stop - where[0].start
-        chunk = self._chunk(number) if 0 < count <= self._rows - first else None
-        found: Array = self._dataset[where] if chunk is None else chunk[(slice(first, first + count), *where[1:])]
-        return found
-
-    def read_direct(self, out: Array, where: tuple[slice, ...], into: slice) -> None:
-        """Read the elements of a tuple of slices into ``out[into]``."""
-        out[into] = self[where]
-
-
-def _inflate(dataset: Any, shuffled: bool, size: int, number: int) -> Array | None:
-    """Return a chunk, of ``size`` bytes, without the right to change it; None if HDF5 must read it."""
-    try:
-        skipped, packed = dataset.id.read_direct_chunk((number * dataset.chunks[0], *(0 for _ in dataset.shape[1:])))
-        found = decompress(packed, bufsize=size)
-    except (OSError, ValueError, RuntimeError, IsalError):  # type: ignore[misc]  # isal types the class as an error
-        return None
-    if skipped or len(found) != size:
-        return None
-    elements = np.frombuffer(found, np.uint8)
-    if shuffled:  # the first bytes of all elements, then the second ones
-        elements = np.ascontiguousarray(elements.reshape(dataset.dtype.itemsize, -1).T)
-        elements.flags.writeable = False
-    values: Array = elements.reshape(-1).view(dataset.dtype).reshape(dataset.chunks)
-    return values
-
-
-#: Attributes that change what an array's elements mean.
-FILLS, PACKED, UNSIGNED = ("_FillValue", "missing_value"), ("scale_factor", "add_offset"), "_Unsigned"
-
-
-def decoded(
-    values: Any,
-    attributes: Mapping[str, Any],
-    label: str,
-    default: Any = None,
-    *,
-    axes: Sequence[str | None] | None = None,
-    keep: Any = None,
-) -> Named:
-    """Return an array of a file so that reading it gives the numbers that are meant.
-
-    Parameters
-    ----------
-    values : array of a file
-        It has a shape and a dtype, and returns stored elements when it is indexed.
-    attributes : mapping of str to object
-        The array's attributes.
-    label : str
-        Name of file and array, for error messages.
-    default : number, optional
-        What the format has where nothing was written, if the array has no ``_FillValue``.
-    axes : sequence of str, optional
-        Names of the array's axes.
-    keep : object, optional
-        What the array needs as long as it is read, such as its file.
-
-    Raises
-    ------
-    DataError
-        If an attribute cannot be followed; the message names it.
-    """
-    given = {name: attributes[name] for name in (*FILLS, *PACKED, UNSIGNED) if name in attributes}
-    if default is not None and "_FillValue" not in given:
-        given["_FillValue"] = default
-    means_bool = attributes.get("dtype") == "bool" and values.dtype.kind in "iu"
-    meant = _Decoded(values, given, label, means_bool) if given or means_bool else values
-    return Named(meant, axes, attributes, keep)
-
-
-class Named:
-    """An array of a file with the names of its axes, which also says in what its numbers are measured.
-
-    Attributes
-    ----------
-    axes : tuple of str
-        The names; () if the file has none.
-    measured : mapping of str to str
-        Those of the attributes ``units`` and ``calendar`` that the array has.
-    """
-
-    def __init__(
-        self, values: Any, axes: Sequence[str | None] | None, attributes: Mapping[str, Any], keep: Any
-    ) -> None:
-        self._values, self._keep = values, keep
-        self.shape, self.dtype, self.ndim = tuple(values.shape), values.dtype, len(values.shape)
-        self.axes = tuple(axes) if axes and all(isinstance(axis, str) for axis in axes) else ()
-        self.measured = {name: _text(attributes[name]) for name in ("units", "calendar") if name in attributes}
-
-    def __getitem__(self, where: Any) -> Any:
-        return self._values[where]
-
-
-def _text(value: Any) -> str:
-    """Return an attribute as text, which a library may have written as characters of a fixed number."""
-    return (value.decode(errors="replace") if isinstance(value, bytes) else str(value)).strip("\0 ")
-
-
-class _Decoded:
-    """Unpack an array, and replace missing elements by NaN."""
-
-    def __init__(self, values: Any, given: Mapping[str, Any], label: str, means_bool: bool) -> None:
-        self._values = values
-        self.shape, self.ndim = tuple(values.shape), len(values.shape)
-        stored = np.dtype(values.dtype)
-        self._stored = _signed(stored, given.get(UNSIGNED), label)
-        self._missing = [one for name in FILLS if name in given for one in _fills(given[name], stored, name, label)]
-        self._scale, self._offset = (_number(given[name], name, label) if name in given else None for name in PACKED)
-        types = [value.dtype for value in (self._scale, self._offset) if value is not None]
-        self.dtype = np.result_type(np.float32, *types) if types else np.dtype(bool) if means_bool else self._stored
-
-    def __getitem__(self, where: Any) -> Array:
-        packed = np.asarray(self._values[where])
-        missing = np.zeros(packed.shape, bool)
-        for value in self._missing:
-            missing |= packed == value
-        found = packed.astype(packed.dtype.newbyteorder("="), copy=False).view(self._stored).astype(self.dtype)
-        if self._scale is not None:
-            found *= self.dtype.type(self._scale)
-        if self._offset is not None:
-            found += self.dtype.type(self._offset)
-        if missing.any():
-            if self.dtype.kind not in "fc":
-                raise ValueError(f"an element is missing: it has the fill value {packed[missing][0]}")
-            found[missing] = np.nan
-        return found
-
-
-def _signed(stored: np.dtype[Any], unsigned: Any, label: str) -> np.dtype[Any]:
-    """Return the type that ``_Unsigned`` gives to the bits of whole numbers, in this machine's byte order."""
-    native = stored.newbyteorder("=")
-    if unsigned is None or stored.kind not in "iu":
-        return native
-    if str(unsigned).lower() not in ("true", "false"):
-        raise _wrong(label, UNSIGNED, unsigned, 'expected "true" or "false"')
-    return np.dtype(f"{'u' if str(unsigned).lower() == 'true' else 'i'}{stored.itemsize}")
-
-
-def _number(value: Any, name: str, label: str) -> Array:
-    found = np.asarray(value)
-    if found.dtype.kind not in "fiu" or found.size != 1:
-        raise _wrong(label, name, value, "expected one number")
-    return found.reshape(()).astype(found.dtype.newbyteorder("="))
-
-
-def _fills(value: Any, stored: np.dtype[Any], name: str, label: str) -> list[Any]:
-    """Return the values of missing elements in the stored type, leaving out those that it cannot have."""
-    if isinstance(value, str | list) and name == "_FillValue" and stored.kind in "fc":
-        value = _of_base64(value)
-    given = np.atleast_1d(np.asarray(value))
-    if given.dtype.kind not in "fiubc":
-        raise _wrong(label, name, value, "expected numbers of the array's type")
-    native = stored.newbyteorder("=")
-    with np.errstate(invalid="ignore", over="ignore"):
-        found = given.astype(native)
-    if native.kind == "b":  # which has no value to spare
-        return []
-    if native.kind not in "fc":  # no element has another value; of a wider float the nearest one is meant
-        same_bits = given.dtype.kind in "iu" and given.dtype.itemsize == native.itemsize
-        found = found if same_bits else found[found == given]
-    return list(found)
-
-
-def _of_base64(value: Any) -> Any:
-    """Return the numbers that xarray writes as text into Zarr stores; ``value`` itself if it is no such text."""
-    try:
-        parts = [struct.unpack("<d", base64.b64decode(one, validate=True))[0] for one in np.atleast_1d(value).tolist()]
-    except (TypeError, ValueError, struct.error):
-        return value
-    return complex(*parts) if isinstance(value, list) and len(parts) == 2 else parts[0]
-
-
-def _wrong(label: str, name: str, value: Any, expected: str) -> DataError:
-    return DataError(
-        f"{label}: the attribute {name}={value!r:.80} cannot be followed: {expected}; correct it, or read the stored "
-        "numbers by a FileSource of your own"
-    )
-
-
-#: Bytes of neighbouring rows that HDF5 reads together from a contiguous dataset that is not mapped.
-RUN_BYTES = 64 << 10
-
-
 @explains
 class Hdf5Source(FileSource):
     """Read samples from datasets of one or several HDF5 files; each sample is read when it is requested.
@@ -840,7 +602,7 @@ class Hdf5Source(FileSource):
                 dataset = _with_parts_in(self.folder, dataset, f"{path}: dataset {name!r}")
             _unlock(dataset.file)  # where a link leads to another
             _check_conventions(file, path, name, dataset)
-            mapped = _map(dataset, mapped_files)
+            mapped = _map_dataset(dataset, mapped_files)
             read = (DeflatedArray.of(dataset) or dataset, _rows_together(dataset))
             found[name] = read if mapped is None else (mapped, 0)
         if all(isinstance(array, MappedArray) for array, _ in found.values()):
@@ -997,7 +759,7 @@ def _has(path: str, name: str) -> bool:
         return name in file
 
 
-def _map(dataset: Any, files: dict[str, MappedFile]) -> MappedArray | None:
+def _map_dataset(dataset: Any, files: dict[str, MappedFile]) -> MappedArray | None:
     """Return a dataset mapped into memory; None if its bytes are not contiguous in a file, or of a type of HDF5 alone.
 
     The file is the one that holds the dataset: where a link leads to another, offsets are places in that. ``files``
@@ -1025,6 +787,10 @@ def _is_numpys(dataset: Any) -> bool:
     return same
 
 
+#: Bytes of neighbouring rows that HDF5 reads together from a contiguous dataset that is not mapped.
+RUN_BYTES = 64 << 10
+
+
 def _rows_together(dataset: Any) -> int:
     """Return how many rows of a dataset that HDF5 reads are read together: a chunk; of a contiguous one few."""
     if dataset.chunks or dataset.is_virtual or not dataset.size:
@@ -1032,17 +798,78 @@ def _rows_together(dataset: Any) -> int:
     return max(1, RUN_BYTES * len(dataset) // (dataset.size * dataset.dtype.itemsize)) if dataset.ndim else 1
 
 
-#: What the format's own library puts where nothing is written, by type; single bytes have no such value.
-DEFAULT_FILLS: Mapping[str, float] = {
-    "i2": -32767,
-    "u2": 65535,
-    "i4": -2147483647,
-    "u4": 4294967295,
-    "i8": -9223372036854775806,
-    "u8": 18446744073709551614,
-    "f4": 9.969209968386869e36,
-    "f8": 9.969209968386869e36,
-}
+#: Bytes of decompressed chunks of a dataset that are kept; HDF5 keeps as many.
+KEPT = 8 << 20
+
+
+class DeflatedArray:
+    """Read a dataset whose chunks hold whole rows, compressed by gzip, maybe after a shuffle of their bytes.
+
+    HDF5 hands out the compressed chunk, and ISA-L decompresses it, in about half of zlib's time and without Python's
+    global lock. Whatever cannot be read so (a chunk that is damaged, missing or stored without a filter, ranges over
+    several chunks) HDF5 reads itself, which also tells the error. Of small chunks the last ones used are kept.
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        The dataset; see :meth:`of`.
+    shuffled : bool
+        Whether the bytes of the elements are shuffled before they are compressed.
+    """
+
+    def __init__(self, dataset: Any, shuffled: bool) -> None:
+        self._dataset, self._rows = dataset, dataset.chunks[0]
+        self.shape, self.ndim, self.dtype = dataset.shape, dataset.ndim, dataset.dtype
+        size = prod(dataset.chunks) * self.dtype.itemsize
+        self._chunk = lru_cache(maxsize=KEPT // size)(partial(_inflate, dataset, shuffled, size))
+
+    @classmethod
+    def of(cls, dataset: Any) -> Self | None:
+        """Return the dataset so that it is read faster; None if its chunks or filters are others."""
+        import h5py
+
+        if dataset.chunks is None or not dataset.size or dataset.chunks[1:] != dataset.shape[1:]:
+            return None
+        plain = dataset.dtype.kind in "fiu" and dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype)
+        settings = dataset.id.get_create_plist()
+        filters = [settings.get_filter(number) for number in range(settings.get_nfilters())]
+        shuffled = bool(filters) and filters[0][0] == h5py.h5z.FILTER_SHUFFLE
+        if shuffled:
+            plain = plain and filters.pop(0)[2] == (dataset.dtype.itemsize,)
+        known = [kind for kind, *_ in filters] == [h5py.h5z.FILTER_DEFLATE]
+        return cls(dataset, shuffled) if plain and known else None
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, where: tuple[slice, ...]) -> Array:
+        """Return the elements of a tuple of slices."""
+        number, first = divmod(where[0].start, self._rows)
+        count = where[0].stop - where[0].start
+        chunk = self._chunk(number) if 0 < count <= self._rows - first else None
+        found: Array = self._dataset[where] if chunk is None else chunk[(slice(first, first + count), *where[1:])]
+        return found
+
+    def read_direct(self, out: Array, where: tuple[slice, ...], into: slice) -> None:
+        """Read the elements of a tuple of slices into ``out[into]``."""
+        out[into] = self[where]
+
+
+def _inflate(dataset: Any, shuffled: bool, size: int, number: int) -> Array | None:
+    """Return a chunk, of ``size`` bytes, without the right to change it; None if HDF5 must read it."""
+    try:
+        skipped, packed = dataset.id.read_direct_chunk((number * dataset.chunks[0], *(0 for _ in dataset.shape[1:])))
+        found = decompress(packed, bufsize=size)
+    except (OSError, ValueError, RuntimeError, IsalError):  # type: ignore[misc]  # isal types the class as an error
+        return None
+    if skipped or len(found) != size:
+        return None
+    elements = np.frombuffer(found, np.uint8)
+    if shuffled:  # the first bytes of all elements, then the second ones
+        elements = np.ascontiguousarray(elements.reshape(dataset.dtype.itemsize, -1).T)
+        elements.flags.writeable = False
+    values: Array = elements.reshape(-1).view(dataset.dtype).reshape(dataset.chunks)
+    return values
 
 
 @explains
@@ -1096,6 +923,19 @@ class NetcdfSource(FileSource):
             label = f"{path}: variable {name!r}"
             found[name] = (decoded(variable, dict(variable.attrs), label, _unwritten(variable), **known), chunk)
         return found
+
+
+#: What the format's own library puts where nothing is written, by type; single bytes have no such value.
+DEFAULT_FILLS: Mapping[str, float] = {
+    "i2": -32767,
+    "u2": 65535,
+    "i4": -2147483647,
+    "u4": 4294967295,
+    "i8": -9223372036854775806,
+    "u8": 18446744073709551614,
+    "f4": 9.969209968386869e36,
+    "f8": 9.969209968386869e36,
+}
 
 
 def _unwritten(variable: Any) -> Any:
@@ -1154,16 +994,172 @@ class ZarrSource(FileSource):
             if not isinstance(array, zarr.Array):
                 what = f"no array {name!r}" if array is None else f"{name!r} is a group; needed is an array"
                 raise DataError(f"{path}: {what}; it has {', '.join(sorted(group.keys())[:10]) or 'nothing'}")
-            attributes = _attributes(array)
+            attributes = _zarr_attributes(array)
             axes = getattr(array.metadata, "dimension_names", None) or attributes.get("_ARRAY_DIMENSIONS")
             known = decoded(array, attributes, f"{path}: array {name!r}", axes=axes)
             found[name] = (known, array.chunks[0] if array.ndim else 1)
         return found
 
 
-def _attributes(array: Any) -> dict[str, Any]:
+def _zarr_attributes(array: Any) -> dict[str, Any]:
     """Return an array's attributes; in stores of version 2 xarray keeps ``_FillValue`` as the array's fill value."""
     found = dict(array.attrs)
     if "_ARRAY_DIMENSIONS" in found and array.metadata.zarr_format == 2 and array.fill_value is not None:
         found.setdefault("_FillValue", array.fill_value)
     return found
+
+
+#: Attributes that change what an array's elements mean.
+FILLS, PACKED, UNSIGNED = ("_FillValue", "missing_value"), ("scale_factor", "add_offset"), "_Unsigned"
+
+
+def decoded(
+    values: Any,
+    attributes: Mapping[str, Any],
+    label: str,
+    default: Any = None,
+    *,
+    axes: Sequence[str | None] | None = None,
+    keep: Any = None,
+) -> Named:
+    """Return an array of a file so that reading it gives the numbers that are meant.
+
+    Parameters
+    ----------
+    values : array of a file
+        It has a shape and a dtype, and returns stored elements when it is indexed.
+    attributes : mapping of str to object
+        The array's attributes.
+    label : str
+        Name of file and array, for error messages.
+    default : number, optional
+        What the format has where nothing was written, if the array has no ``_FillValue``.
+    axes : sequence of str, optional
+        Names of the array's axes.
+    keep : object, optional
+        What the array needs as long as it is read, such as its file.
+
+    Raises
+    ------
+    DataError
+        If an attribute cannot be followed; the message names it.
+    """
+    given = {name: attributes[name] for name in (*FILLS, *PACKED, UNSIGNED) if name in attributes}
+    if default is not None and "_FillValue" not in given:
+        given["_FillValue"] = default
+    means_bool = attributes.get("dtype") == "bool" and values.dtype.kind in "iu"
+    meant = _Decoded(values, given, label, means_bool) if given or means_bool else values
+    return Named(meant, axes, attributes, keep)
+
+
+class Named:
+    """An array of a file with the names of its axes, which also says in what its numbers are measured.
+
+    Attributes
+    ----------
+    axes : tuple of str
+        The names; () if the file has none.
+    measured : mapping of str to str
+        Those of the attributes ``units`` and ``calendar`` that the array has.
+    """
+
+    def __init__(
+        self, values: Any, axes: Sequence[str | None] | None, attributes: Mapping[str, Any], keep: Any
+    ) -> None:
+        self._values, self._keep = values, keep
+        self.shape, self.dtype, self.ndim = tuple(values.shape), values.dtype, len(values.shape)
+        self.axes = tuple(axes) if axes and all(isinstance(axis, str) for axis in axes) else ()
+        self.measured = {
+            name: _attribute_text(attributes[name]) for name in ("units", "calendar") if name in attributes
+        }
+
+    def __getitem__(self, where: Any) -> Any:
+        return self._values[where]
+
+
+def _attribute_text(value: Any) -> str:
+    """Return an attribute as text, which a library may have written as characters of a fixed number."""
+    return (value.decode(errors="replace") if isinstance(value, bytes) else str(value)).strip("\0 ")
+
+
+class _Decoded:
+    """Unpack an array, and replace missing elements by NaN."""
+
+    def __init__(self, values: Any, given: Mapping[str, Any], label: str, means_bool: bool) -> None:
+        self._values = values
+        self.shape, self.ndim = tuple(values.shape), len(values.shape)
+        stored = np.dtype(values.dtype)
+        self._stored = _signed(stored, given.get(UNSIGNED), label)
+        self._missing = [one for name in FILLS if name in given for one in _fills(given[name], stored, name, label)]
+        self._scale, self._offset = (
+            _attribute_number(given[name], name, label) if name in given else None for name in PACKED
+        )
+        types = [value.dtype for value in (self._scale, self._offset) if value is not None]
+        self.dtype = np.result_type(np.float32, *types) if types else np.dtype(bool) if means_bool else self._stored
+
+    def __getitem__(self, where: Any) -> Array:
+        packed = np.asarray(self._values[where])
+        missing = np.zeros(packed.shape, bool)
+        for value in self._missing:
+            missing |= packed == value
+        found = packed.astype(packed.dtype.newbyteorder("="), copy=False).view(self._stored).astype(self.dtype)
+        if self._scale is not None:
+            found *= self.dtype.type(self._scale)
+        if self._offset is not None:
+            found += self.dtype.type(self._offset)
+        if missing.any():
+            if self.dtype.kind not in "fc":
+                raise ValueError(f"an element is missing: it has the fill value {packed[missing][0]}")
+            found[missing] = np.nan
+        return found
+
+
+def _signed(stored: np.dtype[Any], unsigned: Any, label: str) -> np.dtype[Any]:
+    """Return the type that ``_Unsigned`` gives to the bits of whole numbers, in this machine's byte order."""
+    native = stored.newbyteorder("=")
+    if unsigned is None or stored.kind not in "iu":
+        return native
+    if str(unsigned).lower() not in ("true", "false"):
+        raise _wrong(label, UNSIGNED, unsigned, 'expected "true" or "false"')
+    return np.dtype(f"{'u' if str(unsigned).lower() == 'true' else 'i'}{stored.itemsize}")
+
+
+def _attribute_number(value: Any, name: str, label: str) -> Array:
+    found = np.asarray(value)
+    if found.dtype.kind not in "fiu" or found.size != 1:
+        raise _wrong(label, name, value, "expected one number")
+    return found.reshape(()).astype(found.dtype.newbyteorder("="))
+
+
+def _fills(value: Any, stored: np.dtype[Any], name: str, label: str) -> list[Any]:
+    """Return the values of missing elements in the stored type, leaving out those that it cannot have."""
+    if isinstance(value, str | list) and name == "_FillValue" and stored.kind in "fc":
+        value = _of_base64(value)
+    given = np.atleast_1d(np.asarray(value))
+    if given.dtype.kind not in "fiubc":
+        raise _wrong(label, name, value, "expected numbers of the array's type")
+    native = stored.newbyteorder("=")
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = given.astype(native)
+    if native.kind == "b":  # which has no value to spare
+        return []
+    if native.kind not in "fc":  # no element has another value; of a wider float the nearest one is meant
+        same_bits = given.dtype.kind in "iu" and given.dtype.itemsize == native.itemsize
+        found = found if same_bits else found[found == given]
+    return list(found)
+
+
+def _of_base64(value: Any) -> Any:
+    """Return the numbers that xarray writes as text into Zarr stores; ``value`` itself if it is no such text."""
+    try:
+        parts = [struct.unpack("<d", base64.b64decode(one, validate=True))[0] for one in np.atleast_1d(value).tolist()]
+    except (TypeError, ValueError, struct.error):
+        return value
+    return complex(*parts) if isinstance(value, list) and len(parts) == 2 else parts[0]
+
+
+def _wrong(label: str, name: str, value: Any, expected: str) -> DataError:
+    return DataError(
+        f"{label}: the attribute {name}={value!r:.80} cannot be followed: {expected}; correct it, or read the stored "
+        "numbers by a FileSource of your own"
+    )

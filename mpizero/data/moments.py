@@ -23,7 +23,6 @@ from mpizero.types import Array
 
 #: Number of samples of a leaf of the tree; part of the result's definition, never to be changed.
 LEAF = 64
-FORMAT = "mpizero statistics 1"
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,9 @@ class Moments:
             np.minimum(self.least, other.least),
             np.maximum(self.most, other.most),
         )
+
+
+FORMAT = "mpizero statistics 1"
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,14 @@
-"""Describe one sample of a simulation, and check, pack and unpack samples by this description.
+"""Train on samples that running simulations send: by messages of the same job, or through a folder between jobs.
 
-Define what a source of running simulations needs of its transport: messages of one job, or a folder between jobs.
+A :class:`SampleForm` describes one sample, and checks, packs and unpacks samples. :class:`OnlineBatches` makes global
+batches of an :class:`OnlineSource`, whose rank 0 asks a :class:`Receiver` for what has come. :class:`OnlineJob` divides
+the ranks of a job into trainers and producers, which give their samples by an :class:`OnlineProducer`.
+:class:`SpoolProducer` and :func:`spool_source` do the same between jobs that may be killed, through a folder that both
+see.
 
-Bring samples from producers to trainers of the same job, by messages that nobody waits in.
-
-[Note: window] A producer numbers its samples and has at most ``window`` of them in flight or in the reservoir. For
-each one that a batch takes, it receives a message of 8 bytes. One receive is posted for each producer, so messages of a
-producer that are not received yet wait in its own memory.
-
-Give the samples of a simulation to the trainers of the same job.
-
-Make global batches of the samples that producers send while the model is trained.
-
-Divide the ranks of a job into trainers and producers.
-
-Bring samples from jobs that may be killed to a training job, through a folder that both see.
+[Note: window] A producer numbers its samples and has at most ``window`` of them in flight or in the reservoir. For each
+one that a batch takes, it receives a message of 8 bytes. One receive is posted for each producer, so messages of a
+producer that are not received yet wait in its own memory, and nobody waits in a message.
 
 [Note: spool] A sample is one file, ``NAME-NUMBER.npz``. It is written under another name, synchronized to the disk and
 renamed, so a file of that name is whole, and a sample whose ``put`` has returned survives SIGKILL and power failure.
@@ -800,11 +794,7 @@ class OnlineJob:
             self.close()
 
 
-_FILE = re.compile(r"(?P<name>[A-Za-z0-9_]+)-(?P<number>\d{20})\.npz")
-_STOPPED = "TRAINING_HAS_ENDED"
-_PAUSE = 0.05
-#: Most bytes of the error that a producer leaves.
-MOST_TEXT = 1 << 20
+_STOP_FILE = "TRAINING_HAS_ENDED"
 
 
 def _write(folder: Path, name: str, data: bytes) -> None:
@@ -820,6 +810,10 @@ def _write(folder: Path, name: str, data: bytes) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+#: Pause between two looks into the folder, in seconds.
+_SPOOL_PAUSE = 0.05
 
 
 @explains
@@ -890,7 +884,7 @@ class SpoolProducer:
             raise StateError(f"SpoolProducer {self.name!r} is closed: put comes before close()")
         x, y = self._form.checked(x, y, f"a sample of the producer {self.name!r}")
         while len(self._files()) >= self._window and not self._stopped:
-            time.sleep(_PAUSE)
+            time.sleep(_SPOOL_PAUSE)
         if self._stopped:
             return False
         self._last = max(self._last + 1, time.time_ns())
@@ -901,7 +895,7 @@ class SpoolProducer:
 
     @property
     def _stopped(self) -> bool:
-        return (self._folder / _STOPPED).exists()
+        return (self._folder / _STOP_FILE).exists()
 
     def close(self, error: str = "") -> None:
         """Tell the trainers that no more samples come, because of ``error`` if there is one."""
@@ -918,9 +912,12 @@ class SpoolProducer:
         self.close("" if error is None else describe_error(error))
 
 
+_SAMPLE_FILE = re.compile(r"(?P<name>[A-Za-z0-9_]+)-(?P<number>\d{20})\.npz")
+
+
 def _samples_in(folder: Path) -> list[tuple[int, str, str]]:
     """Return the number, the producer and the file name of all samples in a folder, sorted by number."""
-    matches = [found for name in os.listdir(folder) if (found := _FILE.fullmatch(name))]
+    matches = [found for name in os.listdir(folder) if (found := _SAMPLE_FILE.fullmatch(name))]
     return sorted((int(found["number"]), found["name"], found.string) for found in matches)
 
 
@@ -933,6 +930,10 @@ def _untrusted(path: Path, read: Callable[[Path], T]) -> T:
         raise DataError(f"{path}: not a readable sample or end: {told}") from None
 
 
+#: Most bytes of the error that a producer leaves.
+MOST_TEXT = 1 << 20
+
+
 class SpoolReceiver(Receiver):
     """Read samples from a spool folder, in the order of their numbers among those that are there."""
 
@@ -941,7 +942,7 @@ class SpoolReceiver(Receiver):
         self._folder, self._form, self._count = folder, form, producers
         self._held: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _STOPPED).unlink(missing_ok=True)
+        (folder / _STOP_FILE).unlink(missing_ok=True)
         self._complete = False
 
     def poll(self, wanted: int) -> bool:
@@ -985,7 +986,7 @@ class SpoolReceiver(Receiver):
 
     def stop(self) -> None:
         """Tell the producers that nobody trains any more."""
-        _write(self._folder, _STOPPED, b"")
+        _write(self._folder, _STOP_FILE, b"")
 
     def gone(self) -> bool:
         """Return True: producers of other jobs are not waited for."""

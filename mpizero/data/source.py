@@ -1,12 +1,12 @@
-"""Define the base class of data sources, and split a source into training and validation samples.
+"""Define the base class of data sources, and the sources of arrays in memory, of ``.npy`` files and of text.
 
-Change samples when they are read, at random or not, by a function of the user's.
-
-Map files into memory, and arrays that lie contiguously in them; read ahead around what is used.
-
-Read samples from arrays in memory, from ``.npy`` files, or from scikit-learn's digits.
-
-Read text from files, folders and globs as one long string of bytes, cut into sequences.
+A :class:`Source` gives samples by index, the same on every rank, and :func:`sample_order` shuffles them without a list
+of all. :meth:`Source.split` divides a source into training and validation samples, each a :class:`Subset`.
+:class:`TransformedSource` changes samples when they are read, at random or not, by a function of the user's.
+:class:`ArraySource` and :func:`digits` have their arrays in memory. Files are mapped into memory (:class:`MappedFile`),
+and the kernel is asked to read ahead around what is used of an array in them (:class:`MappedArray`); these are what
+:class:`NpySource` reads, and the sources of :mod:`mpizero.data.files`. :class:`TextSource` reads files, folders and
+globs as one long string of bytes, cut into sequences.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ from mpizero.types import EVALUATE, Array, Run
 
 #: Share of the samples that :meth:`Source.split` takes for validation by default.
 VALIDATION = 0.05
-#: Key of the permutation that chooses validation samples; part of the format of a run, never to be changed.
-SPLIT_SEED = 0x5EED
 
 Indices = NDArray[np.int64]
+Path = str | os.PathLike[str]
 
 
 def sample_order(start: int, stop: int, length: int, seed: int) -> Indices:
@@ -248,6 +247,10 @@ class Source(ABC):
         return Subset(self, 0, len(self) - held), Subset(self, len(self) - held, len(self))
 
 
+#: Key of the permutation that chooses validation samples; part of the format of a run, never to be changed.
+SPLIT_SEED = 0x5EED
+
+
 class Subset(Source):
     """Provide the samples at positions ``start:stop`` of a source.
 
@@ -322,34 +325,6 @@ class Subset(Source):
     def contents(self) -> dict[str, Any]:
         """Return what identifies the contents of the other source."""
         return self.source.contents()
-
-
-def check_samples(values: Array, name: str) -> Array:
-    """Return ``values`` if they are numbers with a non-empty first axis, else raise DataError, naming ``name``."""
-    if values.dtype.kind not in "fiubc":
-        raise DataError(f"{name}: elements of type {values.dtype}; needed are numbers (float, integer, bool, complex)")
-    check_shape(values.shape, name)
-    return values
-
-
-def check_shape(shape: tuple[int, ...], name: str) -> tuple[int, ...]:
-    """Return the shape of an array if its first axis is not empty, else raise DataError, naming ``name``."""
-    if not shape:
-        raise DataError(f"{name}: a single number; needed is an array with samples on its first axis")
-    if shape[0] == 0:
-        raise DataError(f"{name}: shape {shape} has no samples")
-    return shape
-
-
-def check_lengths(x: Sized, x_name: str, y: Sized, y_name: str) -> None:
-    """Raise DataError if the numbers of inputs ``x`` and of targets ``y`` differ."""
-    if len(x) != len(y):
-        raise DataError(f"{x_name} has {len(x)} samples and {y_name} has {len(y)}: needed is one target for each input")
-
-
-def contiguous(values: Array) -> Array:
-    """Return ``values`` contiguous and in this machine's byte order."""
-    return np.ascontiguousarray(native(values))
 
 
 #: Part of the key of the random numbers, so that they differ from all others of the same seed; never to be changed.
@@ -513,19 +488,190 @@ class TransformedSource(Source):
         return self.source.contents()
 
 
-T = TypeVar("T")
+def check_samples(values: Array, name: str) -> Array:
+    """Return ``values`` if they are numbers with a non-empty first axis, else raise DataError, naming ``name``."""
+    if values.dtype.kind not in "fiubc":
+        raise DataError(f"{name}: elements of type {values.dtype}; needed are numbers (float, integer, bool, complex)")
+    check_shape(values.shape, name)
+    return values
 
-#: Bytes that are read ahead together.
-REGION = 4 << 20
-#: Least bytes of neighbouring rows that are read by a call of the system, which costs no page fault for each page.
-RUN = 1 << 20
-#: Code that reads pages; a block would be a view.
-_READERS = """
-def rows(array, where): return array[where]
-def block(array, where): return array[where].copy()
-"""
-#: Most files that a process asks for: with more, programs that close all of them take long.
-MOST_FILES = 1 << 16
+
+def check_shape(shape: tuple[int, ...], name: str) -> tuple[int, ...]:
+    """Return the shape of an array if its first axis is not empty, else raise DataError, naming ``name``."""
+    if not shape:
+        raise DataError(f"{name}: a single number; needed is an array with samples on its first axis")
+    if shape[0] == 0:
+        raise DataError(f"{name}: shape {shape} has no samples")
+    return shape
+
+
+def check_lengths(x: Sized, x_name: str, y: Sized, y_name: str) -> None:
+    """Raise DataError if the numbers of inputs ``x`` and of targets ``y`` differ."""
+    if len(x) != len(y):
+        raise DataError(f"{x_name} has {len(x)} samples and {y_name} has {len(y)}: needed is one target for each input")
+
+
+def contiguous(values: Array) -> Array:
+    """Return ``values`` contiguous and in this machine's byte order."""
+    return np.ascontiguousarray(native(values))
+
+
+@explains
+class ArraySource(Source):
+    """Read samples from arrays in memory; every rank must be given equal arrays.
+
+    Parameters
+    ----------
+    x, y : array_like, or dictionary of array_like, or tuple or dataclass of arrays
+        Inputs and targets, with samples on the first axis. If they are trees of arrays (nested or not), samples are
+        trees too. A tuple of anything but NumPy arrays is one array, as a list is.
+
+    Raises
+    ------
+    DataError
+        If there are no samples, the arrays have different numbers of samples, or elements are not numbers; and if
+        arrays that name their samples or axes, of pandas or xarray, do not have them in one order: samples are paired
+        by their place.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> source = mz.data.ArraySource(np.arange(8.0).reshape(4, 2), {"label": [0, 1, 1, 0]})
+    >>> len(source)
+    4
+    >>> x, y = source.samples([3, 1])
+    >>> x.tolist(), y["label"].tolist()
+    ([[6.0, 7.0], [2.0, 3.0]], [0, 1])
+    >>> training, validation = source.split(0.25)
+    >>> len(training), len(validation)
+    (3, 1)
+    """
+
+    def __init__(self, x: Any, y: Any) -> None:
+        _check_labels(x, y)
+        self.x, self.y = _taken(x, "x"), _taken(y, "y")
+        if isinstance(self.x, np.ndarray) and isinstance(self.y, np.ndarray):
+            check_lengths(self.x, "x", self.y, "y")
+        self._length = SampleTree.of(x=self.x, y=self.y).count()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, indices: Indices) -> tuple[Any, Any]:
+        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
+        return map_arrays(lambda a: a[indices], self.x), map_arrays(lambda a: a[indices], self.y)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the shape, dtype and CRC32 of each array, by its path such as ``x['mask']``."""
+        found: dict[str, Any] = {"kind": "arrays"}
+        for path, values in SampleTree.of(x=self.x, y=self.y).named:
+            found[path] = (values.shape, values.dtype.str, crc32(values.data if values.size else b""))
+        return found
+
+    def contents(self) -> dict[str, Any]:
+        """Return the checksums of the arrays."""
+        return {"arrays": sorted(self.describe().items())}
+
+
+def _check_labels(x: Any, y: Any) -> None:
+    """Raise DataError if arrays that name their axes or label their samples have others, or another order, than others.
+
+    Those of pandas have an ``index``, those of xarray ``dims`` and ``indexes``.
+    """
+    known: list[tuple[str, tuple[str, ...], Any]] = []
+    for path, leaf in paths_of(x=x, y=y):
+        axes = tuple(map(str, leaf.dims)) if isinstance(getattr(leaf, "dims", None), tuple) else ()
+        labels: Any = leaf.indexes.get(leaf.dims[0]) if axes else leaf.index if hasattr(leaf, "iloc") else None
+        for other, other_axes, other_labels in known:
+            for one, two, ours, theirs in ((path, other, axes, other_axes), (other, path, other_axes, axes)):
+                if ours and ours[0] in theirs[1:]:
+                    raise DataError(
+                        f"{one} has samples along {ours[0]!r}, which is axis {theirs.index(ours[0])} of {two}: samples "
+                        f"are on the first axis: {two}.transpose({ours[0]!r}, ...)"
+                    )
+            comparable = labels is not None and other_labels is not None and axes[:1] == other_axes[:1]
+            if comparable and len(labels) == len(other_labels) and not labels.equals(other_labels):
+                raise DataError(
+                    f"{path} labels its samples otherwise than {other}, and samples are paired by their place: bring "
+                    "them into one order (reindex, align), or give the numbers alone (.to_numpy())"
+                )
+        known.append((path, axes, labels))
+
+
+def _taken(values: Any, name: str) -> Any:
+    """Check an array, or a tree of arrays; return it with contiguous arrays in this machine's byte order.
+
+    ``name`` names the array in error messages.
+    """
+    if _is_record(values):
+        checked = iter([_taken(leaf, path) for path, leaf in paths_of(**{name: values})])
+        return map_leaves(lambda leaf: next(checked), values)
+    if not isinstance(values, Mapping):
+        return contiguous(check_samples(_as_array(values, name), name))
+    if not values:
+        raise DataError(f"{name}: a dictionary without arrays")
+    return {key: _taken(inside, f"{name}[{key!r}]") for key, inside in values.items()}
+
+
+def _is_record(values: Any) -> bool:
+    """Tell whether ``values`` is a tuple or dataclass whose leaves are all arrays of samples."""
+    if isinstance(values, Mapping | list | np.ndarray):
+        return False
+    leaves = leaves_of(values)
+    arrays = all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves)
+    return arrays and bool(leaves) and not any(leaf is values for leaf in leaves)
+
+
+def _as_array(values: ArrayLike, name: str) -> Array:
+    try:
+        return np.asarray(unmasked_samples(values, name))
+    except ValueError as error:
+        raise DataError(f"{name}: not an array: {error}") from None
+
+
+def digits() -> ArraySource:
+    """Return scikit-learn's 1797 images of digits: x is float32 of shape (1797, 64) in [0, 1], y is int64 from 0 to 9.
+
+    This function reads the data file of the scikit-learn package, because importing the package takes more than a
+    second on every rank.
+
+    Raises
+    ------
+    DataError
+        If scikit-learn is not installed.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> source = mz.data.digits()
+    >>> x, y = source.samples([0, 1])
+    >>> len(source), x.shape, y.tolist()
+    (1797, (2, 64), [0, 1])
+    """
+    try:
+        images, targets = _digits()
+    except ImportError:
+        raise DataError("digits: needs scikit-learn, which is not installed: pip install scikit-learn") from None
+    return ArraySource(images.astype(np.float32) / np.float32(16), targets.astype(np.int64))
+
+
+#: Path of the file of digits inside the scikit-learn package.
+DIGITS = ("datasets", "data", "digits.csv.gz")
+
+
+def _digits() -> tuple[Array, Array]:
+    """Return the images and labels of scikit-learn's data file; import scikit-learn only if the file is not found."""
+    package = find_spec("sklearn")
+    for folder in (package.submodule_search_locations if package is not None else None) or ():
+        path = os.path.join(folder, *DIGITS)
+        if os.path.isfile(path):
+            rows = np.loadtxt(path, np.float32, delimiter=",")
+            return rows[:, :-1], rows[:, -1]
+    from sklearn.datasets import load_digits
+
+    images, targets = load_digits(return_X_y=True)
+    return images, targets
 
 
 def room_in_memory() -> int:
@@ -539,6 +685,13 @@ def on_own_disk(path: str) -> bool:
     File systems that are not on one block device (NFS, Lustre, tmpfs) have devices with the major number 0.
     """
     return os.major(os.stat(path).st_dev) != 0
+
+
+T = TypeVar("T")
+
+
+#: Most files that a process asks for: with more, programs that close all of them take long.
+MOST_FILES = 1 << 16
 
 
 def with_more_files(path: str, opened: Callable[[], T]) -> T:
@@ -627,6 +780,13 @@ def _changed(path: str, before: FileState, now: FileState) -> DataError:
     )
 
 
+#: Code that reads pages; a block would be a view.
+_READERS = """
+def rows(array, where): return array[where]
+def block(array, where): return array[where].copy()
+"""
+
+
 class MappedFile:
     """Map a file into memory, read-only, once for all arrays in it.
 
@@ -678,6 +838,12 @@ class MappedFile:
             f"{self.path}: it has become shorter while it was used: {os.fstat(self._file).st_size} bytes, {self.size} "
             "before; write new files and rename them, but leave alone what is read"
         )
+
+
+#: Bytes that are read ahead together.
+REGION = 4 << 20
+#: Least bytes of neighbouring rows that are read by a call of the system, which costs no page fault for each page.
+RUN = 1 << 20
 
 
 class MappedArray:
@@ -733,68 +899,6 @@ class MappedArray:
             self._unread[region] = False
 
 
-#: Path of the file of digits inside the scikit-learn package.
-DIGITS = ("datasets", "data", "digits.csv.gz")
-
-
-@explains
-class ArraySource(Source):
-    """Read samples from arrays in memory; every rank must be given equal arrays.
-
-    Parameters
-    ----------
-    x, y : array_like, or dictionary of array_like, or tuple or dataclass of arrays
-        Inputs and targets, with samples on the first axis. If they are trees of arrays (nested or not), samples are
-        trees too. A tuple of anything but NumPy arrays is one array, as a list is.
-
-    Raises
-    ------
-    DataError
-        If there are no samples, the arrays have different numbers of samples, or elements are not numbers; and if
-        arrays that name their samples or axes, of pandas or xarray, do not have them in one order: samples are paired
-        by their place.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import mpizero as mz
-    >>> source = mz.data.ArraySource(np.arange(8.0).reshape(4, 2), {"label": [0, 1, 1, 0]})
-    >>> len(source)
-    4
-    >>> x, y = source.samples([3, 1])
-    >>> x.tolist(), y["label"].tolist()
-    ([[6.0, 7.0], [2.0, 3.0]], [0, 1])
-    >>> training, validation = source.split(0.25)
-    >>> len(training), len(validation)
-    (3, 1)
-    """
-
-    def __init__(self, x: Any, y: Any) -> None:
-        _check_labels(x, y)
-        self.x, self.y = _taken(x, "x"), _taken(y, "y")
-        if isinstance(self.x, np.ndarray) and isinstance(self.y, np.ndarray):
-            check_lengths(self.x, "x", self.y, "y")
-        self._length = SampleTree.of(x=self.x, y=self.y).count()
-
-    def __len__(self) -> int:
-        return self._length
-
-    def read(self, indices: Indices) -> tuple[Any, Any]:
-        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
-        return map_arrays(lambda a: a[indices], self.x), map_arrays(lambda a: a[indices], self.y)
-
-    def describe(self) -> dict[str, Any]:
-        """Return the shape, dtype and CRC32 of each array, by its path such as ``x['mask']``."""
-        found: dict[str, Any] = {"kind": "arrays"}
-        for path, values in SampleTree.of(x=self.x, y=self.y).named:
-            found[path] = (values.shape, values.dtype.str, crc32(values.data if values.size else b""))
-        return found
-
-    def contents(self) -> dict[str, Any]:
-        """Return the checksums of the arrays."""
-        return {"arrays": sorted(self.describe().items())}
-
-
 @explains
 class NpySource(Source):
     """Read samples from two ``.npy`` files, which are memory-mapped.
@@ -827,7 +931,7 @@ class NpySource(Source):
 
     def __init__(self, x_path: str | os.PathLike[str], y_path: str | os.PathLike[str]) -> None:
         self.paths = (os.path.abspath(x_path), os.path.abspath(y_path))
-        self.x, self.y = (_map(path) for path in self.paths)
+        self.x, self.y = (_map_npy(path) for path in self.paths)
         check_lengths(self.x, self.paths[0], self.y, self.paths[1])
 
     def __len__(self) -> int:
@@ -849,103 +953,7 @@ class NpySource(Source):
         return {"files": file_states(self.paths)}
 
 
-def digits() -> ArraySource:
-    """Return scikit-learn's 1797 images of digits: x is float32 of shape (1797, 64) in [0, 1], y is int64 from 0 to 9.
-
-    This function reads the data file of the scikit-learn package, because importing the package takes more than a
-    second on every rank.
-
-    Raises
-    ------
-    DataError
-        If scikit-learn is not installed.
-
-    Examples
-    --------
-    >>> import mpizero as mz
-    >>> source = mz.data.digits()
-    >>> x, y = source.samples([0, 1])
-    >>> len(source), x.shape, y.tolist()
-    (1797, (2, 64), [0, 1])
-    """
-    try:
-        images, targets = _digits()
-    except ImportError:
-        raise DataError("digits: needs scikit-learn, which is not installed: pip install scikit-learn") from None
-    return ArraySource(images.astype(np.float32) / np.float32(16), targets.astype(np.int64))
-
-
-def _digits() -> tuple[Array, Array]:
-    """Return the images and labels of scikit-learn's data file; import scikit-learn only if the file is not found."""
-    package = find_spec("sklearn")
-    for folder in (package.submodule_search_locations if package is not None else None) or ():
-        path = os.path.join(folder, *DIGITS)
-        if os.path.isfile(path):
-            rows = np.loadtxt(path, np.float32, delimiter=",")
-            return rows[:, :-1], rows[:, -1]
-    from sklearn.datasets import load_digits
-
-    images, targets = load_digits(return_X_y=True)
-    return images, targets
-
-
-def _check_labels(x: Any, y: Any) -> None:
-    """Raise DataError if arrays that name their axes or label their samples have others, or another order, than others.
-
-    Those of pandas have an ``index``, those of xarray ``dims`` and ``indexes``.
-    """
-    known: list[tuple[str, tuple[str, ...], Any]] = []
-    for path, leaf in paths_of(x=x, y=y):
-        axes = tuple(map(str, leaf.dims)) if isinstance(getattr(leaf, "dims", None), tuple) else ()
-        labels: Any = leaf.indexes.get(leaf.dims[0]) if axes else leaf.index if hasattr(leaf, "iloc") else None
-        for other, other_axes, other_labels in known:
-            for one, two, ours, theirs in ((path, other, axes, other_axes), (other, path, other_axes, axes)):
-                if ours and ours[0] in theirs[1:]:
-                    raise DataError(
-                        f"{one} has samples along {ours[0]!r}, which is axis {theirs.index(ours[0])} of {two}: samples "
-                        f"are on the first axis: {two}.transpose({ours[0]!r}, ...)"
-                    )
-            comparable = labels is not None and other_labels is not None and axes[:1] == other_axes[:1]
-            if comparable and len(labels) == len(other_labels) and not labels.equals(other_labels):
-                raise DataError(
-                    f"{path} labels its samples otherwise than {other}, and samples are paired by their place: bring "
-                    "them into one order (reindex, align), or give the numbers alone (.to_numpy())"
-                )
-        known.append((path, axes, labels))
-
-
-def _taken(values: Any, name: str) -> Any:
-    """Check an array, or a tree of arrays; return it with contiguous arrays in this machine's byte order.
-
-    ``name`` names the array in error messages.
-    """
-    if _is_record(values):
-        checked = iter([_taken(leaf, path) for path, leaf in paths_of(**{name: values})])
-        return map_leaves(lambda leaf: next(checked), values)
-    if not isinstance(values, Mapping):
-        return contiguous(check_samples(_as_array(values, name), name))
-    if not values:
-        raise DataError(f"{name}: a dictionary without arrays")
-    return {key: _taken(inside, f"{name}[{key!r}]") for key, inside in values.items()}
-
-
-def _is_record(values: Any) -> bool:
-    """Tell whether ``values`` is a tuple or dataclass whose leaves are all arrays of samples."""
-    if isinstance(values, Mapping | list | np.ndarray):
-        return False
-    leaves = leaves_of(values)
-    arrays = all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves)
-    return arrays and bool(leaves) and not any(leaf is values for leaf in leaves)
-
-
-def _as_array(values: ArrayLike, name: str) -> Array:
-    try:
-        return np.asarray(unmasked_samples(values, name))
-    except ValueError as error:
-        raise DataError(f"{name}: not an array: {error}") from None
-
-
-def _map(path: str) -> MappedArray:
+def _map_npy(path: str) -> MappedArray:
     """Return the array of a ``.npy`` file, mapped into memory; raise DataError if it is no file of numbers."""
     from mpizero.checkpoint.npz import UNSOUND, read_header  # with h5py's packages
 
@@ -967,13 +975,6 @@ def _map(path: str) -> MappedArray:
 
 #: Largest number of files that stay mapped into memory at a time; the others are mapped again when needed.
 OPEN_FILES = 64
-#: Folders of the standard library that are left out: installed packages, and tests, which hold text in odd encodings.
-LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-
-#: The first bytes of files that a program has compressed.
-COMPRESSED = {b"\x1f\x8b\x08": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-
-Path = str | os.PathLike[str]
 
 
 @explains
@@ -1024,7 +1025,7 @@ class TextSource(Source):
         listed = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         if not listed:
             raise DataError("no text: the list of paths is empty")
-        found = [file for path in listed for file in _expand(path if path == "stdlib" else os.path.abspath(path))]
+        found = [file for path in listed for file in _text_files(path if path == "stdlib" else os.path.abspath(path))]
         check_named_once(name for name, _ in found)
         self.files = tuple(name for name, size in found if size)
         self._ends = tuple(accumulate(size for _, size in found if size))
@@ -1083,17 +1084,17 @@ def _map_file(path: str, size: int) -> MappedFile:
     return mapped
 
 
-def _expand(path: str) -> list[tuple[str, int]]:
+def _text_files(path: str) -> list[tuple[str, int]]:
     """Return the path and the size in bytes of each file that ``path`` stands for: a file, folder, glob or "stdlib"."""
     if path == "stdlib":
-        return [(name, _size(name)) for name in _standard_library()]
+        return [(name, _text_size(name)) for name in _standard_library()]
     if os.path.isdir(path):
-        files = [(name, _size(name)) for name in _below(path)]
+        files = [(name, _text_size(name)) for name in _files_below(path)]
         if not files:
             raise DataError(f"{path}: a folder without files")
         return files
     if os.path.lexists(path):
-        if not (size := _size(path)):
+        if not (size := _text_size(path)):
             raise DataError(f"{path}: the file is empty")
         return [(path, size)]
     if not glob.has_magic(path):
@@ -1101,10 +1102,14 @@ def _expand(path: str) -> list[tuple[str, int]]:
     matches = [name for name in sorted(glob.glob(path, recursive=True)) if os.path.isfile(name)]
     if not matches:
         raise DataError(f"{path}: the pattern matches no file")
-    return [(name, _size(name)) for name in matches]
+    return [(name, _text_size(name)) for name in matches]
 
 
-def _size(path: str) -> int:
+#: The first bytes of files that a program has compressed.
+COMPRESSED = {b"\x1f\x8b\x08": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
+def _text_size(path: str) -> int:
     """Return the size of a file in bytes; raise DataError if it is compressed, no regular file or cannot be read."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -1122,15 +1127,19 @@ def _size(path: str) -> int:
     return found.st_size
 
 
-def _below(folder: str) -> Iterator[str]:
+def _files_below(folder: str) -> Iterator[str]:
     """Yield the paths of all files below a folder, sorted, without hidden files and folders."""
     with os.scandir(folder) as scanned:
         entries = sorted((entry for entry in scanned if not entry.name.startswith(".")), key=lambda entry: entry.name)
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
-            yield from _below(entry.path)
+            yield from _files_below(entry.path)
         elif entry.is_file():
             yield entry.path
+
+
+#: Folders of the standard library that are left out: installed packages, and tests, which hold text in odd encodings.
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
 def _standard_library() -> list[str]:

@@ -1,8 +1,10 @@
-"""Multiply, sum and check arrays of NumPy or CuPy for layers.
+"""Multiply, sum and check arrays of NumPy or CuPy for layers, and compute the start values of parameters.
 
-Compute start values from the seed, the parameter's name and the element's index, never from a rank.
-
-Keep the memory of freed activations in the process, so that the next step causes no page faults for it.
+The first functions hide whether an array lies on the host or on a GPU. Those called ``require_...`` and ``as_...``
+check what a layer is given. Start values (:func:`start_values_of`, :func:`initial_values`) are computed from the seed,
+the parameter's name and the element's index, never from a rank, so they do not depend on how a parameter is cut.
+:func:`keep_freed_memory` keeps the memory of freed activations in the process, so that the next step causes no page
+faults for it.
 """
 
 from __future__ import annotations
@@ -173,19 +175,6 @@ def as_ids(x: Array, bound: int, where: str) -> Array:
     return ids
 
 
-#: Number that keys the random numbers of start values. The parameter's name is already in the key, so all parameters
-#: use the same number.
-_SITE = 0
-#: Fixed cost of filling one contiguous run of a tensor-parallel part, in random numbers: the call, and the numbers that
-#: are thrown away at its ends. Where many short runs cost too much, whole rows are computed and the runs copied out.
-_RUN_COST = 1500
-#: Largest number of elements of whole rows that are computed at once.
-_ROWS_AT_ONCE = 1 << 16
-
-#: ``fill(start, out)`` writes the values of a parameter from element ``start`` on.
-_Fill = Callable[[int, Array], None]
-
-
 #: ``fill(spec, start, stop, out)`` writes elements ``start:stop`` of a parameter's start values to ``out``.
 StartValues = Callable[[ParameterSpec, int, int, Array], None]
 
@@ -256,6 +245,14 @@ def initial_values(spec: ParameterSpec, seed: int, start: int, stop: int, out: A
         _fill_part(spec, spec.part, fill, start, out)
 
 
+#: Number that keys the random numbers of start values. The parameter's name is already in the key, so all parameters
+#: use the same number.
+_SITE = 0
+
+#: ``fill(start, out)`` writes the values of a parameter from element ``start`` on.
+_Fill = Callable[[int, Array], None]
+
+
 def _random(spec: ParameterSpec, seed: int, like: Array) -> _Fill:
     """Return a function ``fill(start, out)``, which writes random start values to ``out``, from element ``start`` on.
 
@@ -271,6 +268,13 @@ def _random(spec: ParameterSpec, seed: int, like: Array) -> _Fill:
         return lambda first, out: random.fill_uniform(key0, key1, _SITE, first, out, low, high)
     kind = spec.init.kind
     raise ConfigError(f'{spec.name}: Init kind {kind!r} is not one of "zeros", "ones", "normal", "uniform"')
+
+
+#: Fixed cost of filling one contiguous run of a tensor-parallel part, in random numbers: the call, and the numbers that
+#: are thrown away at its ends. Where many short runs cost too much, whole rows are computed and the runs copied out.
+_RUN_COST = 1500
+#: Largest number of elements of whole rows that are computed at once.
+_ROWS_AT_ONCE = 1 << 16
 
 
 def _fill_part(spec: ParameterSpec, part: Part, fill: _Fill, start: int, out: Array) -> None:

@@ -1,16 +1,15 @@
-"""Assign positions of a sequence to the ranks of a context group, and pass arrays around the group.
+"""Divide sequences among the ranks of a context group: each rank computes on its positions of every sequence.
 
-Compute causal attention over sequences that are divided among ranks: keys and values travel around a ring.
+:class:`Zigzag` assigns positions to ranks. :class:`RingSelfAttention` computes causal attention over the divided
+sequences, whose keys and values travel around a ring; the other layers treat each position by itself, or need only know
+where their positions lie. :func:`context_model` builds the context-parallel form of a model, :func:`cut_batch` cuts its
+batches.
 
 This is ring attention (Liu, Zaharia and Abbeel, 2023). The softmax is updated as keys arrive (Milakov and Gimelshein,
 2018; Rabe and Staats, 2021), so a rank never holds more than one tile of the scores at a time. The backward pass
 computes the scores again (Dao et al., 2022). For that the forward pass keeps two numbers for each query: the maximum of
 its scores, and the sum of their exponentials relative to the maximum. It does not keep their log-sum-exp, whose
 rounding error grows with the scores.
-
-Define context-parallel forms of layers: each rank of a context group computes on its positions of every sequence.
-
-Build the context-parallel form of a model: each rank computes on its part of every sequence.
 """
 
 from __future__ import annotations
@@ -280,12 +279,6 @@ def poll_function(*requests: ShiftRequest | None) -> Callable[[], None]:
     return poll
 
 
-#: Largest number of scores computed at once, for as many samples as fit: 2 MiB of float32 stay in a core's cache.
-SCORES = 1 << 19
-#: Pairs of some samples and a tile.
-_Parts = Iterator[tuple[slice, Tile]]
-
-
 @dataclass(frozen=True)
 class RingSelfAttention(ContextLayer, CausalSelfAttention):
     """Apply :class:`CausalSelfAttention`, with the same parameters, to this rank's positions of each sequence.
@@ -403,6 +396,12 @@ class _Saved(NamedTuple):
     first_head: int
 
 
+#: Largest number of scores computed at once, for as many samples as fit: 2 MiB of float32 stay in a core's cache.
+SCORES = 1 << 19
+#: Pairs of some samples and a tile.
+_Parts = Iterator[tuple[slice, Tile]]
+
+
 class _Tiles:
     """Compute one tile of scores after the other, forward and backward, in memory that is reused."""
 
@@ -483,9 +482,6 @@ class _RingBackward:
             tiles.kernels.known_softmax_backward(probs, dprobs, *place, self._dots[some])
             dq[queries] += tiles.product("queries", dprobs, k[keys])
             dk[keys] += tiles.product("keys", dprobs.swapaxes(-1, -2), self._q[queries])
-
-
-L = TypeVar("L")
 
 
 @dataclass(frozen=True)
@@ -585,6 +581,9 @@ class Positionwise(ContextLayer, Wrapper):
         return self.layer.operations(self.own_shape(shape))
 
 
+L = TypeVar("L")
+
+
 def cut_layer(layer: Layer, form: Callable[..., L], group: Group) -> L:
     """Return the context-parallel form of ``layer``: an object of class ``form`` with the same fields and ``group``."""
     return form(**{item.name: getattr(layer, item.name) for item in fields(cast(Any, layer))}, group=group)
@@ -619,6 +618,65 @@ class PartLoss:
         """Return ``scale`` times the gradient of the loss sum at this rank's positions. Not collective."""
         inner, share = cache
         return self.loss.backward(inner, scale * share)
+
+
+def cut_batch(x: Any, y: Any, group: Group, tiles: int | None = None) -> tuple[Any, Any]:
+    """Return copies of this rank's positions of a batch's sequences.
+
+    Each sequence is cut into 2 * size chunks, where ``size`` is the number of ranks; rank r gets chunks r and 2 * size
+    - 1 - r (:class:`Zigzag`). Not collective; every rank of ``group`` must have the same batch.
+
+    Parameters
+    ----------
+    x, y : Array, or tree of arrays
+        Inputs and targets: arrays (samples, length, ...), all of the same length, which is at least 1.
+    group : Group
+        The context group.
+    tiles : int, optional
+        Number of tiles, a multiple of the group's size: a rank gets the positions that each of its tiles would get in
+        a group of so many ranks, tile after tile. The default is the group's size.
+
+    Returns
+    -------
+    tuple
+        This rank's part of ``x`` and of ``y``: contiguous arrays (samples, positions of this rank, ...). If the group
+        has one rank, ``x`` and ``y`` themselves.
+
+    Raises
+    ------
+    DataError
+        The arrays have no sequence axis, or their lengths differ. All ranks raise this error.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.layout import Axes
+    >>> from mpizero.testing import run_in_threads
+    >>> ids = np.arange(8).reshape(1, 8)
+    >>> def part(comm):
+    ...     group = mz.ProcessGrid.create(comm, axes=Axes(context=comm.size)).context_group
+    ...     return mz.nn.cut_batch(ids, ids + 1, group)[0].tolist()
+    >>> run_in_threads(2, part)
+    [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+    """
+    shapes = [tuple(getattr(leaf, "shape", ())) for value in (x, y) for leaf in leaves_of(value)] or [()]
+    if len(shapes[0]) < 2 or shapes[0][1] < 1 or any(shape[:2] != shapes[0][:2] for shape in shapes):
+        raise DataError(
+            "context parallelism cuts inputs and targets of (samples, length >= 1), "
+            f"it was given {' and '.join(map(str, shapes))}; set context=1 for data without a sequence axis"
+        )
+    tiles = tiles or group.size
+    if tiles == 1:
+        return x, y
+    zigzag, hosted = Zigzag(shapes[0][1], tiles), tiles // group.size
+    own = [run for tile in range(group.rank * hosted, (group.rank + 1) * hosted) for run in zigzag.runs(tile)]
+
+    def cut(a: Array) -> Array:
+        places: Array = namespace(a).concatenate([a[:, run] for run in own], axis=1)
+        return places
+
+    return map_leaves(cut, x), map_leaves(cut, y)
 
 
 @dataclass(frozen=True)
@@ -785,63 +843,20 @@ def context_model(model: BlockModel, group: Group) -> BlockModel:
     return found
 
 
-def cut_batch(x: Any, y: Any, group: Group, tiles: int | None = None) -> tuple[Any, Any]:
-    """Return copies of this rank's positions of a batch's sequences.
+def _whole(model: BlockModel) -> BlockModel:
+    """Return a model as it was before it was split over a tensor group."""
+    return model.whole if isinstance(model, SplitModel) else model
 
-    Each sequence is cut into 2 * size chunks, where ``size`` is the number of ranks; rank r gets chunks r and 2 * size
-    - 1 - r (:class:`Zigzag`). Not collective; every rank of ``group`` must have the same batch.
 
-    Parameters
-    ----------
-    x, y : Array, or tree of arrays
-        Inputs and targets: arrays (samples, length, ...), all of the same length, which is at least 1.
-    group : Group
-        The context group.
-    tiles : int, optional
-        Number of tiles, a multiple of the group's size: a rank gets the positions that each of its tiles would get in
-        a group of so many ranks, tile after tile. The default is the group's size.
+def _attends(layer: Any) -> bool:
+    """Tell whether a layer mixes the positions of a sequence.
 
-    Returns
-    -------
-    tuple
-        This rank's part of ``x`` and of ``y``: contiguous arrays (samples, positions of this rank, ...). If the group
-        has one rank, ``x`` and ``y`` themselves.
-
-    Raises
-    ------
-    DataError
-        The arrays have no sequence axis, or their lengths differ. All ranks raise this error.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import mpizero as mz
-    >>> from mpizero.layout import Axes
-    >>> from mpizero.testing import run_in_threads
-    >>> ids = np.arange(8).reshape(1, 8)
-    >>> def part(comm):
-    ...     group = mz.ProcessGrid.create(comm, axes=Axes(context=comm.size)).context_group
-    ...     return mz.nn.cut_batch(ids, ids + 1, group)[0].tolist()
-    >>> run_in_threads(2, part)
-    [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+    A user's layer with a method ``context`` is assumed to do so.
     """
-    shapes = [tuple(getattr(leaf, "shape", ())) for value in (x, y) for leaf in leaves_of(value)] or [()]
-    if len(shapes[0]) < 2 or shapes[0][1] < 1 or any(shape[:2] != shapes[0][:2] for shape in shapes):
-        raise DataError(
-            "context parallelism cuts inputs and targets of (samples, length >= 1), "
-            f"it was given {' and '.join(map(str, shapes))}; set context=1 for data without a sequence axis"
-        )
-    tiles = tiles or group.size
-    if tiles == 1:
-        return x, y
-    zigzag, hosted = Zigzag(shapes[0][1], tiles), tiles // group.size
-    own = [run for tile in range(group.rank * hosted, (group.rank + 1) * hosted) for run in zigzag.runs(tile)]
-
-    def cut(a: Array) -> Array:
-        places: Array = namespace(a).concatenate([a[:, run] for run in own], axis=1)
-        return places
-
-    return map_leaves(cut, x), map_leaves(cut, y)
+    if isinstance(layer, CausalSelfAttention) or hasattr(layer, "context"):
+        return True
+    inside = [layer.layer] if isinstance(layer, _WRAPPERS) else layer.children().values()
+    return any(map(_attends, inside))
 
 
 _FORMS: Mapping[type[Layer], type[Layer]] = {
@@ -858,22 +873,6 @@ _PRODUCTS = (
     *(SplitFeedForward, SplitHead, SplitLinear, SplitProjection),
 )
 _PLACE_BY_PLACE = (Embedding, LayerNorm, RMSNorm, Select, SplitEmbedding)
-
-
-def _whole(model: BlockModel) -> BlockModel:
-    """Return a model as it was before it was split over a tensor group."""
-    return model.whole if isinstance(model, SplitModel) else model
-
-
-def _attends(layer: Any) -> bool:
-    """Tell whether a layer mixes the positions of a sequence.
-
-    A user's layer with a method ``context`` is assumed to do so.
-    """
-    if isinstance(layer, CausalSelfAttention) or hasattr(layer, "context"):
-        return True
-    inside = [layer.layer] if isinstance(layer, _WRAPPERS) else layer.children().values()
-    return any(map(_attends, inside))
 
 
 def _on_part(layer: Any, group: Group, where: str) -> Any:

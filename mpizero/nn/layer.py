@@ -1,22 +1,13 @@
-"""Describe a model as plain data: the nodes of its computation, for tools that draw, check or translate it.
+"""Define the base class of all layers, and what every layer and model shares.
 
-Count the floating-point work of layers by the matrix products that they make.
-
-Define the base class of all layers, which hold settings only: no parameters, caches or gradients.
-
-Check the settings that layers are made with.
-
-Describe a part of a sample, for the random masks of its elements.
-
-List a model's arrays of whole numbers, such as counters of batches, and make their start values.
-
-Add the name of the block or layer in which an error occurred to the error's message.
-
-Define the base class of layers that run another layer in a different way.
-
-Define the base class of layers whose caller can add their last bias, fused into the next operation on the output.
-
-Define the base class of layers that must know where in the whole sequences the positions of their input lie.
+A :class:`Layer` holds settings only: no parameters, caches or gradients. Its matrix products are counted as
+:class:`Operations`, and :class:`Graph` describes a model as plain data, the nodes of its computation, for tools that
+draw, check or translate it. :class:`Wrapper` is the base of layers that run another layer in a different way,
+:class:`Affine` of those whose caller can add their last bias, fused into the next operation on the output, and
+:class:`SequenceLayer` of those that must know where in the whole sequences the positions of their input lie. The
+functions at the end check the settings that layers are made with, list a model's arrays of whole numbers (such as
+counters of batches) and make their start values, and add the name of the block or layer in which an error occurred to
+its message.
 """
 
 from __future__ import annotations
@@ -47,106 +38,6 @@ from mpizero.types import (
     Params,
     Run,
 )
-
-#: Version of the description. It is raised when a program written for the old version would misread the new one.
-FORMAT = "mpizero computation graph 1"
-
-
-class NodeOutput(NamedTuple):
-    """Hold the name of a node of the graph and the shape of its output for one sample."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass
-class Graph:
-    """Collect nodes in the order of evaluation; see :func:`mpizero.nn.export_computation_graph`."""
-
-    nodes: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(
-        self, op: str, name: str, inputs: tuple[NodeOutput, ...], shape: tuple[int, ...], **attributes: Any
-    ) -> NodeOutput:
-        """Append a node without parameters and return its output.
-
-        ``op`` is the node's operation, ``inputs`` are outputs of earlier nodes, and ``shape`` is the shape of the
-        output for one sample. ``attributes`` are the node's settings.
-        """
-        return self._append(op, name, inputs, shape, {"parameters": [], "attributes": attributes})
-
-    def add_layer(self, layer: Any, name: str, source: NodeOutput, shape: tuple[int, ...]) -> NodeOutput:
-        """Append a layer as one node, with its parameters' global names and its settings; return the node's output.
-
-        ``source`` is the layer's input, and ``shape`` the shape of its output for one sample.
-        """
-        parameters = [
-            {"name": spec.tied or joined(name, spec.name), "shape": list(spec.shape), "tied": spec.tied is not None}
-            for spec in layer.specs()
-        ]
-        settings = {item.name: getattr(layer, item.name) for item in fields(layer)}
-        attributes = {key: value for key, value in settings.items() if isinstance(value, (bool, int, float, str))}
-        return self._append(
-            type(layer).__name__, name, (source,), shape, {"parameters": parameters, "attributes": attributes}
-        )
-
-    def _append(
-        self, op: str, name: str, inputs: tuple[NodeOutput, ...], shape: tuple[int, ...], rest: dict[str, Any]
-    ) -> NodeOutput:
-        self.nodes.append(
-            {"name": name, "op": op, "inputs": [node.name for node in inputs], "shape": ["samples", *shape], **rest}
-        )
-        return NodeOutput(name, shape)
-
-
-@dataclass(frozen=True)
-class Operations:
-    """Hold the number of floating-point operations of a layer's matrix products for one sample, by pass.
-
-    A product of (m, k) by (k, n) counts 2 m n k operations. Elementwise work, norms and softmax are not counted: they
-    are bound by memory, not by arithmetic. A layer of yours returns it from :meth:`mpizero.nn.Layer.operations`.
-
-    Parameters
-    ----------
-    forward, backward_input, backward_weights : int
-        Operations of the forward pass, and of the two halves of the backward pass.
-
-    Examples
-    --------
-    >>> import mpizero as mz
-    >>> first, second = mz.nn.Linear(3, 4).operations((3,)), mz.nn.Linear(4, 2).operations((4,))
-    >>> first + second
-    Operations(forward=40, backward_input=40, backward_weights=40)
-    >>> (first + second).total  # of one training step on one sample
-    120
-    """
-
-    forward: int = 0
-    backward_input: int = 0
-    backward_weights: int = 0
-
-    def __add__(self, other: Operations) -> Operations:
-        """Add two layers' numbers, pass by pass."""
-        return Operations(*(a + b for a, b in zip(self, other, strict=True)))
-
-    def __iter__(self) -> Iterator[int]:
-        """Iterate over the three numbers: forward, backward_input, backward_weights."""
-        return iter((self.forward, self.backward_input, self.backward_weights))
-
-    @property
-    def total(self) -> int:
-        """The sum of the three numbers: forward pass and both halves of the backward pass."""
-        return sum(self)
-
-
-def linear_operations(rows: int, inputs: int, outputs: int, input_gradient: bool = True) -> Operations:
-    """Count the operations of a linear map on ``rows`` rows: its forward product and its two gradient products.
-
-    ``inputs`` and ``outputs`` are the sizes of the weight. If ``input_gradient`` is False, the product for the input's
-    gradient is not counted.
-    """
-    product = 2 * rows * inputs * outputs
-    return Operations(product, product if input_gradient else 0, product)
 
 
 class Layer(ABC):
@@ -331,6 +222,56 @@ def poll(params: Params) -> None:
         found()
 
 
+@dataclass(frozen=True)
+class Operations:
+    """Hold the number of floating-point operations of a layer's matrix products for one sample, by pass.
+
+    A product of (m, k) by (k, n) counts 2 m n k operations. Elementwise work, norms and softmax are not counted: they
+    are bound by memory, not by arithmetic. A layer of yours returns it from :meth:`mpizero.nn.Layer.operations`.
+
+    Parameters
+    ----------
+    forward, backward_input, backward_weights : int
+        Operations of the forward pass, and of the two halves of the backward pass.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> first, second = mz.nn.Linear(3, 4).operations((3,)), mz.nn.Linear(4, 2).operations((4,))
+    >>> first + second
+    Operations(forward=40, backward_input=40, backward_weights=40)
+    >>> (first + second).total  # of one training step on one sample
+    120
+    """
+
+    forward: int = 0
+    backward_input: int = 0
+    backward_weights: int = 0
+
+    def __add__(self, other: Operations) -> Operations:
+        """Add two layers' numbers, pass by pass."""
+        return Operations(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the three numbers: forward, backward_input, backward_weights."""
+        return iter((self.forward, self.backward_input, self.backward_weights))
+
+    @property
+    def total(self) -> int:
+        """The sum of the three numbers: forward pass and both halves of the backward pass."""
+        return sum(self)
+
+
+def linear_operations(rows: int, inputs: int, outputs: int, input_gradient: bool = True) -> Operations:
+    """Count the operations of a linear map on ``rows`` rows: its forward product and its two gradient products.
+
+    ``inputs`` and ``outputs`` are the sizes of the weight. If ``input_gradient`` is False, the product for the input's
+    gradient is not counted.
+    """
+    product = 2 * rows * inputs * outputs
+    return Operations(product, product if input_gradient else 0, product)
+
+
 class _Counted:
     """Replace a child layer while its parent's forward runs on zeros: count matrix products, compute nothing."""
 
@@ -386,6 +327,156 @@ def _tried(layer: Layer, shape: tuple[int, ...]) -> tuple[Operations, tuple[int,
             "calls"
         )
     return sum((found for _, found in calls), Operations()), output
+
+
+#: Version of the description. It is raised when a program written for the old version would misread the new one.
+GRAPH_FORMAT = "mpizero computation graph 1"
+
+
+class NodeOutput(NamedTuple):
+    """Hold the name of a node of the graph and the shape of its output for one sample."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Graph:
+    """Collect nodes in the order of evaluation; see :func:`mpizero.nn.export_computation_graph`."""
+
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(
+        self, op: str, name: str, inputs: tuple[NodeOutput, ...], shape: tuple[int, ...], **attributes: Any
+    ) -> NodeOutput:
+        """Append a node without parameters and return its output.
+
+        ``op`` is the node's operation, ``inputs`` are outputs of earlier nodes, and ``shape`` is the shape of the
+        output for one sample. ``attributes`` are the node's settings.
+        """
+        return self._append(op, name, inputs, shape, {"parameters": [], "attributes": attributes})
+
+    def add_layer(self, layer: Any, name: str, source: NodeOutput, shape: tuple[int, ...]) -> NodeOutput:
+        """Append a layer as one node, with its parameters' global names and its settings; return the node's output.
+
+        ``source`` is the layer's input, and ``shape`` the shape of its output for one sample.
+        """
+        parameters = [
+            {"name": spec.tied or joined(name, spec.name), "shape": list(spec.shape), "tied": spec.tied is not None}
+            for spec in layer.specs()
+        ]
+        settings = {item.name: getattr(layer, item.name) for item in fields(layer)}
+        attributes = {key: value for key, value in settings.items() if isinstance(value, (bool, int, float, str))}
+        return self._append(
+            type(layer).__name__, name, (source,), shape, {"parameters": parameters, "attributes": attributes}
+        )
+
+    def _append(
+        self, op: str, name: str, inputs: tuple[NodeOutput, ...], shape: tuple[int, ...], rest: dict[str, Any]
+    ) -> NodeOutput:
+        self.nodes.append(
+            {"name": name, "op": op, "inputs": [node.name for node in inputs], "shape": ["samples", *shape], **rest}
+        )
+        return NodeOutput(name, shape)
+
+
+@dataclass(frozen=True)
+class Wrapper(Layer):
+    """Run ``layer``, whose parameters keep their names; a subclass overrides the methods whose behaviour it changes."""
+
+    layer: Layer
+
+    def __post_init__(self) -> None:
+        require_layer(type(self).__name__, self.layer)
+
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe the wrapped layer's parameters under their own names. Not collective."""
+        return self.layer.specs()
+
+    def integers(self) -> tuple[IntegerSpec, ...]:
+        """Describe the wrapped layer's integer arrays under their own names. Not collective."""
+        return layer_integers(self.layer)
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return the wrapped layer's output and cache. Collective where the layer is split."""
+        return self.layer.forward(params, x, run)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Call the wrapped layer's ``backward_input``. Collective where the layer is split."""
+        return self.layer.backward_input(params, cache, dy)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Call the wrapped layer's ``backward_weights``. Collective where the layer is split."""
+        self.layer.backward_weights(params, cache, pending, grads)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the wrapped layer's output shape. Not collective."""
+        return self.layer.output_shape(shape)
+
+    def split(self, group: Group) -> Layer:
+        """Return a wrapper of the same class around the wrapped layer's split form. Not collective."""
+        layer = self.layer.split(group)
+        return self if layer is self.layer else replace(self, layer=layer)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Return the wrapped layer's operations for one sample of ``shape``. Not collective."""
+        return self.layer.operations(shape)
+
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
+        """Add the wrapped layer's nodes to the exported computation graph, and return its output. Not collective."""
+        return self.layer.trace(graph, name, source)
+
+
+class Affine(Layer):
+    """Define a layer that ends by adding a bias (or none), and can leave that addition to its caller.
+
+    A caller that fuses the addition into its own next operation saves a pass over memory.
+    """
+
+    @abstractmethod
+    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return the output for ``x`` without the bias, as a new array, and the cache.
+
+        Collective where the layer is split.
+        """
+
+    @abstractmethod
+    def last_bias(self, params: Params) -> Array | None:
+        """Return the bias that :meth:`product` leaves out, or None. Not collective."""
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return the output for ``x`` with the bias, and the cache for the backward pass.
+
+        Collective where the layer is split.
+        """
+        y, cache = self.product(params, x, run)
+        bias = self.last_bias(params)
+        if bias is not None:
+            y += bias
+        return y, cache
+
+
+class SequenceLayer(Layer):
+    """Know which positions of whole sequences an input has: all of them here, a part in a context-parallel form.
+
+    A split form asks its unsplit layer, which may be a context-parallel form: its ranks then split the part of a
+    context group's rank as they split whole sequences.
+    """
+
+    def located(self, run: Run, shape: tuple[int, ...] | None) -> Run:
+        """Return ``run`` with the length of the whole sequences, and the ranges of positions that an input has.
+
+        ``shape`` (samples, positions, ...) is the input's; None if ``run.length`` is known. Collective over the context
+        group in a context-parallel form, if ``run.length`` is 0.
+        """
+        return run if shape is None or len(shape) < 2 else run.on_whole(shape[1])
+
+    def own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of this rank's part of a sample whose whole shape is ``shape`` (length, ...).
+
+        Not collective.
+        """
+        return shape
 
 
 def require_layer(where: str, layer: Any) -> None:
@@ -561,102 +652,3 @@ def add_location(error: Exception, kind: str, name: str, method: Callable[..., A
         owner = getattr(method, "__self__", None)
         layer = type(getattr(owner, "stands_for", owner)).__name__
         error.add_note(f"In {place or 'the model'}: {layer}.{getattr(method, '__name__', '')}")
-
-
-@dataclass(frozen=True)
-class Wrapper(Layer):
-    """Run ``layer``, whose parameters keep their names; a subclass overrides the methods whose behaviour it changes."""
-
-    layer: Layer
-
-    def __post_init__(self) -> None:
-        require_layer(type(self).__name__, self.layer)
-
-    def specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the wrapped layer's parameters under their own names. Not collective."""
-        return self.layer.specs()
-
-    def integers(self) -> tuple[IntegerSpec, ...]:
-        """Describe the wrapped layer's integer arrays under their own names. Not collective."""
-        return layer_integers(self.layer)
-
-    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Return the wrapped layer's output and cache. Collective where the layer is split."""
-        return self.layer.forward(params, x, run)
-
-    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Call the wrapped layer's ``backward_input``. Collective where the layer is split."""
-        return self.layer.backward_input(params, cache, dy)
-
-    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Call the wrapped layer's ``backward_weights``. Collective where the layer is split."""
-        self.layer.backward_weights(params, cache, pending, grads)
-
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the wrapped layer's output shape. Not collective."""
-        return self.layer.output_shape(shape)
-
-    def split(self, group: Group) -> Layer:
-        """Return a wrapper of the same class around the wrapped layer's split form. Not collective."""
-        layer = self.layer.split(group)
-        return self if layer is self.layer else replace(self, layer=layer)
-
-    def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Return the wrapped layer's operations for one sample of ``shape``. Not collective."""
-        return self.layer.operations(shape)
-
-    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add the wrapped layer's nodes to the exported computation graph, and return its output. Not collective."""
-        return self.layer.trace(graph, name, source)
-
-
-class Affine(Layer):
-    """Define a layer that ends by adding a bias (or none), and can leave that addition to its caller.
-
-    A caller that fuses the addition into its own next operation saves a pass over memory.
-    """
-
-    @abstractmethod
-    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Return the output for ``x`` without the bias, as a new array, and the cache.
-
-        Collective where the layer is split.
-        """
-
-    @abstractmethod
-    def last_bias(self, params: Params) -> Array | None:
-        """Return the bias that :meth:`product` leaves out, or None. Not collective."""
-
-    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Return the output for ``x`` with the bias, and the cache for the backward pass.
-
-        Collective where the layer is split.
-        """
-        y, cache = self.product(params, x, run)
-        bias = self.last_bias(params)
-        if bias is not None:
-            y += bias
-        return y, cache
-
-
-class SequenceLayer(Layer):
-    """Know which positions of whole sequences an input has: all of them here, a part in a context-parallel form.
-
-    A split form asks its unsplit layer, which may be a context-parallel form: its ranks then split the part of a
-    context group's rank as they split whole sequences.
-    """
-
-    def located(self, run: Run, shape: tuple[int, ...] | None) -> Run:
-        """Return ``run`` with the length of the whole sequences, and the ranges of positions that an input has.
-
-        ``shape`` (samples, positions, ...) is the input's; None if ``run.length`` is known. Collective over the context
-        group in a context-parallel form, if ``run.length`` is 0.
-        """
-        return run if shape is None or len(shape) < 2 else run.on_whole(shape[1])
-
-    def own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of this rank's part of a sample whose whole shape is ``shape`` (length, ...).
-
-        Not collective.
-        """
-        return shape

@@ -1,16 +1,10 @@
-"""Define linear layers: an affine map, and a projection onto a vocabulary that may share the embedding's table.
+"""Define the layers of which models are made: linear maps, activations, norms, dropout, wrappers, and sequences.
 
-Apply elementwise activations; each has a forward and a backward kernel, ``NAME`` and ``NAME_backward``.
-
-Normalize the last axis of an array.
-
-Apply dropout whose mask depends on the sample's index in the global batch, never on a rank.
-
-Define wrappers that keep a layer's parameters, or some of them, from being trained.
-
-Compute activations again in the backward pass instead of keeping them (Chen et al., 2016).
-
-Apply layers one after the other.
+:class:`Linear` is an affine map, :class:`Projection` one onto a vocabulary that may share the embedding's table. Each
+:class:`Activation` has a forward and a backward kernel, ``NAME`` and ``NAME_backward``. The mask of :class:`Dropout`
+depends on the sample's index in the global batch, never on a rank. :class:`Frozen` and :class:`PartlyFrozen` keep
+parameters from being trained; :class:`Checkpointed` computes activations again in the backward pass instead of keeping
+them (Chen et al., 2016). :class:`Sequential` applies layers one after the other.
 """
 
 from __future__ import annotations
@@ -353,7 +347,7 @@ def named_activation(name: str) -> Activation:
     return _BY_NAME[name]
 
 
-def _require(where: str, features: int, eps: float) -> None:
+def _require_norm(where: str, features: int, eps: float) -> None:
     require_positive(where, features=features)
     require(f"{where}: eps", eps, positive)
 
@@ -393,7 +387,7 @@ class LayerNorm(Layer):
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        _require("LayerNorm", self.features, self.eps)
+        _require_norm("LayerNorm", self.features, self.eps)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
         """Describe ``weight``, which starts as ones, and ``bias``, which starts as zeros; neither has weight decay."""
@@ -472,7 +466,7 @@ class RMSNorm(Layer):
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        _require("RMSNorm", self.features, self.eps)
+        _require_norm("RMSNorm", self.features, self.eps)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
         """Describe ``weight``, which starts as ones and has no weight decay."""

@@ -1,12 +1,10 @@
-"""Take targets with weights and masks: every loss of this package is given an array, or a dictionary of arrays.
+"""Compute losses: of elements of the target, of whole samples, and of classes; targets may have weights and masks.
 
-Compute losses that every element of a target has one of: squared and absolute errors, likelihoods.
-
-Compute the relative error of whole samples, as it is used for neural operators.
-
-Compute the cross-entropy of scores of classes.
-
-Find the library's losses by the names that models and configuration files use.
+Every loss is given an array, or a dictionary of arrays that :class:`WeightedTarget` takes apart. An
+:class:`ElementLoss` is one of every element of a target: squared and absolute errors, likelihoods.
+:class:`RelativeL2Loss` is the relative error of whole samples, as it is used for neural operators, and
+XX:func:`loss_for` finds the losses by the names that models and
+configuration files use.
 """
 
 from __future__ import annotations

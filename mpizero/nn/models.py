@@ -1,47 +1,12 @@
-"""Work with whole models in one process: make parameters, compute predictions, losses and gradients.
+"""Work with whole models in one process, and define the models of this package: MLP and GPT.
 
-Compile a model's whole forward pass to one kernel, which uses no BLAS and calls no layers.
-
-Define MLP, a fully connected classifier or regressor.
-
-Define GPT, a decoder-only transformer language model (Radford et al., 2019).
-
-Keep parameters of a model from being trained, chosen by patterns of their names.
-
-Convert weights of a GPT from and to PyTorch's names and layout.
-
-[Note: names in PyTorch] The names are those of GPT-2's published state dict, which nanoGPT and Hugging Face's
-``GPT2LMHeadModel`` share. :func:`from_torch` also reads names without the prefix ``transformer.``, as in Hugging Face's
-``GPT2Model``:
-
-============================================  ==========================================
-mpizero                                       PyTorch
-============================================  ==========================================
-embedding.token.weight                        transformer.wte.weight
-embedding.position.weight                     transformer.wpe.weight
-blocks.I.norm1.weight, .bias                  transformer.h.I.ln_1.weight, .bias
-blocks.I.attention.qkv.weight, .bias          transformer.h.I.attn.c_attn.weight, .bias
-blocks.I.attention.projection.weight, .bias   transformer.h.I.attn.c_proj.weight, .bias
-blocks.I.norm2.weight, .bias                  transformer.h.I.ln_2.weight, .bias
-blocks.I.feed_forward.expand.weight, .bias    transformer.h.I.mlp.c_fc.weight, .bias
-blocks.I.feed_forward.projection.weight,      transformer.h.I.mlp.c_proj.weight, .bias
-.bias
-head.norm.weight, .bias                       transformer.ln_f.weight, .bias
-head.projection.weight (untied models only)   lm_head.weight
-============================================  ==========================================
-
-``torch.nn.Linear`` stores weights as (outputs, inputs), mpizero as (inputs, outputs) (:class:`mpizero.nn.Linear`), so
-the four matrices of a block are transposed. GPT-2's own ``Conv1D`` stores them as (inputs, outputs), too. The shape of
-``c_attn``, which is never square, shows which of the two layouts a state dict has. The tables (``wte``, ``wpe``,
-``lm_head``) have the same layout everywhere. Causal masks saved as buffers (``attn.bias``, ``attn.masked_bias``) are
-ignored. mpizero's GELU is the tanh form: ``torch.nn.GELU(approximate="tanh")``, GPT-2's "gelu_new". A model trained
-with GELU's exact form gives slightly different logits in mpizero.
-
-Find the number of samples with which a model's matrix products are about as fast as the machine can compute them.
-
-A product of (m, k) by (k, n) is fast where none of its three sizes is small. Two of them are a weight's, the third is
-the number of rows: samples, or samples times positions of a sequence. So with as many rows as the weight is wide, more
-rows make the product hardly faster. docs/measurements.md has the rates from which the three constants are chosen.
+The first functions make a model's parameters (:func:`initial_parameters`, :func:`bind`), and compute predictions,
+losses and gradients. :class:`MLP` is a fully connected classifier or regressor, :class:`GPT` a decoder-only transformer
+language model (Radford et al., 2019). Their ``compile_predictor`` compiles the whole forward pass to one kernel, which
+uses no BLAS and calls no layers. :func:`freeze` keeps parameters of a model from being trained, chosen by patterns of
+their names; :func:`from_torch` and :func:`to_torch` convert weights of a GPT from and to PyTorch's names and layout;
+:func:`efficient_samples` finds the number of samples with which a model's matrix products are about as fast as the
+machine can compute them.
 """
 
 from __future__ import annotations
@@ -62,7 +27,7 @@ from mpizero.errors import ConfigError, DataError, LayoutError, UnsupportedError
 from mpizero.layout.flat import joined, nested
 from mpizero.nn.arrays import as_ids, as_rows, namespace, require_numbers, start_values_of
 from mpizero.nn.layer import (
-    FORMAT,
+    GRAPH_FORMAT,
     Graph,
     Layer,
     NodeOutput,
@@ -74,7 +39,16 @@ from mpizero.nn.layer import (
     require_rate,
     start_integers,
 )
-from mpizero.nn.layers import Frozen, Linear, PartlyFrozen, Sequential, completed, frozen_specs, named_activation
+from mpizero.nn.layers import (
+    Checkpointed,
+    Frozen,
+    Linear,
+    PartlyFrozen,
+    Sequential,
+    completed,
+    frozen_specs,
+    named_activation,
+)
 from mpizero.nn.losses import TASKS, CrossEntropy, loss_for
 from mpizero.nn.transformer import LanguageHead, TokenEmbedding, TransformerBlock
 from mpizero.types import EVALUATE, Array, BlockModel, Group, Init, Loss, ParameterSpec, Params, Run
@@ -182,6 +156,13 @@ def nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return nested(dict(items))
 
 
+def _require_equal_names(wanted: set[str], given: set[str]) -> None:
+    if missing := sorted(wanted - given):
+        raise LayoutError(f"parameters are missing: {', '.join(missing[:5])} ({len(missing)} in all)")
+    if unknown := sorted(given - wanted):
+        raise LayoutError(f"the model has no parameters {', '.join(unknown[:5])} ({len(unknown)} in all)")
+
+
 def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run = EVALUATE) -> Array:
     """Return a model's output, without keeping caches for a backward pass. Collective where the model is split.
 
@@ -213,6 +194,23 @@ def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run
     for block, layer in model.blocks.items():
         x = call_located("block", block, layer.forward, params.get(block, {}), x, run)[0]
     return x
+
+
+def _run_of(model: BlockModel, x: Any, run: Run) -> Run:
+    """Return :func:`run_on` after a check that no input of the user's is masked."""
+    for path, leaf in paths_of(x=x):
+        unmasked_samples(leaf, path)
+    return run_on(model, x, run)
+
+
+def run_on(model: BlockModel, x: Array, run: Run) -> Run:
+    """Return ``run`` with the length of the sequences in the input ``x``, if the model needs it; else ``run`` itself.
+
+    Models that need it have a method ``run_on``, as split models do. Collective only for a
+    :class:`~mpizero.nn.context_parallel.ContextModel`.
+    """
+    know = getattr(model, "run_on", None)
+    return run if know is None else know(x, run)
 
 
 def loss_and_gradients(
@@ -275,6 +273,34 @@ def loss_and_gradients(
         if spec.tied in gradients:
             gradients[spec.tied] += uses[spec.name]
     return loss_sum, weight, gradients
+
+
+def _forward(
+    model: BlockModel, params: Mapping[str, Params], batch: tuple[Array, Array], run: Run
+) -> tuple[Array, Array, list[Any]]:
+    """Run all blocks forward; return the prediction, the target and the blocks' caches."""
+    try:
+        x, target = batch
+    except (TypeError, ValueError):
+        raise LayoutError(f"a batch is a pair (x, target), got a {type(batch).__name__}") from None
+    run = _run_of(model, x, run)
+    caches = []
+    for block, layer in model.blocks.items():
+        x, cache = call_located("block", block, layer.forward, params[block], x, run)
+        caches.append(cache)
+    return x, target, caches
+
+
+def _backward(
+    block: str, layer: Any, kept: tuple[Params, Any], dy: Array | None, uses: Mapping[str, Array]
+) -> Array | None:
+    """Run a block's backward pass into its arrays of ``uses``; ``kept`` are its parameters and its cache."""
+    if dy is None:
+        raise LayoutError(f"no gradient reaches block {block!r}: the block after it returns none for its input")
+    own = ((spec.name, uses[joined(block, spec.name)]) for spec in layer.specs() if spec.trainable)
+    grads = nest([*own, *fresh_integers(layer).items()])
+    dx: Array | None = call_located("block", block, layer.backward, *kept, dy, grads)
+    return dx
 
 
 def gradient_slots(model: BlockModel, like: Array | None = None) -> dict[str, Array]:
@@ -363,7 +389,7 @@ def export_computation_graph(model: BlockModel, input_shape: tuple[int, ...]) ->
             )
         node = layer.trace(graph, block, node)
     return {
-        "format": FORMAT,
+        "format": GRAPH_FORMAT,
         "model": type(model).__name__,
         "dtype": str(model.dtype),
         "inputs": [{"name": "x", "shape": ["samples", *input_shape]}],
@@ -383,180 +409,6 @@ def model_dtype(where: str, dtype: Any) -> np.dtype[Any]:
             if np.dtype(dtype) == known:
                 return known
     raise ConfigError(f'{where}: dtype={dtype!r} is not supported; choose "float32" or "float64"')
-
-
-def _forward(
-    model: BlockModel, params: Mapping[str, Params], batch: tuple[Array, Array], run: Run
-) -> tuple[Array, Array, list[Any]]:
-    """Run all blocks forward; return the prediction, the target and the blocks' caches."""
-    try:
-        x, target = batch
-    except (TypeError, ValueError):
-        raise LayoutError(f"a batch is a pair (x, target), got a {type(batch).__name__}") from None
-    run = _run_of(model, x, run)
-    caches = []
-    for block, layer in model.blocks.items():
-        x, cache = call_located("block", block, layer.forward, params[block], x, run)
-        caches.append(cache)
-    return x, target, caches
-
-
-def _backward(
-    block: str, layer: Any, kept: tuple[Params, Any], dy: Array | None, uses: Mapping[str, Array]
-) -> Array | None:
-    """Run a block's backward pass into its arrays of ``uses``; ``kept`` are its parameters and its cache."""
-    if dy is None:
-        raise LayoutError(f"no gradient reaches block {block!r}: the block after it returns none for its input")
-    own = ((spec.name, uses[joined(block, spec.name)]) for spec in layer.specs() if spec.trainable)
-    grads = nest([*own, *fresh_integers(layer).items()])
-    dx: Array | None = call_located("block", block, layer.backward, *kept, dy, grads)
-    return dx
-
-
-def _run_of(model: BlockModel, x: Any, run: Run) -> Run:
-    """Return :func:`run_on` after a check that no input of the user's is masked."""
-    for path, leaf in paths_of(x=x):
-        unmasked_samples(leaf, path)
-    return run_on(model, x, run)
-
-
-def run_on(model: BlockModel, x: Array, run: Run) -> Run:
-    """Return ``run`` with the length of the sequences in the input ``x``, if the model needs it; else ``run`` itself.
-
-    Models that need it have a method ``run_on``, as split models do. Collective only for a
-    :class:`~mpizero.nn.context_parallel.ContextModel`.
-    """
-    know = getattr(model, "run_on", None)
-    return run if know is None else know(x, run)
-
-
-def _require_equal_names(wanted: set[str], given: set[str]) -> None:
-    if missing := sorted(wanted - given):
-        raise LayoutError(f"parameters are missing: {', '.join(missing[:5])} ({len(missing)} in all)")
-    if unknown := sorted(given - wanted):
-        raise LayoutError(f"the model has no parameters {', '.join(unknown[:5])} ({len(unknown)} in all)")
-
-
-@dataclass(frozen=True)
-class GPTPredictor:
-    """Compute logits from ids (samples, length) by one kernel call; :func:`compile_gpt` makes the object.
-
-    Attributes
-    ----------
-    sizes : tuple of int
-        The model's dim, layers, heads, vocabulary and sequence.
-    scalars : Array
-        The eps of the norms, and the factor on attention scores.
-    packed : Array
-        All parameters, one after the other in one flat array.
-    """
-
-    sizes: tuple[int, int, int, int, int]
-    scalars: Array
-    packed: Array
-
-    def __call__(self, x: Array) -> Array:
-        """Return the logits (samples, length, vocabulary) of the ids ``x``."""
-        from mpizero.kernels import predict
-
-        dim, layers, heads, vocabulary, sequence = self.sizes
-        if x.ndim != 2 or x.shape[1] > sequence:
-            raise DataError(f"the predictor: takes ids of shape (samples, length <= {sequence}), not {tuple(x.shape)}")
-        ids = as_ids(np.asarray(x), vocabulary, "the predictor")
-        length = ids.shape[1]
-        out = np.empty((*ids.shape, vocabulary), self.packed.dtype)
-        work = np.empty(length * (9 * dim + 1), self.packed.dtype)
-        predict.gpt(
-            ids.reshape(-1),
-            length,
-            dim,
-            layers,
-            heads,
-            vocabulary,
-            sequence,
-            self.scalars,
-            self.packed,
-            work,
-            out.reshape(-1),
-        )
-        return out
-
-
-@dataclass(frozen=True)
-class MLPPredictor:
-    """Compute outputs from ``x`` (samples, features) by one kernel call; :func:`compile_mlp` makes the object.
-
-    Attributes
-    ----------
-    widths : Array
-        Number of input features, of features of each hidden layer, and of outputs.
-    activation : str
-        Name of the activation.
-    unused : tuple of int
-        Indices of the input features that are replaced by zeros.
-    packed : Array
-        All parameters, one after the other in one flat array.
-    """
-
-    widths: Array
-    activation: str
-    unused: tuple[int, ...]
-    packed: Array
-
-    def __call__(self, x: Array) -> Array:
-        """Return the outputs (samples, outputs) of ``x``."""
-        from mpizero.kernels import predict
-
-        rows = as_rows(np.asarray(x), int(self.widths[0]), self.packed.dtype, "the predictor")
-        if self.unused:
-            rows = rows.copy()
-            rows[:, list(self.unused)] = 0
-        out = np.empty((*x.shape[:-1], int(self.widths[-1])), self.packed.dtype)
-        work = np.empty(2 * len(rows) * int(self.widths.max()), self.packed.dtype)
-        kind = predict.ACTIVATIONS.index(self.activation)
-        predict.mlp(rows.reshape(-1), len(rows), self.widths, kind, self.packed, work, out.reshape(-1))
-        return out
-
-
-def compile_gpt(model: Any, params: Mapping[str, Params]) -> Callable[[Array], Array]:
-    """Return a :class:`GPTPredictor` with a copy of the parameters, and compile its kernel."""
-    arrays = [params["embedding"]["token"]["weight"], params["embedding"]["position"]["weight"]]
-    for index in range(model.layers):
-        block = params[f"blocks.{index}"]
-        attention, feed_forward = block["attention"], block["feed_forward"]
-        for part in (
-            block["norm1"],
-            attention["qkv"],
-            attention["projection"],
-            block["norm2"],
-            feed_forward["expand"],
-            feed_forward["projection"],
-        ):
-            arrays += [part["weight"], part["bias"]]
-    head = params["head"]
-    # Stored by vocabulary item; the kernel reads weights inputs first, and always adds a bias.
-    arrays += [head["norm"]["weight"], head["norm"]["bias"], head["projection"]["weight"].T, np.zeros(model.vocabulary)]
-    eps = model.blocks["head"].children()["norm"].eps
-    scalars = np.array([eps, (model.dim // model.heads) ** -0.5], model.dtype)
-    sizes = (model.dim, model.layers, model.heads, model.vocabulary, model.sequence)
-    predictor = GPTPredictor(sizes, scalars, _packed(arrays, model.dtype))
-    predictor(np.zeros((1, 1), np.int64))  # compiles now, not at the first prediction
-    return predictor
-
-
-def compile_mlp(model: Any, params: Mapping[str, Params]) -> Callable[[Array], Array]:
-    """Return an :class:`MLPPredictor` with a copy of the parameters, and compile its kernel."""
-    layers = [params[block]["linear"] for block in model.blocks]
-    packed = _packed([array for layer in layers for array in (layer["weight"], layer["bias"])], model.dtype)
-    widths = np.array([model.features, *model.hidden, model.outputs], np.int64)
-    unused = tuple(sorted(set(range(model.features)) - set(model.active_feature_indices)))
-    predictor = MLPPredictor(widths, model.activation, unused, packed)
-    predictor(np.zeros((1, model.features), model.dtype))  # compiles now, not at the first prediction
-    return predictor
-
-
-def _packed(arrays: Sequence[Any], dtype: np.dtype[Any]) -> Array:
-    return np.concatenate([np.asarray(array, dtype).reshape(-1) for array in arrays])
 
 
 @explains
@@ -866,11 +718,7 @@ class GPT:
         return TransformerBlock(self.dim, self.heads, self.dropout, site, residual_scale)
 
     def _kept(self, block: Layer) -> Layer:
-        if not self.activation_checkpointing:
-            return block
-        from mpizero.nn.layers import Checkpointed
-
-        return Checkpointed(block)
+        return Checkpointed(block) if self.activation_checkpointing else block
 
     @cached_property
     def _ends(self) -> tuple[TokenEmbedding, LanguageHead]:
@@ -950,6 +798,128 @@ class GPT:
         the layers.
         """
         return compile_gpt(self, params)
+
+
+@dataclass(frozen=True)
+class GPTPredictor:
+    """Compute logits from ids (samples, length) by one kernel call; :func:`compile_gpt` makes the object.
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        The model's dim, layers, heads, vocabulary and sequence.
+    scalars : Array
+        The eps of the norms, and the factor on attention scores.
+    packed : Array
+        All parameters, one after the other in one flat array.
+    """
+
+    sizes: tuple[int, int, int, int, int]
+    scalars: Array
+    packed: Array
+
+    def __call__(self, x: Array) -> Array:
+        """Return the logits (samples, length, vocabulary) of the ids ``x``."""
+        from mpizero.kernels import predict
+
+        dim, layers, heads, vocabulary, sequence = self.sizes
+        if x.ndim != 2 or x.shape[1] > sequence:
+            raise DataError(f"the predictor: takes ids of shape (samples, length <= {sequence}), not {tuple(x.shape)}")
+        ids = as_ids(np.asarray(x), vocabulary, "the predictor")
+        length = ids.shape[1]
+        out = np.empty((*ids.shape, vocabulary), self.packed.dtype)
+        work = np.empty(length * (9 * dim + 1), self.packed.dtype)
+        predict.gpt(
+            ids.reshape(-1),
+            length,
+            dim,
+            layers,
+            heads,
+            vocabulary,
+            sequence,
+            self.scalars,
+            self.packed,
+            work,
+            out.reshape(-1),
+        )
+        return out
+
+
+@dataclass(frozen=True)
+class MLPPredictor:
+    """Compute outputs from ``x`` (samples, features) by one kernel call; :func:`compile_mlp` makes the object.
+
+    Attributes
+    ----------
+    widths : Array
+        Number of input features, of features of each hidden layer, and of outputs.
+    activation : str
+        Name of the activation.
+    unused : tuple of int
+        Indices of the input features that are replaced by zeros.
+    packed : Array
+        All parameters, one after the other in one flat array.
+    """
+
+    widths: Array
+    activation: str
+    unused: tuple[int, ...]
+    packed: Array
+
+    def __call__(self, x: Array) -> Array:
+        """Return the outputs (samples, outputs) of ``x``."""
+        from mpizero.kernels import predict
+
+        rows = as_rows(np.asarray(x), int(self.widths[0]), self.packed.dtype, "the predictor")
+        if self.unused:
+            rows = rows.copy()
+            rows[:, list(self.unused)] = 0
+        out = np.empty((*x.shape[:-1], int(self.widths[-1])), self.packed.dtype)
+        work = np.empty(2 * len(rows) * int(self.widths.max()), self.packed.dtype)
+        kind = predict.ACTIVATIONS.index(self.activation)
+        predict.mlp(rows.reshape(-1), len(rows), self.widths, kind, self.packed, work, out.reshape(-1))
+        return out
+
+
+def compile_gpt(model: Any, params: Mapping[str, Params]) -> Callable[[Array], Array]:
+    """Return a :class:`GPTPredictor` with a copy of the parameters, and compile its kernel."""
+    arrays = [params["embedding"]["token"]["weight"], params["embedding"]["position"]["weight"]]
+    for index in range(model.layers):
+        block = params[f"blocks.{index}"]
+        attention, feed_forward = block["attention"], block["feed_forward"]
+        for part in (
+            block["norm1"],
+            attention["qkv"],
+            attention["projection"],
+            block["norm2"],
+            feed_forward["expand"],
+            feed_forward["projection"],
+        ):
+            arrays += [part["weight"], part["bias"]]
+    head = params["head"]
+    # Stored by vocabulary item; the kernel reads weights inputs first, and always adds a bias.
+    arrays += [head["norm"]["weight"], head["norm"]["bias"], head["projection"]["weight"].T, np.zeros(model.vocabulary)]
+    eps = model.blocks["head"].children()["norm"].eps
+    scalars = np.array([eps, (model.dim // model.heads) ** -0.5], model.dtype)
+    sizes = (model.dim, model.layers, model.heads, model.vocabulary, model.sequence)
+    predictor = GPTPredictor(sizes, scalars, _packed(arrays, model.dtype))
+    predictor(np.zeros((1, 1), np.int64))  # compiles now, not at the first prediction
+    return predictor
+
+
+def compile_mlp(model: Any, params: Mapping[str, Params]) -> Callable[[Array], Array]:
+    """Return an :class:`MLPPredictor` with a copy of the parameters, and compile its kernel."""
+    layers = [params[block]["linear"] for block in model.blocks]
+    packed = _packed([array for layer in layers for array in (layer["weight"], layer["bias"])], model.dtype)
+    widths = np.array([model.features, *model.hidden, model.outputs], np.int64)
+    unused = tuple(sorted(set(range(model.features)) - set(model.active_feature_indices)))
+    predictor = MLPPredictor(widths, model.activation, unused, packed)
+    predictor(np.zeros((1, model.features), model.dtype))  # compiles now, not at the first prediction
+    return predictor
+
+
+def _packed(arrays: Sequence[Any], dtype: np.dtype[Any]) -> Array:
+    return np.concatenate([np.asarray(array, dtype).reshape(-1) for array in arrays])
 
 
 def freeze(model: Any, patterns: str | Iterable[str]) -> Any:
@@ -1128,7 +1098,35 @@ _ENDS = {
 
 
 def torch_name(name: str) -> str:
-    """Translate the name of a GPT's parameter into PyTorch's; see [Note: names in PyTorch]."""
+    """Translate the name of a GPT's parameter into PyTorch's.
+
+    [Note: names in PyTorch] The names are those of GPT-2's published state dict, which nanoGPT and Hugging Face's
+    ``GPT2LMHeadModel`` share. :func:`from_torch` also reads names without the prefix ``transformer.``, as in Hugging
+    Face's ``GPT2Model``:
+
+    ============================================  ==========================================
+    mpizero                                       PyTorch
+    ============================================  ==========================================
+    embedding.token.weight                        transformer.wte.weight
+    embedding.position.weight                     transformer.wpe.weight
+    blocks.I.norm1.weight, .bias                  transformer.h.I.ln_1.weight, .bias
+    blocks.I.attention.qkv.weight, .bias          transformer.h.I.attn.c_attn.weight, .bias
+    blocks.I.attention.projection.weight, .bias   transformer.h.I.attn.c_proj.weight, .bias
+    blocks.I.norm2.weight, .bias                  transformer.h.I.ln_2.weight, .bias
+    blocks.I.feed_forward.expand.weight, .bias    transformer.h.I.mlp.c_fc.weight, .bias
+    blocks.I.feed_forward.projection.weight,      transformer.h.I.mlp.c_proj.weight, .bias
+    .bias
+    head.norm.weight, .bias                       transformer.ln_f.weight, .bias
+    head.projection.weight (untied models only)   lm_head.weight
+    ============================================  ==========================================
+
+    ``torch.nn.Linear`` stores weights as (outputs, inputs), mpizero as (inputs, outputs) (:class:`mpizero.nn.Linear`),
+    so the four matrices of a block are transposed. GPT-2's own ``Conv1D`` stores them as (inputs, outputs), too. The
+    shape of ``c_attn``, which is never square, shows which of the two layouts a state dict has. The tables (``wte``,
+    ``wpe``, ``lm_head``) have the same layout everywhere. Causal masks saved as buffers (``attn.bias``,
+    ``attn.masked_bias``) are ignored. mpizero's GELU is the tanh form: ``torch.nn.GELU(approximate="tanh")``, GPT-2's
+    "gelu_new". A model trained with GELU's exact form gives slightly different logits in mpizero.
+    """
     if name in _ENDS:
         return _ENDS[name]
     _, index, rest = name.split(".", 2)
@@ -1228,12 +1226,6 @@ def _as_array(value: Any) -> Array:
     return np.asarray(value)
 
 
-#: Fewest and most rows of a product that count as enough. Between them the square root of the largest weight's size is.
-_FEWEST, _MOST = 512, 1024
-#: Floating-point operations of a block, forward and backward, beside which the time of its Python calls is small.
-_OPERATIONS = 2**24
-
-
 def efficient_samples(model: Any) -> int | None:
     """Return the smallest number of samples with which a model's matrix products reach about 0.95 of their best rate.
 
@@ -1255,12 +1247,22 @@ def efficient_samples(model: Any) -> int | None:
         return None
     try:
         with np.errstate(all="ignore"):  # layers that do not count their products compute with zeros to find them
-            return _enough(model)
+            return _enough_samples(model)
     except Exception:  # code of the user's own; where the count is needed, `mpizero plan` names what is wrong
         return None
 
 
-def _enough(model: Any) -> int | None:
+# A product of (m, k) by (k, n) is fast where none of its three sizes is small. Two of them are a weight's, the third is
+# the number of rows: samples, or samples times positions of a sequence. So with as many rows as the weight is wide,
+# more rows make the product hardly faster. docs/measurements.md has the rates from which these constants are chosen.
+
+#: Fewest and most rows of a product that count as enough. Between them the square root of the largest weight's size is.
+_FEWEST, _MOST = 512, 1024
+#: Floating-point operations of a block, forward and backward, beside which the time of its Python calls is small.
+_OPERATIONS = 2**24
+
+
+def _enough_samples(model: Any) -> int | None:
     counted = {name: found.forward for name, found in model_operations(model, tuple(model.sample_shape)).items()}
     counted = {name: forward for name, forward in counted.items() if forward}
     if not counted:

@@ -1,51 +1,14 @@
-"""Send the messages at the start and end of a split layer, and the adjoint messages in the backward pass.
+"""Split layers and models over a tensor group: each rank holds a part of the parameters and computes with it.
 
-The ranks of a group hold an array in one of three forms:
-
-- *whole*: every rank holds the same whole array;
-- *parts*: the array is cut along one axis by the shard rule, and each rank holds one part;
-- *terms*: the array is a sum over the ranks, and each rank holds one summand, which has the shape of the sum.
-
-The table says which form each region, a class of this module, takes and returns. The gradient of a part is a part. The
-gradient of each term is the gradient of the sum, which is whole. The gradient of a whole array depends on the array's
-use. If all ranks use the array in the same computation, every rank gets the whole gradient. If each rank uses it in a
-computation of its own, each rank gets one term of the gradient. So the adjoint of "send nothing" can be "sum the
-terms", and the adjoint of "sum the terms" is "send nothing" (Shoeybi et al., 2019, call this pair f and g). For
-sequences in parts, the adjoint of "gather the parts" is "sum the terms, and keep this rank's part" (Korthikanti et al.,
-2022, section 4.2).
-
-==================  ================================  ================================
-region              forward                           backward
-==================  ================================  ================================
-:class:`Copy`       whole to whole: no message        terms to whole: all-reduce
-:class:`Reduce`     terms to whole: all-reduce        whole to whole: no message
-:class:`Split`      whole to parts: no message        parts to whole: all-gather
-:class:`Gather`     parts to whole: all-gather        whole to parts: no message
-:class:`Expand`     parts to whole: all-gather        terms to parts: reduce-scatter
-:class:`Scatter`    terms to parts: reduce-scatter    parts to whole: all-gather
-==================  ================================  ================================
-
-Each rank uses the result of ``Copy`` and ``Expand`` in a computation of its own; all ranks use the result of
-``Reduce`` and ``Gather`` in the same computation.
-
-Compute which range of a parameter, or of the positions of a sequence, a rank of a tensor group holds.
-
-Split linear layers over a tensor group by columns or by rows (Shoeybi et al., 2019, section 3).
-
-Split self-attention over a tensor group by heads (Shoeybi et al., 2019, section 3).
-
-Split transformer blocks over a tensor group, with sequence parallelism (Korthikanti et al., 2022, section 4.2).
-
-Split token tables over a tensor group by rows (Shoeybi et al., 2019, section 3).
-
-Split a language model's last block and its loss over a tensor group, so that no rank holds all logits.
-
-List the tensor-parallel (split) form of every layer that has one.
+A :class:`Region` sends the messages at the start or end of a split layer, and the adjoint ones in the backward pass.
+The functions after the regions compute which range of a parameter, or of the positions of a sequence, a rank holds. The
+split forms of layers follow: linear maps by columns or rows, attention by heads, token tables by rows (Shoeybi et al.,
+2019, section 3), and transformer blocks with sequence parallelism (Korthikanti et al., 2022, section 4.2). The last
+block of a language model and its loss are split so that no rank holds all logits. :func:`split_model` splits the layers
+of a model.
 
 [Note: split forms] A layer does not know how it is split. :meth:`mpizero.nn.Layer.split` looks the layer's class up in
 the table ``SPLIT_FORMS``. A user's own layer overrides ``split`` instead.
-
-Split the layers of a model over a tensor group.
 """
 
 from __future__ import annotations
@@ -85,7 +48,36 @@ from mpizero.types import Layer as AnyLayer
 
 @dataclass(frozen=True)
 class Region(ABC):
-    """Define a communication over ``group`` in the forward pass and its adjoint in the backward pass."""
+    """Define a communication over ``group`` in the forward pass and its adjoint in the backward pass.
+
+    The ranks of a group hold an array in one of three forms:
+
+    - *whole*: every rank holds the same whole array;
+    - *parts*: the array is cut along one axis by the shard rule, and each rank holds one part;
+    - *terms*: the array is a sum over the ranks, and each rank holds one summand, which has the shape of the sum.
+
+    The table says which form each region takes and returns. The gradient of a part is a part. The gradient of each term
+    is the gradient of the sum, which is whole. The gradient of a whole array depends on the array's use. If all ranks
+    use the array in the same computation, every rank gets the whole gradient. If each rank uses it in a computation of
+    its own, each rank gets one term of the gradient. So the adjoint of "send nothing" can be "sum the terms", and the
+    adjoint of "sum the terms" is "send nothing" (Shoeybi et al., 2019, call this pair f and g). For sequences in parts,
+    the adjoint of "gather the parts" is "sum the terms, and keep this rank's part" (Korthikanti et al., 2022, section
+    4.2).
+
+    ==================  ================================  ================================
+    region              forward                           backward
+    ==================  ================================  ================================
+    :class:`Copy`       whole to whole: no message        terms to whole: all-reduce
+    :class:`Reduce`     terms to whole: all-reduce        whole to whole: no message
+    :class:`Split`      whole to parts: no message        parts to whole: all-gather
+    :class:`Gather`     parts to whole: all-gather        whole to parts: no message
+    :class:`Expand`     parts to whole: all-gather        terms to parts: reduce-scatter
+    :class:`Scatter`    terms to parts: reduce-scatter    parts to whole: all-gather
+    ==================  ================================  ================================
+
+    Each rank uses the result of ``Copy`` and ``Expand`` in a computation of its own; all ranks use the result of
+    ``Reduce`` and ``Gather`` in the same computation.
+    """
 
     group: Group
 
@@ -694,6 +686,16 @@ class SplitFeedForward(FeedForwardBase):
         return column, activation, RowLinear(projection, self.group, self.sequence)
 
 
+def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
+    """Apply dropout to ``x`` (samples, positions of this rank, features) with the mask of the unsplit model.
+
+    The backward pass calls this function with ``dy``.
+    """
+    if not dropout.drops(x, run):
+        return x
+    return dropout.mask_pieces(x, run, run.pieces(*own_range(run.held, group)))
+
+
 @dataclass(frozen=True)
 class SplitBlock(TransformerBlockBase):
     """Compute a pre-norm block with heads and hidden features split over the ranks; activations are split by positions.
@@ -754,16 +756,6 @@ class SplitBlock(TransformerBlockBase):
         """
         super().backward_weights(params, cache, pending, grads)
         complete_shared(self, self.group, grads, "block: shared gradients")
-
-
-def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
-    """Apply dropout to ``x`` (samples, positions of this rank, features) with the mask of the unsplit model.
-
-    The backward pass calls this function with ``dy``.
-    """
-    if not dropout.drops(x, run):
-        return x
-    return dropout.mask_pieces(x, run, run.pieces(*own_range(run.held, group)))
 
 
 @dataclass(frozen=True)

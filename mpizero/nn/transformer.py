@@ -1,18 +1,10 @@
-"""Define layers that look up vectors in tables by integer ids or by position.
+"""Define a transformer's layers: embeddings, causal self-attention, feed-forward, the pre-norm block, and the head.
 
-Keep temporary arrays, so that repeated computations allocate them once.
-
-Compute causal attention by batched products that skip most of the masked scores: on GPUs, and with dropout.
-
-A few samples or heads are computed at a time, so that their scores stay in the CPU's cache.
-
-Compute causal attention by the kernels of :mod:`mpizero.kernels.attention`, in this rank's threads.
-
-Compute causal self-attention (Vaswani et al., 2017): by one kernel on CPUs, otherwise by batched products.
-
-Define a transformer's pre-norm block, and the feed-forward layer in it.
-
-Define the last block of a language model, which computes logits of its vocabulary.
+:class:`CausalSelfAttention` (Vaswani et al., 2017) is computed by the kernels of :mod:`mpizero.kernels.attention` on
+CPUs, in this rank's threads (:func:`kernel_attention`). On GPUs, and with dropout, it is computed by batched products
+that skip most of the masked scores (:class:`BatchedHeads`): a few samples or heads at a time, so that their scores stay
+in the CPU's cache. The classes whose names end in ``Base`` hold what a layer shares with its split form. The head is
+the last block of a language model, which computes logits of its vocabulary.
 """
 
 from __future__ import annotations
@@ -348,17 +340,39 @@ class Workspace:
 #: Number of queries per product. 64 was fastest for 128 and 256 tokens: smaller blocks skip more of the masked scores,
 #: but their products are too small for the BLAS.
 BLOCK = 64
+
+
+def blocks(length: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """Return the ranges (start, stop) of at most ``size`` of ``length`` positions."""
+    return ((start, min(start + size, length)) for start in range(0, length, size))
+
+
+def view_kinds(qkv: Array, heads: int) -> Array:
+    """View (samples, length, 3 dim) as (3, samples, heads, length, dim / heads)."""
+    samples, length, width = qkv.shape
+    return qkv.reshape(samples, length, 3, heads, width // (3 * heads)).transpose(2, 0, 3, 1, 4)
+
+
+def view_heads(x: Array, heads: int) -> Array:
+    """View (samples, length, dim) as (samples, heads, length, dim / heads)."""
+    samples, length, width = x.shape
+    return x.reshape(samples, length, heads, width // heads).transpose(0, 2, 1, 3)
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+
+
+def _matrices(x: Array) -> Array:
+    return x.reshape(-1, *x.shape[2:])
+
+
 #: Number of queries per product on a GPU, where starting a product takes long. Not tuned on a GPU yet.
 BLOCK_ON_DEVICE = 256
 #: Largest number of bytes of scores computed at once, on CPUs and on GPUs.
 CACHE, DEVICE = 1 << 18, 1 << 28
 #: Ranges of the samples and of the heads that are computed together.
 Part = tuple[slice, slice]
-
-
-def blocks(length: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """Return the ranges (start, stop) of at most ``size`` of ``length`` positions."""
-    return ((start, min(start + size, length)) for start in range(0, length, size))
 
 
 class BatchedHeads:
@@ -507,26 +521,6 @@ class BatchedHeads:
         return dropout.mask(x, run, SamplePart((self.first_head + heads.start) * per_head, x.shape[1] * per_head))
 
 
-def view_kinds(qkv: Array, heads: int) -> Array:
-    """View (samples, length, 3 dim) as (3, samples, heads, length, dim / heads)."""
-    samples, length, width = qkv.shape
-    return qkv.reshape(samples, length, 3, heads, width // (3 * heads)).transpose(2, 0, 3, 1, 4)
-
-
-def view_heads(x: Array, heads: int) -> Array:
-    """View (samples, length, dim) as (samples, heads, length, dim / heads)."""
-    samples, length, width = x.shape
-    return x.reshape(samples, length, heads, width // heads).transpose(0, 2, 1, 3)
-
-
-def _rows(x: Array) -> Array:
-    return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
-
-
-def _matrices(x: Array) -> Array:
-    return x.reshape(-1, *x.shape[2:])
-
-
 class Heads(NamedTuple):
     """Say where the queries, keys and values of all heads lie in an array.
 
@@ -594,7 +588,7 @@ class Heads(NamedTuple):
         run_tasks([partial(task, part.start, part.stop) for part in parts_of(pairs, threads)], threads)
 
 
-def attend(heads: Heads, scale: float, *, keep: bool) -> tuple[Array, Array | None]:
+def kernel_attention(heads: Heads, scale: float, *, keep: bool) -> tuple[Array, Array | None]:
     """Return the weighted sums of the values (samples, length, dim), and the attention probabilities if ``keep``."""
     from mpizero.kernels.attention import causal_attention
 
@@ -611,10 +605,10 @@ def attend(heads: Heads, scale: float, *, keep: bool) -> tuple[Array, Array | No
     return mixed, None if stored is None else stored.reshape(heads.samples, heads.heads, heads.length, heads.length)
 
 
-def attend_backward(heads: Heads, scale: float, stored: Array | None, dmixed: Array) -> Array:
+def kernel_attention_backward(heads: Heads, scale: float, stored: Array | None, dmixed: Array) -> Array:
     """Return the gradient of queries, keys and values (samples, length, 3 dim) from ``dmixed``, that of the sums.
 
-    ``stored`` are the probabilities that :func:`attend` returned; if they are None, they are computed again.
+    ``stored`` are the probabilities that :func:`kernel_attention` returned; if they are None, they are computed again.
     """
     from mpizero.kernels.attention import causal_attention_backward
 
@@ -806,7 +800,7 @@ class CausalSelfAttention(AttentionBase):
         """
         held, stored, run, first_head = seen
         if self._by_kernels(held, run):
-            return attend_backward(self._kernel_heads(held), self.scale, stored, dmixed)
+            return kernel_attention_backward(self._kernel_heads(held), self.scale, stored, dmixed)
         return self._batched(held, run, first_head).attend_backward(stored, dmixed)
 
     def _batched(self, apart: Array, run: Run, first_head: int) -> BatchedHeads:
@@ -818,13 +812,12 @@ class CausalSelfAttention(AttentionBase):
 
     def _attend_by_kernels(self, held: Array, run: Run, first_head: int) -> tuple[Array, Any]:
         heads = self._kernel_heads(held)
-        mixed, stored = attend(heads, self.scale, keep=self.keeps_probabilities(heads.length))
+        mixed, stored = kernel_attention(heads, self.scale, keep=self.keeps_probabilities(heads.length))
         return mixed, (held, stored, run, first_head)
 
     def _kernel_heads(self, held: Array) -> Heads:
         """Describe the array that the cache holds: rows of a linear map, or heads that lie apart."""
-        heads = Heads
-        return heads.of_heads(held) if held.ndim == 5 else heads.of_rows(held, self.heads)
+        return Heads.of_heads(held) if held.ndim == 5 else Heads.of_rows(held, self.heads)
 
     def keeps_probabilities(self, length: int) -> bool:
         """Tell whether the attention probabilities of sequences of ``length`` are kept for the backward pass.

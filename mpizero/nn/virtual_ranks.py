@@ -1,24 +1,21 @@
-"""Run several functions in turns; each runs until it needs something from all of them.
-
-[Note: coroutines] A layer calls a collective in the middle of its code. To run the layer for several virtual ranks in
-one process, each call has to be left where it is and continued later. Python's generators would need ``yield`` in every
-function between; threads would need locks, and a thread switch takes longer than a small layer. So the functions run
-as coroutines of the library greenlet, which switches between stacks in less than a microsecond. A coroutine
-starts without the caller's context variables, such as NumPy's error state and the dtype of products on a GPU, unless it
-is given a copy of the context.
-
-Let one rank of a group take the part of several: virtual ranks, whose collectives are computed together.
+"""Let each rank take the part of several: a model is split into more tiles than there are ranks, with the same bits.
 
 The tiles of a training are numbered; each rank of a group hosts as many successive ones as every other. A layer that is
 split over a :class:`VirtualGroup` computes what it would compute on a rank of a group with one rank for each tile. What
 the tiles of a process bring to a sum is added in the tree's order first, so that the real group adds the roots of
 subtrees: the bits are those of the group with one rank for each tile.
 
-Give each tile of a rank its part of the rank's parameters and gradients.
+:func:`run_in_turns` runs the tiles, each until it needs something from all of them, and :class:`VirtualRanks` computes
+their collectives together. :class:`TileParameters` gives each tile its part of the rank's parameters and gradients,
+:class:`TiledBlock` runs a split block for each tile, and :func:`tiled_model` splits a model over tensor and context
+groups.
 
-Run a split block for each tile of a rank.
-
-Split a model over tensor and context groups into more tiles than there are ranks.
+[Note: coroutines] A layer calls a collective in the middle of its code. To run the layer for several virtual ranks in
+one process, each call has to be left where it is and continued later. Python's generators would need ``yield`` in every
+function between; threads would need locks, and a thread switch takes longer than a small layer. So the functions run as
+coroutines of the library greenlet, which switches between stacks in less than a microsecond. A coroutine starts without
+the caller's context variables, such as NumPy's error state and the dtype of products on a GPU, unless it is given a
+copy of the context.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ from mpizero.nn.arrays import namespace
 from mpizero.nn.context_parallel import Zigzag, context_model
 from mpizero.nn.layer import Layer, Operations, layer_integers
 from mpizero.nn.models import run_on
-from mpizero.nn.tensor_parallel import split_model, whole_prediction, whole_scores
+from mpizero.nn.tensor_parallel import Ranges, split_model, whole_prediction, whole_scores
 from mpizero.types import (
     EVALUATE,
     Array,
@@ -62,8 +59,6 @@ from mpizero.types import (
     as_reals,
 )
 from mpizero.types import Layer as AnyLayer
-
-R = TypeVar("R")
 
 
 class Mismatch(Exception):
@@ -108,6 +103,9 @@ class _Arrival(NamedTuple):
     meeting: Meeting
     member: int
     brought: Any
+
+
+R = TypeVar("R")
 
 
 def run_in_turns(functions: Sequence[Callable[[], R]]) -> list[R]:
@@ -289,6 +287,15 @@ class VirtualRanks:
         return tuple(sum(sizes[first : first + self.hosted]) for first in range(0, self.tiles, self.hosted))
 
 
+def _places(sizes: Sequence[int], axis: int, axes: int) -> list[tuple[slice, ...]]:
+    """Return, for each of the parts of an array along ``axis``, the index that selects it."""
+    places, start = [], 0
+    for size in sizes:
+        places.append((*(slice(None),) * axis, slice(start, start + size), *(slice(None),) * (axes - axis - 1)))
+        start += size
+    return places
+
+
 class Arrived(NamedTuple):
     """Hold the arrays of a shift within this rank; implements :class:`mpizero.types.ShiftRequest`."""
 
@@ -377,19 +384,6 @@ class VirtualGroup:
 
     def _wait(self, kind: str, arrays: tuple[Array, ...], *settings: Any) -> Any:
         return self.meeting.wait(self.member, _Call(kind, settings, arrays))
-
-
-def _places(sizes: Sequence[int], axis: int, axes: int) -> list[tuple[slice, ...]]:
-    """Return, for each of the parts of an array along ``axis``, the index that selects it."""
-    places, start = [], 0
-    for size in sizes:
-        places.append((*(slice(None),) * axis, slice(start, start + size), *(slice(None),) * (axes - axis - 1)))
-        start += size
-    return places
-
-
-#: Half-open ranges of indices along the axis of a parameter that is split.
-Ranges = tuple[tuple[int, int], ...]
 
 
 class TileViews(dict[str, Any]):
@@ -729,6 +723,28 @@ class TileGrid:
         return held[0] if len(held) == 1 else combine_leaves(partial(_joined, axis=1), held)
 
 
+def _rows(x: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut all arrays of a tree along axis 1 into parts of the given sizes, as contiguous arrays."""
+    starts = list(accumulate(sizes, initial=0))
+    return [map_leaves(partial(_slice, start=a, stop=b), x) for a, b in pairwise(starts)]
+
+
+def _slice(x: Array, start: int, stop: int) -> Array:
+    part: Array = namespace(x).ascontiguousarray(x[:, start:stop])
+    return part
+
+
+def _parts(x: Array, axis: int, sizes: Sequence[int]) -> list[Array]:
+    """Cut ``x`` along ``axis`` into parts of the given sizes, as contiguous arrays."""
+    xp = namespace(x)
+    return [xp.ascontiguousarray(part) for part in xp.split(x, list(accumulate(sizes))[:-1], axis=axis)]
+
+
+def _joined(parts: Sequence[Array], axis: int) -> Array:
+    whole: Array = namespace(parts[0]).concatenate(parts, axis=axis)
+    return whole
+
+
 class _Cache(NamedTuple):
     """Hold what the backward pass of a tiled block needs: the length of the sequences, and the tiles' caches."""
 
@@ -785,7 +801,7 @@ class TiledBlock(Layer):
         """Run the block forward for all tiles. Collective over the groups that the block is split over."""
         inputs: Any = x if self.takes_parts else self.grid.cut(x, run.length, self.entry)
         tiles = zip(self.forms, self._views(params), inputs, self.grid.runs(run), strict=True)
-        found = run_in_turns([bound(form.forward, p, part, r) for form, p, part, r in tiles])
+        found = run_in_turns([partial(form.forward, p, part, r) for form, p, part, r in tiles])
         parts = [y for y, _ in found]
         output: Any = tuple(parts) if self.gives_parts else self.grid.join(parts, self.exit)
         return output, _Cache(run.length, [cache for _, cache in found])
@@ -807,7 +823,7 @@ class TiledBlock(Layer):
             return dx
         with self._gradients(grads) as targets:
             tiles = zip(self.forms, views, cache.caches, self._above(dy, cache), targets, strict=True)
-            found = run_in_turns([bound(form.backward, p, c, d, g) for form, p, c, d, g in tiles])
+            found = run_in_turns([partial(form.backward, p, c, d, g) for form, p, c, d, g in tiles])
         gradient: Array | None = self._input_gradient(found)
         return gradient
 
@@ -821,13 +837,13 @@ class TiledBlock(Layer):
 
     def _inputs(self, views: list[Params], cache: _Cache, dy: Array) -> tuple[Array | None, Any]:
         tiles = zip(self.forms, views, cache.caches, self._above(dy, cache), strict=True)
-        found = run_in_turns([bound(form.backward_input, p, c, d) for form, p, c, d in tiles])
+        found = run_in_turns([partial(form.backward_input, p, c, d) for form, p, c, d in tiles])
         return self._input_gradient([dx for dx, _ in found]), [pending for _, pending in found]
 
     def _weights(self, views: list[Params], cache: _Cache, pending: Any, grads: Params) -> None:
         with self._gradients(grads) as targets:
             tiles = zip(self.forms, views, cache.caches, pending, targets, strict=True)
-            run_in_turns([bound(form.backward_weights, p, c, w, g) for form, p, c, w, g in tiles])
+            run_in_turns([partial(form.backward_weights, p, c, w, g) for form, p, c, w, g in tiles])
 
     @contextmanager
     def _gradients(self, grads: Params) -> Iterator[list[Params]]:
@@ -861,33 +877,6 @@ class TiledBlock(Layer):
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Return the sum of the tiles' operations for one sample of ``shape``. Not collective."""
         return sum((form.operations(shape) for form in self.forms), Operations())
-
-
-def bound(method: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    """Return a function without arguments that calls ``method`` with the given ones."""
-    return lambda: method(*arguments)
-
-
-def _rows(x: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cut all arrays of a tree along axis 1 into parts of the given sizes, as contiguous arrays."""
-    starts = list(accumulate(sizes, initial=0))
-    return [map_leaves(partial(_slice, start=a, stop=b), x) for a, b in pairwise(starts)]
-
-
-def _slice(x: Array, start: int, stop: int) -> Array:
-    part: Array = namespace(x).ascontiguousarray(x[:, start:stop])
-    return part
-
-
-def _parts(x: Array, axis: int, sizes: Sequence[int]) -> list[Array]:
-    """Cut ``x`` along ``axis`` into parts of the given sizes, as contiguous arrays."""
-    xp = namespace(x)
-    return [xp.ascontiguousarray(part) for part in xp.split(x, list(accumulate(sizes))[:-1], axis=axis)]
-
-
-def _joined(parts: Sequence[Array], axis: int) -> Array:
-    whole: Array = namespace(parts[0]).concatenate(parts, axis=axis)
-    return whole
 
 
 def _add_up(trees: Sequence[Any]) -> None:
@@ -982,13 +971,13 @@ class TiledLoss:
         length = _whole_length(prediction, self.context) if self.grid.along > 1 else 0
         predictions, targets = self.grid.cut(prediction, length, self.axis), self.grid.cut(target, length, None)
         tiles = zip(self.losses, predictions, targets, strict=True)
-        found = run_in_turns([bound(loss.forward, p, y) for loss, p, y in tiles])
+        found = run_in_turns([partial(loss.forward, p, y) for loss, p, y in tiles])
         rows = found[:: self.grid.across]  # the tensor tiles of a context tile find the same numbers
         return _tree_sum([row[0] for row in rows]), _tree_sum([row[1] for row in rows]), [cache for *_, cache in found]
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
         """Return ``scale`` times the gradient of the loss sum with respect to this rank's part of the prediction."""
-        found = run_in_turns([bound(loss.backward, c, scale) for loss, c in zip(self.losses, cache, strict=True)])
+        found = run_in_turns([partial(loss.backward, c, scale) for loss, c in zip(self.losses, cache, strict=True)])
         gradient: Array = self.grid.join(found, self.axis)
         return gradient
 
@@ -1072,7 +1061,7 @@ class TiledModel:
             run = replace(run, length=_whole_length(x, self.context))
         inputs = self.grid.cut(x, run.length, None)
         told: list[Run] = run_in_turns(
-            [bound(run_on, form, part, run) for form, part in zip(self.forms, inputs, strict=True)]
+            [partial(run_on, form, part, run) for form, part in zip(self.forms, inputs, strict=True)]
         )
         return replace(told[0], ranges=()) if self.grid.along > 1 else told[0]  # each tile finds its own
 
@@ -1094,7 +1083,7 @@ class TiledModel:
     def _joined(self, join: Callable[[Any, Array], Array], y: Array) -> list[Array]:
         length = _whole_length(y, self.context) if self.grid.along > 1 else 0
         parts = self.grid.cut(y, length, self._prediction_axis)
-        return run_in_turns([bound(join, form, part) for form, part in zip(self.forms, parts, strict=True)])
+        return run_in_turns([partial(join, form, part) for form, part in zip(self.forms, parts, strict=True)])
 
     def held_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of what this rank holds of a block's output, for one sample. Not collective.

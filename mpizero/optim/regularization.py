@@ -1,10 +1,9 @@
-"""Define the operations by which methods of whole vectors see the parameters, wherever their elements are.
+"""Define what methods of whole vectors work with: operations on vectors, bounds, a preconditioner, and added terms.
 
-Hold lower and upper bounds of parameters.
-
-Hold a diagonal preconditioner: positive factors of the elements of parameters.
-
-Define terms that are added to a loss and depend on the parameters alone: Tikhonov's, total variation, the user's.
+By a :class:`VectorSpace` a method sees the parameters, wherever their elements are. :class:`Bounds` are lower and upper
+bounds of parameters, a :class:`Diagonal` holds positive factors of their elements, and a :class:`Regularization` terms
+that are added to a loss and depend on the parameters alone: Tikhonov's, total variation, the user's. A user gives each
+by names of parameters or patterns of names.
 """
 
 from __future__ import annotations
@@ -121,7 +120,6 @@ class VectorSpace(Protocol):
 
 #: A bound is one number for all elements of a parameter, or an array of its shape; None is no bound.
 Limit = float | Array | None
-EXPECTED_BOUNDS = "a pair (lower, upper), or pairs by the names of parameters, {'velocity': (1500.0, None)}"
 
 
 @dataclass(frozen=True)
@@ -170,6 +168,9 @@ class Bounds:
         if spec.complex and pair != (None, None):
             raise ConfigError(f"the complex parameter {name!r} cannot have bounds: complex numbers have no order")
         return pair
+
+
+EXPECTED_BOUNDS = "a pair (lower, upper), or pairs by the names of parameters, {'velocity': (1500.0, None)}"
 
 
 def _pair(where: str, given: Any) -> tuple[Limit, Limit]:
@@ -248,14 +249,6 @@ def _factors(where: str, given: Any) -> Factors:
     if factors.dtype.kind not in "fiu" or not (np.isfinite(factors) & (factors > 0)).all():
         raise ConfigError(f"{where}={given!r:.80}: expected {EXPECTED_FACTORS}")
     return factors if factors.ndim else float(factors)
-
-
-#: ``term(values)`` returns the value of a term and its gradient by the parameter ``values``, a whole array.
-Term = Callable[[Array], tuple[float, Array]]
-EXPECTED_TERMS = (
-    "terms by the names of parameters, {'velocity': mpizero.TotalVariation(0.01)}, where a term is called with the "
-    "whole parameter and returns its value and gradient"
-)
 
 
 @explains
@@ -379,6 +372,14 @@ def _differences(values: Array) -> list[Array]:
 
 def _but(axes: int, axis: int, part: slice) -> tuple[slice, ...]:
     return tuple(part if number == axis else slice(None) for number in range(axes))
+
+
+#: ``term(values)`` returns the value of a term and its gradient by the parameter ``values``, a whole array.
+Term = Callable[[Array], tuple[float, Array]]
+EXPECTED_TERMS = (
+    "terms by the names of parameters, {'velocity': mpizero.TotalVariation(0.01)}, where a term is called with the "
+    "whole parameter and returns its value and gradient"
+)
 
 
 @dataclass(frozen=True)

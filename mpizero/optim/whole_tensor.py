@@ -1,8 +1,8 @@
-"""Define the base class of optimizers that update whole tensors, and which arrays of state a parameter has.
+"""Update whole tensors, each on one rank: the base class of such optimizers, Muon and SOAP.
 
-Implement Muon (Jordan et al. 2024): momentum whose matrices are made nearly orthogonal.
-
-Implement SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's preconditioner.
+A :class:`TensorOptimizer` says which tensors it takes, and which arrays of state each has; AdamW updates all other
+parameters. :class:`Muon` (Jordan et al. 2024) is momentum whose matrices are made nearly orthogonal, :class:`SOAP`
+(Vyas et al. 2024) is Adam in the eigenbasis of Shampoo's preconditioner.
 """
 
 from __future__ import annotations
@@ -165,10 +165,6 @@ class TensorOptimizer(AdamW):
         return TensorStep(int(step), lr, decay)
 
 
-#: Factors of x, (x x^T) x and (x x^T)^2 x in a step of the iteration (Jordan et al. 2024).
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-#: A matrix with a smaller norm is divided by this number.
-SMALLEST_NORM = 1e-7
 SCALES = ("original", "match_rms_adamw")
 
 
@@ -259,6 +255,12 @@ class Muon(TensorOptimizer):
         if self.scale == "match_rms_adamw":
             return 0.2 * math.sqrt(max(outputs, inputs))
         return math.sqrt(max(1.0, outputs / inputs))
+
+
+#: Factors of x, (x x^T) x and (x x^T)^2 x in a step of the iteration (Jordan et al. 2024).
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+#: A matrix with a smaller norm is divided by this number.
+SMALLEST_NORM = 1e-7
 
 
 def newton_schulz(g: Array, iterations: int = 5) -> Array:

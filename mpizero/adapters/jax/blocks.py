@@ -1,4 +1,9 @@
-"""Compile a block's forward pass, and the two halves of its backward pass.
+"""Compile what a user has written in JAX: the blocks of a model with their loss, or one loss of all parameters.
+
+:class:`CompiledBlock` compiles a block's forward pass and the two halves of its backward pass, which :class:`JaxBlock`
+runs as a layer; :class:`JaxLoss` is the loss of their prediction. :class:`CompiledLoss` compiles a loss of all
+parameters and its gradient, once for each number of samples, and checks it on its first samples. :func:`read_blocks`
+and :func:`make_layers` make layers of a user's list of blocks, and :class:`StartValues` makes its start values.
 
 [Note: halves] ``jax.vjp`` gives a block's backward pass as one program, from what the forward pass keeps and from the
 gradient of the output. Its equations are divided: those that the gradient of the input needs are the first half, the
@@ -7,12 +12,6 @@ same two programs, so all of them have the same bits.
 
 [Note: what is kept] Of the values that the backward pass needs, parameters and all that is computed from parameters
 alone are not kept: they are given, or computed, again. So a gathered unit can be released between both passes.
-
-Make layers and a loss of a model of blocks from functions written in JAX.
-
-Compile a user's loss and its gradient, once for each number of samples, and check the loss on its first samples.
-
-Read a user's list of blocks, and make layers and start values of it.
 """
 
 from __future__ import annotations
@@ -360,7 +359,7 @@ class JaxBlock(Layer):
         found = iter(self._compiled.backward_weights(self._leaves(params), cache, pending))
         for spec in self.parameters:
             if spec.trainable:
-                _at(grads, spec.name)[...] = next(found)
+                _array_at(grads, spec.name)[...] = next(found)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the output for one sample of ``shape``; that of the input where it cannot be traced."""
@@ -378,7 +377,14 @@ class JaxBlock(Layer):
         raise UnsupportedError("a block written in JAX does not count its operations")
 
     def _leaves(self, params: Params) -> list[Array]:
-        return [_at(params, spec.name) for spec in self.parameters]
+        return [_array_at(params, spec.name) for spec in self.parameters]
+
+
+def _array_at(tree: Params, name: str) -> Any:
+    found: Any = tree
+    for part in name.split("."):
+        found = found[part]
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -422,13 +428,6 @@ class JaxLoss:
 
     def _value(self, prediction: Any, y: Any) -> tuple[Any, Any]:
         return sum_and_weight(self._traced, self._traced(prediction, y, key=None))
-
-
-def _at(tree: Params, name: str) -> Any:
-    found: Any = tree
-    for part in name.split("."):
-        found = found[part]
-    return found
 
 
 #: Most seconds of a first pass, which compiles, after which a pass of a single sample is compiled to be timed.
@@ -538,14 +537,14 @@ def _weight(weight: Any, batch: tuple[Any, Any], run: Run) -> float:
     return float(run.count or count(*batch)) if weight is None else float(weight)
 
 
-_PAIRS = "pairs (init, apply) or (parameters, apply), in a list or by name"
-
-
 class Block(NamedTuple):
     """Hold a block as the user gave it: its parameters, or a function of a key that makes them, and its function."""
 
     parameters: Any
     apply: TracedFunction
+
+
+_PAIRS = "pairs (init, apply) or (parameters, apply), in a list or by name"
 
 
 def read_blocks(parameters: Any, blocks: Any) -> dict[str, Block]:

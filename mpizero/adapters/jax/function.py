@@ -1,19 +1,15 @@
-"""Give XLA's CPU client a fixed number of threads, and refuse one that has started with more.
+"""Call functions written in JAX: fix XLA's threads, name parameters, convert samples, trace programs, and check losses.
+
+:class:`TracedFunction` is a user's function of JAX arrays; it explains the errors that the function raises while JAX
+traces it. :class:`ParameterTree` names the arrays of a pytree, of which mpizero must be able to train each.
+:class:`FlatProgram` takes a program of JAX apart: it evaluates some of its equations, and finds those that given values
+need. :func:`check_grain` checks what a loss returns and, on the first samples, that it is a sum that a trace holds
+whole; :func:`check_rows` does so for a block.
 
 [Note: threads of XLA] JAX starts its CPU client when it first computes, and the client keeps as many threads as the
 environment variable ``PJRT_NPROC`` says then; without it, as many as the process may use cores, on every rank of the
 node. Neither ``OMP_NUM_THREADS`` nor the ``intra_op_parallelism_threads`` of ``XLA_FLAGS`` changes that. The threads
 that compute are named ``tf_XLAEigen``, by which they are counted on Linux.
-
-Make the random keys that a user's functions are given.
-
-Name the arrays of a JAX pytree, and check that mpizero can train them.
-
-Take programs of JAX apart: evaluate some of a program's equations, and find those that given values need.
-
-Call a user's function of JAX arrays, and explain the errors that it raises while JAX traces it.
-
-Check what a user's loss returns, and once, on the first samples, that it is a sum that a trace holds whole.
 """
 
 from __future__ import annotations
@@ -96,10 +92,6 @@ def make_key(data: Any) -> Any:
     return None if data is None else jax.random.fold_in(jax.random.key(data[0]), data[1])
 
 
-#: Name of the parameter where the tree is a single array.
-SINGLE = "value"
-
-
 @dataclass(frozen=True)
 class ParameterTree:
     """Hold the structure of a pytree and the dotted names of its leaves, in the order of JAX.
@@ -143,6 +135,10 @@ def named_leaves(tree: Any, where: str) -> tuple[ParameterTree, list[Any]]:
         names[name] = text
         _check_leaf(leaf, f"{where}: {name!r}")
     return ParameterTree(tuple(names), structure), [leaf for _, leaf in found]
+
+
+#: Name of the parameter where the tree is a single array.
+SINGLE = "value"
 
 
 def dotted(path: Sequence[Any]) -> str:
@@ -251,10 +247,6 @@ def host_view(array: Any) -> Array:
     return np.asarray(array)
 
 
-#: Primitives that call a program and compute nothing themselves; ``jaxpr`` among their parameters is the program.
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
-
-
 @dataclass(frozen=True)
 class FlatProgram:
     """Hold a program without calls of inner programs.
@@ -311,6 +303,10 @@ def flat_program(function: Callable[..., Any], *examples: Any) -> FlatProgram:
     return FlatProgram(program.invars, program.outvars, program.eqns, constants, program)
 
 
+#: Primitives that call a program and compute nothing themselves; ``jaxpr`` among their parameters is the program.
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+
+
 def _inlined(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Run a program, and those that it calls, equation by equation."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
@@ -335,7 +331,6 @@ def _evaluated(jaxpr: Any, equations: list[Any], known: Mapping[Any, Any], outpu
     return found
 
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 #: What to write in place of Python's own constructs, by the errors of JAX that these raise.
 _INSTEAD = (
     (jax.errors.TracerArrayConversionError, "compute with jax.numpy in place of numpy"),
@@ -449,14 +444,12 @@ def _takes_key(function: Callable[..., Any], name: str, given: tuple[str, ...]) 
 
 #: How far the losses of two halves may be from that of the whole, relative to their size, by bits of the parameters.
 _APART = {16: 3e-2, 32: 1e-3, 64: 1e-8}
-#: The same for parameters of 32 bits that were converted to 64, of which a function may convert some back.
-_DOUBLED = 1e-6
-#: How many grains are looked at: a loss of one may add up by chance, as where all its masks are full.
-_MOST_GRAINS = 4
 _TERM = (
     "a term that does not depend on the samples, such as a penalty on the parameters: multiply it by len(x); or "
     "samples that see each other, as in batch normalization"
 )
+
+
 _ADVICE = "expected one real number, the sum of the samples' losses, or that with their weight: (loss_sum, weight)"
 
 
@@ -493,6 +486,10 @@ def _no_number(value: Any, kinds: str) -> str | None:
     return None if dtype.kind in kinds or dtype == jnp.bfloat16 else f"a number of type {dtype}"
 
 
+#: How many grains are looked at: a loss of one may add up by chance, as where all its masks are full.
+_MOST_GRAINS = 4
+
+
 @dataclass
 class CheckedGrains:
     """Hold how many grains of a loss have been checked, and whether it computes in 16 bits."""
@@ -504,6 +501,10 @@ class CheckedGrains:
     def enough(self) -> bool:
         """Tell whether no further grain is to be checked."""
         return self.grains >= _MOST_GRAINS
+
+
+#: The same for parameters of 32 bits that were converted to 64, of which a function may convert some back.
+_DOUBLED = 1e-6
 
 
 def check_grain(
@@ -586,6 +587,45 @@ def _doubled(tree: Any) -> Any:
     return jax.tree_util.tree_map(lambda leaf: np.asarray(leaf, kinds.get(str(leaf.dtype), leaf.dtype)), tree)
 
 
+def _check_sums(
+    loss: TracedFunction, whole: np.ndarray[Any, Any], halves: list[np.ndarray[Any, Any]], samples: int, within: float
+) -> None:
+    if not np.isfinite([whole, *halves]).all():
+        return  # told by the step itself, with the tensor
+    apart = abs(whole - sum(halves))
+    allowed = within * np.maximum(abs(whole), sum(map(abs, halves)))
+    of, samples = "halves" if samples > 1 else "parts", max(samples, 2)
+    for at, what in enumerate(("loss", "weight")):
+        if apart[at] <= allowed[at] or not allowed[at]:
+            continue
+        a, b = halves[0][at], halves[1][at]
+        why = _TERM
+        if what == "weight":
+            why = "a weight that does not grow with the samples: return their number"
+        elif min(a, b) - allowed[at] <= whole[at] <= max(a, b) + allowed[at]:  # also of one with a mask or weights
+            why = "a mean over the samples: return their sum, jax.numpy.sum(losses)"
+        raise LayoutError(
+            f"{loss.shown}: the {what} of the first {samples} samples is {whole[at]:.6g}, of their two {of} "
+            f"{a:.6g} + {b:.6g}; probably {why}"
+        )
+
+
+def _check_gradients(loss: TracedFunction, found: list[_Found], samples: int, within: float, *, add: bool) -> None:
+    """Raise ``LayoutError`` if gradients of the parts do not ``add`` up, or are not those of rows, to the whole one."""
+    whole, first, second = (one.gradient for one in found)
+    largest = max((float(np.max(np.abs(leaf), initial=0)) for leaf in whole), default=0.0)
+    for a, b, c in zip(whole, first, second, strict=True):
+        other = b + c if add else np.concatenate([b, c])
+        size = max(float(np.max(np.abs(a), initial=0)), 1e-2 * largest)
+        if not (np.isfinite(a).all() and np.isfinite(other).all()):
+            continue
+        if (apart := float(np.max(np.abs(a - other), initial=0))) > 10 * within * size:
+            raise LayoutError(
+                f"{loss.shown}: the gradient for the first {max(samples, 2)} samples and that for two parts of them "
+                f"differ by {apart:.3g}, its largest element is {size:.3g}; probably {_TERM}"
+            )
+
+
 def check_rows(apply: TracedFunction, computed: Callable[[Any], Any], x: Any) -> bool:
     """Check a block on its first samples; return whether it was possible.
 
@@ -626,45 +666,6 @@ def check_rows(apply: TracedFunction, computed: Callable[[Any], Any], x: Any) ->
                 "number of samples"
             )
     return True
-
-
-def _check_sums(
-    loss: TracedFunction, whole: np.ndarray[Any, Any], halves: list[np.ndarray[Any, Any]], samples: int, within: float
-) -> None:
-    if not np.isfinite([whole, *halves]).all():
-        return  # told by the step itself, with the tensor
-    apart = abs(whole - sum(halves))
-    allowed = within * np.maximum(abs(whole), sum(map(abs, halves)))
-    of, samples = "halves" if samples > 1 else "parts", max(samples, 2)
-    for at, what in enumerate(("loss", "weight")):
-        if apart[at] <= allowed[at] or not allowed[at]:
-            continue
-        a, b = halves[0][at], halves[1][at]
-        why = _TERM
-        if what == "weight":
-            why = "a weight that does not grow with the samples: return their number"
-        elif min(a, b) - allowed[at] <= whole[at] <= max(a, b) + allowed[at]:  # also of one with a mask or weights
-            why = "a mean over the samples: return their sum, jax.numpy.sum(losses)"
-        raise LayoutError(
-            f"{loss.shown}: the {what} of the first {samples} samples is {whole[at]:.6g}, of their two {of} "
-            f"{a:.6g} + {b:.6g}; probably {why}"
-        )
-
-
-def _check_gradients(loss: TracedFunction, found: list[_Found], samples: int, within: float, *, add: bool) -> None:
-    """Raise ``LayoutError`` if gradients of the parts do not ``add`` up, or are not those of rows, to the whole one."""
-    whole, first, second = (one.gradient for one in found)
-    largest = max((float(np.max(np.abs(leaf), initial=0)) for leaf in whole), default=0.0)
-    for a, b, c in zip(whole, first, second, strict=True):
-        other = b + c if add else np.concatenate([b, c])
-        size = max(float(np.max(np.abs(a), initial=0)), 1e-2 * largest)
-        if not (np.isfinite(a).all() and np.isfinite(other).all()):
-            continue
-        if (apart := float(np.max(np.abs(a - other), initial=0))) > 10 * within * size:
-            raise LayoutError(
-                f"{loss.shown}: the gradient for the first {max(samples, 2)} samples and that for two parts of them "
-                f"differ by {apart:.3g}, its largest element is {size:.3g}; probably {_TERM}"
-            )
 
 
 def check_traces(function: TracedFunction, value: Callable[..., Any], given: tuple[Any, ...]) -> bool:

@@ -1,21 +1,16 @@
-"""Pass arrays between NumPy or CuPy and PyTorch without copies.
+"""Work below PyTorch's autograd: pass arrays to it without copies, halve its backward pass, replace some functions.
 
-Compute the two halves of a backward pass, for inputs and for weights, without computing anything twice.
+:func:`as_tensor` and :func:`as_array` share memory between NumPy or CuPy and PyTorch. :func:`input_half` and
+:func:`weight_half` are the two halves of a backward pass, for inputs and for weights, without computing anything twice.
+:class:`OwnKernels` computes some functions of PyTorch with mpizero's kernels, which take less time on CPUs.
 
-Source: Qi et al., Zero Bubble Pipeline Parallelism (2024), section 2. The nodes of autograd's graph on a path to an
-input run in the input half. Where such a node also leads to weights by another edge, the gradient of its outputs is
-kept. The weight half begins there: it computes the gradients of those edges alone, and follows them to the weights.
+Source of the halves: Qi et al., Zero Bubble Pipeline Parallelism (2024), section 2. The nodes of autograd's graph on a
+path to an input run in the input half. Where such a node also leads to weights by another edge, the gradient of its
+outputs is kept. The weight half begins there: it computes the gradients of those edges alone, and follows them to the
+weights.
 
 Where such an edge can also be reached on a path to the input (a weight that a recurrent layer uses in each step),
 autograd cannot compute its part alone. The input half then computes all gradients, and the weight half hands them out.
-
-Compute some functions of PyTorch with mpizero's kernels, which take less time on CPUs.
-
-A mode of PyTorch sees the calls of functions while a module runs. GELU in its tanh form, SiLU, and causal attention
-without mask and dropout, unless it is small, are computed by the kernels of :mod:`mpizero.nn`'s layers, where tensors
-are float32 or float64 on the host; all other calls run as they are. A gradient whose own gradient is asked for
-(``create_graph=True``), and tensors inside ``torch.func``'s transforms and forward-mode derivatives, are computed by
-PyTorch.
 """
 
 from __future__ import annotations
@@ -107,8 +102,6 @@ def gradient_leaves(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves_of(tree) if leaf.is_floating_point() or leaf.is_complex()]
 
 
-#: Autograd's engine; None in versions of PyTorch that do not have it here.
-_run = getattr(torch.autograd.graph, "_engine_run_backward", None)
 #: A gradient for each weight; None for those that the outputs do not depend on.
 Gradients = Sequence["torch.Tensor | None"]
 
@@ -222,6 +215,37 @@ def weight_half(graph: Pass, pending: PendingWeights, *, keep: bool = False) -> 
     return gradients_of(starts, graph.weights, gradients, keep=keep)
 
 
+def _children(node: Node) -> list[GradientEdge]:
+    return [GradientEdge(child, number) for child, number in node.next_functions if child is not None]
+
+
+def _paths(graph: Pass) -> tuple[set[Node], set[Node], list[Node]]:
+    """Return the nodes that lead to an input, those that lead to a weight, and all nodes, children first."""
+    to_input = {get_gradient_edge(tensor).node for tensor in graph.inputs}
+    to_weight = {get_gradient_edge(tensor).node for tensor in graph.weights}
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(get_gradient_edge(output).node, False) for output in graph.outputs]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+            children = [edge.node for edge in _children(node)]
+            if any(child in to_input for child in children):
+                to_input.add(node)
+            if any(child in to_weight for child in children):
+                to_weight.add(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(edge.node, False) for edge in _children(node)]
+    return to_input, to_weight, order
+
+
+#: Autograd's engine; None in versions of PyTorch that do not have it here.
+_run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
 def gradients_of(
     outputs: Sequence[Any], ends: Sequence[Any], gradients: Sequence[torch.Tensor], *, keep: bool = False
 ) -> Gradients:
@@ -253,39 +277,15 @@ def half_times(graph: Pass, gradients: Sequence[torch.Tensor]) -> HalfTimes:
     return HalfTimes(divided - begun, halfway - divided, ended - halfway, equal)
 
 
-def _children(node: Node) -> list[GradientEdge]:
-    return [GradientEdge(child, number) for child, number in node.next_functions if child is not None]
-
-
-def _paths(graph: Pass) -> tuple[set[Node], set[Node], list[Node]]:
-    """Return the nodes that lead to an input, those that lead to a weight, and all nodes, children first."""
-    to_input = {get_gradient_edge(tensor).node for tensor in graph.inputs}
-    to_weight = {get_gradient_edge(tensor).node for tensor in graph.weights}
-    order: list[Node] = []
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(get_gradient_edge(output).node, False) for output in graph.outputs]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
-            children = [edge.node for edge in _children(node)]
-            if any(child in to_input for child in children):
-                to_input.add(node)
-            if any(child in to_weight for child in children):
-                to_weight.add(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack += [(edge.node, False) for edge in _children(node)]
-    return to_input, to_weight, order
-
-
-#: Attention of no more scores takes less time in PyTorch, which calls no Python function for it.
-FEW_SCORES = 1 << 14
-
-
 class OwnKernels(TorchFunctionMode):  # type: ignore[misc]
-    """Let mpizero's kernels compute the functions that they know, for one thread."""
+    """Let mpizero's kernels compute the functions that they know, for one thread.
+
+    A mode of PyTorch sees the calls of functions while a module runs. GELU in its tanh form, SiLU, and causal attention
+    without mask and dropout, unless it is small, are computed by the kernels of :mod:`mpizero.nn`'s layers, where
+    tensors are float32 or float64 on the host; all other calls run as they are. A gradient whose own gradient is asked
+    for (``create_graph=True``), and tensors inside ``torch.func``'s transforms and forward-mode derivatives, are
+    computed by PyTorch.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return ``func(*args, **kwargs)``, by a kernel if there is one."""
@@ -305,6 +305,10 @@ def _silu(input: Any, inplace: bool = False) -> Any:
     if inplace or not _is_plain(input):
         return NotImplemented
     return _Elementwise.apply(input, "silu", functional.silu)
+
+
+#: Attention of no more scores takes less time in PyTorch, which calls no Python function for it.
+FEW_SCORES = 1 << 14
 
 
 def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,

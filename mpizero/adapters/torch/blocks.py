@@ -1,13 +1,12 @@
-"""Keep the memory of parameters out of what autograd saves for the backward pass.
+"""Run submodules of PyTorch as layers, and describe their parameters and buffers as mpizero stores them.
+
+:class:`Describer` describes what the blocks of a module hold. A :class:`TorchBlock` is one of them: autograd computes
+both halves of its backward pass. :class:`SavedParameters` keeps the memory of parameters out of what autograd saves.
 
 With ZeRO-3 on several nodes the parameters of a block are gathered for its forward pass, freed, and gathered again for
 its backward pass; in the meantime their memory holds other parameters. Autograd saves weights for the backward pass,
 and does not notice that NumPy has overwritten them. So what it saves of a parameter is replaced by the parameter's
 number and the place in it, and read from the newly gathered parameters.
-
-Describe the parameters and buffers of a module's blocks, as mpizero stores them.
-
-Run a submodule of PyTorch as a layer.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from mpizero._util.names import as_patterns, selected
 from mpizero._util.pytree import map_leaves, paths_of
 from mpizero._util.text import notice
-from mpizero.adapters.torch import call
 from mpizero.adapters.torch.autograd import (
     Gradients,
     HalfTimes,
@@ -40,7 +38,14 @@ from mpizero.adapters.torch.autograd import (
     weight_half,
     whole_backward,
 )
-from mpizero.adapters.torch.call import BlockTensors, torch_pass
+from mpizero.adapters.torch.call import (
+    BlockTensors,
+    Held,
+    held_buffers,
+    held_parameters,
+    running_statistics,
+    torch_pass,
+)
 from mpizero.adapters.torch.originals import OwnForward
 from mpizero.adapters.torch.passes import Allocations, ModuleCall, Passed, array_of
 from mpizero.adapters.user_code import PassTimes
@@ -136,13 +141,13 @@ class Describer:
         self._unused = {id(held[name]) for name in chosen_names(parameters, "unused", unused)}
         self._averaged = chosen_names(buffers, "averaged", averaged, "buffer")
         self._dtype, self._order = dtype, tuple(module.state_dict())
-        self._running = call.running_statistics(module)
+        self._running = running_statistics(module)
         self._homes: dict[int, str] = {}
-        self._stored: list[call.Held] = []
+        self._stored: list[Held] = []
 
     def describe(self, block: str, module: torch.nn.Module) -> BlockTensors:
         """Return what the module of a block holds. Not collective."""
-        parameters = call.held_parameters(module)
+        parameters = held_parameters(module)
         stored, specs = list(parameters.values()), []
         for identity, one in parameters.items():
             whole = joined(block, one.name)
@@ -150,7 +155,7 @@ class Describer:
             tied, trainable = None if home == whole else home, one.trainable and identity not in self._frozen
             specs.append(ParameterSpec(one.name, one.shape, decay=len(one.shape) > 1, trainable=trainable, tied=tied))
         integers, numbers, kept = [], [], []
-        for identity, one in call.held_buffers(module).items():
+        for identity, one in held_buffers(module).items():
             whole, dtype = joined(block, one.name), str(one.now.dtype).removeprefix("torch.")
             averaged, saved = identity in self._running or whole in self._averaged, whole in self._order
             if refusal := self._refusal(averaged, saved, dtype, self._homes.setdefault(identity, block), block):
@@ -204,11 +209,6 @@ def chosen_names(names: list[str], where: str, patterns: Collection[str], what: 
     return frozenset(selected(names, where, as_patterns(where, patterns), what))
 
 
-#: Largest time of both halves of a backward pass over that of the whole of which nothing is said, the seconds by which
-#: both must exceed it, and the number of passes that are measured.
-MOST_OF_HALVES, LEAST_EXCESS, MEASURED = 1.15, 5e-3, 5
-
-
 @dataclass
 class _Recorded:
     """Hold what the forward pass keeps for the backward pass.
@@ -256,6 +256,11 @@ class _Halves:
 
     wrong: bool = False
     times: list[HalfTimes] = field(default_factory=list)
+
+
+#: Largest time of both halves of a backward pass over that of the whole of which nothing is said, the seconds by which
+#: both must exceed it, and the number of passes that are measured.
+MOST_OF_HALVES, LEAST_EXCESS, MEASURED = 1.15, 5e-3, 5
 
 
 @dataclass(frozen=True, eq=False)

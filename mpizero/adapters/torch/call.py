@@ -1,6 +1,8 @@
-"""Find the tensors of a module, and run the module with other tensors in their places.
+"""Call a module of PyTorch with other tensors in the places of its own, under settings of the pass.
 
-Set PyTorch's settings of the process for one pass through a module, and restore them afterwards.
+:class:`BlockTensors` holds what a block's module holds; :func:`in_places` puts other tensors there. :func:`torch_pass`
+sets PyTorch's settings of the process for one pass through a module, and restores them afterwards. :func:`called` calls
+a module with the input of a block, and says in plain words what PyTorch refuses.
 
 [Note: bits of PyTorch] A result must not depend on the rank that computes it. Random numbers are drawn from a seed of
 their own (:mod:`mpizero.adapters.user_code`). The number of threads is the configuration's. PyTorch is asked for
@@ -9,8 +11,6 @@ parameter lies at another address in every layout; ``MKL_CBWR=AUTO`` makes MKL r
 time (docs/bring_your_model.md), but MKL reads it only once, before its first product. On a GPU, PyTorch refuses
 products while deterministic algorithms are asked for, unless ``CUBLAS_WORKSPACE_CONFIG`` gives cuBLAS memory of its
 own.
-
-Call a module with the input of a block, and say in plain words what PyTorch refuses.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ from mpizero.adapters.torch.autograd import OwnKernels
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout.flat import joined
 from mpizero.types import IntegerSpec, ParameterSpec
-
-#: The dtypes that parameters may have.
-DTYPES: dict[Any, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
 #: A dictionary of a module (its parameters or buffers), and a key of it.
 Place = tuple[dict[str, Any], str]
@@ -156,6 +153,10 @@ def _held(module: torch.nn.Module, prefix: str, kind: str) -> dict[int, Held]:
         number: Held(name, tuple(tensor.shape), tensor.requires_grad, tuple(places[number]))
         for number, (name, tensor) in names.items()
     }
+
+
+#: The dtypes that parameters may have.
+DTYPES: dict[Any, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
 
 def dtype_of(module: torch.nn.Module) -> np.dtype[Any]:
@@ -294,10 +295,6 @@ def check_all_held(module: torch.nn.Module, blocks: dict[str, torch.nn.Module]) 
         )
 
 
-#: PyTorch's generator and settings belong to the process: ranks that are threads of one process take turns.
-_TURN = threading.RLock()
-
-
 @dataclass
 class TorchSettings:
     """Hold the settings of PyTorch during a model's passes.
@@ -316,6 +313,10 @@ class TorchSettings:
     def functions(self) -> AbstractContextManager[Any]:
         """Return a context in which the kernels are used; it takes a moment of every call of PyTorch."""
         return OwnKernels() if self.own_kernels else nullcontext()
+
+
+#: PyTorch's generator and settings belong to the process: ranks that are threads of one process take turns.
+_TURN = threading.RLock()
 
 
 #: Does what ``torch.use_deterministic_algorithms`` does, which takes as long as a small layer.
@@ -447,10 +448,6 @@ def _placed(array: np.ndarray, offset: int) -> np.ndarray:
 round_in_one_way()
 
 
-#: What PyTorch says where a derivative is asked for without a graph.
-UNDIFFERENTIATED = ("does not require grad", "not have been used in the graph")
-
-
 def called(module: torch.nn.Module, x: Any) -> Any:
     """Call a module: a tuple becomes several arguments, a dictionary keyword arguments. Not collective.
 
@@ -467,6 +464,10 @@ def called(module: torch.nn.Module, x: Any) -> Any:
             raise
         line = users_line(error.__traceback__)
         raise DataError(f"{type(module).__name__}: {found}{'' if line is None else f' ({line})'}") from error
+
+
+#: What PyTorch says where a derivative is asked for without a graph.
+UNDIFFERENTIATED = ("does not require grad", "not have been used in the graph")
 
 
 def _in_words(error: Exception, module: torch.nn.Module, x: Any) -> str | None:

@@ -1,15 +1,14 @@
-"""Compute with samples together and in two parts, and compare: what must not depend on how samples form grains.
+"""Run the first passes of a module and of a loss several times, and name what depends on ranks or on grains.
 
-Run copies of a block's module, which leave no trace.
-
-Run the first pass of a block's module several times, and name what it does that depends on ranks or on grains.
+:class:`FirstPass` looks at a block's module, of which it runs copies that leave no trace (:class:`ModuleCopy`), and
+:class:`FirstLoss` at a loss, which it calls twice on its first samples, and on parts of them. Both compute with samples
+together and in two parts (:class:`InParts`), which a :class:`Trial` follows through the blocks, and compare what must
+not depend on how samples form grains.
 
 [Note: first passes] Copies of the module run before it does. One runs on other samples and then on the given ones, one
 on the given ones alone. Outputs, gradients, statistics and all that the copies keep must be the same then: a pass on a
 module that was used before does what a fresh one does. And a pass for all samples must be the passes for two parts of
 them, but for what random numbers and statistics of a grain change: in evaluation mode, where the module has any.
-
-Call a loss twice on its first samples, and on parts of them, and name what differs.
 """
 
 from __future__ import annotations
@@ -42,11 +41,6 @@ from mpizero.adapters.torch.call import (
 from mpizero.adapters.torch.originals import Originals
 from mpizero.adapters.user_code import differing, hidden_state, line_that_changes, part_of, shared_generators
 from mpizero.errors import LayoutError
-
-#: How far results may be apart that differ by rounding alone, relative to their size, by the type of the elements.
-_APART = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
-#: The same, of what was computed in 16 bits.
-_HALF = 3e-2
 
 
 class InParts(NamedTuple):
@@ -124,6 +118,12 @@ def of_whole(parts: InParts) -> InParts:
         return map_leaves(lambda leaf: cut.get(next(numbers), leaf), tree)
 
     return InParts(parts.whole, replaced(parts.first, cuts[0]), replaced(parts.second, cuts[1]))
+
+
+#: How far results may be apart that differ by rounding alone, relative to their size, by the type of the elements.
+_APART = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
+#: The same, of what was computed in 16 bits.
+_HALF = 3e-2
 
 
 def apart(
@@ -611,6 +611,14 @@ def _keeps(shown: str, path: str, line: str) -> str:
     )
 
 
+class _Found(NamedTuple):
+    """Hold a loss, its weight, and its gradient by the prediction."""
+
+    loss: float
+    weight: float
+    gradient: list[torch.Tensor]
+
+
 #: How far the losses of parts may be from that of the whole, relative to their size: in double and in own precision.
 _WIDE, _OWN = 1e-5, 1e-3
 #: How many grains are cut: losses of one may add up by chance, as where all its masks are full, or be no numbers.
@@ -619,14 +627,6 @@ _SEE = (
     "; samples that are meant to see each other, as in a contrastive loss, do so in the module, which returns a loss "
     "for each sample (compare_forward=False)"
 )
-
-
-class _Found(NamedTuple):
-    """Hold a loss, its weight, and its gradient by the prediction."""
-
-    loss: float
-    weight: float
-    gradient: list[torch.Tensor]
 
 
 @dataclass(eq=False)

@@ -1,12 +1,11 @@
-"""Say when a module is used that was given for training, and still has its start values.
+"""Make a model of a PyTorch module.
 
-Compute module and loss together, for a loss that is given the module, or the input that a prediction comes from.
-
-Such a loss has terms that the prediction alone does not tell: a penalty on weights, a residual of derivatives by the
-input. It needs all parameters while it runs, so module and loss are one function as a model, as in
-:class:`~mpizero.adapters.FunctionModel`.
-
-Make a model of a PyTorch module.
+:class:`TorchModel` trains a copy of the module, as blocks or as one function. Where a loss is given the module, or the
+input that a prediction comes from, module and loss are computed together (:class:`JointFunctions`). Such a loss has
+terms that the prediction alone does not tell: a penalty on weights, a residual of derivatives by the input. It needs
+all parameters while it runs, so module and loss are one function as a model, as in
+:class:`~mpizero.adapters.FunctionModel`. :class:`LeftBehind` says when the module that was given is used, and still has
+its start values.
 """
 
 from __future__ import annotations
@@ -30,17 +29,20 @@ from mpizero._util.checks import named
 from mpizero._util.names import explains
 from mpizero._util.pytree import map_leaves
 from mpizero._util.text import Line, is_users, notice
-from mpizero.adapters.torch import call as bound
 from mpizero.adapters.torch.autograd import as_array, as_tensor, gradient_leaves, put
 from mpizero.adapters.torch.blocks import Describer, TorchBlock, chosen_names
 from mpizero.adapters.torch.call import (
     BlockTensors,
     TorchSettings,
     called,
+    check_all_held,
     check_contexts,
     check_rounding,
+    chosen_blocks,
+    dtype_of,
     torch_pass,
     use_gpu,
+    without_values,
 )
 from mpizero.adapters.torch.first_pass import FirstPass, Trial
 from mpizero.adapters.torch.originals import (
@@ -56,205 +58,6 @@ from mpizero.adapters.user_code import PassTimes
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import joined, nested
 from mpizero.types import EVALUATE, Array, Run
-
-
-class LeftBehind:
-    """Say once, at the first use of a module that was trained as a copy, that it is not the trained one.
-
-    It is a hook of the module and of its submodules, which are called, and whose ``state_dict()`` is taken. Copies of
-    the module, pickled ones too, have one that says nothing, and so has a module whose parameters were changed since,
-    for example by ``load_state_dict``.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The module that was given.
-    originals : Originals or None
-        Its tensors, which know whether a copy is trained.
-    """
-
-    def __init__(self, module: torch.nn.Module | None = None, originals: Originals | None = None) -> None:
-        self._originals = originals
-        inside = [] if module is None else list(module.modules())
-        self._versions = {id(inner): _versions(inner) for inner in inside}
-        for inner in inside:
-            inner.register_forward_pre_hook(self)
-            inner.register_state_dict_pre_hook(self.before_state_dict)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a hook that says nothing."""
-        return type(self)()
-
-    def __reduce__(self) -> Any:
-        """Pickle a hook that says nothing."""
-        return type(self), ()
-
-    def __call__(self, module: torch.nn.Module, given: Any) -> None:
-        """Look at one call of the module, or of a submodule."""
-        self._used(module, "is called")
-
-    def before_state_dict(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Look at one call of ``state_dict()`` of the module, or of a submodule."""
-        self._used(module, "is asked for its state_dict")
-
-    def _used(self, module: torch.nn.Module, how: str) -> None:
-        if self._originals is None or not self._originals.trained:
-            return
-        frame, line = sys._getframe(2), None
-        while frame is not None:
-            if frame.f_globals.get("__name__", "").startswith("mpizero.adapters"):
-                return  # compares it with its blocks
-            line = line or _users(frame)
-            frame = frame.f_back  # type: ignore[assignment]
-        if _versions(module) == self._versions.get(id(module)):
-            at = "" if line is None else f" ({line})"
-            notice(
-                f"{type(module).__name__} {how}{at}, but mpizero trains a copy of it, and it still has its start "
-                "values: TorchModel.fill(model.named_parameters()) gives it the trained ones; model.predict has them"
-            )
-        self._originals = None
-
-
-def _users(frame: FrameType) -> Line | None:
-    code = frame.f_code
-    return Line(code.co_filename, frame.f_lineno, code.co_name) if is_users(code.co_filename) else None
-
-
-def _versions(module: torch.nn.Module) -> list[int]:
-    return [parameter._version for parameter in module.parameters()]
-
-
-#: The keywords by which a loss is given more than prediction and target.
-KEYWORDS = ("module", "x")
-
-
-def given_besides(loss: Callable[..., Any]) -> tuple[str, ...]:
-    """Return those of :data:`KEYWORDS` that a loss takes after prediction and target. Not collective."""
-    try:
-        parameters = list(inspect.signature(loss).parameters.values())
-    except (TypeError, ValueError):
-        return ()
-    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(one.name for one in parameters[2:] if one.name in KEYWORDS and one.kind in kinds)
-
-
-def check_alone(besides: tuple[str, ...], blocks: Any, activation_checkpointing: Any) -> None:
-    """Raise :class:`ConfigError` if there are blocks, though the loss is given ``besides``. Not collective."""
-    if besides and (blocks is not None or activation_checkpointing):
-        raise ConfigError(
-            f"TorchModel: the loss has a parameter {besides[0]}, so module and loss run together: leave blocks and "
-            "activation_checkpointing out, or the parameter"
-        )
-
-
-class ModuleAndLoss(torch.nn.Module):  # type: ignore[misc]
-    """Return the sum of the losses of samples, and their weight, as a module whose input is samples and targets.
-
-    ``names`` are the keywords that the loss is given. ``forward`` computes gradients in evaluation, too, because the
-    loss may differentiate.
-    """
-
-    def __init__(self, module: torch.nn.Module, loss: TorchLoss, names: tuple[str, ...]) -> None:
-        super().__init__()
-        self.module, self.loss, self.names = module, loss, names
-        self.function = loss.function
-
-    def forward(self, x: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the module on ``x``, and the loss."""
-        with torch.enable_grad():
-            if "x" in self.names:
-                for leaf in gradient_leaves(x):
-                    leaf.requires_grad_()
-            prediction = called(self.module, x)
-            given = {name: {"module": self.module, "x": x}[name] for name in self.names}
-            loss, weight = self.loss.value(prediction, target, **given)
-        return loss, torch.tensor(weight, dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class JointFunctions:
-    """Compute loss, gradients and predictions from parameters by name.
-
-    Parameters
-    ----------
-    together : ModuleCall
-        Calls a :class:`ModuleAndLoss`.
-    alone : ModuleCall
-        Calls the module in it, which holds the same parameters.
-    shown : str
-        The loss's name, for messages.
-    times : PassTimes
-        Times the first passes.
-    """
-
-    together: ModuleCall
-    alone: ModuleCall
-    shown: str
-    times: PassTimes
-
-    def loss_and_grad(
-        self, parameters: Mapping[str, Array], batch: Any, gradients: Mapping[str, Array], run: Run = EVALUATE
-    ) -> tuple[float, float]:
-        """Write gradients and new values of buffers to ``gradients``; return the sum of losses and its weight."""
-        start = perf_counter()
-        passed, found = self._differentiated(parameters, batch, run)
-        self._write(gradients, found, passed)
-        if run.training and self.times.timed(0, run.count, perf_counter() - start):
-            with suppress(Exception):  # not every module takes a single sample
-                start, one = perf_counter(), map_leaves(lambda leaf: leaf[:1], batch)
-                self._differentiated(parameters, one, replace(run, count=0))
-                self.times.one_timed(0, perf_counter() - start)
-        loss, weight = passed.output
-        return float(loss.detach()), float(weight)
-
-    def _differentiated(
-        self, parameters: Mapping[str, Array], batch: Any, run: Run
-    ) -> tuple[Passed, dict[str, torch.Tensor | None]]:
-        """Return the results of a pass, and the gradients of the loss by name."""
-        call, params = self.together, nested(dict(parameters))
-        specs = call.tensors.specs
-        with call.prepared(run), torch.enable_grad():
-            given = call.given(params)
-            weights = {s.name: t.requires_grad_() for t, s in zip(given, specs, strict=True) if s.optimized}
-            passed = call(params, given, map_leaves(as_tensor, batch), run)
-            loss, _ = passed.output
-            if not loss.requires_grad:
-                raise LayoutError(f"{self.shown} returned a loss that depends on no parameter: does it use .detach()?")
-            with call.placed(params):
-                found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-        return passed, dict(zip(weights, found, strict=True))
-
-    def _write(self, gradients: Mapping[str, Array], found: Mapping[str, Any], passed: Passed) -> None:
-        tensors, statistics = self.together.tensors, iter(passed.averages)
-        for integer, number in zip(tensors.integer_specs, passed.numbers, strict=True):
-            put(gradients[integer.name], number)
-        for spec in tensors.specs:
-            value = next(statistics) if spec.averaged else found.get(spec.name)
-            if value is not None:
-                put(gradients[spec.name], value)
-            elif spec.name in tensors.unused:
-                gradients[spec.name][...] = 0
-            elif spec.optimized:
-                raise LayoutError(
-                    f"{self.shown} does not depend on parameter {spec.name!r}, so it has no gradient: freeze it "
-                    "(frozen=), or name it in unused= if only some samples use it"
-                )
-
-    def loss(self, parameters: Mapping[str, Array], batch: Any, run: Run = EVALUATE) -> tuple[float, float]:
-        """Return the sum of losses and its weight."""
-        loss, weight = self._output(self.together, parameters, batch, run)
-        return float(loss.detach()), float(weight)
-
-    def predict(self, parameters: Mapping[str, Array], x: Any) -> Any:
-        """Return what the module returns for ``x``."""
-        return map_leaves(as_array, self._output(self.alone, parameters, x, EVALUATE))
-
-    @staticmethod
-    def _output(call: ModuleCall, parameters: Mapping[str, Array], x: Any, run: Run) -> Any:
-        params = nested(dict(parameters))
-        with call.prepared(run), torch.no_grad():
-            return call(params, call.given(params), map_leaves(as_tensor, x), run).output
-
 
 #: Most samples of a micro-batch of which batch norms are said to be too few.
 FEW_FOR_BATCH_NORM = 2
@@ -353,12 +156,12 @@ class TorchModel:
         check_rounding()
         self._source = module
         given = self._made()
-        self.dtype = bound.dtype_of(given)
+        self.dtype = dtype_of(given)
         check_parameters(given)
         check_functions(given)
         check_loss(loss, given)
         self._originals = Originals(given)
-        self._module = bound.without_values(given)
+        self._module = without_values(given)
         if given is module:
             LeftBehind(module, self._originals)
         self._trial = Trial() if compare_forward else None
@@ -367,8 +170,8 @@ class TorchModel:
         check_alone(besides, blocks, activation_checkpointing)
         if blocks is not None:
             twins = _twins(given, self._module, blocks)
-            chosen = bound.chosen_blocks(self._module, twins)
-            bound.check_all_held(self._module, chosen)
+            chosen = chosen_blocks(self._module, twins)
+            check_all_held(self._module, chosen)
         own = OwnForward(self._made, tuple(chosen), self._settings) if blocks is not None and compare_forward else None
         again = chosen_names(list(chosen), "activation_checkpointing", activation_checkpointing, "block")
         describer = Describer(self._module, self.dtype, frozen=frozen, unused=unused, averaged=averaged)
@@ -600,3 +403,201 @@ def _twins(given: torch.nn.Module, twin: torch.nn.Module, blocks: Any) -> Any:
 
 def _all(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     return list(module.named_modules(remove_duplicate=False))
+
+
+#: The keywords by which a loss is given more than prediction and target.
+KEYWORDS = ("module", "x")
+
+
+def given_besides(loss: Callable[..., Any]) -> tuple[str, ...]:
+    """Return those of :data:`KEYWORDS` that a loss takes after prediction and target. Not collective."""
+    try:
+        parameters = list(inspect.signature(loss).parameters.values())
+    except (TypeError, ValueError):
+        return ()
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(one.name for one in parameters[2:] if one.name in KEYWORDS and one.kind in kinds)
+
+
+def check_alone(besides: tuple[str, ...], blocks: Any, activation_checkpointing: Any) -> None:
+    """Raise :class:`ConfigError` if there are blocks, though the loss is given ``besides``. Not collective."""
+    if besides and (blocks is not None or activation_checkpointing):
+        raise ConfigError(
+            f"TorchModel: the loss has a parameter {besides[0]}, so module and loss run together: leave blocks and "
+            "activation_checkpointing out, or the parameter"
+        )
+
+
+class ModuleAndLoss(torch.nn.Module):  # type: ignore[misc]
+    """Return the sum of the losses of samples, and their weight, as a module whose input is samples and targets.
+
+    ``names`` are the keywords that the loss is given. ``forward`` computes gradients in evaluation, too, because the
+    loss may differentiate.
+    """
+
+    def __init__(self, module: torch.nn.Module, loss: TorchLoss, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.module, self.loss, self.names = module, loss, names
+        self.function = loss.function
+
+    def forward(self, x: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the module on ``x``, and the loss."""
+        with torch.enable_grad():
+            if "x" in self.names:
+                for leaf in gradient_leaves(x):
+                    leaf.requires_grad_()
+            prediction = called(self.module, x)
+            given = {name: {"module": self.module, "x": x}[name] for name in self.names}
+            loss, weight = self.loss.value(prediction, target, **given)
+        return loss, torch.tensor(weight, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class JointFunctions:
+    """Compute loss, gradients and predictions from parameters by name.
+
+    Parameters
+    ----------
+    together : ModuleCall
+        Calls a :class:`ModuleAndLoss`.
+    alone : ModuleCall
+        Calls the module in it, which holds the same parameters.
+    shown : str
+        The loss's name, for messages.
+    times : PassTimes
+        Times the first passes.
+    """
+
+    together: ModuleCall
+    alone: ModuleCall
+    shown: str
+    times: PassTimes
+
+    def loss_and_grad(
+        self, parameters: Mapping[str, Array], batch: Any, gradients: Mapping[str, Array], run: Run = EVALUATE
+    ) -> tuple[float, float]:
+        """Write gradients and new values of buffers to ``gradients``; return the sum of losses and its weight."""
+        start = perf_counter()
+        passed, found = self._differentiated(parameters, batch, run)
+        self._write(gradients, found, passed)
+        if run.training and self.times.timed(0, run.count, perf_counter() - start):
+            with suppress(Exception):  # not every module takes a single sample
+                start, one = perf_counter(), map_leaves(lambda leaf: leaf[:1], batch)
+                self._differentiated(parameters, one, replace(run, count=0))
+                self.times.one_timed(0, perf_counter() - start)
+        loss, weight = passed.output
+        return float(loss.detach()), float(weight)
+
+    def _differentiated(
+        self, parameters: Mapping[str, Array], batch: Any, run: Run
+    ) -> tuple[Passed, dict[str, torch.Tensor | None]]:
+        """Return the results of a pass, and the gradients of the loss by name."""
+        call, params = self.together, nested(dict(parameters))
+        specs = call.tensors.specs
+        with call.prepared(run), torch.enable_grad():
+            given = call.given(params)
+            weights = {s.name: t.requires_grad_() for t, s in zip(given, specs, strict=True) if s.optimized}
+            passed = call(params, given, map_leaves(as_tensor, batch), run)
+            loss, _ = passed.output
+            if not loss.requires_grad:
+                raise LayoutError(f"{self.shown} returned a loss that depends on no parameter: does it use .detach()?")
+            with call.placed(params):
+                found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        return passed, dict(zip(weights, found, strict=True))
+
+    def _write(self, gradients: Mapping[str, Array], found: Mapping[str, Any], passed: Passed) -> None:
+        tensors, statistics = self.together.tensors, iter(passed.averages)
+        for integer, number in zip(tensors.integer_specs, passed.numbers, strict=True):
+            put(gradients[integer.name], number)
+        for spec in tensors.specs:
+            value = next(statistics) if spec.averaged else found.get(spec.name)
+            if value is not None:
+                put(gradients[spec.name], value)
+            elif spec.name in tensors.unused:
+                gradients[spec.name][...] = 0
+            elif spec.optimized:
+                raise LayoutError(
+                    f"{self.shown} does not depend on parameter {spec.name!r}, so it has no gradient: freeze it "
+                    "(frozen=), or name it in unused= if only some samples use it"
+                )
+
+    def loss(self, parameters: Mapping[str, Array], batch: Any, run: Run = EVALUATE) -> tuple[float, float]:
+        """Return the sum of losses and its weight."""
+        loss, weight = self._output(self.together, parameters, batch, run)
+        return float(loss.detach()), float(weight)
+
+    def predict(self, parameters: Mapping[str, Array], x: Any) -> Any:
+        """Return what the module returns for ``x``."""
+        return map_leaves(as_array, self._output(self.alone, parameters, x, EVALUATE))
+
+    @staticmethod
+    def _output(call: ModuleCall, parameters: Mapping[str, Array], x: Any, run: Run) -> Any:
+        params = nested(dict(parameters))
+        with call.prepared(run), torch.no_grad():
+            return call(params, call.given(params), map_leaves(as_tensor, x), run).output
+
+
+class LeftBehind:
+    """Say once, at the first use of a module that was trained as a copy, that it is not the trained one.
+
+    It is a hook of the module and of its submodules, which are called, and whose ``state_dict()`` is taken. Copies of
+    the module, pickled ones too, have one that says nothing, and so has a module whose parameters were changed since,
+    for example by ``load_state_dict``.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module that was given.
+    originals : Originals or None
+        Its tensors, which know whether a copy is trained.
+    """
+
+    def __init__(self, module: torch.nn.Module | None = None, originals: Originals | None = None) -> None:
+        self._originals = originals
+        inside = [] if module is None else list(module.modules())
+        self._versions = {id(inner): _versions(inner) for inner in inside}
+        for inner in inside:
+            inner.register_forward_pre_hook(self)
+            inner.register_state_dict_pre_hook(self.before_state_dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a hook that says nothing."""
+        return type(self)()
+
+    def __reduce__(self) -> Any:
+        """Pickle a hook that says nothing."""
+        return type(self), ()
+
+    def __call__(self, module: torch.nn.Module, given: Any) -> None:
+        """Look at one call of the module, or of a submodule."""
+        self._used(module, "is called")
+
+    def before_state_dict(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Look at one call of ``state_dict()`` of the module, or of a submodule."""
+        self._used(module, "is asked for its state_dict")
+
+    def _used(self, module: torch.nn.Module, how: str) -> None:
+        if self._originals is None or not self._originals.trained:
+            return
+        frame, line = sys._getframe(2), None
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").startswith("mpizero.adapters"):
+                return  # compares it with its blocks
+            line = line or _users(frame)
+            frame = frame.f_back  # type: ignore[assignment]
+        if _versions(module) == self._versions.get(id(module)):
+            at = "" if line is None else f" ({line})"
+            notice(
+                f"{type(module).__name__} {how}{at}, but mpizero trains a copy of it, and it still has its start "
+                "values: TorchModel.fill(model.named_parameters()) gives it the trained ones; model.predict has them"
+            )
+        self._originals = None
+
+
+def _users(frame: FrameType) -> Line | None:
+    code = frame.f_code
+    return Line(code.co_filename, frame.f_lineno, code.co_name) if is_users(code.co_filename) else None
+
+
+def _versions(module: torch.nn.Module) -> list[int]:
+    return [parameter._version for parameter in module.parameters()]

@@ -1,8 +1,8 @@
-"""Call a block's module with given values of its parameters, and refuse what a forward pass must not do.
+"""Run the passes of a PyTorch model: call a block's module with given values, and its loss, and count their work.
 
-Count what the kernels that PyTorch calls in a pass do: their work, and the memory that they make.
-
-Use a function or module of PyTorch as the loss of a model.
+A :class:`ModuleCall` puts given values in the places of a module's parameters, and refuses what a forward pass must not
+do. :func:`efficient_samples` and :class:`Allocations` count what the kernels that PyTorch calls in a pass do: their
+work, and the memory that they make. :class:`TorchLoss` is a function or module of PyTorch as the loss of a model.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ModuleCall:
 
     The first pass in training, and that in evaluation, get copies of parameters and input, and compare them afterwards:
     a module that changes its parameters is refused before it does harm, and one that changes its input gets copies from
-    then on. Before, copies of the module run ([Note: first passes] in first_pass.py).
+    then on. Before, copies of the module run ([Note: first passes] in adapters/torch/first_pass.py).
 
     Parameters
     ----------
@@ -279,10 +279,6 @@ def array_of(tree: Mapping[str, Any], name: str) -> Array:
     return found  # type: ignore[no-any-return]
 
 
-#: Kernel calls, and work, of a forward and backward pass over those of the forward pass.
-_BOTH = 3
-
-
 class _Kernels(TorchDispatchMode):  # type: ignore[misc]
     """See, in a ``with`` block, the kernels that PyTorch calls."""
 
@@ -307,6 +303,10 @@ def _work(calls: Sequence[ModuleCall], dtype: np.dtype[Any], x: Any, y: Any) -> 
     for call in calls:
         x = call.on_zeros(x, dtype, counter)
     return counter.work
+
+
+#: Kernel calls, and work, of a forward and backward pass over those of the forward pass.
+_BOTH = 3
 
 
 class _Counter(_Kernels):
