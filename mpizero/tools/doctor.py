@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 
 from mpizero._util.launch import Launch
 from mpizero.comm import Communicator
-from mpizero.comm.startup import available_memory, memory_of_node, versions
+from mpizero.comm.startup import available_memory, memory_of_node, mpi_facts, versions
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.guard.reports import SHARED_FOLDER, Leftover, leftovers, remove, session_folders
 from mpizero.train import machine
@@ -163,7 +163,7 @@ def check_versions(comm: Communicator, threads: int) -> CheckResult:
 
 def check_mpi(comm: Communicator, threads: int) -> CheckResult:
     """Report the MPI library and its thread level, and test a reduction. Collective over ``comm``."""
-    facts = machine.mpi_facts()
+    facts = mpi_facts()
     if facts is None:
         advice = "pip install mpich, or a system's MPI; a program that a rank has started has none"
         return CheckResult("mpi", "warn", "no MPI can be loaded: one process only", advice)
@@ -445,7 +445,7 @@ def bug_report(comm: Communicator | None, results: Sequence[CheckResult], enviro
     size = 1 if comm is None else comm.size
     bad = {status: sum(result.status == status for result in results) for status in ("FAIL", "warn")}
     found = ", ".join(f"{number} {status}" for status, number in bad.items() if number) or "all ok"
-    facts = machine.mpi_facts()
+    facts = mpi_facts()
     lines = {
         "doctor": f"{counted(size, 'rank')} on {counted(len(nodes), 'node')}: {found}",
         "system": platform.platform(),
