@@ -1,6 +1,7 @@
-"""Check the arguments of ``Trainer``, and make of them what a run consists of.
+"""Define ``Trainer``: training with resume, early stops, checkpoints, validation and metrics, in one object.
 
-Define ``Trainer``: training with resume, early stops, checkpoints, validation and metrics, in one object.
+The functions and :class:`TrainerArguments` before it check its arguments, and make of them what a run consists of, as
+the sections of a configuration file would.
 """
 
 from __future__ import annotations
