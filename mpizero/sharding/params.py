@@ -28,13 +28,12 @@ it is called at the end of a rank's forward and backward passes, before any othe
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -975,7 +974,7 @@ def let_arrive(published: list[Publication], seconds: float = 10.0) -> None:
     called when a program ends, or drops a model, without closing the model.
     """
     limit = time.monotonic() + seconds
-    with contextlib.suppress(MpizeroError):  # others have ended or closed the communicator
+    with suppress(MpizeroError):  # others have ended or closed the communicator
         while published and not published[0].poll() and time.monotonic() < limit:
             time.sleep(1e-4)
 
