@@ -292,10 +292,10 @@ def forget_plans(plans: dict[int, Any]) -> None:
 class WaveBuffer:
     """Keep the gradients of the current unit in a slot, and the sums over this rank's shard in a stack.
 
-    Implements :class:`~mpizero.sharding.grad_reduce.GradientReducer`. A slot is a shared window with one row for
-    each rank of the node. A node of several ranks has two slots: one is filled while the other is summed. The stack is
-    an array of a few rows, each as long as this rank's shard of the gradients. A row holds a partial sum (a node of the
-    tree over grains) that is not added to another yet.
+    Implements :class:`GradientReducer`. A slot is a shared window with one row for each rank of the node. A node of
+    several ranks has two slots: one is filled while the other is summed. The stack is an array of a few rows, each as
+    long as this rank's shard of the gradients. A row holds a partial sum (a node of the tree over grains) that is not
+    added to another yet.
 
     [Note: in place] A black box that writes its gradients in place is given those of all units at once. There is one
     slot then, in which the gradients of all units lie one after the other. When the last unit of a wave has been
@@ -304,7 +304,7 @@ class WaveBuffer:
     Parameters
     ----------
     store, views, exchange, accumulate
-        As in :class:`~mpizero.sharding.grad_reduce.RowBuffer`.
+        As in :class:`RowBuffer`.
     in_place : bool
         Whether the gradients of all units are written at once; see [Note: in place].
     """
@@ -507,8 +507,8 @@ class _InFlight(NamedTuple):
 class RowBuffer:
     """Add up the gradients of this rank's grains in rows: a row is one copy of the whole gradient vector.
 
-    Implements :class:`~mpizero.sharding.grad_reduce.GradientReducer`. The rows of all ranks of a node are in one
-    shared window. The sum over all ranks is written to this rank's first row, or to the array that ``shard`` returns.
+    Implements :class:`GradientReducer`. The rows of all ranks of a node are in one shared window. The sum over all
+    ranks is written to this rank's first row, or to the array that ``shard`` returns.
 
     [Note: scratch] A grain whose gradient is added to a row at once (a right child in the tree) needs no row of its
     own, if its blocks end their backward passes one after the other. Then all blocks write their gradients to the same
@@ -614,9 +614,9 @@ class RowBuffer:
         """Return this rank's jobs, one for each micro-batch; they add up the gradients in this rank's rows.
 
         Collective over all ranks if there was no batch of as many grains before. ``summed`` tells whether the rows are
-        summed after the jobs; then the sum may begin during the last job: see [Note: buckets of rows] in
-        ``sharding/grad_reduce.py``. If parameters are sharded, jobs without samples are appended, so that all
-        ranks have equally many. If the grains of the batch are claimed, each part is when its first job is asked for.
+        summed after the jobs; then the sum may begin during the last job: see [Note: buckets of rows]. If parameters
+        are sharded, jobs without samples are appended, so that all ranks have equally many. If the grains of the batch
+        are claimed, each part is when its first job is asked for.
         """
         self.finish()  # of a step that an error has broken off on all ranks
         self._plan, self.overlapped = None, None
