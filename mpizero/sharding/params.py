@@ -749,8 +749,7 @@ class ParameterStore:
     def wait(self, block: str | None = None) -> None:
         """Wait until the updated parameters of ``block`` have arrived from their owners; None: those of all blocks.
 
-        After each update, every rank of the data group must at some time wait for all blocks; see [Note: regions] in
-        ``sharding/params.py``.
+        After each update, every rank of the data group must at some time wait for all blocks; see [Note: regions].
         """
         if self._published:
             with self.timeline.span("publication", block or ""):
