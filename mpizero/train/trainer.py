@@ -179,7 +179,7 @@ def parallel_section(strategy: Any, parallel: Any) -> ParallelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments:
-    """Hold the arguments of :class:`~mpizero.train.trainer.Trainer`, which describes them."""
+    """Hold the arguments of :class:`Trainer`, which describes them."""
 
     model: Any
     source: Any
