@@ -747,7 +747,8 @@ class Inspection(ParameterAccess):
         return getattr(self._wrapped, name)
 
     def _replace_wrapped(self, wrapped: Any) -> None:
-        same_parameters(blocks_of(self._wrapped), blocks_of(wrapped))
+        if blocks_of(self._wrapped) != blocks_of(wrapped):
+            raise ConfigError("the new model's parameters differ from the old one's in name or shape")
         self._wrapped = wrapped
         self.engine.exchange_model(wrapped)
 
@@ -763,20 +764,6 @@ class Inspection(ParameterAccess):
         if not hasattr(self._wrapped, "blocks"):
             return {block: np.asarray(arrays[""]) for block, arrays in blocks.items()}
         return {block: nested(arrays) for block, arrays in blocks.items()}
-
-
-def same_parameters(old: Any, new: Any) -> None:
-    """Check that a new wrapped model has the same parameters as the old one. Not collective.
-
-    ``old`` and ``new`` are the parameters of each block, as ``blocks_of`` returns them.
-
-    Raises
-    ------
-    ConfigError
-        If names or shapes differ.
-    """
-    if old != new:
-        raise ConfigError("the new model's parameters differ from the old one's in name or shape")
 
 
 @dataclass(frozen=True)
