@@ -49,8 +49,6 @@ from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
 from mpizero.train.events import ByteProgress
 from mpizero.train.run_folder import ATTRIBUTE
 
-# ------------------------------------------------------------------ commands
-
 
 def run(options: argparse.Namespace) -> int:
     """Execute the subcommand that ``options.tool`` names, and return the exit status."""
@@ -249,9 +247,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# ------------------------------------------------------------------ one checkpoint
-
-
 def description(found: Mapping[str, Any]) -> str:
     """Format the result of :func:`describe` as text for people."""
     known = [("written", f"{_date(found['written'])}, {age(time.time() - found['written'])}")]
@@ -302,9 +297,6 @@ def _date(seconds: float) -> str:
         return f"{seconds:.0f} seconds after 1970"  # a file may bear any date, also of years that no calendar has
 
 
-# ------------------------------------------------------------------ a folder of checkpoints
-
-
 def listing_json(found: Sequence[ListedCheckpoint]) -> str:
     """Format the list of a run's checkpoints as one line of JSON."""
     now = time.time()
@@ -333,9 +325,6 @@ def listing_text(found: Sequence[ListedCheckpoint]) -> str:
         old = "" if one.written is None else age(time.time() - one.written)
         rows.append([str(one.step), told, f"{amount(one.nbytes)}B", old, one.state, one.path])
     return joined([*aligned(rows, left=(4, 5)), *(f"{one.state}: {one.problem}" for one in found if one.problem)])
-
-
-# ------------------------------------------------------------------ two checkpoints
 
 
 def difference_json(names: Sequence[str], found: CheckpointDifference) -> str:

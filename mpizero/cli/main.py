@@ -132,7 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
     kinds = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parsers.add_train(kinds, _train)
     parsers.add_generate(kinds, _generate)
-    parsers.add_plan(kinds, _plan)
+    parsers.add_plan(kinds, partial(_on_first_rank, _plan))
     parsers.add_verify(kinds, _verify)
     parsers.add_doctor(kinds, _doctor)
     commands.add_new(kinds, partial(_on_first_rank, commands.run_new))
@@ -146,9 +146,6 @@ def build_parser() -> argparse.ArgumentParser:
     complete = partial(_on_first_rank, lambda options: commands.run_completion(options, parser))
     commands.add_completion(kinds, complete)
     return parser
-
-
-# ------------------------------------------------------------------ commands
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -211,10 +208,6 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    return _on_first_rank(_print_plan, options)
-
-
-def _print_plan(options: argparse.Namespace) -> int:
     from mpizero.tools.plan import command
     from mpizero.tools.plan.command import DEFAULT_RATE, PlanRequest, parse_bytes, plan
     from mpizero.tools.plan.time import read_machine
@@ -274,9 +267,6 @@ def _doctor(options: argparse.Namespace) -> int:
     if speaks:
         print(text, flush=True)
     return doctor.exit_status(findings)
-
-
-# ------------------------------------------------------------------ surroundings
 
 
 def _world(options: argparse.Namespace) -> Communicator:
