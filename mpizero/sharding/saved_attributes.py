@@ -44,6 +44,45 @@ if TYPE_CHECKING:
     from mpizero.sharding.engine import Engine
 
 
+#: The axes of a layout besides the data axis. If a checkpoint does not have one, its size was 1.
+AXES = ("pipeline", "tensor", "context")
+
+
+def read_attribute(reader: ArrayReader) -> dict[str, Any]:
+    """Return the attribute ``mpizero`` of a checkpoint, after checking all of it, because a file may hold any JSON.
+
+    A missing key counts as None, a missing ``step_number`` as 0: other programs may not write them. Unknown keys raise
+    ``CheckpointError``, because their meaning is unknown.
+    """
+    saved, where = reader.attributes.get("mpizero", {}), "the checkpoint's attribute 'mpizero'"
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{where} is {saved!r:.80}: expected an object")
+    if unknown := sorted(saved.keys() - _SAVED.keys()):
+        raise CheckpointError(f"{where}: {unknown[0]!r:.80} is unknown; expected {', '.join(_SAVED)}")
+    found: dict[str, Any] = dict.fromkeys(_SAVED) | {"step_number": 0} | saved
+    for key, (sound, expected) in _SAVED.items():
+        if not sound(found[key]):
+            raise CheckpointError(f"{where}: {key} is {found[key]!r:.200}: expected {expected}")
+    return found
+
+
+def check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
+    """Raise :class:`CheckpointError` if a checkpoint's layout ``saved`` is not ``layout``, that of the model."""
+    if layout != {**dict.fromkeys(AXES, 1), **(saved or {})}:
+        raise CheckpointError(
+            f"strict_layout: the checkpoint was written by {_layout_text(saved)}, this model is "
+            f"{_layout_text(layout)}; without strict_layout it can be loaded all the same"
+        )
+
+
+def _layout_text(layout: Mapping[str, Any] | None) -> str:
+    if not layout:
+        return "an unknown layout"
+    ranks, nodes = (f"{layout[what]} {what[:-1]}{'s'[: layout[what] != 1]}" for what in ("ranks", "nodes"))
+    split = ", ".join(f"{axis} {layout[axis]}" for axis in AXES if layout.get(axis, 1) != 1)
+    return f"{layout['strategy']} over {ranks} on {nodes}{f' ({split})' if split else ''}"
+
+
 #: What errors say is expected of the record.
 EXPECTED_GRAINS = (
     "null, or order (text), micro_batch and efficient (null or whole number >= 1), accumulate (the same, no null) and "
@@ -153,45 +192,6 @@ def tell_tiles(engine: Engine, saved: Mapping[str, Any]) -> None:
         f"the checkpoint was trained with {shown_tiles(theirs)}, this training goes on with "
         f"{shown_tiles(layout.all_tiles)}: not with the bits of a run that was never interrupted; {advice}"
     )
-
-
-#: The axes of a layout besides the data axis. If a checkpoint does not have one, its size was 1.
-AXES = ("pipeline", "tensor", "context")
-
-
-def read_attribute(reader: ArrayReader) -> dict[str, Any]:
-    """Return the attribute ``mpizero`` of a checkpoint, after checking all of it, because a file may hold any JSON.
-
-    A missing key counts as None, a missing ``step_number`` as 0: other programs may not write them. Unknown keys raise
-    ``CheckpointError``, because their meaning is unknown.
-    """
-    saved, where = reader.attributes.get("mpizero", {}), "the checkpoint's attribute 'mpizero'"
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{where} is {saved!r:.80}: expected an object")
-    if unknown := sorted(saved.keys() - _SAVED.keys()):
-        raise CheckpointError(f"{where}: {unknown[0]!r:.80} is unknown; expected {', '.join(_SAVED)}")
-    found: dict[str, Any] = dict.fromkeys(_SAVED) | {"step_number": 0} | saved
-    for key, (sound, expected) in _SAVED.items():
-        if not sound(found[key]):
-            raise CheckpointError(f"{where}: {key} is {found[key]!r:.200}: expected {expected}")
-    return found
-
-
-def check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
-    """Raise :class:`CheckpointError` if a checkpoint's layout ``saved`` is not ``layout``, that of the model."""
-    if layout != {**dict.fromkeys(AXES, 1), **(saved or {})}:
-        raise CheckpointError(
-            f"strict_layout: the checkpoint was written by {_layout_text(saved)}, this model is "
-            f"{_layout_text(layout)}; without strict_layout it can be loaded all the same"
-        )
-
-
-def _layout_text(layout: Mapping[str, Any] | None) -> str:
-    if not layout:
-        return "an unknown layout"
-    ranks, nodes = (f"{layout[what]} {what[:-1]}{'s'[: layout[what] != 1]}" for what in ("ranks", "nodes"))
-    split = ", ".join(f"{axis} {layout[axis]}" for axis in AXES if layout.get(axis, 1) != 1)
-    return f"{layout['strategy']} over {ranks} on {nodes}{f' ({split})' if split else ''}"
 
 
 def _is_optimizer(value: object) -> bool:
