@@ -50,6 +50,7 @@ from mpizero.comm.reduce import Gathering, begin_gather
 from mpizero.comm.startup import available_memory
 from mpizero.errors import CollectiveError, LayoutError, MpizeroError, OutOfMemoryError, PeerFailure, SharedMemoryError
 from mpizero.guard.reports import SHARED_FOLDER, taken_by_leftovers
+from mpizero.kernels.memory import PAGE
 from mpizero.layout import Span
 from mpizero.layout.batch import DEFAULT_GRAINS, claimed_rows, contiguous_shares
 from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, joined, nested, united, views
@@ -272,12 +273,11 @@ def _follows(first: UpdateRun, second: UpdateRun) -> bool:
     return ends == (second.store, second.gradient, second.state, second.group)
 
 
-#: Bytes of a memory page. Arrays that different ranks write begin on pages of their own.
-PAGE = 4096
-
-
 def paged(nbytes: int) -> int:
-    """Round ``nbytes`` up to whole memory pages. Not collective."""
+    """Round ``nbytes`` up to whole memory pages: arrays that different ranks write begin on pages of their own.
+
+    Not collective.
+    """
     return -(-nbytes // PAGE) * PAGE
 
 
