@@ -1,9 +1,8 @@
 """Compute on a GPU, or on the host: copy parameters from the host to the GPU, and gradients back.
 
 :class:`ComputeDevice` is the host, where nothing is copied; :class:`CudaComputeDevice` overrides what copies arrays,
-with :class:`DeviceParameters` for a unit's parameters, and :class:`UnitGradients` for its gradients.
-:func:`limit_blas_threads` prepares the host's matrix products: the build and the threads of BLAS may change how they are
-rounded.
+with :class:`DeviceParameters` for a unit's parameters, and :class:`UnitGradients` for its gradients. The threads and
+the build of the host's BLAS may change how products are rounded: :func:`limit_blas_threads` sees to both.
 
 [Note: a GPU's step] Parameters and gradient sums stay on the host, in the same memory and with the same code as without
 a GPU. A unit's parameters are copied to the GPU and its blocks run there. The gradient of each micro-batch is copied
