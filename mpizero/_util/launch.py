@@ -24,7 +24,6 @@ BY_NODE = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 #: Variable that a supervised rank sets, so that programs which it starts know that they are not ranks: :func:`is_rank`.
 RANK_PROCESS = "MPIZERO_RANK_PROCESS"
 
-
 #: Variables that together identify a rank and its launcher.
 _IDENTITY = (
     "PMIX_NAMESPACE",
@@ -36,7 +35,6 @@ _IDENTITY = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
 )
-
 
 #: Name of a launcher.
 OPEN_MPI = "mpiexec of Open MPI"

@@ -142,10 +142,10 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False
     """Run a ``with`` block on all ranks; if it raises on one rank, raise an error on every rank.
 
     Collective over ``comm``: one small message at the end of the block, labelled ``tag`` in traces and reports. With
-    ``first``, :func:`agree_on_call` is called in place of this message; it also checks that all
-    ranks have called the same public operation. A block must not mix collectives of ``comm`` with statements that can
-    fail on one rank only: the other ranks would wait in the collective. If a collective fails in the block, its error
-    is raised at once, without the message, because other ranks may never send it.
+    ``first``, :func:`agree_on_call` is called in place of this message; it also checks that all ranks have called the
+    same public operation. A block must not mix collectives of ``comm`` with statements that can fail on one rank only:
+    the other ranks would wait in the collective. If a collective fails in the block, its error is raised at once,
+    without the message, because other ranks may never send it.
 
     Raises
     ------

@@ -542,7 +542,7 @@ PATIENCE = 60.0
 _PERIOD = 251
 _TAG = 31_500
 #: Function that sends a pattern of so many bytes, and returns what is wrong with the received ones, or "".
-Send = Callable[[Communicator, "Device", int], str]
+Send = Callable[[Communicator, Device, int], str]
 #: File in which Linux lists the libraries that this process has loaded.
 _LOADED = "/proc/self/maps"
 

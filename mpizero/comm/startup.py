@@ -248,7 +248,6 @@ def _close(world: Communicator, comm: object) -> None:
 #: Packages whose versions are compared. HDF5 is part of the h5py package.
 _PACKAGES = ("mpizero", "numpy", "mpi4py", "numba", "h5py", "threadpoolctl")
 
-
 #: Held while the versions are read, so that ranks that are threads do not all read them.
 _READING = Lock()
 

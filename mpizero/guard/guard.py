@@ -39,7 +39,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from mpizero._util.launch import RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark, ranks_of_node
 from mpizero._util.names import nearest
@@ -599,26 +599,11 @@ def current() -> Guard:
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
-class HookListener(Protocol):
-    """Receive the events that :class:`PythonHooks` catches."""
-
-    def on_error(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
-        """Handle an uncaught error; ``origin`` names the thread or the exit handler, "" for the main program."""
-
-    def on_exit_request(self, status: Any) -> None:
-        """Handle a call of ``sys.exit`` with the argument ``status``."""
-
-    def on_exit(self) -> None:
-        """Handle the end of the program."""
-
-    def has_other_ranks(self) -> bool:
-        """Tell whether there are other ranks; then an error in a thread or an exit handler ends the job too."""
-
-
 class PythonHooks:
     """Replace the error hooks of ``sys`` and ``threading``, and ``sys.exit``, and register a function with ``atexit``.
 
-    In a forked child of this process, the hooks only call the functions that they have replaced.
+    ``listener`` is told of errors, of calls of ``sys.exit``, and of the end of the program. In a forked child of this
+    process, the hooks only call the functions that they have replaced.
 
     [Note: earlier hooks] The replaced functions are still called for errors that do not concern this package. If the
     user's program has set its own ``sys.excepthook``, that is called before the job is ended. If other code has
@@ -626,7 +611,7 @@ class PythonHooks:
     only calls the function that it has replaced. So each :class:`PythonHooks` is used once.
     """
 
-    def __init__(self, listener: HookListener) -> None:
+    def __init__(self, listener: JobExit) -> None:
         self._listener = listener
         self._process = os.getpid()
         self._live = True

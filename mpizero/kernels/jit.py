@@ -62,7 +62,6 @@ from mpizero.kernels.machine_code import ALIGNED, C_CONTIGUOUS, WRITEABLE, Array
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
-
 #: What the names of modules with kernels begin with.
 PACKAGE = "mpizero.kernels."
 #: What ``T`` stands for in a signature, by NumPy's character of an argument's dtype.

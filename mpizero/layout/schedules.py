@@ -93,12 +93,12 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Hold the programs of all stages; made by :func:`~mpizero.layout.schedules.build_schedule`.
+    """Hold the programs of all stages; made by :func:`build_schedule`.
 
     Attributes
     ----------
     name : str
-        One of :data:`~mpizero.layout.schedules.SCHEDULES`.
+        One of :data:`SCHEDULES`.
     stages, chunks : int
         Number of stages, and number of chunks on all stages together.
     micro_batches : int
