@@ -32,8 +32,8 @@ class MpizeroError(Exception):
 
     When such an error ends a job, the printed line also names the line of the user's code that led to the error. With
     ``MPIZERO_TRACEBACK=1`` the whole traceback is printed. The message is safe to print on a terminal: :meth:`__str__`
-    escapes control characters in the names, keys and values that the message quotes (:func:`mpizero._util.text.printable`),
-    so the code that raises an error need not do it.
+    escapes control characters in the names, keys and values that the message quotes
+    (:func:`mpizero._util.text.printable`), so the code that raises an error need not do it.
 
     Examples
     --------

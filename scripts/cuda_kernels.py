@@ -1,7 +1,7 @@
 """Compile every CUDA kernel to machine code, without a GPU, and check registers, spills and use of doubles.
 
     python scripts/cuda_kernels.py                   # all kernels: prints a table; exit status 1 if one is wrong
-    python scripts/cuda_kernels.py --only loss.      # only kernels whose name begins with "loss."
+    python scripts/cuda_kernels.py --only losses.     # only kernels whose name begins with "losses."
 
 Each kernel of mpizero/kernels/cuda is compiled by numba-cuda to PTX, in float32 and in float64, for every target (a
 compute capability), with the types of arguments with which it is launched. The assembler ptxas then translates the PTX
@@ -49,14 +49,14 @@ _LOSS = Allowed(70, "a row's loss is a double: one logarithm, one difference and
 _ELEMENT = Allowed(250, "the loss of an element is a double, as the sum of losses; gradients are float32")
 #: The float32 kernels that may have instructions on doubles. An entry that no kernel needs is an error, too.
 DOUBLES = {
-    "element_loss.absolute_error": _ELEMENT,
-    "element_loss.binary_cross_entropy": _ELEMENT,
-    "element_loss.gaussian_likelihood": _ELEMENT,
-    "element_loss.huber": _ELEMENT,
-    "element_loss.row_square_sums": Allowed(30, "norms are summed in double precision"),
-    "loss.merged_cross_entropy": _LOSS,
-    "loss.softmax_cross_entropy": _LOSS,
-    "random.dropout": Allowed(4, "the threshold is a 32-bit word, which float32 cannot hold: once a thread"),
+    "losses.absolute_error": _ELEMENT,
+    "losses.binary_cross_entropy": _ELEMENT,
+    "losses.gaussian_likelihood": _ELEMENT,
+    "losses.huber": _ELEMENT,
+    "losses.row_square_sums": Allowed(30, "norms are summed in double precision"),
+    "losses.merged_cross_entropy": _LOSS,
+    "losses.softmax_cross_entropy": _LOSS,
+    "reduction.dropout": Allowed(4, "the threshold is a 32-bit word, which float32 cannot hold: once a thread"),
     "reduction._product_nodes": Allowed(35, "norms and dot products are summed in double precision"),
     "reduction._sum_nodes": Allowed(30, "the same sums, a level higher"),
 }
@@ -157,7 +157,7 @@ def ptx(kernel: Any, dtype: str) -> Callable[[tuple[int, int]], str]:
     from numba import types
     from numba.cuda import compiler, dispatcher
 
-    from mpizero.kernels.cuda._compiling import rounding_each_operation
+    from mpizero.kernels.cuda.launch import rounding_each_operation
 
     # Numba asks the GPU for its compute capability when it compiles helper functions: answer in its place.
     dispatcher.get_current_device = lambda: argparse.Namespace(compute_capability=TARGETS[0])

@@ -84,7 +84,8 @@ class Sources:
         if not table:
             return None
         floors = ast.literal_eval(table[0])
-        floor = {name: floors[name.partition(".")[2].partition(".")[0]] for name in self.paths}
+        parts = {name: name.partition(".")[2] for name in self.paths}
+        floor = {name: floors.get(part, floors[part.partition(".")[0]]) for name, part in parts.items()}
         pairs = [(name, target) for name, targets in self.imports(typing=True).items() for target in sorted(targets)]
         return [f"{name} imports {target}" for name, target in pairs if floor[target] > floor[name]]
 

@@ -20,9 +20,9 @@ settings.load_profile("mpizero")
 
 def pytest_sessionstart() -> None:
     """Load a kernel before all tests: if it must be compiled, the line about that is in none of their outputs."""
-    from mpizero.kernels.cpu import optimizer
+    from mpizero.kernels.cpu import update
 
-    optimizer.sgd.load("f")
+    update.sgd.load("f")
 
 
 def pytest_collection_finish() -> None:

@@ -98,7 +98,7 @@ def convert(values: Array, source: str, target: str) -> Array:
     if source == target:
         return values
     if source == BFLOAT16:
-        from mpizero.kernels.cpu.copy import from_bfloat16
+        from mpizero.kernels.cpu.layers import from_bfloat16
 
         wide = np.empty(values.size, np.float32)
         from_bfloat16(values, wide)
@@ -107,7 +107,7 @@ def convert(values: Array, source: str, target: str) -> Array:
         if target != BFLOAT16:
             return values.astype(stored_type(target))
         narrow = _rounded_to_odd(values) if values.dtype == np.float64 else values.astype(np.float32)
-    from mpizero.kernels.cpu.copy import to_bfloat16
+    from mpizero.kernels.cpu.layers import to_bfloat16
 
     bits = np.empty(values.size, np.uint16)
     to_bfloat16(narrow, bits)

@@ -227,10 +227,7 @@ def _print_plan(options: argparse.Namespace) -> int:
     document = ConfigDocument(options.config, read_config(options.config), options.overrides)
     with document.located():
         found = plan(parse_config(document, {"train.threads": str(_threads())}), request)
-        if options.json:
-            text = command.as_json(found)
-        else:
-            text = command.report(found, with_timetable=options.timetable)
+        text = command.as_json(found) if options.json else command.report(found, with_timetable=options.timetable)
     show(text)
     if found.missing:
         show(f"mpizero: {found.refusal}", sys.stderr)

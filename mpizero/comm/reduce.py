@@ -114,11 +114,11 @@ class HalfPrecision(Codec):
 
     def encode(self, values: Array, residual: Array, message: Array) -> None:
         """Round each value to the nearest 16-bit number, ties to even; ``residual`` is not used."""
-        getattr(kernels.backend(values).copy, f"to_{self.name}")(values, message.view(np.uint16))
+        getattr(kernels.backend(values).layers, f"to_{self.name}")(values, message.view(np.uint16))
 
     def decode(self, message: Array, out: Array) -> None:
         """Convert the 16-bit numbers to float32, which is exact."""
-        getattr(kernels.backend(out).copy, f"from_{self.name}")(message.view(np.uint16), out)
+        getattr(kernels.backend(out).layers, f"from_{self.name}")(message.view(np.uint16), out)
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,11 @@ class EightBits(Codec):
         """
         scales, codes = self._parts(message, values.size)
         message[scales.nbytes + codes.size :] = 0  # never send uninitialized bytes
-        kernels.backend(values).compression.int8_encode(values, residual, scales, codes)
+        kernels.backend(values).update.int8_encode(values, residual, scales, codes)
 
     def decode(self, message: Array, out: Array) -> None:
         """Multiply the integers in ``message`` by the scales of their blocks, and write the products to ``out``."""
-        kernels.backend(out).compression.int8_decode(*self._parts(message, out.size), out)
+        kernels.backend(out).update.int8_decode(*self._parts(message, out.size), out)
 
     @staticmethod
     def _parts(message: Array, count: int) -> tuple[Array, Array]:
@@ -181,11 +181,11 @@ class TopK(Codec):
         """Write the values of largest magnitude of ``values + residual`` to ``message``, the others to ``residual``."""
         indices, largest = self._parts(message)
         counters = np.empty(_COUNTERS, np.int64)
-        kernels.backend(values).compression.top_encode(values, residual, counters, indices, largest)
+        kernels.backend(values).update.top_encode(values, residual, counters, indices, largest)
 
     def decode(self, message: Array, out: Array) -> None:
         """Write the values of ``message`` to ``out`` at their indices, and zeros to all other elements of ``out``."""
-        kernels.backend(out).compression.top_decode(*self._parts(message), out)
+        kernels.backend(out).update.top_decode(*self._parts(message), out)
 
     @staticmethod
     def _parts(message: Array) -> tuple[Array, Array]:
@@ -224,7 +224,7 @@ def codec_of(name: str | None) -> Codec | None:
 
 
 _NO_RESIDUAL = np.empty(0, np.float32)
-#: Depth of the stack of the kernels that execute tree programs (``kernels.cpu.fused.DEPTH``).
+#: Depth of the stack of the kernels that execute tree programs (``kernels.cpu.update.DEPTH``).
 MAX_DEPTH = 16
 
 
@@ -273,7 +273,7 @@ def tree_sum(rows: Array, first: int, program: Array, divisor: Array, out: Array
     may be a slice of one of the rows.
     """
     if program.size:
-        kernels.backend(out).fused.tree_sum(rows, first, rows[:0], 0, program, divisor, out, 0, out.size)
+        kernels.backend(out).update.tree_sum(rows, first, rows[:0], 0, program, divisor, out, 0, out.size)
 
 
 class Segment:

@@ -390,7 +390,7 @@ def _epoch_key(seed: int, epoch: int) -> int:
     """Return the seed of all permutations of an epoch."""
     words = np.empty(4, np.uint32)
     counter = np.array([epoch & 0xFFFFFFFF, epoch >> 32, _PURPOSE, 0], np.uint32)
-    cpu.random.philox(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), words)
+    cpu.reduction.philox(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), words)
     return int(words[0]) | int(words[1]) << 32
 
 
@@ -404,7 +404,7 @@ def _permute(places: Indices, length: int, key: int, block: int, blocks: int) ->
     count = -(-length // block)
     gap = count * block - length
     last = np.zeros(1, np.int64)
-    cpu.random.permutation(last, count, key, 0)
+    cpu.reduction.permutation(last, count, key, 0)
     at = int(last[0])
     done = 0
     while done < places.size:
@@ -413,7 +413,7 @@ def _permute(places: Indices, length: int, key: int, block: int, blocks: int) ->
         begin, end = (min(g * blocks, count) * block - (gap if g * blocks > at else 0) for g in (group, group + 1))
         part = places[done : done + end - first]
         part -= begin
-        cpu.random.permutation(part, end - begin, key, 2 + group)
+        cpu.reduction.permutation(part, end - begin, key, 2 + group)
         part += begin
         part[part >= (at + 1) * block - gap] += gap
         number, offset = np.divmod(part, block)
@@ -422,7 +422,7 @@ def _permute(places: Indices, length: int, key: int, block: int, blocks: int) ->
         number[~others] = count - 1
         if others.any():
             moved = number[others]
-            cpu.random.permutation(moved, count - 1, key, 1)
+            cpu.reduction.permutation(moved, count - 1, key, 1)
             number[others] = moved
         part[:] = number * block + offset
         done += part.size

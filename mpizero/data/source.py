@@ -77,7 +77,7 @@ def sample_order(start: int, stop: int, length: int, seed: int) -> Indices:
         count = min(order.size - done, length - inside)
         part = order[done : done + count]
         part -= epoch * length
-        cpu.random.permutation(part, length, seed, epoch)
+        cpu.reduction.permutation(part, length, seed, epoch)
         done += count
     return order
 
@@ -315,7 +315,7 @@ class Subset(Source):
     def _places(self, indices: Indices) -> Indices:
         places = indices + self.start
         if not self.in_order:
-            cpu.random.permutation(places, len(self.source), SPLIT_SEED, 0)
+            cpu.reduction.permutation(places, len(self.source), SPLIT_SEED, 0)
         return places
 
     def describe(self) -> dict[str, Any]:
@@ -356,7 +356,7 @@ class SampleRandom:
     def __init__(self, seed: int, epoch: int, sample: int) -> None:
         words = np.empty(4, np.uint32)
         counter = np.array([epoch & 0xFFFFFFFF, epoch >> 32, _PURPOSE, 0], np.uint32)
-        cpu.random.philox(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), words)
+        cpu.reduction.philox(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), words)
         self._key = (int(words[0]), int(words[1]))
         self._sample, self._blocks = sample, 0
 
@@ -366,14 +366,14 @@ class SampleRandom:
         """Return uniform random numbers on [low, high), float32 or float64."""
         out = np.empty(shape, dtype)
         bounds = (np.array([bound], out.dtype) for bound in (low, high))
-        cpu.random.fill_uniform(*self._key, self._sample, self._advance(out), out.reshape(-1), *bounds)
+        cpu.reduction.fill_uniform(*self._key, self._sample, self._advance(out), out.reshape(-1), *bounds)
         return out
 
     def normal(self, scale: float = 1.0, shape: tuple[int, ...] = (), dtype: DTypeLike = np.float64) -> Array:
         """Return normal random numbers of mean 0 and standard deviation ``scale``, float32 or float64."""
         out = np.empty(shape, dtype)
         scales = np.array([scale], out.dtype)
-        cpu.random.fill_normal(*self._key, self._sample, self._advance(out), out.reshape(-1), scales)
+        cpu.reduction.fill_normal(*self._key, self._sample, self._advance(out), out.reshape(-1), scales)
         return out
 
     def integer(self, stop: int) -> int:

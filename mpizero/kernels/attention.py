@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpizero.kernels.cpu._rows import SCRATCH
 from mpizero.kernels.cpu.attention import gradient_of_first, softmax_of_first
+from mpizero.kernels.cpu.layers import SCRATCH
 from mpizero.kernels.jit import apart, kernel
 from mpizero.kernels.matmul import first_line, nothing_ahead, pack_left, pack_right, tiles
 from mpizero.kernels.matmul_tile import HIGH, VECTOR, tile_columns

@@ -131,7 +131,7 @@ def widened(x: HalfPrecisionArray) -> Array:
 
     xp = _library(x.bits)
     wide = xp.empty(x.bits.size, np.float32)
-    getattr(cuda.copy, SIXTEEN_BITS[x.dtype][1])(xp.ascontiguousarray(x.bits).reshape(-1), wide)
+    getattr(cuda.layers, SIXTEEN_BITS[x.dtype][1])(xp.ascontiguousarray(x.bits).reshape(-1), wide)
     shaped: Array = wide.reshape(x.bits.shape)
     return shaped
 
@@ -204,7 +204,7 @@ def _halved(x: Array, device: Multiplier, dtype: str) -> HalfPrecisionArray:
     transposed = not x.flags.c_contiguous and turned.flags.c_contiguous
     flat = xp.ascontiguousarray(turned if transposed else x).reshape(-1)
     bits = xp.empty(flat.size, np.uint16)
-    getattr(cuda.copy, SIXTEEN_BITS[dtype][0])(flat, bits)
+    getattr(cuda.layers, SIXTEEN_BITS[dtype][0])(flat, bits)
     shaped = bits.reshape(turned.shape if transposed else x.shape)
     return HalfPrecisionArray(shaped.swapaxes(-1, -2) if transposed else shaped, device, dtype)
 

@@ -397,7 +397,6 @@ class Kernel:
 
     def _build(self, dtype: str) -> bytes:
         """Compile the kernel for a dtype ("f4" or "f8") with numba, and return the contents of the object file."""
-
         signature = self.signature.resolve(dtype)
         dispatcher = _jit(self.python)
         arguments = _folded(self.python, tuple(numba_type(p) for p in signature.parameters))

@@ -2,9 +2,6 @@
 
 Load object files of machine code into this process, and call their functions as Python builtins.
 
-LLVM could load them, but its library is of 180 MB: with 64 ranks on two cores it took a twelfth of a training's start.
-What LLVM writes for the x86-64 CPUs of a JIT has absolute addresses only, and placing those is all that loading needs.
-
 Check and make folders of machine code, to which only this user may be able to write.
 
 [Note: who may write] Files and folders of root are trusted like the user's own, because root may do anything anyway.
@@ -20,7 +17,7 @@ Cache compiled kernels in a folder: one object file per kernel and dtype, compil
 The folder's name is a hash of every source file in the package ``mpizero.kernels``, of the compiler's version and of
 the CPU. So after a change of a formula, of numba or of the CPU type, a new, empty folder is used, and outdated code
 cannot be loaded. A file in the folder is run as machine code, so nobody but this user and root may be able to write to
-it: see [Note: who may write] in :mod:`mpizero.kernels.machine_code`. Numba's own cache, which stores pickles, is never used.
+it: see [Note: who may write]. Numba's own cache, which stores pickles, is never used.
 """
 
 from __future__ import annotations
@@ -33,9 +30,7 @@ import importlib.util
 import mmap
 import os
 import stat
-import struct
 import sys
-from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -107,15 +102,6 @@ def make_target_machine() -> Any:
 
 C_CONTIGUOUS, ALIGNED, WRITEABLE = 0x1, 0x100, 0x400
 _METH_FASTCALL = 0x80
-_ELF64, _X86_64 = b"\x7fELF\x02\x01", 62
-_CONTENTS, _SYMBOLS, _RELOCATIONS, _UNWINDING, _ABSOLUTE = 1, 2, 4, 0x70000001, 1
-_WRITABLE, _IN_MEMORY = 0x1, 0x2
-_Section = namedtuple("_Section", "name kind flags address offset size link target align entry_size")
-_SECTION = np.dtype("<u4, <u4, <u8, <u8, <u8, <u8, <u4, <u4, <u8, <u8")
-_Symbol = namedtuple("_Symbol", "name kind visibility section value size")  # section 0: it is in another file
-_SYMBOL = np.dtype("<u4, u1, u1, <u2, <u8, <u8")
-_Relocation = namedtuple("_Relocation", "offset kind symbol addend")
-_RELOCATION = np.dtype("<u8, <u4, <u4, <i8")
 
 
 class ArrayLayout:
@@ -171,7 +157,8 @@ class Native:
 
     def __init__(self, name: str, code: bytes, entry: str) -> None:
         _check_layout()
-        address = _place(code, entry) or _place_by_llvm(code, entry)
+        _check_memory()
+        address = _place(code, entry)
         self._method = _MethodDef(name.encode(), address, _METH_FASTCALL, None)
         new = ctypes.pythonapi.PyCFunction_NewEx
         new.restype, new.argtypes = ctypes.py_object, (ctypes.POINTER(_MethodDef), ctypes.py_object, ctypes.c_void_p)
@@ -193,106 +180,32 @@ def _check_layout() -> None:
 
 
 @functools.cache
+def _check_memory() -> None:
+    """Raise OSError where written memory may not become executable, for LLVM would end the process there."""
+    page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = ctypes.addressof(held := ctypes.c_char.from_buffer(page))
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    if protect(ctypes.c_void_p(start), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_EXEC):
+        raise OSError(ctypes.get_errno(), "written machine code may not run: allow execmem or set NUMBA_DISABLE_JIT=1")
+    del held
+    page.close()
+
+
+@functools.cache
 def address_of(name: str) -> int:
     """Return the address of a function of Python, or of the libraries that it brings; 0 if there is none."""
     function = getattr(ctypes.pythonapi, name, None)
     return (function and ctypes.cast(function, ctypes.c_void_p).value) or 0
 
 
-class _ObjectFile:
-    """Read an x86-64 object file, whose format is that of the System V ABI and its AMD64 supplement, chapter 4.
-
-    Attributes
-    ----------
-    places : dict of int to int
-        Where the sections that belong into memory lie in an image of the file, by number of the section.
-    size : int
-        Bytes of the image.
-    relocations : list of tuple
-        Place in the image, and record, of each address that is to be written.
-    supported : bool
-        Whether all that belongs into memory is contents that do not change, and all addresses are absolute.
-    """
-
-    def __init__(self, code: bytes) -> None:
-        self._code = code
-        (start,), (count,) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<H", code, 60)
-        self._sections = [_Section(*row) for row in np.frombuffer(code, _SECTION, count, start).tolist()]
-        self.places: dict[int, int] = {}
-        self.size, self.supported = 0, True
-        for number, section in enumerate(self._sections):
-            if section.flags & _IN_MEMORY and section.size and section.kind != _UNWINDING:
-                self.supported &= section.kind == _CONTENTS and not section.flags & _WRITABLE
-                self.places[number] = -(-self.size // section.align) * section.align
-                self.size = self.places[number] + section.size
-        table = next(section for section in self._sections if section.kind == _SYMBOLS)
-        self._names = self._sections[table.link].offset
-        self._symbols = [_Symbol(*row) for row in self._rows(_SYMBOL, table)]
-        self.relocations = [
-            (self.places[section.target] + row[0], _Relocation(*row))
-            for section in self._sections
-            if section.kind == _RELOCATIONS and section.target in self.places
-            for row in self._rows(_RELOCATION, section)
-        ]
-        for _, record in self.relocations:
-            self.supported &= record.kind == _ABSOLUTE and self._symbols[record.symbol].section in {0, *self.places}
-
-    def _rows(self, kind: np.dtype[Any], section: _Section) -> Any:
-        return np.frombuffer(self._code, kind, section.size // kind.itemsize, section.offset).tolist()
-
-    def _address(self, symbol: _Symbol, base: int) -> int:
-        if symbol.section:
-            return base + self.places[symbol.section] + int(symbol.value)
-        name = self._name(symbol)
-        if not (found := address_of(name)):
-            raise RuntimeError(f"machine code needs the function {name}, which this process has not")
-        return found
-
-    def _name(self, symbol: _Symbol) -> str:
-        start = self._names + symbol.name
-        return self._code[start : self._code.index(0, start)].decode()
-
-    def write(self, memory: mmap.mmap, base: int) -> None:
-        """Write the image into memory, which begins at the address ``base``."""
-        for number, place in self.places.items():
-            section = self._sections[number]
-            memory[place : place + section.size] = self._code[section.offset : section.offset + section.size]
-        for place, record in self.relocations:
-            address = self._address(self._symbols[record.symbol], base) + record.addend
-            struct.pack_into("<Q", memory, place, address)
-
-    def address(self, function: str, base: int) -> int:
-        """Return the address of a function of the file in an image at the address ``base``."""
-        return next(self._address(s, base) for s in self._symbols if s.section and self._name(s) == function)
-
-
-def _place(code: bytes, entry: str) -> int | None:
-    """Place an object file in memory, where it stays, and return the address of its function ``entry``.
-
-    Return None, and do nothing, if the file is not for x86-64 CPUs, or has more than :class:`_ObjectFile` knows.
-    """
-    if code[:6] != _ELF64 or struct.unpack_from("<H", code, 18)[0] != _X86_64:
-        return None
-    file = _ObjectFile(code)
-    if not file.supported:
-        return None
-    memory = mmap.mmap(-1, file.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # never freed, because a kernel may still be running
-    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    file.write(memory, base)
-    protect = ctypes.CDLL(None, use_errno=True).mprotect
-    if protect(ctypes.c_void_p(base), ctypes.c_size_t(file.size), mmap.PROT_READ | mmap.PROT_EXEC):
-        raise OSError(ctypes.get_errno(), "written machine code may not run: allow execmem or set NUMBA_DISABLE_JIT=1")
-    return file.address(entry, base)
-
-
-def _place_by_llvm(code: bytes, entry: str) -> int:
+def _place(code: bytes, entry: str) -> int:
     """Have LLVM load an object file, and return the address of its function ``entry``."""
     llvm, engine = initialized_llvm(), _engine()
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    address: int = engine.get_function_address(entry)
-    return address
+    if not (address := engine.get_function_address(entry)):
+        raise RuntimeError(f"machine code has no function {entry}")
+    return int(address)
 
 
 @functools.cache

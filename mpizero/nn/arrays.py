@@ -75,7 +75,7 @@ def sum_rows(dy: Array, out: Array) -> None:
     xp = namespace(dy)
     if xp is np:
         rows = np.ascontiguousarray(dy)
-        kernels.backend(rows).activation.column_sums(rows, out)
+        kernels.backend(rows).layers.column_sums(rows, out)
     else:
         xp.sum(dy, axis=0, out=out)
 
@@ -259,7 +259,7 @@ def _random(spec: ParameterSpec, seed: int, like: Array) -> _Fill:
     ``like`` is an array of the library (NumPy or CuPy) and dtype that ``out`` will have.
     """
     key0, key1 = _key(seed, spec.guest or spec.name)
-    random, scale = kernels.backend(like).random, spec.init.scale
+    random, scale = kernels.backend(like).reduction, spec.init.scale
     if spec.init.kind == "normal":
         deviation = vector(like, scale / math.sqrt(2) if spec.complex else scale)
         return lambda first, out: random.fill_normal(key0, key1, _SITE, first, out, deviation)

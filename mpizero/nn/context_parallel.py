@@ -407,7 +407,7 @@ class _Tiles:
 
     def __init__(self, layer: RingSelfAttention, qkv: Array, run: Run, first_head: int) -> None:
         self.zigzag = Zigzag(run.length, layer.group.size)
-        self.kernels = kernels.backend(qkv).ring
+        self.kernels = kernels.backend(qkv).attention
         self.scale = vector(qkv, layer.scale)
         self._run, self._dropout, self._first_head = run, layer.probability_dropout, first_head
         self._heads, self._rank, self._samples = layer.heads, layer.group.rank, qkv.shape[0]

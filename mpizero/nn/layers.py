@@ -209,7 +209,7 @@ class Activation(Layer):
         xp = namespace(x)
         x = xp.ascontiguousarray(x)
         y = xp.empty_like(x)
-        getattr(kernels.backend(x).activation, self.kernel)(x.reshape(-1), y.reshape(-1))
+        getattr(kernels.backend(x).layers, self.kernel)(x.reshape(-1), y.reshape(-1))
         return y, x
 
     def forward_biased(self, x: Array, bias: Array | None) -> tuple[Array, Any]:
@@ -237,7 +237,7 @@ class Activation(Layer):
         return dy
 
     def _multiply(self, x: Array, dy: Array, dx: Array) -> None:
-        backward = getattr(kernels.backend(x).activation, f"{self.kernel}_backward")
+        backward = getattr(kernels.backend(x).layers, f"{self.kernel}_backward")
         backward(x.reshape(-1), dy.reshape(-1), dx.reshape(-1))
 
 
@@ -268,7 +268,7 @@ class GELU(Activation):
         xp = namespace(x)
         rows = xp.ascontiguousarray(x).reshape(-1, x.shape[-1])
         y = xp.empty_like(rows)
-        kernels.backend(x).activation.bias_gelu(rows, bias, rows, y)
+        kernels.backend(x).layers.bias_gelu(rows, bias, rows, y)
         return y.reshape(x.shape), rows.reshape(x.shape)
 
 
@@ -403,7 +403,7 @@ class LayerNorm(Layer):
         rows = as_rows(x, self.features, weight.dtype, "LayerNorm")
         y = xp.empty_like(rows)
         mean, rstd = xp.empty((2, len(rows)), rows.dtype)
-        kernels.backend(rows).norm.layernorm(rows, weight, params["bias"], vector(rows, self.eps), y, mean, rstd)
+        kernels.backend(rows).layers.layernorm(rows, weight, params["bias"], vector(rows, self.eps), y, mean, rstd)
         return y.reshape(x.shape), (rows, mean, rstd)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
@@ -422,7 +422,7 @@ class LayerNorm(Layer):
         dy_rows = xp.ascontiguousarray(dy.reshape(rows.shape))
         past = rows[:0] if residual is None else xp.ascontiguousarray(residual.reshape(rows.shape))
         dx, sums = xp.empty_like(rows), xp.empty((2, self.features), rows.dtype)
-        kernels.backend(rows).norm.layernorm_backward(dy_rows, rows, weight, mean, rstd, past, dx, sums[0], sums[1])
+        kernels.backend(rows).layers.layernorm_backward(dy_rows, rows, weight, mean, rstd, past, dx, sums[0], sums[1])
         return dx.reshape(dy.shape), sums
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
@@ -479,7 +479,7 @@ class RMSNorm(Layer):
         rows = as_rows(x, self.features, weight.dtype, "RMSNorm")
         y = xp.empty_like(rows)
         rstd = xp.empty(len(rows), rows.dtype)
-        kernels.backend(rows).norm.rmsnorm(rows, weight, vector(rows, self.eps), y, rstd)
+        kernels.backend(rows).layers.rmsnorm(rows, weight, vector(rows, self.eps), y, rstd)
         return y.reshape(x.shape), (rows, rstd)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
@@ -488,13 +488,13 @@ class RMSNorm(Layer):
         xp = namespace(rows)
         dy_rows = xp.ascontiguousarray(dy.reshape(rows.shape))
         dx = xp.empty_like(rows)
-        kernels.backend(rows).norm.rmsnorm_backward_input(dy_rows, rows, params["weight"], rstd, dx)
+        kernels.backend(rows).layers.rmsnorm_backward_input(dy_rows, rows, params["weight"], rstd, dx)
         return dx.reshape(dy.shape), dy_rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradient of ``weight``."""
         rows, rstd = cache
-        kernels.backend(rows).norm.rmsnorm_backward_weights(pending, rows, rstd, grads["weight"])
+        kernels.backend(rows).layers.rmsnorm_backward_weights(pending, rows, rstd, grads["weight"])
 
 
 @explains
@@ -564,7 +564,7 @@ class Dropout(Layer):
         x = xp.ascontiguousarray(x)
         y: Array = xp.empty_like(x)
         per_sample = x.size // x.shape[0]
-        kernels.backend(x).random.dropout(
+        kernels.backend(x).reduction.dropout(
             x.reshape(-1),
             y.reshape(-1),
             vector(x, self.rate),

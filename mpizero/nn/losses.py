@@ -284,12 +284,12 @@ class L1Loss(ElementLoss):
 
     def losses(self, prediction: Array, targets: Array, losses: Array) -> None:
         """Write the absolute error of each element to ``losses``."""
-        loss = kernels.backend(prediction).element_loss
+        loss = kernels.backend(prediction).losses
         loss.absolute_error(prediction.reshape(-1), targets.reshape(-1), losses.reshape(-1))
 
     def gradients(self, prediction: Array, targets: Array, scale1: Array, gradient: Array) -> None:
         """Write ``scale1[0]`` times the gradient of the sum of all losses to ``gradient``."""
-        loss = kernels.backend(prediction).element_loss
+        loss = kernels.backend(prediction).losses
         loss.absolute_error_backward(prediction.reshape(-1), targets.reshape(-1), scale1, gradient.reshape(-1))
 
 
@@ -321,12 +321,12 @@ class HuberLoss(ElementLoss):
 
     def losses(self, prediction: Array, targets: Array, losses: Array) -> None:
         """Write the Huber loss of each element to ``losses``."""
-        loss, delta = kernels.backend(prediction).element_loss, vector(prediction, self.delta)
+        loss, delta = kernels.backend(prediction).losses, vector(prediction, self.delta)
         loss.huber(prediction.reshape(-1), targets.reshape(-1), delta, losses.reshape(-1))
 
     def gradients(self, prediction: Array, targets: Array, scale1: Array, gradient: Array) -> None:
         """Write ``scale1[0]`` times the gradient of the sum of all losses to ``gradient``."""
-        loss, delta = kernels.backend(prediction).element_loss, vector(prediction, self.delta)
+        loss, delta = kernels.backend(prediction).losses, vector(prediction, self.delta)
         loss.huber_backward(prediction.reshape(-1), targets.reshape(-1), delta, scale1, gradient.reshape(-1))
 
 
@@ -367,13 +367,13 @@ class BCEWithLogitsLoss(ElementLoss):
         """Write the cross-entropy of each element to ``losses``."""
         logits, factors = self._rows(prediction)
         rows = targets.reshape(logits.shape), factors, losses.reshape(logits.shape)
-        kernels.backend(prediction).element_loss.binary_cross_entropy(logits, *rows)
+        kernels.backend(prediction).losses.binary_cross_entropy(logits, *rows)
 
     def gradients(self, prediction: Array, targets: Array, scale1: Array, gradient: Array) -> None:
         """Write ``scale1[0]`` times the gradient of the sum of all losses to ``gradient``."""
         logits, factors = self._rows(prediction)
         rows = targets.reshape(logits.shape), factors, scale1, gradient.reshape(logits.shape)
-        kernels.backend(prediction).element_loss.binary_cross_entropy_backward(logits, *rows)
+        kernels.backend(prediction).losses.binary_cross_entropy_backward(logits, *rows)
 
     def _rows(self, prediction: Array) -> tuple[Array, Array]:
         """Return the logits as rows of outputs, and the factor on positive targets of each output."""
@@ -455,12 +455,12 @@ class GaussianNLLLoss(ElementLoss):
     def losses(self, prediction: Array, targets: Array, losses: Array) -> None:
         """Write the loss of each element to ``losses``."""
         rows = self._rows(prediction), self._rows(targets), self._lowest(prediction), self._rows(losses)
-        kernels.backend(prediction).element_loss.gaussian_likelihood(*rows)
+        kernels.backend(prediction).losses.gaussian_likelihood(*rows)
 
     def gradients(self, prediction: Array, targets: Array, scale1: Array, gradient: Array) -> None:
         """Write ``scale1[0]`` times the gradient of the sum of all losses to ``gradient``."""
         rows = self._rows(prediction), self._rows(targets), self._lowest(prediction), scale1, self._rows(gradient)
-        kernels.backend(prediction).element_loss.gaussian_likelihood_backward(*rows)
+        kernels.backend(prediction).losses.gaussian_likelihood_backward(*rows)
 
     def _lowest(self, prediction: Array) -> Array:
         return vector(prediction, math.log(self.eps))
@@ -546,7 +546,7 @@ class RelativeL2Loss:
         """Return the Euclidean norm of each row, in float64."""
         xp = namespace(rows)
         sums = xp.empty(len(rows), np.float64)
-        kernels.backend(rows).element_loss.row_square_sums(rows, sums)
+        kernels.backend(rows).losses.row_square_sums(rows, sums)
         norms: Array = xp.sqrt(sums)
         return norms
 
@@ -621,7 +621,7 @@ class CrossEntropy:
         xp = namespace(prediction)
         logits = xp.ascontiguousarray(prediction.reshape(targets.size, classes))
         losses = xp.empty(targets.size, np.float64)
-        kernels.backend(logits).loss.softmax_cross_entropy(logits, targets, losses)
+        kernels.backend(logits).losses.softmax_cross_entropy(logits, targets, losses)
         return *self.totals(losses, targets, weights), (logits, targets, weights, prediction.shape)
 
     def as_targets(self, target: Any, shape: tuple[int, ...], classes: int) -> tuple[Array, Array | None]:
@@ -659,7 +659,7 @@ class CrossEntropy:
         """Return ``scale`` times the gradient of the loss sum, in the shape of the prediction."""
         logits, targets, weights, shape = cache
         gradient: Array = namespace(logits).empty_like(logits)
-        loss = kernels.backend(logits).loss
+        loss = kernels.backend(logits).losses
         loss.softmax_cross_entropy_backward(logits, targets, vector(logits, scale), gradient)
         return times(gradient, weights).reshape(shape)
 

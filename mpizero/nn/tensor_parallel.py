@@ -826,7 +826,7 @@ class SplitEmbedding(Layer):
         weight = params["weight"]
         ids = as_ids(x, self.whole.items, "Embedding").reshape(-1) - self.ranges[0][0]
         rows = namespace(weight).empty((ids.size, self.whole.features), weight.dtype)
-        kernels.backend(weight).embedding.gather(weight, ids, rows)
+        kernels.backend(weight).layers.gather(weight, ids, rows)
         rows[(ids < 0) | (ids >= size_of(self.ranges))] = 0
         leave: Region = Scatter(self.group, 1, x.shape[1]) if self.sequence else Reduce(self.group)
         return leave.forward(rows.reshape(*x.shape, self.whole.features)), (ids, leave)
@@ -850,7 +850,7 @@ class SplitEmbedding(Layer):
         """
         gradient[...] = 0
         rows = namespace(dy).ascontiguousarray(dy.reshape(ids.size, self.whole.features))
-        kernels.backend(gradient).embedding.scatter_add(rows, ids, gradient)
+        kernels.backend(gradient).layers.scatter_add(rows, ids, gradient)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the unsplit layer's output shape for one sample of ``shape``. Not collective."""
@@ -1018,7 +1018,7 @@ class SplitCrossEntropy:
             The intermediate results that :meth:`backward` needs.
         """
         targets, weights = self.whole.as_targets(target, prediction.shape[:-1], self.classes)
-        xp, loss = namespace(prediction), kernels.backend(prediction).loss
+        xp, loss = namespace(prediction), kernels.backend(prediction).losses
         logits = xp.ascontiguousarray(prediction.reshape(targets.size, prediction.shape[-1]))
         first = own_range(self.classes, self.group)[0]
         own = xp.empty((1, 3, targets.size), logits.dtype)
@@ -1033,7 +1033,7 @@ class SplitCrossEntropy:
         logits, targets, weights, merged, shape = cache
         gradient: Array = namespace(logits).empty_like(logits)
         first = own_range(self.classes, self.group)[0]
-        loss = kernels.backend(logits).loss
+        loss = kernels.backend(logits).losses
         loss.partial_cross_entropy_backward(logits, targets, first, merged, vector(logits, scale), gradient)
         return times(gradient, weights).reshape(shape)
 

@@ -96,7 +96,7 @@ class Embedding(Layer):
         weight = params["weight"]
         ids = as_ids(x, self.items, "Embedding").reshape(-1)
         rows = namespace(weight).empty((ids.size, self.features), weight.dtype)
-        kernels.backend(weight).embedding.gather(weight, ids, rows)
+        kernels.backend(weight).layers.gather(weight, ids, rows)
         return rows.reshape(*x.shape, self.features), ids
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
@@ -108,7 +108,7 @@ class Embedding(Layer):
         gradient = grads["weight"]
         gradient[...] = 0
         rows = namespace(pending).ascontiguousarray(pending.reshape(cache.size, self.features))
-        kernels.backend(gradient).embedding.scatter_add(rows, cache, gradient)
+        kernels.backend(gradient).layers.scatter_add(rows, cache, gradient)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return ``shape`` with ``features`` appended."""
@@ -777,7 +777,7 @@ class CausalSelfAttention(AttentionBase):
             qkv = xp.ascontiguousarray(qkv)
             rows = qkv.reshape(-1, width)
             if bias is not None:
-                kernels.backend(rows).activation.add_bias(rows, bias, rows)
+                kernels.backend(rows).layers.add_bias(rows, bias, rows)
             return self._attend_by_kernels(qkv, run, first_head)
         apart = xp.empty_like(qkv, shape=(3, samples, self.heads, length, self.dim // self.heads))
         work, qkv = self._batched(apart, run, first_head), xp.ascontiguousarray(qkv)
@@ -992,7 +992,7 @@ class TransformerBlockBase(SequenceLayer):
             return branch
         rows = xp.ascontiguousarray(branch).reshape(-1, branch.shape[-1])
         residual = xp.ascontiguousarray(stream).reshape(rows.shape)
-        kernels.backend(rows).activation.add_bias_residual(rows, bias, residual, rows)
+        kernels.backend(rows).layers.add_bias_residual(rows, bias, residual, rows)
         joined: Array = rows.reshape(branch.shape)
         return joined
 

@@ -439,7 +439,7 @@ class _Cut(NamedTuple):
         found: Array = xp.empty(self.places[-1], array.dtype)
         if array.size:
             matrix, ranges, parts = self._as_reals(xp.ascontiguousarray(array), found)
-            kernels.backend(array).copy.split_columns(matrix, ranges, parts)
+            kernels.backend(array).layers.split_columns(matrix, ranges, parts)
         return found
 
     def parts(self, copied: Array) -> list[Array]:
@@ -452,7 +452,7 @@ class _Cut(NamedTuple):
         whole = namespace(array).ascontiguousarray(array)
         if array.size:
             matrix, ranges, parts = self._as_reals(whole, copied)
-            kernels.backend(array).copy.join_columns(parts, ranges, matrix)
+            kernels.backend(array).layers.join_columns(parts, ranges, matrix)
         if whole is not array:
             array[...] = whole
 

@@ -76,7 +76,7 @@ class ParameterGroup:
 class RowSum(NamedTuple):
     """Describe an averaged gradient that has not been computed yet: rows to add in tree order, and the divisor.
 
-    A row is one partial sum of the gradient. The kernels of :mod:`mpizero.kernels.cpu.fused` add the rows, divide the
+    A row is one partial sum of the gradient. The kernels of :mod:`mpizero.kernels.cpu.update` add the rows, divide the
     sum and update the parameters in one pass over memory.
 
     Attributes
@@ -226,15 +226,15 @@ class FlatOptimizer:
 
         All arrays are contiguous, 1-D and of one dtype. ``hyper`` comes from :meth:`hyper`.
         """
-        kernel = getattr(kernels.backend(w).optimizer, self._kernel)
+        kernel = getattr(kernels.backend(w).update, self._kernel)
         jit.run_range(kernel, (w, g, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
         """Compute the averaged gradient of ``rows``, and update ``w`` and ``state`` with it, in one pass over memory.
 
-        The result has the same bits as ``fused.tree_sum`` followed by :meth:`apply`.
+        The result has the same bits as the kernel ``tree_sum`` followed by :meth:`apply`.
         """
-        kernel = getattr(kernels.backend(w).fused, f"{self._kernel}_tree")
+        kernel = getattr(kernels.backend(w).update, f"{self._kernel}_tree")
         jit.run_range(kernel, (*rows, w, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)
 
 
@@ -539,7 +539,7 @@ class LAMB(Adam):
     def direction(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array) -> None:
         """Update the moving averages in ``state`` with the gradient ``g``; overwrite ``g`` with the direction."""
         slots = (state[slot] for slot in self.slots)
-        kernels.backend(w).optimizer.lamb_direction(w, g, *slots, hyper, 0, w.size)
+        kernels.backend(w).update.lamb_direction(w, g, *slots, hyper, 0, w.size)
 
     def direction_tree(self, rows: RowSum, w: Array, u: Array, state: Mapping[str, Array], hyper: Array) -> None:
         """Compute the averaged gradient that ``rows`` describes; update ``state``, and write the direction to ``u``.
@@ -548,7 +548,7 @@ class LAMB(Adam):
         ``rows.first``.
         """
         slots = (state[slot] for slot in self.slots)
-        kernels.backend(w).fused.lamb_direction_tree(*rows, w, u, *slots, hyper, 0, w.size)
+        kernels.backend(w).update.lamb_direction_tree(*rows, w, u, *slots, hyper, 0, w.size)
 
     @staticmethod
     def trust_ratio(weight_norm: float, direction_norm: float) -> float:
@@ -558,7 +558,7 @@ class LAMB(Adam):
     def apply_direction(self, w: Array, u: Array, hyper: Array, ratio: float) -> None:
         """Update a tensor along its direction: ``w -= lr * ratio * u``, with the learning rate ``lr`` of ``hyper``."""
         rate = np.array([float(hyper[-1]) * ratio], hyper.dtype)
-        kernels.backend(w).optimizer.lamb_apply(w, u, rate, 0, w.size)
+        kernels.backend(w).update.lamb_apply(w, u, rate, 0, w.size)
 
     def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
         """Raise an error, because LAMB needs the norm of a whole tensor.
@@ -635,7 +635,7 @@ class AdaptedOptimizer:
         """Compute the averaged gradient that ``rows`` describes, then update ``w`` and ``state`` by :meth:`apply`."""
         g = np.empty_like(w)
         values, first, program, divisor = rows
-        kernels.backend(w).fused.tree_sum(values, first, values, 0, program, divisor, g, 0, w.size)
+        kernels.backend(w).update.tree_sum(values, first, values, 0, program, divisor, g, 0, w.size)
         self.apply(w, g, state, hyper, threads)
 
     def _check_entries(self, given: Mapping[str, Any], step: int, size: int) -> None:
@@ -847,7 +847,7 @@ class AveragingOptimizer:
     def follow(self, w: Array, average: Array, threads: int = 1) -> None:
         """Move ``average`` towards the updated parameters ``w``."""
         rate = kernels.namespace(w).full(1, 1.0 - self.decay, w.dtype)
-        jit.run_range(kernels.backend(w).optimizer.ema, (w, average, rate), 0, w.size, threads)
+        jit.run_range(kernels.backend(w).update.ema, (w, average, rate), 0, w.size, threads)
 
 
 def averaging(optimizer: Any, decay: float | None) -> Any:

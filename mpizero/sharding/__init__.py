@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from mpizero.sharding.fit import OptimizationOptions as OptimizationOptions
     from mpizero.sharding.fit import OptimizationResult as OptimizationResult
     from mpizero.sharding.forward_backward import Evaluation as Evaluation
-    from mpizero.sharding.minimize import MinimizeResult as MinimizeResult
-    from mpizero.sharding.minimize import minimize as minimize
+    from mpizero.sharding.minimization import MinimizeResult as MinimizeResult
+    from mpizero.sharding.minimization import minimize as minimize
     from mpizero.sharding.model import Gradients as Gradients
     from mpizero.sharding.model import ShardedModelBase as ShardedModelBase
     from mpizero.sharding.optimizer import GradientCompressionOptimizer as GradientCompressionOptimizer

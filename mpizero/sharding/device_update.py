@@ -9,7 +9,7 @@ pinned host buffer. For each section, gradients are summed or copied into the pi
 GPU's kernels update the section. Then its updated parameters are copied to the node's shared window. If the GPU has a
 copy of all parameters, the kernels update that copy. Otherwise the section's parameters are first copied to a buffer on
 the GPU. Kernels work element by element, so the cut into sections and shards changes no bit. Each operation is rounded,
-as on the host ([Note: contraction] in ``kernels/cuda/_compiling.py``).
+as on the host ([Note: contraction] in ``kernels/cuda/launch.py``).
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class StagedUpdater(DeviceUpdater):
 
         def tree(at: int, first: int, target: Array) -> None:
             args = (rows, at + first, rows[:0], 0, program, divisors.gradients, target)
-            jit.run_range(kernels.backend(rows).fused.tree_sum, args, 0, target.size, threads)
+            jit.run_range(kernels.backend(rows).update.tree_sum, args, 0, target.size, threads)
 
         def tied(piece: UpdatePiece, first: int, target: Array) -> None:
             tree(piece.gradient, first, target)

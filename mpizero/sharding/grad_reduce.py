@@ -1336,7 +1336,7 @@ class WaveBuffer:
             self.memory.barrier("gradients in place")
 
     def _merge(self, piece: RowRange, at: int, programs: Sequence[tuple[int, Array]], arrivals: int) -> None:
-        fused = kernels.backend(self.stack).fused
+        fused = kernels.backend(self.stack).update
         rows = piece.rows[:arrivals]
         for row, program in programs:
             out = self.stack[row, at : at + piece.size]

@@ -512,7 +512,7 @@ class Updater:
 
         :meth:`update_fused` describes the other parameters.
         """
-        tree_sum = kernels.backend(rows).fused.tree_sum
+        tree_sum = kernels.backend(rows).update.tree_sum
         for piece in self.averages:
             w = values[piece.store : piece.store + piece.size]
             tree_sum(rows, piece.gradient, rows[:0], 0, program, divisors.averages, w, 0, piece.size)
@@ -527,7 +527,7 @@ class Updater:
 
         :meth:`update_fused` describes ``rows`` and ``program``; ``divisor`` is that of gradients.
         """
-        tree_sum, own = kernels.backend(rows).fused.tree_sum, rows[0, : piece.size]
+        tree_sum, own = kernels.backend(rows).update.tree_sum, rows[0, : piece.size]
         total: Array = kernels.namespace(rows).empty_like(own)
         other = kernels.namespace(rows).empty_like(own)
         tree_sum(rows, piece.gradient, rows[:0], 0, program, divisor, total, 0, piece.size)

@@ -113,7 +113,7 @@ class ShardedVectors:
         self._add(factor, self._updater.state[source], self._updater.state[target])
 
     def _add(self, factor: float, x: Array, y: Array) -> None:
-        jit.run_range(kernels.cpu.optimizer.add_scaled, (y, x, np.array([factor], y.dtype)), 0, y.size, self.threads)
+        jit.run_range(kernels.cpu.update.add_scaled, (y, x, np.array([factor], y.dtype)), 0, y.size, self.threads)
 
     def precondition(self, target: str) -> None:
         """Multiply a vector by the preconditioner, if there is one. Not collective."""

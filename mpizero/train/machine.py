@@ -203,7 +203,7 @@ def try_kernel() -> tuple[str, CacheFolder | None, float]:
             return f"{place.path} cannot be written", place, 0.0
         x = np.arange(5, dtype=np.float32)
         y = np.empty_like(x)
-        cpu.activation.relu(x - 2, y)
+        cpu.layers.relu(x - 2, y)
     except Exception as error:  # whatever a broken compiler or disk may raise is the result
         return f"{type(error).__name__}: {error}", None, 0.0
     wrong = "" if y.tolist() == [0, 0, 0, 1, 2] else f"a kernel computes {y.tolist()} instead of [0, 0, 0, 1, 2]"

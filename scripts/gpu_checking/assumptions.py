@@ -43,8 +43,8 @@ def _updates(report: Report, device: gpu.Device, small: bool) -> None:
             arrays = [np.abs(rng.standard_normal(size)).astype(dtype) for _ in range(2 + slots)]
             hyper = np.array(scalars, dtype)
             placed = [device.put(values) for values in arrays]
-            getattr(cuda.optimizer, name)(*placed, hyper, 0, size)
-            getattr(cpu.optimizer, name)(*arrays, hyper, 0, size)
+            getattr(cuda.update, name)(*placed, hyper, 0, size)
+            getattr(cpu.update, name)(*arrays, hyper, 0, size)
             if any(_bytes(one) != other.tobytes() for one, other in zip(placed, arrays, strict=True)):
                 differ.append(f"{name} {dtype.__name__}")
     report.check("updates have the bits of the CPU", not differ, ", ".join(differ) or f"{2 * len(UPDATES)} kernels")
@@ -120,7 +120,7 @@ def _launch_cost(report: Report, device: gpu.Device, small: bool) -> None:
         device.synchronize()
         return taken * 1e3
 
-    ours = microseconds(lambda: cuda.activation.relu(x, y))
+    ours = microseconds(lambda: cuda.layers.relu(x, y))
     theirs = microseconds(lambda: plain((8,), (128,), (x, y)))
     report.figure("a launch takes the host", f"{ours:.0f} microseconds, one of a RawKernel of CuPy {theirs:.0f}")
 

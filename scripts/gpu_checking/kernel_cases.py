@@ -82,27 +82,27 @@ def cases(d: Draw) -> Iterator[Case]:
 def _flat(d: Draw) -> Iterator[Case]:
     n, (rows, columns) = d.flat, (d.rows, d.columns)
     for name in ("gelu", "silu", "relu", "tanh"):
-        yield Case(f"activation.{name}", (d.normal(n), d.out(n)))
-        yield Case(f"activation.{name}_backward", (d.normal(n), d.normal(n), d.out(n)))
+        yield Case(f"layers.{name}", (d.normal(n), d.out(n)))
+        yield Case(f"layers.{name}_backward", (d.normal(n), d.normal(n), d.out(n)))
     x, bias = d.normal(rows, columns), d.normal(columns)
-    yield Case("activation.add_bias", (x, bias, d.out(rows, columns)))
-    yield Case("activation.add_bias_residual", (x, bias, d.normal(rows, columns), d.out(rows, columns)))
-    yield Case("activation.bias_gelu", (x, bias, d.out(rows, columns), d.out(rows, columns)))
-    yield Case("activation.column_sums", (x, d.out(columns)))
+    yield Case("layers.add_bias", (x, bias, d.out(rows, columns)))
+    yield Case("layers.add_bias_residual", (x, bias, d.normal(rows, columns), d.out(rows, columns)))
+    yield Case("layers.bias_gelu", (x, bias, d.out(rows, columns), d.out(rows, columns)))
+    yield Case("layers.column_sums", (x, d.out(columns)))
     one, other, scale = d.normal(n), d.normal(n), d.host([0.25])
     losses = d.out(n, dtype=np.float64)
-    yield Case("element_loss.absolute_error", (one, other, losses))
-    yield Case("element_loss.absolute_error_backward", (one, other, scale, d.out(n)))
-    yield Case("element_loss.huber", (one, other, d.host([0.5]), losses))
-    yield Case("element_loss.huber_backward", (one, other, d.host([0.5]), scale, d.out(n)))
+    yield Case("losses.absolute_error", (one, other, losses))
+    yield Case("losses.absolute_error_backward", (one, other, scale, d.out(n)))
+    yield Case("losses.huber", (one, other, d.host([0.5]), losses))
+    yield Case("losses.huber_backward", (one, other, d.host([0.5]), scale, d.out(n)))
     target, weights = (d.normal(rows, columns) > 0).astype(d.dtype), d.positive(columns)
     losses, lowest, both = d.out(rows, columns, dtype=np.float64), d.host([-0.5]), d.normal(rows, 2 * columns)
-    yield Case("element_loss.binary_cross_entropy", (x, target, weights, losses))
-    yield Case("element_loss.binary_cross_entropy_backward", (x, target, weights, scale, d.out(rows, columns)))
-    yield Case("element_loss.gaussian_likelihood", (both, x, lowest, losses))
-    yield Case("element_loss.gaussian_likelihood_backward", (both, x, lowest, scale, d.out(rows, 2 * columns)))
-    yield Case("element_loss.row_square_sums", (x, d.out(rows, dtype=np.float64)))
-    yield Case("copy.scale", (d.normal(n), d.host([0.1])))
+    yield Case("losses.binary_cross_entropy", (x, target, weights, losses))
+    yield Case("losses.binary_cross_entropy_backward", (x, target, weights, scale, d.out(rows, columns)))
+    yield Case("losses.gaussian_likelihood", (both, x, lowest, losses))
+    yield Case("losses.gaussian_likelihood_backward", (both, x, lowest, scale, d.out(rows, 2 * columns)))
+    yield Case("losses.row_square_sums", (x, d.out(rows, dtype=np.float64)))
+    yield Case("layers.scale", (d.normal(n), d.host([0.1])))
     starts, stops = d.host([0, n // 3, n], np.int64), d.host([n, n // 3, n], np.int64)
     yield Case("reduction.tree_square_sums", (one, starts, stops, d.host(np.zeros(3), np.float64)))
     yield Case("reduction.tree_dots", (one, other, starts, stops, d.host(np.zeros(3), np.float64)))
@@ -126,43 +126,43 @@ def _updates(d: Draw) -> Iterator[Case]:
     first, last = min(1, n - 1), n
     program, divisor = d.host(PROGRAM, np.int32), d.host([3])
     rows_a, rows_b = d.normal(2, n + 2), d.normal(3, n + 5)
-    yield Case("fused.tree_sum", (rows_a, 1, rows_b, 3, program, divisor, d.normal(n), first, last))
+    yield Case("update.tree_sum", (rows_a, 1, rows_b, 3, program, divisor, d.normal(n), first, last))
     rows = (d.normal(5, n + 2), 1, program, divisor)
     for name, (slots, scalars) in UPDATES.items():
         state, hyper = [d.positive(n) for _ in range(slots)], d.host(scalars)
-        yield Case(f"optimizer.{name}", (d.normal(n), d.normal(n), *state, hyper, first, last))
+        yield Case(f"update.{name}", (d.normal(n), d.normal(n), *state, hyper, first, last))
         if name in IN_ONE_PASS:
-            yield Case(f"fused.{name}_tree", (*rows, d.normal(n), *state, hyper, first, last))
+            yield Case(f"update.{name}_tree", (*rows, d.normal(n), *state, hyper, first, last))
     state, hyper = [d.positive(n), d.positive(n)], d.host(UPDATES["lamb_direction"][1])
-    yield Case("fused.lamb_direction_tree", (*rows, d.normal(n), d.normal(n), *state, hyper, first, last))
-    yield Case("optimizer.add_scaled", (d.normal(n), d.normal(n), d.host([0.3]), first, last))
+    yield Case("update.lamb_direction_tree", (*rows, d.normal(n), d.normal(n), *state, hyper, first, last))
+    yield Case("update.add_scaled", (d.normal(n), d.normal(n), d.host([0.3]), first, last))
 
 
 def _rows(d: Draw) -> Iterator[Case]:
     rows, columns = d.rows, d.columns
     x, dy, gamma, beta = d.normal(rows, columns), d.normal(rows, columns), d.normal(columns), d.normal(columns)
     mean, rstd, eps, y = d.normal(rows), d.positive(rows), d.host([1e-2]), d.out(rows, columns)
-    yield Case("norm.layernorm", (x, gamma, beta, eps, y, d.out(rows), d.out(rows)))
+    yield Case("layers.layernorm", (x, gamma, beta, eps, y, d.out(rows), d.out(rows)))
     for residual in (x[:0], d.normal(rows, columns)):
         sums = d.out(columns), d.out(columns)
-        yield Case("norm.layernorm_backward", (dy, x, gamma, mean, rstd, residual, y, *sums))
-    yield Case("norm.rmsnorm", (x, gamma, eps, y, d.out(rows)))
-    yield Case("norm.rmsnorm_backward_input", (dy, x, gamma, rstd, y))
-    yield Case("norm.rmsnorm_backward_weights", (dy, x, rstd, d.out(columns)))
+        yield Case("layers.layernorm_backward", (dy, x, gamma, mean, rstd, residual, y, *sums))
+    yield Case("layers.rmsnorm", (x, gamma, eps, y, d.out(rows)))
+    yield Case("layers.rmsnorm_backward_input", (dy, x, gamma, rstd, y))
+    yield Case("layers.rmsnorm_backward_weights", (dy, x, rstd, d.out(columns)))
     targets = d.rng.integers(-1, columns, rows)
     losses, scale = d.out(rows, dtype=np.float64), d.host([0.5])
-    yield Case("loss.softmax_cross_entropy", (x, targets, losses), tolerance=300)
-    yield Case("loss.softmax_cross_entropy_backward", (x, targets, scale, y), tolerance=300)
+    yield Case("losses.softmax_cross_entropy", (x, targets, losses), tolerance=300)
+    yield Case("losses.softmax_cross_entropy_backward", (x, targets, scale, y), tolerance=300)
     # a part of the classes, numbers 8 to 7 + columns
     shifted = np.where(targets < 0, -1, targets + 8)
     terms = np.abs(d.normal(2, 3, rows)) + d.dtype(1)
     merged = np.stack([d.normal(rows), d.positive(rows)])
-    yield Case("loss.partial_cross_entropy", (x, shifted, 8, d.out(3, rows)), tolerance=300)
-    yield Case("loss.merged_cross_entropy", (terms, shifted, d.out(2, rows), losses), tolerance=300)
-    yield Case("loss.partial_cross_entropy_backward", (x, shifted, 8, merged, scale, y), tolerance=300)
+    yield Case("losses.partial_cross_entropy", (x, shifted, 8, d.out(3, rows)), tolerance=300)
+    yield Case("losses.merged_cross_entropy", (terms, shifted, d.out(2, rows), losses), tolerance=300)
+    yield Case("losses.partial_cross_entropy_backward", (x, shifted, 8, merged, scale, y), tolerance=300)
     ids = d.rng.integers(0, columns, 2 * rows)
-    yield Case("embedding.gather", (d.normal(columns, 7), ids, d.out(2 * rows, 7)))
-    yield Case("embedding.scatter_add", (d.normal(2 * rows, 7), ids, d.normal(columns, 7)))
+    yield Case("layers.gather", (d.normal(columns, 7), ids, d.out(2 * rows, 7)))
+    yield Case("layers.scatter_add", (d.normal(2 * rows, 7), ids, d.normal(columns, 7)))
 
 
 def _attention(d: Draw) -> Iterator[Case]:
@@ -177,53 +177,53 @@ def _attention(d: Draw) -> Iterator[Case]:
     maxima, sums = d.normal(2, length + 1, 3), d.positive(2, length + 1, 3)
     for offset in (0, length, -1):
         running = (d.normal(*shape), scale, offset, 1, maxima, sums, d.out(2, 3, length))
-        yield Case("ring.running_softmax", running)
-        yield Case("ring.known_softmax", (d.normal(*shape), scale, offset, 1, maxima, sums))
-        yield Case("ring.known_softmax_backward", (d.normal(*shape), d.normal(*shape), scale, offset, 1, sums))
+        yield Case("attention.running_softmax", running)
+        yield Case("attention.known_softmax", (d.normal(*shape), scale, offset, 1, maxima, sums))
+        yield Case("attention.known_softmax_backward", (d.normal(*shape), d.normal(*shape), scale, offset, 1, sums))
 
 
 def _random(d: Draw) -> Iterator[Case]:
     counter, key = np.arange(4, dtype=np.uint32), np.array([7, 8], np.uint32)
-    yield Case("random.philox", (counter, key, d.out(4, dtype=np.uint32)))
+    yield Case("reduction.philox", (counter, key, d.out(4, dtype=np.uint32)))
     one, rate = d.host([1]), d.host([0.4])
     for start in (0, 3, 2**34 + 1):
-        yield Case("random.fill_uniform", (1, 2**31, 3, start, d.out(d.flat), -one, one), wide=False)
-        yield Case("random.fill_normal", (1, 2**31, 3, start, d.out(d.flat), one), wide=False)
+        yield Case("reduction.fill_uniform", (1, 2**31, 3, start, d.out(d.flat), -one, one), wide=False)
+        yield Case("reduction.fill_normal", (1, 2**31, 3, start, d.out(d.flat), one), wide=False)
     x = d.normal(3 * d.columns)
     window = (d.columns, 0, d.columns, 1, 0, 0)
-    yield Case("random.dropout", (x, d.out(x.size), rate, 1, 2, 3, 10, *window), wide=False)
-    yield Case("random.dropout", (d.normal(24), d.out(24), rate, 1, 2, 3, 10, 12, 2, 3, 2, 4, 17), wide=False)
-    yield Case("random.permutation", (np.arange(-1, d.length + 1), d.length, 2**40, 6))
+    yield Case("reduction.dropout", (x, d.out(x.size), rate, 1, 2, 3, 10, *window), wide=False)
+    yield Case("reduction.dropout", (d.normal(24), d.out(24), rate, 1, 2, 3, 10, 12, 2, 3, 2, 4, 17), wide=False)
+    yield Case("reduction.permutation", (np.arange(-1, d.length + 1), d.length, 2**40, 6))
 
 
 def _copies(d: Draw) -> Iterator[Case]:
     starts, sizes = d.host([9, 2, 4], np.int64), d.host([3, 0, 4], np.int64)
     for name in ("pack", "unpack"):
-        yield Case(f"copy.{name}", (d.normal(12), starts, sizes, d.normal(12)))
+        yield Case(f"layers.{name}", (d.normal(12), starts, sizes, d.normal(12)))
     ranges = d.host([[0, 1, 8, 3], [1, 2, 0, 2], [3, 2, 9, 3]], np.int64)
-    yield Case("copy.split_columns", (d.normal(3, 5), ranges, np.zeros(17, d.dtype)))
-    yield Case("copy.join_columns", (d.normal(17), ranges, d.normal(3, 5)))
+    yield Case("layers.split_columns", (d.normal(3, 5), ranges, np.zeros(17, d.dtype)))
+    yield Case("layers.join_columns", (d.normal(17), ranges, d.normal(3, 5)))
     if d.dtype is np.float32:
         bits = d.rng.integers(0, 2**16, d.flat).astype(np.uint16)
         bits[bits & 0x7C00 == 0x7C00] = 0  # neither NaN nor infinite in float16; bfloat16 has its own test of NaN
         for name in ("bfloat16", "float16"):
             x = np.ldexp(d.normal(d.flat), d.rng.integers(-26, 18, d.flat)).astype(np.float32)
-            yield Case(f"copy.to_{name}", (x, d.out(d.flat, dtype=np.uint16)), wide=False)
-            yield Case(f"copy.from_{name}", (bits & 0x7BFF, d.out(d.flat)), wide=False)
+            yield Case(f"layers.to_{name}", (x, d.out(d.flat, dtype=np.uint16)), wide=False)
+            yield Case(f"layers.from_{name}", (bits & 0x7BFF, d.out(d.flat)), wide=False)
 
 
 def _compression(d: Draw) -> Iterator[Case]:
-    from tests.support.reference import compression
+    from tests.support.reference import update
 
     n = d.flat
-    x, residual, blocks = d.normal(n), d.normal(n), -(-n // compression.BLOCK)
+    x, residual, blocks = d.normal(n), d.normal(n), -(-n // update.BLOCK)
     encoded = d.out(blocks), d.out(n, dtype=np.int8)
-    yield Case("compression.int8_encode", (x, residual, *encoded), wide=False)
+    yield Case("update.int8_encode", (x, residual, *encoded), wide=False)
     codes = d.rng.integers(-127, 128, n).astype(np.int8)
-    yield Case("compression.int8_decode", (d.positive(blocks), codes, d.out(n)), wide=False)
+    yield Case("update.int8_decode", (d.positive(blocks), codes, d.out(n)), wide=False)
     count = max(1, n // 7)
     picked = d.out(count, dtype=np.int32), d.out(count)
     # what is in the counters afterwards means nothing: they are as one finds them
-    yield Case("compression.top_encode", (x, residual, np.zeros(0, np.int64), *picked), wide=False)
+    yield Case("update.top_encode", (x, residual, np.zeros(0, np.int64), *picked), wide=False)
     places = np.sort(d.rng.choice(n, count, replace=False)).astype(np.int32)
-    yield Case("compression.top_decode", (places, d.normal(count), d.out(n)), wide=False)
+    yield Case("update.top_decode", (places, d.normal(count), d.out(n)), wide=False)

@@ -83,7 +83,7 @@ def _adamw(report: Report, device: gpu.Device, size: int, rounds: int) -> None:
     def copy() -> None:
         other[:] = one
 
-    work = {"AdamW": lambda: cuda.optimizer.adamw(w, g, m, v, hyper, 0, size), "copy": copy}
+    work = {"AdamW": lambda: cuda.update.adamw(w, g, m, v, hyper, 0, size), "copy": copy}
     for call in work.values():
         call()
     found = alternate(rounds, list(work), lambda name: _seconds(device, work[name], 1 if rounds == 1 else 10))

@@ -37,7 +37,7 @@ def values(count, size, dtype):
 def test_updates_have_the_bits_of_the_cpu(name, dtype):
     slots, scalars = UPDATES[name]
     for size, start, stop in ((0, 0, 0), (1, 0, 1), (9, 2, 8)):
-        gpu, cpu = on_both("optimizer", name, *values(2 + slots, size, dtype), np.array(scalars, dtype), start, stop)
+        gpu, cpu = on_both("update", name, *values(2 + slots, size, dtype), np.array(scalars, dtype), start, stop)
         assert gpu == cpu
 
 
@@ -49,10 +49,10 @@ def test_sum_and_update_have_the_bits_of_the_cpu(name, dtype):
     rows_a, rows_b = rng.standard_normal((2, 9)).astype(dtype), rng.standard_normal((3, 12)).astype(dtype)
     for program in ([3], [0, -3], [0, -3, 2, -5, -1, -6], [4, 1, 2, -1, -1]):
         rows = (rows_a, 1, rows_b, 3, np.array(program, np.int32), np.array([3], dtype))
-        gpu, cpu = on_both("fused", "tree_sum", *rows, np.zeros(8, dtype), 1, 7)
+        gpu, cpu = on_both("update", "tree_sum", *rows, np.zeros(8, dtype), 1, 7)
         assert gpu == cpu
         state, one = values(1 + slots, 8, dtype), (np.concatenate([rows_a, rows_b[:, 2:11]]), 1, *rows[4:])
-        gpu, cpu = on_both("fused", f"{name}_tree", *one, *state, np.array(scalars, dtype), 1, 7)
+        gpu, cpu = on_both("update", f"{name}_tree", *one, *state, np.array(scalars, dtype), 1, 7)
         assert gpu == cpu
 
 
@@ -62,7 +62,7 @@ def test_sum_and_direction_have_the_bits_of_the_cpu(dtype):
     program, divisor = np.array([0, -3, 1, -1], np.int32), np.array([3], dtype)
     hyper = np.array([0.01, 0.9, 0.1, 0.999, 0.001, 0.1, 3.0, 1e-6], dtype)
     arrays = values(4, 8, dtype)
-    gpu, cpu = on_both("fused", "lamb_direction_tree", rows, 1, program, divisor, *arrays, hyper, 1, 7)
+    gpu, cpu = on_both("update", "lamb_direction_tree", rows, 1, program, divisor, *arrays, hyper, 1, 7)
     assert gpu == cpu
 
 
@@ -120,9 +120,9 @@ def test_sums_of_arrays_have_the_bits_of_the_cpu(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_columns_are_split_and_joined(dtype):
     matrix, parts, ranges = np.arange(15, dtype=dtype).reshape(3, 5), np.zeros(17, dtype), columns_in_parts()
-    gpu, cpu = on_both("copy", "split_columns", matrix, ranges, parts)
+    gpu, cpu = on_both("layers", "split_columns", matrix, ranges, parts)
     assert gpu == cpu
-    gpu, cpu = on_both("copy", "join_columns", np.arange(17, dtype=dtype), ranges, matrix)
+    gpu, cpu = on_both("layers", "join_columns", np.arange(17, dtype=dtype), ranges, matrix)
     assert gpu == cpu
 
 
@@ -136,9 +136,9 @@ def test_ranges_are_packed_and_unpacked(dtype):
     source, target = np.arange(12, dtype=dtype), np.zeros(12, dtype)
     starts, sizes = np.array([9, 2, 4]), np.array([3, 0, 4])
     for name in ("pack", "unpack"):
-        gpu, cpu = on_both("copy", name, source, starts, sizes, target)
+        gpu, cpu = on_both("layers", name, source, starts, sizes, target)
         assert gpu == cpu
-    gpu, cpu = on_both("copy", "scale", source, np.array([0.1], dtype))
+    gpu, cpu = on_both("layers", "scale", source, np.array([0.1], dtype))
     assert gpu == cpu
 
 
@@ -147,40 +147,40 @@ def test_casts_have_the_bits_of_the_cpu():
     x = np.array(numbers, np.float32)
     halves = np.array([0, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF, 0x7C00, 0x8001, 0xFC00], np.uint16)
     for name in ("bfloat16", "float16"):
-        gpu, cpu = on_both("copy", f"to_{name}", x, np.zeros(x.size, np.uint16))
+        gpu, cpu = on_both("layers", f"to_{name}", x, np.zeros(x.size, np.uint16))
         assert gpu == cpu
-        gpu, cpu = on_both("copy", f"from_{name}", halves, np.zeros(halves.size, np.float32))
+        gpu, cpu = on_both("layers", f"from_{name}", halves, np.zeros(halves.size, np.float32))
         assert gpu == cpu
         nan = np.zeros(1, np.uint16)
-        getattr(kernels.cuda.copy, f"to_{name}")(np.array([np.nan], np.float32), nan)
+        getattr(kernels.cuda.layers, f"to_{name}")(np.array([np.nan], np.float32), nan)
         back = np.zeros(1, np.float32)
-        getattr(kernels.cuda.copy, f"from_{name}")(nan, back)
+        getattr(kernels.cuda.layers, f"from_{name}")(nan, back)
         assert np.isnan(back[0])
 
 
 def test_the_wrong_number_of_arguments_or_dimensions_is_refused_by_name():
     with pytest.raises(TypeError, match="scale takes 2 arguments"):
-        kernels.cuda.copy.scale(np.ones(3))
+        kernels.cuda.layers.scale(np.ones(3))
     with pytest.raises(TypeError, match="x must have 1 dimension"):
-        kernels.cuda.copy.scale(np.ones((3, 3)), np.ones(1))
+        kernels.cuda.layers.scale(np.ones((3, 3)), np.ones(1))
 
 
 @pytest.mark.parametrize("size", [0, 1, 300])
 def test_compressed_messages_have_the_bits_of_the_cpu(size):
     x, residual = np.random.default_rng(size).standard_normal((2, size)).astype(np.float32)
     x[size // 2 : size // 2 + 9] = 0.5  # equal magnitudes
-    blocks = -(-size // kernels.cpu.compression.BLOCK)
+    blocks = -(-size // kernels.cpu.update.BLOCK)
     encoded = np.zeros(blocks, np.float32), np.zeros(size, np.int8)
-    gpu, cpu = on_both("compression", "int8_encode", x, residual, *encoded)
+    gpu, cpu = on_both("update", "int8_encode", x, residual, *encoded)
     assert gpu == cpu
-    kernels.cpu.compression.int8_encode(x, residual.copy(), *encoded)
-    gpu, cpu = on_both("compression", "int8_decode", *encoded, np.ones(size, np.float32))
+    kernels.cpu.update.int8_encode(x, residual.copy(), *encoded)
+    gpu, cpu = on_both("update", "int8_decode", *encoded, np.ones(size, np.float32))
     assert gpu == cpu
     for count in {0, min(1, size), size // 7, size}:
-        counts = np.zeros(kernels.cpu.compression.COUNTERS, np.int64)
+        counts = np.zeros(kernels.cpu.update.COUNTERS, np.int64)
         picked = np.zeros(count, np.int32), np.zeros(count, np.float32)
-        (_, gpu), (_, cpu) = on_both("compression", "top_encode", x, np.zeros_like(x), counts, *picked)
+        (_, gpu), (_, cpu) = on_both("update", "top_encode", x, np.zeros_like(x), counts, *picked)
         assert gpu[:2] + gpu[3:] == cpu[:2] + cpu[3:]  # what counters hold afterwards means nothing
-        kernels.cpu.compression.top_encode(x, residual.copy(), counts, *picked)
-        gpu, cpu = on_both("compression", "top_decode", *picked, np.ones(size, np.float32))
+        kernels.cpu.update.top_encode(x, residual.copy(), counts, *picked)
+        gpu, cpu = on_both("update", "top_decode", *picked, np.ones(size, np.float32))
         assert gpu == cpu

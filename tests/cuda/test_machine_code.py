@@ -123,7 +123,7 @@ def test_a_kernel_is_compiled_once_and_loaded_from_the_cache_by_the_next_process
     from numba.cuda import dispatcher
 
     from mpizero.kernels import machine_code
-    from mpizero.kernels.cuda._compiling import load_or_compile
+    from mpizero.kernels.cuda.launch import load_or_compile
     from tests.cuda.planted_kernels import good
 
     monkeypatch.setenv("MPIZERO_CACHE_DIR", str(tmp_path))
@@ -155,7 +155,7 @@ def test_what_the_assembler_refuses_is_an_error(script):
 def test_every_declared_kernel_is_examined(script):
     """The list is read from the sources: a kernel of a new file is in it, too."""
     declared = script.declared()
-    assert {"loss.softmax_cross_entropy", "reduction._sum_nodes", "ring.running_softmax"} <= declared
+    assert {"losses.softmax_cross_entropy", "reduction._sum_nodes", "attention.running_softmax"} <= declared
     assert declared >= script.DOUBLES.keys()
 
 

@@ -36,9 +36,9 @@ def rng():
 @pytest.mark.parametrize("name", ["gelu", "silu", "relu", "tanh"])
 def test_activations_agree_with_the_oracle(name, dtype, rng):
     x, dy, y = (3 * rng.normal(size=(3, 7))).astype(dtype)
-    both("activation", name, x, y)
-    both("activation", f"{name}_backward", x, dy, y)
-    both("activation", name, x[:0], y[:0])
+    both("layers", name, x, y)
+    both("layers", f"{name}_backward", x, dy, y)
+    both("layers", name, x[:0], y[:0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,10 +46,10 @@ def test_activations_agree_with_the_oracle(name, dtype, rng):
 def test_bias_kernels_agree_with_the_oracle(shape, dtype, rng):
     x, y, z = rng.normal(size=(3, *shape)).astype(dtype)
     bias = rng.normal(size=shape[1]).astype(dtype)
-    both("activation", "add_bias", x, bias, y)
-    both("activation", "add_bias_residual", x, bias, z, y)
-    both("activation", "bias_gelu", x, bias, z, y)
-    both("activation", "column_sums", x, bias)
+    both("layers", "add_bias", x, bias, y)
+    both("layers", "add_bias_residual", x, bias, z, y)
+    both("layers", "bias_gelu", x, bias, z, y)
+    both("layers", "column_sums", x, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,15 +59,15 @@ def test_element_losses_agree_with_the_oracle(shape, dtype, rng):
     ones, losses = (target > 0).astype(dtype), np.zeros(shape)
     scale, delta, lowest = (np.array([number], dtype) for number in (0.25, 0.5, -0.5))
     factors, flat = rng.uniform(0.5, 2, shape[1]).astype(dtype), (prediction.reshape(-1), target.reshape(-1))
-    both("element_loss", "absolute_error", *flat, losses.reshape(-1))
-    both("element_loss", "absolute_error_backward", *flat, scale, flat[0])
-    both("element_loss", "huber", *flat, delta, losses.reshape(-1))
-    both("element_loss", "huber_backward", *flat, delta, scale, flat[0])
-    both("element_loss", "binary_cross_entropy", prediction, ones, factors, losses)
-    both("element_loss", "binary_cross_entropy_backward", prediction, ones, factors, scale, prediction)
-    both("element_loss", "gaussian_likelihood", both_, target, lowest, losses)
-    both("element_loss", "gaussian_likelihood_backward", both_, target, lowest, scale, both_)
-    both("element_loss", "row_square_sums", prediction, np.zeros(shape[0]))
+    both("losses", "absolute_error", *flat, losses.reshape(-1))
+    both("losses", "absolute_error_backward", *flat, scale, flat[0])
+    both("losses", "huber", *flat, delta, losses.reshape(-1))
+    both("losses", "huber_backward", *flat, delta, scale, flat[0])
+    both("losses", "binary_cross_entropy", prediction, ones, factors, losses)
+    both("losses", "binary_cross_entropy_backward", prediction, ones, factors, scale, prediction)
+    both("losses", "gaussian_likelihood", both_, target, lowest, losses)
+    both("losses", "gaussian_likelihood_backward", both_, target, lowest, scale, both_)
+    both("losses", "row_square_sums", prediction, np.zeros(shape[0]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,12 +77,12 @@ def test_norms_agree_with_the_oracle(shape, dtype, rng):
     gamma, beta, dgamma, dbeta = rng.normal(size=(4, shape[1])).astype(dtype)
     mean, rstd, eps = np.empty(shape[0], dtype), np.empty(shape[0], dtype), np.array([1e-2], dtype)
     mean[:], rstd[:] = 0, 0
-    *_, mean, rstd = both("norm", "layernorm", x, gamma, beta, eps, y, mean, rstd)
+    *_, mean, rstd = both("layers", "layernorm", x, gamma, beta, eps, y, mean, rstd)
     for residual in (x[:0], dy):
-        both("norm", "layernorm_backward", dy, x, gamma, mean, rstd, residual, y, dgamma, dbeta)
-    *_, rstd = both("norm", "rmsnorm", x, gamma, eps, y, rstd)
-    both("norm", "rmsnorm_backward_input", dy, x, gamma, rstd, y)
-    both("norm", "rmsnorm_backward_weights", dy, x, rstd, dgamma)
+        both("layers", "layernorm_backward", dy, x, gamma, mean, rstd, residual, y, dgamma, dbeta)
+    *_, rstd = both("layers", "rmsnorm", x, gamma, eps, y, rstd)
+    both("layers", "rmsnorm_backward_input", dy, x, gamma, rstd, y)
+    both("layers", "rmsnorm_backward_weights", dy, x, rstd, dgamma)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,8 +92,8 @@ def test_cross_entropy_agrees_with_the_oracle(shape, dtype, rng):
     targets = rng.integers(0, shape[1], shape[0])
     if shape[0] > 1:
         targets[1], targets[2] = -1, shape[1]
-    both("loss", "softmax_cross_entropy", logits, targets, np.zeros(shape[0]), rtol=1e-4)
-    both("loss", "softmax_cross_entropy_backward", logits, targets, np.array([0.5], dtype), logits, rtol=1e-4)
+    both("losses", "softmax_cross_entropy", logits, targets, np.zeros(shape[0]), rtol=1e-4)
+    both("losses", "softmax_cross_entropy_backward", logits, targets, np.array([0.5], dtype), logits, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,13 +103,13 @@ def test_cross_entropy_in_parts_agrees_with_the_oracle(shape, dtype, rng):
     targets, terms = np.arange(-1, shape[0] - 1) + 8, np.zeros((2, 3, shape[0]), dtype)
     if shape[0] > 1:
         targets[1] = -1
-    *_, terms[0] = both("loss", "partial_cross_entropy", logits, targets, np.array(8), terms[0], rtol=1e-4)
+    *_, terms[0] = both("losses", "partial_cross_entropy", logits, targets, np.array(8), terms[0], rtol=1e-4)
     terms[1] = rng.normal(size=(3, shape[0])) ** 2
     _, _, merged, _ = both(
-        "loss", "merged_cross_entropy", terms, targets, terms[0, :2].copy(), np.zeros(shape[0]), rtol=1e-4
+        "losses", "merged_cross_entropy", terms, targets, terms[0, :2].copy(), np.zeros(shape[0]), rtol=1e-4
     )
     first, scale = np.array(8), np.array([0.5], dtype)
-    both("loss", "partial_cross_entropy_backward", logits, targets, first, merged, scale, logits, rtol=1e-4)
+    both("losses", "partial_cross_entropy_backward", logits, targets, first, merged, scale, logits, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,12 +125,12 @@ def test_causal_softmax_agrees_with_the_oracle(shape, dtype, rng):
 def test_embedding_agrees_with_the_oracle(dtype, rng):
     table, dy, ids = rng.normal(size=(4, 3)).astype(dtype), rng.normal(size=(6, 3)).astype(dtype), np.arange(6) % 5 - 1
     ids[5] = 4
-    both("embedding", "gather", table, ids, np.zeros((6, 3), dtype))
-    both("embedding", "scatter_add", dy, ids, table)
+    both("layers", "gather", table, ids, np.zeros((6, 3), dtype))
+    both("layers", "scatter_add", dy, ids, table)
 
 
 def test_philox_agrees_with_the_oracle():
-    both("random", "philox", np.arange(4, dtype=np.uint32), np.array([7, 8], np.uint32), np.zeros(4, np.uint32))
+    both("reduction", "philox", np.arange(4, dtype=np.uint32), np.array([7, 8], np.uint32), np.zeros(4, np.uint32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,19 +152,19 @@ def test_random_fills_agree_with_the_oracle(start, dtype):
 @pytest.mark.parametrize("per", [1, 5])
 def test_dropout_agrees_with_the_oracle(per, dtype, rng):
     x = rng.normal(size=3 * per).astype(dtype)
-    both("random", "dropout", x, x, np.array([0.4], dtype), scalars=(-1, 2, 3, 10, per, 0, per, 1, 0, 0))
-    both("random", "dropout", x, x, np.array([0.4], dtype), scalars=(1, 2, 3, 10, per, 0, per, 1, 0, 0))
+    both("reduction", "dropout", x, x, np.array([0.4], dtype), scalars=(-1, 2, 3, 10, per, 0, per, 1, 0, 0))
+    both("reduction", "dropout", x, x, np.array([0.4], dtype), scalars=(1, 2, 3, 10, per, 0, per, 1, 0, 0))
 
 
 @pytest.mark.parametrize("window", [(3, 12, 1, 0, 0), (5, 2, 3, 7, 0), (2, 3, 2, 4, 17), (1, 1, 4, 1, 9)])
 def test_dropout_of_a_window_agrees_with_the_oracle(window, rng):
     x = rng.normal(size=2 * 12)
-    both("random", "dropout", x, x, np.array([0.4]), scalars=(1, 2, 3, 10, 12, *window))
+    both("reduction", "dropout", x, x, np.array([0.4]), scalars=(1, 2, 3, 10, 12, *window))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 11])
 def test_permutation_agrees_with_the_oracle(length):
-    both("random", "permutation", np.arange(-1, length + 1), scalars=(length, 2**40, 6))
+    both("reduction", "permutation", np.arange(-1, length + 1), scalars=(length, 2**40, 6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

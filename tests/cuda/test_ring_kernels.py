@@ -13,15 +13,15 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(0, 1, 2, 2, 0), (1, 2, 3, 3, 0), (2, 1, 2, 4, 9), (1, 1, 3, 4, -2)])
 def test_tiles_agree_with_the_oracle(shape, dtype):
-    from mpizero.kernels.cuda import ring
-    from tests.support.reference import ring as reference
+    from mpizero.kernels.cuda import attention
+    from tests.support.reference import attention as reference
 
     samples, heads, queries, keys, offset = shape
     rng = np.random.default_rng(keys)
     scores, dprobs = rng.normal(size=(2, samples, heads, queries, keys)).astype(dtype)
     maxima, sums = rng.normal(size=(2, samples, queries + 1, heads)).astype(dtype)
     scale, results = np.array([0.7], dtype), []
-    for kernels in (ring, reference):
+    for kernels in (attention, reference):
         p, m, s, known, dp = (a.copy() for a in (scores, maxima, sums, scores, dprobs))
         factors = np.zeros((samples, heads, queries), dtype)
         kernels.running_softmax(p, scale, offset, 1, m, s, factors)

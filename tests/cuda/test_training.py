@@ -30,7 +30,7 @@ from mpizero.kernels.gpu import HalfPrecisionArray, MatrixBatch
 from mpizero.sharding.config import placement
 from mpizero.testing import run_in_threads
 from mpizero.tools.plan import TrainingPlan
-from tests.support.reference import copy as reference
+from tests.support.reference import layers
 from tests.support.simulated.gpus import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("in_turn")
@@ -274,8 +274,8 @@ def test_arrays_of_a_gpu_do_not_mix_with_the_hosts():
 def rounded(x, dtype):
     """Round to 16 bits and back by the oracle's kernels."""
     bits, wide = np.empty(x.size, np.uint16), np.empty(x.size, np.float32)
-    getattr(reference, f"to_{dtype}")(np.ascontiguousarray(x).reshape(-1), bits)
-    getattr(reference, f"from_{dtype}")(bits, wide)
+    getattr(layers, f"to_{dtype}")(np.ascontiguousarray(x).reshape(-1), bits)
+    getattr(layers, f"from_{dtype}")(bits, wide)
     return wide.reshape(x.shape)
 
 

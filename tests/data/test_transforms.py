@@ -8,7 +8,7 @@ import pytest
 from mpizero import data
 from mpizero.errors import ConfigError, DataError
 from mpizero.testing import run_in_threads
-from tests.support.reference import random as reference
+from tests.support.reference import reduction
 
 
 def noisy(x, y, random):
@@ -48,9 +48,9 @@ def test_draws_are_those_of_the_reference_generator_and_never_overlap(dtype):
     random = data.SampleRandom(7, 3, 11)
     draws = [random.uniform(-1, 2, (3, 3), dtype), random.uniform(shape=(2,), dtype=dtype)]
     words = np.empty(4, np.uint32)
-    reference.philox(np.array([3, 0, 0x7A45, 0]), np.array([7, 0]), words)
+    reduction.philox(np.array([3, 0, 0x7A45, 0]), np.array([7, 0]), words)
     per, sequence = 16 // np.dtype(dtype).itemsize, np.empty(40, dtype)
-    reference.fill_uniform(int(words[0]), int(words[1]), 11, 0, sequence, *np.array([[0], [1]], dtype))
+    reduction.fill_uniform(int(words[0]), int(words[1]), 11, 0, sequence, *np.array([[0], [1]], dtype))
     second = -(-9 // per) * per
     np.testing.assert_allclose((draws[0] + 1) / 3, sequence[:9].reshape(3, 3), rtol=0, atol=1e-6)
     np.testing.assert_array_equal(draws[1], sequence[second : second + 2])

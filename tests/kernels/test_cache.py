@@ -68,13 +68,13 @@ def test_an_object_that_a_colleague_plants_is_never_executed(checkout, temporary
     honest = formulas.read_text()
     formulas.write_text(honest.replace("return w - lr * (g + decay * w)\n", "return w + lr * g\n"))
     assert start(checkout, MPIZERO_CACHE_DIR=temporary / "evil")[0][-1].startswith("w 1.5")
-    (evil,) = (temporary / "evil").glob("*/cpu.optimizer.sgd-f4.o")
+    (evil,) = (temporary / "evil").glob("*/cpu.update.sgd-f4.o")
     for path in (temporary / "evil", evil.parent, evil):
         path.chmod(0o777)
     formulas.write_text(honest)
     mine = temporary / "mine"
     assert start(checkout, MPIZERO_CACHE_DIR=mine)[0] == ["built sgd", "w 0.5 True"]
-    (good,) = mine.glob("*/cpu.optimizer.sgd-f4.o")
+    (good,) = mine.glob("*/cpu.update.sgd-f4.o")
     plant = 'rm -f "$2"; cp "$1" "$2"'
 
     as_colleague(plant, evil, good)  # into the folder that a umask of 002 would leave open

@@ -13,7 +13,7 @@ import pytest
 import mpizero
 from mpizero import kernels
 from mpizero.kernels import machine_code
-from mpizero.kernels.cpu import copy, optimizer, reduction
+from mpizero.kernels.cpu import layers, reduction, update
 from mpizero.kernels.jit import REFUSED, Signature, apart, kernel
 
 PACKAGE = Path(mpizero.__file__).parent
@@ -26,7 +26,7 @@ def counted(self, dtype):
     print("built", self.name, flush=True)
     return build(self, dtype)
 compile.Kernel._build = counted
-from mpizero.kernels.cpu.optimizer import sgd
+from mpizero.kernels.cpu.update import sgd
 w = np.ones(5, np.float32)
 sgd(w, np.ones(5, np.float32), np.array([0.5, 0.0], np.float32), 0, 5)
 print("w", w[0], "numba" in sys.modules)
@@ -90,18 +90,18 @@ def test_a_call_runs_although_another_thread_has_just_chosen_the_code_of_another
     def refuse(*args):
         return REFUSED
 
-    class Contended(type(optimizer.sgd)):
+    class Contended(type(update.sgd)):
         """Whatever a thread chooses, another one has chosen other code when it looks again."""
 
         _latest = property(lambda self: refuse, lambda self, code: None)
 
-    monkeypatch.setattr(optimizer.sgd, "__class__", Contended)
+    monkeypatch.setattr(update.sgd, "__class__", Contended)
     w = np.ones(5, dtype)
-    optimizer.sgd(w, np.ones(5, dtype), np.array([0.5, 0.0], dtype), 0, 5)
+    update.sgd(w, np.ones(5, dtype), np.array([0.5, 0.0], dtype), 0, 5)
     assert (w == 0.5).all()
-    monkeypatch.setitem(optimizer.sgd._calls, np.dtype(dtype).char, refuse)
+    monkeypatch.setitem(update.sgd._calls, np.dtype(dtype).char, refuse)
     with pytest.raises(TypeError, match=f"sgd refuses {np.dtype(dtype)}"):  # never without a word
-        optimizer.sgd(w, np.ones(5, dtype), np.array([0.5, 0.0], dtype), 0, 5)
+        update.sgd(w, np.ones(5, dtype), np.array([0.5, 0.0], dtype), 0, 5)
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(monkeypatch, tmp_path):
@@ -146,8 +146,8 @@ def test_arguments_that_do_not_fit_are_named_with_what_was_given_and_expected():
         ((None, g, hyper, 0, 4), "got None"),
     ]:
         with pytest.raises(TypeError, match=re.escape(message)) as error:
-            optimizer.sgd(*args)
-        assert "cpu.optimizer.sgd" in str(error.value)
+            update.sgd(*args)
+        assert "cpu.update.sgd" in str(error.value)
     assert np.all(w == 1)
 
 
@@ -156,7 +156,7 @@ def test_read_only_and_memory_mapped_inputs_are_taken(tmp_path):
     g = np.load(tmp_path / "g.npy", mmap_mode="r")
     w, hyper = np.ones(4, np.float32), np.array([0.5, 0.0], np.float32)
     hyper.flags.writeable = False
-    optimizer.sgd(w, g, hyper, np.int64(0), np.int32(3))
+    update.sgd(w, g, hyper, np.int64(0), np.int32(3))
     np.testing.assert_array_equal(w, [0, 0, 0, 1])
 
 
@@ -165,13 +165,13 @@ def test_results_come_back_as_python_objects():
     assert reduction.all_finite(x) is False
     assert reduction.all_finite(x[:1]) is True
     assert reduction.first_nonfinite(x) == 1
-    assert copy.scale(x, np.array([2.0])) is None
+    assert layers.scale(x, np.array([2.0])) is None
 
 
 def test_one_kernel_serves_both_dtypes_in_any_order():
     for dtype in (np.float32, np.float64, np.float32):
         x = np.full(3, 2, dtype)
-        copy.scale(x, np.array([0.5], dtype))
+        layers.scale(x, np.array([0.5], dtype))
         assert np.all(x == 1)
 
 

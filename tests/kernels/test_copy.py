@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.kernels.cpu import copy
-from tests.support.reference import copy as reference
+from mpizero.kernels.cpu import layers
+from tests.support.reference import layers as reference
 
 ALL_HALVES = np.arange(2**16, dtype=np.uint16)
 
@@ -30,7 +30,7 @@ def same(got, want):
 @pytest.mark.parametrize("name", ["from_bfloat16", "from_float16"])
 def test_widening_all_65536_patterns_agrees_with_the_oracle(name):
     got, want = np.empty((2, 2**16), np.float32)
-    getattr(copy, name)(ALL_HALVES, got)
+    getattr(layers, name)(ALL_HALVES, got)
     getattr(reference, name)(ALL_HALVES, want)
     assert same(got.view(np.uint32), want.view(np.uint32)) or same(got, want)
 
@@ -38,7 +38,7 @@ def test_widening_all_65536_patterns_agrees_with_the_oracle(name):
 def test_rounding_to_float16_agrees_with_the_oracle():
     x = float32_patterns()
     got, want = np.empty((2, x.size), np.uint16)
-    copy.to_float16(x, got)
+    layers.to_float16(x, got)
     reference.to_float16(x, want)
     assert same(got, want)
 
@@ -46,12 +46,12 @@ def test_rounding_to_float16_agrees_with_the_oracle():
 def test_rounding_to_bfloat16_agrees_with_the_oracle():
     x = float32_patterns()
     got, want = np.empty((2, x.size), np.uint16)
-    copy.to_bfloat16(x, got)
+    layers.to_bfloat16(x, got)
     reference.to_bfloat16(x, want)
     nan = np.isnan(x)
     assert np.array_equal(got[~nan], want[~nan])
     back = np.empty_like(x)
-    copy.from_bfloat16(got, back)
+    layers.from_bfloat16(got, back)
     assert np.isnan(back[nan]).all()
     assert not np.isnan(back[~nan]).any()
 
@@ -61,8 +61,8 @@ def test_rounding_to_bfloat16_agrees_with_the_oracle():
 def test_what_16_bits_can_hold_survives_the_round_trip(narrow, size):
     x = np.arange(size, dtype=np.float32) % 256 - 100
     half, back = np.empty(size, np.uint16), np.empty(size, np.float32)
-    getattr(copy, f"to_{narrow}")(x, half)
-    getattr(copy, f"from_{narrow}")(half, back)
+    getattr(layers, f"to_{narrow}")(x, half)
+    getattr(layers, f"from_{narrow}")(half, back)
     assert np.array_equal(back, x)
 
 
@@ -71,11 +71,11 @@ def test_unpack_undoes_pack(dtype):
     source = np.random.default_rng(0).standard_normal(5000).astype(dtype)
     starts, sizes = np.array([4000, 7, 100, 0, 2000]), np.array([1000, 0, 1023, 1, 7])
     packed, expected = np.zeros((2, int(sizes.sum()) + 3), dtype)
-    copy.pack(source, starts, sizes, packed)
+    layers.pack(source, starts, sizes, packed)
     reference.pack(source, starts, sizes, expected)
     assert np.array_equal(packed, expected)
     target, wanted = np.zeros((2, 5000), dtype)
-    copy.unpack(packed, starts, sizes, target)
+    layers.unpack(packed, starts, sizes, target)
     reference.unpack(packed, starts, sizes, wanted)
     assert np.array_equal(target, wanted)
     for start, size in zip(starts, sizes, strict=True):
@@ -86,7 +86,7 @@ def test_unpack_undoes_pack(dtype):
 def test_scale_multiplies_in_the_arrays_own_precision(dtype):
     x = np.random.default_rng(0).standard_normal(1023).astype(dtype)
     got, want, factor = x.copy(), x.copy(), np.array([0.1], dtype)
-    copy.scale(got, factor)
+    layers.scale(got, factor)
     reference.scale(want, factor)
     assert np.array_equal(got, want)
 
@@ -97,7 +97,7 @@ def test_columns_are_split_and_joined(dtype):
     ranges = np.array(
         [[0, 1, 8, 3], [1, 2, 0, 2], [3, 2, 9, 3]]
     )  # columns 0, 3, 4 to a matrix at 8, 1 and 2 to one at 0
-    for module in (copy, reference):
+    for module in (layers, reference):
         parts, joined = np.zeros(17, dtype), np.zeros_like(matrix)
         module.split_columns(matrix, ranges, parts)
         assert np.array_equal(parts[8:].reshape(3, 3), matrix[:, [0, 3, 4]])

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.kernels.cpu import element_loss
-from tests.support.reference import element_loss as reference
+from mpizero.kernels.cpu import losses as element_loss
+from tests.support.reference import losses as reference
 
 DTYPES = (np.float32, np.float64)
 

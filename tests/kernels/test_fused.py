@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpizero.kernels.cpu import fused, optimizer
+from mpizero.kernels.cpu import update
 from tests.kernels.update_rules import IN_ONE_PASS, UPDATES
-from tests.support.reference import fused as reference
+from tests.support.reference import update as reference
 
 DTYPES = (np.float32, np.float64)
 SIZES = (0, 1, 7, 1023, 5000)
@@ -50,7 +50,7 @@ def test_a_program_adds_in_the_order_of_its_tree(tree, start, stop):
     rows_a, rows_b = random_rows(np.float32)
     out = np.full(60, 9, np.float32)
     program, divisor = np.array(program_of(tree), np.int32), np.array([3], np.float32)
-    fused.tree_sum(rows_a, 4, rows_b, 11, program, divisor, out, start, stop)
+    update.tree_sum(rows_a, 4, rows_b, 11, program, divisor, out, start, stop)
     expected = np.full(60, 9, np.float32)
     rows = [*rows_a[:, 4:64], *rows_b[:, 11:71]]
     expected[start:stop] = (value_of(tree, rows) / divisor[0])[start:stop]
@@ -64,7 +64,7 @@ def test_a_sum_has_the_bits_of_the_oracle(program, size, dtype):
     rows_a, rows_b = random_rows(dtype, columns=size + 5)
     args = (rows_a, 2, rows_b, 3, np.array(program, np.int32), np.array([7], dtype))
     results = []
-    for module in (fused, reference):
+    for module in (update, reference):
         out = np.full(size, 9, dtype)
         module.tree_sum(*args, out, size // 4, size)
         results.append(out.tobytes())
@@ -74,18 +74,18 @@ def test_a_sum_has_the_bits_of_the_oracle(program, size, dtype):
 def test_the_result_may_overwrite_one_of_the_rows():
     rows, none = random_rows(np.float32, rows_a=3, columns=5000)[0], np.empty((0, 0), np.float32)
     expected = (rows[0] + rows[1]) + rows[2]
-    fused.tree_sum(rows, 0, none, 0, np.array([0, -3, -4], np.int32), np.ones(1, np.float32), rows[1], 0, 5000)
+    update.tree_sum(rows, 0, none, 0, np.array([0, -3, -4], np.int32), np.ones(1, np.float32), rows[1], 0, 5000)
     assert rows[1].tobytes() == expected.tobytes()
 
 
 def test_the_stack_holds_as_many_rows_as_promised():
-    rows, none = random_rows(np.float64, rows_a=fused.DEPTH, columns=3)[0], np.empty((0, 0))
-    program = [*range(fused.DEPTH), *[-1] * (fused.DEPTH - 1)]
+    rows, none = random_rows(np.float64, rows_a=update.DEPTH, columns=3)[0], np.empty((0, 0))
+    program = [*range(update.DEPTH), *[-1] * (update.DEPTH - 1)]
     expected = rows[-1]
     for row in rows[-2::-1]:
         expected = row + expected
     out = np.empty(3)
-    fused.tree_sum(rows, 0, none, 0, np.array(program, np.int32), np.ones(1), out, 0, 3)
+    update.tree_sum(rows, 0, none, 0, np.array(program, np.int32), np.ones(1), out, 0, 3)
     assert out.tobytes() == expected.tobytes()
 
 
@@ -102,10 +102,10 @@ def test_one_pass_has_the_bits_of_sum_then_update(name, size, dtype):
         fast = [np.abs(rng.standard_normal(size)).astype(dtype) for _ in range(1 + slots)]
         slow = [a.copy() for a in fast]
         start = size // 7
-        getattr(fused, f"{name}_tree")(rows, 1, *row_sum, *fast, hyper, start, size)
+        getattr(update, f"{name}_tree")(rows, 1, *row_sum, *fast, hyper, start, size)
         g = np.zeros(size, dtype)
-        fused.tree_sum(rows, 1, rows[:0], 0, *row_sum, g, start, size)
-        getattr(optimizer, name)(slow[0], g, *slow[1:], hyper, start, size)
+        update.tree_sum(rows, 1, rows[:0], 0, *row_sum, g, start, size)
+        getattr(update, name)(slow[0], g, *slow[1:], hyper, start, size)
         assert [a.tobytes() for a in fast] == [a.tobytes() for a in slow]
 
 
@@ -118,8 +118,8 @@ def test_directions_in_one_pass_have_the_bits_of_sum_then_direction_also_over_a_
     rows = rng.standard_normal((2, size + 3)).astype(dtype)
     w, m, v = (np.abs(rng.standard_normal(size)).astype(dtype) for _ in range(3))
     expected = [np.zeros(size, dtype), m.copy(), v.copy()]
-    fused.tree_sum(rows, 3, rows[:0], 0, program, divisor, expected[0], 0, size)
-    optimizer.lamb_direction(w, *expected, hyper, 0, size)
+    update.tree_sum(rows, 3, rows[:0], 0, program, divisor, expected[0], 0, size)
+    update.lamb_direction(w, *expected, hyper, 0, size)
     u = rows[0, 3:]
-    fused.lamb_direction_tree(rows, 3, program, divisor, w, u, m, v, hyper, 0, size)
+    update.lamb_direction_tree(rows, 3, program, divisor, w, u, m, v, hyper, 0, size)
     assert [a.tobytes() for a in (u, m, v)] == [a.tobytes() for a in expected]

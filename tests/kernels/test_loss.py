@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.kernels.cpu import loss
-from tests.support.reference import loss as reference
+from mpizero.kernels.cpu import losses as loss
+from tests.support.reference import losses as reference
 
 DTYPES = (np.float32, np.float64)
 SHAPES = [(0, 4), (1, 1), (3, 2), (5, 10), (7, 256), (4, 301), (2, 5001)]

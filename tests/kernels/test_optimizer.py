@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.kernels.cpu import optimizer
+from mpizero.kernels.cpu import update
 from tests.kernels.update_rules import UPDATES
-from tests.support.reference import optimizer as reference
+from tests.support.reference import update as reference
 
 DTYPES = (np.float32, np.float64)
 SIZES = (0, 1, 7, 1023, 5000)
@@ -25,7 +25,7 @@ def arrays(name, size, dtype):
 def test_an_update_agrees_with_the_oracle_in_its_range_and_touches_nothing_else(name, size, dtype):
     start, stop = size // 3, size - size // 5
     results = []
-    for module in (optimizer, reference):
+    for module in (update, reference):
         values, hyper = arrays(name, size, dtype)
         getattr(module, name)(*values, hyper, start, stop)
         results.append(values)
@@ -41,8 +41,8 @@ def test_an_update_agrees_with_the_oracle_in_its_range_and_touches_nothing_else(
 def test_float32_arithmetic_stays_float32(name):
     single, hyper = arrays(name, 64, np.float32)
     double = [a.astype(np.float64) for a in single]
-    getattr(optimizer, name)(*single, hyper, 0, 64)
-    getattr(optimizer, name)(*double, hyper.astype(np.float64), 0, 64)
+    getattr(update, name)(*single, hyper, 0, 64)
+    getattr(update, name)(*double, hyper.astype(np.float64), 0, 64)
     assert any(np.any(a != b.astype(np.float32)) for a, b in zip(single, double, strict=True))
 
 
@@ -50,9 +50,9 @@ def test_float32_arithmetic_stays_float32(name):
 def test_a_cut_anywhere_changes_no_bit(name):
     whole, hyper = arrays(name, 1000, np.float32)
     parts, _ = arrays(name, 1000, np.float32)
-    getattr(optimizer, name)(*whole, hyper, 0, 1000)
+    getattr(update, name)(*whole, hyper, 0, 1000)
     for start, stop in ((0, 1), (1, 38), (38, 517), (517, 1000)):
-        getattr(optimizer, name)(*(a[start:stop] for a in parts), hyper, 0, stop - start)
+        getattr(update, name)(*(a[start:stop] for a in parts), hyper, 0, stop - start)
     for a, b in zip(whole, parts, strict=True):
         assert a.tobytes() == b.tobytes()
 
@@ -61,7 +61,7 @@ def test_a_cut_anywhere_changes_no_bit(name):
 def test_a_nan_in_the_gradient_is_not_swallowed(name):
     values, hyper = arrays(name, 16, np.float32)
     values[1][5] = np.nan
-    getattr(optimizer, name)(*values, hyper, 0, 16)
+    getattr(update, name)(*values, hyper, 0, 16)
     changed = values[1] if name == "lamb_direction" else values[0]
     assert np.isnan(changed[5])
     assert np.isfinite(np.delete(changed, 5)).all()

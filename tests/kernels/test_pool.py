@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from mpizero.kernels import jit
-from mpizero.kernels.cpu import activation, embedding, loss, norm, optimizer
+from mpizero.kernels.cpu import layers, losses, update
 from mpizero.kernels.jit import DividedKernel
 
 DIVIDED = {
     f"{module.__name__.rpartition('.')[2]}.{name}": kernel
-    for module in (activation, embedding, loss, norm)
+    for module in (layers, layers, losses, layers)
     for name, kernel in vars(module).items()
     if isinstance(kernel, DividedKernel)
 }
@@ -58,8 +58,8 @@ def test_any_number_of_threads_gives_the_same_bits(threads):
     rng = np.random.default_rng(0)
     w, g = rng.standard_normal((2, size)).astype(np.float32)
     expected, hyper = w.copy(), np.array([0.1, 0.01], np.float32)
-    optimizer.sgd(expected, g, hyper, 5, size - 3)
-    jit.run_range(optimizer.sgd, (w, g, hyper), 5, size - 3, threads)
+    update.sgd(expected, g, hyper, 5, size - 3)
+    jit.run_range(update.sgd, (w, g, hyper), 5, size - 3, threads)
     assert w.tobytes() == expected.tobytes()
 
 
@@ -89,9 +89,9 @@ def test_what_does_not_fit_is_told_of_whole_arrays(monkeypatch):
     monkeypatch.setattr(jit, "_WORTH_A_THREAD", 16)
     monkeypatch.setattr(jit, "_blas_threads", lambda: lambda: 3)
     with pytest.raises(TypeError, match=r"gelu: y must be .*, got float64 of shape \(101,\)"):
-        activation.gelu(np.ones(101, np.float32), np.ones(101))
+        layers.gelu(np.ones(101, np.float32), np.ones(101))
     with pytest.raises(TypeError, match="gelu takes 2 arguments"):
-        activation.gelu(np.ones(101, np.float32))
+        layers.gelu(np.ones(101, np.float32))
 
 
 def test_a_blas_with_threads_of_another_library_is_asked_through_threadpoolctl(monkeypatch):

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from mpizero.kernels.cpu import random
-from tests.support.reference import random as reference
+from mpizero.kernels.cpu import reduction
+from tests.support.reference import reduction as reference
 
 DTYPES = (np.float32, np.float64)
 ONES = 0xFFFFFFFF
@@ -22,7 +22,7 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize("kernels", [random, reference])
+@pytest.mark.parametrize("kernels", [reduction, reference])
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
 def test_philox_gives_the_published_answers(kernels, counter, key, result):
     out = np.empty(4, np.uint32)
@@ -30,13 +30,13 @@ def test_philox_gives_the_published_answers(kernels, counter, key, result):
     assert tuple(out.tolist()) == result
 
 
-def uniform(start, size, dtype, key=(1, 2), site=3, low=-1.0, high=1.0, kernels=random):
+def uniform(start, size, dtype, key=(1, 2), site=3, low=-1.0, high=1.0, kernels=reduction):
     out = np.empty(size, dtype)
     kernels.fill_uniform(*key, site, start, out, np.array([low], dtype), np.array([high], dtype))
     return out
 
 
-def normal(start, size, dtype, key=(1, 2), site=3, scale=1.0, kernels=random):
+def normal(start, size, dtype, key=(1, 2), site=3, scale=1.0, kernels=reduction):
     out = np.empty(size, dtype)
     kernels.fill_normal(*key, site, start, out, np.array([scale], dtype))
     return out
@@ -89,7 +89,7 @@ def test_normal_numbers_have_the_moments_and_tails_of_a_normal_distribution(dtyp
     np.testing.assert_array_equal(normal(0, 9, dtype, scale=0.0), 0)
 
 
-def drop(x, rate, first=0, per=8, seed=1, site=2, step=3, kernels=random, window=None):
+def drop(x, rate, first=0, per=8, seed=1, site=2, step=3, kernels=reduction, window=None):
     y = np.empty_like(x)
     kernels.dropout(x, y, np.array([rate], x.dtype), seed, site, step, first, per, *(window or (0, per, 1, 0, 0)))
     return y
@@ -103,9 +103,9 @@ def test_dropout_agrees_with_the_oracle_and_knows_only_global_samples(per, dtype
     assert whole.tobytes() == drop(x, 0.3, 10, per, kernels=reference).tobytes()
     assert drop(x[2 * per : 5 * per], 0.3, 12, per).tobytes() == whole[2 * per : 5 * per].tobytes()
     dx = np.empty_like(x)
-    random.dropout(x, dx, np.array([0.3], dtype), 1, 2, 3, 10, per, 0, per, 1, 0, 0)
+    reduction.dropout(x, dx, np.array([0.3], dtype), 1, 2, 3, 10, per, 0, per, 1, 0, 0)
     assert dx.tobytes() == whole.tobytes()
-    random.dropout(x, x, np.array([0.3], dtype), 1, 2, 3, 10, per, 0, per, 1, 0, 0)
+    reduction.dropout(x, x, np.array([0.3], dtype), 1, 2, 3, 10, per, 0, per, 1, 0, 0)
     assert x.tobytes() == whole.tobytes()
 
 
@@ -118,7 +118,7 @@ def test_dropout_of_a_window_is_the_window_of_dropout(box, dtype):
     p0, p1, r0, r1, j0, j1 = box
     part = x[:, p0:p1, r0:r1, j0:j1]
     window = (p0 * 35 + r0 * 7 + j0, j1 - j0, r1 - r0, 7, 35)
-    for kernels in (random, reference):
+    for kernels in (reduction, reference):
         found = drop(part.reshape(-1), 0.4, first=6, per=part[0].size, kernels=kernels, window=window)
         np.testing.assert_array_equal(found.reshape(part.shape), whole[:, p0:p1, r0:r1, j0:j1])
 
@@ -156,7 +156,7 @@ def test_dropout_masks_differ_by_seed_site_step_and_sample():
         assert 180 < np.count_nonzero(a == b) < 332
 
 
-def shuffled(length, seed=0, epoch=0, kernels=random):
+def shuffled(length, seed=0, epoch=0, kernels=reduction):
     index = np.arange(length)
     kernels.permutation(index, length, seed, epoch)
     return index
@@ -171,10 +171,10 @@ def test_permutation_is_a_bijection_and_agrees_with_the_oracle(length):
 
 def test_permutation_of_a_part_is_the_part_of_the_permutation():
     whole, part = shuffled(1000), np.array([999, 3, 500])
-    random.permutation(part, 1000, 0, 0)
+    reduction.permutation(part, 1000, 0, 0)
     assert part.tolist() == whole[[999, 3, 500]].tolist()
     outside = np.array([-1, 1000, 2**62])
-    random.permutation(outside, 1000, 0, 0)
+    reduction.permutation(outside, 1000, 0, 0)
     assert outside.tolist() == [-1, -1, -1]
 
 
@@ -193,7 +193,7 @@ def test_every_permutation_of_three_comes_about_equally_often():
 
 def test_large_lengths_stay_in_range_without_repeats():
     index, length = np.arange(20_000) * 10**13, 2 * 10**17
-    random.permutation(index, length, 1, 1)
+    reduction.permutation(index, length, 1, 1)
     assert np.unique(index).size == 20_000
     assert index.min() >= 0
     assert index.max() < length

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.kernels.cpu import attention, ring
-from tests.support.reference import ring as reference
+from mpizero.kernels.cpu import attention
+from tests.support.reference import attention as reference
 
 DTYPES = (np.float32, np.float64)
 #: Samples, heads, queries, keys of a tile, and the place of its first query after its first key.
@@ -40,7 +40,7 @@ def tile(shape, dtype):
 def test_tiles_agree_with_the_oracle(shape, dtype):
     scores, scale, offset, maxima, sums = tile(shape, dtype)
     results = []
-    for kernels in (ring, reference):
+    for kernels in (attention, reference):
         p, m, s, factors = scores.copy(), maxima.copy(), sums.copy(), np.full(scores.shape[:3], np.nan, dtype)
         kernels.running_softmax(p, scale, offset, 1, m, s, factors)
         known = scores.copy()
@@ -64,18 +64,18 @@ def test_tiles_one_after_the_other_make_the_softmax_of_the_whole_row(cut, dtype)
     attention.causal_softmax(whole.reshape(6, 40, 40), scale)
     for start, stop in zip(cut, cut[1:], strict=False):
         part, factors = np.ascontiguousarray(scores[..., start:stop]), np.empty((2, 3, 40), dtype)
-        ring.running_softmax(part, scale, -start, 0, maxima, sums, factors)
+        attention.running_softmax(part, scale, -start, 0, maxima, sums, factors)
         running *= factors[..., None]
         running[..., start:stop] = part
     shares = 1 / sums
     np.testing.assert_allclose(running * shares.swapaxes(1, 2)[..., None], whole, **tolerance(dtype))
     known = scores.copy()
-    ring.known_softmax(known, scale, 0, 0, maxima, shares)
+    attention.known_softmax(known, scale, 0, 0, maxima, shares)
     np.testing.assert_allclose(known, whole, **tolerance(dtype))
     dprobs = rng.normal(size=scores.shape).astype(dtype)
     wanted, dots = dprobs.copy(), np.ascontiguousarray((known * dprobs).sum(-1).swapaxes(1, 2))
     attention.causal_softmax_backward(whole.reshape(6, 40, 40), wanted.reshape(6, 40, 40), scale)
-    ring.known_softmax_backward(known, dprobs, scale, 0, 0, dots)
+    attention.known_softmax_backward(known, dprobs, scale, 0, 0, dots)
     np.testing.assert_allclose(dprobs, wanted, **tolerance(dtype))
 
 
@@ -85,7 +85,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish(dtype):
     rows = np.array([[-3000.0, -2999.0], [4000.0, 3999.0], [1.0, 4000.0]], dtype)
     maxima, sums, factors = np.full((1, 1, 1), -np.inf, dtype), np.zeros((1, 1, 1), dtype), np.empty((1, 1, 1), dtype)
     for row in rows:
-        ring.running_softmax(row.reshape(1, 1, 1, 2).copy(), np.ones(1, dtype), 1, 0, maxima, sums, factors)
+        attention.running_softmax(row.reshape(1, 1, 1, 2).copy(), np.ones(1, dtype), 1, 0, maxima, sums, factors)
     assert maxima.item() == 4000
     assert sums.item() == pytest.approx(2 + np.exp(-1), rel=1e-6)
 
@@ -105,9 +105,9 @@ def test_what_a_query_does_not_see_has_no_influence(dtype):
             sums[:, 1:10].swapaxes(1, 2).copy(),
             *(values.copy() for _ in range(2)),
         )
-        ring.running_softmax(p, scale, offset, 1, m, s, factors)
-        ring.known_softmax(known, scale, offset, 1, maxima, sums)
-        ring.known_softmax_backward(p, dp, scale, offset, 1, sums)
+        attention.running_softmax(p, scale, offset, 1, m, s, factors)
+        attention.known_softmax(known, scale, offset, 1, maxima, sums)
+        attention.known_softmax_backward(p, dp, scale, offset, 1, sums)
         results.append((p, m, s, factors, known, dp))
         assert not any(a[..., unseen].any() for a in (p, known, dp))
     for one, other in zip(*results, strict=True):
@@ -118,5 +118,5 @@ def test_a_nan_is_seen_by_the_queries_that_see_its_key():
     scores = np.zeros((1, 1, 6, 6), np.float32)
     scores[..., 3] = np.nan
     maxima, sums = np.full((1, 6, 1), -np.inf, np.float32), np.zeros((1, 6, 1), np.float32)
-    ring.running_softmax(scores, np.ones(1, np.float32), 0, 0, maxima, sums, np.empty((1, 1, 6), np.float32))
+    attention.running_softmax(scores, np.ones(1, np.float32), 0, 0, maxima, sums, np.empty((1, 1, 6), np.float32))
     assert np.isnan(sums[0, :, 0]).tolist() == [False, False, False, True, True, True]

@@ -62,7 +62,7 @@ def test_twins_take_the_same_types(topic):
 
 
 def test_the_namespaces_know_their_topics_and_no_others():
-    assert kernels.cpu.copy.scale is not None
+    assert kernels.cpu.layers.scale is not None
     with pytest.raises(AttributeError, match="has no module 'physics'"):
         _ = kernels.cpu.physics
     with pytest.raises(TypeError, match="got list"):

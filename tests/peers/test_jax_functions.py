@@ -12,7 +12,7 @@ from mpizero.testing import check_model, run_in_threads
 jax = pytest.importorskip("jax")
 
 from mpizero.adapters.jax import JaxModel  # noqa: E402 - before JAX computes anything
-from mpizero.adapters.jax import function as xla_threads
+from mpizero.adapters.jax import function as xla_threads  # noqa: E402
 
 jnp = jax.numpy
 RNG = np.random.default_rng(0)

@@ -19,10 +19,7 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import mpizero as mz  # noqa: E402
-from mpizero.adapters.torch import (
-    autograd,  # noqa: E402
-    blocks,
-)
+from mpizero.adapters.torch import autograd, blocks  # noqa: E402
 from mpizero.adapters.torch.autograd import Pass, input_half, weight_half, whole_backward  # noqa: E402
 from mpizero.cli.main import main  # noqa: E402
 from mpizero.errors import ConfigError, MpizeroError  # noqa: E402

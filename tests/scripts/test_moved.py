@@ -17,11 +17,11 @@ sys.path.remove(str(SCRIPT.parent))
 BEFORE = {
     "mpizero/__init__.py": "",
     "mpizero/layout/__init__.py": "",
-    "mpizero/layout/sum_tree.py": '"""See mpizero.layout.flat."""\n_MOST = 1\ndef merge(held):\n    return [held, _MOST]\n',
+    "mpizero/layout/tree.py": '"""See mpizero.layout.flat."""\n_MOST = 1\ndef merge(held):\n    return [held, _MOST]\n',
     "mpizero/layout/flat.py": (
-        "from mpizero.layout import sum_tree as tree\nfrom mpizero.layout.sum_tree import merge as joined\n_LEAST = 2\n"
+        "from mpizero.layout import tree\nfrom mpizero.layout.tree import merge as joined\n_LEAST = 2\n"
         "class Layout:\n    size = 3\n    def total(self, held):\n"
-        '        """Join, as layout/sum_tree.py says (:mod:`mpizero.layout.sum_tree`)."""\n'
+        '        """Join, as layout/tree.py says (:mod:`mpizero.layout.tree`)."""\n'
         "        return tree.merge(held), joined(held), _LEAST\n"
     ),
 }
@@ -63,7 +63,7 @@ def test_modules_in_one_file_are_nothing_to_tell():
         ("self, held", "self, held, merge", {"changed": ["Layout.total"]}),  # which hides the function
         ("class Layout", "def merge(held):\n    pass\nclass Layout", {"colliding": ["merge"], "added": ["merge"]}),
         ("size = 3\n", "size = 3\n    total = 4\n", {"colliding": ["Layout.total"], "changed": ["Layout"]}),
-        ("class Layout", "from mpizero._util.text import merge\nclass Layout", {"colliding": ["merge"]}),
+        ("class Layout", "from mpizero.text import merge\nclass Layout", {"colliding": ["merge"]}),
         ("    size = 3\n", "    size = 3\n    def merge(held):\n        return [held, _MOST]\n", {"duplicated": ["1"]}),
     ],
 )  # fmt: skip
@@ -95,14 +95,14 @@ def test_what_depends_on_its_file_is_told_where_it_moves():
 def test_names_and_paths_that_are_no_more_are_found():
     gone = moved.Gone.between([*BEFORE, "tests/layout/test_tree.py"], [*after(""), "tests/test_layout.py"])
     text = (
-        "from mpizero.layout.sum_tree import merge\nfrom mpizero.layout import tree, TreeNode\nimport mpizero.layout\n"
-        "'mpizero.layout.flat.Layout', 'see layout/sum_tree.py', 'mpizero/layout/flat.py', 'other/layout/tree.py'\n"
+        "from mpizero.layout.tree import merge\nfrom mpizero.layout import tree, TreeNode\nimport mpizero.layout\n"
+        "'mpizero.layout.flat.Layout', 'see layout/tree.py', 'mpizero/layout/flat.py', 'other/layout/tree.py'\n"
         "'tests/layout/test_tree.py', 'layout/', 'mpizero.layout.Flat', 'mpizero.layouts'\n"
     )
     assert sorted(gone.names_in("tests/test_layout.py", text)) == [
-        (1, "mpizero.layout.sum_tree"),
-        (2, "from mpizero.layout import sum_tree as tree"),
-        (4, "layout/sum_tree.py"),
+        (1, "mpizero.layout.tree"),
+        (2, "from mpizero.layout import tree"),
+        (4, "layout/tree.py"),
         (4, "mpizero.layout.flat.Layout"),
         (4, "mpizero/layout/flat.py"),
         (5, "layout/"),
@@ -121,7 +121,7 @@ def test_the_command_compares_a_checkout_with_a_revision(tmp_path):
         named = ["-c", "user.name=name", "-c", "user.email=name@example.org"]
         subprocess.run(["git", "-C", tmp_path, *named, *arguments], check=True, capture_output=True)
 
-    write(BEFORE | {"docs/page.md": "- `layout/sum_tree.py`: trees\n"})
+    write(BEFORE | {"docs/page.md": "- `layout/tree.py`: trees\n"})
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "before")
@@ -135,6 +135,6 @@ def test_the_command_compares_a_checkout_with_a_revision(tmp_path):
     assert ended.returncode == 1
     assert ended.stdout.splitlines() == [
         "missing: _LEAST (mpizero/layout/flat.py)",
-        "stale: docs/page.md:1: layout/sum_tree.py",
+        "stale: docs/page.md:1: layout/tree.py",
         "1 missing, 0 changed, 0 duplicated, 0 colliding, 1 stale, 0 added",
     ]

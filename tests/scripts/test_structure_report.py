@@ -12,11 +12,11 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "structure_report.py"
 SOURCES = {
     "__init__.py": "import numpy as np\n",
     "parallel/__init__.py": "",
-    "sharding/engine.py": "from mpizero.sharding.batch import cut\nfrom mpizero.sharding.batch.cut import Part\n",
+    "parallel/engine.py": "from mpizero.parallel.batch import cut\nfrom mpizero.parallel.batch.cut import Part\n",
     "parallel/batch/__init__.py": "",
     "parallel/batch/cut.py": (
-        "from typing import TYPE_CHECKING\nfrom mpizero.sharding.grid import Grid\n"
-        "if TYPE_CHECKING:\n    from mpizero.sharding.engine import Engine\nclass Part: pass\n"
+        "from typing import TYPE_CHECKING\nfrom mpizero.parallel.grid import Grid\n"
+        "if TYPE_CHECKING:\n    from mpizero.parallel.engine import Engine\nclass Part: pass\n"
     ),
     "parallel/grid.py": (
         '"""Text\n\nof two lines."""\n\n# a comment\nimport mpizero.cli\nclass Grid: pass\nclass Part: pass\n'
@@ -44,17 +44,17 @@ def test_a_small_package_is_measured(tmp_path):
         "modules besides __init__": 4,
         "median lines of code of a module": 2.5,
         "lines of code of the largest": 5,
-        "the largest module": "mpizero.sharding.batch.cut",
+        "the largest module": "mpizero.parallel.batch.cut",
         "modules in the largest folder": 2,
         "largest fan-out": 1,
         "arrows upwards": 1,
-        "the arrows upwards": ["mpizero.sharding.grid imports mpizero.cli"],
-        "the engine's package": "mpizero.sharding",
+        "the arrows upwards": ["mpizero.parallel.grid imports mpizero.cli"],
+        "the engine's package": "mpizero.parallel",
         "rooms of it": 3,
         "levels of rooms": 3,
         "arrows between rooms": 2,
         "import cycles at run time": 0,
-        "the cycles with types": ["mpizero.sharding.batch.cut mpizero.sharding.engine"],
+        "the cycles with types": ["mpizero.parallel.batch.cut mpizero.parallel.engine"],
         "collaborators of the engine": 1,
         "... of them in its package": 1,
         "the class names defined twice": ["Part"],

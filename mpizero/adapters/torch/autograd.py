@@ -360,7 +360,7 @@ class _Elementwise(Function):  # type: ignore[misc]
         ctx.name, ctx.function = name, function
         x = x.contiguous()
         y = torch.empty_like(x)
-        getattr(kernels.cpu.activation, name)(_flat(x), _flat(y))
+        getattr(kernels.cpu.layers, name)(_flat(x), _flat(y))
         return y
 
     @staticmethod
@@ -371,7 +371,7 @@ class _Elementwise(Function):  # type: ignore[misc]
             return *_again(ctx.function, (x,), dy), None, None
         x = x.contiguous()
         dx = torch.empty_like(x)
-        getattr(kernels.cpu.activation, f"{ctx.name}_backward")(_flat(x), _flat(dy.contiguous()), _flat(dx))
+        getattr(kernels.cpu.layers, f"{ctx.name}_backward")(_flat(x), _flat(dy.contiguous()), _flat(dx))
         return dx, None, None
 
 

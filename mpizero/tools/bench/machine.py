@@ -316,13 +316,13 @@ class PassBenchmark:
         hyper = optim.AdamW().hyper(1, 1, np.float32)
         two, four = program_array(_TWO), program_array(_FOUR)
         starts, stops, total = np.array([0]), np.array([size]), np.empty(1)
-        adamw, fused, reduction = cpu.optimizer.adamw, cpu.fused, cpu.reduction
+        adamw, fused, reduction = cpu.update.adamw, cpu.update, cpu.reduction
         whole = np.array([size])
         bits = a.view(np.int64)
         return (
             _Pass("read", 1, 0, lambda: memory.read(bits), lambda: reduction.all_finite(a)),
             _Pass("norm", 1, 0, lambda: memory.read(bits), lambda: reduction.tree_square_sums(a, starts, stops, total)),
-            _Pass("copy", 1, 1, lambda: memory.copy(a, b), lambda: cpu.copy.pack(a, starts, whole, b)),
+            _Pass("copy", 1, 1, lambda: memory.copy(a, b), lambda: cpu.layers.pack(a, starts, whole, b)),
             _Pass(
                 "sum of 2",
                 2,

@@ -342,7 +342,7 @@ def changed(value, strange):
 @pytest.fixture
 def without_pictures(monkeypatch):
     """Leave the drawing out, which takes most of the time; what is drawn is computed."""
-    for module in ("curves", "layout_drawing", "rank_pictures", "timetable_picture"):
+    for module in ("figures", "page"):
         found = importlib.import_module(f"mpizero.tools.report.{module}")
         if hasattr(found, "picture"):
             monkeypatch.setattr(found, "picture", lambda name, label, draw, *size, **more: Markup(""))

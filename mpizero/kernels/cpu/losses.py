@@ -1,4 +1,9 @@
-"""Compute the softmax cross-entropy of whole rows of logits, or of parts of the classes, on the CPU."""
+"""Compute the softmax cross-entropy of whole rows of logits, or of parts of the classes, on the CPU.
+
+Compute losses of single elements and their gradients, and sums of squares of rows, on the CPU.
+
+Losses are float64; gradients have the type of the prediction.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.kernels.cpu._rows import BLOCK, FOLD, SCRATCH, fold_sum, larger, row_max
-from mpizero.kernels.formulas import cross_entropy, cross_entropy_gradient, inside
+from mpizero.kernels.cpu.layers import BLOCK, FOLD, SCRATCH, fold_sum, larger, row_max
+from mpizero.kernels.formulas import (
+    absolute_error_gradient,
+    absolute_error_value,
+    binary_cross_entropy_gradient,
+    binary_cross_entropy_value,
+    cross_entropy,
+    cross_entropy_gradient,
+    gaussian_gradient,
+    gaussian_value,
+    huber_gradient,
+    huber_value,
+    inside,
+)
 from mpizero.kernels.jit import kernel
 from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array
@@ -157,3 +174,103 @@ def partial_cross_entropy_backward(
                 aim[j] = scratch[j]
         if here:
             result[target - first] = cross_entropy_gradient(at_target * share, T(1), scale)
+
+
+@kernel("void(const T[::1], const T[::1], f8[::1])")
+def absolute_error(prediction: Array, target: Array, losses: Array) -> None:
+    """Write the absolute difference of each element to ``losses``."""
+    for i in range(prediction.size):
+        losses[i] = absolute_error_value(prediction[i], target[i])
+
+
+@kernel("void(const T[::1], const T[::1], const T[::1], T[::1])")
+def absolute_error_backward(prediction: Array, target: Array, scale1: Array, dprediction: Array) -> None:
+    """Write ``scale1[0]`` times the gradient of the sum of losses to ``dprediction``."""
+    for i in range(prediction.size):
+        dprediction[i] = absolute_error_gradient(prediction[i], target[i], scale1[0])
+
+
+@kernel("void(const T[::1], const T[::1], const T[::1], f8[::1])")
+def huber(prediction: Array, target: Array, delta1: Array, losses: Array) -> None:
+    """Write the Huber loss of each element to ``losses``; ``delta1[0]`` is the error where its straight part begins."""
+    for i in range(prediction.size):
+        losses[i] = huber_value(prediction[i], target[i], delta1[0])
+
+
+@kernel("void(const T[::1], const T[::1], const T[::1], const T[::1], T[::1])")
+def huber_backward(prediction: Array, target: Array, delta1: Array, scale1: Array, dprediction: Array) -> None:
+    """Write ``scale1[0]`` times the gradient of the sum of losses to ``dprediction``."""
+    for i in range(prediction.size):
+        dprediction[i] = huber_gradient(prediction[i], target[i], delta1[0], scale1[0])
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], f8[:,::1])")
+def binary_cross_entropy(logits: Array, targets: Array, pos_weight: Array, losses: Array) -> None:
+    """Write the cross-entropy of each logit's sigmoid to ``losses``.
+
+    Arrays are (rows, columns). ``pos_weight`` has, for each column, the factor on the loss of a target of 1.
+    """
+    rows, columns = logits.shape
+    for row in range(rows):
+        for j in range(columns):
+            losses[row, j] = binary_cross_entropy_value(logits[row, j], targets[row, j], pos_weight[j])
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], T[:,::1])")
+def binary_cross_entropy_backward(
+    logits: Array, targets: Array, pos_weight: Array, scale1: Array, dlogits: Array
+) -> None:
+    """Write ``scale1[0]`` times the gradient of the sum of losses to ``dlogits``."""
+    T = logits.dtype.type  # noqa: N806
+    rows, columns = logits.shape
+    for row in range(rows):
+        for j in range(columns):
+            dlogits[row, j] = binary_cross_entropy_gradient(
+                logits[row, j], targets[row, j], pos_weight[j], scale1[0], T
+            )
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], f8[:,::1])")
+def gaussian_likelihood(prediction: Array, target: Array, lowest1: Array, losses: Array) -> None:
+    """Write the negative logarithm of each target's normal density, without its constant, to ``losses``.
+
+    ``target`` and ``losses`` are (rows, columns). ``prediction`` is (rows, 2 * columns): the means, then the logarithms
+    of the variances, which count as ``lowest1[0]`` where they are below it.
+    """
+    rows, columns = target.shape
+    for row in range(rows):
+        for j in range(columns):
+            losses[row, j] = gaussian_value(
+                prediction[row, j], prediction[row, columns + j], target[row, j], lowest1[0]
+            )
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], T[:,::1])")
+def gaussian_likelihood_backward(
+    prediction: Array, target: Array, lowest1: Array, scale1: Array, dprediction: Array
+) -> None:
+    """Write ``scale1[0]`` times the gradient of the sum of losses to ``dprediction`` (rows, 2 * columns)."""
+    T = prediction.dtype.type  # noqa: N806
+    rows, columns = target.shape
+    for row in range(rows):
+        for j in range(columns):
+            dmean, dspread = gaussian_gradient(
+                prediction[row, j], prediction[row, columns + j], target[row, j], lowest1[0], scale1[0], T
+            )
+            dprediction[row, j] = dmean
+            dprediction[row, columns + j] = dspread
+
+
+@kernel("void(const T[:,::1], f8[::1], f8[::1])", scratch=SCRATCH)
+def row_square_sums(x: Array, sums: Array, scratch: Array) -> None:
+    """Write the sum of the squares of each row of ``x``, computed in float64, to ``sums``."""
+    rows, columns = x.shape
+    fold, terms = scratch[:FOLD], scratch[FOLD:SCRATCH]
+    for row in range(rows):
+        total = np.float64(0)
+        for start in range(0, columns, BLOCK):
+            part = x[row, start : start + BLOCK]
+            for j in range(part.size):
+                terms[j] = np.float64(part[j]) * np.float64(part[j])
+            total += fold_sum(terms[: part.size], fold)
+        sums[row] = total

@@ -1,0 +1,543 @@
+"""Update elements ``start`` to ``stop - 1`` of flat arrays in place by an optimizer's formula, on the CPU.
+
+``hyper`` is an array of the scalars that the formula needs, which :mod:`mpizero.optim` computes for every step.
+
+Sum rows of gradients by a tree program, divide, and update, in one pass over memory on the CPU.
+
+A *program* is a list of integers that a stack machine executes on the rows of a matrix: ``v >= 0`` pushes row v, ``-1``
+pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row ``-2 - v`` to the top. Each row holds
+a gradient or a sum of gradients. Element i of the parameters belongs to column ``first + i`` of the matrix, where
+``first`` is an argument. The stack holds ``DEPTH`` rows, which is enough for the tree over 32,768 grains.
+
+The machine works on blocks of columns that fit into the first-level cache, so a row is read from memory once, and the
+sum is never written to memory. The last addition of a program is done in the loop of the update.
+
+Kernels that end in ``_tree`` have the bits of two calls, ``tree_sum`` and the kernel of the optimizer, whose scalars
+are in ``hyper``. Their decorator puts ``rows``, ``first``, ``program`` and ``divisor`` in the place of ``total``.
+
+Compress messages with error feedback: what a message lost is kept in ``residual`` and added to the next message.
+
+``int8`` sends eight bits for each value, and a scale for each block of ``BLOCK`` consecutive values. ``top`` sends the
+values of largest magnitude with their indices. They are found exactly: the smallest magnitude that is sent is found by
+counting how often each pattern of bits occurs in the magnitudes, first of the highest 11 bits and then of 10 bits
+twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import numpy as np
+
+from mpizero.kernels import formulas
+from mpizero.kernels.jit import Kernel, kernel
+from mpizero.types import Array
+
+_sgd = formulas.sgd
+_momentum = formulas.momentum
+_adam = formulas.adam
+_adamw = formulas.adamw
+_rmsprop = formulas.rmsprop
+_lion = formulas.lion
+_lamb_direction = formulas.lamb_direction
+_lamb_apply = formulas.lamb_apply
+_ema = formulas.ema
+_add_scaled = formulas.add_scaled
+
+
+@kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
+def sgd(w: Array, g: Array, hyper: Array, start: int, stop: int) -> None:
+    """Update ``w[start:stop]`` by gradient descent with the gradient ``g``.
+
+    hyper = [lr, decay], where lr is the learning rate, and ``decay * w`` is added to the gradient (weight decay).
+    """
+    lr, decay = hyper[0], hyper[1]
+    w, g = w[start:stop], g[start:stop]
+    for i in range(w.size):
+        w[i] = _sgd(w[i], g[i], lr, decay)
+
+
+@kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
+def momentum(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
+    """Update ``w[start:stop]`` and the momentum buffer ``m`` by gradient descent with the gradient ``g``.
+
+    hyper = [lr, decay, factor, keep, of_g, of_m]. First ``decay * w`` is added to the gradient; then ``m = factor * m +
+    keep * g`` and ``w -= lr * (of_g * g + of_m * m)``.
+    """
+    lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
+    of_g, of_m = hyper[4], hyper[5]
+    w, g, m = w[start:stop], g[start:stop], m[start:stop]
+    for i in range(w.size):
+        w[i], m[i] = _momentum(w[i], g[i], m[i], lr, decay, factor, keep, of_g, of_m)
+
+
+@kernel("void(T[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
+def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+    """Update ``w[start:stop]`` by Adam with the gradient ``g``.
+
+    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper = [decay,
+    beta1, rest1, beta2, rest2, rate, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, rate = lr / (1 -
+    beta1**step) and correction = 1 / sqrt(1 - beta2**step). First ``decay * w`` is added to the gradient.
+    """
+    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
+    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    w, g, m, v = w[start:stop], g[start:stop], m[start:stop], v[start:stop]
+    for i in range(w.size):
+        w[i], m[i], v[i] = _adam(w[i], g[i], m[i], v[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps)
+
+
+@kernel("void(T[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
+def adamw(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+    """Update ``w[start:stop]`` by AdamW with the gradient ``g``.
+
+    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper = [shrink,
+    beta1, rest1, beta2, rest2, rate, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, rate = lr / (1 -
+    beta1**step) and correction = 1 / sqrt(1 - beta2**step). ``w`` is multiplied by shrink = 1 - lr * (weight decay).
+    """
+    shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
+    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    w, g, m, v = w[start:stop], g[start:stop], m[start:stop], v[start:stop]
+    for i in range(w.size):
+        w[i], m[i], v[i] = _adamw(w[i], g[i], m[i], v[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps)
+
+
+@kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
+def rmsprop(w: Array, g: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+    """Update ``w[start:stop]`` by RMSprop with the gradient ``g``.
+
+    ``v`` is the running average of the squared gradient, which is updated too. hyper = [lr, decay, alpha, rest, eps]
+    with rest = 1 - alpha. First ``decay * w`` is added to the gradient.
+    """
+    lr, decay, alpha, rest = hyper[0], hyper[1], hyper[2], hyper[3]
+    eps = hyper[4]
+    w, g, v = w[start:stop], g[start:stop], v[start:stop]
+    for i in range(w.size):
+        w[i], v[i] = _rmsprop(w[i], g[i], v[i], lr, decay, alpha, rest, eps)
+
+
+@kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
+def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
+    """Update ``w[start:stop]`` by Lion with the gradient ``g``.
+
+    ``m`` is the running average of the gradient, which is updated too. hyper = [shrink, lr, beta1, rest1, beta2, rest2,
+    zero] with rest1 = 1 - beta1, rest2 = 1 - beta2 and zero = 0. ``w`` is multiplied by shrink = 1 - lr * (weight
+    decay).
+    """
+    shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
+    beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
+    w, g, m = w[start:stop], g[start:stop], m[start:stop]
+    for i in range(w.size):
+        w[i], m[i] = _lion(w[i], g[i], m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
+
+
+@kernel("void(const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)")
+def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+    """Overwrite the gradient ``g[start:stop]`` with LAMB's direction: Adam's direction plus ``decay * w``.
+
+    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper begins with
+    [decay, beta1, rest1, beta2, rest2, first, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, first = 1 /
+    (1 - beta1**step) and correction = 1 / sqrt(1 - beta2**step).
+    """
+    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
+    rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    w, g, m, v = w[start:stop], g[start:stop], m[start:stop], v[start:stop]
+    for i in range(w.size):
+        g[i], m[i], v[i] = _lamb_direction(
+            w[i], g[i], m[i], v[i], decay, beta1, rest1, beta2, rest2, first, correction, eps
+        )
+
+
+@kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
+def lamb_apply(w: Array, u: Array, hyper: Array, start: int, stop: int) -> None:
+    """Subtract ``hyper[0] * u`` from ``w`` for the elements ``start`` to ``stop - 1``."""
+    rate = hyper[0]
+    w, u = w[start:stop], u[start:stop]
+    for i in range(w.size):
+        w[i] = _lamb_apply(w[i], u[i], rate)
+
+
+@kernel("void(const T[::1], T[::1], const T[::1], i8, i8)")
+def ema(w: Array, average: Array, rate1: Array, start: int, stop: int) -> None:
+    """Add ``rate1[0] * (w - average)`` to ``average``, for the elements ``start`` to ``stop - 1``."""
+    rate = rate1[0]
+    w, average = w[start:stop], average[start:stop]
+    for i in range(w.size):
+        average[i] = _ema(average[i], w[i], rate)
+
+
+@kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
+def add_scaled(y: Array, x: Array, factor1: Array, start: int, stop: int) -> None:
+    """Add ``factor1[0] * x`` to ``y``, for the elements ``start`` to ``stop - 1``."""
+    factor = factor1[0]
+    y, x = y[start:stop], x[start:stop]
+    for i in range(y.size):
+        y[i] = _add_scaled(y[i], x[i], factor)
+
+
+BLOCK = 2048
+DEPTH = 16
+
+_fused_sgd = formulas.sgd
+_fused_momentum = formulas.momentum
+_fused_adam = formulas.adam
+_fused_adamw = formulas.adamw
+_fused_rmsprop = formulas.rmsprop
+_fused_lion = formulas.lion
+_fused_lamb_direction = formulas.lamb_direction
+
+
+def _row(rows_a: Array, first_a: int, rows_b: Array, first_b: int, row: int, count: int) -> Any:
+    if row < rows_a.shape[0]:
+        return rows_a[row, first_a : first_a + count]
+    return rows_b[row - rows_a.shape[0], first_b : first_b + count]
+
+
+def _level(scratch: Array, level: int, count: int) -> Any:
+    return scratch[level * BLOCK : level * BLOCK + count]
+
+
+def _copy(x: Array, out: Array) -> None:
+    for i in range(out.size):  # a slice assignment would allocate, in case the two overlap
+        out[i] = x[i]
+
+
+def _add(x: Array, y: Array, out: Array) -> None:
+    for i in range(out.size):
+        out[i] = x[i] + y[i]
+
+
+def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> None:
+    """Execute all instructions of the program but the last, on ``count`` columns; leave the stack in ``scratch``.
+
+    A push and the addition that directly follows it are done in one loop.
+    """
+    last, step, top = program.size - 1, 0, -1
+    while step < last:
+        code = program[step]
+        step += 1
+        if code >= 0:
+            row = _row(rows_a, first_a, rows_b, first_b, code, count)
+            top += 1
+            if step < last and program[step] <= -2:
+                other = _row(rows_a, first_a, rows_b, first_b, -2 - program[step], count)
+                _add(row, other, _level(scratch, top, count))
+                step += 1
+            elif last > 1:  # a program of two instructions adds two rows without copying one
+                _copy(row, _level(scratch, top, count))
+        elif code == -1:
+            top -= 1
+            below = _level(scratch, top, count)
+            _add(below, _level(scratch, top + 1, count), below)
+        else:
+            below = _level(scratch, top, count)
+            _add(below, _row(rows_a, first_a, rows_b, first_b, -2 - code, count), below)
+
+
+def _left(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
+    """Return ``count`` elements of the first operand of the program's last addition, or of the program's only row."""
+    if program.size <= 2:
+        return _row(rows_a, first_a, rows_b, first_b, program[0], count)
+    return _level(scratch, 0, count)
+
+
+def _right(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
+    """Return ``count`` elements of the second operand of the program's last addition.
+
+    If the program has no addition, return some array, which must not be read.
+    """
+    code = program[program.size - 1]
+    if code <= -2:
+        return _row(rows_a, first_a, rows_b, first_b, -2 - code, count)
+    return _level(scratch, 1, count)
+
+
+@kernel(
+    "void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], T[::1], i8, i8, T[::1])",
+    scratch=BLOCK * DEPTH,
+)
+def tree_sum(
+    rows_a: Array,
+    first_a: int,
+    rows_b: Array,
+    first_b: int,
+    program: Array,
+    divisor: Array,
+    out: Array,
+    start: int,
+    stop: int,
+    scratch: Array,
+) -> None:
+    """Execute a tree program on rows, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
+
+    ``program`` is a list of integers for a stack machine; the docstring of the module defines them. Row v of the
+    program is row v of ``rows_a`` if v < len(rows_a), otherwise row v - len(rows_a) of ``rows_b``. Element i of ``out``
+    is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``. ``out`` may be a part of a
+    row if its element i is in the column from which it is computed.
+    """
+    by, both = divisor[0], program.size > 1
+    for block in range(start, stop, BLOCK):
+        a, b, count = first_a + block, first_b + block, min(BLOCK, stop - block)
+        _fold(rows_a, a, rows_b, b, program, scratch, count)
+        left = _left(rows_a, a, rows_b, b, program, scratch, count)
+        right = _right(rows_a, a, rows_b, b, program, scratch, count)
+        target = out[block : block + count]
+        for i in range(count):
+            target[i] = (left[i] + right[i] if both else left[i]) / by
+
+
+def _gradient(total: Any, i: int) -> Any:
+    """Return element i of the averaged gradient: do the program's last addition, then divide.
+
+    ``total`` is (first operand, second operand, whether there is an addition, divisor).
+    """
+    left, right, both, divisor = total
+    return (left[i] + right[i] if both else left[i]) / divisor
+
+
+def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
+    """Make a decorator that turns a function which updates one block into a kernel that first sums rows of gradients.
+
+    The function is called as ``update(total, *arrays, hyper, start, stop)`` and gets the elements of the averaged
+    gradient by ``_gradient(total, i)``. The argument of the decorator, ``arrays``, is the types of the arrays in a
+    kernel's signature. The kernel is called as ``kernel(rows, first, program, divisor, *arrays, hyper, start, stop)``.
+    """
+
+    def made(update: Callable[..., None]) -> Kernel:
+        def tree(rows: Array, first: int, program: Array, divisor: Array, *rest: Any) -> None:
+            start, stop, scratch = rest[-3], rest[-2], rest[-1]
+            by, both = divisor[0], program.size > 1
+            for block in range(start, stop, BLOCK):
+                end = min(block + BLOCK, stop)
+                place, count = first + block, end - block
+                _fold(rows, place, rows, place, program, scratch, count)
+                left = _left(rows, place, rows, place, program, scratch, count)
+                right = _right(rows, place, rows, place, program, scratch, count)
+                update((left, right, both, by), *rest[:-3], block, end)
+
+        for attribute in ("__name__", "__qualname__", "__doc__"):
+            setattr(tree, attribute, getattr(update, attribute))
+        names = ("rows", "first", "program", "divisor", *list(signature(update).parameters)[1:], "scratch")
+        types = f"void(const T[:,::1], i8, const i4[::1], const T[::1], {arrays}, const T[::1], i8, i8, T[::1])"
+        return kernel(types, scratch=BLOCK * DEPTH, names=names)(tree)
+
+    return made
+
+
+@_tree_kernel("T[::1]")
+def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
+    """Sum and divide rows of gradients, then update as ``optimizer.sgd`` does."""
+    lr, decay = hyper[0], hyper[1]
+    w = w[start:stop]
+    for i in range(w.size):
+        w[i] = _fused_sgd(w[i], _gradient(total, i), lr, decay)
+
+
+@_tree_kernel("T[::1], T[::1]")
+def momentum_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
+    """Sum and divide rows of gradients, then update as ``optimizer.momentum`` does."""
+    lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
+    of_g, of_m = hyper[4], hyper[5]
+    w, m = w[start:stop], m[start:stop]
+    for i in range(w.size):
+        w[i], m[i] = _fused_momentum(w[i], _gradient(total, i), m[i], lr, decay, factor, keep, of_g, of_m)
+
+
+@_tree_kernel("T[::1], T[::1], T[::1]")
+def adam_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+    """Sum and divide rows of gradients, then update as ``optimizer.adam`` does."""
+    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
+    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    w, m, v = w[start:stop], m[start:stop], v[start:stop]
+    for i in range(w.size):
+        g = _gradient(total, i)
+        w[i], m[i], v[i] = _fused_adam(w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps)
+
+
+@_tree_kernel("T[::1], T[::1], T[::1]")
+def adamw_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+    """Sum and divide rows of gradients, then update as ``optimizer.adamw`` does."""
+    shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
+    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    w, m, v = w[start:stop], m[start:stop], v[start:stop]
+    for i in range(w.size):
+        g = _gradient(total, i)
+        w[i], m[i], v[i] = _fused_adamw(w[i], g, m[i], v[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps)
+
+
+@_tree_kernel("T[::1], T[::1]")
+def rmsprop_tree(total: Any, w: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+    """Sum and divide rows of gradients, then update as ``optimizer.rmsprop`` does."""
+    lr, decay, alpha, rest, eps = hyper[0], hyper[1], hyper[2], hyper[3], hyper[4]
+    w, v = w[start:stop], v[start:stop]
+    for i in range(w.size):
+        w[i], v[i] = _fused_rmsprop(w[i], _gradient(total, i), v[i], lr, decay, alpha, rest, eps)
+
+
+@_tree_kernel("T[::1], T[::1]")
+def lion_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
+    """Sum and divide rows of gradients, then update as ``optimizer.lion`` does."""
+    shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
+    beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
+    w, m = w[start:stop], m[start:stop]
+    for i in range(w.size):
+        w[i], m[i] = _fused_lion(w[i], _gradient(total, i), m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
+
+
+@_tree_kernel("const T[::1], T[::1], T[::1], T[::1]")
+def lamb_direction_tree(
+    total: Any, w: Array, u: Array, m: Array, v: Array, hyper: Array, start: int, stop: int
+) -> None:
+    """Sum and divide rows of gradients as ``tree_sum`` does, then write LAMB's direction to ``u``.
+
+    The bits are the same as with ``tree_sum`` into ``u`` and then ``optimizer.lamb_direction``. ``hyper`` holds the
+    scalars that ``optimizer.lamb_direction`` needs. The decorator replaces ``total`` by the arguments ``rows``,
+    ``first``, ``program`` and ``divisor``.
+    """
+    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
+    rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    w, u, m, v = w[start:stop], u[start:stop], m[start:stop], v[start:stop]
+    for i in range(w.size):
+        g = _gradient(total, i)
+        u[i], m[i], v[i] = _fused_lamb_direction(
+            w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, first, correction, eps
+        )
+
+
+COMPRESSION_BLOCK = formulas.BLOCK
+#: Counters that ``top`` needs: for 11, then 10, then the last 10 bits of a magnitude.
+COUNTERS = 2048
+
+_magnitude = formulas.magnitude
+_scale_of = formulas.scale_of
+_inverse_of = formulas.inverse_of
+_code_of = formulas.code_of
+
+_HIGH, _LOW = np.uint32(20), np.uint32(10)
+_LOW_BITS = np.uint32(1023)
+
+
+def _largest(values: Array, residual: Array) -> Any:
+    """Add ``values`` to ``residual`` and return the largest magnitude of the sum.
+
+    The magnitude is returned as bits (see :func:`mpizero.kernels.formulas.magnitude`).
+    """
+    largest = np.uint32(0)
+    for i in range(values.size):
+        total = values[i] + residual[i]
+        residual[i] = total
+        largest = max(largest, _magnitude(total))
+    return largest
+
+
+@kernel("void(const f4[::1], f4[::1], f4[::1], i1[::1])")
+def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
+    """Round ``values + residual`` to ``codes`` with ``scales``, and write the rounding errors to ``residual``.
+
+    A code is an integer from -127 to 127, and ``code * scale`` is the rounded value. Each block of ``BLOCK``
+    consecutive values has one scale. If a block has a value that is infinite or NaN, its scale and its errors are NaN.
+    If its values are too small to be scaled in float32, its scale and codes are 0, and ``residual`` receives the values
+    themselves.
+    """
+    for block in range(scales.size):
+        first = block * COMPRESSION_BLOCK
+        rest = residual[first : first + COMPRESSION_BLOCK]
+        scale = _scale_of(_largest(values[first : first + COMPRESSION_BLOCK], rest))
+        inverse = _inverse_of(scale)
+        scales[block] = scale
+        part = codes[first : first + COMPRESSION_BLOCK]
+        for i in range(rest.size):
+            code = _code_of(rest[i], inverse)
+            part[i] = np.int8(code)
+            rest[i] = rest[i] - code * scale
+
+
+@kernel("void(const f4[::1], const i1[::1], f4[::1])")
+def int8_decode(scales: Array, codes: Array, out: Array) -> None:
+    """Write the values to which :func:`int8_encode` rounded, ``code * scale`` for each code, to ``out``."""
+    for block in range(scales.size):
+        first = block * COMPRESSION_BLOCK
+        scale, part, whole = (
+            scales[block],
+            codes[first : first + COMPRESSION_BLOCK],
+            out[first : first + COMPRESSION_BLOCK],
+        )
+        for i in range(whole.size):
+            whole[i] = np.float32(part[i]) * scale
+
+
+def _reach(counts: Array, used: int, wanted: int) -> int:
+    """Return the largest index for which the sum of ``counts[index:used]`` is at least ``wanted``."""
+    place = used
+    while wanted > 0:
+        place -= 1
+        wanted -= counts[place]
+    return place
+
+
+def _above(counts: Array, used: int, place: int) -> int:
+    """Return the sum of ``counts[place + 1 : used]``."""
+    total = 0
+    for i in range(place + 1, used):
+        total += counts[i]
+    return total
+
+
+@kernel("void(const f4[::1], f4[::1], i8[::1], i4[::1], f4[::1])")
+def top_encode(values: Array, residual: Array, counts: Array, indices: Array, largest: Array) -> None:
+    """Write the ``indices.size`` values of largest magnitude of ``values + residual`` to ``largest``.
+
+    ``indices`` receives their indices, in ascending order. Of values of equal magnitude, those of the smallest indices
+    are chosen. ``residual`` receives all other values of the sum, and 0 at the chosen indices. ``counts`` is temporary
+    memory for 2048 integers, which only the CPU kernel uses.
+    """
+    wanted = indices.size
+    if wanted == 0:
+        for i in range(values.size):
+            residual[i] = values[i] + residual[i]
+        return
+    counts[:] = 0
+    for i in range(values.size):
+        total = values[i] + residual[i]
+        residual[i] = total
+        counts[_magnitude(total) >> _HIGH] += 1
+    place = _reach(counts, COUNTERS, wanted)
+    wanted -= _above(counts, COUNTERS, place)
+    prefix = np.uint32(place)
+    counts[:] = 0
+    for i in range(residual.size):
+        bits = _magnitude(residual[i])
+        if bits >> _HIGH == prefix:
+            counts[(bits >> _LOW) & _LOW_BITS] += 1
+    place = _reach(counts, COUNTERS // 2, wanted)
+    wanted -= _above(counts, COUNTERS // 2, place)
+    prefix = (prefix << _LOW) | np.uint32(place)
+    counts[:] = 0
+    for i in range(residual.size):
+        bits = _magnitude(residual[i])
+        if bits >> _LOW == prefix:
+            counts[bits & _LOW_BITS] += 1
+    place = _reach(counts, COUNTERS // 2, wanted)
+    wanted -= _above(counts, COUNTERS // 2, place)
+    threshold = (prefix << _LOW) | np.uint32(place)
+    taken = 0
+    for i in range(residual.size):
+        bits = _magnitude(residual[i])
+        if bits >= threshold:
+            if bits == threshold:
+                if wanted == 0:
+                    continue
+                wanted -= 1
+            indices[taken] = i
+            largest[taken] = residual[i]
+            residual[i] = 0
+            taken += 1
+
+
+@kernel("void(const i4[::1], const f4[::1], f4[::1])")
+def top_decode(indices: Array, largest: Array, out: Array) -> None:
+    """Write ``largest[i]`` to ``out[indices[i]]`` for every i, and 0 to all other elements of ``out``."""
+    out[:] = 0
+    for i in range(indices.size):
+        out[indices[i]] = largest[i]

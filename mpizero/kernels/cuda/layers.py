@@ -1,0 +1,411 @@
+"""Compute the sum or maximum of one value per thread over a block of threads, in an order fixed by the block's size.
+
+All threads of the block must call these functions, each with its own value, and all get the same result. To reduce a
+row of a matrix, each thread first reduces some of the row's elements.
+
+Compute layer and root-mean-square normalization on the GPU; rows are samples or positions of sequences.
+
+A block of threads computes a row; one thread computes a column of the gradients of gamma and beta.
+
+Compute activation functions, bias additions and column sums on the GPU: one thread per element (or column).
+
+Pack and unpack ranges of arrays, convert to and from 16-bit formats, and scale, on the GPU.
+
+Numbers of 16 bits are stored as uint16, because NumPy has no bfloat16.
+
+Look up rows of an embedding table by their ids, and compute the gradient of the table, on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpizero.kernels import formulas
+from mpizero.kernels.cuda.launch import CudaKernel, cuda, kernel
+from mpizero.kernels.formulas import gelu as gelu_value
+from mpizero.kernels.formulas import (
+    gelu_gradient,
+    inside,
+    inverse_root,
+    layernorm_gradient,
+    relu_gradient,
+    rmsnorm_gradient,
+    scaled,
+    silu_gradient,
+    standardized,
+    tanh_gradient,
+    tanh_value,
+)
+from mpizero.kernels.formulas import relu as relu_value
+from mpizero.kernels.formulas import silu as silu_value
+from mpizero.types import Array
+
+#: Threads of a block at most (compute capability 3 and newer).
+MOST_THREADS = 1024
+
+
+def larger(a: Any, b: Any) -> Any:
+    """Return the larger of two numbers; return ``b`` if one of them is NaN."""
+    return a if a > b else b
+
+
+def block_sum(value: Any, shared: Any) -> Any:
+    """Return the sum of ``value`` over all threads of the block, added pairwise.
+
+    ``shared`` is an array of shared memory with at least one element for each thread.
+    """
+    thread = cuda.threadIdx.x
+    shared[thread] = value
+    cuda.syncthreads()
+    count = cuda.blockDim.x
+    while count > 1:
+        half = (count + 1) // 2
+        if thread < count - half:
+            shared[thread] += shared[thread + half]
+        cuda.syncthreads()
+        count = half
+    total = shared[0]
+    cuda.syncthreads()
+    return total
+
+
+def block_max(value: Any, shared: Any) -> Any:
+    """Return the largest ``value`` of all threads of the block.
+
+    ``shared`` is an array of shared memory with at least one element for each thread.
+    """
+    thread = cuda.threadIdx.x
+    shared[thread] = value
+    cuda.syncthreads()
+    count = cuda.blockDim.x
+    while count > 1:
+        half = (count + 1) // 2
+        if thread < count - half:
+            shared[thread] = larger(shared[thread], shared[thread + half])
+        cuda.syncthreads()
+        count = half
+    largest = shared[0]
+    cuda.syncthreads()
+    return largest
+
+
+@kernel("void(const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1])")
+def layernorm(x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: Array, rstd: Array) -> None:
+    """Normalize every row: ``y = (x - mean) * rstd * gamma + beta`` with ``rstd = 1 / sqrt(variance + eps1[0])``.
+
+    ``mean`` and ``rstd`` receive one number for each row, which :func:`layernorm_backward` needs.
+    """
+    T = x.dtype.type  # noqa: N806
+    shared = cuda.shared.array(MOST_THREADS, x.dtype)
+    rows, features = x.shape
+    first, step = cuda.threadIdx.x, cuda.blockDim.x
+    for row in range(cuda.blockIdx.x, rows, cuda.gridDim.x):
+        total = T(0)
+        for j in range(first, features, step):
+            total += x[row, j]
+        m = block_sum(total, shared) / T(features)
+        total = T(0)
+        for j in range(first, features, step):
+            total += (x[row, j] - m) * (x[row, j] - m)
+        r = inverse_root(block_sum(total, shared) / T(features), eps1[0], T)
+        if first == 0:
+            mean[row] = m
+            rstd[row] = r
+        for j in range(first, features, step):
+            y[row, j] = scaled(standardized(x[row, j], m, r), gamma[j], beta[j])
+
+
+def layernorm_backward(
+    dy: Array, x: Array, gamma: Array, mean: Array, rstd: Array, residual: Array, dx: Array, dgamma: Array, dbeta: Array
+) -> None:
+    """Write the gradients of :func:`layernorm` to ``dx``, ``dgamma`` and ``dbeta``, from ``dy``, the gradient of y.
+
+    The arguments are those of :func:`mpizero.kernels.cpu.layers.layernorm_backward`.
+    """
+    _layernorm_backward_input(dy, x, gamma, mean, rstd, residual, dx)
+    _layernorm_backward_weights(dy, x, mean, rstd, dgamma, dbeta)
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], const T[::1], const T[:,::1], T[:,::1])")
+def _layernorm_backward_input(
+    dy: Array, x: Array, gamma: Array, mean: Array, rstd: Array, residual: Array, dx: Array
+) -> None:
+    T = x.dtype.type  # noqa: N806
+    shared = cuda.shared.array(MOST_THREADS, x.dtype)
+    rows, features = x.shape
+    first, step = cuda.threadIdx.x, cuda.blockDim.x
+    for row in range(cuda.blockIdx.x, rows, cuda.gridDim.x):
+        m, r = mean[row], rstd[row]
+        total, weighted = T(0), T(0)
+        for j in range(first, features, step):
+            g = dy[row, j] * gamma[j]
+            total += g
+            weighted += g * standardized(x[row, j], m, r)
+        mean_g = block_sum(total, shared) / T(features)
+        mean_gs = block_sum(weighted, shared) / T(features)
+        for j in range(first, features, step):
+            g = dy[row, j] * gamma[j]
+            gradient = layernorm_gradient(g, standardized(x[row, j], m, r), mean_g, mean_gs, r)
+            dx[row, j] = gradient + residual[row, j] if residual.shape[0] else gradient
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], T[::1], T[::1])")
+def _layernorm_backward_weights(dy: Array, x: Array, mean: Array, rstd: Array, dgamma: Array, dbeta: Array) -> None:
+    T = x.dtype.type  # noqa: N806
+    rows, features = x.shape
+    for j in range(cuda.grid(1), features, cuda.gridsize(1)):
+        total, shift = T(0), T(0)
+        for row in range(rows):
+            total += dy[row, j] * standardized(x[row, j], mean[row], rstd[row])
+            shift += dy[row, j]
+        dgamma[j] = total
+        dbeta[j] = shift
+
+
+@kernel("void(const T[:,::1], const T[::1], const T[::1], T[:,::1], T[::1])")
+def rmsnorm(x: Array, gamma: Array, eps1: Array, y: Array, rstd: Array) -> None:
+    """Scale every row: ``y = x * rstd * gamma`` with ``rstd = 1 / sqrt(mean(x**2) + eps1[0])``.
+
+    Zhang and Sennrich 2019. ``rstd`` receives one number for each row, which the backward pass needs.
+    """
+    T = x.dtype.type  # noqa: N806
+    shared = cuda.shared.array(MOST_THREADS, x.dtype)
+    rows, features = x.shape
+    first, step = cuda.threadIdx.x, cuda.blockDim.x
+    for row in range(cuda.blockIdx.x, rows, cuda.gridDim.x):
+        total = T(0)
+        for j in range(first, features, step):
+            total += x[row, j] * x[row, j]
+        r = inverse_root(block_sum(total, shared) / T(features), eps1[0], T)
+        if first == 0:
+            rstd[row] = r
+        for j in range(first, features, step):
+            y[row, j] = standardized(x[row, j], T(0), r) * gamma[j]
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], T[:,::1])")
+def rmsnorm_backward_input(dy: Array, x: Array, gamma: Array, rstd: Array, dx: Array) -> None:
+    """Write the gradient of the input of :func:`rmsnorm` to ``dx``, from ``dy``, the gradient of y.
+
+    ``rstd`` is what :func:`rmsnorm` wrote. ``dx`` must not be one of the inputs.
+    """
+    T = x.dtype.type  # noqa: N806
+    shared = cuda.shared.array(MOST_THREADS, x.dtype)
+    rows, features = x.shape
+    first, step = cuda.threadIdx.x, cuda.blockDim.x
+    for row in range(cuda.blockIdx.x, rows, cuda.gridDim.x):
+        r, weighted = rstd[row], T(0)
+        for j in range(first, features, step):
+            weighted += (dy[row, j] * gamma[j]) * standardized(x[row, j], T(0), r)
+        mean_gs = block_sum(weighted, shared) / T(features)
+        for j in range(first, features, step):
+            g = dy[row, j] * gamma[j]
+            dx[row, j] = rmsnorm_gradient(g, standardized(x[row, j], T(0), r), mean_gs, r)
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[::1], T[::1])")
+def rmsnorm_backward_weights(dy: Array, x: Array, rstd: Array, dgamma: Array) -> None:
+    """Write the gradient of ``gamma`` of :func:`rmsnorm` to ``dgamma``, from ``dy``, the gradient of y.
+
+    It is a sum over the rows in ascending order. ``rstd`` is what :func:`rmsnorm` wrote.
+    """
+    T = x.dtype.type  # noqa: N806
+    rows, features = x.shape
+    for j in range(cuda.grid(1), features, cuda.gridsize(1)):
+        total = T(0)
+        for row in range(rows):
+            total += dy[row, j] * standardized(x[row, j], T(0), rstd[row])
+        dgamma[j] = total
+
+
+def _value_kernel(name: str, value: Callable[..., Any]) -> CudaKernel:
+    """Make a kernel that writes ``value(x[i], T)`` to ``y[i]`` for every i; ``y`` may be ``x``."""
+
+    def apply(x: Array, y: Array) -> None:
+        T = x.dtype.type  # noqa: N806
+        for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+            y[i] = value(x[i], T)
+
+    apply.__qualname__ = name
+    return kernel("void(const T[::1], T[::1])")(apply)
+
+
+def _gradient_kernel(name: str, gradient: Callable[..., Any]) -> CudaKernel:
+    """Make a kernel that writes ``gradient(x[i], dy[i], T)`` to ``dx[i]`` for every i.
+
+    ``dx`` may be ``dy`` or ``x``.
+    """
+
+    def apply(x: Array, dy: Array, dx: Array) -> None:
+        T = x.dtype.type  # noqa: N806
+        for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+            dx[i] = gradient(x[i], dy[i], T)
+
+    apply.__qualname__ = name
+    return kernel("void(const T[::1], const T[::1], T[::1])")(apply)
+
+
+gelu, gelu_backward = _value_kernel("gelu", gelu_value), _gradient_kernel("gelu_backward", gelu_gradient)
+silu, silu_backward = _value_kernel("silu", silu_value), _gradient_kernel("silu_backward", silu_gradient)
+relu, relu_backward = _value_kernel("relu", relu_value), _gradient_kernel("relu_backward", relu_gradient)
+tanh, tanh_backward = _value_kernel("tanh", tanh_value), _gradient_kernel("tanh_backward", tanh_gradient)
+
+
+@kernel("void(const T[:,::1], const T[::1], T[:,::1], T[:,::1])")
+def bias_gelu(x: Array, bias: Array, z: Array, y: Array) -> None:
+    """Add ``bias`` to every row of ``x``; write the sum to ``z``, which may be ``x``, and its GELU to ``y``."""
+    T = x.dtype.type  # noqa: N806
+    columns = x.shape[1]
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        row, column = i // columns, i % columns
+        value = x[row, column] + bias[column]
+        z[row, column] = value
+        y[row, column] = gelu_value(value, T)
+
+
+@kernel("void(const T[:,::1], const T[::1], T[:,::1])")
+def add_bias(x: Array, bias: Array, y: Array) -> None:
+    """Add ``bias`` to every row of ``x`` and write the sum to ``y``, which may be ``x``."""
+    columns = x.shape[1]
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        row, column = i // columns, i % columns
+        y[row, column] = x[row, column] + bias[column]
+
+
+@kernel("void(const T[:,::1], const T[::1], const T[:,::1], T[:,::1])")
+def add_bias_residual(x: Array, bias: Array, residual: Array, y: Array) -> None:
+    """Add ``bias`` to every row of ``x + residual``; write the sum to ``y``, which may be ``x`` or ``residual``."""
+    columns = x.shape[1]
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        row, column = i // columns, i % columns
+        y[row, column] = (x[row, column] + bias[column]) + residual[row, column]
+
+
+@kernel("void(const T[:,::1], T[::1])")
+def column_sums(x: Array, out: Array) -> None:
+    """Write the sum of each column of ``x`` to ``out``, for example to compute the gradient of a bias.
+
+    Each sum starts from 0 and adds the rows in ascending order.
+    """
+    T = x.dtype.type  # noqa: N806
+    rows, columns = x.shape
+    for column in range(cuda.grid(1), columns, cuda.gridsize(1)):
+        total = T(0)
+        for row in range(rows):
+            total += x[row, column]
+        out[column] = total
+
+
+_to_bfloat16 = formulas.to_bfloat16
+_from_bfloat16 = formulas.from_bfloat16
+_to_float16 = formulas.to_float16
+_from_float16 = formulas.from_float16
+
+
+@kernel("void(const T[::1], const i8[::1], const i8[::1], T[::1])")
+def pack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
+    """Write the ranges ``source[starts[k] : starts[k] + sizes[k]]`` to ``target``, one after the other."""
+    place = 0
+    for k in range(starts.size):
+        for i in range(cuda.grid(1), sizes[k], cuda.gridsize(1)):
+            target[place + i] = source[starts[k] + i]
+        place += sizes[k]
+
+
+@kernel("void(const T[::1], const i8[::1], const i8[::1], T[::1])")
+def unpack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
+    """Write the elements of ``source``, in order, to the ranges ``target[starts[k] : starts[k] + sizes[k]]``.
+
+    This undoes :func:`pack`.
+    """
+    place = 0
+    for k in range(starts.size):
+        for i in range(cuda.grid(1), sizes[k], cuda.gridsize(1)):
+            target[starts[k] + i] = source[place + i]
+        place += sizes[k]
+
+
+@kernel("void(const T[:,::1], const i8[:,::1], T[::1])")
+def split_columns(matrix: Array, ranges: Array, parts: Array) -> None:
+    """Copy ranges of columns of ``matrix`` to matrices with fewer columns, which lie one after the other in ``parts``.
+
+    Row k of ``ranges`` is (start, size, place, width): the columns from ``start`` on, as many as ``size``, are columns
+    of a matrix of ``width`` columns; its element in the first row and the first of these columns is ``parts[place]``.
+    """
+    for k in range(ranges.shape[0]):
+        start, size, first, width = ranges[k, 0], ranges[k, 1], ranges[k, 2], ranges[k, 3]
+        for i in range(cuda.grid(1), matrix.shape[0] * size, cuda.gridsize(1)):
+            r, column = i // size, i % size
+            parts[first + r * width + column] = matrix[r, start + column]
+
+
+@kernel("void(const T[::1], const i8[:,::1], T[:,::1])")
+def join_columns(parts: Array, ranges: Array, matrix: Array) -> None:
+    """Copy what :func:`split_columns` has written to ``parts`` back to ``matrix``."""
+    for k in range(ranges.shape[0]):
+        start, size, first, width = ranges[k, 0], ranges[k, 1], ranges[k, 2], ranges[k, 3]
+        for i in range(cuda.grid(1), matrix.shape[0] * size, cuda.gridsize(1)):
+            r, column = i // size, i % size
+            matrix[r, start + column] = parts[first + r * width + column]
+
+
+@kernel("void(const f4[::1], u2[::1])")
+def to_bfloat16(x: Array, out: Array) -> None:
+    """Round ``x`` to bfloat16, to nearest even, and write the bits to ``out``; NaN stays NaN."""
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        out[i] = _to_bfloat16(x[i])
+
+
+@kernel("void(const u2[::1], f4[::1])")
+def from_bfloat16(x: Array, out: Array) -> None:
+    """Convert the bits of bfloat16 numbers to float32, which is exact, and write them to ``out``."""
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        out[i] = _from_bfloat16(x[i])
+
+
+@kernel("void(const f4[::1], u2[::1])")
+def to_float16(x: Array, out: Array) -> None:
+    """Round ``x`` to float16, to nearest even, and write the bits to ``out``; values too large become infinite."""
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        out[i] = _to_float16(x[i])
+
+
+@kernel("void(const u2[::1], f4[::1])")
+def from_float16(x: Array, out: Array) -> None:
+    """Convert the bits of float16 numbers to float32, which is exact, and write them to ``out``."""
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        out[i] = _from_float16(x[i])
+
+
+@kernel("void(T[::1], const T[::1])")
+def scale(x: Array, factor: Array) -> None:
+    """Multiply all elements of ``x`` by ``factor[0]``, in place."""
+    by = factor[0]
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        x[i] = x[i] * by
+
+
+@kernel("void(const T[:,::1], const i8[::1], T[:,::1])")
+def gather(table: Array, ids: Array, out: Array) -> None:
+    """Copy row ``ids[i]`` of ``table`` to row i of ``out``; fill row i with NaN if the table has no such row."""
+    T = table.dtype.type  # noqa: N806
+    rows, width = table.shape
+    for place in range(cuda.grid(1), ids.size * width, cuda.gridsize(1)):
+        i, j = place // width, place % width
+        out[i, j] = table[ids[i], j] if inside(ids[i], rows) else T(np.nan)
+
+
+@kernel("void(const T[:,::1], const i8[::1], T[:,::1])")
+def scatter_add(dy: Array, ids: Array, dtable: Array) -> None:
+    """Add row i of ``dy`` to row ``ids[i]`` of ``dtable``, for i = 0, 1, ...; ignore ids that are not rows of it.
+
+    One thread adds all elements of a column, so additions keep their order without atomic operations.
+    """
+    rows, width = dtable.shape
+    for j in range(cuda.grid(1), width, cuda.gridsize(1)):
+        for i in range(ids.size):
+            if inside(ids[i], rows):
+                dtable[ids[i], j] += dy[i, j]

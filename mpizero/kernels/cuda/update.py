@@ -1,0 +1,482 @@
+"""Update elements ``start`` to ``stop - 1`` of flat arrays in place by an optimizer's formula, on the GPU.
+
+``hyper`` is an array of the scalars that the formula needs, which :mod:`mpizero.optim` computes for every step.
+
+Sum rows of gradients by a tree program, divide, and update, in one pass over memory on the GPU.
+
+A *program* is a list of integers that a stack machine executes on the rows of a matrix: ``v >= 0`` pushes row v, ``-1``
+pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row ``-2 - v`` to the top. Each row holds
+a gradient or a sum of gradients. Element i of the parameters belongs to column ``first + i`` of the matrix, where
+``first`` is an argument. The stack holds ``DEPTH`` rows, which is enough for the tree over 32,768 grains.
+
+Every thread executes the program on one column at a time. Kernels that end in ``_tree`` have the bits of two calls, of
+``tree_sum`` and then of the optimizer's kernel, whose scalars are in ``hyper``.
+
+Compress messages with error feedback on the GPU: what a message lost is kept and added to the next message.
+
+One thread works on a block of ``BLOCK`` consecutive values (``int8``), or on a tile of ``TILE`` (``top``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpizero.kernels import formulas
+from mpizero.kernels.cuda.launch import cuda, kernel
+from mpizero.types import Array
+
+_sgd = formulas.sgd
+_momentum = formulas.momentum
+_adam = formulas.adam
+_adamw = formulas.adamw
+_rmsprop = formulas.rmsprop
+_lion = formulas.lion
+_lamb_direction = formulas.lamb_direction
+_lamb_apply = formulas.lamb_apply
+_ema = formulas.ema
+_add_scaled = formulas.add_scaled
+
+
+@kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
+def sgd(w: Array, g: Array, hyper: Array, start: int, stop: int) -> None:
+    """Update ``w[start:stop]`` by gradient descent with the gradient ``g``.
+
+    hyper = [lr, decay], where lr is the learning rate, and ``decay * w`` is added to the gradient (weight decay).
+    """
+    lr, decay = hyper[0], hyper[1]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        w[i] = _sgd(w[i], g[i], lr, decay)
+
+
+@kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
+def momentum(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
+    """Update ``w[start:stop]`` and the momentum buffer ``m`` by gradient descent with the gradient ``g``.
+
+    hyper = [lr, decay, factor, keep, of_g, of_m]. First ``decay * w`` is added to the gradient; then ``m = factor * m +
+    keep * g`` and ``w -= lr * (of_g * g + of_m * m)``.
+    """
+    lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
+    of_g, of_m = hyper[4], hyper[5]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        w[i], m[i] = _momentum(w[i], g[i], m[i], lr, decay, factor, keep, of_g, of_m)
+
+
+@kernel("void(T[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
+def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+    """Update ``w[start:stop]`` by Adam with the gradient ``g``.
+
+    The arguments are those of :func:`mpizero.kernels.cpu.update.adam`.
+    """
+    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
+    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        w[i], m[i], v[i] = _adam(w[i], g[i], m[i], v[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps)
+
+
+@kernel("void(T[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
+def adamw(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+    """Update ``w[start:stop]`` by AdamW with the gradient ``g``.
+
+    The arguments are those of :func:`mpizero.kernels.cpu.update.adamw`.
+    """
+    shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
+    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        w[i], m[i], v[i] = _adamw(w[i], g[i], m[i], v[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps)
+
+
+@kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
+def rmsprop(w: Array, g: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+    """Update ``w[start:stop]`` by RMSprop with the gradient ``g``.
+
+    ``v`` is the running average of the squared gradient, which is updated too. hyper = [lr, decay, alpha, rest, eps]
+    with rest = 1 - alpha. First ``decay * w`` is added to the gradient.
+    """
+    lr, decay, alpha, rest = hyper[0], hyper[1], hyper[2], hyper[3]
+    eps = hyper[4]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        w[i], v[i] = _rmsprop(w[i], g[i], v[i], lr, decay, alpha, rest, eps)
+
+
+@kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
+def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
+    """Update ``w[start:stop]`` by Lion with the gradient ``g``.
+
+    The arguments are those of :func:`mpizero.kernels.cpu.update.lion`.
+    """
+    shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
+    beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        w[i], m[i] = _lion(w[i], g[i], m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
+
+
+@kernel("void(const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)")
+def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+    """Overwrite the gradient ``g[start:stop]`` with LAMB's direction: Adam's direction plus ``decay * w``.
+
+    The arguments are those of :func:`mpizero.kernels.cpu.update.lamb_direction`.
+    """
+    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
+    rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        g[i], m[i], v[i] = _lamb_direction(
+            w[i], g[i], m[i], v[i], decay, beta1, rest1, beta2, rest2, first, correction, eps
+        )
+
+
+@kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
+def lamb_apply(w: Array, u: Array, hyper: Array, start: int, stop: int) -> None:
+    """Subtract ``hyper[0] * u`` from ``w`` for the elements ``start`` to ``stop - 1``."""
+    rate = hyper[0]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        w[i] = _lamb_apply(w[i], u[i], rate)
+
+
+@kernel("void(const T[::1], T[::1], const T[::1], i8, i8)")
+def ema(w: Array, average: Array, rate1: Array, start: int, stop: int) -> None:
+    """Add ``rate1[0] * (w - average)`` to ``average``, for the elements ``start`` to ``stop - 1``."""
+    rate = rate1[0]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        average[i] = _ema(average[i], w[i], rate)
+
+
+@kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
+def add_scaled(y: Array, x: Array, factor1: Array, start: int, stop: int) -> None:
+    """Add ``factor1[0] * x`` to ``y``, for the elements ``start`` to ``stop - 1``."""
+    factor = factor1[0]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        y[i] = _add_scaled(y[i], x[i], factor)
+
+
+DEPTH = 16
+
+_fused_sgd = formulas.sgd
+_fused_momentum = formulas.momentum
+_fused_adam = formulas.adam
+_fused_adamw = formulas.adamw
+_fused_rmsprop = formulas.rmsprop
+_fused_lion = formulas.lion
+_fused_lamb_direction = formulas.lamb_direction
+
+
+def _element(rows_a: Array, a: int, rows_b: Array, b: int, row: int) -> Any:
+    if row < rows_a.shape[0]:
+        return rows_a[row, a]
+    return rows_b[row - rows_a.shape[0], b]
+
+
+def _fold(rows_a: Array, a: int, rows_b: Array, b: int, program: Array, stack: Array) -> Any:
+    """Execute the program on one element of each row, column a of ``rows_a`` or b of ``rows_b``; return the sum."""
+    top = -1
+    for step in range(program.size):
+        code = program[step]
+        if code >= 0:
+            top += 1
+            stack[top] = _element(rows_a, a, rows_b, b, code)
+        elif code == -1:
+            top -= 1
+            stack[top] += stack[top + 1]
+        else:
+            stack[top] += _element(rows_a, a, rows_b, b, -2 - code)
+    return stack[0]
+
+
+@kernel("void(const T[:,::1], i8, const T[:,::1], i8, const i4[::1], const T[::1], T[::1], i8, i8)")
+def tree_sum(
+    rows_a: Array,
+    first_a: int,
+    rows_b: Array,
+    first_b: int,
+    program: Array,
+    divisor: Array,
+    out: Array,
+    start: int,
+    stop: int,
+) -> None:
+    """Execute a tree program on rows, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
+
+    The arguments are those of :func:`mpizero.kernels.cpu.update.tree_sum`.
+    """
+    stack = cuda.local.array(DEPTH, out.dtype)
+    by = divisor[0]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        out[i] = _fold(rows_a, first_a + i, rows_b, first_b + i, program, stack) / by
+
+
+@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], const T[::1], i8, i8)")
+def sgd_tree(
+    rows: Array, first: int, program: Array, divisor: Array, w: Array, hyper: Array, start: int, stop: int
+) -> None:
+    """Sum and divide rows of gradients, then update as ``optimizer.sgd`` does."""
+    stack = cuda.local.array(DEPTH, w.dtype)
+    by = divisor[0]
+    lr, decay = hyper[0], hyper[1]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        g = _fold(rows, first + i, rows, first + i, program, stack) / by
+        w[i] = _fused_sgd(w[i], g, lr, decay)
+
+
+@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
+def momentum_tree(
+    rows: Array, first: int, program: Array, divisor: Array, w: Array, m: Array, hyper: Array, start: int, stop: int
+) -> None:
+    """Sum and divide rows of gradients, then update as ``optimizer.momentum`` does."""
+    stack = cuda.local.array(DEPTH, w.dtype)
+    by = divisor[0]
+    lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
+    of_g, of_m = hyper[4], hyper[5]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        g = _fold(rows, first + i, rows, first + i, program, stack) / by
+        w[i], m[i] = _fused_momentum(w[i], g, m[i], lr, decay, factor, keep, of_g, of_m)
+
+
+@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)")
+def adam_tree(
+    rows: Array,
+    first: int,
+    program: Array,
+    divisor: Array,
+    w: Array,
+    m: Array,
+    v: Array,
+    hyper: Array,
+    start: int,
+    stop: int,
+) -> None:
+    """Sum and divide rows of gradients, then update as ``optimizer.adam`` does."""
+    stack = cuda.local.array(DEPTH, w.dtype)
+    by = divisor[0]
+    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
+    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        g = _fold(rows, first + i, rows, first + i, program, stack) / by
+        w[i], m[i], v[i] = _fused_adam(w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps)
+
+
+@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)")
+def adamw_tree(
+    rows: Array,
+    first: int,
+    program: Array,
+    divisor: Array,
+    w: Array,
+    m: Array,
+    v: Array,
+    hyper: Array,
+    start: int,
+    stop: int,
+) -> None:
+    """Sum and divide rows of gradients, then update as ``optimizer.adamw`` does."""
+    stack = cuda.local.array(DEPTH, w.dtype)
+    by = divisor[0]
+    shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
+    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        g = _fold(rows, first + i, rows, first + i, program, stack) / by
+        w[i], m[i], v[i] = _fused_adamw(w[i], g, m[i], v[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps)
+
+
+@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
+def rmsprop_tree(
+    rows: Array, first: int, program: Array, divisor: Array, w: Array, v: Array, hyper: Array, start: int, stop: int
+) -> None:
+    """Sum and divide rows of gradients, then update as ``optimizer.rmsprop`` does."""
+    stack = cuda.local.array(DEPTH, w.dtype)
+    by = divisor[0]
+    lr, decay, alpha, rest = hyper[0], hyper[1], hyper[2], hyper[3]
+    eps = hyper[4]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        g = _fold(rows, first + i, rows, first + i, program, stack) / by
+        w[i], v[i] = _fused_rmsprop(w[i], g, v[i], lr, decay, alpha, rest, eps)
+
+
+@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
+def lion_tree(
+    rows: Array, first: int, program: Array, divisor: Array, w: Array, m: Array, hyper: Array, start: int, stop: int
+) -> None:
+    """Sum and divide rows of gradients, then update as ``optimizer.lion`` does."""
+    stack = cuda.local.array(DEPTH, w.dtype)
+    by = divisor[0]
+    shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
+    beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        g = _fold(rows, first + i, rows, first + i, program, stack) / by
+        w[i], m[i] = _fused_lion(w[i], g, m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
+
+
+@kernel(
+    "void(const T[:,::1], i8, const i4[::1], const T[::1], const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)"
+)
+def lamb_direction_tree(
+    rows: Array,
+    first: int,
+    program: Array,
+    divisor: Array,
+    w: Array,
+    u: Array,
+    m: Array,
+    v: Array,
+    hyper: Array,
+    start: int,
+    stop: int,
+) -> None:
+    """Sum and divide rows of gradients as ``tree_sum`` does, then write LAMB's direction to ``u``.
+
+    The bits are the same as with ``tree_sum`` into ``u`` and then ``optimizer.lamb_direction``. ``hyper`` holds the
+    scalars that ``optimizer.lamb_direction`` needs.
+    """
+    stack = cuda.local.array(DEPTH, w.dtype)
+    by = divisor[0]
+    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
+    rest2, scale, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        g = _fold(rows, first + i, rows, first + i, program, stack) / by
+        u[i], m[i], v[i] = _fused_lamb_direction(
+            w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, scale, correction, eps
+        )
+
+
+BLOCK = formulas.BLOCK
+#: Neighbours whose largest values one thread collects, so that indices ascend.
+TILE = 256
+
+_magnitude = formulas.magnitude
+_scale_of = formulas.scale_of
+_inverse_of = formulas.inverse_of
+_code_of = formulas.code_of
+
+
+@kernel("void(const f4[::1], f4[::1], f4[::1], i1[::1])")
+def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
+    """Round ``values + residual`` to ``codes`` with ``scales``, and write the rounding errors to ``residual``.
+
+    The arguments are those of :func:`mpizero.kernels.cpu.update.int8_encode`.
+    """
+    for block in range(cuda.grid(1), scales.size, cuda.gridsize(1)):
+        first, last = block * BLOCK, min((block + 1) * BLOCK, values.size)
+        largest = np.uint32(0)
+        for i in range(first, last):
+            residual[i] = values[i] + residual[i]
+            largest = max(largest, _magnitude(residual[i]))
+        scale = _scale_of(largest)
+        inverse = _inverse_of(scale)
+        scales[block] = scale
+        for i in range(first, last):
+            code = _code_of(residual[i], inverse)
+            codes[i] = np.int8(code)
+            residual[i] = residual[i] - code * scale
+
+
+@kernel("void(const f4[::1], const i1[::1], f4[::1])")
+def int8_decode(scales: Array, codes: Array, out: Array) -> None:
+    """Write the values to which :func:`int8_encode` rounded, ``code * scale`` for each code, to ``out``."""
+    for i in range(cuda.grid(1), out.size, cuda.gridsize(1)):
+        out[i] = np.float32(codes[i]) * scales[i // BLOCK]
+
+
+@kernel("void(const f4[::1], f4[::1])")
+def _add(values: Array, residual: Array) -> None:
+    for i in range(cuda.grid(1), values.size, cuda.gridsize(1)):
+        residual[i] = values[i] + residual[i]
+
+
+@kernel("void(const f4[::1], u4, u4, u4, u4, i8[::1])")
+def _count(values: Array, prefix: int, above: int, shift: int, mask: int, counts: Array) -> None:
+    """Count the magnitudes of ``values`` by some of their bits, ``(bits >> shift) & mask``: the index into ``counts``.
+
+    Only magnitudes with ``bits >> above == prefix`` are counted; with ``above`` = 32 all are.
+    """
+    for i in range(cuda.grid(1), values.size, cuda.gridsize(1)):
+        bits = _magnitude(values[i])
+        if above == 32 or bits >> np.uint32(above) == np.uint32(prefix):
+            cuda.atomic.add(counts, int((bits >> np.uint32(shift)) & np.uint32(mask)), 1)
+
+
+@kernel("void(const f4[::1], u4, i8[::1], i8[::1])")
+def _count_tiles(values: Array, threshold: int, more: Array, equal: Array) -> None:
+    """Count, for each tile of ``TILE`` values, the magnitudes above ``threshold`` and those equal to it.
+
+    The counts are written to ``more`` and ``equal``. ``threshold`` is the bits of a magnitude.
+    """
+    for tile in range(cuda.grid(1), more.size, cuda.gridsize(1)):
+        more[tile], equal[tile] = 0, 0
+        for i in range(tile * TILE, min((tile + 1) * TILE, values.size)):
+            bits = _magnitude(values[i])
+            more[tile] += bits > np.uint32(threshold)
+            equal[tile] += bits == np.uint32(threshold)
+
+
+@kernel("void(f4[::1], u4, const i8[::1], const i8[::1], i4[::1], f4[::1])")
+def _collect(residual: Array, threshold: int, starts: Array, allowed: Array, indices: Array, largest: Array) -> None:
+    """Move the values of largest magnitude from ``residual`` to ``largest``, and their indices to ``indices``.
+
+    Tile t moves its values of a magnitude above ``threshold`` and the first ``allowed[t]`` of its values of a magnitude
+    equal to it, to the elements of the outputs from index ``starts[t]`` on. Moved values become 0 in ``residual``.
+    ``threshold`` is the bits of a magnitude.
+    """
+    for tile in range(cuda.grid(1), starts.size, cuda.gridsize(1)):
+        place, left = starts[tile], allowed[tile]
+        for i in range(tile * TILE, min((tile + 1) * TILE, residual.size)):
+            bits = _magnitude(residual[i])
+            equal = bits == np.uint32(threshold)
+            if bits > np.uint32(threshold) or (equal and left > 0):
+                left -= equal
+                indices[place] = i
+                largest[place] = residual[i]
+                residual[i] = 0
+                place += 1
+
+
+def top_encode(values: Array, residual: Array, counts: Array, indices: Array, largest: Array) -> None:
+    """Write the ``indices.size`` values of largest magnitude of ``values + residual`` to ``largest``.
+
+    The arguments are those of :func:`mpizero.kernels.cpu.update.top_encode`.
+    """
+    _add(values, residual)
+    if not indices.size:
+        return
+    threshold, equal_wanted = _threshold(residual, int(indices.size))
+    tiles = -(-int(residual.size) // TILE)
+    more, equal = np.zeros((2, tiles), np.int64)
+    _count_tiles(residual, threshold, more, equal)
+    before = np.cumsum(equal) - equal
+    allowed = np.clip(equal_wanted - before, 0, equal)
+    taken = more + allowed
+    _collect(residual, threshold, np.cumsum(taken) - taken, allowed, indices, largest)
+
+
+def _threshold(values: Array, wanted: int) -> tuple[int, int]:
+    """Return the smallest magnitude among the ``wanted`` largest, and how many of these are equal to it.
+
+    The magnitude is returned as bits (see :func:`mpizero.kernels.formulas.magnitude`).
+    """
+    prefix, above = 0, 32
+    for shift, width in ((20, 11), (10, 10), (0, 10)):
+        counts: Any = np.zeros(1 << width, np.int64)
+        _count(values, prefix, above, shift, (1 << width) - 1, counts)
+        from_top = np.cumsum(counts[::-1])
+        place = counts.size - 1 - int(np.searchsorted(from_top, wanted))
+        wanted -= int(counts[place + 1 :].sum())
+        prefix, above = (prefix << width) | place, shift
+    return prefix, wanted
+
+
+@kernel("void(const i4[::1], const f4[::1], f4[::1])")
+def _scatter(indices: Array, largest: Array, out: Array) -> None:
+    for i in range(cuda.grid(1), indices.size, cuda.gridsize(1)):
+        out[indices[i]] = largest[i]
+
+
+@kernel("void(f4[::1])")
+def _clear(out: Array) -> None:
+    for i in range(cuda.grid(1), out.size, cuda.gridsize(1)):
+        out[i] = 0
+
+
+def top_decode(indices: Array, largest: Array, out: Array) -> None:
+    """Write ``largest[i]`` to ``out[indices[i]]`` for every i, and 0 to all other elements of ``out``."""
+    _clear(out)
+    if indices.size:
+        _scatter(indices, largest, out)
