@@ -1,12 +1,10 @@
-"""Check numbers, flags and arrays that users pass; errors name the argument, its value and what is expected.
+"""Check what users pass and what their functions return; errors name the value and say what is expected.
 
 A check is a function that returns the value to use, or raises :class:`Unexpected` with a text of what is expected.
 :func:`require` turns that exception into the error that users see. Configuration files and command line options use the
-same checks, but word their messages themselves.
-
-Find out which arguments a user's function is called with.
-
-Check what a user's function or loss layer returns; errors name the function.
+same checks, but word their messages themselves. Below the checks of numbers and arrays stand those of a user's own
+functions: with which arguments they are called (:func:`takes_run`), and whether what they return is a loss, a weight or
+a gradient; errors name the function, its file and its line.
 """
 
 from __future__ import annotations
@@ -30,10 +28,6 @@ from mpizero.errors import ConfigError, DataError, LayoutError, MpizeroError
 from mpizero.types import Array, Run
 
 T = TypeVar("T")
-#: What to give in place of a masked array that takes no mask beside it.
-_FILLED = "give a.filled(value), with a number for what is masked, or a.data if nothing is"
-#: The same of a masked array of samples, which losses take a mask for.
-_TWO_ARRAYS = "give the values and the mask as two arrays, for example {'values': a.filled(0), 'mask': a.mask}"
 #: Function that returns the value to use, or raises :class:`Unexpected`.
 Check = Callable[[Any], Any]
 
@@ -135,6 +129,12 @@ def flag(value: Any) -> bool:
     if not isinstance(value, bool | np.bool):
         raise Unexpected("True or False")
     return bool(value)
+
+
+#: What to give in place of a masked array that takes no mask beside it.
+_FILLED = "give a.filled(value), with a number for what is masked, or a.data if nothing is"
+#: The same of a masked array of samples, which losses take a mask for.
+_TWO_ARRAYS = "give the values and the mask as two arrays, for example {'values': a.filled(0), 'mask': a.mask}"
 
 
 def unmasked(value: T, what: str, error: type[MpizeroError] = LayoutError, way: str = _FILLED) -> T:

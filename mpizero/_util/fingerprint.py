@@ -1,8 +1,8 @@
-"""Describe, for error messages, a value and the path to it inside another value.
+"""Compute a digest of any Python object; the digest is equal on all ranks that hold an equal object.
 
-Inspect code objects: whether they are the user's, which variables they read, and which fields they change.
-
-Compute a digest of any Python object; the digest is equal on all ranks that hold an equal object.
+A :class:`Fingerprint` takes a value apart level by level, by the first of its rules that fits the value's type. For
+functions and objects of a user it inspects code, to find which variables are read and which fields are changed. Where
+digests differ, :func:`words` and :func:`shown` name the part of a value and the value itself for the error message.
 
 [Note: what counts] The digest of an object covers its class and its fields. The digest of a function covers its name,
 its code, its defaults, and the global and enclosing variables that it reads and does not change. The digest does not
@@ -47,7 +47,6 @@ import numpy as np
 PLAIN = frozenset({bool, int, float, complex, str, bytes, bytearray, type(None), type(Ellipsis), type(NotImplemented)})
 #: Classes of modules that are not imported for this alone, which would take 5 ms: who has such a value has the module.
 _RARE = (("decimal", "Decimal"), ("fractions", "Fraction"), ("uuid", "UUID"))
-_SHOWN = 120
 
 
 class _Rare(type):
@@ -60,143 +59,6 @@ class Rare(metaclass=_Rare):
 
 
 BY_REPR = (range, slice, Rare, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
-
-
-def words(subject: str, steps: Iterable[str]) -> str:
-    """Return the name of a part of a value for a message, such as "dropout of block 'encoder.2'".
-
-    ``subject`` is the name of the whole value ("block 'encoder.2'"). ``steps`` are the expressions that lead from it to
-    the part (".dropout").
-    """
-    first, *rest = [step for step in steps if step and step != ".fingerprint"] or [""]
-    if first.startswith("['"):
-        first = first[2:-2]
-    path = first.removeprefix(".") + "".join(rest)
-    if path == "lr":
-        return "learning rate"
-    return f"{path} of {subject}" if path else subject
-
-
-def shown(value: Any) -> str:
-    """Return a short text that describes a value in a message; unlike ``repr`` it never contains a memory address."""
-    if isinstance(value, np.ndarray):
-        first = ", ".join(f"{v:.7g}" if isinstance(v, float) else str(v) for v in value.flat[:3].tolist())
-        return f"{value.dtype} array of shape {value.shape} [{first}{', ...' if value.size > 3 else ''}]"
-    if isinstance(value, functools.partial):
-        return f"partial of {shown(value.func)}"
-    if isinstance(value, types.MethodType):
-        return shown(value.__func__)
-    if isinstance(value, types.FunctionType | types.CodeType):
-        code = value if isinstance(value, types.CodeType) else value.__code__
-        return f"{code.co_qualname} at {Path(code.co_filename).name}:{code.co_firstlineno}"
-    if isinstance(value, type):
-        return value.__qualname__
-    if isinstance(value, set | frozenset):
-        text = "{" + ", ".join(sorted(map(shown, value))) + "}"
-    elif isinstance(value, np.generic):
-        text = repr(value.item())
-    elif type(value) in PLAIN or isinstance(value, (*BY_REPR, PurePath, np.dtype, Enum)) or all_plain(value):
-        text = repr(value)
-    elif type(value) in (list, tuple):
-        inner = ", ".join(type(item).__qualname__ if isinstance(item, list | tuple) else shown(item) for item in value)
-        text = f"[{inner}]" if isinstance(value, list) else f"({inner})"
-    else:
-        return type(value).__qualname__
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def qualified_name(value: Any) -> str:
-    """Return the name of a class or function with its module, or with ``mpizero`` alone if it is this library's."""
-    module = value.__module__
-    return f"{'mpizero' if str(module).startswith('mpizero.') else module}.{value.__qualname__}"
-
-
-def all_plain(value: Any) -> bool:
-    """Tell whether a value is a list, tuple or deque that contains only numbers, strings and other simple constants."""
-    return isinstance(value, list | tuple | deque) and PLAIN.issuperset(map(type, value))
-
-
-_OWN, _STANDARD = str(Path(__file__).parents[1]) + os.sep, str(Path(os.__file__).parent) + os.sep
-#: Methods that change the object they are called on. A variable that a function changes in this way is its own memory
-#: (a counter, a cache) and is not compared between ranks.
-_CHANGES = (
-    "add", "append", "appendleft", "clear", "extend", "insert", "pop", "popleft", "setdefault", "update", "write",
-)  # fmt: skip
-
-#: Methods of models, layers, losses, optimizers and schedules that the library calls during training.
-_CALLED = ("__call__", "backward", "forward", "loss", "loss_and_grad", "predict", "update")
-
-
-def is_standard(file: str) -> bool:
-    """Tell whether a source file belongs to Python's standard library."""
-    return file.startswith(_STANDARD) and "-packages" + os.sep not in file
-
-
-def is_users(file: str | None, module: str) -> bool:
-    """Tell whether code is the user's own: in a file outside of Python and installed packages, or typed interactively.
-
-    ``file`` is the path of the source file, or None; ``module`` is the name of the module.
-    """
-    if file is None or file.startswith("<"):
-        return module == "__main__"
-    return not (file.startswith((_OWN, _STANDARD)) or "-packages" + os.sep in file)
-
-
-def variables(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return two sets of names: the global variables that a code object reads, and the variables that it changes.
-
-    Functions defined inside of the code are included. Only assignments and calls of the methods in :data:`_CHANGES` are
-    recognized as changes.
-    """
-    read, changed = set[str](), set[str]()
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            found = variables(inner)
-            read, changed = read | found[0], changed | found[1]
-    steps = [(each.opname, each.argval) for each in dis.get_instructions(code)]
-    for (operation, name), *later in zip(steps, steps[1:], steps[2:], strict=False):
-        if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
-            read.add(name)
-        stored = any(following == "STORE_SUBSCR" for following, _ in later) or later[1] == ("COPY", 2)  # a[i] += 1
-        if operation in ("STORE_GLOBAL", "STORE_DEREF") or (
-            operation.startswith("LOAD_") and isinstance(name, str) and (stored or later[0][1] in _CHANGES)
-        ):
-            changed.add(name)
-    return read, changed
-
-
-def kept_by(kind: type) -> set[str]:
-    """Return the names of the fields that methods of a class change when mpizero calls these methods.
-
-    The methods that are inspected are the ones in :data:`_CALLED`, and the methods that they call in turn. Only the
-    changes that :func:`variables` recognizes, and assignments to attributes, are found.
-    """
-    changed, left, seen = set[str](), list(_CALLED), set[str]()
-    while left:
-        name = left.pop()
-        method = inspect.getattr_static(kind, name, None)
-        if name in seen or not isinstance(method, types.FunctionType):
-            continue
-        seen.add(name)
-        left += method.__code__.co_names
-        changed |= variables(method.__code__)[1] | _stored(method.__code__)
-    return changed
-
-
-def _stored(code: types.CodeType) -> set[str]:
-    """Return the attributes of its first argument (``self``) that a function assigns, for example by ``=`` or ``+=``.
-
-    Attributes that the function multiplies or divides in place (``*=``, ``/=``) are left out. They are taken for
-    settings, such as a decaying learning rate, which must be compared between ranks. Counters need not be compared.
-    """
-    steps = [(each.opname, each.argval, each.argrepr) for each in dis.get_instructions(code)]
-    read, first = {name for operation, name, _ in steps if operation == "LOAD_ATTR"}, code.co_varnames[:1]
-    found = set[str]()
-    for (*_, sign), (before, value, _), (operation, name, _) in zip(steps, steps[1:], steps[2:], strict=False):
-        own = before == "SWAP" or (value[-1:] if isinstance(value, tuple) else (value,)) == first
-        if operation == "STORE_ATTR" and own and not (name in read and sign.strip("=") in ("*", "/", "**")):
-            found.add(name)
-    return found
 
 
 #: Most bytes of an array that is compared: whole data sets would take seconds to read.
@@ -333,7 +195,7 @@ class Fingerprint:
         return self._hidden[kind]
 
 
-# ---------------------------------------------------------------------- rules: the first one for the type is used
+# Rules take a value apart by one level. They are listed in `_RULES`; the first one for the value's type is used.
 
 
 def _plain(value: Any) -> bytes:
@@ -464,9 +326,6 @@ _RULES: tuple[tuple[Any, Callable[[Fingerprint, Any], Parts]], ...] = (
 )
 
 
-# ---------------------------------------------------------------------- helpers of the rules
-
-
 def _bare(value: Any) -> bytes:
     """Return, as bytes, the ``repr`` that the built-in base class of a value's type gives."""
     for kind in (str, bytes, int, float, complex):
@@ -553,3 +412,143 @@ def _caches_of(kind: type) -> frozenset[str]:
     """Return the names of the attributes that are a ``cached_property`` of a class."""
     members = (member for base in kind.__mro__ for member in vars(base).items())
     return frozenset(name for name, item in members if isinstance(item, functools.cached_property))
+
+
+def words(subject: str, steps: Iterable[str]) -> str:
+    """Return the name of a part of a value for a message, such as "dropout of block 'encoder.2'".
+
+    ``subject`` is the name of the whole value ("block 'encoder.2'"). ``steps`` are the expressions that lead from it to
+    the part (".dropout").
+    """
+    first, *rest = [step for step in steps if step and step != ".fingerprint"] or [""]
+    if first.startswith("['"):
+        first = first[2:-2]
+    path = first.removeprefix(".") + "".join(rest)
+    if path == "lr":
+        return "learning rate"
+    return f"{path} of {subject}" if path else subject
+
+
+_SHOWN = 120
+
+
+def shown(value: Any) -> str:
+    """Return a short text that describes a value in a message; unlike ``repr`` it never contains a memory address."""
+    if isinstance(value, np.ndarray):
+        first = ", ".join(f"{v:.7g}" if isinstance(v, float) else str(v) for v in value.flat[:3].tolist())
+        return f"{value.dtype} array of shape {value.shape} [{first}{', ...' if value.size > 3 else ''}]"
+    if isinstance(value, functools.partial):
+        return f"partial of {shown(value.func)}"
+    if isinstance(value, types.MethodType):
+        return shown(value.__func__)
+    if isinstance(value, types.FunctionType | types.CodeType):
+        code = value if isinstance(value, types.CodeType) else value.__code__
+        return f"{code.co_qualname} at {Path(code.co_filename).name}:{code.co_firstlineno}"
+    if isinstance(value, type):
+        return value.__qualname__
+    if isinstance(value, set | frozenset):
+        text = "{" + ", ".join(sorted(map(shown, value))) + "}"
+    elif isinstance(value, np.generic):
+        text = repr(value.item())
+    elif type(value) in PLAIN or isinstance(value, (*BY_REPR, PurePath, np.dtype, Enum)) or all_plain(value):
+        text = repr(value)
+    elif type(value) in (list, tuple):
+        inner = ", ".join(type(item).__qualname__ if isinstance(item, list | tuple) else shown(item) for item in value)
+        text = f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    else:
+        return type(value).__qualname__
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def qualified_name(value: Any) -> str:
+    """Return the name of a class or function with its module, or with ``mpizero`` alone if it is this library's."""
+    module = value.__module__
+    return f"{'mpizero' if str(module).startswith('mpizero.') else module}.{value.__qualname__}"
+
+
+def all_plain(value: Any) -> bool:
+    """Tell whether a value is a list, tuple or deque that contains only numbers, strings and other simple constants."""
+    return isinstance(value, list | tuple | deque) and PLAIN.issuperset(map(type, value))
+
+
+_OWN, _STANDARD = str(Path(__file__).parents[1]) + os.sep, str(Path(os.__file__).parent) + os.sep
+#: Methods that change the object they are called on. A variable that a function changes in this way is its own memory
+#: (a counter, a cache) and is not compared between ranks.
+_CHANGES = (
+    "add", "append", "appendleft", "clear", "extend", "insert", "pop", "popleft", "setdefault", "update", "write",
+)  # fmt: skip
+
+#: Methods of models, layers, losses, optimizers and schedules that the library calls during training.
+_CALLED = ("__call__", "backward", "forward", "loss", "loss_and_grad", "predict", "update")
+
+
+def is_standard(file: str) -> bool:
+    """Tell whether a source file belongs to Python's standard library."""
+    return file.startswith(_STANDARD) and "-packages" + os.sep not in file
+
+
+def is_users(file: str | None, module: str) -> bool:
+    """Tell whether code is the user's own: in a file outside of Python and installed packages, or typed interactively.
+
+    ``file`` is the path of the source file, or None; ``module`` is the name of the module.
+    """
+    if file is None or file.startswith("<"):
+        return module == "__main__"
+    return not (file.startswith((_OWN, _STANDARD)) or "-packages" + os.sep in file)
+
+
+def variables(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """Return two sets of names: the global variables that a code object reads, and the variables that it changes.
+
+    Functions defined inside of the code are included. Only assignments and calls of the methods in :data:`_CHANGES` are
+    recognized as changes.
+    """
+    read, changed = set[str](), set[str]()
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            found = variables(inner)
+            read, changed = read | found[0], changed | found[1]
+    steps = [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    for (operation, name), *later in zip(steps, steps[1:], steps[2:], strict=False):
+        if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+            read.add(name)
+        stored = any(following == "STORE_SUBSCR" for following, _ in later) or later[1] == ("COPY", 2)  # a[i] += 1
+        if operation in ("STORE_GLOBAL", "STORE_DEREF") or (
+            operation.startswith("LOAD_") and isinstance(name, str) and (stored or later[0][1] in _CHANGES)
+        ):
+            changed.add(name)
+    return read, changed
+
+
+def kept_by(kind: type) -> set[str]:
+    """Return the names of the fields that methods of a class change when mpizero calls these methods.
+
+    The methods that are inspected are the ones in :data:`_CALLED`, and the methods that they call in turn. Only the
+    changes that :func:`variables` recognizes, and assignments to attributes, are found.
+    """
+    changed, left, seen = set[str](), list(_CALLED), set[str]()
+    while left:
+        name = left.pop()
+        method = inspect.getattr_static(kind, name, None)
+        if name in seen or not isinstance(method, types.FunctionType):
+            continue
+        seen.add(name)
+        left += method.__code__.co_names
+        changed |= variables(method.__code__)[1] | _stored(method.__code__)
+    return changed
+
+
+def _stored(code: types.CodeType) -> set[str]:
+    """Return the attributes of its first argument (``self``) that a function assigns, for example by ``=`` or ``+=``.
+
+    Attributes that the function multiplies or divides in place (``*=``, ``/=``) are left out. They are taken for
+    settings, such as a decaying learning rate, which must be compared between ranks. Counters need not be compared.
+    """
+    steps = [(each.opname, each.argval, each.argrepr) for each in dis.get_instructions(code)]
+    read, first = {name for operation, name, _ in steps if operation == "LOAD_ATTR"}, code.co_varnames[:1]
+    found = set[str]()
+    for (*_, sign), (before, value, _), (operation, name, _) in zip(steps, steps[1:], steps[2:], strict=False):
+        own = before == "SWAP" or (value[-1:] if isinstance(value, tuple) else (value,)) == first
+        if operation == "STORE_ATTR" and own and not (name in read and sign.strip("=") in ("*", "/", "**")):
+            found.add(name)
+    return found

@@ -1,4 +1,8 @@
-"""Read rank, number of ranks and kind of launcher from the environment variables of this process, without MPI."""
+"""Read rank, number of ranks and kind of launcher from the environment variables of this process, without MPI.
+
+:class:`Launch` is what the launcher tells. Programs that a rank starts inherit its variables, so :func:`standing` also
+looks at the ancestors of this process, to find whether it is a rank itself: see [Note: programs of a rank].
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Check that checkpoints can store the names of parameters, select names by patterns, and suggest a known name.
+"""Check and select names of parameters, suggest the known name that a wrong one resembles, and import names lazily.
 
-Load the public names of a package lazily: a name's module is imported when the name is first used.
+A parameter's name must be one that an HDF5 file can store (:func:`check_names`), and patterns of a shell select
+parameters (:func:`selected`). An unknown name of any kind raises an error with the most similar one (:func:`nearest`).
+:func:`lazy_names` gives a package public names whose modules are imported when a name is first used.
 """
 
 from __future__ import annotations

@@ -238,9 +238,6 @@ def _called(value: Any) -> str:
     return f"a {_class(value)}, not an array"
 
 
-# ---------------------------------------------------------------------- conveniences
-
-
 def as_arrays(value: Any) -> Any:
     """Convert the leaves of a tree to NumPy arrays; return a tree that cannot be cut into samples unchanged."""
     return map_arrays(lambda array: array, value)
@@ -318,9 +315,6 @@ def count_samples(*values: Any) -> int:
         If arrays of the trees have different lengths.
     """
     return SampleTree.of(**dict(zip("xy", values, strict=False))).count()
-
-
-# ---------------------------------------------------------------------- in files
 
 
 def outline(value: Any, path: str = "x") -> Any:

@@ -28,9 +28,10 @@ from mpizero.checkpoint.folder import PieceSums, WritingStopped, agreed, open_st
 from mpizero.checkpoint.format import ALIGNMENT, LocalArray
 from mpizero.checkpoint.writer import KnownLayout, RepeatedSave, SavePlan, TemporaryFolder, make_plan, publish
 from mpizero.comm import agreement
-from mpizero.comm.communicator import CallTrace, Communicator
+from mpizero.comm.communicator import Communicator
 from mpizero.comm.startup import communicator_of
 from mpizero.errors import StateError
+from mpizero.guard.call_trace import CallTrace
 from mpizero.kernels.memory import LINE, PAGE, copy_past_cache
 from mpizero.types import Array
 

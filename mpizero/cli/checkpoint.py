@@ -1,8 +1,8 @@
-"""Define ``mpizero checkpoint``: inspect, verify, compare, export and import checkpoints.
+"""Execute ``mpizero checkpoint``: inspect, verify, compare, export and import checkpoints.
 
-Format the output of ``mpizero checkpoint``: text for people, one line of JSON for programs.
-
-Describe what an imported checkpoint must contain, by the example of another checkpoint or by a configuration.
+:func:`run` executes a subcommand, whose options ``cli/options.py`` defines. The functions after the subcommands format
+what they have found: text for people, one line of JSON for programs. A :class:`CheckpointTemplate` says what an
+imported checkpoint must contain, by the example of another checkpoint or by a configuration.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,164 +22,40 @@ from typing import Any
 import numpy as np
 
 from mpizero import checkpoint, nn
+from mpizero._util.checks import number
 from mpizero._util.text import age, aligned, amount, joined, printable, show
+from mpizero.checkpoint.convert import ImportRules, TensorFile, export, export_bytes, write_imported
 from mpizero.checkpoint.inspect import (
     BFLOAT16,
     PARAMETERS,
     CheckpointDifference,
     ListedCheckpoint,
+    compare,
     element_types,
     find_checkpoint,
+    find_folder,
     flat,
+    is_checkpoint,
+    listing,
     matches,
     statistics,
 )
-from mpizero.cli.options import add_json
+from mpizero.cli.options import EXPORTS
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, DataError, ExitStatus
 from mpizero.train.config.build import build_model, build_source, needs_data
-from mpizero.train.config.checks import data_fingerprint, shown
+from mpizero.train.config.checks import check_option, data_fingerprint, shown
 from mpizero.train.config.schema import Config
 from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
 from mpizero.train.events import ByteProgress
 from mpizero.train.run_folder import ATTRIBUTE
 
-_PATH = "a run's folder (newest good checkpoint), its checkpoint folder, or one checkpoint"
-#: File name endings of each format of ``export``.
-_ENDINGS = {"safetensors": (".safetensors",), "npz": (".npz",), "hdf5": (".h5", ".hdf5")}
-_TYPES = "bfloat16, float16, float32 or float64"
 
-
-def add_command(parent: Any, run: Callable[[argparse.Namespace], int]) -> None:
-    """Add ``mpizero checkpoint`` and its subcommands to the commands. Not collective.
-
-    ``run`` gets the parsed options; ``options.tool`` is the function that executes the chosen subcommand.
-    """
-    parser = parent.add_parser(
-        "checkpoint",
-        help="look into checkpoints; check, compare, export and import them",
-        description="Look into checkpoints, check, compare, export and import them. One process is enough; under "
-        "mpiexec rank 0 does the work.",
-    )
-    parser.set_defaults(run=run)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_inspect(commands)
-    _add_verify(commands)
-    _add_diff(commands)
-    _add_export(commands)
-    _add_import(commands)
-
-
-def _add_inspect(commands: Any) -> None:
-    parser = commands.add_parser(
-        "inspect",
-        help="what a checkpoint holds, or which checkpoints a run has",
-        description="Tell what a checkpoint holds; of a run or a checkpoint folder, list all checkpoints, damaged ones "
-        "too. Arrays are read only for --statistics.",
-        epilog="Example: python -m mpizero checkpoint inspect run/checkpoints/step_00000100 --pattern '*.weight'",
-    )
-    parser.add_argument("path", metavar="PATH", help="a checkpoint; or a run's folder, or its checkpoint folder")
-    parser.add_argument("--arrays", action="store_true", help="a table of all arrays")
-    parser.add_argument("--statistics", action="store_true", help="with smallest, largest and mean value and norm")
-    parser.add_argument("--pattern", metavar="GLOB", help="only arrays whose names fit, with or without parameters/")
-    add_json(parser)
-    parser.set_defaults(tool=_inspect)
-
-
-def _add_verify(commands: Any) -> None:
-    parser = commands.add_parser(
-        "verify",
-        help="read all of a checkpoint, and compare every checksum",
-        description="Compare manifest, sizes, the checksum of every block, and what HDF5 says of the arrays. Status 65 "
-        "and the name of the array if anything is damaged.",
-        epilog="Example: python -m mpizero checkpoint verify run --all",
-    )
-    parser.add_argument("path", metavar="PATH", help="a checkpoint, or a run: its newest checkpoint, good or not")
-    parser.add_argument("--all", action="store_true", help="all checkpoints of a run")
-    parser.set_defaults(tool=_verify)
-
-
-def _add_diff(commands: Any) -> None:
-    parser = commands.add_parser(
-        "diff",
-        help="compare two checkpoints",
-        description="Compare arrays bit by bit, and attributes with the configuration, whatever layouts wrote them. "
-        "Status 0: equal; 1: different.",
-        epilog="Example: python -m mpizero checkpoint diff run other --arrays-only --tolerance 1e-6",
-    )
-    parser.add_argument("a", metavar="A", help=_PATH)
-    parser.add_argument("b", metavar="B", help="the same of the other")
-    parser.add_argument(
-        "--tolerance",
-        metavar="T",
-        type=float,
-        default=0.0,
-        help="values count as equal that differ by at most T, absolutely or relative to the larger (default: 0)",
-    )
-    parser.add_argument("--pattern", metavar="GLOB", help="compare only arrays whose names fit")
-    parser.add_argument("--arrays-only", action="store_true", help="leave attributes and configuration out")
-    add_json(parser)
-    parser.set_defaults(tool=_diff)
-
-
-def _add_export(commands: Any) -> None:
-    parser = commands.add_parser(
-        "export",
-        help="write arrays into a safetensors, .npz or plain HDF5 file",
-        description="Write a checkpoint's parameters into one new file, verified, a block at a time. "
-        "parameters/NAME becomes NAME; optimizer arrays keep their names.",
-        epilog="Example: python -m mpizero checkpoint export run model.safetensors",
-    )
-    parser.add_argument("path", metavar="PATH", help=_PATH)
-    parser.add_argument("out", metavar="OUT", help="the new file")
-    parser.add_argument("--format", choices=tuple(_ENDINGS), help="of the new file; by default its name tells it")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--parameters-only", action="store_true", help="no optimizer arrays (default)")
-    which.add_argument("--state", action="store_true", help="optimizer arrays too")
-    which.add_argument("--ema", action="store_true", help="the moving average of the parameters (train.ema)")
-    parser.add_argument("--dtype", metavar="TYPE", help=f"convert floating-point arrays: {_TYPES}")
-    parser.add_argument("--pattern", metavar="GLOB", help="only arrays whose names fit, with or without parameters/")
-    parser.add_argument("--tied", action="store_true", help="tied parameters under their other names, too")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    parser.set_defaults(tool=_export)
-
-
-def _add_import(commands: Any) -> None:
-    parser = commands.add_parser(
-        "import",
-        help="make a checkpoint of a safetensors file",
-        description="Write a checkpoint with the tensors of a file. With --like or --config names, shapes and types "
-        "are checked, and `generate` and `train --resume` can take it.",
-        epilog="Example: python -m mpizero checkpoint import model.safetensors run/checkpoints/step_00000000 "
-        "--config config.toml --map 'h.*=blocks.*' --transpose '*.weight'",
-    )
-    parser.add_argument("file", metavar="FILE.safetensors", help="the tensors")
-    parser.add_argument("out", metavar="OUT", help="the new checkpoint, a folder")
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--like", metavar="CHECKPOINT", help="take model, configuration and step from this one")
-    model.add_argument("--config", metavar="CONFIG.toml", help="the model is that of this configuration, at step 0")
-    parser.add_argument(
-        "--map",
-        metavar="OLD=NEW",
-        action="append",
-        default=[],
-        help="a tensor's name and the parameter it is; * in both stands for the same text; may be given many times",
-    )
-    parser.add_argument(
-        "--transpose", metavar="NAME", nargs="+", action="extend", default=[], help="parameters whose axes are reversed"
-    )
-    parser.add_argument("--drop", metavar="NAME", nargs="+", action="extend", default=[], help="tensors left out")
-    parser.add_argument("--dtype", metavar="TYPE", help=f"convert floating-point tensors: {_TYPES}")
-    parser.add_argument("--force", action="store_true", help="replace the checkpoint OUT if it exists")
-    parser.set_defaults(tool=_import)
-
-
-# ------------------------------------------------------------------ commands
+def run(options: argparse.Namespace) -> int:
+    """Execute the subcommand that ``options.tool`` names, and return the exit status."""
+    return _TOOLS[options.tool](options)
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from mpizero import checkpoint
-    from mpizero.checkpoint.inspect import find_folder, is_checkpoint, listing
-
     path = Path(options.path)
     if is_checkpoint(path):
         with checkpoint.open_checkpoint(path, "self") as reader:
@@ -194,8 +70,6 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from mpizero.checkpoint.inspect import find_folder, is_checkpoint, listing
-
     path = Path(options.path)
     if is_checkpoint(path):
         _verify_one(str(path))
@@ -218,13 +92,9 @@ def _verify_listed(listed: ListedCheckpoint, damaged: list[str]) -> None:
 
 
 def _verify_one(path: str) -> None:
-    from mpizero import checkpoint
-    from mpizero._util.text import amount
-    from mpizero.train.events import ByteProgress
-
     with checkpoint.open_checkpoint(path, "self") as reader:
         count, name = len(reader.arrays), reader.name
-        total = sum(dtype.itemsize * _size(shape) for shape, dtype in reader.arrays.values())
+        total = sum(dtype.itemsize * prod(shape) for shape, dtype in reader.arrays.values())
     started = time.perf_counter()
     with ByteProgress(total, "verify") as progress:
         nbytes = checkpoint.verify(name, progress)
@@ -233,26 +103,12 @@ def _verify_one(path: str) -> None:
     show(f"{path}: sound: {count} arrays, {speed}")
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    from math import prod
-
-    return prod(shape)
-
-
 def _diff(options: argparse.Namespace) -> int:
-    from dataclasses import replace
-
-    from mpizero import checkpoint
-    from mpizero._util.checks import number
-    from mpizero.checkpoint.inspect import compare, find_checkpoint, matches
-    from mpizero.train.config.checks import check_option
-    from mpizero.train.events import ByteProgress
-
     check_option("--tolerance", options.tolerance, number())
     names = [str(find_checkpoint(Path(path))) for path in (options.a, options.b)]
     with ExitStack() as stack:
         a, b = (stack.enter_context(checkpoint.open_checkpoint(name, "self")) for name in names)
-        sizes = (_size(s) * t.itemsize for path, (s, t) in a.arrays.items() if matches(path, options.pattern))
+        sizes = (prod(s) * t.itemsize for path, (s, t) in a.arrays.items() if matches(path, options.pattern))
         progress = stack.enter_context(ByteProgress(sum(sizes), "diff"))
         found = compare(a, b, options.tolerance, options.pattern, progress)
     if options.arrays_only:
@@ -263,22 +119,16 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _format_of(out: str) -> str:
     """Return the export format ("safetensors", "npz" or "hdf5") that belongs to the ending of a file's name."""
-    found = next((form for form, endings in _ENDINGS.items() if out.lower().endswith(endings)), None)
+    found = next((form for form, endings in EXPORTS.items() if out.lower().endswith(endings)), None)
     if found is None:
-        known = ", ".join(ending for endings in _ENDINGS.values() for ending in endings)
+        known = ", ".join(ending for endings in EXPORTS.values() for ending in endings)
         raise ConfigError(
-            f"{out}: the name tells no format: end it with one of {known}, or give --format {'|'.join(_ENDINGS)}"
+            f"{out}: the name tells no format: end it with one of {known}, or give --format {'|'.join(EXPORTS)}"
         )
     return found
 
 
 def _export(options: argparse.Namespace) -> int:
-    from mpizero import checkpoint
-    from mpizero._util.text import amount
-    from mpizero.checkpoint.convert import export, export_bytes
-    from mpizero.checkpoint.inspect import find_checkpoint
-    from mpizero.train.events import ByteProgress
-
     form = options.format or _format_of(options.out)
     path = find_checkpoint(Path(options.path))
     selection = {"state": options.state, "ema": options.ema, "dtype": options.dtype, "pattern": options.pattern}
@@ -293,8 +143,6 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from mpizero.checkpoint.convert import ImportRules, TensorFile, write_imported
-
     names = [(old, new) for old, _, new in (given.partition("=") for given in options.map)]
     rules = ImportRules(names=names, drop=options.drop, transpose=options.transpose, dtype=options.dtype)
     with TensorFile(options.file) as source:
@@ -310,6 +158,9 @@ def _import(options: argparse.Namespace) -> int:
     show(f"{options.out}: {len(arrays)} arrays, from {options.file}")
     return int(ExitStatus.OK)
 
+
+#: The function of each subcommand.
+_TOOLS = {"inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export, "import": _import}
 
 #: The most attributes that a comparison prints.
 _SHOWN = 20
@@ -396,9 +247,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# ------------------------------------------------------------------ one checkpoint
-
-
 def description(found: Mapping[str, Any]) -> str:
     """Format the result of :func:`describe` as text for people."""
     known = [("written", f"{_date(found['written'])}, {age(time.time() - found['written'])}")]
@@ -449,9 +297,6 @@ def _date(seconds: float) -> str:
         return f"{seconds:.0f} seconds after 1970"  # a file may bear any date, also of years that no calendar has
 
 
-# ------------------------------------------------------------------ a folder of checkpoints
-
-
 def listing_json(found: Sequence[ListedCheckpoint]) -> str:
     """Format the list of a run's checkpoints as one line of JSON."""
     now = time.time()
@@ -480,9 +325,6 @@ def listing_text(found: Sequence[ListedCheckpoint]) -> str:
         old = "" if one.written is None else age(time.time() - one.written)
         rows.append([str(one.step), told, f"{amount(one.nbytes)}B", old, one.state, one.path])
     return joined([*aligned(rows, left=(4, 5)), *(f"{one.state}: {one.problem}" for one in found if one.problem)])
-
-
-# ------------------------------------------------------------------ two checkpoints
 
 
 def difference_json(names: Sequence[str], found: CheckpointDifference) -> str:

@@ -1,16 +1,6 @@
-"""Define the command ``mpizero new``: its options and its output.
+"""Define the short commands: new, replay, ensemble, report, watch, completion and requeue.
 
-Define the command ``mpizero replay``: its options and its output.
-
-Define the command ``mpizero ensemble``: its options and its output.
-
-Define the command ``mpizero report``: its options and its output.
-
-Define the command ``mpizero watch``: its options.
-
-Define the command ``mpizero completion``: a script by which a shell completes what the command line takes.
-
-Define the command ``mpizero requeue``, with which a batch script ends: its options and what it does.
+For each of them ``add_`` defines its options, and ``run_`` executes it, and loads what it needs only then.
 """
 
 from __future__ import annotations
@@ -27,7 +17,6 @@ from typing import Any
 from mpizero._util.text import show
 from mpizero.cli.options import add_json, add_training, whole_number
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.tools.ensemble import COMPLETE, SUMMARY, summarize_members
 
 
 def add_new(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
@@ -97,8 +86,8 @@ def add_ensemble(commands: Any, run: Callable[[argparse.Namespace], int]) -> Non
     parser = commands.add_parser(
         "ensemble",
         help="summarize the members of an ensemble, which may have run as separate jobs",
-        description=f"Read the outcome of every member in RUN, write the summary RUN/{SUMMARY}, and print it. The exit "
-        "status is 0 only if all members are complete.",
+        description="Read the outcome of every member in RUN, write the summary RUN/ensemble.json, and print it. The "
+        "exit status is 0 only if all members are complete.",
         epilog="Example: python -m mpizero ensemble run --members 8",
     )
     parser.add_argument("folder", metavar="RUN", help="the folder of the ensemble")
@@ -111,6 +100,8 @@ def add_ensemble(commands: Any, run: Callable[[argparse.Namespace], int]) -> Non
 
 def run_ensemble(options: argparse.Namespace) -> int:
     """Summarize an ensemble, print the summary, and return the exit status."""
+    from mpizero.tools.ensemble import COMPLETE, summarize_members
+
     found = summarize_members(options.folder, options.members)
     if options.json:
         show(json.dumps(found))

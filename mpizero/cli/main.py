@@ -1,4 +1,8 @@
-"""Run the command line: ``python -m mpizero COMMAND``."""
+"""Run the command line: ``python -m mpizero COMMAND``.
+
+Every command loads what it needs when it runs: loading the libraries of a training takes about a second, in which help
+and completion would wait, and `mpizero train` would not catch the signals by which a scheduler asks it to stop.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero._util.launch import BY_ANY, is_first, unclear
 from mpizero._util.text import accept_all_characters, own_version, show, wants_colour
-from mpizero.cli import bench, checkpoint
-from mpizero.cli import commands as completion_command
+from mpizero.cli import bench, commands
 from mpizero.cli import options as parsers
-from mpizero.cli.options import add_verify, layout_of, named_as_options
+from mpizero.cli.options import layout_of, named_as_options
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
-from mpizero.train.stopping import StopSignals
+from mpizero.train.stopping import JobContext, StopSignals
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
@@ -126,28 +129,23 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mpizero {own_version()}")
     parser.set_defaults(comm=None)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    parsers.add_train(commands, _train)
-    parsers.add_generate(commands, _generate)
-    parsers.add_plan(commands, _plan)
-    add_verify(commands, _verify)
-    parsers.add_doctor(commands, _doctor)
-    completion_command.add_new(commands, partial(_on_first_rank, completion_command.run_new))
-    completion_command.add_replay(commands, partial(_on_first_rank, completion_command.run_replay))
-    completion_command.add_ensemble(commands, partial(_on_first_rank, completion_command.run_ensemble))
-    completion_command.add_report(commands, partial(_on_first_rank, completion_command.run_report))
-    completion_command.add_watch(commands, partial(_on_first_rank, completion_command.run_watch))
-    completion_command.add_requeue(
-        commands, partial(_on_first_rank, lambda options: completion_command.run_requeue(options, os.environ))
-    )
-    bench.add_command(commands, lambda asked: bench.run(asked, lambda: _world(asked), _threads()))
-    checkpoint.add_command(commands, lambda options: _on_first_rank(options.tool, options))
-    complete = partial(_on_first_rank, lambda options: completion_command.run_completion(options, parser))
-    completion_command.add_completion(commands, complete)
+    kinds = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parsers.add_train(kinds, _train)
+    parsers.add_generate(kinds, _generate)
+    parsers.add_plan(kinds, partial(_on_first_rank, _plan))
+    parsers.add_verify(kinds, _verify)
+    parsers.add_doctor(kinds, _doctor)
+    commands.add_new(kinds, partial(_on_first_rank, commands.run_new))
+    commands.add_replay(kinds, partial(_on_first_rank, commands.run_replay))
+    commands.add_ensemble(kinds, partial(_on_first_rank, commands.run_ensemble))
+    commands.add_report(kinds, partial(_on_first_rank, commands.run_report))
+    commands.add_watch(kinds, partial(_on_first_rank, commands.run_watch))
+    commands.add_requeue(kinds, partial(_on_first_rank, lambda options: commands.run_requeue(options, os.environ)))
+    bench.add_command(kinds, lambda asked: bench.run(asked, lambda: _world(asked), _threads()))
+    parsers.add_checkpoint(kinds, partial(_on_first_rank, _checkpoint))
+    complete = partial(_on_first_rank, lambda options: commands.run_completion(options, parser))
+    commands.add_completion(kinds, complete)
     return parser
-
-
-# ------------------------------------------------------------------ commands
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -168,7 +166,6 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
 
     from mpizero.cli.train import train_document
     from mpizero.train.loop import Preempted
-    from mpizero.train.stopping import JobContext
 
     try:
         with document.located():
@@ -211,10 +208,6 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    return _on_first_rank(_print_plan, options)
-
-
-def _print_plan(options: argparse.Namespace) -> int:
     from mpizero.tools.plan import command
     from mpizero.tools.plan.command import DEFAULT_RATE, PlanRequest, parse_bytes, plan
     from mpizero.tools.plan.time import read_machine
@@ -247,6 +240,12 @@ def _verify(options: argparse.Namespace) -> int:
         return verify(config, comm, options)
 
 
+def _checkpoint(options: argparse.Namespace) -> int:
+    from mpizero.cli import checkpoint
+
+    return checkpoint.run(options)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from mpizero.tools import doctor
 
@@ -268,9 +267,6 @@ def _doctor(options: argparse.Namespace) -> int:
     if speaks:
         print(text, flush=True)
     return doctor.exit_status(findings)
-
-
-# ------------------------------------------------------------------ surroundings
 
 
 def _world(options: argparse.Namespace) -> Communicator:

@@ -1,8 +1,8 @@
-"""Define command line options that several commands have: ``--set``, ``--json``, and the parallel layout of a model.
+"""Define what the command line takes: options that several commands have, and the commands with their own options.
 
-Define the command lines of ``mpizero train``, ``generate``, ``plan`` and ``doctor``.
-
-Define the command line of ``mpizero verify``.
+A command of this file only names what it takes; ``run``, which its function is given, executes it. So the parser is
+made without loading any library of a training. ``cli/commands.py`` has the commands that are short enough to stand
+beside their options, and ``cli/bench.py`` those that measure.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from mpizero.errors import ConfigError
+
+Run = Callable[[argparse.Namespace], int]
+
 
 _SIZES = {
     "pipeline": "stages that the model's blocks are cut into",
@@ -138,9 +141,6 @@ def named_as_options() -> Iterator[None]:
         raise ConfigError(text) from None
 
 
-Run = Callable[[argparse.Namespace], int]
-
-
 def add_train(commands: Any, run: Run) -> None:
     """Add ``mpizero train`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
@@ -226,7 +226,7 @@ def add_doctor(commands: Any, run: Run) -> None:
     parser.set_defaults(run=run)
 
 
-def add_verify(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_verify(commands: Any, run: Run) -> None:
     """Add ``mpizero verify`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "verify",
@@ -247,3 +247,137 @@ def add_verify(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     )
     add_json(parser)
     parser.set_defaults(run=run)
+
+
+_CHECKPOINT = "a run's folder (newest good checkpoint), its checkpoint folder, or one checkpoint"
+
+
+#: File name endings of each format of ``export``.
+EXPORTS = {"safetensors": (".safetensors",), "npz": (".npz",), "hdf5": (".h5", ".hdf5")}
+
+
+_TYPES = "bfloat16, float16, float32 or float64"
+
+
+def add_checkpoint(parent: Any, run: Run) -> None:
+    """Add ``mpizero checkpoint`` and its subcommands to the commands. Not collective.
+
+    ``run`` gets the parsed options; ``options.tool`` is the name of the chosen subcommand.
+    """
+    parser = parent.add_parser(
+        "checkpoint",
+        help="look into checkpoints; check, compare, export and import them",
+        description="Look into checkpoints, check, compare, export and import them. One process is enough; under "
+        "mpiexec rank 0 does the work.",
+    )
+    parser.set_defaults(run=run)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_inspect(commands)
+    _add_verify(commands)
+    _add_diff(commands)
+    _add_export(commands)
+    _add_import(commands)
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="what a checkpoint holds, or which checkpoints a run has",
+        description="Tell what a checkpoint holds; of a run or a checkpoint folder, list all checkpoints, damaged ones "
+        "too. Arrays are read only for --statistics.",
+        epilog="Example: python -m mpizero checkpoint inspect run/checkpoints/step_00000100 --pattern '*.weight'",
+    )
+    parser.add_argument("path", metavar="PATH", help="a checkpoint; or a run's folder, or its checkpoint folder")
+    parser.add_argument("--arrays", action="store_true", help="a table of all arrays")
+    parser.add_argument("--statistics", action="store_true", help="with smallest, largest and mean value and norm")
+    parser.add_argument("--pattern", metavar="GLOB", help="only arrays whose names fit, with or without parameters/")
+    add_json(parser)
+    parser.set_defaults(tool="inspect")
+
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="read all of a checkpoint, and compare every checksum",
+        description="Compare manifest, sizes, the checksum of every block, and what HDF5 says of the arrays. Status 65 "
+        "and the name of the array if anything is damaged.",
+        epilog="Example: python -m mpizero checkpoint verify run --all",
+    )
+    parser.add_argument("path", metavar="PATH", help="a checkpoint, or a run: its newest checkpoint, good or not")
+    parser.add_argument("--all", action="store_true", help="all checkpoints of a run")
+    parser.set_defaults(tool="verify")
+
+
+def _add_diff(commands: Any) -> None:
+    parser = commands.add_parser(
+        "diff",
+        help="compare two checkpoints",
+        description="Compare arrays bit by bit, and attributes with the configuration, whatever layouts wrote them. "
+        "Status 0: equal; 1: different.",
+        epilog="Example: python -m mpizero checkpoint diff run other --arrays-only --tolerance 1e-6",
+    )
+    parser.add_argument("a", metavar="A", help=_CHECKPOINT)
+    parser.add_argument("b", metavar="B", help="the same of the other")
+    parser.add_argument(
+        "--tolerance",
+        metavar="T",
+        type=float,
+        default=0.0,
+        help="values count as equal that differ by at most T, absolutely or relative to the larger (default: 0)",
+    )
+    parser.add_argument("--pattern", metavar="GLOB", help="compare only arrays whose names fit")
+    parser.add_argument("--arrays-only", action="store_true", help="leave attributes and configuration out")
+    add_json(parser)
+    parser.set_defaults(tool="diff")
+
+
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write arrays into a safetensors, .npz or plain HDF5 file",
+        description="Write a checkpoint's parameters into one new file, verified, a block at a time. "
+        "parameters/NAME becomes NAME; optimizer arrays keep their names.",
+        epilog="Example: python -m mpizero checkpoint export run model.safetensors",
+    )
+    parser.add_argument("path", metavar="PATH", help=_CHECKPOINT)
+    parser.add_argument("out", metavar="OUT", help="the new file")
+    parser.add_argument("--format", choices=tuple(EXPORTS), help="of the new file; by default its name tells it")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--parameters-only", action="store_true", help="no optimizer arrays (default)")
+    which.add_argument("--state", action="store_true", help="optimizer arrays too")
+    which.add_argument("--ema", action="store_true", help="the moving average of the parameters (train.ema)")
+    parser.add_argument("--dtype", metavar="TYPE", help=f"convert floating-point arrays: {_TYPES}")
+    parser.add_argument("--pattern", metavar="GLOB", help="only arrays whose names fit, with or without parameters/")
+    parser.add_argument("--tied", action="store_true", help="tied parameters under their other names, too")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.set_defaults(tool="export")
+
+
+def _add_import(commands: Any) -> None:
+    parser = commands.add_parser(
+        "import",
+        help="make a checkpoint of a safetensors file",
+        description="Write a checkpoint with the tensors of a file. With --like or --config names, shapes and types "
+        "are checked, and `generate` and `train --resume` can take it.",
+        epilog="Example: python -m mpizero checkpoint import model.safetensors run/checkpoints/step_00000000 "
+        "--config config.toml --map 'h.*=blocks.*' --transpose '*.weight'",
+    )
+    parser.add_argument("file", metavar="FILE.safetensors", help="the tensors")
+    parser.add_argument("out", metavar="OUT", help="the new checkpoint, a folder")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--like", metavar="CHECKPOINT", help="take model, configuration and step from this one")
+    model.add_argument("--config", metavar="CONFIG.toml", help="the model is that of this configuration, at step 0")
+    parser.add_argument(
+        "--map",
+        metavar="OLD=NEW",
+        action="append",
+        default=[],
+        help="a tensor's name and the parameter it is; * in both stands for the same text; may be given many times",
+    )
+    parser.add_argument(
+        "--transpose", metavar="NAME", nargs="+", action="extend", default=[], help="parameters whose axes are reversed"
+    )
+    parser.add_argument("--drop", metavar="NAME", nargs="+", action="extend", default=[], help="tensors left out")
+    parser.add_argument("--dtype", metavar="TYPE", help=f"convert floating-point tensors: {_TYPES}")
+    parser.add_argument("--force", action="store_true", help="replace the checkpoint OUT if it exists")
+    parser.set_defaults(tool="import")

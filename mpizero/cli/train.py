@@ -1,6 +1,6 @@
-"""Run ``mpizero train``: build what a configuration describes, and train it.
+"""Train what a configuration file describes: one run, or with a section ``[ensemble]`` the members of an ensemble.
 
-Train what a configuration file describes: one run, or with a section ``[ensemble]`` the members of an ensemble.
+:func:`train_document` looks for that section, and :func:`train` builds what a configuration describes, and trains it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,24 @@ from mpizero.train.run_folder import RunFolder, tiles_of_checkpoint
 from mpizero.train.setup import COMMAND, RunRecord, RunSetup
 from mpizero.train.stopping import JobContext, StopSignals
 from mpizero.train.trainer import Trainer
+
+
+def train_document(document: ConfigDocument, config: Config, comm: Communicator, **arguments: Any) -> dict[str, Any]:
+    """Train a configuration, or the members of its ensemble; return the result, or the ensemble's summary.
+
+    Collective over ``comm``. ``arguments`` are those of :func:`train`.
+    """
+    tables = tables_of(document)
+    if "ensemble" not in tables:
+        return train(config, comm, **arguments)
+    ensemble = EnsembleSettings.of(tables["ensemble"])
+
+    def one(member: Member) -> dict[str, Any]:
+        own = replace(document, values=ensemble.values(config, member))
+        return train(parse_config(own), member.comm, **arguments)
+
+    run = RunFolder(config.checkpoint.folder).root
+    return run_members(one, ensemble.members, comm, run=run, on_failure=ensemble.on_failure)
 
 
 def train(
@@ -187,21 +205,3 @@ def _flat(tables: object, prefix: str = "") -> dict[str, Any]:
     for key, value in tables.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
-
-
-def train_document(document: ConfigDocument, config: Config, comm: Communicator, **arguments: Any) -> dict[str, Any]:
-    """Train a configuration, or the members of its ensemble; return the result, or the ensemble's summary.
-
-    Collective over ``comm``. ``arguments`` are those of :func:`train`.
-    """
-    tables = tables_of(document)
-    if "ensemble" not in tables:
-        return train(config, comm, **arguments)
-    ensemble = EnsembleSettings.of(tables["ensemble"])
-
-    def one(member: Member) -> dict[str, Any]:
-        own = replace(document, values=ensemble.values(config, member))
-        return train(parse_config(own), member.comm, **arguments)
-
-    run = RunFolder(config.checkpoint.folder).root
-    return run_members(one, ensemble.members, comm, run=run, on_failure=ensemble.on_failure)

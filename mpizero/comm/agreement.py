@@ -1,4 +1,9 @@
-"""Check that all ranks have called the same public operation, before any of them executes it.
+"""Raise the same kind of error on all ranks if ranks call different operations, fail, or hold different values.
+
+Such faults must be found before a rank waits for others that never come. :func:`check_call` and its relatives compare
+the public operation that every rank has called. :func:`all_ranks` makes an error of one rank an error of all of them.
+:func:`agree_equal` and :func:`agree_arrays` compare settings and arrays; if they differ, they name the first value,
+attribute or element that does.
 
 [Note: calls] A public collective call (``train``, ``evaluate``, ``save_model``, ``close``) is an operation. Its name
 and the source line of the user's call are recorded in the trace of the world communicator, as collectives are. The
@@ -6,10 +11,6 @@ first message of every operation has the same form: a hash of all calls that thi
 integers that the operation needs from every rank. So even ranks that call different operations can exchange this
 message. They then raise an error with the names and source lines of the operations, before shared memory is changed. A
 training step sends its sample counts in this message, so the comparison adds no message to it.
-
-Raise an error on every rank when one rank has raised.
-
-Check that values are the same on all ranks, and name the first value, attribute or element that differs.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False
     """Run a ``with`` block on all ranks; if it raises on one rank, raise an error on every rank.
 
     Collective over ``comm``: one small message at the end of the block, labelled ``tag`` in traces and reports. With
-    ``first``, :func:`mpizero.comm.agreement.agree_on_call` is called in place of this message; it also checks that all
+    ``first``, :func:`agree_on_call` is called in place of this message; it also checks that all
     ranks have called the same public operation. A block must not mix collectives of ``comm`` with statements that can
     fail on one rank only: the other ranks would wait in the collective. If a collective fails in the block, its error
     is raised at once, without the message, because other ranks may never send it.
@@ -283,6 +284,12 @@ class _Search:
         return self.comm.allgather_object(value, self.tag)
 
 
+@lru_cache(maxsize=64)
+def _notice_once(text: str) -> None:
+    """Write a line to standard error, unless this process has written the same line before."""
+    notice(text)
+
+
 def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, Any]], first: int = 0) -> None:
     """Raise on every rank if ranks pass different arrays. This must be the first message of a public operation.
 
@@ -348,9 +355,3 @@ def _describe_array(array: Any) -> str:
     if array.size == 1:
         return shown(array.item())
     return f"{array.dtype} of shape {array.shape} with checksum {_checksum('', array):08x}"
-
-
-@lru_cache(maxsize=64)
-def _notice_once(text: str) -> None:
-    """Write a line to standard error, unless this process has written the same line before."""
-    notice(text)

@@ -1,12 +1,10 @@
-"""Record when the phases of a rank's work begin and end, while tracing is on.
+"""Define the interface of communicators, with all that does not depend on how messages travel.
 
-Define the parts of communicators: counters, requests, shared memory, and the primitives to be implemented.
-
-Check the arguments of communicator calls on this rank; each function raises CollectiveError for a wrong one.
-
-A check takes less than a microsecond and sends nothing.
-
-Define the interface of communicators; ``mpi.py`` implements it over MPI and ``inmemory.py`` over threads.
+:class:`Communicator` has the methods that callers use. Each of them checks its arguments on this rank, counts its
+bytes, records the call in the trace, and then runs one primitive. :class:`Transport` declares the primitives; over MPI
+they are implemented in ``comm/mpi.py``, over threads of one process in ``comm/threads.py``. A check takes less than a
+microsecond, sends nothing, and raises CollectiveError. A :class:`Timeline` records, while tracing is on, when the
+phases of a rank's work begin and end; calls of communicators are among them.
 """
 
 from __future__ import annotations
@@ -26,98 +24,7 @@ from mpizero.guard.call_trace import CallTrace, Signature
 from mpizero.layout import Span
 from mpizero.types import Array
 
-#: Name of the phase of communicator calls; the detail of such a span is a :class:`CommunicatorCall`.
-MESSAGE = "message"
-_NOTHING = nullcontext()
-
-
-class CommunicatorCall(NamedTuple):
-    """Describe a call of a communicator; used as the ``detail`` of a :class:`TimeSpan`.
-
-    Attributes
-    ----------
-    communicator : str
-        Name of the communicator.
-    operation, tag : str
-        The call and its label, for example "allgatherv" and "gather".
-    sequence : int
-        Number of the collective, the same on all ranks of the communicator.
-    """
-
-    communicator: str
-    operation: str
-    tag: str
-    sequence: int
-
-    def __str__(self) -> str:
-        """Return operation, tag and communicator as text."""
-        return f"{self.operation} {self.tag!r} on {self.communicator!r}"
-
-
-class TimeSpan(NamedTuple):
-    """Hold the name of a phase of work, a detail (any object), and start and end in seconds of ``time.monotonic()``."""
-
-    phase: str
-    detail: Any
-    start: float
-    stop: float
-
-
-class Timeline:
-    """Collect the time spans of one rank, in the order in which they end. Spans of one thread are nested or disjoint.
-
-    Attributes
-    ----------
-    on : bool
-        Whether spans are recorded.
-    """
-
-    __slots__ = ("_spans", "on")
-
-    def __init__(self) -> None:
-        self.on = False
-        self._spans: list[TimeSpan] = []
-
-    def span(self, phase: str, detail: Any = "") -> AbstractContextManager[object]:
-        """Return a context manager that records its block as a time span; it does nothing while ``on`` is false."""
-        return _Open(self, phase, detail) if self.on else _NOTHING
-
-    def begin(self) -> float:
-        """Return the current time, to be passed to :meth:`end`; 0 while ``on`` is false.
-
-        For frequent operations: while ``on`` is false, :meth:`begin` and :meth:`end` together take a tenth of a
-        microsecond, a third of the time of :meth:`span`.
-        """
-        return monotonic() if self.on else 0.0
-
-    def end(self, phase: str, detail: Any, begun: float) -> None:
-        """Record a span from ``begun``, the result of :meth:`begin`, until now; do nothing while ``on`` is false."""
-        if self.on:
-            self.add(phase, detail, begun)
-
-    def add(self, phase: str, detail: Any, start: float) -> None:
-        """Record a span from ``start``, in seconds of ``time.monotonic()``, until now, also while ``on`` is false."""
-        self._spans.append(TimeSpan(phase, detail, start, monotonic()))
-
-    def take(self) -> list[TimeSpan]:
-        """Return the spans recorded since the last call of this method, and forget them."""
-        found, self._spans = self._spans, []
-        return found
-
-
-class _Open:
-    """Record the time of a ``with`` block as a span of ``timeline``."""
-
-    __slots__ = ("_detail", "_phase", "_start", "_timeline")
-
-    def __init__(self, timeline: Timeline, phase: str, detail: Any) -> None:
-        self._timeline, self._phase, self._detail = timeline, phase, detail
-
-    def __enter__(self) -> None:
-        self._start = monotonic()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._timeline.add(self._phase, self._detail, self._start)
+T = TypeVar("T")
 
 
 #: Name under which :class:`Counters` counts all messages of ``send`` and ``isend``, whatever their tags.
@@ -293,7 +200,7 @@ class Transport(ABC):
     def _count(self, operation: str, tag: str, primitive: Callable[..., Any], *arguments: Any) -> Any:
         """Count a collective in the trace without recording it, then run ``primitive(*arguments)``; return its result.
 
-        See [Note: counted calls] in call_trace.py.
+        See [Note: counted calls].
         """
         return self._run(operation, tag, self.trace.count(), primitive, *arguments)
 
@@ -324,7 +231,7 @@ class Transport(ABC):
         """Return this rank's number for the check of calls: its sum over ranks is 0 mod ``MODULUS`` if calls match.
 
         Sends nothing, but all ranks must call it before the same collective. The number covers the calls of this
-        communicator and of communicators of subsets of its ranks, see [Note: one sum] in registry.py. Communicators
+        communicator and of communicators of subsets of its ranks, see [Note: one sum]. Communicators
         that compare every call anyway return 0.
         """
         return 0
@@ -403,88 +310,6 @@ class Transport(ABC):
     def _allocate_shared(self, nbytes: int) -> SharedMemory: ...
 
 
-#: Characters of the NumPy dtypes that can be sent, and of those that can be reduced. float16 is sent as 16-bit integers
-#: and cannot be reduced. An array of bfloat16 must be viewed as uint16 to be sent.
-MOVABLE = frozenset("?bBhHiIlLqQefdFD")
-REDUCIBLE = frozenset("bBhHiIlLqQfd")
-REDUCTIONS = ("sum", "max", "min")
-#: Upper limit of the tags of ``send`` and ``recv``, not included. MPI guarantees tags up to 32767.
-TAG_LIMIT = 32000
-
-
-def check_array(comm: Transport, operation: str, tag: object, value: Array, written: bool = False) -> None:
-    """Raise CollectiveError if ``value`` is not a C-contiguous array whose dtype and byte order can be sent.
-
-    GPU arrays are allowed if ``comm`` passes them to MPI directly. With ``written`` the array must also be writable.
-    ``operation`` and ``tag`` name the call in the error.
-    """
-    flags = value.flags if isinstance(value, np.ndarray) else _flags_of_device_array(comm, operation, tag, value)
-    if not flags.c_contiguous:
-        raise comm.error(operation, tag, "the array is not C-contiguous; send a copy", value)
-    if written and not getattr(flags, "writeable", True):  # CuPy's are always
-        raise comm.error(operation, tag, "the array to receive into is read-only", value)
-    if value.dtype.char not in MOVABLE:
-        raise comm.error(operation, tag, "this dtype has no message type; view it as integers of its width", value)
-    if not value.dtype.isnative:
-        told = "another byte order than this machine's; convert it: a.astype(a.dtype.newbyteorder('='))"
-        raise comm.error(operation, tag, told, value)
-
-
-def _flags_of_device_array(comm: Transport, operation: str, tag: object, value: Array) -> Any:
-    if comm.wait_for_device is None or not hasattr(value, "__cuda_array_interface__"):
-        raise comm.error(operation, tag, f"expected a NumPy array, got {type(value).__name__}")
-    comm.wait_for_device()
-    return value.flags
-
-
-def check_peer(comm: Transport, operation: str, tag: object, rank: int) -> None:
-    """Raise CollectiveError if ``rank`` is not a rank of the communicator."""
-    if not 0 <= rank < comm.size:
-        raise comm.error(operation, tag, f"rank {rank} is not in 0..{comm.size - 1}")
-
-
-def check_pair(comm: Transport, operation: str, tag: str, send: Array, recv: Array) -> None:
-    """Raise CollectiveError if ``send`` cannot be sent, ``recv`` cannot be received into, or their dtypes differ."""
-    check_array(comm, operation, tag, send)
-    check_array(comm, operation, tag, recv, written=True)
-    if send.dtype != recv.dtype:
-        raise comm.error(operation, tag, f"sends {send.dtype} but receives into {recv.dtype}", send)
-
-
-def check_blocks(comm: Transport, operation: str, tag: str, value: Array, counts: Sequence[int]) -> None:
-    """Raise CollectiveError if ``counts`` are not one length >= 0 for each rank, with ``value.size`` as their sum."""
-    if len(counts) != comm.size or min(counts) < 0 or sum(counts) != value.size:
-        raise comm.error(
-            operation, tag, f"counts {list(counts)} are not {comm.size} blocks of {value.size} elements", value
-        )
-
-
-def check_places(comm: Transport, operation: str, tag: str, value: Array, spans: Sequence[Span]) -> None:
-    """Raise CollectiveError if ``spans`` are not one range of elements of ``value`` for each rank."""
-    wrong = [tuple(span) for span in spans if span.size and not 0 <= span.start < span.stop <= value.size]
-    if len(spans) != comm.size or wrong:
-        raise comm.error(operation, tag, f"{len(spans)} places of {comm.size} ranks, outside of it: {wrong}", value)
-
-
-def check_own_block(comm: Transport, operation: str, tag: str, value: Array, counts: Sequence[int]) -> None:
-    """Raise CollectiveError if the size of ``value`` is not this rank's entry in ``counts``."""
-    if counts[comm.rank] != value.size:
-        raise comm.error(operation, tag, f"counts[{comm.rank}] is {counts[comm.rank]}", value)
-
-
-def check_reduction(comm: Transport, operation: str, tag: str, value: Array, op: str) -> None:
-    """Raise CollectiveError if ``op`` is not "sum", "max" or "min", or the dtype of ``value`` cannot be reduced."""
-    if op not in REDUCTIONS:
-        raise comm.error(operation, tag, f"op must be one of {REDUCTIONS}, got {op!r}", value)
-    if value.dtype.char not in REDUCIBLE:
-        raise comm.error(operation, tag, "this dtype cannot be reduced; convert it to float32 or an integer", value)
-
-
-T = TypeVar("T")
-
-__all__ = ["CallTrace", "Communicator", "Counters", "Request", "SharedMemory"]
-
-
 class Communicator(Transport):
     """Exchange C-contiguous NumPy arrays among a group of ranks.
 
@@ -545,7 +370,7 @@ class Communicator(Transport):
         """Make what every rank wrote to ``shared`` before the call visible to every rank after it.
 
         Collective over the communicator that allocated ``shared``. With ``counted`` the trace only counts this call and
-        makes no record of it, which is faster; see [Note: counted calls] in call_trace.py.
+        makes no record of it, which is faster; see [Note: counted calls].
         """
         if counted:
             self._count("node_barrier", tag, self._node_barrier, shared)
@@ -858,3 +683,174 @@ class Communicator(Transport):
         check_peer(self, operation, tag, peer)
         if not 0 <= tag < TAG_LIMIT:
             raise self.error(operation, tag, f"tag must be in 0..{TAG_LIMIT - 1}", buffer)
+
+
+#: Characters of the NumPy dtypes that can be sent, and of those that can be reduced. float16 is sent as 16-bit integers
+#: and cannot be reduced. An array of bfloat16 must be viewed as uint16 to be sent.
+MOVABLE = frozenset("?bBhHiIlLqQefdFD")
+REDUCIBLE = frozenset("bBhHiIlLqQfd")
+REDUCTIONS = ("sum", "max", "min")
+#: Upper limit of the tags of ``send`` and ``recv``, not included. MPI guarantees tags up to 32767.
+TAG_LIMIT = 32000
+
+
+def check_array(comm: Transport, operation: str, tag: object, value: Array, written: bool = False) -> None:
+    """Raise CollectiveError if ``value`` is not a C-contiguous array whose dtype and byte order can be sent.
+
+    GPU arrays are allowed if ``comm`` passes them to MPI directly. With ``written`` the array must also be writable.
+    ``operation`` and ``tag`` name the call in the error.
+    """
+    flags = value.flags if isinstance(value, np.ndarray) else _flags_of_device_array(comm, operation, tag, value)
+    if not flags.c_contiguous:
+        raise comm.error(operation, tag, "the array is not C-contiguous; send a copy", value)
+    if written and not getattr(flags, "writeable", True):  # CuPy's are always
+        raise comm.error(operation, tag, "the array to receive into is read-only", value)
+    if value.dtype.char not in MOVABLE:
+        raise comm.error(operation, tag, "this dtype has no message type; view it as integers of its width", value)
+    if not value.dtype.isnative:
+        told = "another byte order than this machine's; convert it: a.astype(a.dtype.newbyteorder('='))"
+        raise comm.error(operation, tag, told, value)
+
+
+def _flags_of_device_array(comm: Transport, operation: str, tag: object, value: Array) -> Any:
+    if comm.wait_for_device is None or not hasattr(value, "__cuda_array_interface__"):
+        raise comm.error(operation, tag, f"expected a NumPy array, got {type(value).__name__}")
+    comm.wait_for_device()
+    return value.flags
+
+
+def check_peer(comm: Transport, operation: str, tag: object, rank: int) -> None:
+    """Raise CollectiveError if ``rank`` is not a rank of the communicator."""
+    if not 0 <= rank < comm.size:
+        raise comm.error(operation, tag, f"rank {rank} is not in 0..{comm.size - 1}")
+
+
+def check_pair(comm: Transport, operation: str, tag: str, send: Array, recv: Array) -> None:
+    """Raise CollectiveError if ``send`` cannot be sent, ``recv`` cannot be received into, or their dtypes differ."""
+    check_array(comm, operation, tag, send)
+    check_array(comm, operation, tag, recv, written=True)
+    if send.dtype != recv.dtype:
+        raise comm.error(operation, tag, f"sends {send.dtype} but receives into {recv.dtype}", send)
+
+
+def check_blocks(comm: Transport, operation: str, tag: str, value: Array, counts: Sequence[int]) -> None:
+    """Raise CollectiveError if ``counts`` are not one length >= 0 for each rank, with ``value.size`` as their sum."""
+    if len(counts) != comm.size or min(counts) < 0 or sum(counts) != value.size:
+        raise comm.error(
+            operation, tag, f"counts {list(counts)} are not {comm.size} blocks of {value.size} elements", value
+        )
+
+
+def check_places(comm: Transport, operation: str, tag: str, value: Array, spans: Sequence[Span]) -> None:
+    """Raise CollectiveError if ``spans`` are not one range of elements of ``value`` for each rank."""
+    wrong = [tuple(span) for span in spans if span.size and not 0 <= span.start < span.stop <= value.size]
+    if len(spans) != comm.size or wrong:
+        raise comm.error(operation, tag, f"{len(spans)} places of {comm.size} ranks, outside of it: {wrong}", value)
+
+
+def check_own_block(comm: Transport, operation: str, tag: str, value: Array, counts: Sequence[int]) -> None:
+    """Raise CollectiveError if the size of ``value`` is not this rank's entry in ``counts``."""
+    if counts[comm.rank] != value.size:
+        raise comm.error(operation, tag, f"counts[{comm.rank}] is {counts[comm.rank]}", value)
+
+
+def check_reduction(comm: Transport, operation: str, tag: str, value: Array, op: str) -> None:
+    """Raise CollectiveError if ``op`` is not "sum", "max" or "min", or the dtype of ``value`` cannot be reduced."""
+    if op not in REDUCTIONS:
+        raise comm.error(operation, tag, f"op must be one of {REDUCTIONS}, got {op!r}", value)
+    if value.dtype.char not in REDUCIBLE:
+        raise comm.error(operation, tag, "this dtype cannot be reduced; convert it to float32 or an integer", value)
+
+
+#: Name of the phase of communicator calls; the detail of such a span is a :class:`CommunicatorCall`.
+MESSAGE = "message"
+_NOTHING = nullcontext()
+
+
+class CommunicatorCall(NamedTuple):
+    """Describe a call of a communicator; used as the ``detail`` of a :class:`TimeSpan`.
+
+    Attributes
+    ----------
+    communicator : str
+        Name of the communicator.
+    operation, tag : str
+        The call and its label, for example "allgatherv" and "gather".
+    sequence : int
+        Number of the collective, the same on all ranks of the communicator.
+    """
+
+    communicator: str
+    operation: str
+    tag: str
+    sequence: int
+
+    def __str__(self) -> str:
+        """Return operation, tag and communicator as text."""
+        return f"{self.operation} {self.tag!r} on {self.communicator!r}"
+
+
+class TimeSpan(NamedTuple):
+    """Hold the name of a phase of work, a detail (any object), and start and end in seconds of ``time.monotonic()``."""
+
+    phase: str
+    detail: Any
+    start: float
+    stop: float
+
+
+class Timeline:
+    """Collect the time spans of one rank, in the order in which they end. Spans of one thread are nested or disjoint.
+
+    Attributes
+    ----------
+    on : bool
+        Whether spans are recorded.
+    """
+
+    __slots__ = ("_spans", "on")
+
+    def __init__(self) -> None:
+        self.on = False
+        self._spans: list[TimeSpan] = []
+
+    def span(self, phase: str, detail: Any = "") -> AbstractContextManager[object]:
+        """Return a context manager that records its block as a time span; it does nothing while ``on`` is false."""
+        return _Open(self, phase, detail) if self.on else _NOTHING
+
+    def begin(self) -> float:
+        """Return the current time, to be passed to :meth:`end`; 0 while ``on`` is false.
+
+        For frequent operations: while ``on`` is false, :meth:`begin` and :meth:`end` together take a tenth of a
+        microsecond, a third of the time of :meth:`span`.
+        """
+        return monotonic() if self.on else 0.0
+
+    def end(self, phase: str, detail: Any, begun: float) -> None:
+        """Record a span from ``begun``, the result of :meth:`begin`, until now; do nothing while ``on`` is false."""
+        if self.on:
+            self.add(phase, detail, begun)
+
+    def add(self, phase: str, detail: Any, start: float) -> None:
+        """Record a span from ``start``, in seconds of ``time.monotonic()``, until now, also while ``on`` is false."""
+        self._spans.append(TimeSpan(phase, detail, start, monotonic()))
+
+    def take(self) -> list[TimeSpan]:
+        """Return the spans recorded since the last call of this method, and forget them."""
+        found, self._spans = self._spans, []
+        return found
+
+
+class _Open:
+    """Record the time of a ``with`` block as a span of ``timeline``."""
+
+    __slots__ = ("_detail", "_phase", "_start", "_timeline")
+
+    def __init__(self, timeline: Timeline, phase: str, detail: Any) -> None:
+        self._timeline, self._phase, self._detail = timeline, phase, detail
+
+    def __enter__(self) -> None:
+        self._start = monotonic()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._timeline.add(self._phase, self._detail, self._start)

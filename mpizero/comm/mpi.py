@@ -1,9 +1,10 @@
-"""Check before every collective that all ranks call the same collective, if MPIZERO_DEBUG=collectives is set.
+"""Implement :class:`.Communicator` over MPI, by mpi4py.
 
-Every collective then costs one more small message, on a separate communicator. The comparison of a non-blocking
-collective ends when its request is waited for or tested, so that ranks may still start it at different times.
-
-Describe arrays to MPI, wait for its operations, asleep where ranks share cores, and keep their buffers alive.
+:class:`MpiCommunicator` cuts operations that are too long for one message, and its requests keep their buffers alive.
+:class:`MpiSharedMemory` is memory that the ranks of a node share, an MPI window. :class:`CallVerifier` works only with
+``MPIZERO_DEBUG=collectives``: before every collective it checks that all ranks call the same one. That costs one more
+small message for each, on a separate communicator. The comparison of a non-blocking collective ends when its request is
+waited for or tested, so that ranks may still start it at different times.
 
 [Note: shared cores] MPI libraries poll while they wait. If a node has more ranks than cores, a rank that polls takes
 the time of those that it waits for: of 64 ranks on two cores, polling takes nine tenths of the processor time of small
@@ -11,10 +12,6 @@ steps. There a rank asks whether an operation has ended, and sleeps between its 
 can be asked. So a blocking collective that adds no floats becomes its non-blocking twin. Before other blocking calls
 the ranks meet in a barrier for which they wait asleep; so none polls for long. The two forms of a collective do not fit
 together, so all ranks of a communicator use the same one: they agree when the first communicator is made.
-
-Allocate memory that the ranks of a node share, by MPI windows.
-
-Implement the interface :class:`.Communicator` over MPI, by mpi4py.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ import errno
 import fcntl
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -50,440 +46,6 @@ from mpizero.guard.heartbeat import ARRIVAL_PATIENCE, range_of
 from mpizero.guard.reports import SHARED_FOLDER, taken_by_leftovers
 from mpizero.layout import Span
 from mpizero.types import Array
-
-
-class CallVerifier:
-    """Compare the ranks' hashes of their calls on one communicator; if they differ, raise the same error on all ranks.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        The communicator. The constructor is collective over it, and splits off a communicator for the comparisons.
-    trace : CallTrace
-        The calls of this rank on the communicator.
-    members : sequence of int
-        World ranks of the communicator, for the report.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, trace: CallTrace, members: Sequence[int]) -> None:
-        self._comm = comm.Split(0, comm.Get_rank())
-        self._trace, self._members = trace, members
-
-    def start(self) -> PendingComparison:
-        """Start to compare the hashes of all ranks, and return the comparison. Collective over the communicator."""
-        mine, everyone = np.array([self._trace.number]), np.empty(self._comm.Get_size(), np.int64)
-        request = self._comm.Iallgather([mine, MPI.INT64_T], [everyone, 1, MPI.INT64_T])
-        return PendingComparison(self, request, mine, everyone)
-
-    def error(self) -> CollectiveError:
-        """Return the error that says which different calls the ranks have made. Collective over the communicator."""
-        records = dict(self._comm.allgather((self._members[self._comm.Get_rank()], self._trace.records())))
-        found = mismatch(self._trace.name, records)
-        return found or CollectiveError(f"the ranks of {self._trace.name!r} have called different collectives")
-
-    def blocks(self, send_counts: Sequence[int], recv_counts: Sequence[int]) -> str:
-        """Return a text about a block of an alltoallv whose sender and receiver pass different lengths; "" if none.
-
-        Collective over the communicator. The counts are the lengths of the blocks in elements.
-        """
-        size = self._comm.Get_size()
-        mine = np.array([*send_counts, *recv_counts], np.int64)
-        every = np.empty((size, 2, size), np.int64)
-        self._comm.Allgather([mine, MPI.INT64_T], [every, 2 * size, MPI.INT64_T])
-        wrong = np.argwhere(every[:, 0] != every[:, 1].T)
-        if not wrong.size:
-            return ""
-        a, b = wrong[0]
-        return (
-            f"rank {self._members[a]} sends {every[a, 0, b]} elements to rank {self._members[b]}, which expects "
-            f"{every[b, 1, a]}"
-        )
-
-    def close(self) -> None:
-        """Free the communicator of the comparisons. Collective over its ranks."""
-        self._comm.Free()
-
-
-class PendingComparison:
-    """Represent a comparison of hashes that :meth:`CallVerifier.start` has started."""
-
-    def __init__(self, verifier: CallVerifier, request: MPI.Request, mine: Array, everyone: Array) -> None:
-        self._verifier, self._request = verifier, request
-        self._mine, self._everyone = mine, everyone
-
-    def wait(self) -> None:
-        """Wait for the hashes of all ranks; if they differ, raise CollectiveMismatch on every rank.
-
-        Collective over the communicator.
-        """
-        self._request.Wait()
-        self._compare()
-
-    def test(self) -> bool:
-        """Tell whether the comparison has ended; raise like :meth:`wait` if hashes differ. Not collective."""
-        arrived = self._request.Test()
-        if arrived:
-            self._compare()
-        return arrived
-
-    def _compare(self) -> None:
-        if (self._everyone != self._mine).any():
-            raise self._verifier.error()
-
-
-#: Seconds in which a rank that waits only lets others run; then those of its first sleep, and of its longest for each
-#: rank that a core has (many ranks may come before the awaited one), but at most so many. Each sleep is longer than the
-#: one before by this factor. On two cores: with a longest sleep of 1 ms steps of 3 and 8 ranks took nearly twice as
-#: long as with 0.3 ms; with one of 5 ms steps of 32 ranks took twice as long as with 1 ms; with one of 2 ms and a first
-#: one eight times as long steps of 64 ranks took 0.31 s, not 0.36 s, and their start a tenth less.
-_YIELD, _FIRST, _LONGEST, _AT_MOST, _GROWTH = 2e-4, 5e-5, 7.5e-5, 2e-3, 1.2
-
-_INTEGERS = {
-    ("i", 1): MPI.INT8_T, ("i", 2): MPI.INT16_T, ("i", 4): MPI.INT32_T, ("i", 8): MPI.INT64_T,
-    ("u", 1): MPI.UINT8_T, ("u", 2): MPI.UINT16_T, ("u", 4): MPI.UINT32_T, ("u", 8): MPI.UINT64_T,
-}  # fmt: skip
-#: MPI's types by the character of the dtype; float16 has no MPI type and travels as 16-bit integers.
-TYPES: dict[str, MPI.Datatype] = {
-    "?": MPI.UINT8_T, "e": MPI.UINT16_T, "f": MPI.FLOAT, "d": MPI.DOUBLE,
-    "F": MPI.C_FLOAT_COMPLEX, "D": MPI.C_DOUBLE_COMPLEX,
-    **{c: _INTEGERS[np.dtype(c).kind, np.dtype(c).itemsize] for c in "bBhHiIlLqQ"},
-}  # fmt: skip
-OPERATIONS: dict[str, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
-
-
-def spec(array: Array) -> list[Any]:
-    """Describe an array to mpi4py. Not collective."""
-    return [array, array.size, TYPES[array.dtype.char]]
-
-
-class Waiting:
-    """Wait for operations of MPI: inside the library, or asleep; see [Note: shared cores].
-
-    Parameters
-    ----------
-    ranks : float
-        The number of ranks for each core of a node; more than 1 if they share cores. It is the same on all ranks of a
-        communicator.
-
-    Attributes
-    ----------
-    asleep : bool
-        True if ranks share cores.
-    """
-
-    def __init__(self, ranks: float) -> None:
-        self.asleep = ranks > 1.0
-        self._longest = min(_AT_MOST, _LONGEST * ranks)
-        crowd = max(1.0, ranks / 4)  # so many ranks come before the awaited one
-        self._yield, self._first = _YIELD / crowd, min(self._longest, _FIRST * crowd)
-
-    def end(self, request: MPI.Request, status: MPI.Status | None = None) -> None:
-        """Wait until an operation has ended."""
-        if not self.asleep:
-            request.Wait(status)
-        elif not request.Test(status):
-            until, pause = monotonic() + self._yield, self._first
-            while monotonic() < until:
-                os.sched_yield()
-                if request.Test(status):
-                    return
-            while not request.Test(status):
-                sleep(pause)
-                pause = min(self._longest, _GROWTH * pause)
-
-    def call(self, blocking: Callable[..., None], started: Callable[..., MPI.Request], *arguments: Any) -> None:
-        """Call ``blocking``, or its non-blocking twin ``started`` if ranks sleep. Collective."""
-        if self.asleep:
-            self.end(started(*arguments))
-        else:
-            blocking(*arguments)
-
-    def allreduce(self, comm: MPI.Intracomm, buffer: Array, operation: MPI.Op) -> None:
-        """Reduce an array in place over the ranks of ``comm``. Collective."""
-        if self.asleep and buffer.dtype.kind in "biu":  # exact, in whatever order the twin adds
-            self.end(comm.Iallreduce(MPI.IN_PLACE, spec(buffer), operation))
-        else:
-            self.meet(comm)
-            comm.Allreduce(MPI.IN_PLACE, spec(buffer), operation)
-
-    def meet(self, comm: MPI.Intracomm) -> None:
-        """If ranks sleep, wait until all ranks of ``comm`` have come here. Collective over ``comm``."""
-        if self.asleep:
-            self.end(comm.Ibarrier())
-
-
-class MpiRequest(Request):
-    """Wait for the MPI requests of one operation, and keep its buffers alive until they have ended.
-
-    An operation has several requests if its buffer was cut into several messages.
-    """
-
-    __slots__ = ("_buffers", "_communicator", "_operation", "_requests", "_sequence", "_tag", "_waiting")
-
-    def __init__(self, communicator: Transport, waiting: Waiting, requests: list[MPI.Request], buffers: object) -> None:
-        trace = communicator.trace
-        self._communicator = communicator
-        self._waiting = waiting
-        self._requests = requests
-        self._buffers = buffers
-        self._operation, self._tag, self._sequence = trace.operation, trace.tag, trace.sequence
-
-    def wait(self) -> None:
-        """Wait until the operation has ended on this rank; a second call returns at once."""
-        if self._requests:
-            self._communicator._run(self._operation, self._tag, self._sequence, self._wait_all)
-            self._release()
-
-    def test(self) -> bool:
-        """Let MPI make progress, and tell whether the operation has ended; always True after MPI_Finalize."""
-        if self._requests and (MPI.Is_finalized() or self._ended()):
-            self._release()
-        return not self._requests
-
-    def _ended(self) -> bool:
-        try:
-            return MPI.Request.Testall(self._requests)
-        except MPI.Exception as error:
-            raise self._communicator._failure(self._operation, self._tag, error) from error
-
-    def _wait_all(self) -> None:
-        for request in self._requests:  # Waitall would say only "error code in status"
-            self._waiting.end(request)
-
-    def _release(self) -> None:
-        self._requests = []
-        self._buffers = None
-
-
-class MpiReceive(MpiRequest):
-    """Wait for a receive, and raise if the message is shorter than the buffer; MPI itself accepts shorter messages."""
-
-    __slots__ = ()
-
-    def wait(self) -> None:
-        """Wait until the whole buffer has been received; a second call returns at once."""
-        if self._requests:
-            self._communicator._run(self._operation, self._tag, self._sequence, self._wait_full, self._buffers)
-            self._release()
-
-    def _ended(self) -> bool:
-        statuses = [MPI.Status() for _ in self._requests]
-        try:
-            ended = MPI.Request.Testall(self._requests, statuses)
-        except MPI.Exception as error:
-            raise self._communicator._failure(self._operation, self._tag, error, self._buffers) from error
-        if ended:
-            self._check(statuses)
-        return ended
-
-    def _wait_full(self, _: object) -> None:
-        statuses = [MPI.Status() for _ in self._requests]
-        for request, status in zip(self._requests, statuses, strict=True):
-            self._waiting.end(request, status)
-        self._check(statuses)
-
-    def _check(self, statuses: list[MPI.Status]) -> None:
-        buffer = cast("Array", self._buffers)
-        if (arrived := sum(s.Get_elements(MPI.BYTE) for s in statuses)) != buffer.nbytes:
-            reason = f"expected {buffer.nbytes} bytes, the message has {arrived}"
-            raise self._communicator.error(self._operation, self._tag, reason, buffer)
-
-
-class VerifiedRequest(Request):
-    """Wait for the comparison of a non-blocking collective, then for the collective itself."""
-
-    def __init__(self, communicator: Transport, verification: PendingComparison, request: Request) -> None:
-        trace = communicator.trace
-        self._communicator, self._request = communicator, request
-        self._verification: PendingComparison | None = verification
-        self._call = (trace.operation, trace.tag, trace.sequence)
-
-    def wait(self) -> None:
-        """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
-        if self._verification is not None:
-            self._communicator._run(*self._call, self._verification.wait)
-            self._verification = None
-        self._request.wait()
-
-    def test(self) -> bool:
-        """Make progress and tell whether the operation has ended. Not collective."""
-        if self._verification is not None:
-            if not self._verification.test():
-                return False
-            self._verification = None
-        return self._request.test()
-
-
-#: Windows start on a cache line.
-ALIGNMENT = 64
-#: Bytes of the folder of windows that are kept free, for data that MPI adds to each window.
-RESERVE = 1 << 20
-_ZEROS = "/dev/zero"
-#: Most seconds to wait while another group of the node allocates memory.
-_LOCK_WAIT = 30.0
-
-
-def free_space(folder: str = SHARED_FOLDER) -> int | None:
-    """Return how many bytes shared windows may still allocate in ``folder``; None if not known. Not collective.
-
-    Parts of sparse files that are not written yet do not count as free: Open MPI's queues are sparse at first.
-    """
-    promised = RESERVE
-    try:
-        status = os.statvfs(folder)
-        for file in os.scandir(folder):
-            with contextlib.suppress(OSError):  # removed meanwhile
-                found = file.stat(follow_symlinks=False)
-                promised += max(0, found.st_size - 512 * found.st_blocks)
-    except OSError:
-        return None
-    unlimited = status.f_blocks == 0
-    return None if unlimited else max(0, status.f_bavail * status.f_frsize - promised)
-
-
-@contextlib.contextmanager
-def _one_at_a_time(first: bool) -> Iterator[None]:
-    """Lock the folder of windows during the block, so that the communicators of a node allocate one after the other.
-
-    Not collective: on the rank of a communicator with ``first=True`` it takes the lock, on the others it does nothing.
-
-    [Note: one at a time] When a group of ranks has found enough free memory, no other group may take this memory before
-    the first has allocated it. Otherwise Open MPI, which checks again on one rank, fails there while the other ranks
-    wait for ever. All ranks of the group are already in this block, so the group that holds the lock finishes. The
-    folder itself is locked, so no lock file can remain. A group that cannot lock the folder, or waits for too long,
-    allocates without the lock; :func:`_take` then still detects missing memory.
-    """
-    file = -1
-    if first:
-        with contextlib.suppress(OSError):
-            file = os.open(SHARED_FOLDER, os.O_RDONLY | os.O_CLOEXEC)
-            limit = time.monotonic() + _LOCK_WAIT
-            while time.monotonic() < limit:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(1e-3)
-    try:
-        yield
-    finally:
-        if file >= 0:
-            os.close(file)
-
-
-def _take(memory: Array) -> OSError | None:
-    """Zero ``memory``, so that all of its pages are allocated; return the error if that fails. Not collective.
-
-    [Note: pages] If memory is short, a process that stores to a new page of a window is killed by SIGBUS. If the kernel
-    writes to the page, during a read from /dev/zero, the read fails with EFAULT instead. So the pages are zeroed by
-    such reads. The error is returned and not raised, because the other ranks wait for the result.
-    """
-    done = 0
-    try:
-        file = os.open(_ZEROS, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            while done < memory.size:
-                if (read := os.readv(file, [memory[done:].data])) == 0:
-                    raise OSError(errno.ENODATA, "it ends, so it is not the device", _ZEROS)
-                done += read
-        finally:
-            os.close(file)
-    except OSError as error:
-        return error
-    return None
-
-
-class MpiSharedMemory(SharedMemory):
-    """Allocate a window of ``nbytes`` bytes on the first rank of ``comm``, and map it on all ranks of ``comm``.
-
-    Collective over ``comm``, whose ranks share memory. The window is in a passive-target epoch (``Lock_all``) for its
-    whole life, as ``Win.Sync`` requires. Each rank zeroes an equal slice of the window. So the pages are spread over
-    the memory of the ranks' CPU sockets, and all pages are allocated when the constructor returns.
-
-    Raises
-    ------
-    SharedMemoryError
-        On all ranks, if there is not enough memory; nothing stays allocated then.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, nbytes: int, name: str, waiting: Waiting) -> None:
-        rank = comm.Get_rank()
-        self._window, self.buffer = MPI.WIN_NULL, np.empty(0, np.uint8)
-        most, opposite = _largest(comm, waiting, nbytes, -nbytes)
-        if most != (least := -opposite):
-            raise SharedMemoryError(f"ranks of {name!r} ask for windows of {least} to {most} bytes; they must agree")
-        with _one_at_a_time(rank == 0):
-            self._check(comm, waiting, free_space() if rank == 0 else None, nbytes, name)
-            self._window, self.buffer = self._allocate(comm, waiting, nbytes, name)
-            part = -(-nbytes // comm.Get_size() // 4096) * 4096
-            self._window.Lock_all(MPI.MODE_NOCHECK)
-            failure = _take(self.buffer[rank * part : (rank + 1) * part])
-            self._window.Sync()
-            (failed,) = _largest(comm, waiting, failure is not None)
-        if failed:
-            self.close()
-            full = failure is None or failure.errno == errno.EFAULT
-            reasons = comm.allgather("" if full else f"rank {rank} of its {comm.Get_size()} cannot zero it: {failure}")
-            if reasons := list(filter(None, reasons)):
-                raise SharedMemoryError(f"a window of {nbytes} bytes for {name!r} failed: {reasons[0]}")
-            self._check(comm, waiting, 0 if rank == 0 else None, nbytes, name)
-        self._window.Sync()
-
-    @staticmethod
-    def _check(comm: MPI.Intracomm, waiting: Waiting, room: int | None, nbytes: int, name: str) -> None:
-        """Raise SharedMemoryError on all ranks if ``room`` is below ``nbytes`` on the first rank. Collective.
-
-        ``room`` is the number of free bytes on the first rank, and None on the others, or if it is not known.
-        """
-        if not any(_largest(comm, waiting, room is not None and room < nbytes)):
-            return
-        reason = ""
-        if comm.Get_rank() == 0:
-            reason = (
-                f"a window of {nbytes} bytes for {name!r} does not fit: {SHARED_FOLDER} has {free_space()} bytes left "
-                f"on {MPI.Get_processor_name()}{taken_by_leftovers()}; enlarge it (in a container --shm-size), use "
-                "fewer ranks per node, or share_node_memory=False"
-            )
-        raise SharedMemoryError(comm.bcast(reason, 0))
-
-    @staticmethod
-    def _allocate(comm: MPI.Intracomm, waiting: Waiting, nbytes: int, name: str) -> tuple[MPI.Win, Array]:
-        """Allocate a window on the first rank; return it with the bytes that all ranks use. Collective."""
-        reason, whole, first = "", np.empty(0, np.uint8), comm.Get_rank() == 0
-        try:
-            window = MPI.Win.Allocate_shared(nbytes + ALIGNMENT if first else 0, 1, MPI.INFO_NULL, comm)
-            memory, _ = window.Shared_query(0)
-            whole = np.frombuffer(cast("memoryview", memory), np.uint8)
-        except MPI.Exception as error:
-            reason, window = str(error), MPI.WIN_NULL
-        # Every process maps the window at the same distance from a page, so one offset aligns it for all.
-        failed, offset = _largest(comm, waiting, bool(reason), -whole.ctypes.data % ALIGNMENT if first else 0)
-        if failed:
-            raise SharedMemoryError(f"a window of {nbytes} bytes for {name!r} failed: {reason or 'on another rank'}")
-        return window, whole[offset : offset + nbytes]
-
-    def synchronize(self) -> None:
-        """Order this rank's loads and stores of the window by ``Win.Sync``. Not collective.
-
-        To see the stores of another rank, both ranks call this before and after a common barrier.
-        """
-        self._window.Sync()
-
-    def close(self) -> None:
-        """Free the window; ``buffer`` becomes empty. A second call does nothing. Collective over the window's ranks."""
-        self.buffer = np.empty(0, np.uint8)
-        if self._window != MPI.WIN_NULL and not MPI.Is_finalized():
-            self._window.Unlock_all()
-            self._window.Free()
-        self._window = MPI.WIN_NULL
-
-
-def _largest(comm: MPI.Intracomm, waiting: Waiting, *figures: int) -> list[int]:
-    """Return the largest value that each of the integers has on any rank. Collective."""
-    largest = np.array(figures, np.int64)
-    waiting.allreduce(comm, largest, MPI.MAX)
-    return [int(figure) for figure in largest]
-
 
 #: Most bytes of one message; longer ones go in pieces. Open MPI 4 counts bytes in 32 bits, MPI before 4 displacements.
 MESSAGE_LIMIT = 1 << 30
@@ -513,7 +75,7 @@ class MpiCommunicator(Communicator):
 
     Collective over ``comm``, an mpi4py intracommunicator. All ranks must call this within ``timeout`` seconds (None:
     no limit). Operations of more than ``limit`` bytes are cut into several messages. While the communicator is open,
-    the process is supervised (supervision/guard.py); with ``guest`` (mpizero embedded in another program) it is not.
+    the process is supervised (``guard/guard.py``); with ``guest`` (mpizero embedded in another program) it is not.
     """
 
     _native_errors = (MPI.Exception, BufferError, OverflowError)
@@ -570,7 +132,7 @@ class MpiCommunicator(Communicator):
     def mismatch_term(self) -> int:
         """Return this rank's number for the check of calls: its sum over ranks is 0 mod ``MODULUS`` if calls match.
 
-        Sends nothing, but all ranks must call it before the same collective. See [Note: one sum] in registry.py.
+        Sends nothing, but all ranks must call it before the same collective. See [Note: one sum].
         """
         return guard.current().register.mismatch_term(self.trace)
 
@@ -858,3 +420,436 @@ class MpiCommunicator(Communicator):
             derived.append(base.Create_hindexed([min(count, length)], [start * width]).Commit())
             types.append(derived[-1])
         return [array, ([1] * self.size, [0] * self.size), types]
+
+
+#: Seconds in which a rank that waits only lets others run; then those of its first sleep, and of its longest for each
+#: rank that a core has (many ranks may come before the awaited one), but at most so many. Each sleep is longer than the
+#: one before by this factor. On two cores: with a longest sleep of 1 ms steps of 3 and 8 ranks took nearly twice as
+#: long as with 0.3 ms; with one of 5 ms steps of 32 ranks took twice as long as with 1 ms; with one of 2 ms and a first
+#: one eight times as long steps of 64 ranks took 0.31 s, not 0.36 s, and their start a tenth less.
+_YIELD, _FIRST, _LONGEST, _AT_MOST, _GROWTH = 2e-4, 5e-5, 7.5e-5, 2e-3, 1.2
+
+_INTEGERS = {
+    ("i", 1): MPI.INT8_T, ("i", 2): MPI.INT16_T, ("i", 4): MPI.INT32_T, ("i", 8): MPI.INT64_T,
+    ("u", 1): MPI.UINT8_T, ("u", 2): MPI.UINT16_T, ("u", 4): MPI.UINT32_T, ("u", 8): MPI.UINT64_T,
+}  # fmt: skip
+#: MPI's types by the character of the dtype; float16 has no MPI type and travels as 16-bit integers.
+TYPES: dict[str, MPI.Datatype] = {
+    "?": MPI.UINT8_T, "e": MPI.UINT16_T, "f": MPI.FLOAT, "d": MPI.DOUBLE,
+    "F": MPI.C_FLOAT_COMPLEX, "D": MPI.C_DOUBLE_COMPLEX,
+    **{c: _INTEGERS[np.dtype(c).kind, np.dtype(c).itemsize] for c in "bBhHiIlLqQ"},
+}  # fmt: skip
+OPERATIONS: dict[str, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+
+
+def spec(array: Array) -> list[Any]:
+    """Describe an array to mpi4py. Not collective."""
+    return [array, array.size, TYPES[array.dtype.char]]
+
+
+class Waiting:
+    """Wait for operations of MPI: inside the library, or asleep; see [Note: shared cores].
+
+    Parameters
+    ----------
+    ranks : float
+        The number of ranks for each core of a node; more than 1 if they share cores. It is the same on all ranks of a
+        communicator.
+
+    Attributes
+    ----------
+    asleep : bool
+        True if ranks share cores.
+    """
+
+    def __init__(self, ranks: float) -> None:
+        self.asleep = ranks > 1.0
+        self._longest = min(_AT_MOST, _LONGEST * ranks)
+        crowd = max(1.0, ranks / 4)  # so many ranks come before the awaited one
+        self._yield, self._first = _YIELD / crowd, min(self._longest, _FIRST * crowd)
+
+    def end(self, request: MPI.Request, status: MPI.Status | None = None) -> None:
+        """Wait until an operation has ended."""
+        if not self.asleep:
+            request.Wait(status)
+        elif not request.Test(status):
+            until, pause = monotonic() + self._yield, self._first
+            while monotonic() < until:
+                os.sched_yield()
+                if request.Test(status):
+                    return
+            while not request.Test(status):
+                sleep(pause)
+                pause = min(self._longest, _GROWTH * pause)
+
+    def call(self, blocking: Callable[..., None], started: Callable[..., MPI.Request], *arguments: Any) -> None:
+        """Call ``blocking``, or its non-blocking twin ``started`` if ranks sleep. Collective."""
+        if self.asleep:
+            self.end(started(*arguments))
+        else:
+            blocking(*arguments)
+
+    def allreduce(self, comm: MPI.Intracomm, buffer: Array, operation: MPI.Op) -> None:
+        """Reduce an array in place over the ranks of ``comm``. Collective."""
+        if self.asleep and buffer.dtype.kind in "biu":  # exact, in whatever order the twin adds
+            self.end(comm.Iallreduce(MPI.IN_PLACE, spec(buffer), operation))
+        else:
+            self.meet(comm)
+            comm.Allreduce(MPI.IN_PLACE, spec(buffer), operation)
+
+    def meet(self, comm: MPI.Intracomm) -> None:
+        """If ranks sleep, wait until all ranks of ``comm`` have come here. Collective over ``comm``."""
+        if self.asleep:
+            self.end(comm.Ibarrier())
+
+
+class MpiRequest(Request):
+    """Wait for the MPI requests of one operation, and keep its buffers alive until they have ended.
+
+    An operation has several requests if its buffer was cut into several messages.
+    """
+
+    __slots__ = ("_buffers", "_communicator", "_operation", "_requests", "_sequence", "_tag", "_waiting")
+
+    def __init__(self, communicator: Transport, waiting: Waiting, requests: list[MPI.Request], buffers: object) -> None:
+        trace = communicator.trace
+        self._communicator = communicator
+        self._waiting = waiting
+        self._requests = requests
+        self._buffers = buffers
+        self._operation, self._tag, self._sequence = trace.operation, trace.tag, trace.sequence
+
+    def wait(self) -> None:
+        """Wait until the operation has ended on this rank; a second call returns at once."""
+        if self._requests:
+            self._communicator._run(self._operation, self._tag, self._sequence, self._wait_all)
+            self._release()
+
+    def test(self) -> bool:
+        """Let MPI make progress, and tell whether the operation has ended; always True after MPI_Finalize."""
+        if self._requests and (MPI.Is_finalized() or self._ended()):
+            self._release()
+        return not self._requests
+
+    def _ended(self) -> bool:
+        try:
+            return MPI.Request.Testall(self._requests)
+        except MPI.Exception as error:
+            raise self._communicator._failure(self._operation, self._tag, error) from error
+
+    def _wait_all(self) -> None:
+        for request in self._requests:  # Waitall would say only "error code in status"
+            self._waiting.end(request)
+
+    def _release(self) -> None:
+        self._requests = []
+        self._buffers = None
+
+
+class MpiReceive(MpiRequest):
+    """Wait for a receive, and raise if the message is shorter than the buffer; MPI itself accepts shorter messages."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        """Wait until the whole buffer has been received; a second call returns at once."""
+        if self._requests:
+            self._communicator._run(self._operation, self._tag, self._sequence, self._wait_full, self._buffers)
+            self._release()
+
+    def _ended(self) -> bool:
+        statuses = [MPI.Status() for _ in self._requests]
+        try:
+            ended = MPI.Request.Testall(self._requests, statuses)
+        except MPI.Exception as error:
+            raise self._communicator._failure(self._operation, self._tag, error, self._buffers) from error
+        if ended:
+            self._check(statuses)
+        return ended
+
+    def _wait_full(self, _: object) -> None:
+        statuses = [MPI.Status() for _ in self._requests]
+        for request, status in zip(self._requests, statuses, strict=True):
+            self._waiting.end(request, status)
+        self._check(statuses)
+
+    def _check(self, statuses: list[MPI.Status]) -> None:
+        buffer = cast("Array", self._buffers)
+        if (arrived := sum(s.Get_elements(MPI.BYTE) for s in statuses)) != buffer.nbytes:
+            reason = f"expected {buffer.nbytes} bytes, the message has {arrived}"
+            raise self._communicator.error(self._operation, self._tag, reason, buffer)
+
+
+#: Windows start on a cache line.
+ALIGNMENT = 64
+#: Bytes of the folder of windows that are kept free, for data that MPI adds to each window.
+RESERVE = 1 << 20
+_ZEROS = "/dev/zero"
+#: Most seconds to wait while another group of the node allocates memory.
+_LOCK_WAIT = 30.0
+
+
+def free_space(folder: str = SHARED_FOLDER) -> int | None:
+    """Return how many bytes shared windows may still allocate in ``folder``; None if not known. Not collective.
+
+    Parts of sparse files that are not written yet do not count as free: Open MPI's queues are sparse at first.
+    """
+    promised = RESERVE
+    try:
+        status = os.statvfs(folder)
+        for file in os.scandir(folder):
+            with contextlib.suppress(OSError):  # removed meanwhile
+                found = file.stat(follow_symlinks=False)
+                promised += max(0, found.st_size - 512 * found.st_blocks)
+    except OSError:
+        return None
+    unlimited = status.f_blocks == 0
+    return None if unlimited else max(0, status.f_bavail * status.f_frsize - promised)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(first: bool) -> Iterator[None]:
+    """Lock the folder of windows during the block, so that the communicators of a node allocate one after the other.
+
+    Not collective: on the rank of a communicator with ``first=True`` it takes the lock, on the others it does nothing.
+
+    [Note: one at a time] When a group of ranks has found enough free memory, no other group may take this memory before
+    the first has allocated it. Otherwise Open MPI, which checks again on one rank, fails there while the other ranks
+    wait for ever. All ranks of the group are already in this block, so the group that holds the lock finishes. The
+    folder itself is locked, so no lock file can remain. A group that cannot lock the folder, or waits for too long,
+    allocates without the lock; :func:`_take` then still detects missing memory.
+    """
+    file = -1
+    if first:
+        with contextlib.suppress(OSError):
+            file = os.open(SHARED_FOLDER, os.O_RDONLY | os.O_CLOEXEC)
+            limit = monotonic() + _LOCK_WAIT
+            while monotonic() < limit:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    sleep(1e-3)
+    try:
+        yield
+    finally:
+        if file >= 0:
+            os.close(file)
+
+
+def _take(memory: Array) -> OSError | None:
+    """Zero ``memory``, so that all of its pages are allocated; return the error if that fails. Not collective.
+
+    [Note: pages] If memory is short, a process that stores to a new page of a window is killed by SIGBUS. If the kernel
+    writes to the page, during a read from /dev/zero, the read fails with EFAULT instead. So the pages are zeroed by
+    such reads. The error is returned and not raised, because the other ranks wait for the result.
+    """
+    done = 0
+    try:
+        file = os.open(_ZEROS, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while done < memory.size:
+                if (read := os.readv(file, [memory[done:].data])) == 0:
+                    raise OSError(errno.ENODATA, "it ends, so it is not the device", _ZEROS)
+                done += read
+        finally:
+            os.close(file)
+    except OSError as error:
+        return error
+    return None
+
+
+class MpiSharedMemory(SharedMemory):
+    """Allocate a window of ``nbytes`` bytes on the first rank of ``comm``, and map it on all ranks of ``comm``.
+
+    Collective over ``comm``, whose ranks share memory. The window is in a passive-target epoch (``Lock_all``) for its
+    whole life, as ``Win.Sync`` requires. Each rank zeroes an equal slice of the window. So the pages are spread over
+    the memory of the ranks' CPU sockets, and all pages are allocated when the constructor returns.
+
+    Raises
+    ------
+    SharedMemoryError
+        On all ranks, if there is not enough memory; nothing stays allocated then.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, nbytes: int, name: str, waiting: Waiting) -> None:
+        rank = comm.Get_rank()
+        self._window, self.buffer = MPI.WIN_NULL, np.empty(0, np.uint8)
+        most, opposite = _largest(comm, waiting, nbytes, -nbytes)
+        if most != (least := -opposite):
+            raise SharedMemoryError(f"ranks of {name!r} ask for windows of {least} to {most} bytes; they must agree")
+        with _one_at_a_time(rank == 0):
+            self._check(comm, waiting, free_space() if rank == 0 else None, nbytes, name)
+            self._window, self.buffer = self._allocate(comm, waiting, nbytes, name)
+            part = -(-nbytes // comm.Get_size() // 4096) * 4096
+            self._window.Lock_all(MPI.MODE_NOCHECK)
+            failure = _take(self.buffer[rank * part : (rank + 1) * part])
+            self._window.Sync()
+            (failed,) = _largest(comm, waiting, failure is not None)
+        if failed:
+            self.close()
+            full = failure is None or failure.errno == errno.EFAULT
+            reasons = comm.allgather("" if full else f"rank {rank} of its {comm.Get_size()} cannot zero it: {failure}")
+            if reasons := list(filter(None, reasons)):
+                raise SharedMemoryError(f"a window of {nbytes} bytes for {name!r} failed: {reasons[0]}")
+            self._check(comm, waiting, 0 if rank == 0 else None, nbytes, name)
+        self._window.Sync()
+
+    @staticmethod
+    def _check(comm: MPI.Intracomm, waiting: Waiting, room: int | None, nbytes: int, name: str) -> None:
+        """Raise SharedMemoryError on all ranks if ``room`` is below ``nbytes`` on the first rank. Collective.
+
+        ``room`` is the number of free bytes on the first rank, and None on the others, or if it is not known.
+        """
+        if not any(_largest(comm, waiting, room is not None and room < nbytes)):
+            return
+        reason = ""
+        if comm.Get_rank() == 0:
+            reason = (
+                f"a window of {nbytes} bytes for {name!r} does not fit: {SHARED_FOLDER} has {free_space()} bytes left "
+                f"on {MPI.Get_processor_name()}{taken_by_leftovers()}; enlarge it (in a container --shm-size), use "
+                "fewer ranks per node, or share_node_memory=False"
+            )
+        raise SharedMemoryError(comm.bcast(reason, 0))
+
+    @staticmethod
+    def _allocate(comm: MPI.Intracomm, waiting: Waiting, nbytes: int, name: str) -> tuple[MPI.Win, Array]:
+        """Allocate a window on the first rank; return it with the bytes that all ranks use. Collective."""
+        reason, whole, first = "", np.empty(0, np.uint8), comm.Get_rank() == 0
+        try:
+            window = MPI.Win.Allocate_shared(nbytes + ALIGNMENT if first else 0, 1, MPI.INFO_NULL, comm)
+            memory, _ = window.Shared_query(0)
+            whole = np.frombuffer(cast("memoryview", memory), np.uint8)
+        except MPI.Exception as error:
+            reason, window = str(error), MPI.WIN_NULL
+        # Every process maps the window at the same distance from a page, so one offset aligns it for all.
+        failed, offset = _largest(comm, waiting, bool(reason), -whole.ctypes.data % ALIGNMENT if first else 0)
+        if failed:
+            raise SharedMemoryError(f"a window of {nbytes} bytes for {name!r} failed: {reason or 'on another rank'}")
+        return window, whole[offset : offset + nbytes]
+
+    def synchronize(self) -> None:
+        """Order this rank's loads and stores of the window by ``Win.Sync``. Not collective.
+
+        To see the stores of another rank, both ranks call this before and after a common barrier.
+        """
+        self._window.Sync()
+
+    def close(self) -> None:
+        """Free the window; ``buffer`` becomes empty. A second call does nothing. Collective over the window's ranks."""
+        self.buffer = np.empty(0, np.uint8)
+        if self._window != MPI.WIN_NULL and not MPI.Is_finalized():
+            self._window.Unlock_all()
+            self._window.Free()
+        self._window = MPI.WIN_NULL
+
+
+def _largest(comm: MPI.Intracomm, waiting: Waiting, *figures: int) -> list[int]:
+    """Return the largest value that each of the integers has on any rank. Collective."""
+    largest = np.array(figures, np.int64)
+    waiting.allreduce(comm, largest, MPI.MAX)
+    return [int(figure) for figure in largest]
+
+
+class CallVerifier:
+    """Compare the ranks' hashes of their calls on one communicator; if they differ, raise the same error on all ranks.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        The communicator. The constructor is collective over it, and splits off a communicator for the comparisons.
+    trace : CallTrace
+        The calls of this rank on the communicator.
+    members : sequence of int
+        World ranks of the communicator, for the report.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, trace: CallTrace, members: Sequence[int]) -> None:
+        self._comm = comm.Split(0, comm.Get_rank())
+        self._trace, self._members = trace, members
+
+    def start(self) -> PendingComparison:
+        """Start to compare the hashes of all ranks, and return the comparison. Collective over the communicator."""
+        mine, everyone = np.array([self._trace.number]), np.empty(self._comm.Get_size(), np.int64)
+        request = self._comm.Iallgather([mine, MPI.INT64_T], [everyone, 1, MPI.INT64_T])
+        return PendingComparison(self, request, mine, everyone)
+
+    def error(self) -> CollectiveError:
+        """Return the error that says which different calls the ranks have made. Collective over the communicator."""
+        records = dict(self._comm.allgather((self._members[self._comm.Get_rank()], self._trace.records())))
+        found = mismatch(self._trace.name, records)
+        return found or CollectiveError(f"the ranks of {self._trace.name!r} have called different collectives")
+
+    def blocks(self, send_counts: Sequence[int], recv_counts: Sequence[int]) -> str:
+        """Return a text about a block of an alltoallv whose sender and receiver pass different lengths; "" if none.
+
+        Collective over the communicator. The counts are the lengths of the blocks in elements.
+        """
+        size = self._comm.Get_size()
+        mine = np.array([*send_counts, *recv_counts], np.int64)
+        every = np.empty((size, 2, size), np.int64)
+        self._comm.Allgather([mine, MPI.INT64_T], [every, 2 * size, MPI.INT64_T])
+        wrong = np.argwhere(every[:, 0] != every[:, 1].T)
+        if not wrong.size:
+            return ""
+        a, b = wrong[0]
+        return (
+            f"rank {self._members[a]} sends {every[a, 0, b]} elements to rank {self._members[b]}, which expects "
+            f"{every[b, 1, a]}"
+        )
+
+    def close(self) -> None:
+        """Free the communicator of the comparisons. Collective over its ranks."""
+        self._comm.Free()
+
+
+class PendingComparison:
+    """Represent a comparison of hashes that :meth:`CallVerifier.start` has started."""
+
+    def __init__(self, verifier: CallVerifier, request: MPI.Request, mine: Array, everyone: Array) -> None:
+        self._verifier, self._request = verifier, request
+        self._mine, self._everyone = mine, everyone
+
+    def wait(self) -> None:
+        """Wait for the hashes of all ranks; if they differ, raise CollectiveMismatch on every rank.
+
+        Collective over the communicator.
+        """
+        self._request.Wait()
+        self._compare()
+
+    def test(self) -> bool:
+        """Tell whether the comparison has ended; raise like :meth:`wait` if hashes differ. Not collective."""
+        arrived = self._request.Test()
+        if arrived:
+            self._compare()
+        return arrived
+
+    def _compare(self) -> None:
+        if (self._everyone != self._mine).any():
+            raise self._verifier.error()
+
+
+class VerifiedRequest(Request):
+    """Wait for the comparison of a non-blocking collective, then for the collective itself."""
+
+    def __init__(self, communicator: Transport, verification: PendingComparison, request: Request) -> None:
+        trace = communicator.trace
+        self._communicator, self._request = communicator, request
+        self._verification: PendingComparison | None = verification
+        self._call = (trace.operation, trace.tag, trace.sequence)
+
+    def wait(self) -> None:
+        """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
+        if self._verification is not None:
+            self._communicator._run(*self._call, self._verification.wait)
+            self._verification = None
+        self._request.wait()
+
+    def test(self) -> bool:
+        """Make progress and tell whether the operation has ended. Not collective."""
+        if self._verification is not None:
+            if not self._verification.test():
+                return False
+            self._verification = None
+        return self._request.test()

@@ -1,6 +1,8 @@
-"""Describe trees of arrays without their values, so that another rank can receive the arrays and build the tree.
+"""Send activations and their gradients between pipeline stages, and GPU arrays of stages and of split layers.
 
-Send activations and their gradients between pipeline stages.
+What stages exchange is a tree of arrays. A :class:`TreeForm` describes a tree without its values, so that another rank
+can allocate the arrays and build the tree. :class:`PipelineP2P` sends host arrays. GPU arrays are passed to MPI
+directly if :func:`prove` has found that MPI accepts GPU memory ("CUDA-aware"); else they go through host memory.
 
 [Note: shapes] A receive that is posted before its message arrives must know the size. The form of a chunk's output (its
 shape, or the structure of a tree and the shapes of its arrays) depends only on the shapes and dtypes of the
@@ -11,14 +13,10 @@ header. If a chunk raises and the form of its output is not known yet, the heade
 stage sends zeros instead of the output. Results that are computed from these zeros are never used, because the step
 ends with an agreement that raises on every rank.
 
-Find out whether MPI can send from and receive into GPU memory ("CUDA-aware"): ask MPI, then test it.
-
 [Note: direct messages] An MPI library without GPU support treats a GPU address as a host address, and the process
 crashes. So GPU arrays are passed to MPI only if the library of every rank claims to support them. The claim may still
 be wrong, or may not hold for the network between two nodes. So test patterns, short and long, are then sent between
 GPUs, from rank to rank and by the collectives that layers use, and are compared on arrival.
-
-Send GPU arrays of pipelines and of split layers: directly if MPI accepts GPU memory, else through host memory.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ import numpy as np
 
 from mpizero._util.checks import native
 from mpizero._util.pytree import leaves_of, map_leaves, outline, paths_of
-from mpizero.comm import Request
-from mpizero.comm.communicator import Communicator
+from mpizero.comm.communicator import Communicator, Request
 from mpizero.comm.model_group import CommunicatorGroup, GpuAwareGroup, contiguous
 from mpizero.errors import ConfigError, LayoutError, MpizeroError
 from mpizero.kernels import to_host
@@ -145,6 +142,20 @@ class TreeForm:
         return cls(*pickle.loads(data))
 
 
+class _Shown(str):
+    """Hold text that ``repr`` shows without quotes."""
+
+    __slots__ = ()
+
+    def __new__(cls, value: object) -> _Shown:
+        """Return the text of ``value``."""
+        return super().__new__(cls, str(value))
+
+    def __repr__(self) -> str:
+        """Return the text itself."""
+        return str(self)
+
+
 def packable(value: Any, what: str) -> TreeForm:
     """Return the form of the tree ``value`` if it can be sent; ``what`` names the tree. Not collective.
 
@@ -172,20 +183,6 @@ def broadcast_tree(comm: Communicator, form: TreeForm | None, value: Any, root: 
     for array in arrays:
         comm.broadcast(array, root, tag)
     return told.build(arrays)
-
-
-class _Shown(str):
-    """Hold text that ``repr`` shows without quotes."""
-
-    __slots__ = ()
-
-    def __new__(cls, value: object) -> _Shown:
-        """Return the text of ``value``."""
-        return super().__new__(cls, str(value))
-
-    def __repr__(self) -> str:
-        """Return the text itself."""
-        return str(self)
 
 
 #: Most axes of an array that is sent.
@@ -393,6 +390,150 @@ class PipelineP2P:
         self._sending.append((self.comm.isend(array, peer, tag), array))
 
 
+class HostStagedP2P(PipelineP2P):
+    """Send GPU arrays between pipeline stages through copies in host memory."""
+
+    def __init__(self, comm: Communicator, device: Device) -> None:
+        super().__init__(comm)
+        self.device = device
+
+    def send(self, route: Route, micro: int, key: Any, peer: int, value: Any) -> None:
+        """Copy an array, or the arrays of a tree, to the host and start to send them, as :meth:`PipelineP2P.send` does.
+
+        If ``value`` is None, tell the other stage that the chunk failed.
+        """
+        super().send(route, micro, key, peer, value if peer == self.comm.rank else map_leaves(to_host, value))
+
+    def receive(self, route: Route, micro: int, key: Any, peer: int) -> Any:
+        """Wait for what stage ``peer`` sends and return it on the GPU; None if that stage's chunk failed."""
+        return map_leaves(self.device.put, super().receive(route, micro, key, peer))
+
+
+class GpuAwareP2P(PipelineP2P):
+    """Send GPU arrays between pipeline stages by passing them to MPI, which must accept GPU memory."""
+
+    def __init__(self, comm: Communicator, device: Device) -> None:
+        super().__init__(comm)
+        self.device, comm.wait_for_device = device, device.synchronize
+
+    def _empty(self, dims: tuple[int, ...], dtype: str) -> Array:
+        return self.device.empty(prod(dims), dtype).reshape(dims)
+
+
+class _LayerGroup:
+    """Hold the group of ranks that layers are split over, and the GPU of this rank.
+
+    Methods of subclasses take GPU arrays and return GPU arrays, or take host arrays and return host arrays.
+    """
+
+    def __init__(self, group: Group, device: Device) -> None:
+        self._group, self._device = group, device
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank in the group."""
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the group."""
+        return self._group.size
+
+
+class HostStagedGroup(_LayerGroup):
+    """Sum, gather and shift GPU arrays of layers through host memory; implements :class:`mpizero.types.Group`."""
+
+    def _like(self, x: Array, result: Array) -> Array:
+        return result if isinstance(x, np.ndarray) else self._device.put(result)
+
+    def all_reduce(self, x: Array, tag: str = "") -> Array:
+        """Return the elementwise sum of ``x`` over the ranks. Collective over the group."""
+        return self._like(x, self._group.all_reduce(to_host(x), tag))
+
+    def all_max(self, x: Array, tag: str = "") -> Array:
+        """Return the elementwise maximum of ``x`` over the ranks. Collective over the group."""
+        return self._like(x, self._group.all_max(to_host(x), tag))
+
+    def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return ``x`` of all ranks, concatenated along ``axis``.
+
+        Collective over the group. ``x`` of rank i has length ``sizes[i]`` along ``axis``.
+        """
+        return self._like(x, self._group.all_gather(to_host(x), axis, sizes, tag))
+
+    def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return this rank's block, of length ``sizes[rank]`` along ``axis``, of the sum of ``x`` over the ranks.
+
+        Collective over the group.
+        """
+        return self._like(x, self._group.reduce_scatter(to_host(x), axis, sizes, tag))
+
+    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
+        """Start to send ``arrays`` to rank + ``by`` and to receive arrays of the same shapes from rank - ``by``.
+
+        Collective over the group. Rank numbers are taken modulo the size of the group.
+        """
+        device = None if all(isinstance(x, np.ndarray) for x in arrays) else self._device
+        return _DeviceShift(self._group.shift([to_host(x) for x in arrays], by, tag), device)
+
+
+class _DeviceShift:
+    """Wait for the arrays of a shift through host memory, and copy them to ``device`` if that is not None."""
+
+    def __init__(self, request: ShiftRequest, device: Device | None) -> None:
+        self._request, self._device = request, device
+
+    def wait(self) -> tuple[Array, ...]:
+        """Wait for the arrays and return them on the GPU, or on the host if host arrays were sent. Not collective."""
+        arrays = self._request.wait()
+        return arrays if self._device is None else tuple(map(self._device.put, arrays))
+
+    def test(self) -> bool:
+        """Make progress and tell whether :meth:`wait` would return at once. Not collective."""
+        return self._request.test()
+
+
+class GpuAwareLayerGroup(_LayerGroup):
+    """Sum, gather and shift GPU arrays of layers by passing them to MPI; implements :class:`mpizero.types.Group`."""
+
+    def __init__(self, group: CommunicatorGroup, device: Device) -> None:
+        super().__init__(group, device)
+        self._devices = GpuAwareGroup(group, device)
+
+    def _for(self, x: Array) -> Group:
+        return self._group if isinstance(x, np.ndarray) else self._devices
+
+    def all_reduce(self, x: Array, tag: str = "") -> Array:
+        """Return the elementwise sum of ``x`` over the ranks. Collective over the group."""
+        return self._for(x).all_reduce(x, tag)
+
+    def all_max(self, x: Array, tag: str = "") -> Array:
+        """Return the elementwise maximum of ``x`` over the ranks. Collective over the group."""
+        return self._for(x).all_max(x, tag)
+
+    def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return ``x`` of all ranks, concatenated along ``axis``.
+
+        Collective over the group. ``x`` of rank i has length ``sizes[i]`` along ``axis``.
+        """
+        return self._for(x).all_gather(x, axis, sizes, tag)
+
+    def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return this rank's block, of length ``sizes[rank]`` along ``axis``, of the sum of ``x`` over the ranks.
+
+        Collective over the group.
+        """
+        return self._for(x).reduce_scatter(x, axis, sizes, tag)
+
+    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
+        """Start to send ``arrays`` to rank + ``by`` and to receive arrays of the same shapes from rank - ``by``.
+
+        Collective over the group. Rank numbers are taken modulo the size of the group. ``arrays`` are either all GPU
+        arrays or all host arrays.
+        """
+        return self._for(arrays[0]).shift(arrays, by, tag)
+
+
 #: Bytes of the patterns: one that MPI sends at once (eager), and one so long that it uses its protocol for large data.
 PATTERNS = (64, 1 << 22)
 #: Seconds after which a pattern that has not arrived counts as lost.
@@ -515,147 +656,3 @@ def _compared(arrived: Array, senders: range | list[int], size: int, rank: int) 
     if np.array_equal(to_host(arrived), wanted):
         return ""
     return f"a pattern sent between GPUs arrived wrong on rank {rank}, though this MPI says that it takes their memory"
-
-
-class HostStagedP2P(PipelineP2P):
-    """Send GPU arrays between pipeline stages through copies in host memory."""
-
-    def __init__(self, comm: Communicator, device: Device) -> None:
-        super().__init__(comm)
-        self.device = device
-
-    def send(self, route: Route, micro: int, key: Any, peer: int, value: Any) -> None:
-        """Copy an array, or the arrays of a tree, to the host and start to send them, as :meth:`PipelineP2P.send` does.
-
-        If ``value`` is None, tell the other stage that the chunk failed.
-        """
-        super().send(route, micro, key, peer, value if peer == self.comm.rank else map_leaves(to_host, value))
-
-    def receive(self, route: Route, micro: int, key: Any, peer: int) -> Any:
-        """Wait for what stage ``peer`` sends and return it on the GPU; None if that stage's chunk failed."""
-        return map_leaves(self.device.put, super().receive(route, micro, key, peer))
-
-
-class GpuAwareP2P(PipelineP2P):
-    """Send GPU arrays between pipeline stages by passing them to MPI, which must accept GPU memory."""
-
-    def __init__(self, comm: Communicator, device: Device) -> None:
-        super().__init__(comm)
-        self.device, comm.wait_for_device = device, device.synchronize
-
-    def _empty(self, dims: tuple[int, ...], dtype: str) -> Array:
-        return self.device.empty(prod(dims), dtype).reshape(dims)
-
-
-class _DeviceShift:
-    """Wait for the arrays of a shift through host memory, and copy them to ``device`` if that is not None."""
-
-    def __init__(self, request: ShiftRequest, device: Device | None) -> None:
-        self._request, self._device = request, device
-
-    def wait(self) -> tuple[Array, ...]:
-        """Wait for the arrays and return them on the GPU, or on the host if host arrays were sent. Not collective."""
-        arrays = self._request.wait()
-        return arrays if self._device is None else tuple(map(self._device.put, arrays))
-
-    def test(self) -> bool:
-        """Make progress and tell whether :meth:`wait` would return at once. Not collective."""
-        return self._request.test()
-
-
-class _LayerGroup:
-    """Hold the group of ranks that layers are split over, and the GPU of this rank.
-
-    Methods of subclasses take GPU arrays and return GPU arrays, or take host arrays and return host arrays.
-    """
-
-    def __init__(self, group: Group, device: Device) -> None:
-        self._group, self._device = group, device
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank in the group."""
-        return self._group.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks of the group."""
-        return self._group.size
-
-
-class HostStagedGroup(_LayerGroup):
-    """Sum, gather and shift GPU arrays of layers through host memory; implements :class:`mpizero.types.Group`."""
-
-    def _like(self, x: Array, result: Array) -> Array:
-        return result if isinstance(x, np.ndarray) else self._device.put(result)
-
-    def all_reduce(self, x: Array, tag: str = "") -> Array:
-        """Return the elementwise sum of ``x`` over the ranks. Collective over the group."""
-        return self._like(x, self._group.all_reduce(to_host(x), tag))
-
-    def all_max(self, x: Array, tag: str = "") -> Array:
-        """Return the elementwise maximum of ``x`` over the ranks. Collective over the group."""
-        return self._like(x, self._group.all_max(to_host(x), tag))
-
-    def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return ``x`` of all ranks, concatenated along ``axis``.
-
-        Collective over the group. ``x`` of rank i has length ``sizes[i]`` along ``axis``.
-        """
-        return self._like(x, self._group.all_gather(to_host(x), axis, sizes, tag))
-
-    def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return this rank's block, of length ``sizes[rank]`` along ``axis``, of the sum of ``x`` over the ranks.
-
-        Collective over the group.
-        """
-        return self._like(x, self._group.reduce_scatter(to_host(x), axis, sizes, tag))
-
-    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
-        """Start to send ``arrays`` to rank + ``by`` and to receive arrays of the same shapes from rank - ``by``.
-
-        Collective over the group. Rank numbers are taken modulo the size of the group.
-        """
-        device = None if all(isinstance(x, np.ndarray) for x in arrays) else self._device
-        return _DeviceShift(self._group.shift([to_host(x) for x in arrays], by, tag), device)
-
-
-class GpuAwareLayerGroup(_LayerGroup):
-    """Sum, gather and shift GPU arrays of layers by passing them to MPI; implements :class:`mpizero.types.Group`."""
-
-    def __init__(self, group: CommunicatorGroup, device: Device) -> None:
-        super().__init__(group, device)
-        self._devices = GpuAwareGroup(group, device)
-
-    def _for(self, x: Array) -> Group:
-        return self._group if isinstance(x, np.ndarray) else self._devices
-
-    def all_reduce(self, x: Array, tag: str = "") -> Array:
-        """Return the elementwise sum of ``x`` over the ranks. Collective over the group."""
-        return self._for(x).all_reduce(x, tag)
-
-    def all_max(self, x: Array, tag: str = "") -> Array:
-        """Return the elementwise maximum of ``x`` over the ranks. Collective over the group."""
-        return self._for(x).all_max(x, tag)
-
-    def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return ``x`` of all ranks, concatenated along ``axis``.
-
-        Collective over the group. ``x`` of rank i has length ``sizes[i]`` along ``axis``.
-        """
-        return self._for(x).all_gather(x, axis, sizes, tag)
-
-    def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return this rank's block, of length ``sizes[rank]`` along ``axis``, of the sum of ``x`` over the ranks.
-
-        Collective over the group.
-        """
-        return self._for(x).reduce_scatter(x, axis, sizes, tag)
-
-    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
-        """Start to send ``arrays`` to rank + ``by`` and to receive arrays of the same shapes from rank - ``by``.
-
-        Collective over the group. Rank numbers are taken modulo the size of the group. ``arrays`` are either all GPU
-        arrays or all host arrays.
-        """
-        return self._for(arrays[0]).shift(arrays, by, tag)

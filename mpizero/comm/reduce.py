@@ -1,18 +1,4 @@
-"""Compress float32 values for messages: to 16 bits, to 8 bits with one scale for each block, or by top-k.
-
-[Note: error feedback] With eight bits or top-k a message leaves out much of a gradient. The sender keeps the difference
-(the residual) and adds it to its next message, so that every part is sent in the end (Seide et al. 2014, *1-bit
-stochastic gradient descent*; Karimireddy et al. 2019, *Error feedback fixes SignSGD*; for top-k Stich et al. 2018,
-*Sparsified SGD with memory*, Alistarh et al. 2018, *The convergence of sparsified gradient methods*). Up to rounding,
-the sum of all messages plus the residual equals the sum of all gradients.
-
-Add rows in the order of the binary tree over grains, and describe the segments in which partial sums are exchanged.
-
-A row is one copy of the whole gradient vector; see exact.py.
-
-Cut the elements that peers own into what is sent as it is and what is compressed, and into segments.
-
-Sum gradients over the data ranks, in the order of the binary tree over grains, and gather parameters.
+"""Sum gradients over the data ranks in the order of the binary tree over grains, gather parameters, compress messages.
 
 A *row* is one copy of the whole gradient vector: the gradient of one or several grains. A *group* is either the ranks
 of one node, which share a window with the rows of all these ranks, or a single rank with private memory. *Peers* are
@@ -20,9 +6,16 @@ the ranks with the same number in their groups. Each element of the sum has one 
 
 With one group nothing is sent: each owner reads the rows of all ranks in the window. With several groups, each rank
 first adds rows of its own group, over the ranges of elements that its peers own. The peers then exchange these partial
-sums, which takes the bytes of a reduce-scatter. Finally each owner adds the partial sums that it has received.
+sums (:class:`ExactExchange`), which takes the bytes of a reduce-scatter; buffers stay small, because an exchange is cut
+into :class:`Segment` objects. Finally each owner adds the partial sums that it has received. The gathers are for
+parameters: each owner sends its elements to all. A :class:`Codec` compresses float32 values: to 16 bits, to 8 bits with
+one scale for each block, or by top-k.
 
-Average an array over ranks; how the ranks are distributed over nodes does not change the bits.
+[Note: error feedback] With eight bits or top-k a message leaves out much of a gradient. The sender keeps the difference
+(the residual) and adds it to its next message, so that every part is sent in the end (Seide et al. 2014, *1-bit
+stochastic gradient descent*; Karimireddy et al. 2019, *Error feedback fixes SignSGD*; for top-k Stich et al. 2018,
+*Sparsified SGD with memory*, Alistarh et al. 2018, *The convergence of sparsified gradient methods*). Up to rounding,
+the sum of all messages plus the residual equals the sum of all gradients.
 """
 
 from __future__ import annotations
@@ -44,339 +37,6 @@ from mpizero.kernels.formulas import BLOCK
 from mpizero.layout import Partition, Span
 from mpizero.layout.sum_tree import Program, rows_plan
 from mpizero.types import Array
-
-#: Bytes of one value of a top-k message with its index, and the share of values from which on top-k saves no bytes.
-_PICKED, _MOST = 8, 0.5
-#: Number of counters that the kernel needs to find the largest values.
-_COUNTERS = 2048
-
-
-class Codec(ABC):
-    """Compress float32 values for messages; the number of bytes depends only on the number of values.
-
-    Attributes
-    ----------
-    feedback : bool
-        Whether :meth:`encode` needs a residual.
-    """
-
-    feedback: ClassVar[bool] = True
-
-    @property
-    def overflows(self) -> bool:
-        """True if :meth:`encode` can turn large finite values into infinities."""
-        return False
-
-    @abstractmethod
-    def packed(self, count: int) -> int:
-        """Return the number of bytes of a message of ``count`` values: a multiple of 2, or of 4 if ``feedback``."""
-
-    @abstractmethod
-    def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Write ``values + residual``, compressed, to ``message``; store the part that is left out in ``residual``.
-
-        Parameters
-        ----------
-        values : 1-D float32 array
-            The values to send.
-        residual : 1-D float32 array
-            The part that earlier messages have left out; as long as ``values``, or empty without feedback. Overwritten.
-        message : 1-D uint8 array
-            Receives ``packed(values.size)`` bytes.
-        """
-
-    @abstractmethod
-    def decode(self, message: Array, out: Array) -> None:
-        """Write the values of ``message`` to ``out``, a float32 array with one element for each value."""
-
-
-@dataclass(frozen=True)
-class HalfPrecision(Codec):
-    """Round values to 16 bits, without feedback.
-
-    Attributes
-    ----------
-    name : {"bfloat16", "float16"}
-        The 16-bit format.
-    """
-
-    name: str
-    feedback: ClassVar[bool] = False
-
-    @property
-    def overflows(self) -> bool:
-        """True for float16, in which values of magnitude 65,520 and more become infinite."""
-        return self.name == "float16"
-
-    def packed(self, count: int) -> int:
-        """Return the number of bytes of a message of ``count`` values: two for each."""
-        return 2 * count
-
-    def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Round each value to the nearest 16-bit number, ties to even; ``residual`` is not used."""
-        getattr(kernels.backend(values).layers, f"to_{self.name}")(values, message.view(np.uint16))
-
-    def decode(self, message: Array, out: Array) -> None:
-        """Convert the 16-bit numbers to float32, which is exact."""
-        getattr(kernels.backend(out).layers, f"from_{self.name}")(message.view(np.uint16), out)
-
-
-@dataclass(frozen=True)
-class EightBits(Codec):
-    """Round values to 8-bit integers, with one float32 scale for each block of 256 values."""
-
-    def packed(self, count: int) -> int:
-        """Return the bytes of a message of ``count`` values: 4 a block and 1 a value, rounded up to a multiple of 4."""
-        return 4 * (-(-count // BLOCK) + -(-count // 4))
-
-    def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Divide each block of ``values + residual`` by a scale, and round to the nearest integer, ties to even.
-
-        The scale is computed from the largest magnitude in the block. The rounding errors are stored in ``residual``.
-        """
-        scales, codes = self._parts(message, values.size)
-        message[scales.nbytes + codes.size :] = 0  # never send uninitialized bytes
-        kernels.backend(values).update.int8_encode(values, residual, scales, codes)
-
-    def decode(self, message: Array, out: Array) -> None:
-        """Multiply the integers in ``message`` by the scales of their blocks, and write the products to ``out``."""
-        kernels.backend(out).update.int8_decode(*self._parts(message, out.size), out)
-
-    @staticmethod
-    def _parts(message: Array, count: int) -> tuple[Array, Array]:
-        end = 4 * -(-count // BLOCK)
-        return message[:end].view(np.float32), message[end : end + count].view(np.int8)
-
-
-@dataclass(frozen=True)
-class TopK(Codec):
-    """Send only the values of largest magnitude, exactly, with their indices.
-
-    Attributes
-    ----------
-    share : float
-        The share of the values that is sent, rounded up to a whole number of values. It must be less than 1/2: with a
-        larger share, the values and their indices take more bytes than all values without indices.
-    """
-
-    share: float
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError if ``share`` is not above 0 and below 1/2."""
-        if not 0 < self.share < _MOST:
-            raise ConfigError(
-                f"gradient_compression='topk:{self.share:g}': expected a share above 0 and below {_MOST:g} of "
-                "the values; from there on a value with its index takes more bytes than all values do"
-            )
-
-    def kept(self, count: int) -> int:
-        """Return how many of ``count`` values are sent."""
-        return math.ceil(count * self.share)
-
-    def packed(self, count: int) -> int:
-        """Return the number of bytes of a message of ``count`` values: eight for each value that is sent."""
-        return _PICKED * self.kept(count)
-
-    def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Write the values of largest magnitude of ``values + residual`` to ``message``, the others to ``residual``."""
-        indices, largest = self._parts(message)
-        counters = np.empty(_COUNTERS, np.int64)
-        kernels.backend(values).update.top_encode(values, residual, counters, indices, largest)
-
-    def decode(self, message: Array, out: Array) -> None:
-        """Write the values of ``message`` to ``out`` at their indices, and zeros to all other elements of ``out``."""
-        kernels.backend(out).update.top_decode(*self._parts(message), out)
-
-    @staticmethod
-    def _parts(message: Array) -> tuple[Array, Array]:
-        half = message.size // 2
-        return message[:half].view(np.int32), message[half:].view(np.float32)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def codec_of(name: str | None) -> Codec | None:
-    """Return the codec for a value of ``ShardingConfig.gradient_compression``; None, no compression, for None.
-
-    Raises
-    ------
-    ConfigError
-        If ``name`` is not a known compression.
-    """
-    if name is None:
-        return None
-    known = {"bf16": HalfPrecision("bfloat16"), "fp16": HalfPrecision("float16"), "int8": EightBits()}
-    text = name if isinstance(name, str) else ""
-    if text in known:
-        return known[text]
-    kind, _, share = text.partition(":")
-    if kind == "topk" and (number := _number(share)) is not None:
-        return TopK(number)
-    raise ConfigError(
-        f"gradient_compression={name!r}: expected None, 'bf16', 'fp16', 'int8', or 'topk:SHARE' with the share of the "
-        "values that is sent, such as 'topk:0.01'"
-    )
-
-
-_NO_RESIDUAL = np.empty(0, np.float32)
-#: Depth of the stack of the kernels that execute tree programs (``kernels.cpu.update.DEPTH``).
-MAX_DEPTH = 16
-
-
-class RowRange(NamedTuple):
-    """Describe rows that the owner of some elements has to add, elementwise: ``rows[:, first : first + size]``.
-
-    ``target`` is the index of the first of these elements in the gradient vector. ``position`` is its index in the
-    concatenation of all ranges of elements that this rank owns.
-    """
-
-    rows: Array
-    first: int
-    target: int
-    position: int
-    size: int
-
-
-@lru_cache(maxsize=4096)
-def program_array(program: Program) -> Array:
-    """Convert a tree program (a sequence of integer codes for a stack machine) to a read-only int32 array for kernels.
-
-    Raises
-    ------
-    LayoutError
-        If the program needs a deeper stack than the kernels have.
-    """
-    depth = deepest = 0
-    for code in program:
-        depth += (code >= 0) - (code == -1)
-        deepest = max(deepest, depth)
-    if deepest > MAX_DEPTH:
-        raise LayoutError(
-            f"a sum over so many grains is nested {deepest} deep, at most {MAX_DEPTH} are supported: use larger grains "
-            "(micro_batch), so that a global batch has at most 32,768 of them"
-        )
-    array = np.array(program, np.int32)
-    array.flags.writeable = False
-    return array
-
-
-def tree_sum(rows: Array, first: int, program: Array, divisor: Array, out: Array) -> None:
-    """Add rows in the order of ``program``, divide the sum by ``divisor``, and write the result to ``out``.
-
-    ``rows`` is a two-dimensional, C-contiguous array, of which the columns ``first : first + out.size`` are used.
-    ``program`` is from :func:`program_array`; if it is empty, nothing is written. ``divisor`` has one element. ``out``
-    may be a slice of one of the rows.
-    """
-    if program.size:
-        kernels.backend(out).update.tree_sum(rows, first, rows[:0], 0, program, divisor, out, 0, out.size)
-
-
-class Segment:
-    """Describe one segment of an exchange: some of the elements that each peer owns, and the sums to send for them.
-
-    ``windows`` holds, for each peer, the ranges of its elements in this segment, each as a pair: the position in the
-    concatenation of all ranges that the peer owns, and the range itself. ``counts`` is the number of partial sums that
-    each group sends, and ``sums`` are the tree programs of the partial sums of this rank's group. ``residuals`` holds,
-    for each peer, the part that earlier compressed messages to this peer have left out. ``codec`` compresses the
-    messages; None sends them as they are. A group is the ranks of one node that share memory, or a single rank.
-    """
-
-    def __init__(
-        self,
-        rows: Array,
-        windows: Sequence[Sequence[tuple[int, Span]]],
-        counts: Sequence[int],
-        sums: Sequence[Array],
-        tag: str,
-        *,
-        residuals: Sequence[Array] = (),
-        codec: Codec | None = None,
-    ) -> None:
-        self.rows, self.windows, self.counts, self.sums, self.tag = rows, windows, counts, sums, tag
-        self.residuals, self.codec = residuals or [_NO_RESIDUAL] * len(windows), codec
-        self.widths = [sum(span.size for _, span in window) for window in windows]
-        self.one = np.ones(1, rows.dtype)
-
-    def add(self, peer: int, number: int, out: Array) -> None:
-        """Compute the sum ``sums[number]`` over the segment's elements that ``peer`` owns, and write it to ``out``."""
-        place = 0
-        for _, span in self.windows[peer]:
-            tree_sum(self.rows, span.start, self.sums[number], self.one, out[place : place + span.size])
-            place += span.size
-
-
-class Arriving:
-    """Represent a segment whose messages are in flight; see :meth:`ExactExchange.begin_segment`."""
-
-    def __init__(
-        self, request: Request | None, unpack: Callable[[], Array], window: Sequence[tuple[int, Span]]
-    ) -> None:
-        self._request, self._unpack, self._window = request, unpack, window
-
-    def test(self) -> bool:
-        """Let MPI make progress, and tell whether all messages have been sent and received."""
-        return self._request is None or self._request.test()
-
-    def pieces(self) -> Iterator[RowRange]:
-        """Wait for the messages, and yield the partial sums that this rank has to add, received ones and its own."""
-        if self._request is not None:
-            self._request.wait()
-        rows, column = self._unpack(), 0
-        for position, span in self._window:
-            yield RowRange(rows, column, span.start, position, span.size)
-            column += span.size
-
-
-#: Some elements that a rank owns: their position in the concatenation of all that it owns, and their range.
-Place = tuple[int, Span]
-
-
-def places_of(spans: Sequence[Span]) -> list[Place]:
-    """Return, for each of ``spans``, its position in the concatenation of all of them, and the span itself.
-
-    Empty spans are left out. Not collective.
-    """
-    positions = accumulate((span.size for span in spans), initial=0)
-    return [(position, span) for position, span in zip(positions, spans, strict=False) if span.size]
-
-
-def elements_in(places: Sequence[Place]) -> int:
-    """Return the number of elements of ``places``. Not collective."""
-    return sum(span.size for _, span in places)
-
-
-def in_forms(
-    codec: Codec, owned: Sequence[Sequence[Place]], exact: Sequence[Span]
-) -> list[tuple[Codec | None, list[list[Place]]]]:
-    """Divide what each peer owns: return the places that are sent as they are, and those that ``codec`` compresses.
-
-    ``exact`` are the ranges, ascending, that are not compressed. Not collective.
-    """
-    plain: list[list[Place]] = [[] for _ in owned]
-    packed: list[list[Place]] = [[] for _ in owned]
-    for peer, places in enumerate(owned):
-        for position, span in places:
-            for part, inside in span.split(exact):
-                (plain if inside else packed)[peer].append((position + part.start - span.start, part))
-    return [(None, plain), (codec, packed)]
-
-
-def cut_places(places: Sequence[Place], low: int, high: int) -> list[Place]:
-    """Return the parts of ``places`` that lie in ``low:high`` when they are put one after the other. Not collective."""
-    parts, passed = [], 0
-    for position, span in places:
-        start, stop = max(low, passed), min(high, passed + span.size)
-        if start < stop:
-            inside = Span(start, stop).shift(span.start - passed)
-            parts.append((position + inside.start - span.start, inside))
-        passed += span.size
-    return parts
-
 
 #: Default for the number of elements that one segment of an exchange moves; it bounds the size of the buffers.
 EXCHANGE_ELEMENTS = 1 << 19
@@ -438,6 +98,20 @@ class RowsToSum(NamedTuple):
     tag: str = ""
     residuals: Sequence[Array] = ()
     exact: Sequence[Span] = ()
+
+
+class RowRange(NamedTuple):
+    """Describe rows that the owner of some elements has to add, elementwise: ``rows[:, first : first + size]``.
+
+    ``target`` is the index of the first of these elements in the gradient vector. ``position`` is its index in the
+    concatenation of all ranges of elements that this rank owns.
+    """
+
+    rows: Array
+    first: int
+    target: int
+    position: int
+    size: int
 
 
 def fresh(name: str, size: int, dtype: Any) -> Array:
@@ -589,6 +263,149 @@ def _in_place(rows: Array, spans: Sequence[Span]) -> Iterator[RowRange]:
         if span.size:
             yield RowRange(rows, span.start, span.start, position, span.size)
         position += span.size
+
+
+_NO_RESIDUAL = np.empty(0, np.float32)
+
+
+class Segment:
+    """Describe one segment of an exchange: some of the elements that each peer owns, and the sums to send for them.
+
+    ``windows`` holds, for each peer, the ranges of its elements in this segment, each as a pair: the position in the
+    concatenation of all ranges that the peer owns, and the range itself. ``counts`` is the number of partial sums that
+    each group sends, and ``sums`` are the tree programs of the partial sums of this rank's group. ``residuals`` holds,
+    for each peer, the part that earlier compressed messages to this peer have left out. ``codec`` compresses the
+    messages; None sends them as they are. A group is the ranks of one node that share memory, or a single rank.
+    """
+
+    def __init__(
+        self,
+        rows: Array,
+        windows: Sequence[Sequence[tuple[int, Span]]],
+        counts: Sequence[int],
+        sums: Sequence[Array],
+        tag: str,
+        *,
+        residuals: Sequence[Array] = (),
+        codec: Codec | None = None,
+    ) -> None:
+        self.rows, self.windows, self.counts, self.sums, self.tag = rows, windows, counts, sums, tag
+        self.residuals, self.codec = residuals or [_NO_RESIDUAL] * len(windows), codec
+        self.widths = [sum(span.size for _, span in window) for window in windows]
+        self.one = np.ones(1, rows.dtype)
+
+    def add(self, peer: int, number: int, out: Array) -> None:
+        """Compute the sum ``sums[number]`` over the segment's elements that ``peer`` owns, and write it to ``out``."""
+        place = 0
+        for _, span in self.windows[peer]:
+            tree_sum(self.rows, span.start, self.sums[number], self.one, out[place : place + span.size])
+            place += span.size
+
+
+class Arriving:
+    """Represent a segment whose messages are in flight; see :meth:`ExactExchange.begin_segment`."""
+
+    def __init__(
+        self, request: Request | None, unpack: Callable[[], Array], window: Sequence[tuple[int, Span]]
+    ) -> None:
+        self._request, self._unpack, self._window = request, unpack, window
+
+    def test(self) -> bool:
+        """Let MPI make progress, and tell whether all messages have been sent and received."""
+        return self._request is None or self._request.test()
+
+    def pieces(self) -> Iterator[RowRange]:
+        """Wait for the messages, and yield the partial sums that this rank has to add, received ones and its own."""
+        if self._request is not None:
+            self._request.wait()
+        rows, column = self._unpack(), 0
+        for position, span in self._window:
+            yield RowRange(rows, column, span.start, position, span.size)
+            column += span.size
+
+
+#: Some elements that a rank owns: their position in the concatenation of all that it owns, and their range.
+Place = tuple[int, Span]
+
+
+def places_of(spans: Sequence[Span]) -> list[Place]:
+    """Return, for each of ``spans``, its position in the concatenation of all of them, and the span itself.
+
+    Empty spans are left out. Not collective.
+    """
+    positions = accumulate((span.size for span in spans), initial=0)
+    return [(position, span) for position, span in zip(positions, spans, strict=False) if span.size]
+
+
+def elements_in(places: Sequence[Place]) -> int:
+    """Return the number of elements of ``places``. Not collective."""
+    return sum(span.size for _, span in places)
+
+
+def in_forms(
+    codec: Codec, owned: Sequence[Sequence[Place]], exact: Sequence[Span]
+) -> list[tuple[Codec | None, list[list[Place]]]]:
+    """Divide what each peer owns: return the places that are sent as they are, and those that ``codec`` compresses.
+
+    ``exact`` are the ranges, ascending, that are not compressed. Not collective.
+    """
+    plain: list[list[Place]] = [[] for _ in owned]
+    packed: list[list[Place]] = [[] for _ in owned]
+    for peer, places in enumerate(owned):
+        for position, span in places:
+            for part, inside in span.split(exact):
+                (plain if inside else packed)[peer].append((position + part.start - span.start, part))
+    return [(None, plain), (codec, packed)]
+
+
+def cut_places(places: Sequence[Place], low: int, high: int) -> list[Place]:
+    """Return the parts of ``places`` that lie in ``low:high`` when they are put one after the other. Not collective."""
+    parts, passed = [], 0
+    for position, span in places:
+        start, stop = max(low, passed), min(high, passed + span.size)
+        if start < stop:
+            inside = Span(start, stop).shift(span.start - passed)
+            parts.append((position + inside.start - span.start, inside))
+        passed += span.size
+    return parts
+
+
+#: Depth of the stack of the kernels that execute tree programs (``kernels.cpu.update.DEPTH``).
+MAX_DEPTH = 16
+
+
+@lru_cache(maxsize=4096)
+def program_array(program: Program) -> Array:
+    """Convert a tree program (a sequence of integer codes for a stack machine) to a read-only int32 array for kernels.
+
+    Raises
+    ------
+    LayoutError
+        If the program needs a deeper stack than the kernels have.
+    """
+    depth = deepest = 0
+    for code in program:
+        depth += (code >= 0) - (code == -1)
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        raise LayoutError(
+            f"a sum over so many grains is nested {deepest} deep, at most {MAX_DEPTH} are supported: use larger grains "
+            "(micro_batch), so that a global batch has at most 32,768 of them"
+        )
+    array = np.array(program, np.int32)
+    array.flags.writeable = False
+    return array
+
+
+def tree_sum(rows: Array, first: int, program: Array, divisor: Array, out: Array) -> None:
+    """Add rows in the order of ``program``, divide the sum by ``divisor``, and write the result to ``out``.
+
+    ``rows`` is a two-dimensional, C-contiguous array, of which the columns ``first : first + out.size`` are used.
+    ``program`` is from :func:`program_array`; if it is empty, nothing is written. ``divisor`` has one element. ``out``
+    may be a slice of one of the rows.
+    """
+    if program.size:
+        kernels.backend(out).update.tree_sum(rows, first, rows[:0], 0, program, divisor, out, 0, out.size)
 
 
 class Gathering:
@@ -753,3 +570,181 @@ def mean_over_ranks(comm: Communicator, values: Array) -> Array:
     own = spans[comm.rank]
     gather_spans(comm, [mean[own.start : own.stop]], mean, [[span] for span in spans])
     return mean
+
+
+class Codec(ABC):
+    """Compress float32 values for messages; the number of bytes depends only on the number of values.
+
+    Attributes
+    ----------
+    feedback : bool
+        Whether :meth:`encode` needs a residual.
+    """
+
+    feedback: ClassVar[bool] = True
+
+    @property
+    def overflows(self) -> bool:
+        """True if :meth:`encode` can turn large finite values into infinities."""
+        return False
+
+    @abstractmethod
+    def packed(self, count: int) -> int:
+        """Return the number of bytes of a message of ``count`` values: a multiple of 2, or of 4 if ``feedback``."""
+
+    @abstractmethod
+    def encode(self, values: Array, residual: Array, message: Array) -> None:
+        """Write ``values + residual``, compressed, to ``message``; store the part that is left out in ``residual``.
+
+        Parameters
+        ----------
+        values : 1-D float32 array
+            The values to send.
+        residual : 1-D float32 array
+            The part that earlier messages have left out; as long as ``values``, or empty without feedback. Overwritten.
+        message : 1-D uint8 array
+            Receives ``packed(values.size)`` bytes.
+        """
+
+    @abstractmethod
+    def decode(self, message: Array, out: Array) -> None:
+        """Write the values of ``message`` to ``out``, a float32 array with one element for each value."""
+
+
+@dataclass(frozen=True)
+class HalfPrecision(Codec):
+    """Round values to 16 bits, without feedback.
+
+    Attributes
+    ----------
+    name : {"bfloat16", "float16"}
+        The 16-bit format.
+    """
+
+    name: str
+    feedback: ClassVar[bool] = False
+
+    @property
+    def overflows(self) -> bool:
+        """True for float16, in which values of magnitude 65,520 and more become infinite."""
+        return self.name == "float16"
+
+    def packed(self, count: int) -> int:
+        """Return the number of bytes of a message of ``count`` values: two for each."""
+        return 2 * count
+
+    def encode(self, values: Array, residual: Array, message: Array) -> None:
+        """Round each value to the nearest 16-bit number, ties to even; ``residual`` is not used."""
+        getattr(kernels.backend(values).layers, f"to_{self.name}")(values, message.view(np.uint16))
+
+    def decode(self, message: Array, out: Array) -> None:
+        """Convert the 16-bit numbers to float32, which is exact."""
+        getattr(kernels.backend(out).layers, f"from_{self.name}")(message.view(np.uint16), out)
+
+
+@dataclass(frozen=True)
+class EightBits(Codec):
+    """Round values to 8-bit integers, with one float32 scale for each block of 256 values."""
+
+    def packed(self, count: int) -> int:
+        """Return the bytes of a message of ``count`` values: 4 a block and 1 a value, rounded up to a multiple of 4."""
+        return 4 * (-(-count // BLOCK) + -(-count // 4))
+
+    def encode(self, values: Array, residual: Array, message: Array) -> None:
+        """Divide each block of ``values + residual`` by a scale, and round to the nearest integer, ties to even.
+
+        The scale is computed from the largest magnitude in the block. The rounding errors are stored in ``residual``.
+        """
+        scales, codes = self._parts(message, values.size)
+        message[scales.nbytes + codes.size :] = 0  # never send uninitialized bytes
+        kernels.backend(values).update.int8_encode(values, residual, scales, codes)
+
+    def decode(self, message: Array, out: Array) -> None:
+        """Multiply the integers in ``message`` by the scales of their blocks, and write the products to ``out``."""
+        kernels.backend(out).update.int8_decode(*self._parts(message, out.size), out)
+
+    @staticmethod
+    def _parts(message: Array, count: int) -> tuple[Array, Array]:
+        end = 4 * -(-count // BLOCK)
+        return message[:end].view(np.float32), message[end : end + count].view(np.int8)
+
+
+#: Bytes of one value of a top-k message with its index, and the share of values from which on top-k saves no bytes.
+_PICKED, _MOST = 8, 0.5
+#: Number of counters that the kernel needs to find the largest values.
+_COUNTERS = 2048
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """Send only the values of largest magnitude, exactly, with their indices.
+
+    Attributes
+    ----------
+    share : float
+        The share of the values that is sent, rounded up to a whole number of values. It must be less than 1/2: with a
+        larger share, the values and their indices take more bytes than all values without indices.
+    """
+
+    share: float
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError if ``share`` is not above 0 and below 1/2."""
+        if not 0 < self.share < _MOST:
+            raise ConfigError(
+                f"gradient_compression='topk:{self.share:g}': expected a share above 0 and below {_MOST:g} of "
+                "the values; from there on a value with its index takes more bytes than all values do"
+            )
+
+    def kept(self, count: int) -> int:
+        """Return how many of ``count`` values are sent."""
+        return math.ceil(count * self.share)
+
+    def packed(self, count: int) -> int:
+        """Return the number of bytes of a message of ``count`` values: eight for each value that is sent."""
+        return _PICKED * self.kept(count)
+
+    def encode(self, values: Array, residual: Array, message: Array) -> None:
+        """Write the values of largest magnitude of ``values + residual`` to ``message``, the others to ``residual``."""
+        indices, largest = self._parts(message)
+        counters = np.empty(_COUNTERS, np.int64)
+        kernels.backend(values).update.top_encode(values, residual, counters, indices, largest)
+
+    def decode(self, message: Array, out: Array) -> None:
+        """Write the values of ``message`` to ``out`` at their indices, and zeros to all other elements of ``out``."""
+        kernels.backend(out).update.top_decode(*self._parts(message), out)
+
+    @staticmethod
+    def _parts(message: Array) -> tuple[Array, Array]:
+        half = message.size // 2
+        return message[:half].view(np.int32), message[half:].view(np.float32)
+
+
+def codec_of(name: str | None) -> Codec | None:
+    """Return the codec for a value of ``ShardingConfig.gradient_compression``; None, no compression, for None.
+
+    Raises
+    ------
+    ConfigError
+        If ``name`` is not a known compression.
+    """
+    if name is None:
+        return None
+    known = {"bf16": HalfPrecision("bfloat16"), "fp16": HalfPrecision("float16"), "int8": EightBits()}
+    text = name if isinstance(name, str) else ""
+    if text in known:
+        return known[text]
+    kind, _, share = text.partition(":")
+    if kind == "topk" and (number := _number(share)) is not None:
+        return TopK(number)
+    raise ConfigError(
+        f"gradient_compression={name!r}: expected None, 'bf16', 'fp16', 'int8', or 'topk:SHARE' with the share of the "
+        "values that is sent, such as 'topk:0.01'"
+    )
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

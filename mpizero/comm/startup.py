@@ -1,10 +1,10 @@
-"""Find the ranks that a launcher has started, and describe their MPI library.
+"""Find the ranks of a job before its first message, convert ``comm`` arguments, and compare what the ranks run.
 
-Convert the argument ``comm`` of public functions to a Communicator.
-
-Check, before a training starts, that all ranks have the same software and the same settings.
-
-Find out how much memory this process may still take: of the node, of its control groups, of its job.
+:func:`world` and :func:`default_world` find the processes that a launcher has started, and :func:`as_communicator` is
+what public functions call with their argument ``comm``. Importing mpi4py starts MPI, so it is imported only where it is
+needed. Before a training starts, :func:`agree_to_start` checks that all ranks have the same software and settings.
+:func:`available_memory` tells how much memory this process may still take: of the node, of its control groups (in
+containers) and of its Slurm job.
 """
 
 from __future__ import annotations

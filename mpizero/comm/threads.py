@@ -1,20 +1,17 @@
-"""Let the threads of one process wait for one another, so that an event wakes only the threads that wait for it.
+"""Implement :class:`.Communicator` over threads of one process, without MPI: for notebooks, debuggers and tests.
+
+:func:`run_in_threads` calls a function on several ranks that are threads, without a launcher.
+
+[Note: threads] Every collective is one numbered exchange. Each rank posts a copy of its data and goes on; to wait for
+the collective means to wait until all ranks have posted their data. Each rank also posts the hash of its calls, so
+different calls raise an error on every rank. A failure is stored once for the whole job (the first group and all groups
+split off from it). What is the same for all ranks, such as a sum, is computed once.
 
 [Note: waiting threads] A thread that waits sleeps on a lock of its own. The thread that brings the last thing that it
 waits for releases this lock. So a thread is woken once for each time that it waits, however many others wait. Threads
 that are woken leave the list of those that wait at once, before they run. So if all threads of a job are in the list,
 none of them can go on, and the last one to come raises an error. A thread that fails wakes all; one that ends wakes
 those that wait for it.
-
-Implement the interface Communicator over threads of one process, without MPI: for notebooks, debuggers and tests.
-
-[Note: threads] Every collective is one numbered exchange. Each rank posts a copy of its data and goes on; to wait for
-the collective means to wait until all ranks have posted their data ([Note: waiting threads] in thread_job.py). Each
-rank also posts the hash of its calls, so different calls raise an error on every rank. A failure is stored once for the
-whole job (the first group and all groups split off from it). What is the same for all ranks, such as a sum, is computed
-once.
-
-Run a function on several ranks that are threads of this process, without a launcher: for debuggers and tests.
 """
 
 from __future__ import annotations
@@ -34,286 +31,73 @@ from mpizero.guard.call_trace import CallTrace, mismatch
 from mpizero.layout import Span
 from mpizero.types import Array
 
-
-class Arrival:
-    """Represent what a thread waits for: data of other ranks, which has come when ``complete`` is true."""
-
-    __slots__ = ("complete", "waiters")
-
-    def __init__(self, complete: bool = False) -> None:
-        self.complete = complete
-        self.waiters: list[_Waiter] = []
-
-    def missing(self) -> Sequence[int]:
-        """Return the ranks of the communicator whose data has not come. The caller holds the job's lock."""
-        return ()
+T = TypeVar("T")
 
 
-class _Waiter:
-    """Represent one thread that sleeps: the member that it is, what it waits for, and the lock that wakes it."""
+def run_in_threads(size: int, function: Callable[[InMemoryCommunicator], T]) -> list[T]:
+    """Call ``function(comm)`` on ``size`` threads, one for each rank, and return the results as a list in rank order.
 
-    __slots__ = ("arrival", "member", "ranks", "wakes")
+    When a thread raises, all other threads raise PeerFailure in their present or next call of ``comm``. This function
+    then raises the first error that is not a PeerFailure. It also raises if a thread ends while others wait for it, or
+    if all threads wait. So the threads cannot wait for one another for ever.
 
-    def __init__(self, member: int, ranks: Mapping[int, int], arrival: Arrival) -> None:
-        self.member, self.ranks, self.arrival = member, ranks, arrival
-        self.wakes = Lock()
-        self.wakes.acquire()
+    Raises
+    ------
+    StateError
+        If the system does not start that many threads.
 
-
-class ThreadJob:
-    """Hold the state that all threads of a job share: a lock, the first failure, and which threads wait or have ended.
-
-    The job is the group that :meth:`.InMemoryCommunicator.group` made, with all groups split off from it. A *member* is
-    the number of a thread in the first group. ``lock`` is held during changes of the job and of all its groups.
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> from mpizero.testing import run_in_threads
+    >>> def train(comm):
+    ...     with mz.ShardingConfig(comm=comm) as config, mz.FSDPModel(mz.nn.MLP(2, [8], 2), config) as model:
+    ...         return comm.rank, model.shard_size
+    >>> run_in_threads(3, train)
+    [(0, 14), (1, 14), (2, 14)]
     """
+    if not callable(function):
+        raise ArgumentError(f"run_in_threads: function must be one of a communicator, got {function!r}")
+    communicators = InMemoryCommunicator.group(size)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.lock = Lock()
-        self.failure: tuple[int, BaseException] | None = None
-        self.gone: set[int] = set()
-        self._waiting: dict[_Waiter, None] = {}
+    def work(comm: InMemoryCommunicator) -> None:
+        try:
+            results[comm.rank] = function(comm)
+        except BaseException as error:
+            errors.append(error)
+            comm.abort(error)
+        finally:
+            comm.leave()
 
-    def wait(self, arrival: Arrival, member: int, ranks: Mapping[int, int], check: Callable[[Arrival], None]) -> bool:
-        """Sleep until ``arrival`` is complete and return True; if all threads would sleep for ever, return False.
-
-        Parameters
-        ----------
-        arrival : Arrival
-            What the calling thread waits for.
-        member : int
-            The member that the thread is.
-        ranks : mapping of int to int
-            The members of the communicator in which it waits, with the rank of each.
-        check : callable
-            Called with ``arrival`` and with the lock held, whenever a thread may have failed or ended; it raises if the
-            calling thread must not wait any longer.
-        """
-        while True:
-            with self.lock:
-                if arrival.complete:
-                    return True
-                check(arrival)
-                waiter = _Waiter(member, ranks, arrival)
-                self._waiting[waiter] = None
-                if self._all_wait():
-                    del self._waiting[waiter]
-                    return False
-                arrival.waiters.append(waiter)
-            try:
-                waiter.wakes.acquire()
-            except BaseException:  # Ctrl-C
-                with self.lock:
-                    self._waiting.pop(waiter, None)
-                raise
-
-    def finish(self, arrival: Arrival) -> None:
-        """Complete ``arrival``, and wake the threads that wait for it. The caller holds the lock."""
-        arrival.complete = True
-        for waiter in arrival.waiters:
-            self._wake(waiter)
-        arrival.waiters.clear()
-
-    def fail(self, member: int, error: BaseException) -> None:
-        """Store that a member has failed, unless one has failed before, and wake all threads."""
-        with self.lock:
-            if self.failure is None:
-                self.failure = (member, error)
-            for waiter in tuple(self._waiting):
-                self._wake(waiter)
-
-    def leave(self, member: int) -> None:
-        """Store that a member makes no more calls; wake the threads that wait for it, or one if all wait."""
-        with self.lock:
-            self.gone.add(member)
-            waiting = tuple(self._waiting)
-            for waiter in waiting:
-                if (rank := waiter.ranks.get(member)) is not None and rank in waiter.arrival.missing():
-                    self._wake(waiter)
-            if waiting and self._all_wait():
-                self._wake(waiting[0])  # which finds out that all wait
-
-    def _all_wait(self) -> bool:
-        alive = self.size - len(self.gone)
-        return len(self._waiting) >= alive and len({waiter.member for waiter in self._waiting}) >= alive
-
-    def _wake(self, waiter: _Waiter) -> None:
-        if waiter in self._waiting:
-            del self._waiting[waiter]
-            waiter.wakes.release()
+    threads = [threading.Thread(target=work, args=(c,), name=f"rank {c.rank}", daemon=True) for c in communicators]
+    try:
+        for number, thread in enumerate(threads):
+            _start(thread, number, size)
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # Ctrl-C reaches the main thread alone
+        communicators[0].abort(error)
+        raise
+    if errors:
+        raise next((e for e in errors if not isinstance(e, PeerFailure)), errors[0])
+    return [results[rank] for rank in range(size)]
 
 
-class Exchange(Arrival):
-    """Hold one collective in progress: the data that each rank has posted, and whether all have made the same calls.
-
-    ``differs`` is true if the hashes of the ranks' calls are not equal.
-    """
-
-    __slots__ = ("_first", "_making", "_posted", "_result", "called", "differs", "payloads")
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.called: list[int | None] = [None] * size
-        self.payloads: list[Any] = [None] * size
-        self.differs = False
-        self._posted = self._first = 0
-        self._making = Lock()
-        self._result: Any = None
-
-    def post(self, rank: int, called: int, payload: Any) -> bool:
-        """Add a rank's data and the hash of its calls; return True if it is the last. The caller holds the lock."""
-        self.called[rank], self.payloads[rank] = called, payload
-        if not self._posted:
-            self._first = called
-        self.differs |= called != self._first
-        self._posted += 1
-        return self._posted == len(self.payloads)
-
-    def missing(self) -> Sequence[int]:
-        """Return the ranks that have not posted their data. The caller holds the job's lock."""
-        return [rank for rank, called in enumerate(self.called) if called is None]
-
-    def once(self, make: Callable[[list[Any]], Any]) -> Any:
-        """Return ``make(payloads)``, which is called for the first rank that asks; the others get the same object.
-
-        Called when the exchange is complete. The result must not be None.
-        """
-        with self._making:
-            if self._result is None:
-                self._result = make(self.payloads)
-        return self._result
-
-
-class Mailbox:
-    """Hold the messages from one sender to one receiver with one tag; the k-th receive gets the k-th message."""
-
-    __slots__ = ("_awaited", "_claimed", "_messages", "_sent", "sender")
-
-    def __init__(self, sender: int) -> None:
-        self.sender = sender
-        self._messages: dict[int, Array] = {}
-        self._awaited: dict[int, Receipt] = {}
-        self._sent = self._claimed = 0
-
-    def put(self, message: Array) -> Receipt | None:
-        """Add a message; return the receipt of the receive that waits for it, or None. The caller holds the lock."""
-        receipt = self._awaited.pop(self._sent, None)
-        if receipt is None:
-            self._messages[self._sent] = message
-        else:
-            receipt.message = message
-        self._sent += 1
-        return receipt
-
-    def claim(self) -> Receipt:
-        """Return the receipt of the next receive. The caller holds the lock."""
-        receipt = Receipt(self.sender, self._messages.pop(self._claimed, None))
-        if not receipt.complete:
-            self._awaited[self._claimed] = receipt
-        self._claimed += 1
-        return receipt
-
-
-class Receipt(Arrival):
-    """Represent one message that a rank receives; ``message`` is None until it has come."""
-
-    __slots__ = ("_sender", "message")
-
-    def __init__(self, sender: int, message: Array | None) -> None:
-        super().__init__(complete=message is not None)
-        self.message, self._sender = message, sender
-
-    def missing(self) -> Sequence[int]:
-        """Return the sender. The caller holds the job's lock."""
-        return (self._sender,)
+def _start(thread: threading.Thread, started: int, size: int) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise StateError(
+            f"run_in_threads: only {started} of {size} threads have started ({error}): allow this user more processes "
+            "and threads (ulimit -u; in a container its pids limit), give each thread a smaller stack (ulimit -s), or "
+            "use fewer ranks"
+        ) from error
 
 
 ALIGNMENT = 64
 _ADD: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
-
-
-class _Group:
-    """Hold the state that the threads of one communicator share: its members, its collectives and its messages."""
-
-    def __init__(self, job: ThreadJob, members: Sequence[int]) -> None:
-        self.job = job
-        self.members = tuple(members)
-        self.ranks = {member: rank for rank, member in enumerate(members)}
-        self.exchanges: dict[int, Exchange] = {}
-        self.mail: dict[tuple[int, int, int], Mailbox] = {}
-        self.traces: dict[int, CallTrace] = {}
-
-    def box(self, sender: int, receiver: int, tag: int) -> Mailbox:
-        key = (sender, receiver, tag)
-        if (box := self.mail.get(key)) is None:
-            box = self.mail[key] = Mailbox(sender)
-        return box
-
-
-class _ThreadRequest(Request):
-    """Represent a non-blocking operation that ends with ``arrival``; then ``finish`` is called once.
-
-    Without an ``arrival`` it has ended.
-    """
-
-    __slots__ = ("_arrival", "_communicator", "_finish", "_operation", "_sequence", "_tag")
-
-    def __init__(self, communicator: InMemoryCommunicator, arrival: Arrival | None, finish: Callable[[], None]) -> None:
-        trace = communicator.trace
-        self._communicator = communicator
-        self._arrival = arrival
-        self._finish = finish
-        self._operation, self._tag, self._sequence = trace.operation, trace.tag, trace.sequence
-
-    def wait(self) -> None:
-        """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
-        if self._arrival is not None:
-            self._communicator._run(self._operation, self._tag, self._sequence, self._wait)
-
-    def _wait(self) -> None:
-        arrival, communicator = self._arrival, self._communicator
-        if arrival is not None and not arrival.complete:
-            group = communicator._group
-            if not group.job.wait(arrival, communicator._member, group.ranks, communicator._check_peers):
-                error = communicator.error(self._operation, self._tag, "all threads wait, none can go on")
-                communicator.abort(error)
-                raise error
-        self._end()
-
-    def test(self) -> bool:
-        """Make progress and tell whether the operation has ended. Not collective."""
-        if self._arrival is not None:
-            if not self._arrival.complete:
-                with self._communicator._group.job.lock:  # else it may come, and its sender end, during the check
-                    if not self._arrival.complete:
-                        self._communicator._check_peers(self._arrival)
-                        return False
-            self._end()
-        return True
-
-    def _end(self) -> None:
-        arrival, self._arrival = self._arrival, None  # an exchange holds the data of all ranks
-        if arrival is not None:
-            finish, self._finish = self._finish, _nothing
-            finish()
-
-
-def _nothing() -> None:
-    """Do nothing: what is left to do when a request has ended."""
-
-
-class ThreadSharedMemory(SharedMemory):
-    """Provide shared memory for threads: one array that all of them use."""
-
-    def __init__(self, buffer: Array) -> None:
-        self.buffer = buffer
-
-    def synchronize(self) -> None:
-        """Do nothing: the lock of the next barrier orders memory between threads. Not collective."""
-
-    def close(self) -> None:
-        """Release the memory; ``buffer`` becomes an empty array. Collective over the communicator that allocated it."""
-        self.buffer = np.empty(0, np.uint8)
 
 
 class InMemoryCommunicator(Communicator):
@@ -547,66 +331,278 @@ def _fold(rows: Sequence[Array], op: str) -> Array:
     return flat
 
 
-T = TypeVar("T")
+class _Group:
+    """Hold the state that the threads of one communicator share: its members, its collectives and its messages."""
+
+    def __init__(self, job: ThreadJob, members: Sequence[int]) -> None:
+        self.job = job
+        self.members = tuple(members)
+        self.ranks = {member: rank for rank, member in enumerate(members)}
+        self.exchanges: dict[int, Exchange] = {}
+        self.mail: dict[tuple[int, int, int], Mailbox] = {}
+        self.traces: dict[int, CallTrace] = {}
+
+    def box(self, sender: int, receiver: int, tag: int) -> Mailbox:
+        key = (sender, receiver, tag)
+        if (box := self.mail.get(key)) is None:
+            box = self.mail[key] = Mailbox(sender)
+        return box
 
 
-def run_in_threads(size: int, function: Callable[[InMemoryCommunicator], T]) -> list[T]:
-    """Call ``function(comm)`` on ``size`` threads, one for each rank, and return the results as a list in rank order.
+class _ThreadRequest(Request):
+    """Represent a non-blocking operation that ends with ``arrival``; then ``finish`` is called once.
 
-    When a thread raises, all other threads raise PeerFailure in their present or next call of ``comm``. This function
-    then raises the first error that is not a PeerFailure. It also raises if a thread ends while others wait for it, or
-    if all threads wait. So the threads cannot wait for one another for ever.
-
-    Raises
-    ------
-    StateError
-        If the system does not start that many threads.
-
-    Examples
-    --------
-    >>> import mpizero as mz
-    >>> from mpizero.testing import run_in_threads
-    >>> def train(comm):
-    ...     with mz.ShardingConfig(comm=comm) as config, mz.FSDPModel(mz.nn.MLP(2, [8], 2), config) as model:
-    ...         return comm.rank, model.shard_size
-    >>> run_in_threads(3, train)
-    [(0, 14), (1, 14), (2, 14)]
+    Without an ``arrival`` it has ended.
     """
-    if not callable(function):
-        raise ArgumentError(f"run_in_threads: function must be one of a communicator, got {function!r}")
-    communicators = InMemoryCommunicator.group(size)
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
 
-    def work(comm: InMemoryCommunicator) -> None:
-        try:
-            results[comm.rank] = function(comm)
-        except BaseException as error:
-            errors.append(error)
-            comm.abort(error)
-        finally:
-            comm.leave()
+    __slots__ = ("_arrival", "_communicator", "_finish", "_operation", "_sequence", "_tag")
 
-    threads = [threading.Thread(target=work, args=(c,), name=f"rank {c.rank}", daemon=True) for c in communicators]
-    try:
-        for number, thread in enumerate(threads):
-            _start(thread, number, size)
-        for thread in threads:
-            thread.join()
-    except BaseException as error:  # Ctrl-C reaches the main thread alone
-        communicators[0].abort(error)
-        raise
-    if errors:
-        raise next((e for e in errors if not isinstance(e, PeerFailure)), errors[0])
-    return [results[rank] for rank in range(size)]
+    def __init__(self, communicator: InMemoryCommunicator, arrival: Arrival | None, finish: Callable[[], None]) -> None:
+        trace = communicator.trace
+        self._communicator = communicator
+        self._arrival = arrival
+        self._finish = finish
+        self._operation, self._tag, self._sequence = trace.operation, trace.tag, trace.sequence
+
+    def wait(self) -> None:
+        """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
+        if self._arrival is not None:
+            self._communicator._run(self._operation, self._tag, self._sequence, self._wait)
+
+    def _wait(self) -> None:
+        arrival, communicator = self._arrival, self._communicator
+        if arrival is not None and not arrival.complete:
+            group = communicator._group
+            if not group.job.wait(arrival, communicator._member, group.ranks, communicator._check_peers):
+                error = communicator.error(self._operation, self._tag, "all threads wait, none can go on")
+                communicator.abort(error)
+                raise error
+        self._end()
+
+    def test(self) -> bool:
+        """Make progress and tell whether the operation has ended. Not collective."""
+        if self._arrival is not None:
+            if not self._arrival.complete:
+                with self._communicator._group.job.lock:  # else it may come, and its sender end, during the check
+                    if not self._arrival.complete:
+                        self._communicator._check_peers(self._arrival)
+                        return False
+            self._end()
+        return True
+
+    def _end(self) -> None:
+        arrival, self._arrival = self._arrival, None  # an exchange holds the data of all ranks
+        if arrival is not None:
+            finish, self._finish = self._finish, _nothing
+            finish()
 
 
-def _start(thread: threading.Thread, started: int, size: int) -> None:
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise StateError(
-            f"run_in_threads: only {started} of {size} threads have started ({error}): allow this user more processes "
-            "and threads (ulimit -u; in a container its pids limit), give each thread a smaller stack (ulimit -s), or "
-            "use fewer ranks"
-        ) from error
+def _nothing() -> None:
+    """Do nothing: what is left to do when a request has ended."""
+
+
+class ThreadSharedMemory(SharedMemory):
+    """Provide shared memory for threads: one array that all of them use."""
+
+    def __init__(self, buffer: Array) -> None:
+        self.buffer = buffer
+
+    def synchronize(self) -> None:
+        """Do nothing: the lock of the next barrier orders memory between threads. Not collective."""
+
+    def close(self) -> None:
+        """Release the memory; ``buffer`` becomes an empty array. Collective over the communicator that allocated it."""
+        self.buffer = np.empty(0, np.uint8)
+
+
+class ThreadJob:
+    """Hold the state that all threads of a job share: a lock, the first failure, and which threads wait or have ended.
+
+    The job is the group that :meth:`.InMemoryCommunicator.group` made, with all groups split off from it. A *member* is
+    the number of a thread in the first group. ``lock`` is held during changes of the job and of all its groups.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = Lock()
+        self.failure: tuple[int, BaseException] | None = None
+        self.gone: set[int] = set()
+        self._waiting: dict[_Waiter, None] = {}
+
+    def wait(self, arrival: Arrival, member: int, ranks: Mapping[int, int], check: Callable[[Arrival], None]) -> bool:
+        """Sleep until ``arrival`` is complete and return True; if all threads would sleep for ever, return False.
+
+        Parameters
+        ----------
+        arrival : Arrival
+            What the calling thread waits for.
+        member : int
+            The member that the thread is.
+        ranks : mapping of int to int
+            The members of the communicator in which it waits, with the rank of each.
+        check : callable
+            Called with ``arrival`` and with the lock held, whenever a thread may have failed or ended; it raises if the
+            calling thread must not wait any longer.
+        """
+        while True:
+            with self.lock:
+                if arrival.complete:
+                    return True
+                check(arrival)
+                waiter = _Waiter(member, ranks, arrival)
+                self._waiting[waiter] = None
+                if self._all_wait():
+                    del self._waiting[waiter]
+                    return False
+                arrival.waiters.append(waiter)
+            try:
+                waiter.wakes.acquire()
+            except BaseException:  # Ctrl-C
+                with self.lock:
+                    self._waiting.pop(waiter, None)
+                raise
+
+    def finish(self, arrival: Arrival) -> None:
+        """Complete ``arrival``, and wake the threads that wait for it. The caller holds the lock."""
+        arrival.complete = True
+        for waiter in arrival.waiters:
+            self._wake(waiter)
+        arrival.waiters.clear()
+
+    def fail(self, member: int, error: BaseException) -> None:
+        """Store that a member has failed, unless one has failed before, and wake all threads."""
+        with self.lock:
+            if self.failure is None:
+                self.failure = (member, error)
+            for waiter in tuple(self._waiting):
+                self._wake(waiter)
+
+    def leave(self, member: int) -> None:
+        """Store that a member makes no more calls; wake the threads that wait for it, or one if all wait."""
+        with self.lock:
+            self.gone.add(member)
+            waiting = tuple(self._waiting)
+            for waiter in waiting:
+                if (rank := waiter.ranks.get(member)) is not None and rank in waiter.arrival.missing():
+                    self._wake(waiter)
+            if waiting and self._all_wait():
+                self._wake(waiting[0])  # which finds out that all wait
+
+    def _all_wait(self) -> bool:
+        alive = self.size - len(self.gone)
+        return len(self._waiting) >= alive and len({waiter.member for waiter in self._waiting}) >= alive
+
+    def _wake(self, waiter: _Waiter) -> None:
+        if waiter in self._waiting:
+            del self._waiting[waiter]
+            waiter.wakes.release()
+
+
+class Arrival:
+    """Represent what a thread waits for: data of other ranks, which has come when ``complete`` is true."""
+
+    __slots__ = ("complete", "waiters")
+
+    def __init__(self, complete: bool = False) -> None:
+        self.complete = complete
+        self.waiters: list[_Waiter] = []
+
+    def missing(self) -> Sequence[int]:
+        """Return the ranks of the communicator whose data has not come. The caller holds the job's lock."""
+        return ()
+
+
+class _Waiter:
+    """Represent one thread that sleeps: the member that it is, what it waits for, and the lock that wakes it."""
+
+    __slots__ = ("arrival", "member", "ranks", "wakes")
+
+    def __init__(self, member: int, ranks: Mapping[int, int], arrival: Arrival) -> None:
+        self.member, self.ranks, self.arrival = member, ranks, arrival
+        self.wakes = Lock()
+        self.wakes.acquire()
+
+
+class Exchange(Arrival):
+    """Hold one collective in progress: the data that each rank has posted, and whether all have made the same calls.
+
+    ``differs`` is true if the hashes of the ranks' calls are not equal.
+    """
+
+    __slots__ = ("_first", "_making", "_posted", "_result", "called", "differs", "payloads")
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.called: list[int | None] = [None] * size
+        self.payloads: list[Any] = [None] * size
+        self.differs = False
+        self._posted = self._first = 0
+        self._making = Lock()
+        self._result: Any = None
+
+    def post(self, rank: int, called: int, payload: Any) -> bool:
+        """Add a rank's data and the hash of its calls; return True if it is the last. The caller holds the lock."""
+        self.called[rank], self.payloads[rank] = called, payload
+        if not self._posted:
+            self._first = called
+        self.differs |= called != self._first
+        self._posted += 1
+        return self._posted == len(self.payloads)
+
+    def missing(self) -> Sequence[int]:
+        """Return the ranks that have not posted their data. The caller holds the job's lock."""
+        return [rank for rank, called in enumerate(self.called) if called is None]
+
+    def once(self, make: Callable[[list[Any]], Any]) -> Any:
+        """Return ``make(payloads)``, which is called for the first rank that asks; the others get the same object.
+
+        Called when the exchange is complete. The result must not be None.
+        """
+        with self._making:
+            if self._result is None:
+                self._result = make(self.payloads)
+        return self._result
+
+
+class Mailbox:
+    """Hold the messages from one sender to one receiver with one tag; the k-th receive gets the k-th message."""
+
+    __slots__ = ("_awaited", "_claimed", "_messages", "_sent", "sender")
+
+    def __init__(self, sender: int) -> None:
+        self.sender = sender
+        self._messages: dict[int, Array] = {}
+        self._awaited: dict[int, Receipt] = {}
+        self._sent = self._claimed = 0
+
+    def put(self, message: Array) -> Receipt | None:
+        """Add a message; return the receipt of the receive that waits for it, or None. The caller holds the lock."""
+        receipt = self._awaited.pop(self._sent, None)
+        if receipt is None:
+            self._messages[self._sent] = message
+        else:
+            receipt.message = message
+        self._sent += 1
+        return receipt
+
+    def claim(self) -> Receipt:
+        """Return the receipt of the next receive. The caller holds the lock."""
+        receipt = Receipt(self.sender, self._messages.pop(self._claimed, None))
+        if not receipt.complete:
+            self._awaited[self._claimed] = receipt
+        self._claimed += 1
+        return receipt
+
+
+class Receipt(Arrival):
+    """Represent one message that a rank receives; ``message`` is None until it has come."""
+
+    __slots__ = ("_sender", "message")
+
+    def __init__(self, sender: int, message: Array | None) -> None:
+        super().__init__(complete=message is not None)
+        self.message, self._sender = message, sender
+
+    def missing(self) -> Sequence[int]:
+        """Return the sender. The caller holds the job's lock."""
+        return (self._sender,)

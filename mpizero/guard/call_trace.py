@@ -1,4 +1,8 @@
-"""Record the collectives that a rank calls through one communicator: the current one and the last 64.
+"""Record the collectives that each rank calls, and find the first one that ranks have called differently.
+
+A :class:`CallTrace` belongs to one communicator of one rank: it holds the present call and the last 64. A
+:class:`CommunicatorRegistry` lists the communicators of the process, under keys that are the same on all ranks of a
+communicator. From the records of several ranks, :func:`mismatch` makes an error with the source line of each rank.
 
 [Note: matching calls] All ranks of a communicator must call the same collectives in the same order with the same
 element type, count, operation and tag. MPI reports some mismatches, hangs on others, and silently returns wrong numbers
@@ -11,16 +15,12 @@ line is stored as a code object with the offset of an instruction, and becomes t
 number of barriers between two recorded calls differs between ranks, the hashes differ, but the tags of the barriers are
 not compared. With MPIZERO_DEBUG=collectives they are recorded like all other calls.
 
-List the communicators of a process, under keys that are the same on all ranks of a communicator.
-
-Describe the first collective that ranks have called differently, with the source line of each rank.
-
-[Note: three comparisons] Hashes of calls ([Note: matching calls] in call_trace.py) are compared in three ways. First,
-once a step, before the training engine changes a parameter, it adds up one number of every rank in a message that it
-sends anyway; the sum is 0 if all calls match ([Note: one sum] in registry.py). Second, the heartbeat threads of a node
-compare the hashes on the status board all the time (mismatch_watch.py). This finds ranks that wait for one another in
-different calls, and works without an engine. Third, with MPIZERO_DEBUG=collectives every collective is compared before
-it starts (verification.py). All three raise the same error.
+[Note: three comparisons] Hashes of calls ([Note: matching calls]) are compared in three ways. First, once a step,
+before the training engine changes a parameter, it adds up one number of every rank in a message that it sends anyway;
+the sum is 0 if all calls match ([Note: one sum]). Second, the heartbeat threads of a node compare the hashes on the
+status board all the time (:class:`.MismatchWatch`). This finds ranks that wait for one another in different calls, and
+works without an engine. Third, with MPIZERO_DEBUG=collectives every collective is compared before it starts
+(:class:`.CallVerifier`). All three raise the same error.
 """
 
 from __future__ import annotations

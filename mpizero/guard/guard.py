@@ -1,27 +1,20 @@
-"""Set what belongs to the process for several users, who come and go in any order.
-
-Let other processes ask this one for the stacks of its threads, by a signal that needs no interpreter lock.
-
-The signal is a real-time one. SIGUSR1 and SIGUSR2 belong to the program and to batch systems: a handler of theirs that
-is set before, after or while this library works stays in place.
-
-Run a function when a library ends the process by C's ``exit()``, which Python's hooks do not notice.
-
-MPICH calls ``exit()`` when a message of a blocking collective is too long for its buffer, whatever error handler is
-set. Functions that are registered by C's ``atexit`` still run then, and the supervision's thread is still alive.
-
-Replace the functions that Python calls for errors and at the end of a program, and restore them.
-
-[Note: earlier hooks] The replaced functions are still called for errors that do not concern this package. If the user's
-program has set its own ``sys.excepthook``, that is called before the job is ended. If other code has replaced one of
-our hooks meanwhile, :meth:`PythonHooks.restore` leaves the function of that code in place, and our hook then only calls
-the function that it has replaced. So each :class:`PythonHooks` is used once.
-
-End all ranks of a job when one fails or leaves early; one of them reports why.
+"""Supervise a process from the import of mpizero on, so that all ranks of a job end when one fails or leaves early.
 
 It works under plain ``mpiexec python script.py``. It does not notice ``os._exit``, which runs no Python code. Then the
 launcher must notice that a rank has ended (Open MPI's does; MPICH's takes status 0 for success), so a program should
-mark success by a file.
+mark success by a file. :class:`JobExit` handles errors and the end of the program, :class:`Guard` begins and ends the
+supervision, and :func:`current` returns the guard of the process. Below them stand the hooks by which they learn what
+happens, :class:`PythonHooks` and :class:`CExitHook`, and what several users of a process share.
+
+[Note: one guard] ``sys.excepthook``, ``threading.excepthook`` and ``atexit`` belong to the process, as MPI does. So
+there is one guard per process: ``_GUARD``, the only module state of the package. It holds what the hooks need and
+nothing that a computation reads.
+
+[Note: life of the guard] Supervision begins with :func:`install_in_job`, when mpizero is imported in a launcher's job,
+or with the first communicator. Hooks catch errors and the end of the program. If there are several ranks, a thread
+writes the status of this rank for the other ranks of the node. When the last communicator is closed, the hooks and the
+thread are removed; the next communicator installs them again. With ``embedded=True`` mpizero is a *guest* inside
+another program: its communicators neither install nor remove anything.
 
 [Note: one report] If several ranks fail, only one of them reports. On a node it is the first rank that claims the
 report on the status board. Ranks of other nodes cannot be asked. So ranks on nodes without rank 0 wait for
@@ -29,18 +22,6 @@ report on the status board. Ranks of other nodes cannot be asked. So ranks on no
 bad input (MpizeroError) is usually raised by all ranks at once. Then a minimum over the ranks finds the lowest failing
 rank and its exit status. That rank reports, and all ranks end without ``MPI_Abort``. A RemoteError or PeerFailure only
 says that another rank failed, so it is reported only if no other rank reports.
-
-Supervise a process from the import of mpizero on, so that all ranks end when one fails.
-
-[Note: one guard] ``sys.excepthook``, ``threading.excepthook`` and ``atexit`` belong to the process, as MPI does. So
-there is one guard per process: ``_GUARD``, the only module state of the package. It holds what the hooks need and
-nothing that a computation reads.
-
-[Note: life of the guard] Supervision begins with :func:`install_in_job`, when mpizero is imported in a launcher's job,
-or with the first communicator. Hooks catch errors and the end of the program (:mod:`.python_hooks`, :mod:`.job_exit`).
-If there are several ranks, a thread writes the status of this rank for the other ranks of the node. When the last
-communicator is closed, the hooks and the thread are removed; the next communicator installs them again. With
-``embedded=True`` mpizero is a *guest* inside another program: its communicators neither install nor remove anything.
 """
 
 from __future__ import annotations
@@ -86,224 +67,6 @@ from mpizero.guard.heartbeat import (
 from mpizero.guard.remote_status import PeerGroups
 from mpizero.guard.reports import await_delivery, describe_error, format_error, user_message, write_stderr
 from mpizero.guard.status import Slot, is_working, open_startup_board, scratch_folders
-
-Value = TypeVar("Value")
-
-
-class ProcessSetting(Generic[Value]):
-    """Give a setting of the process the value that the newest of its holders wants, and restore it after the last.
-
-    Parameters
-    ----------
-    apply : callable
-        Sets a value; called under a lock, with the newest holder's value, whenever a holder comes or goes.
-    restore : callable
-        Sets what was there before the first holder; called when the last one has gone.
-    """
-
-    def __init__(self, apply: Callable[[Value], object], restore: Callable[[], object]) -> None:
-        self._apply, self._restore = apply, restore
-        self._held: dict[object, Value] = {}
-        self._lock = threading.RLock()  # a holder may be collected, and so leave, while another one comes
-
-    def hold(self, value: Value) -> Callable[[], None]:
-        """Set ``value`` until the function that is returned is called, or a later holder comes. Not collective.
-
-        A second call of that function does nothing.
-        """
-        key = object()
-        with self._lock:
-            self._apply(value)
-            self._held[key] = value
-
-        def leave() -> None:
-            with self._lock:
-                if self._held.pop(key, self) is self:
-                    return
-                if self._held:
-                    self._apply(next(reversed(self._held.values())))
-                else:
-                    self._restore()
-
-        return leave
-
-
-#: A signal above those that C libraries and debuggers use, next to that of :mod:`.lock_timer`; 0 where there is none.
-_SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else 0
-
-
-def show_stacks_when_asked() -> bool:
-    """Begin to write the stacks to standard error when :func:`ask` is called for this process; False if it cannot."""
-    with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):  # a standard error of its own
-        if _SIGNAL and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
-            faulthandler.register(_SIGNAL, file=sys.__stderr__ or 2, all_threads=True)
-            return True
-    return False
-
-
-def stop_showing() -> None:
-    """End what :func:`show_stacks_when_asked` has begun."""
-    faulthandler.unregister(_SIGNAL)
-
-
-def ask(process: int) -> None:
-    """Make a process that shows its stacks when asked write them, even while it is stuck.
-
-    Raises
-    ------
-    OSError
-        If there is no such process.
-    """
-    os.kill(process, _SIGNAL)
-
-
-class CExitHook:
-    """Call ``function`` if C's ``exit()`` is called before :meth:`close`.
-
-    Does nothing if the C library cannot register such functions. The hook must be closed before the interpreter ends,
-    because ``function`` is Python code.
-    """
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function: Callable[[], None] | None = function
-        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._called)
-        self._owner = ctypes.create_string_buffer(1)  # its address marks the entry as ours, to be removed again
-        self._remove: Callable[..., object] | None = None
-        with contextlib.suppress(AttributeError, OSError, TypeError):
-            library = ctypes.CDLL(None)
-            self._remove = library["__cxa_finalize"]
-            library["__cxa_atexit"](self._callback, None, ctypes.byref(self._owner))
-
-    def _called(self, _: object) -> None:
-        if self._function is not None:
-            self._function()
-
-    def close(self) -> None:
-        """Unregister the function; a second call does nothing."""
-        self._function = None
-        remove, self._remove = self._remove, None
-        if remove is not None:
-            remove(ctypes.byref(self._owner))
-
-
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-
-
-class HookListener(Protocol):
-    """Receive the events that :class:`PythonHooks` catches."""
-
-    def on_error(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
-        """Handle an uncaught error; ``origin`` names the thread or the exit handler, "" for the main program."""
-
-    def on_exit_request(self, status: Any) -> None:
-        """Handle a call of ``sys.exit`` with the argument ``status``."""
-
-    def on_exit(self) -> None:
-        """Handle the end of the program."""
-
-    def has_other_ranks(self) -> bool:
-        """Tell whether there are other ranks; then an error in a thread or an exit handler ends the job too."""
-
-
-class PythonHooks:
-    """Replace the error hooks of ``sys`` and ``threading``, and ``sys.exit``, and register a function with ``atexit``.
-
-    In a forked child of this process, the hooks only call the functions that they have replaced.
-    """
-
-    def __init__(self, listener: HookListener) -> None:
-        self._listener = listener
-        self._process = os.getpid()
-        self._live = True
-        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
-        self._unraisablehook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
-        self._exit: Callable[..., NoReturn] = sys.exit
-        sys.exit = self._on_exit
-        # A foreign hook for threads (pytest's) collects their errors for a report of its own.
-        if threading.excepthook is threading.__excepthook__:
-            threading.excepthook = self._on_thread_exception
-        atexit.register(self._at_end)
-
-    def restore(self) -> None:
-        """Restore the replaced functions, and stop calling the listener; a second call does nothing."""
-        self._live = False
-        atexit.unregister(self._at_end)
-        if sys.excepthook == self._on_exception:
-            sys.excepthook = self._excepthook
-        if sys.unraisablehook == self._on_unraisable:
-            sys.unraisablehook = self._unraisablehook
-        if sys.exit == self._on_exit:
-            sys.exit = self._exit
-        if threading.excepthook == self._on_thread_exception:
-            threading.excepthook = threading.__excepthook__
-
-    @property
-    def live(self) -> bool:
-        """True while the listener receives events in this process."""
-        return self._live and self._process == os.getpid()
-
-    def show(self, error: BaseException, trace: TracebackType | None, *, hosts_only: bool = False) -> None:
-        """Show an error by the ``sys.excepthook`` that was replaced.
-
-        With ``hosts_only`` do this only if the user's program has set that function, not if it is Python's own.
-        """
-        if not hosts_only:
-            self._excepthook(type(error), error, trace)
-        elif self._excepthook is not sys.__excepthook__:
-            with contextlib.suppress(Exception):  # an error in it must not keep the job alive
-                self._excepthook(type(error), error, trace)
-
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self.live and not hasattr(sys, "ps1"):  # else a forked child, or an interactive session
-            self._listener.on_error(error, trace, "")
-        else:
-            self._excepthook(kind, error, trace)
-
-    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        """Pass an error of a thread to the listener if there are other ranks and its traceback contains this package.
-
-        Otherwise show the error by ``threading.__excepthook__``.
-        """
-        error = args.exc_value
-        ours = error is not None and args.exc_type is not SystemExit and _passes_through_here(args.exc_traceback)
-        if error is not None and ours and self.live and self._listener.has_other_ranks():
-            name = args.thread.name if args.thread else "?"
-            self._listener.on_error(error, args.exc_traceback, f"in thread {name!r}")
-        else:
-            threading.__excepthook__(args)
-
-    def _on_unraisable(self, args: Any) -> None:
-        """Pass an error of a function registered with atexit to the listener, if there are other ranks.
-
-        All other errors are passed to the ``sys.unraisablehook`` that was replaced.
-        """
-        of_the_end = "atexit" in (args.err_msg or "") and args.exc_value is not None
-        if of_the_end and self.live and self._listener.has_other_ranks():
-            self._listener.on_error(args.exc_value, args.exc_traceback, "while leaving (atexit)")
-        else:
-            self._unraisablehook(args)
-
-    def _on_exit(self, status: Any = None, /) -> NoReturn:
-        """Replace ``sys.exit``: tell the listener the status, then exit.
-
-        This is needed because no hook receives SystemExit, and functions registered with atexit do not get the status.
-        """
-        if self.live:
-            self._listener.on_exit_request(status)
-        self._exit(status)
-
-    def _at_end(self) -> None:
-        if self.live:
-            self._listener.on_exit()
-
-
-def _passes_through_here(trace: TracebackType | None) -> bool:
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-            return True
-        trace = trace.tb_next
-    return False
-
 
 #: Seconds after its failure in which a rank's process is ended by force, whatever MPI does.
 HARD_STOP = 4.0
@@ -599,7 +362,7 @@ class Guard(JobExit):
         self.verifies = "collectives" in self.debug
         #: Name of the launcher, for reports; "" without one.
         self.launcher = Launch.of(os.environ).name
-        #: The ranks of this node up to this one, for each core: [Note: shared cores] in requests.py.
+        #: The ranks of this node up to this one, for each core: [Note: shared cores].
         self.ranks_per_core = ranks_of_node(os.environ) / (os.cpu_count() or 1)
         self._c_exit_hook: CExitHook | None = None
         self._imported = self._keeps = self.shows_stacks = False
@@ -664,7 +427,7 @@ class Guard(JobExit):
             self.supervisor.remove(heartbeat.look)
         if self.shows_stacks:
             self.shows_stacks = False
-            stop_showing()
+            stop_showing_stacks()
         self.peers.close()
         if self._c_exit_hook is not None:
             self._c_exit_hook.close()
@@ -696,7 +459,7 @@ class Guard(JobExit):
 
         Collective over ``comm``, the mpi4py intracommunicator from which the new one is made. The value of the ``with``
         statement is a function. The body calls it with the new communicator and :meth:`.Waiting.meet`. The call is
-        collective, connects the ranks outside MPI (``status/peer_groups.py``), and returns their world ranks.
+        collective, connects the ranks outside MPI (:class:`.PeerGroups`), and returns their world ranks.
         """
         if not guest:
             self.install()
@@ -831,3 +594,232 @@ def set_context(step: int | None = None, phase: str | None = None) -> None:
 def current() -> Guard:
     """Return the guard of this process, its only instance."""
     return _GUARD
+
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+
+
+class HookListener(Protocol):
+    """Receive the events that :class:`PythonHooks` catches."""
+
+    def on_error(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
+        """Handle an uncaught error; ``origin`` names the thread or the exit handler, "" for the main program."""
+
+    def on_exit_request(self, status: Any) -> None:
+        """Handle a call of ``sys.exit`` with the argument ``status``."""
+
+    def on_exit(self) -> None:
+        """Handle the end of the program."""
+
+    def has_other_ranks(self) -> bool:
+        """Tell whether there are other ranks; then an error in a thread or an exit handler ends the job too."""
+
+
+class PythonHooks:
+    """Replace the error hooks of ``sys`` and ``threading``, and ``sys.exit``, and register a function with ``atexit``.
+
+    In a forked child of this process, the hooks only call the functions that they have replaced.
+
+    [Note: earlier hooks] The replaced functions are still called for errors that do not concern this package. If the
+    user's program has set its own ``sys.excepthook``, that is called before the job is ended. If other code has
+    replaced one of our hooks meanwhile, :meth:`restore` leaves the function of that code in place, and our hook then
+    only calls the function that it has replaced. So each :class:`PythonHooks` is used once.
+    """
+
+    def __init__(self, listener: HookListener) -> None:
+        self._listener = listener
+        self._process = os.getpid()
+        self._live = True
+        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
+        self._unraisablehook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
+        self._exit: Callable[..., NoReturn] = sys.exit
+        sys.exit = self._on_exit
+        # A foreign hook for threads (pytest's) collects their errors for a report of its own.
+        if threading.excepthook is threading.__excepthook__:
+            threading.excepthook = self._on_thread_exception
+        atexit.register(self._at_end)
+
+    def restore(self) -> None:
+        """Restore the replaced functions, and stop calling the listener; a second call does nothing."""
+        self._live = False
+        atexit.unregister(self._at_end)
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._excepthook
+        if sys.unraisablehook == self._on_unraisable:
+            sys.unraisablehook = self._unraisablehook
+        if sys.exit == self._on_exit:
+            sys.exit = self._exit
+        if threading.excepthook == self._on_thread_exception:
+            threading.excepthook = threading.__excepthook__
+
+    @property
+    def live(self) -> bool:
+        """True while the listener receives events in this process."""
+        return self._live and self._process == os.getpid()
+
+    def show(self, error: BaseException, trace: TracebackType | None, *, hosts_only: bool = False) -> None:
+        """Show an error by the ``sys.excepthook`` that was replaced.
+
+        With ``hosts_only`` do this only if the user's program has set that function, not if it is Python's own.
+        """
+        if not hosts_only:
+            self._excepthook(type(error), error, trace)
+        elif self._excepthook is not sys.__excepthook__:
+            with contextlib.suppress(Exception):  # an error in it must not keep the job alive
+                self._excepthook(type(error), error, trace)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self.live and not hasattr(sys, "ps1"):  # else a forked child, or an interactive session
+            self._listener.on_error(error, trace, "")
+        else:
+            self._excepthook(kind, error, trace)
+
+    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
+        """Pass an error of a thread to the listener if there are other ranks and its traceback contains this package.
+
+        Otherwise show the error by ``threading.__excepthook__``.
+        """
+        error = args.exc_value
+        ours = error is not None and args.exc_type is not SystemExit and _passes_through_here(args.exc_traceback)
+        if error is not None and ours and self.live and self._listener.has_other_ranks():
+            name = args.thread.name if args.thread else "?"
+            self._listener.on_error(error, args.exc_traceback, f"in thread {name!r}")
+        else:
+            threading.__excepthook__(args)
+
+    def _on_unraisable(self, args: Any) -> None:
+        """Pass an error of a function registered with atexit to the listener, if there are other ranks.
+
+        All other errors are passed to the ``sys.unraisablehook`` that was replaced.
+        """
+        of_the_end = "atexit" in (args.err_msg or "") and args.exc_value is not None
+        if of_the_end and self.live and self._listener.has_other_ranks():
+            self._listener.on_error(args.exc_value, args.exc_traceback, "while leaving (atexit)")
+        else:
+            self._unraisablehook(args)
+
+    def _on_exit(self, status: Any = None, /) -> NoReturn:
+        """Replace ``sys.exit``: tell the listener the status, then exit.
+
+        This is needed because no hook receives SystemExit, and functions registered with atexit do not get the status.
+        """
+        if self.live:
+            self._listener.on_exit_request(status)
+        self._exit(status)
+
+    def _at_end(self) -> None:
+        if self.live:
+            self._listener.on_exit()
+
+
+def _passes_through_here(trace: TracebackType | None) -> bool:
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+class CExitHook:
+    """Call ``function`` if C's ``exit()``, which Python's hooks do not notice, is called before :meth:`close`.
+
+    MPICH calls ``exit()`` when a message of a blocking collective is too long for its buffer, whatever error handler is
+    set. Functions that are registered by C's ``atexit`` still run then, and the supervision's thread is still alive.
+
+    Does nothing if the C library cannot register such functions. The hook must be closed before the interpreter ends,
+    because ``function`` is Python code.
+    """
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._called)
+        self._owner = ctypes.create_string_buffer(1)  # its address marks the entry as ours, to be removed again
+        self._remove: Callable[..., object] | None = None
+        with contextlib.suppress(AttributeError, OSError, TypeError):
+            library = ctypes.CDLL(None)
+            self._remove = library["__cxa_finalize"]
+            library["__cxa_atexit"](self._callback, None, ctypes.byref(self._owner))
+
+    def _called(self, _: object) -> None:
+        if self._function is not None:
+            self._function()
+
+    def close(self) -> None:
+        """Unregister the function; a second call does nothing."""
+        self._function = None
+        remove, self._remove = self._remove, None
+        if remove is not None:
+            remove(ctypes.byref(self._owner))
+
+
+#: The signal by which other processes ask this one for its stacks; it needs no interpreter lock. 0 where there is none.
+#: It is a real-time one, above those that C libraries and debuggers use, next to that of :class:`.LockTimer`. SIGUSR1
+#: and SIGUSR2 belong to the program and to batch systems: a handler of theirs that is set before, after or while this
+#: library works stays in place.
+_SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else 0
+
+
+def show_stacks_when_asked() -> bool:
+    """Begin to write the stacks to standard error when :func:`ask_for_stacks` is called for it; False if it cannot."""
+    with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):  # a standard error of its own
+        if _SIGNAL and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
+            faulthandler.register(_SIGNAL, file=sys.__stderr__ or 2, all_threads=True)
+            return True
+    return False
+
+
+def stop_showing_stacks() -> None:
+    """End what :func:`show_stacks_when_asked` has begun."""
+    faulthandler.unregister(_SIGNAL)
+
+
+def ask_for_stacks(process: int) -> None:
+    """Make a process that shows its stacks when asked write them, even while it is stuck.
+
+    Raises
+    ------
+    OSError
+        If there is no such process.
+    """
+    os.kill(process, _SIGNAL)
+
+
+Value = TypeVar("Value")
+
+
+class ProcessSetting(Generic[Value]):
+    """Give a setting of the process the value that the newest of its holders wants, and restore it after the last.
+
+    Parameters
+    ----------
+    apply : callable
+        Sets a value; called under a lock, with the newest holder's value, whenever a holder comes or goes.
+    restore : callable
+        Sets what was there before the first holder; called when the last one has gone.
+    """
+
+    def __init__(self, apply: Callable[[Value], object], restore: Callable[[], object]) -> None:
+        self._apply, self._restore = apply, restore
+        self._held: dict[object, Value] = {}
+        self._lock = threading.RLock()  # a holder may be collected, and so leave, while another one comes
+
+    def hold(self, value: Value) -> Callable[[], None]:
+        """Set ``value`` until the function that is returned is called, or a later holder comes. Not collective.
+
+        A second call of that function does nothing.
+        """
+        key = object()
+        with self._lock:
+            self._apply(value)
+            self._held[key] = value
+
+        def leave() -> None:
+            with self._lock:
+                if self._held.pop(key, self) is self:
+                    return
+                if self._held:
+                    self._apply(next(reversed(self._held.values())))
+                else:
+                    self._restore()
+
+        return leave

@@ -1,34 +1,29 @@
-"""Describe a call that does not return: the ranks that are missing, and the status of every rank.
+"""Watch this rank and the other ranks from one thread that calls no MPI, and end the job if they cannot go on.
 
-Run the periodic checks of a process in one thread, which calls no MPI.
+The thread is a :class:`Supervisor`, which runs the periodic checks of the process. The :class:`Heartbeat` writes the
+status of this rank to the status boards, several times a second. :class:`MismatchWatch` compares the calls of the ranks
+of a node. :func:`watch_arrival` ends the job if not all ranks join in making a communicator. :class:`EarlyExit` decides
+whether the other ranks can finish without a rank that has reached the end of its program. What is reported on a call
+that does not return comes last.
 
 [Note: stopped time] The time in which a process is stopped (SIGSTOP, ``scontrol suspend``, a paused machine) must not
 count as waiting time, though clocks go on. Ranks are also stopped and resumed at slightly different moments. If the
 supervisor's thread wakes far too late, the process was stopped, and :meth:`Supervisor.since` does not count that time.
 If only one rank is stopped, the threads of the other ranks notice it.
 
-Write the status of this rank to the status boards several times a second, without MPI.
-
-End the job if not all ranks join in making a communicator within a timeout, and name the missing ranks.
-
 [Note: no channel yet] Making a communicator is itself collective, and MPI does not tell which ranks take part. The
 startup board tells this for the ranks of this node. Nothing is known of ranks on other nodes; the job ends all the
 same.
-
-Decide whether the other ranks can finish without a rank that has reached the end of its program.
 
 [Note: who may go on] While this rank waits at the end of its program, other ranks may work as long as they like: pack
 files, run other programs, train with one another. The job is ended only if another rank cannot finish without this one.
 That is so if the other rank waits in a collective, or is in a training step, in which this rank must take part too. It
 is also so if the other rank waits for a message and no rank of the job is working any more. A rank whose status cannot
 be read, because its node does not reply, counts as working.
-
-Compare the calls of the ranks of a node in the background, and end the job if they differ.
 """
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 import os
 import re
@@ -36,8 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from time import monotonic
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -49,84 +43,6 @@ from mpizero.guard.remote_status import PeerGroups
 from mpizero.guard.reports import rank_ranges, ranks_text, write_stderr
 from mpizero.guard.status import Slot, all_stacks, current_frame, describe_stack, innermost_line
 from mpizero.types import Array
-
-#: Ticks without a heartbeat after which a rank counts as silent.
-_SILENT_TICKS = 8
-_MIN_SILENCE = 0.5
-
-
-def with_age(slots: Mapping[int, Slot]) -> dict[int, Slot]:
-    """Return the status slots, by rank, with an entry "age" added to each: the seconds since it was written."""
-    now, wall = time.monotonic(), time.time()
-    return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in slots.items()}
-
-
-def describe_stuck_call(
-    call: Sequence[Any], members: Sequence[int], slots: Mapping[int, Slot], timeout: float, tick: float
-) -> list[str]:
-    """Return the lines of the report on a call that lasts too long: the missing ranks, then the status of each rank.
-
-    Parameters
-    ----------
-    call : list
-        The call as [key, communicator, sequence, operation, tag, seconds], an entry of "calls" in a status slot.
-    members : sequence of int
-        World ranks of the communicator.
-    slots : dict
-        Status slots by rank, with their age (see :func:`with_age`).
-    timeout, tick : float
-        The timeout of the call, and the time between two writes of a status slot, both in seconds.
-    """
-    key, _, sequence, operation = call[:4]
-    unknown = [r for r in members if r not in slots]
-    if operation == MAKING:
-        missing = [r for r in members if r in slots and key not in slots[r]["marks"]]
-        differing = []
-        strange = f"nothing known of {ranks_text(unknown)} (without mpizero, or on another node)"
-    else:
-        missing = [r for r in members if r in slots and slots[r]["marks"].get(key, (sequence, 0))[0] < sequence]
-        others = {r: c for r in members if r in slots for c in slots[r]["calls"] if c[0] == key and c[2] == sequence}
-        differing = [r for r, c in others.items() if c[3] != operation]
-        strange = f"nothing known of {ranks_text(unknown)} (another node)"
-    verdict = [f"{ranks_text(missing)} not in it"] if missing else []
-    verdict += [f"{ranks_text(differing)} in another operation"] if differing else []
-    verdict += [strange] if unknown else []
-    if not verdict:
-        verdict = ["all ranks are in it: counts or types differ, or the library is stuck"]
-    lasted = f"{call[5]:.1f} s (timeout {timeout:g} s)"
-    head = f"stuck: {describe_call_entry(call)} has lasted {lasted}: {'; '.join(verdict)}"
-    return [head, *(f"  rank {rank}: {_describe_slot(slot, tick)}" for rank, slot in sorted(slots.items()))]
-
-
-def _describe_slot(slot: Slot, tick: float) -> str:
-    context = ", ".join(f"{name} {slot[name]}" for name in ("step", "phase") if name in slot)
-    waits = [f"in {describe_call_entry(c)} for {c[5] + slot['age']:.1f} s" for c in slot["calls"]]
-    doing = {"leaving": "at the end of the program", "failed": "failing"}.get(slot["state"], "at work")
-    files = [
-        f"{what}, {nbytes} bytes so far, the last {seconds + slot['age']:.1f} s ago"
-        for what, nbytes, seconds in slot.get("transfers", ())
-    ]
-    what = ", ".join([*waits, *files]) or (f"in {slot['library']}" if slot.get("library") else doing)
-    if is_silent(slot, tick):
-        what = f"silent for {slot['age']:.1f} s (stopped, or holding the interpreter lock); last seen {what}"
-    return f"{what} at {slot['place']}{f' ({context})' if context else ''}"
-
-
-def is_silent(slot: Slot, tick: float) -> bool:
-    """Tell whether ``slot``, the last status slot of a rank, is so old that the rank must be stopped or stuck.
-
-    ``tick`` is the number of seconds between two writes of a slot. A rank that reports asks other nodes meanwhile.
-    """
-    return not slot.get("reports") and bool(slot["age"] > max(_SILENT_TICKS * tick, _MIN_SILENCE))
-
-
-def describe_call_entry(call: Sequence[Any]) -> str:
-    """Return a call as text for a report; it is given as [key, communicator, sequence, operation, tag, seconds]."""
-    _, name, sequence, operation, tag, _ = call
-    if operation == MAKING:
-        return f"{operation} {name!r}"
-    return f"{operation} #{sequence}{f' {tag!r}' if tag else ''} of {name!r}"
-
 
 #: Seconds between two checks, unless a listener asks for shorter ones.
 TICK = 0.25
@@ -221,9 +137,9 @@ class Supervisor:
             write_stderr(f"mpizero: stuck or missing ranks may not be noticed here: {type(error).__name__}: {error}\n")
 
     def _run(self, stop: threading.Event) -> None:
-        last = monotonic()
+        last = time.monotonic()
         while not stop.wait(self.tick):
-            now = monotonic()
+            now = time.monotonic()
             self._note(last, now)
             last = now
             for listener in [one for one in tuple(self._listeners) if self._next.get(one, now) <= now]:
@@ -334,7 +250,7 @@ class Heartbeat:
         self._watched = threading.main_thread().ident or 0
         self._asked: list[str] = []
         self._spot: tuple[int, int] = (0, 0)
-        self._since = monotonic()
+        self._since = time.monotonic()
         self._place, self._looked = "", float("-inf")
         self._looked_at: tuple[int, int] = (0, 0)
         self._writing = threading.RLock()
@@ -352,7 +268,7 @@ class Heartbeat:
     def beat(self, now: float | None = None) -> Slot:
         """Write the current status slot, and return it."""
         with self._writing:
-            self.last_slot = slot = self.slot(monotonic() if now is None else now)
+            self.last_slot = slot = self.slot(time.monotonic() if now is None else now)
             self.peers.write(slot)
         return slot
 
@@ -375,7 +291,7 @@ class Heartbeat:
             self._looked_at = (0, 0) if moved else spot
         slot: Slot = {"beat": now, "place": self._place, "still": since(self._since), "pid": os.getpid()}
         # The frame may be gone at any moment; an error here must not end the run.
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             mpi = sys.modules.get("mpi4py.MPI")
             stands = frame is not None and mpi is not None and slot["still"] >= _STILL
             slot["library"] = library_call(frame, mpi.COMM_WORLD) if frame and mpi and stands else ""
@@ -401,6 +317,115 @@ class Heartbeat:
         self._asked = [*asked, *(key for key in self._asked if key not in asked)][: len(asked) + 1]
         entries = filter(None, map(self.register.find, self._asked))
         return {entry.key: entry.trace.records() for entry in entries}
+
+
+#: Seconds in a call after which a rank waits. At each tick it compares with a few other ranks of its node, in turn, and
+#: with more if it waits. If it compared with all, the cost of a node would grow with the square of its ranks.
+_PATIENCE = 0.2
+_RUNNING, _WAITING = 4, 8
+#: Seconds for the others to write their calls.
+_ANSWER = 1.0
+
+
+class MismatchWatch:
+    """Compare this rank's calls with those of the other ranks of its node, in the heartbeat's thread.
+
+    Parameters
+    ----------
+    heartbeat : Heartbeat
+        Provides the status boards and the registry of communicators. The caller adds :meth:`look` to its listeners.
+    end : callable
+        Ends the job because of an error; does not return.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, end: Callable[[CollectiveMismatch], None]) -> None:
+        self._heartbeat = heartbeat
+        self._peers: PeerGroups = heartbeat.peers
+        self._register: CommunicatorRegistry = heartbeat.register
+        self._end = end
+        self._reported: set[str] = set()
+        self._next = -1
+
+    def look(self, slot: Slot) -> None:
+        """End the job if a rank of this node has made different calls; ``slot`` is this rank's current status slot."""
+        waits = any(call[5] >= _PATIENCE for call in slot["calls"])
+        if (key := self._differing(_WAITING if waits else _RUNNING)) and (error := self._explain(key)):
+            self._end(error)
+
+    def explain(self, trace: CallTrace) -> CollectiveMismatch | None:
+        """Return the error that says how the ranks' calls on the communicator of ``trace`` differ.
+
+        Returns None if the calls are the same or the communicator is not open. The caller raises the error, so
+        :meth:`look` no longer ends the job for this communicator.
+        """
+        entry = next((entry for entry in self._register.live if entry.trace is trace), None)
+        error = None if entry is None else self._explain(entry.key)
+        if entry is not None and error is not None:
+            self._reported.add(entry.key)
+        return error
+
+    def search(self, seconds: float) -> CollectiveMismatch | None:
+        """Look for different calls for up to ``seconds``, because other ranks may still write their calls.
+
+        Returns the error that says how they differ; None if no difference is found.
+        """
+        self._heartbeat.beat()
+        limit = time.monotonic() + seconds
+        while not (key := self._differing(None)) and time.monotonic() < limit:
+            time.sleep(0.01)
+        return self._explain(key) if key else None
+
+    def compare_at_exit(self) -> CollectiveMismatch | None:
+        """Compare this rank's calls, at the end of its program, with the last known calls of the node's other ranks.
+
+        Returns the error that says how they differ; None if no difference is found.
+        """
+        key = self._differing(None)
+        return self._explain(key) if key else None
+
+    def ignore(self, trace: CallTrace) -> None:
+        """Stop reporting mismatches on the communicator of ``trace`` and its subgroups: the caller raises an error."""
+        self._reported.update(entry.key for entry in self._register.inside(trace))
+
+    def _differing(self, limit: int | None) -> str:
+        """Return the key of a communicator on which another rank of the node has made different calls; "" if none.
+
+        With ``limit`` only so many of the other ranks are compared, different ones at each call; the first are those
+        after this rank, so that together the ranks of a node compare with all of them in every tick.
+        """
+        others = [rank for rank in self._peers.ranks if rank != self._peers.rank]
+        if limit is not None and len(others) > limit:
+            if self._next < 0:
+                self._next = sum(rank < self._peers.rank for rank in others)
+            others, self._next = (others[self._next :] + others)[:limit], (self._next + limit) % len(others)
+        mine = {entry.key: entry.trace for entry in (*self._register.live, *self._register.closed.values())}
+        for rank in others:
+            slot = self._peers.read_one(rank)
+            for key, (started, number) in (slot or {}).get("marks", {}).items():
+                if key in mine and key not in self._reported and mine[key].number_at(started) not in (None, number):
+                    return str(key)
+        return ""
+
+    def _explain(self, key: str) -> CollectiveMismatch | None:
+        """Request the last calls on the communicator with this key from all ranks of the node, and compare them.
+
+        Returns the error that says how they differ; None if no difference is found.
+        """
+        entry = self._register.find(key)
+        if entry is None:
+            return None
+        expected = set(entry.members).intersection(self._peers.ranks)
+        self._peers.request_records(key)
+        self._heartbeat.beat()
+        limit = time.monotonic() + _ANSWER
+        while True:
+            slots = self._peers.read()
+            shown = {rank: slot["records"][key] for rank, slot in slots.items() if key in slot.get("records", {})}
+            if expected.issubset(shown) or time.monotonic() > limit:
+                return mismatch(
+                    entry.trace.name, {rank: [CallRecord(*r) for r in rows] for rank, rows in shown.items()}
+                )
+            time.sleep(0.01)
 
 
 #: Default timeout in seconds, also that of a configuration.
@@ -549,8 +574,8 @@ class EarlyExit:
 
     def wait(self) -> None:
         """Wait until no other rank on the startup board of this node is working or starting. Not collective."""
-        begun = monotonic()
-        while self._peers.others_work(waited := monotonic() - begun):
+        begun = time.monotonic()
+        while self._peers.others_work(waited := time.monotonic() - begun):
             self.look(waited)
             time.sleep(_LOOK_FOR_EXITS)
 
@@ -597,14 +622,14 @@ def agree_range(
 
     Collective over each of the mpi4py communicators ``controls``. ``mpi`` is the module ``mpi4py.MPI``. ``give_up`` is
     called regularly with the seconds waited so far, and returns True to stop waiting. A rank that makes a communicator
-    takes part by :func:`.range_of`, so the message of a rank that fails meanwhile has its counterpart.
+    takes part by :func:`range_of`, so the message of a rank that fails meanwhile has its counterpart.
     """
     send, recv = range_of(value), np.empty((len(controls), 2), np.int64)
     rows = zip(controls, recv, strict=True)
     requests = [c.Iallreduce([send, mpi.INT64_T], [row, mpi.INT64_T], mpi.MIN) for c, row in rows]
-    waited, last, pause = 0.0, monotonic(), 20e-6
+    waited, last, pause = 0.0, time.monotonic(), 20e-6
     while not mpi.Request.Testall(requests):
-        now = monotonic()
+        now = time.monotonic()
         waited, last = waited + min(now - last, _COUNTED), now
         if give_up(waited):
             return None
@@ -614,110 +639,79 @@ def agree_range(
     return int(least), -int(opposite)
 
 
-#: Seconds in a call after which a rank waits. At each tick it compares with a few other ranks of its node, in turn, and
-#: with more if it waits. If it compared with all, the cost of a node would grow with the square of its ranks.
-_PATIENCE = 0.2
-_RUNNING, _WAITING = 4, 8
-#: Seconds for the others to write their calls.
-_ANSWER = 1.0
+#: Ticks without a heartbeat after which a rank counts as silent.
+_SILENT_TICKS = 8
+_MIN_SILENCE = 0.5
 
 
-class MismatchWatch:
-    """Compare this rank's calls with those of the other ranks of its node, in the heartbeat's thread.
+def with_age(slots: Mapping[int, Slot]) -> dict[int, Slot]:
+    """Return the status slots, by rank, with an entry "age" added to each: the seconds since it was written."""
+    now, wall = time.monotonic(), time.time()
+    return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in slots.items()}
+
+
+def describe_stuck_call(
+    call: Sequence[Any], members: Sequence[int], slots: Mapping[int, Slot], timeout: float, tick: float
+) -> list[str]:
+    """Return the lines of the report on a call that lasts too long: the missing ranks, then the status of each rank.
 
     Parameters
     ----------
-    heartbeat : Heartbeat
-        Provides the status boards and the registry of communicators. The caller adds :meth:`look` to its listeners.
-    end : callable
-        Ends the job because of an error; does not return.
+    call : list
+        The call as [key, communicator, sequence, operation, tag, seconds], an entry of "calls" in a status slot.
+    members : sequence of int
+        World ranks of the communicator.
+    slots : dict
+        Status slots by rank, with their age (see :func:`with_age`).
+    timeout, tick : float
+        The timeout of the call, and the time between two writes of a status slot, both in seconds.
     """
+    key, _, sequence, operation = call[:4]
+    unknown = [r for r in members if r not in slots]
+    if operation == MAKING:
+        missing = [r for r in members if r in slots and key not in slots[r]["marks"]]
+        differing = []
+        strange = f"nothing known of {ranks_text(unknown)} (without mpizero, or on another node)"
+    else:
+        missing = [r for r in members if r in slots and slots[r]["marks"].get(key, (sequence, 0))[0] < sequence]
+        others = {r: c for r in members if r in slots for c in slots[r]["calls"] if c[0] == key and c[2] == sequence}
+        differing = [r for r, c in others.items() if c[3] != operation]
+        strange = f"nothing known of {ranks_text(unknown)} (another node)"
+    verdict = [f"{ranks_text(missing)} not in it"] if missing else []
+    verdict += [f"{ranks_text(differing)} in another operation"] if differing else []
+    verdict += [strange] if unknown else []
+    if not verdict:
+        verdict = ["all ranks are in it: counts or types differ, or the library is stuck"]
+    lasted = f"{call[5]:.1f} s (timeout {timeout:g} s)"
+    head = f"stuck: {describe_call_entry(call)} has lasted {lasted}: {'; '.join(verdict)}"
+    return [head, *(f"  rank {rank}: {_describe_slot(slot, tick)}" for rank, slot in sorted(slots.items()))]
 
-    def __init__(self, heartbeat: Heartbeat, end: Callable[[CollectiveMismatch], None]) -> None:
-        self._heartbeat = heartbeat
-        self._peers: PeerGroups = heartbeat.peers
-        self._register: CommunicatorRegistry = heartbeat.register
-        self._end = end
-        self._reported: set[str] = set()
-        self._next = -1
 
-    def look(self, slot: Slot) -> None:
-        """End the job if a rank of this node has made different calls; ``slot`` is this rank's current status slot."""
-        waits = any(call[5] >= _PATIENCE for call in slot["calls"])
-        if (key := self._differing(_WAITING if waits else _RUNNING)) and (error := self._explain(key)):
-            self._end(error)
+def _describe_slot(slot: Slot, tick: float) -> str:
+    context = ", ".join(f"{name} {slot[name]}" for name in ("step", "phase") if name in slot)
+    waits = [f"in {describe_call_entry(c)} for {c[5] + slot['age']:.1f} s" for c in slot["calls"]]
+    doing = {"leaving": "at the end of the program", "failed": "failing"}.get(slot["state"], "at work")
+    files = [
+        f"{what}, {nbytes} bytes so far, the last {seconds + slot['age']:.1f} s ago"
+        for what, nbytes, seconds in slot.get("transfers", ())
+    ]
+    what = ", ".join([*waits, *files]) or (f"in {slot['library']}" if slot.get("library") else doing)
+    if is_silent(slot, tick):
+        what = f"silent for {slot['age']:.1f} s (stopped, or holding the interpreter lock); last seen {what}"
+    return f"{what} at {slot['place']}{f' ({context})' if context else ''}"
 
-    def explain(self, trace: CallTrace) -> CollectiveMismatch | None:
-        """Return the error that says how the ranks' calls on the communicator of ``trace`` differ.
 
-        Returns None if the calls are the same or the communicator is not open. The caller raises the error, so
-        :meth:`look` no longer ends the job for this communicator.
-        """
-        entry = next((entry for entry in self._register.live if entry.trace is trace), None)
-        error = None if entry is None else self._explain(entry.key)
-        if entry is not None and error is not None:
-            self._reported.add(entry.key)
-        return error
+def is_silent(slot: Slot, tick: float) -> bool:
+    """Tell whether ``slot``, the last status slot of a rank, is so old that the rank must be stopped or stuck.
 
-    def search(self, seconds: float) -> CollectiveMismatch | None:
-        """Look for different calls for up to ``seconds``, because other ranks may still write their calls.
+    ``tick`` is the number of seconds between two writes of a slot. A rank that reports asks other nodes meanwhile.
+    """
+    return not slot.get("reports") and bool(slot["age"] > max(_SILENT_TICKS * tick, _MIN_SILENCE))
 
-        Returns the error that says how they differ; None if no difference is found.
-        """
-        self._heartbeat.beat()
-        limit = time.monotonic() + seconds
-        while not (key := self._differing(None)) and time.monotonic() < limit:
-            time.sleep(0.01)
-        return self._explain(key) if key else None
 
-    def compare_at_exit(self) -> CollectiveMismatch | None:
-        """Compare this rank's calls, at the end of its program, with the last known calls of the node's other ranks.
-
-        Returns the error that says how they differ; None if no difference is found.
-        """
-        key = self._differing(None)
-        return self._explain(key) if key else None
-
-    def ignore(self, trace: CallTrace) -> None:
-        """Stop reporting mismatches on the communicator of ``trace`` and its subgroups: the caller raises an error."""
-        self._reported.update(entry.key for entry in self._register.inside(trace))
-
-    def _differing(self, limit: int | None) -> str:
-        """Return the key of a communicator on which another rank of the node has made different calls; "" if none.
-
-        With ``limit`` only so many of the other ranks are compared, different ones at each call; the first are those
-        after this rank, so that together the ranks of a node compare with all of them in every tick.
-        """
-        others = [rank for rank in self._peers.ranks if rank != self._peers.rank]
-        if limit is not None and len(others) > limit:
-            if self._next < 0:
-                self._next = sum(rank < self._peers.rank for rank in others)
-            others, self._next = (others[self._next :] + others)[:limit], (self._next + limit) % len(others)
-        mine = {entry.key: entry.trace for entry in (*self._register.live, *self._register.closed.values())}
-        for rank in others:
-            slot = self._peers.read_one(rank)
-            for key, (started, number) in (slot or {}).get("marks", {}).items():
-                if key in mine and key not in self._reported and mine[key].number_at(started) not in (None, number):
-                    return str(key)
-        return ""
-
-    def _explain(self, key: str) -> CollectiveMismatch | None:
-        """Request the last calls on the communicator with this key from all ranks of the node, and compare them.
-
-        Returns the error that says how they differ; None if no difference is found.
-        """
-        entry = self._register.find(key)
-        if entry is None:
-            return None
-        expected = set(entry.members).intersection(self._peers.ranks)
-        self._peers.request_records(key)
-        self._heartbeat.beat()
-        limit = time.monotonic() + _ANSWER
-        while True:
-            slots = self._peers.read()
-            shown = {rank: slot["records"][key] for rank, slot in slots.items() if key in slot.get("records", {})}
-            if expected.issubset(shown) or time.monotonic() > limit:
-                return mismatch(
-                    entry.trace.name, {rank: [CallRecord(*r) for r in rows] for rank, rows in shown.items()}
-                )
-            time.sleep(0.01)
+def describe_call_entry(call: Sequence[Any]) -> str:
+    """Return a call as text for a report; it is given as [key, communicator, sequence, operation, tag, seconds]."""
+    _, name, sequence, operation, tag, _ = call
+    if operation == MAKING:
+        return f"{operation} {name!r}"
+    return f"{operation} #{sequence}{f' {tag!r}' if tag else ''} of {name!r}"

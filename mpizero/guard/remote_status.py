@@ -1,8 +1,15 @@
-"""Run many short TCP queries concurrently in one thread. Each query has one deadline for its whole duration.
+"""Read and write the status of all ranks with which this process shares a communicator, while MPI may be stuck.
 
-Decode status slots that were received over TCP, and check the type of each entry.
+On a node, ranks share a status board. Between nodes, :class:`RemoteStatus` sends the slots of a board by TCP. A
+:class:`PeerGroup` holds both for the ranks of one communicator, and :class:`PeerGroups` all groups of the process. What
+arrives by TCP is checked entry by entry (:func:`parse_slots`). :class:`TcpQueries` runs many short queries concurrently
+in one thread; each has one deadline for its whole duration.
 
-Read the status boards of other nodes by TCP, while MPI may be stuck.
+[Note: peer groups] When ranks make an mpizero communicator from one of the user's, they also open a peer group: a
+status board on each node, and status servers between nodes. The group is closed with the last communicator of the same
+ranks. Opening and closing are collective, so all ranks of a group know at any moment whether it exists. Communicators
+that are split off from an mpizero communicator open no group. A process can belong to several groups, and to none if it
+has no communicator.
 
 [Note: servers] The first two ranks of each node are servers. A daemon thread, which calls no MPI, listens and sends the
 slots of the node's status board to clients that know the job's secret. A rank queries them only when something may be
@@ -15,14 +22,6 @@ begins with an HMAC of both numbers and of its content. So a recorded message ca
 sent again. A client that does not finish in time is disconnected. If too many clients are connected, the oldest one is
 disconnected. Only a few connections at a time are accepted from addresses that do not belong to the job, so that they
 do not slow down the training.
-
-Read and write the status of all ranks with which this process shares a communicator.
-
-[Note: peer groups] When ranks make an mpizero communicator from one of the user's, they also open a peer group: a
-status board on each node, and status servers between nodes. The group is closed with the last communicator of the same
-ranks. Opening and closing are collective, so all ranks of a group know at any moment whether it exists. Communicators
-that are split off from an mpizero communicator open no group. A process can belong to several groups, and to none if it
-has no communicator.
 """
 
 from __future__ import annotations
@@ -41,458 +40,9 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from time import monotonic
 from typing import Any, NoReturn, Self, TypeVar
 
 from mpizero.guard.status import Slot, StartupBoard, StatusBoard, encode, is_working, open_status_board
-
-#: Generator that plays one side of a query. It yields bytes, to send them, or an integer, to receive that many bytes;
-#: received bytes are passed to it by ``send()``. It returns or raises when the query is over.
-Script = Generator[bytes | int, bytes, None]
-
-_PIECE = 1 << 16
-
-
-class TcpQuery:
-    """Hold a connection, and run a script that sends and receives on it, until ``ended`` is true.
-
-    The script is a generator, see :data:`Script`. The query has to end within ``seconds``.
-    """
-
-    def __init__(self, connection: socket.socket, script: Script, seconds: float) -> None:
-        connection.setblocking(False)
-        self.connection = connection
-        self.deadline = monotonic() + seconds
-        self.ended = False
-        self._script = script
-        self._out = memoryview(b"")
-        self._in, self._wanted = bytearray(), 0
-        self._started = False
-
-    @property
-    def events(self) -> int:
-        """Event of the connection that the query waits for: ``selectors.EVENT_READ`` or ``EVENT_WRITE``."""
-        return selectors.EVENT_WRITE if self._out else selectors.EVENT_READ
-
-    def advance(self) -> None:
-        """Send and receive as much as possible without waiting."""
-        try:
-            while True:
-                if self._out:
-                    self._out = self._out[self.connection.send(self._out) :]
-                elif len(self._in) < self._wanted:
-                    got = self.connection.recv(min(_PIECE, self._wanted - len(self._in)))
-                    if not got:
-                        self.ended = True
-                        return
-                    self._in += got
-                else:
-                    self._next()
-        except BlockingIOError:
-            pass
-        except Exception:  # bad input of a stranger ends this query, and neither the thread nor the training
-            self.ended = True
-
-    def _next(self) -> None:
-        received = bytes(self._in)
-        self._in, self._wanted = bytearray(), 0
-        step = self._script.send(received) if self._started else next(self._script)
-        self._started = True
-        if isinstance(step, int):
-            self._wanted = step
-        else:
-            self._out = memoryview(step)
-
-
-class TcpQueries:
-    """Run at most ``limit`` queries concurrently; a new query beyond the limit ends the oldest one."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._selector = selectors.DefaultSelector()
-        self._live: list[TcpQuery] = []
-
-    def listen(self, server: socket.socket) -> None:
-        """Add a listening socket; :meth:`poll` returns it when a client connects."""
-        server.setblocking(False)
-        self._selector.register(server, selectors.EVENT_READ)
-
-    def start(self, connection: socket.socket, script: Script, seconds: float) -> TcpQuery:
-        """Start to run ``script`` on ``connection``; return the query, which ends after ``seconds`` at the latest."""
-        query = TcpQuery(connection, script, seconds)
-        if len(self._live) >= self._limit:
-            self._end(self._live[0])
-        self._live.append(query)
-        self._selector.register(connection, query.events, query)
-        self._advance(query)
-        return query
-
-    def poll(self, seconds: float | None) -> list[socket.socket]:
-        """Wait for events of the sockets and handle them; return the listening sockets with new connections.
-
-        Waits ``seconds`` at most (None: no limit), and not longer than until the next query must end.
-        """
-        now = monotonic()
-        limits = [query.deadline - now for query in self._live] + ([] if seconds is None else [seconds])
-        servers = []
-        for key, _ in self._selector.select(max(0.0, min(limits)) if limits else None):
-            if key.data is None:
-                assert isinstance(key.fileobj, socket.socket)
-                servers.append(key.fileobj)
-            elif not key.data.ended:
-                self._advance(key.data)
-        now = monotonic()
-        for query in [query for query in self._live if query.deadline <= now]:
-            self._end(query)
-        return servers
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for query in tuple(self._live):
-            self._end(query)
-        self._selector.close()
-
-    def _advance(self, query: TcpQuery) -> None:
-        query.advance()
-        if query.ended:
-            self._end(query)
-        else:
-            self._selector.modify(query.connection, query.events, query)
-
-    def _end(self, query: TcpQuery) -> None:
-        query.ended = True
-        self._live.remove(query)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(query.connection)
-        query.connection.close()
-
-
-#: Most bytes of one rank's slot in a message: a slot of a status board, with its age and rank.
-SLOT_LIMIT = 33_000
-_SECONDS = (int, float)
-#: Types of the entries of a slot; an entry may be missing.
-_KINDS: Mapping[str, type | tuple[type, ...]] = {
-    "age": _SECONDS,
-    "still": _SECONDS,
-    "pid": int,
-    "place": str,
-    "state": str,
-    "library": str,
-    "calls": list,
-    "joint_tasks": list,
-    "transfers": list,
-    "marks": dict,
-    "making": dict,
-    "records": dict,
-}
-#: Entries that no slot may lack.
-_ALWAYS = frozenset({"age", "place", "state", "still", "calls", "joint_tasks", "marks"})
-#: Entries that are lists of lists, with the types in each inner list.
-_ROWS: Mapping[str, tuple[type | tuple[type, ...], ...]] = {
-    "calls": (str, str, int, str, str, _SECONDS),
-    "joint_tasks": (str, int, str, _SECONDS),
-    "transfers": (str, int, _SECONDS),
-}
-_TWO_COUNTS = (int, int)
-
-
-def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
-    """Decode and check status slots that a status server has sent; return them by rank.
-
-    Slots are sent with their age in seconds. The time ``beat`` of each slot is set to ``now`` minus its age, where
-    ``now`` is the present ``time.monotonic()`` of this host.
-
-    Raises
-    ------
-    ValueError
-        If ``data`` are not valid slots, or contain a slot of a rank that is not in ``ranks``.
-    """
-    try:
-        found = json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_small)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    if not isinstance(found, dict) or not {str(rank) for rank in ranks}.issuperset(found):
-        raise ValueError("not slots of these ranks")
-    for slot in found.values():
-        _check(slot)
-    return {int(rank): slot | {"beat": now - slot["age"]} for rank, slot in found.items()}
-
-
-def _check(slot: Any) -> None:
-    if not isinstance(slot, dict) or not _ALWAYS.issubset(slot):
-        raise ValueError("not a slot")
-    for name in _KINDS.keys() & slot.keys():
-        if not _is(slot[name], _KINDS[name]):
-            raise ValueError(f"{name} is of another type")
-    for name, kinds in _ROWS.items():
-        if not all(_consists(row, kinds) for row in slot.get(name, ())):
-            raise ValueError(f"{name} has other cells")
-    making = slot.get("making", {}).values()
-    if not all(_consists(mark, _TWO_COUNTS) for mark in slot["marks"].values()):
-        raise ValueError("marks are of another type")
-    if not all(isinstance(found, list) and all(_consists(pair, _TWO_COUNTS) for pair in found) for found in making):
-        raise ValueError("ranges of ranks are of another type")
-
-
-def _consists(row: Any, kinds: tuple[type | tuple[type, ...], ...]) -> bool:
-    return isinstance(row, list) and len(row) == len(kinds) and all(map(_is, row, kinds))
-
-
-def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _finite(number: str) -> float:
-    if not isfinite(value := float(number)):
-        raise ValueError("a number is too large")
-    return value
-
-
-def _small(number: str) -> int:
-    if len(number) > 24:
-        raise ValueError("a number is too large")
-    return int(number)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
-
-
-#: Number of servers on each node: the second one replies if the first is stopped or holds the interpreter lock.
-SERVING = 2
-#: Seconds for one whole query, and for the queries to all nodes.
-_ANSWER, _ALL_ANSWERS = 0.5, 1.0
-#: Most queries at once, of a server and of a client.
-_CLIENTS = 64
-#: Most connections accepted at once from addresses that are not the job's, and the seconds to wait before the next.
-_STRANGERS, _PAUSE = 8, 0.02
-#: Seconds for which an encoded reply is reused: when something is wrong, all ranks ask at the same time.
-_SAME = 0.05
-_NONCE, _PROOF, _LENGTH = 32, 32, 4
-_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
-_LOOPBACK = "127."
-
-
-@dataclass(frozen=True)
-class StatusServer:
-    """Describe a status server on another node: its world rank, its address, and the ranks whose status it sends."""
-
-    rank: int
-    address: tuple[str, int]
-    ranks: frozenset[int]
-
-
-class RemoteStatus:
-    """Read the status slots of ranks on other nodes, and send them the slots of this node's ranks on request.
-
-    A status slot is a dictionary that a rank writes about itself.
-
-    The constructor is collective over the ranks of ``allgather``, a function that takes a picklable object and returns
-    the list of all ranks' objects. ``host`` is the name of this rank's host.
-    """
-
-    def __init__(self, status_board: StatusBoard, host: str, allgather: Callable[[Any], list[Any]]) -> None:
-        self._status_board = status_board
-        self._servers: list[socket.socket] = []
-        self._thread: threading.Thread | None = None
-        self._closing = False
-        self._remote_servers: dict[str, list[StatusServer]] = {}
-        self._last: dict[int, Slot] = {}
-        self._next, self._pause = 0.0, 0.5
-        self._body, self._encoded_at = b"", float("-inf")
-        hosts: list[tuple[int, str]] = allgather((status_board.rank, host))
-        if status_board.rank in status_board.ranks[:SERVING]:
-            self._servers = list(_listening())
-        places = [server.getsockname() for server in self._servers]
-        gathered = allgather((places, addresses() if places else [], secrets.token_bytes(32)))
-        self._secret: bytes = gathered[0][2]
-        self._known = {address for _, known, _ in gathered for address in known}
-        for (rank, name), (places, *_) in zip(hosts, gathered, strict=True):
-            if name != host:
-                ranks = frozenset(other for other, theirs in hosts if theirs == name)
-                self._remote_servers.setdefault(name, []).extend(
-                    StatusServer(rank, tuple(place), ranks) for place in places
-                )
-        if self._servers:
-            self._thread = threading.Thread(target=self._serve, name="mpizero-status-server", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError:  # no more threads: this rank serves nothing
-                self._thread = None
-                self.close()
-
-    def read(self) -> dict[int, Slot]:
-        """Query one server of each other node; return the status slots of that node's ranks, by rank. Not collective.
-
-        The time ``beat`` in the slots is converted to this host's clock.
-        """
-        found: dict[int, Slot] = {}
-        with contextlib.suppress(OSError):  # no files are left
-            self._query_all(found)
-        return found
-
-    def _query_all(self, found: dict[int, Slot]) -> None:
-        limit = monotonic() + _ALL_ANSWERS
-        untried = {name: list(servers) for name, servers in self._remote_servers.items()}
-        running: dict[str, TcpQuery] = {}
-        answered: set[str] = set()
-        with TcpQueries(_CLIENTS) as queries:
-            while (now := monotonic()) < limit:
-                running = {name: query for name, query in running.items() if not query.ended}
-                untried = {name: servers for name, servers in untried.items() if servers and name not in answered}
-                for name in [name for name in untried if name not in running][: _CLIENTS - len(running)]:
-                    server = untried[name].pop(0)
-                    if (connection := _connecting(server.address)) is not None:
-                        running[name] = queries.start(connection, self._query(server, name, found, answered), _ANSWER)
-                if any(not query.ended for query in running.values()):
-                    queries.poll(limit - now)
-                elif not any(untried.values()):
-                    break
-
-    def read_rarely(self) -> dict[int, Slot]:
-        """Return the status slots of the last query; query again only after a pause, which grows with each query.
-
-        Not collective.
-        """
-        if self._remote_servers and monotonic() > self._next:
-            self._last = self.read()
-            self._next, self._pause = monotonic() + self._pause, min(1.5 * self._pause, 30.0)
-        return self._last
-
-    def close(self) -> None:
-        """Stop this rank's status server, if it has one. Not collective."""
-        self._closing = True
-        for server in self._servers:
-            with contextlib.suppress(OSError):
-                server.shutdown(socket.SHUT_RDWR)  # no client can connect from here on; wakes the thread
-        if self._thread is not None:
-            self._thread.join(1.0)
-        for server in self._servers:
-            server.close()
-
-    # ------------------------------------------------------------------ the exchange
-
-    def _query(self, server: StatusServer, name: str, found: dict[int, Slot], answered: set[str]) -> Script:
-        challenge = yield _NONCE
-        nonce = secrets.token_bytes(_NONCE)
-        yield nonce + self._proof(b"ask", server.rank, challenge + nonce)
-        head = yield _PROOF + _LENGTH
-        size = int.from_bytes(head[_PROOF:], "big")
-        if size > SLOT_LIMIT * len(server.ranks):
-            raise ValueError(f"an answer of {size} bytes")
-        body = yield size
-        if hmac.compare_digest(head[:_PROOF], self._proof(b"answer", server.rank, challenge + nonce + body)):
-            found |= parse_slots(body, server.ranks, monotonic())
-            answered.add(name)
-
-    def _serve_query(self) -> Script:
-        challenge = secrets.token_bytes(_NONCE)
-        yield challenge
-        request = yield _NONCE + _PROOF
-        nonces = challenge + request[:_NONCE]
-        if hmac.compare_digest(request[_NONCE:], self._proof(b"ask", self._status_board.rank, nonces)):
-            body = self._reply()
-            proof = self._proof(b"answer", self._status_board.rank, nonces + body)
-            yield proof + len(body).to_bytes(_LENGTH, "big") + body
-
-    def _proof(self, what: bytes, rank: int, text: bytes) -> bytes:
-        """Return the HMAC, by the job's secret, of ``what`` ("ask" or "answer"), the server's ``rank`` and ``text``."""
-        return hmac.digest(self._secret, b"%s %d:" % (what, rank) + text, "sha256")
-
-    def _reply(self) -> bytes:
-        now = monotonic()
-        if now - self._encoded_at > _SAME:
-            slots = {rank: slot for rank, slot in self._status_board.read().items() if "beat" in slot}
-            aged = {rank: slot | {"age": max(0.0, now - slot["beat"])} for rank, slot in slots.items()}
-            self._body, self._encoded_at = encode(aged), now
-        return self._body
-
-    # ------------------------------------------------------------------ the server
-
-    def _serve(self) -> None:
-        # An error in a thread would end the job, and this one only helps to find faults.
-        with contextlib.suppress(Exception), TcpQueries(_CLIENTS) as queries:
-            for server in self._servers:
-                queries.listen(server)
-            while not self._closing:
-                if sum(self._take(server, queries) for server in queries.poll(None)) >= _STRANGERS:
-                    time.sleep(_PAUSE)
-
-    def _take(self, server: socket.socket, queries: TcpQueries) -> int:
-        """Accept the waiting connections, but only a few from addresses that do not belong to the job.
-
-        Returns the number of waiting connections from such foreign addresses.
-        """
-        strangers = 0
-        for _ in range(_CLIENTS):
-            try:
-                connection, (place, _) = server.accept()
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.ECONNABORTED) and not self._closing:  # no files are left
-                    time.sleep(_PAUSE)
-                break
-            strangers += place not in self._known
-            if place in self._known or strangers <= _STRANGERS:
-                queries.start(connection, self._serve_query(), _ANSWER)
-            else:
-                connection.close()
-        return strangers
-
-
-def _connecting(address: tuple[str, int]) -> socket.socket | None:
-    """Return a non-blocking socket that is being connected to ``address``; None if that fails at once."""
-    try:
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    except OSError:
-        return None
-    connection.setblocking(False)
-    if connection.connect_ex(address) in (0, errno.EINPROGRESS):
-        return connection
-    connection.close()
-    return None
-
-
-def _listening() -> Iterator[socket.socket]:
-    """Yield a listening socket for each of :func:`job_addresses`; skip addresses where it cannot be opened."""
-    with contextlib.suppress(OSError):
-        for address in job_addresses():
-            with contextlib.suppress(OSError):
-                yield socket.create_server((address, 0), backlog=4 * _CLIENTS)
-
-
-def job_addresses() -> list[str]:
-    """Return the IPv4 addresses of this host to which its name resolves: launchers and MPI use them. Not collective.
-
-    If the name resolves to no address of this host, or not within a second, all of :func:`addresses` are returned.
-    """
-    own, named = addresses(), []
-
-    def resolve() -> None:
-        with contextlib.suppress(OSError, UnicodeError):
-            named.extend(socket.gethostbyname_ex(socket.gethostname())[2])
-
-    asking = threading.Thread(target=resolve, name="mpizero-resolve", daemon=True)
-    with contextlib.suppress(RuntimeError):  # no more threads
-        asking.start()
-        asking.join(1.0)
-    return [address for address in own if address in named] or own
-
-
-def addresses() -> list[str]:
-    """Return the IPv4 addresses of this host; loopback addresses only if there are no others. Not collective."""
-    found = list(_addresses([name for _, name in socket.if_nameindex()]))
-    return [address for address in found if not address.startswith(_LOOPBACK)] or found
-
-
-def _addresses(names: Sequence[str]) -> Iterator[str]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for name in names:
-            with contextlib.suppress(OSError):  # it has none
-                answer = fcntl.ioctl(probe.fileno(), _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
-                yield socket.inet_ntoa(answer[20:24])
-
 
 T = TypeVar("T")
 #: Seconds for which a rank that ends waits for ranks that have not started yet: one of them may need it.
@@ -530,7 +80,7 @@ class PeerGroup:
 class PeerGroups:
     """Hold the peer groups of this process, and read and write the status boards of all these groups.
 
-    A status slot is a dictionary that a rank writes about itself; its keys are listed in received_slots.py.
+    A status slot is a dictionary that a rank writes about itself; ``_KINDS`` lists its keys.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -576,7 +126,6 @@ class PeerGroups:
         status_board = status_board or StatusBoard((self.rank,), self.rank, None)
 
         def opened(gather: Callable[[Any], list[Any]]) -> RemoteStatus:
-
             return RemoteStatus(status_board, host, gather)
 
         remote_status = make_on_all(ask, opened, warn_once) if len(set(hosts.values())) > 1 else None
@@ -726,3 +275,451 @@ def make_on_all(
     while any(busy for busy, _ in allgather((False, None))):
         pass
     return result
+
+
+#: Number of servers on each node: the second one replies if the first is stopped or holds the interpreter lock.
+SERVING = 2
+#: Seconds for one whole query, and for the queries to all nodes.
+_ANSWER, _ALL_ANSWERS = 0.5, 1.0
+#: Most queries at once, of a server and of a client.
+_CLIENTS = 64
+#: Most connections accepted at once from addresses that are not the job's, and the seconds to wait before the next.
+_STRANGERS, _PAUSE = 8, 0.02
+#: Seconds for which an encoded reply is reused: when something is wrong, all ranks ask at the same time.
+_SAME = 0.05
+_NONCE, _PROOF, _LENGTH = 32, 32, 4
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
+_LOOPBACK = "127."
+
+
+@dataclass(frozen=True)
+class StatusServer:
+    """Describe a status server on another node: its world rank, its address, and the ranks whose status it sends."""
+
+    rank: int
+    address: tuple[str, int]
+    ranks: frozenset[int]
+
+
+class RemoteStatus:
+    """Read the status slots of ranks on other nodes, and send them the slots of this node's ranks on request.
+
+    A status slot is a dictionary that a rank writes about itself.
+
+    The constructor is collective over the ranks of ``allgather``, a function that takes a picklable object and returns
+    the list of all ranks' objects. ``host`` is the name of this rank's host.
+    """
+
+    def __init__(self, status_board: StatusBoard, host: str, allgather: Callable[[Any], list[Any]]) -> None:
+        self._status_board = status_board
+        self._servers: list[socket.socket] = []
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._remote_servers: dict[str, list[StatusServer]] = {}
+        self._last: dict[int, Slot] = {}
+        self._next, self._pause = 0.0, 0.5
+        self._body, self._encoded_at = b"", float("-inf")
+        hosts: list[tuple[int, str]] = allgather((status_board.rank, host))
+        if status_board.rank in status_board.ranks[:SERVING]:
+            self._servers = list(_listening())
+        places = [server.getsockname() for server in self._servers]
+        gathered = allgather((places, addresses() if places else [], secrets.token_bytes(32)))
+        self._secret: bytes = gathered[0][2]
+        self._known = {address for _, known, _ in gathered for address in known}
+        for (rank, name), (places, *_) in zip(hosts, gathered, strict=True):
+            if name != host:
+                ranks = frozenset(other for other, theirs in hosts if theirs == name)
+                self._remote_servers.setdefault(name, []).extend(
+                    StatusServer(rank, tuple(place), ranks) for place in places
+                )
+        if self._servers:
+            self._thread = threading.Thread(target=self._serve, name="mpizero-status-server", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # no more threads: this rank serves nothing
+                self._thread = None
+                self.close()
+
+    def read(self) -> dict[int, Slot]:
+        """Query one server of each other node; return the status slots of that node's ranks, by rank. Not collective.
+
+        The time ``beat`` in the slots is converted to this host's clock.
+        """
+        found: dict[int, Slot] = {}
+        with contextlib.suppress(OSError):  # no files are left
+            self._query_all(found)
+        return found
+
+    def _query_all(self, found: dict[int, Slot]) -> None:
+        limit = time.monotonic() + _ALL_ANSWERS
+        untried = {name: list(servers) for name, servers in self._remote_servers.items()}
+        running: dict[str, TcpQuery] = {}
+        answered: set[str] = set()
+        with TcpQueries(_CLIENTS) as queries:
+            while (now := time.monotonic()) < limit:
+                running = {name: query for name, query in running.items() if not query.ended}
+                untried = {name: servers for name, servers in untried.items() if servers and name not in answered}
+                for name in [name for name in untried if name not in running][: _CLIENTS - len(running)]:
+                    server = untried[name].pop(0)
+                    if (connection := _connecting(server.address)) is not None:
+                        running[name] = queries.start(connection, self._query(server, name, found, answered), _ANSWER)
+                if any(not query.ended for query in running.values()):
+                    queries.poll(limit - now)
+                elif not any(untried.values()):
+                    break
+
+    def read_rarely(self) -> dict[int, Slot]:
+        """Return the status slots of the last query; query again only after a pause, which grows with each query.
+
+        Not collective.
+        """
+        if self._remote_servers and time.monotonic() > self._next:
+            self._last = self.read()
+            self._next, self._pause = time.monotonic() + self._pause, min(1.5 * self._pause, 30.0)
+        return self._last
+
+    def close(self) -> None:
+        """Stop this rank's status server, if it has one. Not collective."""
+        self._closing = True
+        for server in self._servers:
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)  # no client can connect from here on; wakes the thread
+        if self._thread is not None:
+            self._thread.join(1.0)
+        for server in self._servers:
+            server.close()
+
+    # ------------------------------------------------------------------ the exchange
+
+    def _query(self, server: StatusServer, name: str, found: dict[int, Slot], answered: set[str]) -> Script:
+        challenge = yield _NONCE
+        nonce = secrets.token_bytes(_NONCE)
+        yield nonce + self._proof(b"ask", server.rank, challenge + nonce)
+        head = yield _PROOF + _LENGTH
+        size = int.from_bytes(head[_PROOF:], "big")
+        if size > SLOT_LIMIT * len(server.ranks):
+            raise ValueError(f"an answer of {size} bytes")
+        body = yield size
+        if hmac.compare_digest(head[:_PROOF], self._proof(b"answer", server.rank, challenge + nonce + body)):
+            found |= parse_slots(body, server.ranks, time.monotonic())
+            answered.add(name)
+
+    def _serve_query(self) -> Script:
+        challenge = secrets.token_bytes(_NONCE)
+        yield challenge
+        request = yield _NONCE + _PROOF
+        nonces = challenge + request[:_NONCE]
+        if hmac.compare_digest(request[_NONCE:], self._proof(b"ask", self._status_board.rank, nonces)):
+            body = self._reply()
+            proof = self._proof(b"answer", self._status_board.rank, nonces + body)
+            yield proof + len(body).to_bytes(_LENGTH, "big") + body
+
+    def _proof(self, what: bytes, rank: int, text: bytes) -> bytes:
+        """Return the HMAC, by the job's secret, of ``what`` ("ask" or "answer"), the server's ``rank`` and ``text``."""
+        return hmac.digest(self._secret, b"%s %d:" % (what, rank) + text, "sha256")
+
+    def _reply(self) -> bytes:
+        now = time.monotonic()
+        if now - self._encoded_at > _SAME:
+            slots = {rank: slot for rank, slot in self._status_board.read().items() if "beat" in slot}
+            aged = {rank: slot | {"age": max(0.0, now - slot["beat"])} for rank, slot in slots.items()}
+            self._body, self._encoded_at = encode(aged), now
+        return self._body
+
+    # ------------------------------------------------------------------ the server
+
+    def _serve(self) -> None:
+        # An error in a thread would end the job, and this one only helps to find faults.
+        with contextlib.suppress(Exception), TcpQueries(_CLIENTS) as queries:
+            for server in self._servers:
+                queries.listen(server)
+            while not self._closing:
+                if sum(self._take(server, queries) for server in queries.poll(None)) >= _STRANGERS:
+                    time.sleep(_PAUSE)
+
+    def _take(self, server: socket.socket, queries: TcpQueries) -> int:
+        """Accept the waiting connections, but only a few from addresses that do not belong to the job.
+
+        Returns the number of waiting connections from such foreign addresses.
+        """
+        strangers = 0
+        for _ in range(_CLIENTS):
+            try:
+                connection, (place, _) = server.accept()
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.ECONNABORTED) and not self._closing:  # no files are left
+                    time.sleep(_PAUSE)
+                break
+            strangers += place not in self._known
+            if place in self._known or strangers <= _STRANGERS:
+                queries.start(connection, self._serve_query(), _ANSWER)
+            else:
+                connection.close()
+        return strangers
+
+
+def _connecting(address: tuple[str, int]) -> socket.socket | None:
+    """Return a non-blocking socket that is being connected to ``address``; None if that fails at once."""
+    try:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    connection.setblocking(False)
+    if connection.connect_ex(address) in (0, errno.EINPROGRESS):
+        return connection
+    connection.close()
+    return None
+
+
+def _listening() -> Iterator[socket.socket]:
+    """Yield a listening socket for each of :func:`job_addresses`; skip addresses where it cannot be opened."""
+    with contextlib.suppress(OSError):
+        for address in job_addresses():
+            with contextlib.suppress(OSError):
+                yield socket.create_server((address, 0), backlog=4 * _CLIENTS)
+
+
+def job_addresses() -> list[str]:
+    """Return the IPv4 addresses of this host to which its name resolves: launchers and MPI use them. Not collective.
+
+    If the name resolves to no address of this host, or not within a second, all of :func:`addresses` are returned.
+    """
+    own, named = addresses(), []
+
+    def resolve() -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            named.extend(socket.gethostbyname_ex(socket.gethostname())[2])
+
+    asking = threading.Thread(target=resolve, name="mpizero-resolve", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no more threads
+        asking.start()
+        asking.join(1.0)
+    return [address for address in own if address in named] or own
+
+
+def addresses() -> list[str]:
+    """Return the IPv4 addresses of this host; loopback addresses only if there are no others. Not collective."""
+    found = list(_addresses([name for _, name in socket.if_nameindex()]))
+    return [address for address in found if not address.startswith(_LOOPBACK)] or found
+
+
+def _addresses(names: Sequence[str]) -> Iterator[str]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for name in names:
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe.fileno(), _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
+                yield socket.inet_ntoa(answer[20:24])
+
+
+#: Most bytes of one rank's slot in a message: a slot of a status board, with its age and rank.
+SLOT_LIMIT = 33_000
+_SECONDS = (int, float)
+#: Types of the entries of a slot; an entry may be missing.
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "age": _SECONDS,
+    "still": _SECONDS,
+    "pid": int,
+    "place": str,
+    "state": str,
+    "library": str,
+    "calls": list,
+    "joint_tasks": list,
+    "transfers": list,
+    "marks": dict,
+    "making": dict,
+    "records": dict,
+}
+#: Entries that no slot may lack.
+_ALWAYS = frozenset({"age", "place", "state", "still", "calls", "joint_tasks", "marks"})
+#: Entries that are lists of lists, with the types in each inner list.
+_ROWS: Mapping[str, tuple[type | tuple[type, ...], ...]] = {
+    "calls": (str, str, int, str, str, _SECONDS),
+    "joint_tasks": (str, int, str, _SECONDS),
+    "transfers": (str, int, _SECONDS),
+}
+_TWO_COUNTS = (int, int)
+
+
+def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
+    """Decode and check status slots that a status server has sent; return them by rank.
+
+    Slots are sent with their age in seconds. The time ``beat`` of each slot is set to ``now`` minus its age, where
+    ``now`` is the present ``time.monotonic()`` of this host.
+
+    Raises
+    ------
+    ValueError
+        If ``data`` are not valid slots, or contain a slot of a rank that is not in ``ranks``.
+    """
+    try:
+        found = json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_small)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(found, dict) or not {str(rank) for rank in ranks}.issuperset(found):
+        raise ValueError("not slots of these ranks")
+    for slot in found.values():
+        _check(slot)
+    return {int(rank): slot | {"beat": now - slot["age"]} for rank, slot in found.items()}
+
+
+def _check(slot: Any) -> None:
+    if not isinstance(slot, dict) or not _ALWAYS.issubset(slot):
+        raise ValueError("not a slot")
+    for name in _KINDS.keys() & slot.keys():
+        if not _is(slot[name], _KINDS[name]):
+            raise ValueError(f"{name} is of another type")
+    for name, kinds in _ROWS.items():
+        if not all(_consists(row, kinds) for row in slot.get(name, ())):
+            raise ValueError(f"{name} has other cells")
+    making = slot.get("making", {}).values()
+    if not all(_consists(mark, _TWO_COUNTS) for mark in slot["marks"].values()):
+        raise ValueError("marks are of another type")
+    if not all(isinstance(found, list) and all(_consists(pair, _TWO_COUNTS) for pair in found) for found in making):
+        raise ValueError("ranges of ranks are of another type")
+
+
+def _consists(row: Any, kinds: tuple[type | tuple[type, ...], ...]) -> bool:
+    return isinstance(row, list) and len(row) == len(kinds) and all(map(_is, row, kinds))
+
+
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _finite(number: str) -> float:
+    if not isfinite(value := float(number)):
+        raise ValueError("a number is too large")
+    return value
+
+
+def _small(number: str) -> int:
+    if len(number) > 24:
+        raise ValueError("a number is too large")
+    return int(number)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
+
+
+#: Generator that plays one side of a query. It yields bytes, to send them, or an integer, to receive that many bytes;
+#: received bytes are passed to it by ``send()``. It returns or raises when the query is over.
+Script = Generator[bytes | int, bytes, None]
+
+_PIECE = 1 << 16
+
+
+class TcpQuery:
+    """Hold a connection, and run a script that sends and receives on it, until ``ended`` is true.
+
+    The script is a generator, see :data:`Script`. The query has to end within ``seconds``.
+    """
+
+    def __init__(self, connection: socket.socket, script: Script, seconds: float) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.deadline = time.monotonic() + seconds
+        self.ended = False
+        self._script = script
+        self._out = memoryview(b"")
+        self._in, self._wanted = bytearray(), 0
+        self._started = False
+
+    @property
+    def events(self) -> int:
+        """Event of the connection that the query waits for: ``selectors.EVENT_READ`` or ``EVENT_WRITE``."""
+        return selectors.EVENT_WRITE if self._out else selectors.EVENT_READ
+
+    def advance(self) -> None:
+        """Send and receive as much as possible without waiting."""
+        try:
+            while True:
+                if self._out:
+                    self._out = self._out[self.connection.send(self._out) :]
+                elif len(self._in) < self._wanted:
+                    got = self.connection.recv(min(_PIECE, self._wanted - len(self._in)))
+                    if not got:
+                        self.ended = True
+                        return
+                    self._in += got
+                else:
+                    self._next()
+        except BlockingIOError:
+            pass
+        except Exception:  # bad input of a stranger ends this query, and neither the thread nor the training
+            self.ended = True
+
+    def _next(self) -> None:
+        received = bytes(self._in)
+        self._in, self._wanted = bytearray(), 0
+        step = self._script.send(received) if self._started else next(self._script)
+        self._started = True
+        if isinstance(step, int):
+            self._wanted = step
+        else:
+            self._out = memoryview(step)
+
+
+class TcpQueries:
+    """Run at most ``limit`` queries concurrently; a new query beyond the limit ends the oldest one."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._selector = selectors.DefaultSelector()
+        self._live: list[TcpQuery] = []
+
+    def listen(self, server: socket.socket) -> None:
+        """Add a listening socket; :meth:`poll` returns it when a client connects."""
+        server.setblocking(False)
+        self._selector.register(server, selectors.EVENT_READ)
+
+    def start(self, connection: socket.socket, script: Script, seconds: float) -> TcpQuery:
+        """Start to run ``script`` on ``connection``; return the query, which ends after ``seconds`` at the latest."""
+        query = TcpQuery(connection, script, seconds)
+        if len(self._live) >= self._limit:
+            self._end(self._live[0])
+        self._live.append(query)
+        self._selector.register(connection, query.events, query)
+        self._advance(query)
+        return query
+
+    def poll(self, seconds: float | None) -> list[socket.socket]:
+        """Wait for events of the sockets and handle them; return the listening sockets with new connections.
+
+        Waits ``seconds`` at most (None: no limit), and not longer than until the next query must end.
+        """
+        now = time.monotonic()
+        limits = [query.deadline - now for query in self._live] + ([] if seconds is None else [seconds])
+        servers = []
+        for key, _ in self._selector.select(max(0.0, min(limits)) if limits else None):
+            if key.data is None:
+                assert isinstance(key.fileobj, socket.socket)
+                servers.append(key.fileobj)
+            elif not key.data.ended:
+                self._advance(key.data)
+        now = time.monotonic()
+        for query in [query for query in self._live if query.deadline <= now]:
+            self._end(query)
+        return servers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for query in tuple(self._live):
+            self._end(query)
+        self._selector.close()
+
+    def _advance(self, query: TcpQuery) -> None:
+        query.advance()
+        if query.ended:
+            self._end(query)
+        else:
+            self._selector.modify(query.connection, query.events, query)
+
+    def _end(self, query: TcpQuery) -> None:
+        query.ended = True
+        self._live.remove(query)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(query.connection)
+        query.connection.close()

@@ -1,20 +1,18 @@
-"""Make temporary files for status boards and for the output of faulthandler, in memory if there is room.
+"""Share the status of the ranks of a node without MPI, and read the stacks of the threads of this process.
 
-Share the status of the ranks of a node in a memory-mapped file that works while MPI is stuck.
+Each rank writes a dictionary about itself, its status slot. A :class:`StatusBoard` is for ranks that have a
+communicator, a :class:`StartupBoard` for those that have none yet. A slot names the line at which the main thread is:
+:func:`current_frame` and :func:`all_stacks` find it.
 
 [Note: status board] The file is in shared memory. All ranks of the node map it. It is unlinked as soon as all of them
 have opened it, so even a killed job leaves no file behind. Reading and writing need no MPI, so a daemon thread can do
 both while a collective hangs or the program ends.
 
-Share the status of the ranks of a node before they have a communicator, in a file with one slot for each rank.
-
-[Note: startup board] A status board (:mod:`.status_board`) is opened by ranks that make a communicator together, so it
-cannot show which ranks fail to make one. The startup board can show this: each rank of a job opens it when it imports
-mpizero, without the other ranks. It lasts until a communicator joins all ranks of the job, or all ranks have ended. It
-is read and written as a file, not mapped: so a full file system raises an error, and does not kill the process by a
-signal. A killed job leaves a file of a few KB, which ``mpizero doctor --clean`` removes.
-
-Read the stacks of the threads of this process.
+[Note: startup board] A status board is opened by ranks that make a communicator together, so it cannot show which ranks
+fail to make one. The startup board can show this: each rank of a job opens it when it imports mpizero, without the
+other ranks. It lasts until a communicator joins all ranks of the job, or all ranks have ended. It is read and written
+as a file, not mapped: so a full file system raises an error, and does not kill the process by a signal. A killed job
+leaves a file of a few KB, which ``mpizero doctor --clean`` removes.
 
 [Note: no frames] Code must not walk the frames of another thread by ``f_back``: that thread keeps running, and CPython
 3.11 has been seen to return freed memory as a frame. Instead ``faulthandler`` is used. It writes all stacks as text in
@@ -46,43 +44,7 @@ from typing import Any
 
 from mpizero._util.text import Line, is_users
 
-
-def scratch_folders() -> Iterator[str]:
-    """Yield the folders to try for small temporary files: /dev/shm, then Python's folder for them, if there is one."""
-    yield "/dev/shm"
-    import tempfile
-
-    with contextlib.suppress(OSError):  # nothing that can be written
-        yield tempfile.gettempdir()
-
-
-@contextlib.contextmanager
-def anonymous_file() -> Iterator[int]:
-    """Open an empty temporary file for a ``with`` block, yield its descriptor, and remove it at the end of the block.
-
-    The file is made by ``os.memfd_create``, or in one of :func:`scratch_folders` if that does not work.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be made in any folder.
-    """
-    with contextlib.ExitStack() as stack:
-        yield _open(stack)
-
-
-def _open(stack: contextlib.ExitStack) -> int:
-    if (create := getattr(os, "memfd_create", None)) is not None:
-        with contextlib.suppress(OSError):  # a kernel older than the C library
-            file: int = create("mpizero")
-            stack.callback(os.close, file)
-            return file
-    import tempfile
-
-    for folder in scratch_folders():
-        with contextlib.suppress(OSError):
-            return stack.enter_context(tempfile.TemporaryFile(dir=folder)).fileno()
-    raise OSError("no folder for a temporary file")
+Slot = dict[str, Any]
 
 
 _SLOT = 32768
@@ -90,8 +52,6 @@ _HEADER = struct.Struct("<II")  # version (odd while being written), length
 _CLAIM = struct.Struct("<I")
 #: Offset and length, in the page before the slots, of the key that :meth:`StatusBoard.request_records` writes.
 _ASKED, _KEY = 64, 32
-
-Slot = dict[str, Any]
 
 
 class StatusBoard:
@@ -427,3 +387,41 @@ def describe_stack(stack: Sequence[Line]) -> str:
     outer = next((line for line in stack if is_users(line.file)), None)
     lines = [outer] if inner is outer else [outer, inner]
     return " > ".join(str(line) for line in lines if line is not None)
+
+
+def scratch_folders() -> Iterator[str]:
+    """Yield the folders to try for small temporary files: /dev/shm, then Python's folder for them, if there is one."""
+    yield "/dev/shm"
+    import tempfile
+
+    with contextlib.suppress(OSError):  # nothing that can be written
+        yield tempfile.gettempdir()
+
+
+@contextlib.contextmanager
+def anonymous_file() -> Iterator[int]:
+    """Open an empty temporary file for a ``with`` block, yield its descriptor, and remove it at the end of the block.
+
+    The file is made by ``os.memfd_create``, or in one of :func:`scratch_folders` if that does not work.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be made in any folder.
+    """
+    with contextlib.ExitStack() as stack:
+        yield _open(stack)
+
+
+def _open(stack: contextlib.ExitStack) -> int:
+    if (create := getattr(os, "memfd_create", None)) is not None:
+        with contextlib.suppress(OSError):  # a kernel older than the C library
+            file: int = create("mpizero")
+            stack.callback(os.close, file)
+            return file
+    import tempfile
+
+    for folder in scratch_folders():
+        with contextlib.suppress(OSError):
+            return stack.enter_context(tempfile.TemporaryFile(dir=folder)).fileno()
+    raise OSError("no folder for a temporary file")

@@ -1,18 +1,16 @@
-"""End a process in which a thread holds Python's interpreter lock too long, by a kernel timer that needs no lock.
+"""Report a collective that does not return, with the source line of every rank, and end the job.
+
+[Note: two stages] Stage 1 of a :class:`Watchdog` is the supervisor's thread. When a call of a communicator lasts longer
+than the timeout, the thread reads the status boards, reports the missing ranks and the source line of every rank, and
+aborts the job. This works if one waiting rank can get Python's interpreter lock; ranks inside MPI do not hold the lock.
+Stage 2 is a kernel timer that needs no lock, a :class:`LockTimer`. The thread restarts the timer regularly. If some
+code holds the lock too long, the timer expires: it writes the stacks of all threads and ends the process, and the
+launcher ends the other ranks.
 
 [Note: processor time] A timer on the wall clock would end every job that was stopped and resumed, because the thread
 that restarts the timer did not run meanwhile. So this timer counts the processor time of the main thread, which does
 not advance in a stopped process. It does not notice a thread that sleeps while it holds the lock; the watchdogs of the
 other ranks notice such a thread.
-
-Report a collective that does not return, with the source line of every rank, and end the job.
-
-[Note: two stages] Stage 1 is the supervisor's thread. When a call of a communicator lasts longer than the timeout, the
-thread reads the status boards, reports the missing ranks and the source line of every rank, and aborts the job. This
-works if one waiting rank can get Python's interpreter lock; ranks inside MPI do not hold the lock. Stage 2 is a kernel
-timer that needs no lock (:mod:`.lock_timer`). The thread restarts the timer regularly. If some code holds the lock too
-long, the timer expires: it writes the stacks of all threads and ends the process, and the launcher ends the other
-ranks.
 
 [Note: files] A rank that waits for another rank, which reads or writes files, is not stuck as long as bytes are read or
 written, however slowly. So the timeout counts from the last bytes that any rank has read or written
@@ -39,84 +37,20 @@ from typing import Any, Protocol, Self, TextIO
 from mpizero._util.launch import OPEN_MPI
 from mpizero.errors import CollectiveError, ConfigError, ExitStatus
 from mpizero.guard import guard
-from mpizero.guard import heartbeat as wait_report
 from mpizero.guard.call_trace import CallTrace, CommunicatorRegistry
-from mpizero.guard.guard import ProcessSetting, ask, show_stacks_when_asked
-from mpizero.guard.heartbeat import HEARTBEAT, TICK, calls_in_progress, transfers_in_progress
+from mpizero.guard.guard import ProcessSetting, ask_for_stacks, show_stacks_when_asked
+from mpizero.guard.heartbeat import (
+    HEARTBEAT,
+    TICK,
+    calls_in_progress,
+    describe_call_entry,
+    describe_stuck_call,
+    is_silent,
+    transfers_in_progress,
+    with_age,
+)
 from mpizero.guard.reports import write_stderr
 from mpizero.guard.status import Slot, all_stacks, describe_stack
-
-#: A signal above those that C libraries and debuggers use.
-_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11
-
-
-class _Event(ctypes.Structure):
-    """Define the C structure ``struct sigevent``: what a timer does when it expires."""
-
-    _fields_ = (("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("how", ctypes.c_int), ("_", ctypes.c_byte * 48))
-
-
-class _Times(ctypes.Structure):
-    """Define the C structure ``struct itimerspec``: when a timer expires."""
-
-    _fields_ = tuple((name, ctypes.c_long) for name in ("every", "every_ns", "first", "first_ns"))
-
-
-class LockTimer:
-    """Write the stacks of all threads to ``file`` and kill the process if :meth:`restart` is not called in time.
-
-    The timer runs from the first :meth:`restart` on, and counts the processor time of the main thread. It needs Linux
-    and a signal that no other code handles; otherwise it does nothing.
-    """
-
-    def __init__(self, file: TextIO | int) -> None:
-        self._library: Any = None
-        self._timer = ctypes.c_void_p()
-        main = threading.main_thread().ident
-        if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) < 8 or main is None:
-            return
-        with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):
-            if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
-                return
-            library = _with_timers()
-            leave = _stacks_to().hold(file)
-            clock = ctypes.c_int(time.pthread_getcpuclockid(main))
-            event = _Event(None, _SIGNAL, 0)
-            if library.timer_create(clock, ctypes.byref(event), ctypes.byref(self._timer)) == 0:
-                self._library, self._leave = library, leave
-            else:
-                leave()
-
-    def restart(self, seconds: float) -> None:
-        """Make the timer expire after ``seconds`` of processor time of the main thread, counted from now."""
-        if self._library is not None:
-            whole = int(seconds)
-            times = _Times(0, 0, whole, max(1, int((seconds - whole) * 1e9)))
-            self._library.timer_settime(self._timer, 0, ctypes.byref(times), None)
-
-    def close(self) -> None:
-        """Delete the timer; a second call does nothing."""
-        library, self._library = self._library, None
-        if library is not None:
-            library.timer_delete(self._timer)
-            self._leave()
-
-
-@functools.cache
-def _stacks_to() -> ProcessSetting[TextIO | int]:
-    """Return where the signal writes stacks: the file of the newest timer, after which it does its default, to end."""
-
-    def register(file: TextIO | int) -> None:
-        faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=True)
-
-    return ProcessSetting(register, lambda: faulthandler.unregister(_SIGNAL))
-
-
-def _with_timers() -> Any:
-    """Return the C library that contains the function ``timer_create``; before glibc 2.34 that is librt."""
-    library = ctypes.CDLL(None)
-    return library if hasattr(library, "timer_create") else ctypes.CDLL("librt.so.1")
-
 
 #: Seconds for silent ranks to write their stacks before the job ends.
 _STACKS = 0.5
@@ -285,13 +219,13 @@ class Watchdog:
         return next((entry.members for entry in self._register.live if entry.key == call[0]), ())
 
     def _end(self, call: list[Any]) -> None:
-        name = wait_report.describe_call_entry(call)
+        name = describe_call_entry(call)
         if self._shared:
             try:
                 self._announce("reports")
                 members = self._members(call)
                 slots, tick = self._slots(members), self._guard.supervisor.tick
-                lines = wait_report.describe_stuck_call(call, members, slots, self._timeout, tick)
+                lines = describe_stuck_call(call, members, slots, self._timeout, tick)
                 if not slots.keys() >= set(members) and self._guard.launcher == OPEN_MPI:
                     lines.append(f"  {OPEN_MPI} may stay until that node answers: end it by two Ctrl-C, or scancel")
             except Exception as failure:  # the job ends all the same
@@ -337,15 +271,87 @@ class Watchdog:
                     slots[rank] = json.loads(self._path(rank).read_text())
         if any(rank not in slots for rank in members):
             slots |= peers.read_all()  # nodes that do not answer take seconds: those of this node are read after them
-        return wait_report.with_age(slots)
+        return with_age(slots)
 
     def _ask_silent(self) -> None:
         """Ask silent ranks of this node for their stacks, which they write even while they are stuck."""
         asked = 0
         for rank, slot in self._slots(()).items():
-            if rank != self._rank and slot.get("stacks") and wait_report.is_silent(slot, self._guard.supervisor.tick):
+            if rank != self._rank and slot.get("stacks") and is_silent(slot, self._guard.supervisor.tick):
                 write_stderr(self._guard.with_prefix(f"rank {rank} is asked for its stacks (process {slot['pid']}):"))
                 with contextlib.suppress(OSError):
-                    ask(slot["pid"])
+                    ask_for_stacks(slot["pid"])
                     asked += 1
         time.sleep(_STACKS if asked else 0.0)
+
+
+#: A signal above those that C libraries and debuggers use.
+_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11
+
+
+class LockTimer:
+    """Write the stacks of all threads to ``file`` and kill the process if :meth:`restart` is not called in time.
+
+    The timer runs from the first :meth:`restart` on, and counts the processor time of the main thread. It needs Linux
+    and a signal that no other code handles; otherwise it does nothing.
+    """
+
+    def __init__(self, file: TextIO | int) -> None:
+        self._library: Any = None
+        self._timer = ctypes.c_void_p()
+        main = threading.main_thread().ident
+        if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) < 8 or main is None:
+            return
+        with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):
+            if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+                return
+            library = _with_timers()
+            leave = _stacks_to().hold(file)
+            clock = ctypes.c_int(time.pthread_getcpuclockid(main))
+            event = _Event(None, _SIGNAL, 0)
+            if library.timer_create(clock, ctypes.byref(event), ctypes.byref(self._timer)) == 0:
+                self._library, self._leave = library, leave
+            else:
+                leave()
+
+    def restart(self, seconds: float) -> None:
+        """Make the timer expire after ``seconds`` of processor time of the main thread, counted from now."""
+        if self._library is not None:
+            whole = int(seconds)
+            times = _Times(0, 0, whole, max(1, int((seconds - whole) * 1e9)))
+            self._library.timer_settime(self._timer, 0, ctypes.byref(times), None)
+
+    def close(self) -> None:
+        """Delete the timer; a second call does nothing."""
+        library, self._library = self._library, None
+        if library is not None:
+            library.timer_delete(self._timer)
+            self._leave()
+
+
+class _Event(ctypes.Structure):
+    """Define the C structure ``struct sigevent``: what a timer does when it expires."""
+
+    _fields_ = (("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("how", ctypes.c_int), ("_", ctypes.c_byte * 48))
+
+
+class _Times(ctypes.Structure):
+    """Define the C structure ``struct itimerspec``: when a timer expires."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("every", "every_ns", "first", "first_ns"))
+
+
+@functools.cache
+def _stacks_to() -> ProcessSetting[TextIO | int]:
+    """Return where the signal writes stacks: the file of the newest timer, after which it does its default, to end."""
+
+    def register(file: TextIO | int) -> None:
+        faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=True)
+
+    return ProcessSetting(register, lambda: faulthandler.unregister(_SIGNAL))
+
+
+def _with_timers() -> Any:
+    """Return the C library that contains the function ``timer_create``; before glibc 2.34 that is librt."""
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "timer_create") else ctypes.CDLL("librt.so.1")

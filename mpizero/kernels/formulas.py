@@ -1,35 +1,15 @@
-"""Define one element's update by each optimizer; arguments and results are scalars of the parameters' dtype.
+"""Define the arithmetic of one element for all kernels: optimizers, activations, losses, norms, attention, compression.
 
-``w`` is the weight, ``g`` its gradient, ``m`` and ``v`` are running averages of the gradient and of its square.
-Coefficients that are differences or quotients (``1 - beta``, ``lr / (1 - beta**step)``) are arguments, because they are
-computed in float64 on the host: in float32, ``1 - 0.999`` would be wrong in its fifth digit.
+CPU and GPU kernels call these functions of scalars, so that each formula is written once. ``T``, where a formula has
+it, is the type of its number, np.float32 or np.float64. A loss is a float64, whatever the type of the prediction; a
+gradient has the prediction's type, and ``scale`` is a factor on it. No literal may change the width of the arithmetic:
+a float literal would turn float32 into float64, an integer literal would widen integers. So constants are NumPy scalars
+of the width that a formula computes in, or are converted by ``T``.
 
-Compute activation functions of one number and their gradients; ``T`` is its type, np.float32 or np.float64.
-
-Convert one number between float32 and the bits of bfloat16 or float16, as integers; rounding is to nearest even.
-
-All constants are NumPy scalars of the width that the formulas compute in: integer literals would widen the arithmetic.
-
-Define losses of one element and their gradients.
-
-A loss is a float64, whatever the type of the prediction; a gradient has the prediction's type. ``scale`` is a factor on
-the gradient. No formula has a float literal, because a literal would turn float32 into float64.
-
-Define the formulas that compress one value of a message: to a code of eight bits, or by its magnitude.
-
-All constants are NumPy scalars of the width that the formulas compute in: Python literals would widen the arithmetic.
-
-Define the formulas of layer and root-mean-square normalization, for one element.
-
-Define the formulas of attention that is computed tile by tile.
-
-Define the formulas of the softmax cross-entropy loss, for one row or one logit.
-
-Define the formulas of the causal softmax, for one query or one score.
-
-Define the test for finite numbers, for one element.
-
-Check the ids of an embedding.
+In the updates of optimizers ``w`` is the weight, ``g`` its gradient, ``m`` and ``v`` are running averages of the
+gradient and of its square. Coefficients that are differences or quotients (``1 - beta``, ``lr / (1 - beta**step)``) are
+arguments, because they are computed in float64 on the host: in float32, ``1 - 0.999`` would be wrong in its fifth
+digit. Conversions to bfloat16 and float16 work on the bits, as integers, and round to nearest even.
 """
 
 from __future__ import annotations

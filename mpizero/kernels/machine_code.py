@@ -1,8 +1,13 @@
-"""Tell what CPU runs this process, and describe it to LLVM, which is imported only where Linux does not tell.
+"""Keep the machine code of kernels in a folder, and load it into this process as Python builtins.
 
-Load object files of machine code into this process, and call their functions as Python builtins.
+Linux tells what CPU this is (:func:`cpu_identity`). LLVM loads object files (:class:`Native`); kernels take and return
+Python objects by themselves, so numba is imported only where one is compiled.
 
-Check and make folders of machine code, to which only this user may be able to write.
+The folder has one object file per kernel and dtype, compiled by one process per node (:func:`load_or_build`). Its name
+is a hash of every source file in the package ``mpizero.kernels``, of the compiler's version and of the CPU. So after a
+change of a formula, of numba or of the CPU type, a new, empty folder is used, and outdated code cannot be loaded. A
+file in the folder is run as machine code, so nobody but this user and root may be able to write to it. Numba's own
+cache, which stores pickles, is never used.
 
 [Note: who may write] Files and folders of root are trusted like the user's own, because root may do anything anyway.
 The folder of machine code and the files in it must belong to this user or root, and nobody else may be able to write to
@@ -11,13 +16,6 @@ machine code, but only by a folder that belongs to them, which is then not accep
 project folders that a group can write, or ``/tmp`` with its sticky bit. They may not be folders that all users can
 write and that have no sticky bit, and no symbolic link of another user may be on the path, because it may lead
 anywhere.
-
-Cache compiled kernels in a folder: one object file per kernel and dtype, compiled by one process per node.
-
-The folder's name is a hash of every source file in the package ``mpizero.kernels``, of the compiler's version and of
-the CPU. So after a change of a formula, of numba or of the CPU type, a new, empty folder is used, and outdated code
-cannot be loaded. A file in the folder is run as machine code, so nobody but this user and root may be able to write to
-it: see [Note: who may write]. Numba's own cache, which stores pickles, is never used.
 """
 
 from __future__ import annotations

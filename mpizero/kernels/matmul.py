@@ -1,23 +1,19 @@
-"""Multiply two matrices on the CPU, with the same bits whatever the shape around an element is.
+"""Multiply matrices on the CPU, by this package's kernel, by NumPy or by a BLAS library of the user's choice.
 
-The left operand is cut into blocks that stay in the cache and the right one into panels as wide as a tile; both are
-packed, that is copied into the order in which tiles read them (Goto and van de Geijn, *Anatomy of High-Performance
-Matrix Multiplication*, 2008). While a tile computes, the next panel is prefetched.
+It is chosen once in a process (:func:`library`). The environment variable ``MPIZERO_BLAS`` is ``mpizero``, ``numpy``,
+or the path of a library with the C interface of BLAS. Without it, Intel's MKL is used if the package ``mkl`` is
+installed; otherwise the kernel, or NumPy's BLAS on a CPU without fused multiply-adds.
 
-[Note: equal bits] An element is a sum over the inner axis. ``DEPTH`` terms at a time are added in ascending order, each
-by a fused multiply-add, and then these sums in ascending order. Nothing else enters: neither the numbers of rows and
-columns, nor the element's place, nor strides, nor threads, nor the CPU.
+The kernel, :func:`product`, cuts the left operand into blocks that stay in the cache and the right one into panels as
+wide as a tile; both are packed, that is copied into the order in which tiles read them (Goto and van de Geijn, *Anatomy
+of High-Performance Matrix Multiplication*, 2008). While a tile computes, the next panel is prefetched. It multiplies as
+many matrices at once as NumPy's BLAS has threads, which ``ShardingConfig(threads=...)`` sets. The number of threads
+changes no bit of its products.
 
-Load a BLAS library other than NumPy's, and multiply with it.
-
-Multiply matrices on the CPU, by this package's kernel, by NumPy or by a BLAS library of the user's choice.
-
-It is chosen once in a process. The environment variable ``MPIZERO_BLAS`` is ``mpizero``, ``numpy``, or the path of a
-library with the C interface of BLAS. Without it, Intel's MKL is used if the package ``mkl`` is installed; otherwise the
-kernel of :mod:`mpizero.kernels.matmul`, or NumPy's BLAS on a CPU without fused multiply-adds.
-
-The kernel multiplies as many matrices at once as NumPy's BLAS has threads, which ``ShardingConfig(threads=...)`` sets.
-The number of threads changes no bit of its products.
+[Note: equal bits] The kernel computes an element with the same bits whatever the shape around it is. An element is a
+sum over the inner axis. ``DEPTH`` terms at a time are added in ascending order, each by a fused multiply-add, and then
+these sums in ascending order. Nothing else enters: neither the numbers of rows and columns, nor the element's place,
+nor strides, nor threads, nor the CPU.
 """
 
 from __future__ import annotations
@@ -36,8 +32,137 @@ from mpizero.errors import ConfigError
 from mpizero.kernels import jit
 from mpizero.kernels.jit import apart, kernel
 from mpizero.kernels.machine_code import interpreted
-from mpizero.kernels.matmul_tile import HIGH, LOW, UNROLL, VECTOR, SumsTile, VectorCopy, VectorTranspose, tile_columns
+from mpizero.kernels.matmul_tile import (
+    HIGH,
+    LOW,
+    UNROLL,
+    VECTOR,
+    SumsTile,
+    VectorCopy,
+    VectorTranspose,
+    registers,
+    tile_columns,
+)
 from mpizero.types import Array
+
+VARIABLE = "MPIZERO_BLAS"
+
+
+#: NumPy's own; a subclass of its array may have another.
+_NUMPY_UFUNC = np.ndarray.__array_ufunc__
+
+
+def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
+    """Return ``a @ b`` of NumPy arrays, computed by what :func:`library` returns.
+
+    If ``out`` is given, the product is written to it, and ``out`` is returned.
+    """
+    chosen = library()
+    if chosen is None or a.ndim != 2 or b.ndim != 2 or (chosen.least and prod(a.shape) * b.shape[1] < chosen.least):
+        return np.matmul(a, b, out=out)
+    plain = type(a) is type(b) is np.ndarray and (out is None or type(out) is np.ndarray)
+    if not plain and any(type(x).__array_ufunc__ is not _NUMPY_UFUNC for x in (a, b, out) if x is not None):
+        memory = chosen.memory(a)  # for those who measure what a product takes, by arrays that do not compute it
+        result: Array = np.matmul(a, b, out=out)
+        del memory
+        return result
+    result = np.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
+    return result if chosen.product(a, b, result) else np.matmul(a, b, out=out)
+
+
+@functools.cache
+def library() -> KernelProducts | BlasLibrary | None:
+    """Return what multiplies instead of NumPy's BLAS, or None for NumPy's BLAS.
+
+    Raises
+    ------
+    ConfigError
+        If ``MPIZERO_BLAS`` names a library that cannot be used, or the kernel on a CPU that cannot run it.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked == "numpy":
+        return None
+    if asked not in ("", "mpizero"):
+        return BlasLibrary(asked)
+    if not asked and (found := installed_mkl()) is not None:
+        return BlasLibrary(found)
+    if fuses():
+        return KernelProducts()
+    if asked:
+        raise ConfigError(f"{VARIABLE}=mpizero: this CPU has no fused multiply-add of vectors; set {VARIABLE}=numpy")
+    return None
+
+
+def by_kernels(x: Array) -> bool:
+    """Tell whether this package's kernels multiply NumPy arrays like ``x``, of float32 or float64."""
+    return type(x) is np.ndarray and x.dtype.char in "fd" and isinstance(library(), KernelProducts)
+
+
+def fuses() -> bool:
+    """Tell whether the kernel can run here: compiled, on a CPU that multiplies and adds vectors with one rounding."""
+    return not interpreted() and registers()[0] > 0
+
+
+#: Least number of multiplications of a thread's part of a product: 0.2 ms, as much as a second thread takes to begin.
+_WORTH_A_THREAD = 1 << 23
+#: Rows and columns of a thread's part are multiples of these, which are whole tiles of every CPU.
+_ROWS, _COLUMNS = 12, 64
+
+
+class KernelProducts:
+    """Multiply by this package's kernel: see [Note: equal bits]."""
+
+    name, share, least = "mpizero's kernel", "products of layers", 0
+
+    def __init__(self) -> None:
+        self._kernel, self._memory_size = product, functools.lru_cache(memory_size)
+
+    def memory(self, a: Array) -> Array:
+        """Return the temporary memory for a product whose left operand is ``a``."""
+        return np.empty(self._memory_size(*a.shape, a.itemsize), a.dtype)
+
+    def product(self, a: Array, b: Array, out: Array) -> bool:
+        """Write ``a @ b`` to ``out`` and return True; return False and do nothing if the shapes or dtypes do not fit.
+
+        The dtype is float32 or float64. ``out`` must not overlap an operand.
+        """
+        (rows, depth), columns, dtype = a.shape, b.shape[1], out.dtype
+        if b.shape[0] != depth or out.shape != (rows, columns) or dtype.char not in "fd":
+            return False
+        if not (a.dtype == b.dtype == dtype and dtype.isnative and out.flags.writeable):
+            return False
+        work = rows * depth * columns
+        if work >= 2 * _WORTH_A_THREAD and (parts := threads_for(work)) > 1:
+            self._in_parts(a, b, out, parts)
+        elif work:
+            self._part(a, b, out)
+        else:
+            out[...] = 0
+        return True
+
+    def _in_parts(self, a: Array, b: Array, out: Array, parts: int) -> None:
+        """Divide the longer side of ``out`` by ``parts``, and compute each part in a thread of its own."""
+        rows, columns = out.shape
+        if rows >= columns:
+            tasks = [functools.partial(self._part, a[part], b, out[part]) for part in jit.parts_of(rows, parts, _ROWS)]
+        else:
+            cut = jit.parts_of(columns, parts, _COLUMNS)
+            tasks = [functools.partial(self._part, a, b[:, part], out[:, part]) for part in cut]
+        jit.run_tasks(tasks, parts)
+
+    def _part(self, a: Array, b: Array, out: Array) -> None:
+        """Compute one thread's part of a product, in temporary memory of its own."""
+        memory = self.memory(a)
+        if not self._kernel(a, b, out, memory):
+            result = np.empty_like(out, order="C")
+            self._kernel(np.ascontiguousarray(a), np.ascontiguousarray(b), result, memory)
+            out[...] = result
+
+
+def threads_for(multiplications: int) -> int:
+    """Return how many threads to use for a product: see :func:`mpizero.kernels.jit.threads_for`."""
+    return jit.threads_for(multiplications, _WORTH_A_THREAD)
+
 
 #: Terms of a sum that are added before the sum is stored. Longer is faster, up to the size of a cache; shorter is more
 #: accurate.
@@ -238,8 +363,6 @@ def pack_transposed(x: Any, at: Any, step: Any, count: Any, terms: Any, memory: 
     return terms // lanes * lanes
 
 
-VARIABLE = "MPIZERO_BLAS"
-
 #: Prefixes of the functions' names; the second one is used by SciPy's own OpenBLAS.
 _PREFIXES = ("", "scipy_")
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
@@ -366,122 +489,3 @@ def installed_mkl() -> Path | None:
     files = metadata.distribution("mkl").files or ()
     libraries = sorted(str(file.locate()) for file in files if file.name.startswith("libmkl_rt.so"))
     return next((path for path in map(Path, reversed(libraries)) if path.exists()), None)
-
-
-#: NumPy's own; a subclass of its array may have another.
-_NUMPY_UFUNC = np.ndarray.__array_ufunc__
-#: Least number of multiplications of a thread's part of a product: 0.2 ms, as much as a second thread takes to begin.
-_WORTH_A_THREAD = 1 << 23
-#: Rows and columns of a thread's part are multiples of these, which are whole tiles of every CPU.
-_ROWS, _COLUMNS = 12, 64
-
-
-class KernelProducts:
-    """Multiply by this package's kernel: see [Note: equal bits] in :mod:`mpizero.kernels.matmul`."""
-
-    name, share, least = "mpizero's kernel", "products of layers", 0
-
-    def __init__(self) -> None:
-
-        self._kernel, self._memory_size = product, functools.lru_cache(memory_size)
-
-    def memory(self, a: Array) -> Array:
-        """Return the temporary memory for a product whose left operand is ``a``."""
-        return np.empty(self._memory_size(*a.shape, a.itemsize), a.dtype)
-
-    def product(self, a: Array, b: Array, out: Array) -> bool:
-        """Write ``a @ b`` to ``out`` and return True; return False and do nothing if the shapes or dtypes do not fit.
-
-        The dtype is float32 or float64. ``out`` must not overlap an operand.
-        """
-        (rows, depth), columns, dtype = a.shape, b.shape[1], out.dtype
-        if b.shape[0] != depth or out.shape != (rows, columns) or dtype.char not in "fd":
-            return False
-        if not (a.dtype == b.dtype == dtype and dtype.isnative and out.flags.writeable):
-            return False
-        work = rows * depth * columns
-        if work >= 2 * _WORTH_A_THREAD and (parts := threads_for(work)) > 1:
-            self._in_parts(a, b, out, parts)
-        elif work:
-            self._part(a, b, out)
-        else:
-            out[...] = 0
-        return True
-
-    def _in_parts(self, a: Array, b: Array, out: Array, parts: int) -> None:
-        """Divide the longer side of ``out`` by ``parts``, and compute each part in a thread of its own."""
-        rows, columns = out.shape
-        if rows >= columns:
-            tasks = [functools.partial(self._part, a[part], b, out[part]) for part in jit.parts_of(rows, parts, _ROWS)]
-        else:
-            cut = jit.parts_of(columns, parts, _COLUMNS)
-            tasks = [functools.partial(self._part, a, b[:, part], out[:, part]) for part in cut]
-        jit.run_tasks(tasks, parts)
-
-    def _part(self, a: Array, b: Array, out: Array) -> None:
-        """Compute one thread's part of a product, in temporary memory of its own."""
-        memory = self.memory(a)
-        if not self._kernel(a, b, out, memory):
-            result = np.empty_like(out, order="C")
-            self._kernel(np.ascontiguousarray(a), np.ascontiguousarray(b), result, memory)
-            out[...] = result
-
-
-def threads_for(multiplications: int) -> int:
-    """Return how many threads to use for a product: see :func:`mpizero.kernels.jit.threads_for`."""
-    return jit.threads_for(multiplications, _WORTH_A_THREAD)
-
-
-@functools.cache
-def library() -> KernelProducts | BlasLibrary | None:
-    """Return what multiplies instead of NumPy's BLAS, or None for NumPy's BLAS.
-
-    Raises
-    ------
-    ConfigError
-        If ``MPIZERO_BLAS`` names a library that cannot be used, or the kernel on a CPU that cannot run it.
-    """
-    asked = os.environ.get(VARIABLE, "")
-    if asked == "numpy":
-        return None
-    if asked not in ("", "mpizero"):
-        return BlasLibrary(asked)
-    if not asked and (found := installed_mkl()) is not None:
-        return BlasLibrary(found)
-    if fuses():
-        return KernelProducts()
-    if asked:
-        raise ConfigError(f"{VARIABLE}=mpizero: this CPU has no fused multiply-add of vectors; set {VARIABLE}=numpy")
-    return None
-
-
-def by_kernels(x: Array) -> bool:
-    """Tell whether this package's kernels multiply NumPy arrays like ``x``, of float32 or float64."""
-    return type(x) is np.ndarray and x.dtype.char in "fd" and isinstance(library(), KernelProducts)
-
-
-def fuses() -> bool:
-    """Tell whether the kernel can run here: compiled, on a CPU that multiplies and adds vectors with one rounding."""
-    if interpreted():
-        return False
-    from mpizero.kernels.matmul_tile import registers
-
-    return registers()[0] > 0
-
-
-def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Return ``a @ b`` of NumPy arrays, computed by what :func:`library` returns.
-
-    If ``out`` is given, the product is written to it, and ``out`` is returned.
-    """
-    chosen = library()
-    if chosen is None or a.ndim != 2 or b.ndim != 2 or (chosen.least and prod(a.shape) * b.shape[1] < chosen.least):
-        return np.matmul(a, b, out=out)
-    plain = type(a) is type(b) is np.ndarray and (out is None or type(out) is np.ndarray)
-    if not plain and any(type(x).__array_ufunc__ is not _NUMPY_UFUNC for x in (a, b, out) if x is not None):
-        memory = chosen.memory(a)  # for those who measure what a product takes, by arrays that do not compute it
-        result: Array = np.matmul(a, b, out=out)
-        del memory
-        return result
-    result = np.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
-    return result if chosen.product(a, b, result) else np.matmul(a, b, out=out)

@@ -1,11 +1,10 @@
-"""Generate the innermost loops of a matrix product for the vector registers of this CPU.
+"""Generate the innermost loops of a matrix product for the vector registers of this CPU, and add arrays as a tree.
 
 A tile is the part of a product that one such loop computes: up to ``HIGH`` rows by :func:`tile_columns` columns.
 Its sums stay in registers while the loop runs over the inner axis, which numba cannot be told. So the loop is written
 as LLVM code. Each sum adds its terms in ascending order by fused multiply-adds, however large the tile is and however
 wide the registers are: an element of a product has the same bits in every tile, and on every CPU that fuses.
-
-Add arrays in the order of the binary tree.
+:func:`fold` adds whole arrays, in the order of the binary tree.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import numpy as np
 
 from mpizero.kernels import backend, namespace
 from mpizero.kernels.jit import Intrinsic, fetch_line
+from mpizero.kernels.machine_code import cpu_features
 from mpizero.types import Array
 
 #: Vector registers across a tile's columns.
@@ -34,8 +34,6 @@ _REGISTERS = {"avx512f": (64, 12, 4, 1), "fma": (32, 6, 4, 4), "neon": (16, 12, 
 @functools.cache
 def registers() -> tuple[int, int, int, int]:
     """Return what ``_REGISTERS`` holds for this CPU; zeros on a CPU that cannot fuse."""
-    from mpizero.kernels.machine_code import cpu_features
-
     features = cpu_features()
     return next((sizes for name, sizes in _REGISTERS.items() if name in features), (0, 0, 0, 0))
 

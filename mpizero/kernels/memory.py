@@ -1,13 +1,13 @@
-"""Copy host memory past the caches, with nontemporal stores.
+"""Copy host memory past the caches, and read and write memory to measure its bandwidth.
 
-An ordinary store first loads the cache line that it overwrites, so a copy moves three bytes through memory where two
-are enough. libc's ``memcpy`` avoids that only for very large blocks (3/4 of the last-level cache: 190 MB on some
-machines). After a copy by this module, the data is not in the cache, so use it for data that is not read soon.
+:func:`copy_past_cache` uses nontemporal stores. An ordinary store first loads the cache line that it overwrites, so a
+copy moves three bytes through memory where two are enough. libc's ``memcpy`` avoids that only for very large blocks
+(3/4 of the last-level cache: 190 MB on some machines). After this copy, the data is not in the cache, so use it for
+data that is not read soon.
 
-Provide kernels that do little but read and write memory, to measure the memory bandwidth.
-
-An array that is both read and written is updated in place, as in mpizero's other kernels. The arithmetic is at most one
-addition per element, far less than what a core can do while it waits for the element.
+The kernels below it do little but read and write memory. An array that is both read and written is updated in place, as
+in mpizero's other kernels. The arithmetic is at most one addition per element, far less than what a core can do while
+it waits for the element.
 """
 
 from __future__ import annotations

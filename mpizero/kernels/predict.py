@@ -2,8 +2,7 @@
 
 This is for small batches on a CPU, where calling a NumPy function takes longer than its arithmetic. There is no such
 kernel for GPUs, where the kernels and products of the layers are faster. All parameters are in one flat array,
-``params``, in the order in which :mod:`mpizero.nn.models` packs them; a weight has the shape (inputs,
-outputs).
+``params``, in the order in which :mod:`mpizero.nn.models` packs them; a weight has the shape (inputs, outputs).
 """
 
 from __future__ import annotations
@@ -11,18 +10,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mpizero.kernels import formulas, special_functions
+from mpizero.kernels.formulas import gelu, relu, silu
 from mpizero.kernels.jit import kernel
+from mpizero.kernels.special_functions import exponential, hyperbolic_tangent
 
 RELU, GELU, SILU, TANH = 0, 1, 2, 3
 #: Names of the activations; the index of a name is its code.
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
-
-_exp = special_functions.exponential
-_relu = formulas.relu
-_gelu = formulas.gelu
-_silu = formulas.silu
-_tanh = special_functions.hyperbolic_tangent
 
 
 def _affine(x: Any, rows: Any, inputs: Any, weight: Any, bias: Any, outputs: Any, y: Any) -> None:
@@ -55,16 +49,16 @@ def _activate(x: Any, count: Any, kind: Any) -> None:
     T = x.dtype.type  # noqa: N806
     if kind == RELU:
         for i in range(count):
-            x[i] = _relu(x[i], T)
+            x[i] = relu(x[i], T)
     elif kind == GELU:
         for i in range(count):
-            x[i] = _gelu(x[i], T)
+            x[i] = gelu(x[i], T)
     elif kind == SILU:
         for i in range(count):
-            x[i] = _silu(x[i], T)
+            x[i] = silu(x[i], T)
     else:
         for i in range(count):
-            x[i] = _tanh(x[i], T)
+            x[i] = hyperbolic_tangent(x[i], T)
 
 
 def _layernorm(x: Any, rows: Any, features: Any, weight: Any, bias: Any, eps: Any, y: Any) -> None:
@@ -104,7 +98,7 @@ def _attend(qkv: Any, length: Any, dim: Any, heads: Any, scale: Any, scores: Any
                 highest = max(highest, scores[s])
             norm = T(0)
             for s in range(t + 1):
-                scores[s] = _exp(scores[s] - highest, T)
+                scores[s] = exponential(scores[s] - highest, T)
                 norm += scores[s]
             target = mixed[t * dim + h * size : t * dim + (h + 1) * size]
             for i in range(size):

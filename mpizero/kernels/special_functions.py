@@ -1,4 +1,4 @@
-"""Compute elementary functions of one number, for CPU and GPU kernels.
+"""Compute elementary functions of one number and random numbers, for CPU and GPU kernels.
 
 ``T`` is the number's type, np.float32 or np.float64. In float64 these are the functions of ``math``. In float32 they
 are polynomials without calls, tables or undefined conversions, because a call to libm stops LLVM from vectorizing the
@@ -8,9 +8,8 @@ value does not depend on how a range was cut.
 The coefficients are weighted minimax fits of this project (Lawson's iteration on 4001 Chebyshev nodes, weight =
 relative error of the result), rounded to float32.
 
-Compute Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011), and random numbers from its words.
-
-A word has 32 bits. Words are stored as uint64, so that products of two words do not overflow, in plain Python either.
+Random numbers come from the words of Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011). A word has 32 bits. Words
+are stored as uint64, so that products of two words do not overflow, in plain Python either.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Cut a global batch into grains, and assign grains to the ranks that compute them.
+"""Cut a global batch into grains, and assign the grains to the ranks that compute them.
 
-Assign the grains of a global batch to ranks: a contiguous run of grains to each, or one grain to each in waves.
-
-Where the ranks of a node claim grains, the runs of these ranks together are the node's grains.
+A :class:`GrainRule` finds the size of :class:`Grains` from the global batch alone, so that every number of ranks adds
+the same grains. Each rank computes a contiguous run of grains, or one grain in each wave. Where the ranks of a node
+claim grains, the runs of these ranks together are the node's grains.
 """
 
 from __future__ import annotations

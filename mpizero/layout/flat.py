@@ -1,14 +1,13 @@
-"""Describe units: groups of parameters that are gathered, reduced and freed together, and where their gradients lie.
+"""Lay out named parameters in one flat array, and cut the array into units, shards and blocks of files.
+
+A :class:`Unit` is a group of parameters that are gathered, reduced and freed together. A :class:`Partition` divides
+elements into contiguous shards whose sizes differ by at most one; :func:`owners_by_cost` divides whole things. The
+:class:`FlatLayout` of a model has both, and says where each gradient lies. :func:`hyperslabs` cuts a range of C-order
+elements into rectangular blocks, as HDF5 selects them.
 
 [Note: gradient space] The gradients of a unit are laid out in an array of their own, the unit's gradient space. First
 come the gradients of the unit's own trainable parameters (frozen ones take no space), then the gradient of each tied
 use of an earlier parameter. A range of the unit's own parameters has therefore one contiguous range of gradients.
-
-Divide elements into contiguous shards whose sizes differ by at most one, and whole things by their costs.
-
-Lay out named parameters in one flat array, cut the array into units, and lay out the gradients of each unit.
-
-Cut a range of C-order elements of an N-d array into rectangular blocks, as HDF5 selects them.
 """
 
 from __future__ import annotations
@@ -431,39 +430,6 @@ class FlatLayout:
         return tuple(entry.span.stop for entry in self.parameters)
 
 
-def joined(block: str, name: str) -> str:
-    """Return the global name ``block.name`` of a block's parameter, without the dot if one of the two is empty."""
-    return f"{block}.{name}" if block and name else block or name
-
-
-def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn dotted names into nested dictionaries: ``{"a.b": x}`` becomes ``{"a": {"b": x}}``."""
-    tree: dict[str, Any] = {}
-    for name, value in arrays.items():
-        *path, leaf = name.split(".")
-        level = tree
-        for part in path:
-            level = level.setdefault(part, {})
-        level[leaf] = value
-    return tree
-
-
-def united(first: dict[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the entries of the nested dictionary ``second`` into ``first``, and return that."""
-    for name, value in second.items():
-        first[name] = united(first[name], value) if isinstance(first.get(name), dict) else value
-    return first
-
-
-def views(buffer: Array, placed: Sequence[tuple[str, int, ParameterSpec]]) -> dict[str, Any]:
-    """Return views of a 1-D buffer in nested dictionaries, whose keys are the names in ``placed`` cut at their dots.
-
-    Each (name, start, spec) in ``placed`` gives a view like the parameter ``spec`` that begins with element ``start``
-    of the buffer.
-    """
-    return nested({name: spec.view(buffer[start : start + spec.size]) for name, start, spec in placed})
-
-
 def _united(
     names: Sequence[str], blocks: Mapping[str, Sequence[ParameterSpec]], one_unit: bool, minimum_unit: int
 ) -> list[list[str]]:
@@ -536,6 +502,39 @@ class _Builder:
             raise LayoutError(f"{spec.name!r} is {kinds[0]}, its target {spec.tied!r} is {kinds[1]}")
         trainable = target.trainable and spec.trainable  # a frozen layer writes no gradient of what it shares
         return ParameterUse(replace(spec, trainable=trainable), block, unit, offset, -1)
+
+
+def joined(block: str, name: str) -> str:
+    """Return the global name ``block.name`` of a block's parameter, without the dot if one of the two is empty."""
+    return f"{block}.{name}" if block and name else block or name
+
+
+def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn dotted names into nested dictionaries: ``{"a.b": x}`` becomes ``{"a": {"b": x}}``."""
+    tree: dict[str, Any] = {}
+    for name, value in arrays.items():
+        *path, leaf = name.split(".")
+        level = tree
+        for part in path:
+            level = level.setdefault(part, {})
+        level[leaf] = value
+    return tree
+
+
+def united(first: dict[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the entries of the nested dictionary ``second`` into ``first``, and return that."""
+    for name, value in second.items():
+        first[name] = united(first[name], value) if isinstance(first.get(name), dict) else value
+    return first
+
+
+def views(buffer: Array, placed: Sequence[tuple[str, int, ParameterSpec]]) -> dict[str, Any]:
+    """Return views of a 1-D buffer in nested dictionaries, whose keys are the names in ``placed`` cut at their dots.
+
+    Each (name, start, spec) in ``placed`` gives a view like the parameter ``spec`` that begins with element ``start``
+    of the buffer.
+    """
+    return nested({name: spec.view(buffer[start : start + spec.size]) for name, start, spec in placed})
 
 
 def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:

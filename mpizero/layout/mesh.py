@@ -1,6 +1,7 @@
-"""Compute the coordinates of every rank in the grid pipeline x tensor x data x context.
+"""Compute the coordinates of ranks in the grid pipeline x tensor x data x context, and the process groups of the grid.
 
-Compute the ranks of each process group, and which of them share a node, without MPI (also for planned jobs).
+:class:`Axes` numbers the ranks. The functions below it tell which ranks form a group, and which groups lie within
+nodes. All is computed from numbers, without MPI, so that it also holds for jobs that are only planned.
 """
 
 from __future__ import annotations

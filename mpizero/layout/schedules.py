@@ -1,29 +1,17 @@
-"""Define the instructions of a pipeline stage: forward and backward passes of one chunk on one micro-batch.
+"""Build pipeline schedules, simulate them to find their times, and show them as text.
 
-Describe a pipeline schedule: which stage computes what, in which order.
+A model is cut into *chunks* (contiguous runs of its blocks), and a batch into micro-batches. A :class:`Schedule`
+assigns each chunk to a stage, and gives each stage a *program*, a sequence of instructions. A stage runs its program in
+order. It sends messages without blocking. Before it runs an instruction, it waits for the messages that the instruction
+needs. :func:`simulate` does the same in one process, with given costs: an instruction starts when its messages have
+arrived.
 
-A model is cut into *chunks* (contiguous runs of its blocks), and a batch into micro-batches. A schedule assigns each
-chunk to a stage, and gives each stage a *program*, a sequence of instructions. A stage runs its program in order. It
-sends messages without blocking. Before it runs an instruction, it waits for the messages that the instruction needs.
+The backward pass of a chunk has two halves: the *input half* computes the gradient of the chunk's input, the *weight
+half* the gradients of its weights. In every schedule the backward passes of a chunk, and its weight halves, come in
+ascending order of the micro-batches, because the sum over grains (``layout/sum_tree.py``) adds gradients in this order.
 
-Build pipeline schedules: for each schedule a generator of one stage's instructions, and a table of all schedules.
-
-The backward pass of a chunk has two halves: the input half computes the gradient of the chunk's input, the weight half
-the gradients of its weights. In every schedule the backward passes of a chunk, and its weight halves, come in ascending
-order of the micro-batches, because the sum over grains (``layout/sum_tree.py``) adds gradients in this order.
-
-The generators take the same four arguments: the number of the stage, the number of stages, the number of micro-batches,
-and the number of chunks on each stage (``virtual``).
-
-Simulate a pipeline schedule in one process: check that it can be run, and compute its times from given costs.
-
-In the simulation every stage runs its program in order. When an instruction ends, its message is sent without blocking
-the stage. An instruction starts when the messages that it needs have arrived.
-
-An *input half* is the half of a backward pass that computes the gradient of a chunk's input; a *weight half* is the
-half that computes the gradients of its weights.
-
-Show a simulated pipeline schedule as text.
+Each schedule is a generator of one stage's instructions. The generators take the same four arguments: the number of the
+stage, the number of stages, the number of micro-batches, and the number of chunks on each stage (``virtual``).
 """
 
 from __future__ import annotations

@@ -4,13 +4,12 @@ The node ``(level, position)`` of the tree is the sum of its children ``(level-1
 ``(level-1, 2*position+1)``. Where the right child does not exist, the node equals its left child. The leaves are the
 gradients of the grains (or the elements of a tensor). All sums follow this tree, so the bits of the root depend on the
 leaves alone. A *row* is an array with one gradient vector or one partial sum of them; a *worker* is a rank that
-computes grains.
+computes grains. There are three kinds of plans: workers compute grains in waves (:func:`wave_plan`), sum their own
+grains first (:func:`rows_plan`), or claim parts of a node's grains one after the other (:func:`claim_parts`).
 
 [Note: tree programs] A sum is passed to the kernels as a *program*, a tuple of integers that is executed by a stack
 machine over the rows of a matrix: ``v >= 0`` pushes row v, ``-1`` pops the top of the stack and adds it to the entry
 below, and ``v <= -2`` adds row ``-2 - v`` to the top.
-
-Cut the grains of a node into parts that its ranks claim one after the other: whole subtrees of the sum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Define the placement table: every strategy is one row, and one engine executes all rows.
+"""Define what a user chooses, strategy and settings, and decide from them how a training step is done.
+
+The placement table has a row for each strategy: what is sharded, and how grains are assigned (:class:`Placement`).
+:class:`ShardingConfig` has all other settings. The functions after it decide from both how a step is done; the engine
+and the command `mpizero plan` share them, so that a plan counts what a training does.
 
 [Note: waves in a context group] The ranks of a context group compute one part each of a grain. In the tree these parts
 are neighbours, so none of a rank's own parts are, and the rank cannot add them alone. To sum gradients once a step, it
@@ -6,17 +10,13 @@ would have to keep as many copies of the whole gradient as it computes grains. C
 that memory is short, and that computing a grain takes much longer than sending gradients. So ZeRO-1, where a rank needs
 the sums of its shard only, then sums them in every wave, as ZeRO-2 does. DDP, where every node needs all sums, keeps
 the copies and sends once a step.
-
-Define ``ShardingConfig``, the settings of sharded models and their optimizers.
-
-Decide from the settings how a training step is done: rules that the engine and the command `mpizero plan` share.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 from weakref import WeakSet
 
 from mpizero._util.checks import flag, number, positive, require, whole
@@ -33,11 +33,8 @@ from mpizero.layout.flat import FlatLayout, ParameterUse, Span
 from mpizero.layout.mesh import NodeOrder
 from mpizero.nn.models import efficient_samples
 from mpizero.optim import DynamicLossScale
-from mpizero.sharding.partition import Tiles, check_tiles
+from mpizero.sharding.partition import PartitionedModel, Tiles, check_tiles
 from mpizero.sharding.step_report import BadSteps
-
-if TYPE_CHECKING:
-    from mpizero.sharding.partition import PartitionedModel
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,11 @@
-"""Save the samples of a step whose loss or gradient was not finite to files, for a replay in one process.
+"""Look into single training steps: keep and replay those that were not finite, and tell where time goes in others.
+
+:func:`dump_bad_step` saves the samples of a step whose loss or gradient was not finite, :func:`read_bad_step` reads
+them, and :func:`replay_bad_step` evaluates them again in one process, with statistics of every array.
+
+:func:`traced` records when a rank begins and ends each phase of a step, and each message. :func:`phases_of` computes
+from the spans of all ranks the seconds of each phase, on one clock (:func:`clock_offset`); waiting for other ranks is a
+phase of its own.
 
 [Note: the files of a bad step] A folder has the file ``step.json`` and one file for each bad grain. ``step.json``
 is one JSON object with the keys ``format`` ("mpizero bad step"), ``version`` (1), ``step`` (number of the training
@@ -10,12 +17,6 @@ objects with ``step``, ``rank``, ``tensor``, ``start``, ``stop``, ``message``), 
 file of grain 3, ``grain_00003.npz``, is uncompressed and without pickle. It has the arrays ``x`` and ``y`` (for trees
 ``x.0``, ``x.1``, ...), ``samples`` (positions in the global batch) and, if the caller knows them, ``indices``
 (positions in the data set).
-
-Evaluate the samples of a bad step again, in one process, and compute statistics of every array.
-
-Record when a rank begins and ends each phase of a training step, and each message.
-
-Compute the seconds of each phase from the traced spans of all ranks; waiting for other ranks is a phase of its own.
 
 [Note: waiting] A rank in a collective waits until the last rank has entered it. The rest of the call is the collective
 itself, and counts for the phase that made the call. A non-blocking collective is entered when it is started; of the

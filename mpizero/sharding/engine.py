@@ -1,11 +1,12 @@
 """Train a placed model: the one engine that executes every row of the placement table.
 
 [Note: a step] Samples are sent to the ranks that compute their grains, or shared by the ranks of a node that claim
-grains. Each rank computes the gradients of its grains. One small allgather makes all ranks agree on the loss, on its
-weight, and on whether all values are finite. For the ranges of the parameters that it owns, each rank sums the
-gradients, divides the sum by the weight, and updates. Then the new parameters are published: by a barrier within each
-node, and by an all-gather between nodes if the optimizer state is sharded (without it, every node updates a whole
-copy).
+grains (``sharding/batch.py``). Each rank computes the gradients of its grains (``sharding/forward_backward.py``). One
+small allgather makes all ranks agree on the loss, on its weight, and on whether all values are finite. For the ranges
+of the parameters that it owns, each rank sums the gradients (``sharding/grad_reduce.py``), divides the sum by the
+weight, and updates (``sharding/update.py``). Then the new parameters are published (``sharding/params.py``): by a
+barrier within each node, and by an all-gather between nodes if the optimizer state is sharded (without it, every node
+updates a whole copy).
 """
 
 from __future__ import annotations

@@ -1,6 +1,12 @@
-"""Make named views of flat gradient buffers, and add up the micro-batches of a grain in such buffers.
+"""Keep the gradients of a step in buffers, and sum them over the ranks of the data group.
 
-Exchange gradients between peers, compressed or not, and keep what compression has left out (error feedback).
+The engine runs the :class:`Job` objects of a :class:`GradientReducer`, which write gradients, and then asks for their
+sum. Two classes implement it. :class:`WaveBuffer` keeps the gradients of one unit, and sums them into the shards of the
+ranks as soon as the unit's backward pass ends (ZeRO-2 and 3). :class:`RowBuffer` keeps gradients in rows; a row is one
+copy of the whole gradient vector. It serves DDP and ZeRO-1, and any strategy for gradients that are not reduced yet.
+Rows are summed at the end of a step or, by :class:`OverlappedReduction`, during its backward pass. Both sum by the same
+tree, so the bits are the same. :class:`GradientExchange` sends their partial sums between peers, compressed or not, and
+keeps what compression has left out (error feedback). :class:`BucketTuner` chooses how much is in flight at once.
 
 [Note: residuals] A compressed message leaves out a part of every value. The sender keeps this part, the residual, and
 adds it to the value in its next message. A rank keeps residuals of the partial sums that it sends to the other peers,
@@ -19,38 +25,18 @@ left out. A parameter of which other ranks hold a copy that they update themselv
 unsplit in a tensor group) has other neighbours there. Its gradients are sent exactly, so that copies stay equal; those
 of averaged parameters, which are values and no gradients, are too.
 
-Reduce gradients between nodes while the backward pass still computes other gradients (DDP).
-
-[Note: buckets of rows] A row is one copy of the whole gradient vector. It is cut into buckets from its end, because the
-backward pass goes from the last block to the first. A bucket's partial sums are exchanged as soon as every block in it
-has finished its backward pass on all ranks of the node; a barrier of the node makes sure of that. Each peer sums an
-equal part of the bucket. (A reduction at the end of a step lets each peer sum the elements of its shard instead. But
-all elements of one bucket may be in one shard, and then all ranks would send to one peer.) Then each peer sends its
-part of the sums to all peers, into their first rows. One exchange of partial sums is in flight at a time, and any
-number of all-gathers of sums, because these need no buffers. Every element is added in the order of the tree, so it
-does not matter which rank adds it.
-
-Choose the bucket size for sending gradients: the size with which training steps take the least time.
+[Note: buckets of rows] A row is cut into buckets from its end, because the backward pass goes from the last block to
+the first. A bucket's partial sums are exchanged as soon as every block in it has finished its backward pass on all
+ranks of the node; a barrier of the node makes sure of that. Each peer sums an equal part of the bucket. (A reduction at
+the end of a step lets each peer sum the elements of its shard instead. But all elements of one bucket may be in one
+shard, and then all ranks would send to one peer.) Then each peer sends its part of the sums to all peers, into their
+first rows. One exchange of partial sums is in flight at a time, and any number of all-gathers of sums, because these
+need no buffers. Every element is added in the order of the tree, so it does not matter which rank adds it.
 
 [Note: buckets] A bucket is the part of the gradients that is in flight between peers at once: one segment of the
 exchange in ``comm/reduce.py``. The bucket size decides into how many messages an exchange is cut, and how much of
 one unit's gradients can be sent during the backward pass of the next unit. It changes neither the number of bytes sent
 nor the results. All ranks use the same size in the same step, so they cut an exchange into equally many segments.
-
-Define the interface between the engine and gradient buffers: jobs that write gradients, and their sum over ranks.
-
-Two classes implement the interface. :class:`~mpizero.sharding.grad_reduce.RowBuffer` keeps gradients in rows;
-a row is one copy of the whole gradient vector. It serves DDP and ZeRO-1, and any strategy for gradients that are not
-reduced yet. :class:`~mpizero.sharding.grad_reduce.WaveBuffer` keeps the gradients of one unit, and sums them
-into shards as soon as the unit's backward pass ends (ZeRO-2 and 3). Both sum by the same tree, so the bits are the
-same.
-
-Keep gradients in rows, copies of the whole gradient vector, and sum the rows of all ranks (DDP, ZeRO-1).
-
-A rank computes a contiguous run of grains, or those that it claims. Rows are summed at the end of a step, or during its
-backward pass.
-
-Sum the gradients of one unit at a time, in each wave of grains, into the shards of the ranks (ZeRO-2 and 3).
 """
 
 from __future__ import annotations
@@ -102,582 +88,6 @@ from mpizero.sharding.config import (
 from mpizero.sharding.integrity import GradientDict
 from mpizero.sharding.params import Allocator, IntegerState, ParameterStore, Share, on_all_ranks, paged
 from mpizero.types import Array
-
-
-class GradientViews:
-    """Make named views of gradient buffers, beside the arrays that new values of integer arrays are written to.
-
-    A frozen parameter's gradient is a view of memory that is never read.
-    """
-
-    def __init__(self, layout: FlatLayout, memory: Allocator, dtype: Any, integers: IntegerState) -> None:
-        self.integers = integers
-        self.unread = memory.private("buffers", layout.largest_frozen, dtype)
-
-    def unit(self, unit: Unit, buffer: Array, *, by_block: bool = False) -> dict[str, Any]:
-        """Return nested views, by block and parameter, of the gradients of ``unit``, which ``buffer`` holds.
-
-        With ``by_block``, the buffer holds the gradients of one block at a time, as :func:`block_parts` finds them.
-        """
-        result = {}
-        for block in unit.blocks:
-            entries = [entry for entry in unit.entries if entry.block == block]
-            held = sorted((e for e in entries if e.gradient >= 0), key=lambda entry: entry.gradient)
-            starts = accumulate([0, *(e.spec.size for e in held)]) if by_block else (e.gradient for e in held)
-            tree = views(buffer, [(e.local_name, start, e.spec) for e, start in zip(held, starts, strict=False)])
-            frozen = views(self.unread, [(e.local_name, 0, e.spec) for e in entries if e.gradient < 0])
-            result[block] = GradientDict(united(united(tree, frozen), self.integers.targets(block)))
-        return result
-
-
-def block_parts(unit: Unit, block: str, buffer: Array) -> list[Array]:
-    """Return the parts of ``buffer``, which holds the gradients of one block, for each of the block's ranges.
-
-    They follow one another in the order of ``unit.gradient_ranges``. Not collective.
-    """
-    sizes = [span.size for span in unit.gradient_ranges[block]]
-    return [buffer[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)]
-
-
-def apart(value: Any, parts: Sequence[Array]) -> Any:
-    """Return ``value``, an array or a tree of arrays, with copies of the arrays that share memory with ``parts``.
-
-    Not collective.
-    """
-
-    def own(leaf: Any) -> Any:
-        shared = isinstance(leaf, np.ndarray) and any(np.may_share_memory(leaf, part) for part in parts)
-        return leaf.copy() if shared else leaf
-
-    return map_leaves(own, value)
-
-
-def largest_block(layout: FlatLayout) -> int:
-    """Return the number of gradient elements of the block that has the most of them. Not collective."""
-    blocks = [ranges for unit in layout.units for ranges in unit.gradient_ranges.values()]
-    return max((sum(span.size for span in ranges) for ranges in blocks), default=0)
-
-
-class MicroBatchSum:
-    """Add the gradients of a grain's micro-batches, in their order, in a buffer of ``size`` elements.
-
-    The buffer is allocated when it is first needed; with ``accumulate`` 1, one micro-batch in a grain, it never is.
-    """
-
-    def __init__(self, memory: Allocator, size: int, dtype: Any, accumulate: int) -> None:
-        self.memory, self.size, self.dtype = memory, size if accumulate > 1 else 0, dtype
-        self.partial: Array = np.empty(0, dtype)
-
-    def add(self, target: Array, base: int, number: int) -> None:
-        """Add ``target``, a gradient of micro-batch ``number``, to the buffer's elements from ``base`` on.
-
-        Micro-batch 0 overwrites these elements.
-        """
-        if not self.size:
-            return
-        if not self.partial.size:
-            self.partial = self.memory.private("gradients", self.size, self.dtype)
-        partial = self.partial[base : base + target.size]
-        if number == 0:
-            partial[:] = target
-        else:
-            partial += target
-
-    def finish(self, target: Array, base: int) -> None:
-        """Copy the sum, in the buffer's elements from ``base`` on, to ``target``."""
-        if self.partial.size:
-            target[:] = self.partial[base : base + target.size]
-
-
-#: The kind under which the allocator counts the memory of residuals.
-RESIDUALS = "residuals"
-
-
-def residual_sizes(totals: Sequence[int], peer: int, codec: Codec | None, *, replicated: bool) -> list[int]:
-    """Return how many residual values a rank keeps for each of the peers. Not collective.
-
-    Parameters
-    ----------
-    totals : sequence of int
-        Number of gradient elements that each peer owns and that are compressed.
-    peer : int
-        Number, among the peers, of the rank that keeps the residuals.
-    codec : Codec or None
-        The codec that compresses messages; None: they are not compressed.
-    replicated : bool
-        Whether every rank sends its range of the reduced gradient to all peers, and so keeps residuals of it.
-    """
-    if codec is None or not codec.feedback or len(totals) == 1:
-        return [0] * len(totals)
-    return [0 if place == peer and not replicated else size for place, size in enumerate(totals)]
-
-
-def compressed_sizes(share: Share, exact: Sequence[Span]) -> list[int]:
-    """Return, for each unit, how many gradients that ``share`` owns are compressed: all but those in ``exact``.
-
-    Not collective.
-    """
-    every = (share.row_spans(unit.index) for unit in share.layout.units)
-    return [sum(p.size for span in spans for p, inside in span.split(exact) if not inside) for spans in every]
-
-
-class GradientExchange(ExactExchange):
-    """Send partial sums of gradients to the peers that own the elements, compressed as the configuration says.
-
-    Parameters
-    ----------
-    store : ParameterStore
-        The parameters: the ranges that each peer owns, the data type, and the allocator for residuals and messages.
-        Only float32 is compressed.
-    placement : Placement
-        The strategy. It says whether all peers keep the whole optimizer state and so need all reduced gradients.
-    compression : str or None
-        The setting ``ShardingConfig.gradient_compression``.
-    elements : int or None
-        Number of elements in flight between peers at once; None is the default of :class:`ExactExchange`.
-    exact : sequence of Span
-        The ranges of the vector of all gradients that are never compressed ([Note: copies]), ascending.
-    """
-
-    def __init__(
-        self,
-        store: ParameterStore,
-        placement: Placement,
-        compression: str | None = None,
-        *,
-        elements: int | None = None,
-        exact: Sequence[Span] = (),
-    ) -> None:
-        super().__init__(store.grid.peers, None, store.memory.scratch, elements)
-        self.memory, self.shares, self.dtype, self.placement = store.memory, store.peer_shares, store.dtype, placement
-        self.replicated, self.exact = not placement.shard_optimizer, exact
-        self._kept = self._next = np.empty(0, np.float32)
-        self.compress(compression)
-
-    def compress(self, compression: str | None) -> None:
-        """Use another compression from the next step on, and drop all residuals.
-
-        Not collective, but all ranks must call it before the same step.
-        """
-        self.memory.release(RESIDUALS, self._kept)
-        self.memory.release(RESIDUALS, self._next)
-        self.compression, self.codec = compression, gradient_codec(compression, self.dtype.itemsize)
-        self._of_units = [compressed_sizes(share, self.exact) for share in self.shares]
-        sizes = residual_sizes(
-            [sum(units) for units in self._of_units], self.peers.rank, self.codec, replicated=self.replicated
-        )
-        self._bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-        self._kept, self._next = (self.memory.private(RESIDUALS, self._bounds[-1], np.float32) for _ in range(2))
-        self.forget()
-
-    @property
-    def bucket_mb(self) -> float:
-        """The number of MiB of gradients in flight at once; 0.0 if there is only one peer. Not collective."""
-        return 0.0 if self.peers.size == 1 else in_flight(self.elements) * self.dtype.itemsize / 2**20
-
-    @property
-    def feedback(self) -> bool:
-        """Tell whether this rank keeps residuals. Not collective."""
-        return self._kept.size > 0
-
-    @property
-    def owes(self) -> bool:
-        """Tell whether any of this rank's residuals, which are still to be sent, is not 0. Not collective."""
-        return bool(self._kept.any())
-
-    # ------------------------------------------------------------------ residuals
-
-    def begin(self, samples: int, loss_scale: float) -> None:
-        """Copy the residuals for a step of ``samples`` samples, which changes only the copy. Not collective.
-
-        The copy is in units of the step's partial sums, as far as the weight is known ([Note: units of means]). The
-        copy of an earlier step that was not finished is overwritten.
-        """
-        self._samples, self._loss_scale = samples, loss_scale
-        self._copy(samples * self._weight_of_a_sample * loss_scale)
-
-    def weigh(self, weight: float, *, sent: bool) -> None:
-        """Take the total weight of the step's batch, now that it is known. Not collective.
-
-        ``sent`` tells whether the step's partial sums have been sent.
-        """
-        if not math.isfinite(weight):
-            return  # of a step that is skipped
-        self._divisor = weight * self._loss_scale
-        if not sent:
-            self._copy(self._divisor)
-
-    def _copy(self, factor: float) -> None:
-        self._factor = self._divisor = factor
-        self._next[:] = self._kept
-        for part in self._partial_sums:
-            self._next[part] *= np.float32(factor)
-
-    @property
-    def _partial_sums(self) -> list[slice]:
-        """The slices of the residuals that hold those of partial sums for other peers."""
-        bounds = [slice(*pair) for pair in pairwise(self._bounds)]
-        return [part for peer, part in enumerate(bounds) if peer != self.peers.rank]
-
-    def finish(self, *, updated: bool) -> None:
-        """End a step: if it has ``updated`` the parameters, the copy of the residuals replaces them. Not collective."""
-        if not updated or not self._divisor:
-            return
-        for part in self._partial_sums:
-            left, kept = self._next[part], self._kept[part]
-            left /= np.float32(self._divisor)
-            if self._factor != self._divisor:
-                left += kept * np.float32(1 - self._factor / self._divisor)
-        self._kept, self._next = self._next, self._kept
-        self._weight_of_a_sample = self._divisor / self._loss_scale / self._samples
-        self._divisor = 0.0
-
-    def forget(self) -> None:
-        """Set all residuals to 0. Not collective."""
-        self._kept[:] = 0
-        self._weight_of_a_sample, self._samples, self._loss_scale = 1.0, 0, 1.0
-        self._factor = self._divisor = 0.0  # of the step that has begun; 0 if none has
-
-    def copy_from(self, other: GradientExchange) -> None:
-        """Use the compression of ``other``, an exchange of the same ranks, and copy its residuals. Not collective."""
-        if self.compression != other.compression:
-            self.compress(other.compression)
-        self._kept[:] = other._kept
-        self._weight_of_a_sample = other._weight_of_a_sample
-
-    def left_for(self, peer: int, unit: int | None = None) -> Array:
-        """Return the copy, for this step, of the residuals that this rank keeps for ``peer``. Not collective.
-
-        ``unit`` selects the residuals of one unit's gradients; None: of all units. For this rank's own number among the
-        peers, they are the residuals of its range of the reduced gradient, which is a mean.
-        """
-        left = self._next[self._bounds[peer] : self._bounds[peer + 1]]
-        if unit is None or not left.size:
-            return left
-        start, sizes = sum(self._of_units[peer][:unit]), self._of_units[peer]
-        return left[start : start + sizes[unit]]
-
-    def residuals(self, unit: int | None = None) -> list[Array]:
-        """Return, for every peer, what :meth:`left_for` returns; an empty list if this rank keeps no residuals.
-
-        Not collective.
-        """
-        return [self.left_for(peer, unit) for peer in range(len(self.shares))] if self.feedback else []
-
-    # ------------------------------------------------------------------ reduced gradients
-
-    def replicate(self, row: Array, spans: Sequence[Sequence[Span]]) -> None:
-        """All-gather a row, a copy of the whole gradient vector: send the ranges that each peer owns to all peers.
-
-        Collective over the peers. ``spans`` holds the ranges of every peer.
-        """
-        plain = spans
-        if self.codec is not None and self.peers.size > 1:
-            plain, packed = (
-                [[part for span in own for part, exact in span.split(self.exact) if exact is chosen] for own in spans]
-                for chosen in (True, False)
-            )
-            gather_packed(self.peers, self.codec, row, packed, self.left_for(self.peers.rank), self.scratch)
-        own = [row[s.start : s.stop] for s in plain[self.peers.rank]]
-        gather_spans(self.peers, own, row, plain, self.scratch, self.elements)
-
-
-class Bucket(NamedTuple):
-    """Describe a range of the gradient vector that is exchanged at once.
-
-    Attributes
-    ----------
-    start : int
-        First element of the bucket in the row.
-    parts : tuple of tuple of Span
-        For each peer, the ranges of the row that it sums. All peers have equally many ranges; some may be empty.
-    """
-
-    start: int
-    parts: tuple[tuple[Span, ...], ...]
-
-
-def cut_buckets(
-    spans: Sequence[Sequence[Span]], size: int, counts: Sequence[int], elements: int | None
-) -> list[Bucket]:
-    """Cut a row of ``size`` elements into buckets, from its end to its start. Not collective.
-
-    Parameters
-    ----------
-    spans : sequence over peers of sequences of Span
-        The ranges of the row that each peer owns.
-    size : int
-        Number of elements of a row.
-    counts : sequence of int
-        For each peer, the number of partial sums that its node sends.
-    elements : int or None
-        Number of elements in flight at once; None is the default of the exchange.
-
-    Returns
-    -------
-    list of Bucket
-        The buckets, the last one of the row first.
-    """
-    peers = len(counts)
-    whole = peers * exchange_step(counts, elements)
-    mine = sorted((span for group in spans for span in group if span.size), key=lambda span: span.start)
-    found = []
-    for stop in range(size, 0, -whole):
-        start = max(0, stop - whole)
-        held = [span.intersect(Span(start, stop)) for span in mine]
-        found.append(Bucket(start, _shared_evenly([span for span in held if span.size], peers)))
-    return found
-
-
-def _shared_evenly(spans: Sequence[Span], peers: int) -> tuple[tuple[Span, ...], ...]:
-    """Cut the concatenation of ``spans`` by the shard rule; return, for each peer, its part of every span."""
-    total, parts = sum(span.size for span in spans), []
-    for shard in Partition(total, peers):
-        own = Span(shard.start, shard.stop)
-        place, part = 0, []
-        for span in spans:
-            inside = own.intersect(Span(place, place + span.size))
-            part.append(inside.shift(span.start - place) if inside.size else Span(0, 0))
-            place += span.size
-        parts.append(tuple(part))
-    return tuple(parts)
-
-
-class OverlappedReduction:
-    """Sum the rows of one step over the peers, bucket by bucket, while blocks end their backward pass.
-
-    Parameters
-    ----------
-    store : ParameterStore
-        The parameters; says where their gradients are in a row, and has the node's memory and the timeline.
-    exchange : GradientExchange
-        Sends partial sums between peers; it must not compress them.
-    spans : sequence over peers of sequences of Span
-        The ranges of the row that each peer owns.
-    plan : RowsPlan
-        Which rows each node adds up, and how the sums of all nodes are added.
-    rows : (2-D array, 1-D array)
-        The shared window with all rows of the node, and this rank's first row, to which the sums are written.
-    """
-
-    def __init__(
-        self,
-        store: ParameterStore,
-        exchange: GradientExchange,
-        spans: Sequence[Sequence[Span]],
-        plan: RowsPlan,
-        rows: tuple[Array, Array],
-    ) -> None:
-        self._memory, self._timeline, layout = store.memory, store.timeline, store.layout
-        self._exchange, (self._rows, self.total) = exchange, rows
-        self._counts = [len(programs) for programs in plan.group_programs]
-        self._sums = [program_array(program) for program in plan.group_programs[exchange.peers.rank]]
-        self._root = program_array(plan.root)
-        self._one = np.ones(1, self.total.dtype)
-        self._buckets = cut_buckets(spans, layout.gradient_size, self._counts, exchange.elements)[::-1]
-        self._ends = {block: 0 for unit in layout.units for block in unit.blocks}
-        for entry in layout.entries:
-            if entry.gradient >= 0:
-                end = layout.gradient_bases[entry.unit] + entry.gradient + entry.spec.size
-                self._ends[entry.block] = max(self._ends[entry.block], end)
-        self._exchanging: tuple[Bucket, Arriving] | None = None
-        self._gatherings: list[Gathering] = []
-
-    @property
-    def in_flight(self) -> int:
-        """The number of exchanges and all-gathers that may still be in flight. Not collective."""
-        return (self._exchanging is not None) + len(self._gatherings)
-
-    def ended(self, blocks: Sequence[str]) -> None:
-        """Record that this rank's sums of ``blocks`` are complete, and begin to exchange the buckets that are so now.
-
-        Collective over the data group; every rank calls it for the same blocks in the same order. ``blocks`` are those
-        whose gradients have been added to the gradients of earlier grains; a block may be named more than once.
-        """
-        for block in blocks:
-            self._ends.pop(block, None)
-        final = max(self._ends.values(), default=0)
-        while self._buckets and self._buckets[-1].start >= final:
-            self._begin(self._buckets.pop())
-
-    def poll(self) -> None:
-        """Let exchanges and all-gathers in flight progress. Not collective."""
-        if self._exchanging is not None:
-            self._exchanging[1].test()
-        self._gatherings[:] = [gathering for gathering in self._gatherings if not gathering.test()]
-
-    def finish(self) -> None:
-        """Exchange the remaining buckets, and wait until :attr:`total`, this rank's first row, has all sums.
-
-        Collective over the data group.
-        """
-        while self._buckets:
-            self._begin(self._buckets.pop())
-        self._arrive()
-        for gathering in self._gatherings:
-            gathering.wait()
-        self._gatherings.clear()
-
-    def _begin(self, bucket: Bucket) -> None:
-        begun = self._timeline.begin()
-        self._arrive()
-        self._memory.barrier("rows")
-        windows: list[list[tuple[int, Span]]] = [[] for _ in bucket.parts]
-        for window, part in zip(windows, bucket.parts, strict=True):
-            window += [(0, span) for span in part if span.size]
-        if any(windows):
-            segment = Segment(self._rows, windows, self._counts, self._sums, "gradients")
-            self._exchanging = bucket, self._exchange.begin_segment(segment)
-        self._timeline.end("reduction", "bucket", begun)
-
-    def _arrive(self) -> None:
-        """Wait for the exchange in flight, add up its partial sums, and begin to send this rank's sums to all peers."""
-        if self._exchanging is None:
-            return
-        (bucket, arriving), self._exchanging = self._exchanging, None
-        for piece in arriving.pieces():
-            out = self.total[piece.target : piece.target + piece.size]
-            tree_sum(piece.rows, piece.first, self._root, self._one, out)
-        peers = self._exchange.peers
-        own = [self.total[span.start : span.stop] for span in bucket.parts[peers.rank]]
-        self._gatherings.append(begin_gather(peers, own, self.total, bucket.parts))
-
-
-#: Bucket sizes that may be tried, in MiB.
-SIZES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-#: How many steps each size is timed in, and how many untimed steps come before.
-ROUNDS, WARM = 3, 1
-#: A smaller size counts as equally good if its steps take at most this many times as long as the fastest.
-CLOSE = 1.02
-
-
-def worth_trying(largest: int, itemsize: int) -> tuple[float, ...]:
-    """Return those of :data:`SIZES` (MiB), up to the first bucket size that holds ``largest`` elements.
-
-    Not collective. ``itemsize`` is the number of bytes of an element. Larger buckets would change nothing.
-    """
-    short = [size for size in SIZES if elements_of(size, itemsize) < largest]
-    return SIZES[: len(short) + 1]
-
-
-def fastest(sizes: Sequence[float], seconds: Array) -> float:
-    """Return the smallest bucket size with which the fastest step took about as long as the fastest step of all.
-
-    Not collective. About as long means at most :data:`CLOSE` times as long.
-
-    Parameters
-    ----------
-    sizes : sequence of float
-        The bucket sizes that were tried, ascending.
-    seconds : array, shape (rounds, sizes)
-        How long each step took, with one column for each size.
-    """
-    shortest = seconds.min(axis=0)
-    return sizes[int(np.argmax(shortest <= CLOSE * shortest.min()))]
-
-
-def make_tuner(
-    exchange: GradientExchange, everyone: Communicator, largest: int, bucket_mb: float | str | None, itemsize: int
-) -> BucketTuner:
-    """Return an object that tunes the bucket size of ``exchange`` if ``bucket_mb`` is "auto", and else does nothing.
-
-    Collective over ``everyone`` if ``bucket_mb`` is "auto".
-
-    Parameters
-    ----------
-    exchange, everyone, itemsize
-        As in :class:`BucketTuner`.
-    largest : int
-        The most elements that this rank's node could have in flight at once: :attr:`GradientReducer.largest`.
-    bucket_mb : float, str or None
-        The setting ``ShardingConfig.bucket_mb``.
-    """
-    tried: tuple[float, ...] = ()
-    if bucket_mb == AUTO:  # between the groups of another stage more may travel than here
-        tried = worth_trying(max(everyone.allgather_object(largest, "bucket sizes")), itemsize)
-    return BucketTuner(exchange, everyone, tried, itemsize)
-
-
-class BucketTuner:
-    """Try bucket sizes in turns, one size in each training step, and choose the fastest for all ranks.
-
-    Parameters
-    ----------
-    exchange : GradientExchange
-        The exchange whose bucket size is tuned.
-    everyone : Communicator
-        All ranks that train together.
-    sizes : sequence of float
-        The bucket sizes to try, in MiB, ascending, the same on every rank. With fewer than two sizes nothing is tried.
-    itemsize : int
-        Bytes of an element.
-    clock : callable, optional
-        Returns the time in seconds.
-    """
-
-    def __init__(
-        self,
-        exchange: GradientExchange,
-        everyone: Communicator,
-        sizes: Sequence[float],
-        itemsize: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._exchange, self._everyone, self._itemsize, self._clock = exchange, everyone, itemsize, clock
-        self._sizes = tuple(sizes)
-        self._chosen = len(sizes) < 2
-        self._trial = -WARM
-        self._samples = 0
-        self._begun = 0.0
-        self._seconds = np.empty((ROUNDS, len(sizes)))
-
-    def begin(self) -> None:
-        """Set the bucket size to try in the step that begins, and start timing; do nothing once a size is chosen.
-
-        Not collective, but all ranks call it before the same step.
-        """
-        if not self._chosen:
-            self._use(self._sizes[max(0, self._trial) % len(self._sizes)])
-            self._begun = self._clock()
-
-    def end(self, samples: int) -> tuple[float, ...]:
-        """Record how long a step of ``samples`` samples took; after the last trial, choose a bucket size.
-
-        Collective over ``everyone`` when it chooses. Do not call it after a step that was skipped or has failed: the
-        same size is then tried again. It is also tried again if ``samples`` differs from the number of samples in the
-        first step, because the times of the two steps cannot be compared.
-
-        Returns
-        -------
-        tuple of float
-            The sizes that were tried, in MiB, if this call has chosen one of them; else empty.
-        """
-        if self._chosen:
-            return ()
-        if self._trial < 0:
-            self._samples = samples
-        elif samples != self._samples:
-            return ()
-        else:
-            self._seconds[divmod(self._trial, len(self._sizes))] = self._clock() - self._begun
-        self._trial += 1
-        if self._trial < self._seconds.size:
-            return ()
-        self._choose()
-        return self._sizes
-
-    def _choose(self) -> None:
-        self._everyone.allreduce(self._seconds, "max", "bucket times")  # a step takes as long as its slowest rank
-        self._exchange.memory.drop_scratch()  # of the largest size that was tried
-        self._use(fastest(self._sizes, self._seconds))
-        self._chosen = True
-
-    def _use(self, size: float) -> None:
-        self._exchange.resize(elements_of(size, self._itemsize))
-
-
-#: The most sizes of batches whose plans a buffer keeps; a plan of a thousand grains takes a MiB.
-KEPT_PLANS = 16
 
 
 class Job(NamedTuple):
@@ -781,6 +191,95 @@ class GradientReducer(Protocol):
         """
 
 
+class GradientViews:
+    """Make named views of gradient buffers, beside the arrays that new values of integer arrays are written to.
+
+    A frozen parameter's gradient is a view of memory that is never read.
+    """
+
+    def __init__(self, layout: FlatLayout, memory: Allocator, dtype: Any, integers: IntegerState) -> None:
+        self.integers = integers
+        self.unread = memory.private("buffers", layout.largest_frozen, dtype)
+
+    def unit(self, unit: Unit, buffer: Array, *, by_block: bool = False) -> dict[str, Any]:
+        """Return nested views, by block and parameter, of the gradients of ``unit``, which ``buffer`` holds.
+
+        With ``by_block``, the buffer holds the gradients of one block at a time, as :func:`block_parts` finds them.
+        """
+        result = {}
+        for block in unit.blocks:
+            entries = [entry for entry in unit.entries if entry.block == block]
+            held = sorted((e for e in entries if e.gradient >= 0), key=lambda entry: entry.gradient)
+            starts = accumulate([0, *(e.spec.size for e in held)]) if by_block else (e.gradient for e in held)
+            tree = views(buffer, [(e.local_name, start, e.spec) for e, start in zip(held, starts, strict=False)])
+            frozen = views(self.unread, [(e.local_name, 0, e.spec) for e in entries if e.gradient < 0])
+            result[block] = GradientDict(united(united(tree, frozen), self.integers.targets(block)))
+        return result
+
+
+def block_parts(unit: Unit, block: str, buffer: Array) -> list[Array]:
+    """Return the parts of ``buffer``, which holds the gradients of one block, for each of the block's ranges.
+
+    They follow one another in the order of ``unit.gradient_ranges``. Not collective.
+    """
+    sizes = [span.size for span in unit.gradient_ranges[block]]
+    return [buffer[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def apart(value: Any, parts: Sequence[Array]) -> Any:
+    """Return ``value``, an array or a tree of arrays, with copies of the arrays that share memory with ``parts``.
+
+    Not collective.
+    """
+
+    def own(leaf: Any) -> Any:
+        shared = isinstance(leaf, np.ndarray) and any(np.may_share_memory(leaf, part) for part in parts)
+        return leaf.copy() if shared else leaf
+
+    return map_leaves(own, value)
+
+
+def largest_block(layout: FlatLayout) -> int:
+    """Return the number of gradient elements of the block that has the most of them. Not collective."""
+    blocks = [ranges for unit in layout.units for ranges in unit.gradient_ranges.values()]
+    return max((sum(span.size for span in ranges) for ranges in blocks), default=0)
+
+
+class MicroBatchSum:
+    """Add the gradients of a grain's micro-batches, in their order, in a buffer of ``size`` elements.
+
+    The buffer is allocated when it is first needed; with ``accumulate`` 1, one micro-batch in a grain, it never is.
+    """
+
+    def __init__(self, memory: Allocator, size: int, dtype: Any, accumulate: int) -> None:
+        self.memory, self.size, self.dtype = memory, size if accumulate > 1 else 0, dtype
+        self.partial: Array = np.empty(0, dtype)
+
+    def add(self, target: Array, base: int, number: int) -> None:
+        """Add ``target``, a gradient of micro-batch ``number``, to the buffer's elements from ``base`` on.
+
+        Micro-batch 0 overwrites these elements.
+        """
+        if not self.size:
+            return
+        if not self.partial.size:
+            self.partial = self.memory.private("gradients", self.size, self.dtype)
+        partial = self.partial[base : base + target.size]
+        if number == 0:
+            partial[:] = target
+        else:
+            partial += target
+
+    def finish(self, target: Array, base: int) -> None:
+        """Copy the sum, in the buffer's elements from ``base`` on, to ``target``."""
+        if self.partial.size:
+            target[:] = self.partial[base : base + target.size]
+
+
+#: The most sizes of batches whose plans a buffer keeps; a plan of a thousand grains takes a MiB.
+KEPT_PLANS = 16
+
+
 def forget_plans(plans: dict[int, Any]) -> None:
     """Empty ``plans``, those of sizes of batches, if there are ``KEPT_PLANS``: other sizes may come without end.
 
@@ -790,11 +289,226 @@ def forget_plans(plans: dict[int, Any]) -> None:
         plans.clear()
 
 
+class WaveBuffer:
+    """Keep the gradients of the current unit in a slot, and the sums over this rank's shard in a stack.
+
+    Implements :class:`GradientReducer`. A slot is a shared window with one row for each rank of the node. A node of
+    several ranks has two slots: one is filled while the other is summed. The stack is an array of a few rows, each as
+    long as this rank's shard of the gradients. A row holds a partial sum (a node of the tree over grains) that is not
+    added to another yet.
+
+    [Note: in place] A black box that writes its gradients in place is given those of all units at once. There is one
+    slot then, in which the gradients of all units lie one after the other. When the last unit of a wave has been
+    summed, the ranks of the node wait for each other, before any of them writes the gradients of the next wave.
+
+    Parameters
+    ----------
+    store, views, exchange, accumulate
+        As in :class:`RowBuffer`.
+    in_place : bool
+        Whether the gradients of all units are written at once; see [Note: in place].
+    """
+
+    waves = True
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        views: GradientViews,
+        exchange: GradientExchange,
+        accumulate: int,
+        *,
+        in_place: bool,
+    ) -> None:
+        self.layout, self.grid, self.memory, self.dtype = store.layout, store.grid, store.memory, store.dtype
+        self.exchange, self.timeline, self.accumulate = exchange, store.timeline, accumulate
+        self.shares, self.share = store.peer_shares, store.share
+        self._in_place, node, item = in_place, self.grid.node.size, self.dtype.itemsize
+        strides = [paged(size * item) // item for size in wave_slots(self.layout, node, in_place=in_place)]
+        with on_all_ranks(self.grid.world, "gradients"):
+            self.slots = self.memory.shared("gradients", [(node, stride) for stride in strides], self.dtype)
+            self.stack = self.memory.private("gradients", (1, self.share.gradient_size), self.dtype)
+        self._micro_batches = MicroBatchSum(self.memory, self.layout.gradient_size, self.dtype, accumulate)
+        self._named = views
+        self._plans: dict[int, WavePlan] = {}
+        self._views: dict[tuple[int, int], Any] = {}
+        self._next = self._root = 0
+        self._in_flight: _InFlight | None = None
+        self._one = np.ones(1, self.dtype)
+        store.progress.register("waves", self.poll)
+
+    @property
+    def largest(self) -> int:
+        """The largest number of elements that could be in flight between peers at once; 0 if there is only one peer.
+
+        It is the number of peers times the size of the largest range of one unit that a rank owns.
+        """
+        peers = len(self.shares)
+        sizes = [sum(span.size for span in spans) for share in self.shares for spans in share.gradient_spans]
+        return peers * max(sizes, default=0) if peers > 1 else 0
+
+    def owners(self, count: int) -> list[int]:
+        """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it. Not collective."""
+        return wave_owners(self.grid, count)
+
+    def reserve(self, count: int) -> None:
+        """Do nothing, because the shared memory does not depend on the number of grains. Not collective."""
+
+    def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
+        """Return this rank's jobs of all waves; for a wave in which it has no grain, jobs without samples.
+
+        Collective over the data group, and so are the jobs.
+        """
+        self.finish()  # of a step that an error has broken off on all ranks
+        if batch.count not in self._plans:
+            forget_plans(self._plans)
+            self._plans[batch.count] = wave_plan(batch.count, self.grid.group_sizes)
+        plan = self._plans[batch.count]
+        self._root = plan.root
+        if self.stack.shape[0] < plan.rows:
+            self.memory.release("gradients", self.stack)
+            with all_ranks(self.grid.data, "gradients"):
+                self.stack = self.memory.private("gradients", (plan.rows, self.share.gradient_size), self.dtype)
+        jobs = []
+        for wave in plan.waves:
+            index = wave.grains[self.grid.place]
+            grain = None if index is None else batch.grains[index]
+            count = 0 if grain is None else len(grain.micro_batches)
+            for number in range(self.accumulate):
+                done = partial(self._done, grain, number, wave)
+                jobs.append(Job(grain if number < count else None, number, self._target, done, self._parts))
+        return jobs
+
+    @property
+    def in_flight(self) -> bool:
+        """Tell whether partial sums of a unit are in flight between peers. Not collective."""
+        return self._in_flight is not None
+
+    def poll(self) -> None:
+        """Let partial sums that are in flight between peers progress. Not collective."""
+        if self._in_flight is not None:
+            self._in_flight.arriving.test()
+
+    def finish(self) -> None:
+        """Wait for the partial sums in flight and add them to the stack. Not collective.
+
+        [Note: sums in flight] in :meth:`_reduce` says when they are in flight.
+        """
+        if self._in_flight is not None:
+            found, self._in_flight = self._in_flight, None
+            for piece in found.arriving.pieces():
+                self._merge(piece, found.base + piece.position, found.programs, found.arrivals)
+
+    def operands(self) -> SumOperands:
+        """Return the stack, and the tree program that reads the row with the final sums of this rank's shard.
+
+        Not collective.
+        """
+        return SumOperands(self.stack, program_array((self._root,)), self.stack[self._root])
+
+    def sum(self, divisors: Divisors) -> Array:
+        """Divide the final sums of this rank's shard by ``divisors``, and return them. Not collective."""
+        reduced: Array = self.stack[self._root]
+        for span, averaged in self.share.gradient_kinds:
+            part = reduced[span.start : span.stop]
+            np.divide(part, divisors.of(averaged=averaged), out=part)
+        return reduced
+
+    def replicate(self) -> None:
+        """Do nothing: each rank has the optimizer state of its shard only, and needs no other sums. Not collective."""
+
+    def first_row(self) -> Array:
+        """Return the first row of the stack, as memory for the sums of gradients that a :class:`RowBuffer` collects.
+
+        Not collective.
+        """
+        row: Array = self.stack[0]
+        return row
+
+    # ------------------------------------------------------------------ a unit
+
+    def _current(self, unit: Unit) -> Array:
+        """Return a view of this rank's row of the current slot, as long as the gradients of ``unit``."""
+        first = self.layout.gradient_bases[unit.index] if self._in_place else 0
+        place: Array = self.slots[self._next][self.grid.node.rank][first : first + unit.gradients]
+        return place
+
+    def _parts(self, unit: Unit, block: str) -> list[Array]:
+        place = self._current(unit)
+        return [place[span.start : span.stop] for span in unit.gradient_ranges[block]]
+
+    def _target(self, unit: Unit) -> Any:
+        key = (self._next, unit.index)
+        if key not in self._views:
+            self._views[key] = self._named.unit(unit, self._current(unit))
+        return self._views[key]
+
+    def _done(self, grain: Grain | None, number: int, wave: Wave, unit: Unit) -> None:
+        base, target = self.layout.gradient_bases[unit.index], self._current(unit)
+        if grain is not None and number < len(grain.micro_batches):
+            self._micro_batches.add(target, base, number)
+        if number == self.accumulate - 1:
+            if grain is not None:
+                self._micro_batches.finish(target, base)
+            begun = self.timeline.begin()
+            self._reduce(unit, wave)
+            self.timeline.end("reduction", unit, begun)
+
+    def _reduce(self, unit: Unit, wave: Wave) -> None:
+        """Sum the gradients of ``unit`` from all ranks' grains of this wave into the stacks of the ranks that own them.
+
+        Collective over the data group.
+
+        [Note: sums in flight] With several peers, the last segment of a unit's exchange stays in flight while the next
+        unit is computed. Before the next exchange begins, the buffer waits for that segment and adds it to the stack.
+        So one segment is in flight at a time, in the order of units and waves.
+        """
+        self.finish()
+        self.memory.barrier("unit gradients")
+        rows = self.slots[self._next]
+        ranges = [(s.row_spans if self._in_place else s.gradient_spans.__getitem__)(unit.index) for s in self.shares]
+        base = self.share.gradient_offsets[unit.index]
+        programs = [(row, program_array(program)) for row, program in wave.merges]
+        residuals = self.exchange.residuals(unit.index)
+        exact = [s if self._in_place else s.shift(-self.layout.gradient_bases[unit.index]) for s in self.exchange.exact]
+        to_sum = RowsToSum(rows, ranges, wave.group_programs, "unit gradients", residuals, exact)
+        if self.exchange.peers.size == 1:
+            for piece in self.exchange.pieces(to_sum):
+                self._merge(piece, base + piece.position, programs, wave.arrivals)
+        else:
+            for segment in self.exchange.segments(to_sum):
+                self.finish()
+                self._in_flight = _InFlight(self.exchange.begin_segment(segment), base, programs, wave.arrivals)
+        self._next = (self._next + 1) % len(self.slots)
+        if self._in_place and unit.index == 0:
+            self.memory.barrier("gradients in place")
+
+    def _merge(self, piece: RowRange, at: int, programs: Sequence[tuple[int, Array]], arrivals: int) -> None:
+        fused = kernels.backend(self.stack).update
+        rows = piece.rows[:arrivals]
+        for row, program in programs:
+            out = self.stack[row, at : at + piece.size]
+            fused.tree_sum(rows, piece.first, self.stack, at, program, self._one, out, 0, piece.size)
+
+
+class _InFlight(NamedTuple):
+    """Hold partial sums of a unit's gradients that are in flight, and how they are added to this rank's stack.
+
+    ``base`` is the index, in this rank's shard, of the unit's first element. ``programs`` are pairs of the number of a
+    row of the stack and the tree program that computes the row. ``arrivals`` is the number of partial sums that arrive.
+    """
+
+    arriving: Arriving
+    base: int
+    programs: Sequence[tuple[int, Array]]
+    arrivals: int
+
+
 class RowBuffer:
     """Add up the gradients of this rank's grains in rows: a row is one copy of the whole gradient vector.
 
-    Implements :class:`~mpizero.sharding.grad_reduce.GradientReducer`. The rows of all ranks of a node are in one
-    shared window. The sum over all ranks is written to this rank's first row, or to the array that ``shard`` returns.
+    Implements :class:`GradientReducer`. The rows of all ranks of a node are in one shared window. The sum over all
+    ranks is written to this rank's first row, or to the array that ``shard`` returns.
 
     [Note: scratch] A grain whose gradient is added to a row at once (a right child in the tree) needs no row of its
     own, if its blocks end their backward passes one after the other. Then all blocks write their gradients to the same
@@ -900,9 +614,9 @@ class RowBuffer:
         """Return this rank's jobs, one for each micro-batch; they add up the gradients in this rank's rows.
 
         Collective over all ranks if there was no batch of as many grains before. ``summed`` tells whether the rows are
-        summed after the jobs; then the sum may begin during the last job: see [Note: buckets of rows] in
-        ``sharding/grad_reduce.py``. If parameters are sharded, jobs without samples are appended, so that all
-        ranks have equally many. If the grains of the batch are claimed, each part is when its first job is asked for.
+        summed after the jobs; then the sum may begin during the last job: see [Note: buckets of rows]. If parameters
+        are sharded, jobs without samples are appended, so that all ranks have equally many. If the grains of the batch
+        are claimed, each part is when its first job is asked for.
         """
         self.finish()  # of a step that an error has broken off on all ranks
         self._plan, self.overlapped = None, None
@@ -1128,216 +842,488 @@ def _no_target(unit: Unit) -> Any:
     raise RuntimeError("an absent grain has no gradient")
 
 
-class _InFlight(NamedTuple):
-    """Hold partial sums of a unit's gradients that are in flight, and how they are added to this rank's stack.
-
-    ``base`` is the index, in this rank's shard, of the unit's first element. ``programs`` are pairs of the number of a
-    row of the stack and the tree program that computes the row. ``arrivals`` is the number of partial sums that arrive.
-    """
-
-    arriving: Arriving
-    base: int
-    programs: Sequence[tuple[int, Array]]
-    arrivals: int
-
-
-class WaveBuffer:
-    """Keep the gradients of the current unit in a slot, and the sums over this rank's shard in a stack.
-
-    Implements :class:`~mpizero.sharding.grad_reduce.GradientReducer`. A slot is a shared window with one row for
-    each rank of the node. A node of several ranks has two slots: one is filled while the other is summed. The stack is
-    an array of a few rows, each as long as this rank's shard of the gradients. A row holds a partial sum (a node of the
-    tree over grains) that is not added to another yet.
-
-    [Note: in place] A black box that writes its gradients in place is given those of all units at once. There is one
-    slot then, in which the gradients of all units lie one after the other. When the last unit of a wave has been
-    summed, the ranks of the node wait for each other, before any of them writes the gradients of the next wave.
+class OverlappedReduction:
+    """Sum the rows of one step over the peers, bucket by bucket, while blocks end their backward pass.
 
     Parameters
     ----------
-    store, views, exchange, accumulate
-        As in :class:`~mpizero.sharding.grad_reduce.RowBuffer`.
-    in_place : bool
-        Whether the gradients of all units are written at once; see [Note: in place].
+    store : ParameterStore
+        The parameters; says where their gradients are in a row, and has the node's memory and the timeline.
+    exchange : GradientExchange
+        Sends partial sums between peers; it must not compress them.
+    spans : sequence over peers of sequences of Span
+        The ranges of the row that each peer owns.
+    plan : RowsPlan
+        Which rows each node adds up, and how the sums of all nodes are added.
+    rows : (2-D array, 1-D array)
+        The shared window with all rows of the node, and this rank's first row, to which the sums are written.
     """
-
-    waves = True
 
     def __init__(
         self,
         store: ParameterStore,
-        views: GradientViews,
         exchange: GradientExchange,
-        accumulate: int,
-        *,
-        in_place: bool,
+        spans: Sequence[Sequence[Span]],
+        plan: RowsPlan,
+        rows: tuple[Array, Array],
     ) -> None:
-        self.layout, self.grid, self.memory, self.dtype = store.layout, store.grid, store.memory, store.dtype
-        self.exchange, self.timeline, self.accumulate = exchange, store.timeline, accumulate
-        self.shares, self.share = store.peer_shares, store.share
-        self._in_place, node, item = in_place, self.grid.node.size, self.dtype.itemsize
-        strides = [paged(size * item) // item for size in wave_slots(self.layout, node, in_place=in_place)]
-        with on_all_ranks(self.grid.world, "gradients"):
-            self.slots = self.memory.shared("gradients", [(node, stride) for stride in strides], self.dtype)
-            self.stack = self.memory.private("gradients", (1, self.share.gradient_size), self.dtype)
-        self._micro_batches = MicroBatchSum(self.memory, self.layout.gradient_size, self.dtype, accumulate)
-        self._named = views
-        self._plans: dict[int, WavePlan] = {}
-        self._views: dict[tuple[int, int], Any] = {}
-        self._next = self._root = 0
-        self._in_flight: _InFlight | None = None
-        self._one = np.ones(1, self.dtype)
-        store.progress.register("waves", self.poll)
+        self._memory, self._timeline, layout = store.memory, store.timeline, store.layout
+        self._exchange, (self._rows, self.total) = exchange, rows
+        self._counts = [len(programs) for programs in plan.group_programs]
+        self._sums = [program_array(program) for program in plan.group_programs[exchange.peers.rank]]
+        self._root = program_array(plan.root)
+        self._one = np.ones(1, self.total.dtype)
+        self._buckets = cut_buckets(spans, layout.gradient_size, self._counts, exchange.elements)[::-1]
+        self._ends = {block: 0 for unit in layout.units for block in unit.blocks}
+        for entry in layout.entries:
+            if entry.gradient >= 0:
+                end = layout.gradient_bases[entry.unit] + entry.gradient + entry.spec.size
+                self._ends[entry.block] = max(self._ends[entry.block], end)
+        self._exchanging: tuple[Bucket, Arriving] | None = None
+        self._gatherings: list[Gathering] = []
 
     @property
-    def largest(self) -> int:
-        """The largest number of elements that could be in flight between peers at once; 0 if there is only one peer.
+    def in_flight(self) -> int:
+        """The number of exchanges and all-gathers that may still be in flight. Not collective."""
+        return (self._exchanging is not None) + len(self._gatherings)
 
-        It is the number of peers times the size of the largest range of one unit that a rank owns.
+    def ended(self, blocks: Sequence[str]) -> None:
+        """Record that this rank's sums of ``blocks`` are complete, and begin to exchange the buckets that are so now.
+
+        Collective over the data group; every rank calls it for the same blocks in the same order. ``blocks`` are those
+        whose gradients have been added to the gradients of earlier grains; a block may be named more than once.
         """
-        peers = len(self.shares)
-        sizes = [sum(span.size for span in spans) for share in self.shares for spans in share.gradient_spans]
-        return peers * max(sizes, default=0) if peers > 1 else 0
-
-    def owners(self, count: int) -> list[int]:
-        """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it. Not collective."""
-        return wave_owners(self.grid, count)
-
-    def reserve(self, count: int) -> None:
-        """Do nothing, because the shared memory does not depend on the number of grains. Not collective."""
-
-    def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
-        """Return this rank's jobs of all waves; for a wave in which it has no grain, jobs without samples.
-
-        Collective over the data group, and so are the jobs.
-        """
-        self.finish()  # of a step that an error has broken off on all ranks
-        if batch.count not in self._plans:
-            forget_plans(self._plans)
-            self._plans[batch.count] = wave_plan(batch.count, self.grid.group_sizes)
-        plan = self._plans[batch.count]
-        self._root = plan.root
-        if self.stack.shape[0] < plan.rows:
-            self.memory.release("gradients", self.stack)
-            with all_ranks(self.grid.data, "gradients"):
-                self.stack = self.memory.private("gradients", (plan.rows, self.share.gradient_size), self.dtype)
-        jobs = []
-        for wave in plan.waves:
-            index = wave.grains[self.grid.place]
-            grain = None if index is None else batch.grains[index]
-            count = 0 if grain is None else len(grain.micro_batches)
-            for number in range(self.accumulate):
-                done = partial(self._done, grain, number, wave)
-                jobs.append(Job(grain if number < count else None, number, self._target, done, self._parts))
-        return jobs
-
-    @property
-    def in_flight(self) -> bool:
-        """Tell whether partial sums of a unit are in flight between peers. Not collective."""
-        return self._in_flight is not None
+        for block in blocks:
+            self._ends.pop(block, None)
+        final = max(self._ends.values(), default=0)
+        while self._buckets and self._buckets[-1].start >= final:
+            self._begin(self._buckets.pop())
 
     def poll(self) -> None:
-        """Let partial sums that are in flight between peers progress. Not collective."""
-        if self._in_flight is not None:
-            self._in_flight.arriving.test()
+        """Let exchanges and all-gathers in flight progress. Not collective."""
+        if self._exchanging is not None:
+            self._exchanging[1].test()
+        self._gatherings[:] = [gathering for gathering in self._gatherings if not gathering.test()]
 
     def finish(self) -> None:
-        """Wait for the partial sums in flight and add them to the stack. Not collective.
-
-        [Note: sums in flight] in :meth:`_reduce` says when they are in flight.
-        """
-        if self._in_flight is not None:
-            found, self._in_flight = self._in_flight, None
-            for piece in found.arriving.pieces():
-                self._merge(piece, found.base + piece.position, found.programs, found.arrivals)
-
-    def operands(self) -> SumOperands:
-        """Return the stack, and the tree program that reads the row with the final sums of this rank's shard.
-
-        Not collective.
-        """
-        return SumOperands(self.stack, program_array((self._root,)), self.stack[self._root])
-
-    def sum(self, divisors: Divisors) -> Array:
-        """Divide the final sums of this rank's shard by ``divisors``, and return them. Not collective."""
-        reduced: Array = self.stack[self._root]
-        for span, averaged in self.share.gradient_kinds:
-            part = reduced[span.start : span.stop]
-            np.divide(part, divisors.of(averaged=averaged), out=part)
-        return reduced
-
-    def replicate(self) -> None:
-        """Do nothing: each rank has the optimizer state of its shard only, and needs no other sums. Not collective."""
-
-    def first_row(self) -> Array:
-        """Return the first row of the stack, as memory for the sums of gradients that a :class:`RowBuffer` collects.
-
-        Not collective.
-        """
-        row: Array = self.stack[0]
-        return row
-
-    # ------------------------------------------------------------------ a unit
-
-    def _current(self, unit: Unit) -> Array:
-        """Return a view of this rank's row of the current slot, as long as the gradients of ``unit``."""
-        first = self.layout.gradient_bases[unit.index] if self._in_place else 0
-        place: Array = self.slots[self._next][self.grid.node.rank][first : first + unit.gradients]
-        return place
-
-    def _parts(self, unit: Unit, block: str) -> list[Array]:
-        place = self._current(unit)
-        return [place[span.start : span.stop] for span in unit.gradient_ranges[block]]
-
-    def _target(self, unit: Unit) -> Any:
-        key = (self._next, unit.index)
-        if key not in self._views:
-            self._views[key] = self._named.unit(unit, self._current(unit))
-        return self._views[key]
-
-    def _done(self, grain: Grain | None, number: int, wave: Wave, unit: Unit) -> None:
-        base, target = self.layout.gradient_bases[unit.index], self._current(unit)
-        if grain is not None and number < len(grain.micro_batches):
-            self._micro_batches.add(target, base, number)
-        if number == self.accumulate - 1:
-            if grain is not None:
-                self._micro_batches.finish(target, base)
-            begun = self.timeline.begin()
-            self._reduce(unit, wave)
-            self.timeline.end("reduction", unit, begun)
-
-    def _reduce(self, unit: Unit, wave: Wave) -> None:
-        """Sum the gradients of ``unit`` from all ranks' grains of this wave into the stacks of the ranks that own them.
+        """Exchange the remaining buckets, and wait until :attr:`total`, this rank's first row, has all sums.
 
         Collective over the data group.
-
-        [Note: sums in flight] With several peers, the last segment of a unit's exchange stays in flight while the next
-        unit is computed. Before the next exchange begins, the buffer waits for that segment and adds it to the stack.
-        So one segment is in flight at a time, in the order of units and waves.
         """
-        self.finish()
-        self.memory.barrier("unit gradients")
-        rows = self.slots[self._next]
-        ranges = [(s.row_spans if self._in_place else s.gradient_spans.__getitem__)(unit.index) for s in self.shares]
-        base = self.share.gradient_offsets[unit.index]
-        programs = [(row, program_array(program)) for row, program in wave.merges]
-        residuals = self.exchange.residuals(unit.index)
-        exact = [s if self._in_place else s.shift(-self.layout.gradient_bases[unit.index]) for s in self.exchange.exact]
-        to_sum = RowsToSum(rows, ranges, wave.group_programs, "unit gradients", residuals, exact)
-        if self.exchange.peers.size == 1:
-            for piece in self.exchange.pieces(to_sum):
-                self._merge(piece, base + piece.position, programs, wave.arrivals)
-        else:
-            for segment in self.exchange.segments(to_sum):
-                self.finish()
-                self._in_flight = _InFlight(self.exchange.begin_segment(segment), base, programs, wave.arrivals)
-        self._next = (self._next + 1) % len(self.slots)
-        if self._in_place and unit.index == 0:
-            self.memory.barrier("gradients in place")
+        while self._buckets:
+            self._begin(self._buckets.pop())
+        self._arrive()
+        for gathering in self._gatherings:
+            gathering.wait()
+        self._gatherings.clear()
 
-    def _merge(self, piece: RowRange, at: int, programs: Sequence[tuple[int, Array]], arrivals: int) -> None:
-        fused = kernels.backend(self.stack).update
-        rows = piece.rows[:arrivals]
-        for row, program in programs:
-            out = self.stack[row, at : at + piece.size]
-            fused.tree_sum(rows, piece.first, self.stack, at, program, self._one, out, 0, piece.size)
+    def _begin(self, bucket: Bucket) -> None:
+        begun = self._timeline.begin()
+        self._arrive()
+        self._memory.barrier("rows")
+        windows: list[list[tuple[int, Span]]] = [[] for _ in bucket.parts]
+        for window, part in zip(windows, bucket.parts, strict=True):
+            window += [(0, span) for span in part if span.size]
+        if any(windows):
+            segment = Segment(self._rows, windows, self._counts, self._sums, "gradients")
+            self._exchanging = bucket, self._exchange.begin_segment(segment)
+        self._timeline.end("reduction", "bucket", begun)
+
+    def _arrive(self) -> None:
+        """Wait for the exchange in flight, add up its partial sums, and begin to send this rank's sums to all peers."""
+        if self._exchanging is None:
+            return
+        (bucket, arriving), self._exchanging = self._exchanging, None
+        for piece in arriving.pieces():
+            out = self.total[piece.target : piece.target + piece.size]
+            tree_sum(piece.rows, piece.first, self._root, self._one, out)
+        peers = self._exchange.peers
+        own = [self.total[span.start : span.stop] for span in bucket.parts[peers.rank]]
+        self._gatherings.append(begin_gather(peers, own, self.total, bucket.parts))
+
+
+class Bucket(NamedTuple):
+    """Describe a range of the gradient vector that is exchanged at once.
+
+    Attributes
+    ----------
+    start : int
+        First element of the bucket in the row.
+    parts : tuple of tuple of Span
+        For each peer, the ranges of the row that it sums. All peers have equally many ranges; some may be empty.
+    """
+
+    start: int
+    parts: tuple[tuple[Span, ...], ...]
+
+
+def cut_buckets(
+    spans: Sequence[Sequence[Span]], size: int, counts: Sequence[int], elements: int | None
+) -> list[Bucket]:
+    """Cut a row of ``size`` elements into buckets, from its end to its start. Not collective.
+
+    Parameters
+    ----------
+    spans : sequence over peers of sequences of Span
+        The ranges of the row that each peer owns.
+    size : int
+        Number of elements of a row.
+    counts : sequence of int
+        For each peer, the number of partial sums that its node sends.
+    elements : int or None
+        Number of elements in flight at once; None is the default of the exchange.
+
+    Returns
+    -------
+    list of Bucket
+        The buckets, the last one of the row first.
+    """
+    peers = len(counts)
+    whole = peers * exchange_step(counts, elements)
+    mine = sorted((span for group in spans for span in group if span.size), key=lambda span: span.start)
+    found = []
+    for stop in range(size, 0, -whole):
+        start = max(0, stop - whole)
+        held = [span.intersect(Span(start, stop)) for span in mine]
+        found.append(Bucket(start, _shared_evenly([span for span in held if span.size], peers)))
+    return found
+
+
+def _shared_evenly(spans: Sequence[Span], peers: int) -> tuple[tuple[Span, ...], ...]:
+    """Cut the concatenation of ``spans`` by the shard rule; return, for each peer, its part of every span."""
+    total, parts = sum(span.size for span in spans), []
+    for shard in Partition(total, peers):
+        own = Span(shard.start, shard.stop)
+        place, part = 0, []
+        for span in spans:
+            inside = own.intersect(Span(place, place + span.size))
+            part.append(inside.shift(span.start - place) if inside.size else Span(0, 0))
+            place += span.size
+        parts.append(tuple(part))
+    return tuple(parts)
+
+
+class GradientExchange(ExactExchange):
+    """Send partial sums of gradients to the peers that own the elements, compressed as the configuration says.
+
+    Parameters
+    ----------
+    store : ParameterStore
+        The parameters: the ranges that each peer owns, the data type, and the allocator for residuals and messages.
+        Only float32 is compressed.
+    placement : Placement
+        The strategy. It says whether all peers keep the whole optimizer state and so need all reduced gradients.
+    compression : str or None
+        The setting ``ShardingConfig.gradient_compression``.
+    elements : int or None
+        Number of elements in flight between peers at once; None is the default of :class:`ExactExchange`.
+    exact : sequence of Span
+        The ranges of the vector of all gradients that are never compressed ([Note: copies]), ascending.
+    """
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        placement: Placement,
+        compression: str | None = None,
+        *,
+        elements: int | None = None,
+        exact: Sequence[Span] = (),
+    ) -> None:
+        super().__init__(store.grid.peers, None, store.memory.scratch, elements)
+        self.memory, self.shares, self.dtype, self.placement = store.memory, store.peer_shares, store.dtype, placement
+        self.replicated, self.exact = not placement.shard_optimizer, exact
+        self._kept = self._next = np.empty(0, np.float32)
+        self.compress(compression)
+
+    def compress(self, compression: str | None) -> None:
+        """Use another compression from the next step on, and drop all residuals.
+
+        Not collective, but all ranks must call it before the same step.
+        """
+        self.memory.release(RESIDUALS, self._kept)
+        self.memory.release(RESIDUALS, self._next)
+        self.compression, self.codec = compression, gradient_codec(compression, self.dtype.itemsize)
+        self._of_units = [compressed_sizes(share, self.exact) for share in self.shares]
+        sizes = residual_sizes(
+            [sum(units) for units in self._of_units], self.peers.rank, self.codec, replicated=self.replicated
+        )
+        self._bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+        self._kept, self._next = (self.memory.private(RESIDUALS, self._bounds[-1], np.float32) for _ in range(2))
+        self.forget()
+
+    @property
+    def bucket_mb(self) -> float:
+        """The number of MiB of gradients in flight at once; 0.0 if there is only one peer. Not collective."""
+        return 0.0 if self.peers.size == 1 else in_flight(self.elements) * self.dtype.itemsize / 2**20
+
+    @property
+    def feedback(self) -> bool:
+        """Tell whether this rank keeps residuals. Not collective."""
+        return self._kept.size > 0
+
+    @property
+    def owes(self) -> bool:
+        """Tell whether any of this rank's residuals, which are still to be sent, is not 0. Not collective."""
+        return bool(self._kept.any())
+
+    # ------------------------------------------------------------------ residuals
+
+    def begin(self, samples: int, loss_scale: float) -> None:
+        """Copy the residuals for a step of ``samples`` samples, which changes only the copy. Not collective.
+
+        The copy is in units of the step's partial sums, as far as the weight is known ([Note: units of means]). The
+        copy of an earlier step that was not finished is overwritten.
+        """
+        self._samples, self._loss_scale = samples, loss_scale
+        self._copy(samples * self._weight_of_a_sample * loss_scale)
+
+    def weigh(self, weight: float, *, sent: bool) -> None:
+        """Take the total weight of the step's batch, now that it is known. Not collective.
+
+        ``sent`` tells whether the step's partial sums have been sent.
+        """
+        if not math.isfinite(weight):
+            return  # of a step that is skipped
+        self._divisor = weight * self._loss_scale
+        if not sent:
+            self._copy(self._divisor)
+
+    def _copy(self, factor: float) -> None:
+        self._factor = self._divisor = factor
+        self._next[:] = self._kept
+        for part in self._partial_sums:
+            self._next[part] *= np.float32(factor)
+
+    @property
+    def _partial_sums(self) -> list[slice]:
+        """The slices of the residuals that hold those of partial sums for other peers."""
+        bounds = [slice(*pair) for pair in pairwise(self._bounds)]
+        return [part for peer, part in enumerate(bounds) if peer != self.peers.rank]
+
+    def finish(self, *, updated: bool) -> None:
+        """End a step: if it has ``updated`` the parameters, the copy of the residuals replaces them. Not collective."""
+        if not updated or not self._divisor:
+            return
+        for part in self._partial_sums:
+            left, kept = self._next[part], self._kept[part]
+            left /= np.float32(self._divisor)
+            if self._factor != self._divisor:
+                left += kept * np.float32(1 - self._factor / self._divisor)
+        self._kept, self._next = self._next, self._kept
+        self._weight_of_a_sample = self._divisor / self._loss_scale / self._samples
+        self._divisor = 0.0
+
+    def forget(self) -> None:
+        """Set all residuals to 0. Not collective."""
+        self._kept[:] = 0
+        self._weight_of_a_sample, self._samples, self._loss_scale = 1.0, 0, 1.0
+        self._factor = self._divisor = 0.0  # of the step that has begun; 0 if none has
+
+    def copy_from(self, other: GradientExchange) -> None:
+        """Use the compression of ``other``, an exchange of the same ranks, and copy its residuals. Not collective."""
+        if self.compression != other.compression:
+            self.compress(other.compression)
+        self._kept[:] = other._kept
+        self._weight_of_a_sample = other._weight_of_a_sample
+
+    def left_for(self, peer: int, unit: int | None = None) -> Array:
+        """Return the copy, for this step, of the residuals that this rank keeps for ``peer``. Not collective.
+
+        ``unit`` selects the residuals of one unit's gradients; None: of all units. For this rank's own number among the
+        peers, they are the residuals of its range of the reduced gradient, which is a mean.
+        """
+        left = self._next[self._bounds[peer] : self._bounds[peer + 1]]
+        if unit is None or not left.size:
+            return left
+        start, sizes = sum(self._of_units[peer][:unit]), self._of_units[peer]
+        return left[start : start + sizes[unit]]
+
+    def residuals(self, unit: int | None = None) -> list[Array]:
+        """Return, for every peer, what :meth:`left_for` returns; an empty list if this rank keeps no residuals.
+
+        Not collective.
+        """
+        return [self.left_for(peer, unit) for peer in range(len(self.shares))] if self.feedback else []
+
+    # ------------------------------------------------------------------ reduced gradients
+
+    def replicate(self, row: Array, spans: Sequence[Sequence[Span]]) -> None:
+        """All-gather a row, a copy of the whole gradient vector: send the ranges that each peer owns to all peers.
+
+        Collective over the peers. ``spans`` holds the ranges of every peer.
+        """
+        plain = spans
+        if self.codec is not None and self.peers.size > 1:
+            plain, packed = (
+                [[part for span in own for part, exact in span.split(self.exact) if exact is chosen] for own in spans]
+                for chosen in (True, False)
+            )
+            gather_packed(self.peers, self.codec, row, packed, self.left_for(self.peers.rank), self.scratch)
+        own = [row[s.start : s.stop] for s in plain[self.peers.rank]]
+        gather_spans(self.peers, own, row, plain, self.scratch, self.elements)
+
+
+#: The kind under which the allocator counts the memory of residuals.
+RESIDUALS = "residuals"
+
+
+def residual_sizes(totals: Sequence[int], peer: int, codec: Codec | None, *, replicated: bool) -> list[int]:
+    """Return how many residual values a rank keeps for each of the peers. Not collective.
+
+    Parameters
+    ----------
+    totals : sequence of int
+        Number of gradient elements that each peer owns and that are compressed.
+    peer : int
+        Number, among the peers, of the rank that keeps the residuals.
+    codec : Codec or None
+        The codec that compresses messages; None: they are not compressed.
+    replicated : bool
+        Whether every rank sends its range of the reduced gradient to all peers, and so keeps residuals of it.
+    """
+    if codec is None or not codec.feedback or len(totals) == 1:
+        return [0] * len(totals)
+    return [0 if place == peer and not replicated else size for place, size in enumerate(totals)]
+
+
+def compressed_sizes(share: Share, exact: Sequence[Span]) -> list[int]:
+    """Return, for each unit, how many gradients that ``share`` owns are compressed: all but those in ``exact``.
+
+    Not collective.
+    """
+    every = (share.row_spans(unit.index) for unit in share.layout.units)
+    return [sum(p.size for span in spans for p, inside in span.split(exact) if not inside) for spans in every]
+
+
+#: Bucket sizes that may be tried, in MiB.
+SIZES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+#: How many steps each size is timed in, and how many untimed steps come before.
+ROUNDS, WARM = 3, 1
+#: A smaller size counts as equally good if its steps take at most this many times as long as the fastest.
+CLOSE = 1.02
+
+
+def worth_trying(largest: int, itemsize: int) -> tuple[float, ...]:
+    """Return those of :data:`SIZES` (MiB), up to the first bucket size that holds ``largest`` elements.
+
+    Not collective. ``itemsize`` is the number of bytes of an element. Larger buckets would change nothing.
+    """
+    short = [size for size in SIZES if elements_of(size, itemsize) < largest]
+    return SIZES[: len(short) + 1]
+
+
+def fastest(sizes: Sequence[float], seconds: Array) -> float:
+    """Return the smallest bucket size with which the fastest step took about as long as the fastest step of all.
+
+    Not collective. About as long means at most :data:`CLOSE` times as long.
+
+    Parameters
+    ----------
+    sizes : sequence of float
+        The bucket sizes that were tried, ascending.
+    seconds : array, shape (rounds, sizes)
+        How long each step took, with one column for each size.
+    """
+    shortest = seconds.min(axis=0)
+    return sizes[int(np.argmax(shortest <= CLOSE * shortest.min()))]
+
+
+def make_tuner(
+    exchange: GradientExchange, everyone: Communicator, largest: int, bucket_mb: float | str | None, itemsize: int
+) -> BucketTuner:
+    """Return an object that tunes the bucket size of ``exchange`` if ``bucket_mb`` is "auto", and else does nothing.
+
+    Collective over ``everyone`` if ``bucket_mb`` is "auto".
+
+    Parameters
+    ----------
+    exchange, everyone, itemsize
+        As in :class:`BucketTuner`.
+    largest : int
+        The most elements that this rank's node could have in flight at once: :attr:`GradientReducer.largest`.
+    bucket_mb : float, str or None
+        The setting ``ShardingConfig.bucket_mb``.
+    """
+    tried: tuple[float, ...] = ()
+    if bucket_mb == AUTO:  # between the groups of another stage more may travel than here
+        tried = worth_trying(max(everyone.allgather_object(largest, "bucket sizes")), itemsize)
+    return BucketTuner(exchange, everyone, tried, itemsize)
+
+
+class BucketTuner:
+    """Try bucket sizes in turns, one size in each training step, and choose the fastest for all ranks.
+
+    Parameters
+    ----------
+    exchange : GradientExchange
+        The exchange whose bucket size is tuned.
+    everyone : Communicator
+        All ranks that train together.
+    sizes : sequence of float
+        The bucket sizes to try, in MiB, ascending, the same on every rank. With fewer than two sizes nothing is tried.
+    itemsize : int
+        Bytes of an element.
+    clock : callable, optional
+        Returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        exchange: GradientExchange,
+        everyone: Communicator,
+        sizes: Sequence[float],
+        itemsize: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._exchange, self._everyone, self._itemsize, self._clock = exchange, everyone, itemsize, clock
+        self._sizes = tuple(sizes)
+        self._chosen = len(sizes) < 2
+        self._trial = -WARM
+        self._samples = 0
+        self._begun = 0.0
+        self._seconds = np.empty((ROUNDS, len(sizes)))
+
+    def begin(self) -> None:
+        """Set the bucket size to try in the step that begins, and start timing; do nothing once a size is chosen.
+
+        Not collective, but all ranks call it before the same step.
+        """
+        if not self._chosen:
+            self._use(self._sizes[max(0, self._trial) % len(self._sizes)])
+            self._begun = self._clock()
+
+    def end(self, samples: int) -> tuple[float, ...]:
+        """Record how long a step of ``samples`` samples took; after the last trial, choose a bucket size.
+
+        Collective over ``everyone`` when it chooses. Do not call it after a step that was skipped or has failed: the
+        same size is then tried again. It is also tried again if ``samples`` differs from the number of samples in the
+        first step, because the times of the two steps cannot be compared.
+
+        Returns
+        -------
+        tuple of float
+            The sizes that were tried, in MiB, if this call has chosen one of them; else empty.
+        """
+        if self._chosen:
+            return ()
+        if self._trial < 0:
+            self._samples = samples
+        elif samples != self._samples:
+            return ()
+        else:
+            self._seconds[divmod(self._trial, len(self._sizes))] = self._clock() - self._begun
+        self._trial += 1
+        if self._trial < self._seconds.size:
+            return ()
+        self._choose()
+        return self._sizes
+
+    def _choose(self) -> None:
+        self._everyone.allreduce(self._seconds, "max", "bucket times")  # a step takes as long as its slowest rank
+        self._exchange.memory.drop_scratch()  # of the largest size that was tried
+        self._use(fastest(self._sizes, self._seconds))
+        self._chosen = True
+
+    def _use(self, size: float) -> None:
+        self._exchange.resize(elements_of(size, self._itemsize))

@@ -1,4 +1,8 @@
-"""Find corrupted memory: compare parameters and optimizer state with their last hash, and copies with each other.
+"""Find values that nobody meant to be there: in corrupted memory, and in gradients that a model has not written.
+
+:class:`Integrity` compares parameters and optimizer state with their last hash, and copies with each other.
+:class:`WriteCheck` finds models that leave a part of their gradients unwritten, or add to the old values instead of
+overwriting them; :class:`GradientDict` refuses a gradient that is bound to another array.
 
 [Note: what a check sees] Right after an update, a rank computes the CRC32 of the parameters and optimizer state that
 it has written. It computes the CRC32 again just before the next update. In between are a forward and a backward pass,
@@ -6,8 +10,6 @@ which change neither. If the two CRC32s differ, bits have flipped in that time. 
 state. Then all ranks exchange their CRC32s: copies of the same elements must have equal ones. Copies exist on different
 nodes, on tensor ranks that all hold a whole parameter, and on pipeline stages that share a tied parameter. This second
 comparison also finds bits that flipped at any earlier time. A CRC32 detects every change of up to 32 neighbouring bits.
-
-Find models that leave a part of their gradients unwritten, or add to the old values instead of overwriting them.
 
 [Note: marks] Gradients are written into memory that every step uses again. An element that a layer does not write keeps
 the value of an earlier step. Therefore, in the first step of a model, every element is first set to one fixed NaN, the

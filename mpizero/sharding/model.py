@@ -1,8 +1,9 @@
-"""Save and load a sharded model: as a checkpoint folder, as bytes, or in an open file.
+"""Define ``ShardedModelBase``, the base class of all sharded models, which trains, evaluates, saves and loads.
 
-Compute gradients, sum them over the ranks, and apply them in separate calls.
-
-Define ``ShardedModelBase``, the base class of all sharded models, which trains and evaluates.
+Its methods come from a chain of classes, each with one subject: :class:`Saving` has those for checkpoints, and
+:class:`ManualGradients` those that compute gradients, sum them over the ranks, and apply them in separate calls, for
+users who do not call ``train``. The engine behind it does the work (``sharding/engine.py``); the classes here make all
+ranks agree on a call first, and tell users what went wrong.
 """
 
 from __future__ import annotations
@@ -33,15 +34,13 @@ from mpizero.sharding.config import ShardingConfig
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.forward_backward import Evaluation
 from mpizero.sharding.optimizer import LocalTraining, ShardedOptimizer
-from mpizero.sharding.parameter_access import Inspection, Pending, ShardedCore, gather_pieces
+from mpizero.sharding.parameter_access import Inspection, ModelMetadata, Pending, ShardedCore, describe, gather_pieces
 from mpizero.sharding.params import Share
 from mpizero.sharding.saved_attributes import opened_alike
 from mpizero.types import Array
 
 if TYPE_CHECKING:
     from mpizero.checkpoint import LocalArray, PendingSave, SnapshotBuffer
-    from mpizero.sharding.parameter_access import ModelMetadata
-    from mpizero.sharding.state_dict import LoadReport
 
 
 class Saving(ShardedCore):
@@ -219,7 +218,7 @@ class Saving(ShardedCore):
         exclude: str | Iterable[str] | None = None,
         rename: Mapping[str, str] | None = None,
         strict: bool | None = None,
-    ) -> LoadReport:
+    ) -> state_dict.LoadReport:
         """Load parameters alone, all or those that fit patterns, from a file of any layout; return what was loaded.
 
         Optimizer state and the number of the step stay as they are. Each rank reads the ranges that it holds. All
@@ -257,11 +256,9 @@ class Saving(ShardedCore):
             If the file is damaged, nothing of it can be loaded, or ``strict`` says so. The message names file,
             parameters and reason.
         """
-        with all_ranks(self._config.communicator):  # also if the import fails on one of them
-            from mpizero.sharding.state_dict import Choice, load_chosen
-
-            choice = Choice.of(include, exclude, rename, strict)
-        report = load_chosen(self.loadable_engine, path, choice)
+        with all_ranks(self._config.communicator):
+            choice = state_dict.Choice.of(include, exclude, rename, strict)
+        report = state_dict.load_chosen(self.loadable_engine, path, choice)
         self._pending = None
         self.invalidate_cache()
         if self.rank == 0 and report.told:
@@ -811,7 +808,5 @@ class ShardedModelBase(ManualGradients):
 
         The bytes are those of this rank: stored, and sent in the last step.
         """
-        from mpizero.sharding.parameter_access import describe
-
         sent = self.last_step.bytes_sent if self.last_step is not None else 0
         return describe(self.engine, self._config, sent, self.label, self._mean_every)

@@ -1,14 +1,11 @@
-"""Move a model to memory that ranks do not share, if its first step does not find enough shared memory.
+"""Construct and close a sharded model, read and set its parameters, and describe it.
 
-Construct and close a sharded model, which holds a wrapped model, a configuration and the engine that trains it.
-
-Gather arrays of the whole model, of parameters' elements or of optimizer state, and check a state to be loaded.
-
-Read, set and copy the parameters of a sharded model: as one 1-D array, as named arrays, as a copy of the model.
-
-Describe a sharded model: what is replicated, what is sharded, and how many bytes a rank stores and sends.
-
-Pass calls for inspection and compilation to the wrapped model, with the current parameters.
+:class:`ShardedCore` holds a wrapped model, a configuration and the engine that trains it. If the first step does not
+find enough shared memory, it moves the model to memory that ranks do not share (:func:`in_private_memory`).
+:class:`ParameterAccess` reads, sets and copies the parameters: as one 1-D array, as named arrays, as a copy of the
+model. :class:`Inspection` passes calls for inspection and compilation to the wrapped model, with the current
+parameters. :func:`describe` says what is replicated, what is sharded, and how many bytes a rank stores and sends. The
+functions at the end gather arrays of the whole model, of parameters' elements or of optimizer state.
 """
 
 from __future__ import annotations
@@ -62,54 +59,6 @@ from mpizero.sharding.partition import (
 from mpizero.sharding.step_report import BadSteps, SkippedSteps, StepReport
 from mpizero.sharding.update import Updater
 from mpizero.types import Array
-
-
-def check_movable(engine: Engine, error: SharedMemoryError) -> None:
-    """Check that :func:`in_private_memory` can move everything that ``engine`` holds.
-
-    Collective over all ranks, all of which have raised ``error``.
-
-    Raises
-    ------
-    SharedMemoryError
-        If the optimizer has made a step or loaded a state, or compression has residuals. These cannot be moved, because
-        the ranks of a node share one copy of them.
-    """
-    updater = engine.updater
-    used = np.array([(updater is not None and not updater.fresh) or engine.exchange.owes], np.int8)
-    engine.grid.world.allreduce(used, "max", "private memory")
-    if used[0]:
-        raise SharedMemoryError(
-            f"{error}; or call reserve(global_batch) once, before the first step and before a checkpoint is loaded: "
-            "then every rank keeps its own copy where memory is short. Parameters and state are unchanged"
-        ) from error
-
-
-def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, error: SharedMemoryError) -> Engine:
-    """Close ``engine``, and return a new engine in which every rank keeps its own copy of the model.
-
-    Collective over all ranks, all of which have raised ``error`` and passed :func:`check_movable`. Parameters, integer
-    arrays, step number and loss scale are copied. The optimizer is bound to the new engine.
-    """
-    updater, units = engine.updater, engine.layout.units
-    values, version = [engine.store.owned(unit.index).copy() for unit in units], engine.store.version
-    engine.close()
-    tell_private(engine.grid.world, str(error))
-    made = Engine(engine.model, engine.config, engine.placement, parallel_layout, private=True)
-    for unit, kept in zip(units, values, strict=True):
-        made.store.owned(unit.index)[:] = kept
-    made.integers.copy_from(engine.integers)
-    made.store.publish()
-    made.store.version = version
-    made.step_number, made.grain_rule = engine.step_number, engine.grain_rule
-    if updater is not None:
-        made.bind(updater.optimizer)
-        made.exchange.compress(engine.exchange.compression)
-        assert made.updater is not None
-        made.updater.watch = updater.watch
-    made.scalars.watch, made.loss_scale = engine.scalars.watch, engine.loss_scale
-    return made
-
 
 T = TypeVar("T")
 
@@ -470,129 +419,51 @@ class ShardedCore(ABC):
             self._engine.grid.world.defer_close(self._free)
 
 
-def gather_pieces(engine: Engine, dtype: Any, values: Callable[[UpdatePiece], Any]) -> Array:
-    """Gather one number for each parameter element of the whole model, from the ranks that own the elements.
+def check_movable(engine: Engine, error: SharedMemoryError) -> None:
+    """Check that :func:`in_private_memory` can move everything that ``engine`` holds.
 
-    Return the same 1-D array in declared order on every rank. It is 0 for frozen and averaged parameters.
-    Collective over the world.
+    Collective over all ranks, all of which have raised ``error``.
 
-    Parameters
-    ----------
-    engine : Engine
-        Engine of the model, with a bound optimizer.
-    dtype : dtype
-        Element type of the result.
-    values : callable
-        Called with each :class:`UpdatePiece` (a range of one parameter) that this rank owns. It returns the numbers for
-        this range: an array as long as the range, or one number for all of it.
+    Raises
+    ------
+    SharedMemoryError
+        If the optimizer has made a step or loaded a state, or compression has residuals. These cannot be moved, because
+        the ranks of a node share one copy of them.
     """
-    full = np.zeros(engine.layout.size, dtype)
-    for piece in engine.pieces():
-        full[piece.span.start : piece.span.stop] = values(piece)
-    return _gathered(engine, full)
+    updater = engine.updater
+    used = np.array([(updater is not None and not updater.fresh) or engine.exchange.owes], np.int8)
+    engine.grid.world.allreduce(used, "max", "private memory")
+    if used[0]:
+        raise SharedMemoryError(
+            f"{error}; or call reserve(global_batch) once, before the first step and before a checkpoint is loaded: "
+            "then every rank keeps its own copy where memory is short. Parameters and state are unchanged"
+        ) from error
 
 
-def gather_owned(engine: Engine, owned: Array) -> Array:
-    """Gather one number for each parameter element of the whole model, from the ranks that own the elements.
+def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, error: SharedMemoryError) -> Engine:
+    """Close ``engine``, and return a new engine in which every rank keeps its own copy of the model.
 
-    Return the same 1-D array in declared order on every rank. Collective over the world.
-
-    Parameters
-    ----------
-    engine : Engine
-        Engine of the model.
-    owned : 1-D array
-        This rank's numbers: one for each element of the ranges that it owns, one range after the other.
+    Collective over all ranks, all of which have raised ``error`` and passed :func:`check_movable`. Parameters, integer
+    arrays, step number and loss scale are copied. The optimizer is bound to the new engine.
     """
-    full, share = np.empty(engine.layout.size, owned.dtype), engine.store.share
-    for span, offset in zip(share.spans, share.offsets, strict=True):
-        full[span.start : span.stop] = owned[offset : offset + span.size]
-    return _gathered(engine, full)
-
-
-def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
-    """Return where each array of a slot of the optimizer state lies in the vector of :func:`gather_slot`.
-
-    Arrays as long as the parameters lie where the parameters lie in the vector of the whole model, those of whole
-    tensors one after the other. Not collective; the engine has a bound optimizer.
-    """
-    optimizer = _updater(engine).optimizer
-    found = [(e, state_specs(optimizer, e.spec).get(slot)) for e in engine.whole.layout.parameters]
-    if slot in optimizer.slots:
-        return tuple(entry for entry, spec in found if spec is not None)
-    return FlatLayout.build({"": [spec for _, spec in found if spec is not None]}, one_unit=True).parameters
-
-
-def gather_slot(engine: Engine, slot: str) -> Array:
-    """Gather the arrays of a slot of the optimizer state of the whole model, as one vector on every rank.
-
-    :func:`slot_entries` says where each array lies; elements that belong to none are 0. Collective over the world.
-    """
-    updater = _updater(engine)
-    if slot not in updater.optimizer.slots:
-        return _gathered_tensors(engine, slot)
-
-    def values(piece: UpdatePiece) -> Array | int:
-        found = updater.state_of(slot, piece)
-        return found if found.size else 0  # a whole tensor has state of its own
-
-    return gather_pieces(engine, engine.dtype, values)
-
-
-def _gathered_tensors(engine: Engine, slot: str) -> Array:
-    updater, world = _updater(engine), engine.grid.world
-    held = [piece for piece in updater.state_pieces(slot) if engine.whole.writes(piece.spec)]
-    mine = np.concatenate([np.empty(0, engine.dtype), *(updater.state_of(slot, piece) for piece in held)])
-    names = world.allgather_object([piece.spec.name for piece in held], "whole tensors")
-    entries = {entry.spec.name: entry for entry in slot_entries(engine, slot)}
-    found = np.empty(sum(entry.spec.size for entry in entries.values()), engine.dtype)
-    counts = [sum(entries[name].spec.size for name in of_rank) for of_rank in names]
-    world.allgatherv(mine, found, counts, slot)
-    whole, place = np.empty_like(found), 0
-    for entry in (entries[name] for of_rank in names for name in of_rank):
-        whole[entry.span.start : entry.span.stop] = found[place : place + entry.spec.size]
-        place += entry.spec.size
-    return whole
-
-
-def _updater(engine: Engine) -> Updater:
-    assert engine.updater is not None
-    return engine.updater
-
-
-def _gathered(engine: Engine, full: Array) -> Array:
-    """Gather an array from the ranges that ranks own; return it in the order of the whole model. Collective.
-
-    ``full`` has one element for each parameter element of this rank's data group. Only the ranges that this rank owns
-    are valid before the call.
-    """
-    layout, data = engine.layout, engine.grid.data
-    spans = [Share(layout, rank, data.size).spans for rank in range(data.size)]
-    gather_spans(data, [full[s.start : s.stop] for s in spans[data.rank]], full, spans)
-    return engine.whole.assemble(full)
-
-
-def checked_state(engine: Engine, updater: Updater, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a ``state_dict()`` by what they are; LayoutError if the optimizer has others."""
-    if absent := {"step_count", "state"}.difference(state):
-        raise LayoutError(f"state has no {sorted(absent)}; pass what state_dict() has returned")
-    slots, progress, method = state["state"], state.get("progress"), updater.method
-    if set(slots) != set(updater.state):
-        raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {sorted(updater.state)}")
-    sound = progress is None
-    if method is not None:  # most optimizers have none
-        from mpizero.optim.minimizers import is_progress
-
-        sound = is_progress(progress)
-    if not sound:
-        raise LayoutError(f"progress is {progress!r:.60}, expected {method and 'that of state_dict()'}")
-    found = {"the step count": int(state["step_count"]), "the progress": progress}
-    for slot, arrays in sorted(slots.items()):
-        for spec in (entry.spec for entry in slot_entries(engine, slot)):
-            if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
-                raise LayoutError(f"state {slot!r} has no array {spec.name!r} of shape {spec.shape}")
-            found[f"{slot!r} of parameter {spec.name!r}"] = arrays[spec.name]
-    return found
+    updater, units = engine.updater, engine.layout.units
+    values, version = [engine.store.owned(unit.index).copy() for unit in units], engine.store.version
+    engine.close()
+    tell_private(engine.grid.world, str(error))
+    made = Engine(engine.model, engine.config, engine.placement, parallel_layout, private=True)
+    for unit, kept in zip(units, values, strict=True):
+        made.store.owned(unit.index)[:] = kept
+    made.integers.copy_from(engine.integers)
+    made.store.publish()
+    made.store.version = version
+    made.step_number, made.grain_rule = engine.step_number, engine.grain_rule
+    if updater is not None:
+        made.bind(updater.optimizer)
+        made.exchange.compress(engine.exchange.compression)
+        assert made.updater is not None
+        made.updater.watch = updater.watch
+    made.scalars.watch, made.loss_scale = engine.scalars.watch, engine.loss_scale
+    return made
 
 
 class ParameterAccess(ShardedCore):
@@ -801,6 +672,100 @@ def _called(entry: ParameterUse) -> str:
     return f"parameter {entry.spec.name!r}"
 
 
+class Inspection(ParameterAccess):
+    """Provide feature importance, computation graph and compiled prediction, if the wrapped model has such methods."""
+
+    @collective
+    def feature_importance(self) -> dict[str, float]:
+        """Return the importance of each input feature by its name, computed by the wrapped model. Collective.
+
+        Raises
+        ------
+        NotImplementedError
+            If the wrapped model has no ``feature_importance(params)``.
+        """
+        function = self._delegate("feature_importance")
+        result: dict[str, float] = function(self._bound_parameters())
+        return result
+
+    @property
+    def active_feature_indices(self) -> tuple[int, ...]:
+        """Indices of the input features that the wrapped model uses.
+
+        Reading is not collective. Setting is collective, and every rank must set the same indices.
+        """
+        indices: Sequence[int] = self._delegate("active_feature_indices")
+        return tuple(indices)
+
+    @active_feature_indices.setter
+    @collective
+    def active_feature_indices(self, indices: Sequence[int]) -> None:
+        chosen = tuple(int(i) for i in indices)
+        agree_equal(self._config.communicator, lambda: {"active_feature_indices": chosen}, "active_feature_indices")
+        self._replace_wrapped(self._delegate("with_active_features")(chosen))
+
+    def is_feature_used(self, index: int) -> bool:
+        """Tell whether the wrapped model uses input feature number ``index``. Not collective."""
+        return index in self.active_feature_indices
+
+    @property
+    def supports_jit_compilation(self) -> bool:
+        """Tell whether the wrapped model has the method that :meth:`jit_compile` needs. Not collective."""
+        return hasattr(self._wrapped, "compile_predictor")
+
+    def export_computation_graph(self) -> dict[str, Any]:
+        """Return the graph of the wrapped model's operations as values that JSON can hold. Not collective.
+
+        Raises
+        ------
+        NotImplementedError
+            If the wrapped model has no ``export_computation_graph()``.
+        """
+        graph: dict[str, Any] = self._delegate("export_computation_graph")()
+        return graph
+
+    @collective
+    def jit_compile(self) -> Callable[[Array], Array]:
+        """Return a compiled function from inputs to predictions. Collective.
+
+        The function keeps a copy of the current parameters, so later training does not change its predictions.
+
+        Raises
+        ------
+        NotImplementedError
+            If the wrapped model has no ``compile_predictor(params)``.
+        """
+        function = self._delegate("compile_predictor")
+        compiled: Callable[[Array], Array] = function(self._bound_parameters())
+        return compiled
+
+    def _delegate(self, name: str) -> Any:
+        if not hasattr(self._wrapped, name):
+            raise UnsupportedError(
+                f"{type(self._wrapped).__name__} has no {name!r}: a wrapped model that offers it makes this work"
+            )
+        return getattr(self._wrapped, name)
+
+    def _replace_wrapped(self, wrapped: Any) -> None:
+        if blocks_of(self._wrapped) != blocks_of(wrapped):
+            raise ConfigError("the new model's parameters differ from the old one's in name or shape")
+        self._wrapped = wrapped
+        self.engine.exchange_model(wrapped)
+
+    def _bound_parameters(self) -> dict[str, Any]:
+        """Gather all parameters and return them as the wrapped model takes them. Collective.
+
+        A model of blocks takes a nested dictionary for each block, a black box takes arrays by name.
+        """
+        full = self.gather_full_parameters()
+        blocks: dict[str, dict[str, Any]] = {block: {} for unit in self.layout.units for block in unit.blocks}
+        for entry in self.layout.entries:
+            blocks[entry.block][entry.local_name] = entry.spec.view(full[entry.span.start : entry.span.stop])
+        if not hasattr(self._wrapped, "blocks"):
+            return {block: np.asarray(arrays[""]) for block, arrays in blocks.items()}
+        return {block: nested(arrays) for block, arrays in blocks.items()}
+
+
 @dataclass(frozen=True)
 class ModelMetadata:
     """Describe how a model is distributed, and how many bytes this rank stores and sends.
@@ -978,108 +943,126 @@ def _formula(engine: Engine) -> dict[str, float]:
     }
 
 
-class Inspection(ParameterAccess):
-    """Provide feature importance, computation graph and compiled prediction, if the wrapped model has such methods."""
+def gather_pieces(engine: Engine, dtype: Any, values: Callable[[UpdatePiece], Any]) -> Array:
+    """Gather one number for each parameter element of the whole model, from the ranks that own the elements.
 
-    @collective
-    def feature_importance(self) -> dict[str, float]:
-        """Return the importance of each input feature by its name, computed by the wrapped model. Collective.
+    Return the same 1-D array in declared order on every rank. It is 0 for frozen and averaged parameters.
+    Collective over the world.
 
-        Raises
-        ------
-        NotImplementedError
-            If the wrapped model has no ``feature_importance(params)``.
-        """
-        function = self._delegate("feature_importance")
-        result: dict[str, float] = function(self._bound_parameters())
-        return result
-
-    @property
-    def active_feature_indices(self) -> tuple[int, ...]:
-        """Indices of the input features that the wrapped model uses.
-
-        Reading is not collective. Setting is collective, and every rank must set the same indices.
-        """
-        indices: Sequence[int] = self._delegate("active_feature_indices")
-        return tuple(indices)
-
-    @active_feature_indices.setter
-    @collective
-    def active_feature_indices(self, indices: Sequence[int]) -> None:
-        chosen = tuple(int(i) for i in indices)
-        agree_equal(self._config.communicator, lambda: {"active_feature_indices": chosen}, "active_feature_indices")
-        self._replace_wrapped(self._delegate("with_active_features")(chosen))
-
-    def is_feature_used(self, index: int) -> bool:
-        """Tell whether the wrapped model uses input feature number ``index``. Not collective."""
-        return index in self.active_feature_indices
-
-    @property
-    def supports_jit_compilation(self) -> bool:
-        """Tell whether the wrapped model has the method that :meth:`jit_compile` needs. Not collective."""
-        return hasattr(self._wrapped, "compile_predictor")
-
-    def export_computation_graph(self) -> dict[str, Any]:
-        """Return the graph of the wrapped model's operations as values that JSON can hold. Not collective.
-
-        Raises
-        ------
-        NotImplementedError
-            If the wrapped model has no ``export_computation_graph()``.
-        """
-        graph: dict[str, Any] = self._delegate("export_computation_graph")()
-        return graph
-
-    @collective
-    def jit_compile(self) -> Callable[[Array], Array]:
-        """Return a compiled function from inputs to predictions. Collective.
-
-        The function keeps a copy of the current parameters, so later training does not change its predictions.
-
-        Raises
-        ------
-        NotImplementedError
-            If the wrapped model has no ``compile_predictor(params)``.
-        """
-        function = self._delegate("compile_predictor")
-        compiled: Callable[[Array], Array] = function(self._bound_parameters())
-        return compiled
-
-    def _delegate(self, name: str) -> Any:
-        if not hasattr(self._wrapped, name):
-            raise UnsupportedError(
-                f"{type(self._wrapped).__name__} has no {name!r}: a wrapped model that offers it makes this work"
-            )
-        return getattr(self._wrapped, name)
-
-    def _replace_wrapped(self, wrapped: Any) -> None:
-        same_parameters(blocks_of(self._wrapped), blocks_of(wrapped))
-        self._wrapped = wrapped
-        self.engine.exchange_model(wrapped)
-
-    def _bound_parameters(self) -> dict[str, Any]:
-        """Gather all parameters and return them as the wrapped model takes them. Collective.
-
-        A model of blocks takes a nested dictionary for each block, a black box takes arrays by name.
-        """
-        full = self.gather_full_parameters()
-        blocks: dict[str, dict[str, Any]] = {block: {} for unit in self.layout.units for block in unit.blocks}
-        for entry in self.layout.entries:
-            blocks[entry.block][entry.local_name] = entry.spec.view(full[entry.span.start : entry.span.stop])
-        if not hasattr(self._wrapped, "blocks"):
-            return {block: np.asarray(arrays[""]) for block, arrays in blocks.items()}
-        return {block: nested(arrays) for block, arrays in blocks.items()}
-
-
-def same_parameters(old: Any, new: Any) -> None:
-    """Check that a new wrapped model has the same parameters as the old one. Not collective.
-
-    ``old`` and ``new`` are the parameters of each block, as ``blocks_of`` returns them.
-
-    Raises
-    ------
-    ConfigError
-        If names or shapes differ.
+    Parameters
+    ----------
+    engine : Engine
+        Engine of the model, with a bound optimizer.
+    dtype : dtype
+        Element type of the result.
+    values : callable
+        Called with each :class:`UpdatePiece` (a range of one parameter) that this rank owns. It returns the numbers for
+        this range: an array as long as the range, or one number for all of it.
     """
-    if old != new:
-        raise ConfigError("the new model's parameters differ from the old one's in name or shape")
+    full = np.zeros(engine.layout.size, dtype)
+    for piece in engine.pieces():
+        full[piece.span.start : piece.span.stop] = values(piece)
+    return _gathered(engine, full)
+
+
+def gather_owned(engine: Engine, owned: Array) -> Array:
+    """Gather one number for each parameter element of the whole model, from the ranks that own the elements.
+
+    Return the same 1-D array in declared order on every rank. Collective over the world.
+
+    Parameters
+    ----------
+    engine : Engine
+        Engine of the model.
+    owned : 1-D array
+        This rank's numbers: one for each element of the ranges that it owns, one range after the other.
+    """
+    full, share = np.empty(engine.layout.size, owned.dtype), engine.store.share
+    for span, offset in zip(share.spans, share.offsets, strict=True):
+        full[span.start : span.stop] = owned[offset : offset + span.size]
+    return _gathered(engine, full)
+
+
+def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
+    """Return where each array of a slot of the optimizer state lies in the vector of :func:`gather_slot`.
+
+    Arrays as long as the parameters lie where the parameters lie in the vector of the whole model, those of whole
+    tensors one after the other. Not collective; the engine has a bound optimizer.
+    """
+    optimizer = _updater(engine).optimizer
+    found = [(e, state_specs(optimizer, e.spec).get(slot)) for e in engine.whole.layout.parameters]
+    if slot in optimizer.slots:
+        return tuple(entry for entry, spec in found if spec is not None)
+    return FlatLayout.build({"": [spec for _, spec in found if spec is not None]}, one_unit=True).parameters
+
+
+def gather_slot(engine: Engine, slot: str) -> Array:
+    """Gather the arrays of a slot of the optimizer state of the whole model, as one vector on every rank.
+
+    :func:`slot_entries` says where each array lies; elements that belong to none are 0. Collective over the world.
+    """
+    updater = _updater(engine)
+    if slot not in updater.optimizer.slots:
+        return _gathered_tensors(engine, slot)
+
+    def values(piece: UpdatePiece) -> Array | int:
+        found = updater.state_of(slot, piece)
+        return found if found.size else 0  # a whole tensor has state of its own
+
+    return gather_pieces(engine, engine.dtype, values)
+
+
+def _gathered_tensors(engine: Engine, slot: str) -> Array:
+    updater, world = _updater(engine), engine.grid.world
+    held = [piece for piece in updater.state_pieces(slot) if engine.whole.writes(piece.spec)]
+    mine = np.concatenate([np.empty(0, engine.dtype), *(updater.state_of(slot, piece) for piece in held)])
+    names = world.allgather_object([piece.spec.name for piece in held], "whole tensors")
+    entries = {entry.spec.name: entry for entry in slot_entries(engine, slot)}
+    found = np.empty(sum(entry.spec.size for entry in entries.values()), engine.dtype)
+    counts = [sum(entries[name].spec.size for name in of_rank) for of_rank in names]
+    world.allgatherv(mine, found, counts, slot)
+    whole, place = np.empty_like(found), 0
+    for entry in (entries[name] for of_rank in names for name in of_rank):
+        whole[entry.span.start : entry.span.stop] = found[place : place + entry.spec.size]
+        place += entry.spec.size
+    return whole
+
+
+def _updater(engine: Engine) -> Updater:
+    assert engine.updater is not None
+    return engine.updater
+
+
+def _gathered(engine: Engine, full: Array) -> Array:
+    """Gather an array from the ranges that ranks own; return it in the order of the whole model. Collective.
+
+    ``full`` has one element for each parameter element of this rank's data group. Only the ranges that this rank owns
+    are valid before the call.
+    """
+    layout, data = engine.layout, engine.grid.data
+    spans = [Share(layout, rank, data.size).spans for rank in range(data.size)]
+    gather_spans(data, [full[s.start : s.stop] for s in spans[data.rank]], full, spans)
+    return engine.whole.assemble(full)
+
+
+def checked_state(engine: Engine, updater: Updater, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a ``state_dict()`` by what they are; LayoutError if the optimizer has others."""
+    if absent := {"step_count", "state"}.difference(state):
+        raise LayoutError(f"state has no {sorted(absent)}; pass what state_dict() has returned")
+    slots, progress, method = state["state"], state.get("progress"), updater.method
+    if set(slots) != set(updater.state):
+        raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {sorted(updater.state)}")
+    sound = progress is None
+    if method is not None:  # most optimizers have none
+        from mpizero.optim.minimizers import is_progress
+
+        sound = is_progress(progress)
+    if not sound:
+        raise LayoutError(f"progress is {progress!r:.60}, expected {method and 'that of state_dict()'}")
+    found = {"the step count": int(state["step_count"]), "the progress": progress}
+    for slot, arrays in sorted(slots.items()):
+        for spec in (entry.spec for entry in slot_entries(engine, slot)):
+            if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
+                raise LayoutError(f"state {slot!r} has no array {spec.name!r} of shape {spec.shape}")
+            found[f"{slot!r} of parameter {spec.name!r}"] = arrays[spec.name]
+    return found

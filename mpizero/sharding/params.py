@@ -1,16 +1,17 @@
-"""Keep a model's arrays of whole numbers, which layers may change and on whose new values all grains must agree.
+"""Keep the parameters of a rank: who owns which ranges, in which memory they are, how updated ones reach all nodes.
 
-[Note: agreement] Every rank keeps the arrays of its stage. In a step each micro-batch is given the values of the step's
-beginning, and may write new ones. These must be the same for all micro-batches: an average of whole numbers is none. A
-rank compares those of its own micro-batches. Then all ranks exchange a hash of what they have found. Ranks that had no
-micro-batch are sent the new values if these differ from the old ones. A step that updates the parameters takes the new
-values; one that is skipped drops them.
+:class:`Share` computes the ranges of parameters and gradients that a rank owns, :func:`update_pieces` those that it
+updates. :class:`Memory` allocates all arrays of model state, node by node in shared windows, and counts their bytes.
+:class:`ParameterStore` holds the parameters in it: all of them on every node, or only the shards of the node's ranks,
+from which units are gathered when they are needed. :class:`Publication` sends updated parameters to the other nodes
+during the next forward pass (ZeRO-1 and 2). :class:`IntegerState` has a model's arrays of whole numbers.
+:func:`fits_shared_memory` checks beforehand whether all of it fits.
 
-Compute which ranges of parameters and gradients a rank owns, and where they begin in the rank's arrays.
-
-Allocate the arrays that hold model state, and count their bytes.
-
-Send updated parameters to the copies on all nodes, during the next forward pass (ZeRO-1 and 2).
+[Note: agreement] Every rank keeps the integer arrays of its stage, which layers may change. In a step each micro-batch
+is given the values of the step's beginning, and may write new ones. These must be the same for all micro-batches: an
+average of whole numbers is none. A rank compares those of its own micro-batches. Then all ranks exchange a hash of what
+they have found. Ranks that had no micro-batch are sent the new values if these differ from the old ones. A step that
+updates the parameters takes the new values; one that is skipped drops them.
 
 [Note: regions] The parameters are cut into regions, in the order in which blocks use them. Each region has an
 all-gather of its own, between the peers that own parts of it; all of these all-gathers begin at once. Before a rank
@@ -23,21 +24,16 @@ messages of the region have arrived.
 So a rank must begin the barriers of all regions before it blocks in anything else. :meth:`Publication.wait` does that:
 it is called at the end of a rank's forward and backward passes, before any other collective of the node
 (``MessageProgress.finish``), and before any other use of the parameters.
-
-Store the parameters of a rank: each node (or rank, without shared memory) holds all of them, or only its shards.
-
-Check whether a model fits into the shared memory of the nodes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -54,6 +50,7 @@ from mpizero.comm.reduce import Gathering, begin_gather
 from mpizero.comm.startup import available_memory
 from mpizero.errors import CollectiveError, LayoutError, MpizeroError, OutOfMemoryError, PeerFailure, SharedMemoryError
 from mpizero.guard.reports import SHARED_FOLDER, taken_by_leftovers
+from mpizero.kernels.memory import PAGE
 from mpizero.layout import Span
 from mpizero.layout.batch import DEFAULT_GRAINS, claimed_rows, contiguous_shares
 from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, joined, nested, united, views
@@ -63,182 +60,6 @@ from mpizero.nn.layer import integers_of, start_integers
 from mpizero.sharding.config import Placement, ShardingConfig, claims_grains, gathers_units, wave_slots
 from mpizero.sharding.step_report import MessageProgress
 from mpizero.types import Array, IntegerSpec, ParameterSpec
-
-#: What a rank tells about its new values: that it has none, that they are the old ones, that they are others.
-_NONE, _OLD, _NEW = range(3)
-
-
-class IntegerState:
-    """Keep the integer arrays of one rank's pipeline stage.
-
-    Parameters
-    ----------
-    model : BlockModel or BlackBoxModel
-        The whole model.
-    blocks : iterable of str
-        The blocks of this rank's stage.
-    grid : ProcessGrid
-        The ranks.
-
-    Attributes
-    ----------
-    whole : dict of str to tuple of IntegerSpec
-        The integer arrays of the whole model by block.
-    values : dict of str to Array
-        The arrays of this stage by global name.
-    """
-
-    def __init__(self, model: Any, blocks: Iterable[str], grid: ProcessGrid) -> None:
-        self.grid, self.whole = grid, integers_of(model)
-        here = frozenset(blocks)
-        self._own = {block: specs for block, specs in self.whole.items() if block in here}
-        self.values: dict[str, Array] = {}
-        self._written: dict[str, Array] = {}
-        for name, spec in named_integers(self._own).items():
-            self.values[name], self._written[name] = (np.zeros(spec.shape, spec.dtype) for _ in range(2))
-        self._found: dict[str, Array] = {}
-        self._from: tuple[int, int] = (0, 0)
-
-    def begin(self, model: Any) -> None:
-        """Set all arrays to the start values of ``model``. Not collective."""
-        self.set(start_integers(model))
-
-    def set(self, given: Mapping[str, Array]) -> None:
-        """Set arrays of this stage to those of ``given``, which may have others, too. Not collective."""
-        for name in self.values.keys() & given.keys():
-            self.values[name][...] = given[name]
-
-    def copy_from(self, other: IntegerState) -> None:
-        """Copy the values of another state of the same stage. Not collective."""
-        self.set(other.values)
-
-    # ------------------------------------------------------------------ what layers see (not collective)
-
-    def given(self, block: str) -> dict[str, Any]:
-        """Return read-only views of a block's arrays, nested by local name."""
-        return self._views(block, self.values, writeable=False)
-
-    def targets(self, block: str) -> dict[str, Any]:
-        """Return the arrays that a block writes new values to, nested by local name."""
-        return self._views(block, self._written, writeable=True)
-
-    def _views(self, block: str, arrays: dict[str, Array], *, writeable: bool) -> dict[str, Any]:
-        found = {}
-        for spec in self._own.get(block, ()):
-            found[spec.name] = arrays[joined(block, spec.name)].view()
-            found[spec.name].flags.writeable = writeable
-        return nested(found)
-
-    def forget(self) -> None:
-        """Drop the new values of a step that has not ended."""
-        self._found = {}
-
-    def prepare(self, blocks: Iterable[str]) -> None:
-        """Set what ``blocks`` write to to the values of the step: what is not written stays as it is."""
-        for name in self._names(blocks):
-            self._written[name][...] = self.values[name]
-
-    def take(self, block: str, first: int, count: int) -> LayoutError | None:
-        """Keep the new values that ``block`` has written; return an error if an earlier micro-batch had others.
-
-        ``first`` and ``count`` are the number of the micro-batch's first sample, and its number of samples.
-        """
-        for name in self._names([block]):
-            written = self._written[name]
-            if name not in self._found:
-                self._found[name], self._from = written.copy(), (first, count)
-            elif (self._found[name] != written).any():
-                mine = f"{_shown(self._found[name])} after {_samples(*self._from)}, {_shown(written)} after"
-                return _differ(name, f"{mine} {_samples(first, count)}")
-        return None
-
-    def _names(self, blocks: Iterable[str]) -> Iterator[str]:
-        return (joined(block, spec.name) for block in blocks for spec in self._own.get(block, ()))
-
-    # ------------------------------------------------------------------ agreement
-
-    def agree(self) -> None:
-        """Compare the new values of all ranks, and give them to ranks that had no micro-batch.
-
-        Collective over the world if the model has any integer array; else it does nothing.
-
-        Raises
-        ------
-        LayoutError
-            On all ranks, if new values differ between the ranks of a stage.
-        """
-        if not self.whole:
-            return
-        world, state = self.grid.world, _NONE
-        if self._found:
-            changed = any((self.values[name] != value).any() for name, value in self._found.items())
-            state = _NEW if changed else _OLD
-        told = np.empty((world.size, 2), np.int64)
-        digest = blake2b(b"".join(self._found[name].tobytes() for name in sorted(self._found)), digest_size=8).digest()
-        world.allgather(np.array([state, int.from_bytes(digest, "little", signed=True)]), told.reshape(-1), "integers")
-        stages = [self.grid.axes.coordinates(rank).pipeline for rank in range(world.size)]
-        for stage in set(stages):
-            hashes = {int(told[r, 1]) for r in range(world.size) if stages[r] == stage and told[r, 0] != _NONE}
-            if len(hashes) > 1:
-                self._explain(stages)
-        group = [int(told[rank, 0]) for rank in self.grid.axes.group(world.rank, GROUPS["data"])]
-        if _NONE in group and _NEW in group:
-            for name, value in self.values.items():
-                found = self._found.setdefault(name, value.copy())
-                self.grid.data.broadcast(found, group.index(_NEW), "integers")
-
-    def _explain(self, stages: list[int]) -> None:
-        """Raise the error that names the first array on whose new values the ranks of a stage do not agree.
-
-        Collective over the world.
-        """
-        everyone = self.grid.world.allgather_object((self._found, self._from), "integers")
-        first: dict[tuple[int, str], int] = {}
-        for rank, (found, place) in enumerate(everyone):
-            for name, value in found.items():
-                other = first.setdefault((stages[rank], name), rank)
-                known, where = everyone[other]
-                if (known[name] != value).any():
-                    raise _differ(
-                        name,
-                        f"{_shown(known[name])} after {_samples(*where)} on rank {other}, {_shown(value)} after "
-                        f"{_samples(*place)} on rank {rank}",
-                    )
-
-    def commit(self) -> None:
-        """Take the new values, at the end of a step that has updated the parameters. Not collective."""
-        for name, value in self._found.items():
-            self.values[name][...] = value
-        self._found = {}
-
-    def all_values(self) -> dict[str, Array]:
-        """Return copies of the integer arrays of the whole model by name. Collective over the model group."""
-        if not self.whole:
-            return {}
-        found: dict[str, Array] = {}
-        for held in self.grid.model.allgather_object(self.values, "integers"):
-            found |= held
-        return {name: found[name].copy() for name in named_integers(self.whole)}
-
-
-def named_integers(integers: dict[str, tuple[IntegerSpec, ...]]) -> dict[str, IntegerSpec]:
-    """Return integer arrays, given by block, by their global names. Not collective."""
-    return {joined(block, spec.name): spec for block, specs in integers.items() for spec in specs}
-
-
-def _differ(name: str, how: str) -> LayoutError:
-    return LayoutError(
-        f"the new value of integer array {name!r} differs between micro-batches: {how}; it must follow from the value "
-        "that each is given, not from the samples"
-    )
-
-
-def _samples(first: int, count: int) -> str:
-    return f"samples {first} to {first + count - 1}" if count > 1 else f"sample {first}"
-
-
-def _shown(value: Array) -> str:
-    return str(value.tolist()) if value.size <= 4 else f"{value.reshape(-1)[:4].tolist()} and {value.size - 4} more"
 
 
 @dataclass(frozen=True)
@@ -404,6 +225,21 @@ def update_pieces(
     return tuple(pieces)
 
 
+def _locate(share: Share, entry: ParameterUse, inside: int, in_rows: bool) -> int:
+    gradient = entry.gradient + inside
+    if in_rows:
+        return share.layout.gradient_bases[entry.unit] + gradient
+    return share.shard_position(entry.unit, gradient)
+
+
+def _running(sizes: Sequence[int]) -> tuple[int, ...]:
+    starts, total = [], 0
+    for size in sizes:
+        starts.append(total)
+        total += size
+    return tuple(starts)
+
+
 def whole_last(pieces: Sequence[UpdatePiece], whole: Container[str]) -> tuple[UpdatePiece, ...]:
     """Return the pieces, in their order, with new places in the optimizer state: those of ``whole`` come last.
 
@@ -414,13 +250,6 @@ def whole_last(pieces: Sequence[UpdatePiece], whole: Container[str]) -> tuple[Up
     order = sorted(range(len(pieces)), key=lambda number: pieces[number].entry.spec.name in whole)
     places = dict(zip(order, _running([sizes[number] for number in order]), strict=True))
     return tuple(piece._replace(state=places[number]) for number, piece in enumerate(pieces))
-
-
-def _locate(share: Share, entry: ParameterUse, inside: int, in_rows: bool) -> int:
-    gradient = entry.gradient + inside
-    if in_rows:
-        return share.layout.gradient_bases[entry.unit] + gradient
-    return share.shard_position(entry.unit, gradient)
 
 
 def runs_of(pieces: Sequence[UpdatePiece]) -> tuple[UpdateRun, ...]:
@@ -444,20 +273,11 @@ def _follows(first: UpdateRun, second: UpdateRun) -> bool:
     return ends == (second.store, second.gradient, second.state, second.group)
 
 
-def _running(sizes: Sequence[int]) -> tuple[int, ...]:
-    starts, total = [], 0
-    for size in sizes:
-        starts.append(total)
-        total += size
-    return tuple(starts)
-
-
-#: Bytes of a memory page. Arrays that different ranks write begin on pages of their own.
-PAGE = 4096
-
-
 def paged(nbytes: int) -> int:
-    """Round ``nbytes`` up to whole memory pages. Not collective."""
+    """Round ``nbytes`` up to whole memory pages: arrays that different ranks write begin on pages of their own.
+
+    Not collective.
+    """
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -702,98 +522,6 @@ class Memory:
         self.peak_bytes = max(self.peak_bytes, self.rank_bytes)
 
 
-#: The least number of elements in a region, unless its unit ends before: many small messages would take longer.
-REGION = 1 << 16
-
-
-class Publication:
-    """Send the parameters that one update has changed to the copies on all nodes, region by region.
-
-    A region is a range of the flat parameter vector that has an all-gather of its own. Construction begins the
-    all-gathers; it is collective over the data group.
-
-    Parameters
-    ----------
-    grid : ProcessGrid
-        The ranks; peers exchange parameters.
-    memory : Memory
-        The allocator that has the shared window of ``values``.
-    values : 1-D array
-        The node's copy of the parameters, in which this rank's ranges are updated.
-    regions : sequence of (int, Span)
-        For each region the index of its unit, and its range of the flat parameter vector.
-    shares : sequence of Share
-        The shards that the peers own.
-    """
-
-    def __init__(
-        self,
-        grid: ProcessGrid,
-        memory: Memory,
-        values: Array,
-        regions: Sequence[tuple[int, Span]],
-        shares: Sequence[Share],
-    ) -> None:
-        self._memory = memory
-        self._gatherings: list[Gathering] = []
-        self._barriers: list[Request | None] = []
-        for unit, region in regions:
-            spans = [(share.spans[unit].intersect(region),) for share in shares]
-            ((own,),) = spans[grid.peers.rank : grid.peers.rank + 1]
-            self._gatherings.append(begin_gather(grid.peers, [values[own.start : own.stop]], values, spans))
-        self._arrived = self._ready = 0
-
-    @property
-    def ended(self) -> bool:
-        """Tell whether this rank has waited until all regions were complete. Not collective."""
-        return self._ready == len(self._gatherings)
-
-    def poll(self) -> bool:
-        """Let messages progress, and tell whether all of this rank's sends and receives have ended. Not collective."""
-        while self._arrived < len(self._gatherings) and self._gatherings[self._arrived].test():
-            self._note()
-        return self._arrived == len(self._gatherings)
-
-    def wait_own(self) -> None:
-        """Wait until all of this rank's sends and receives have ended. Not collective."""
-        for gathering in self._gatherings:
-            gathering.wait()
-
-    def wait(self, regions: int | None = None) -> None:
-        """Wait until the first ``regions`` regions are complete, or all of them if it is None.
-
-        Collective over the data group in this sense: every rank must have waited for all regions before the next
-        update.
-        """
-        count = len(self._gatherings) if regions is None else regions
-        while self._arrived < count:
-            self._gatherings[self._arrived].wait()
-            self._note()
-        if self._ready < count:
-            for barrier in self._barriers[self._ready : count]:
-                if barrier is not None:
-                    barrier.wait()
-            self._ready = count
-            self._memory.synchronize()
-
-    def _note(self) -> None:
-        """Record that one more region has arrived on this rank, and begin the node's barrier for that region."""
-        self._arrived += 1
-        self._barriers.append(self._memory.ibarrier("published"))
-
-
-def let_arrive(published: list[Publication], seconds: float = 10.0) -> None:
-    """Wait, for at most ``seconds``, until the messages of a publication in flight have ended.
-
-    Not collective. ``published`` is empty or has one publication, of a store whose memory is about to be freed. It is
-    called when a program ends, or drops a model, without closing the model.
-    """
-    limit = time.monotonic() + seconds
-    with contextlib.suppress(MpizeroError):  # others have ended or closed the communicator
-        while published and not published[0].poll() and time.monotonic() < limit:
-            time.sleep(1e-4)
-
-
 #: Number of gathered units that a sharded store has room for.
 SLOTS = 2
 
@@ -1021,8 +749,7 @@ class ParameterStore:
     def wait(self, block: str | None = None) -> None:
         """Wait until the updated parameters of ``block`` have arrived from their owners; None: those of all blocks.
 
-        After each update, every rank of the data group must at some time wait for all blocks; see [Note: regions] in
-        ``sharding/params.py``.
+        After each update, every rank of the data group must at some time wait for all blocks; see [Note: regions].
         """
         if self._published:
             with self.timeline.span("publication", block or ""):
@@ -1157,6 +884,275 @@ class ParameterStore:
         if not self.sharded and not self._regions:
             return nested
         return ParameterViews(nested, self.progress.poll, gathered=self.sharded)
+
+
+#: The least number of elements in a region, unless its unit ends before: many small messages would take longer.
+REGION = 1 << 16
+
+
+class Publication:
+    """Send the parameters that one update has changed to the copies on all nodes, region by region.
+
+    A region is a range of the flat parameter vector that has an all-gather of its own. Construction begins the
+    all-gathers; it is collective over the data group.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks; peers exchange parameters.
+    memory : Memory
+        The allocator that has the shared window of ``values``.
+    values : 1-D array
+        The node's copy of the parameters, in which this rank's ranges are updated.
+    regions : sequence of (int, Span)
+        For each region the index of its unit, and its range of the flat parameter vector.
+    shares : sequence of Share
+        The shards that the peers own.
+    """
+
+    def __init__(
+        self,
+        grid: ProcessGrid,
+        memory: Memory,
+        values: Array,
+        regions: Sequence[tuple[int, Span]],
+        shares: Sequence[Share],
+    ) -> None:
+        self._memory = memory
+        self._gatherings: list[Gathering] = []
+        self._barriers: list[Request | None] = []
+        for unit, region in regions:
+            spans = [(share.spans[unit].intersect(region),) for share in shares]
+            ((own,),) = spans[grid.peers.rank : grid.peers.rank + 1]
+            self._gatherings.append(begin_gather(grid.peers, [values[own.start : own.stop]], values, spans))
+        self._arrived = self._ready = 0
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether this rank has waited until all regions were complete. Not collective."""
+        return self._ready == len(self._gatherings)
+
+    def poll(self) -> bool:
+        """Let messages progress, and tell whether all of this rank's sends and receives have ended. Not collective."""
+        while self._arrived < len(self._gatherings) and self._gatherings[self._arrived].test():
+            self._note()
+        return self._arrived == len(self._gatherings)
+
+    def wait_own(self) -> None:
+        """Wait until all of this rank's sends and receives have ended. Not collective."""
+        for gathering in self._gatherings:
+            gathering.wait()
+
+    def wait(self, regions: int | None = None) -> None:
+        """Wait until the first ``regions`` regions are complete, or all of them if it is None.
+
+        Collective over the data group in this sense: every rank must have waited for all regions before the next
+        update.
+        """
+        count = len(self._gatherings) if regions is None else regions
+        while self._arrived < count:
+            self._gatherings[self._arrived].wait()
+            self._note()
+        if self._ready < count:
+            for barrier in self._barriers[self._ready : count]:
+                if barrier is not None:
+                    barrier.wait()
+            self._ready = count
+            self._memory.synchronize()
+
+    def _note(self) -> None:
+        """Record that one more region has arrived on this rank, and begin the node's barrier for that region."""
+        self._arrived += 1
+        self._barriers.append(self._memory.ibarrier("published"))
+
+
+def let_arrive(published: list[Publication], seconds: float = 10.0) -> None:
+    """Wait, for at most ``seconds``, until the messages of a publication in flight have ended.
+
+    Not collective. ``published`` is empty or has one publication, of a store whose memory is about to be freed. It is
+    called when a program ends, or drops a model, without closing the model.
+    """
+    limit = time.monotonic() + seconds
+    with suppress(MpizeroError):  # others have ended or closed the communicator
+        while published and not published[0].poll() and time.monotonic() < limit:
+            time.sleep(1e-4)
+
+
+#: What a rank tells about its new values: that it has none, that they are the old ones, that they are others.
+_NONE, _OLD, _NEW = range(3)
+
+
+class IntegerState:
+    """Keep the integer arrays of one rank's pipeline stage.
+
+    Parameters
+    ----------
+    model : BlockModel or BlackBoxModel
+        The whole model.
+    blocks : iterable of str
+        The blocks of this rank's stage.
+    grid : ProcessGrid
+        The ranks.
+
+    Attributes
+    ----------
+    whole : dict of str to tuple of IntegerSpec
+        The integer arrays of the whole model by block.
+    values : dict of str to Array
+        The arrays of this stage by global name.
+    """
+
+    def __init__(self, model: Any, blocks: Iterable[str], grid: ProcessGrid) -> None:
+        self.grid, self.whole = grid, integers_of(model)
+        here = frozenset(blocks)
+        self._own = {block: specs for block, specs in self.whole.items() if block in here}
+        self.values: dict[str, Array] = {}
+        self._written: dict[str, Array] = {}
+        for name, spec in named_integers(self._own).items():
+            self.values[name], self._written[name] = (np.zeros(spec.shape, spec.dtype) for _ in range(2))
+        self._found: dict[str, Array] = {}
+        self._from: tuple[int, int] = (0, 0)
+
+    def begin(self, model: Any) -> None:
+        """Set all arrays to the start values of ``model``. Not collective."""
+        self.set(start_integers(model))
+
+    def set(self, given: Mapping[str, Array]) -> None:
+        """Set arrays of this stage to those of ``given``, which may have others, too. Not collective."""
+        for name in self.values.keys() & given.keys():
+            self.values[name][...] = given[name]
+
+    def copy_from(self, other: IntegerState) -> None:
+        """Copy the values of another state of the same stage. Not collective."""
+        self.set(other.values)
+
+    # ------------------------------------------------------------------ what layers see (not collective)
+
+    def given(self, block: str) -> dict[str, Any]:
+        """Return read-only views of a block's arrays, nested by local name."""
+        return self._views(block, self.values, writeable=False)
+
+    def targets(self, block: str) -> dict[str, Any]:
+        """Return the arrays that a block writes new values to, nested by local name."""
+        return self._views(block, self._written, writeable=True)
+
+    def _views(self, block: str, arrays: dict[str, Array], *, writeable: bool) -> dict[str, Any]:
+        found = {}
+        for spec in self._own.get(block, ()):
+            found[spec.name] = arrays[joined(block, spec.name)].view()
+            found[spec.name].flags.writeable = writeable
+        return nested(found)
+
+    def forget(self) -> None:
+        """Drop the new values of a step that has not ended."""
+        self._found = {}
+
+    def prepare(self, blocks: Iterable[str]) -> None:
+        """Set what ``blocks`` write to to the values of the step: what is not written stays as it is."""
+        for name in self._names(blocks):
+            self._written[name][...] = self.values[name]
+
+    def take(self, block: str, first: int, count: int) -> LayoutError | None:
+        """Keep the new values that ``block`` has written; return an error if an earlier micro-batch had others.
+
+        ``first`` and ``count`` are the number of the micro-batch's first sample, and its number of samples.
+        """
+        for name in self._names([block]):
+            written = self._written[name]
+            if name not in self._found:
+                self._found[name], self._from = written.copy(), (first, count)
+            elif (self._found[name] != written).any():
+                mine = f"{_shown(self._found[name])} after {_samples(*self._from)}, {_shown(written)} after"
+                return _differ(name, f"{mine} {_samples(first, count)}")
+        return None
+
+    def _names(self, blocks: Iterable[str]) -> Iterator[str]:
+        return (joined(block, spec.name) for block in blocks for spec in self._own.get(block, ()))
+
+    # ------------------------------------------------------------------ agreement
+
+    def agree(self) -> None:
+        """Compare the new values of all ranks, and give them to ranks that had no micro-batch.
+
+        Collective over the world if the model has any integer array; else it does nothing.
+
+        Raises
+        ------
+        LayoutError
+            On all ranks, if new values differ between the ranks of a stage.
+        """
+        if not self.whole:
+            return
+        world, state = self.grid.world, _NONE
+        if self._found:
+            changed = any((self.values[name] != value).any() for name, value in self._found.items())
+            state = _NEW if changed else _OLD
+        told = np.empty((world.size, 2), np.int64)
+        digest = blake2b(b"".join(self._found[name].tobytes() for name in sorted(self._found)), digest_size=8).digest()
+        world.allgather(np.array([state, int.from_bytes(digest, "little", signed=True)]), told.reshape(-1), "integers")
+        stages = [self.grid.axes.coordinates(rank).pipeline for rank in range(world.size)]
+        for stage in set(stages):
+            hashes = {int(told[r, 1]) for r in range(world.size) if stages[r] == stage and told[r, 0] != _NONE}
+            if len(hashes) > 1:
+                self._explain(stages)
+        group = [int(told[rank, 0]) for rank in self.grid.axes.group(world.rank, GROUPS["data"])]
+        if _NONE in group and _NEW in group:
+            for name, value in self.values.items():
+                found = self._found.setdefault(name, value.copy())
+                self.grid.data.broadcast(found, group.index(_NEW), "integers")
+
+    def _explain(self, stages: list[int]) -> None:
+        """Raise the error that names the first array on whose new values the ranks of a stage do not agree.
+
+        Collective over the world.
+        """
+        everyone = self.grid.world.allgather_object((self._found, self._from), "integers")
+        first: dict[tuple[int, str], int] = {}
+        for rank, (found, place) in enumerate(everyone):
+            for name, value in found.items():
+                other = first.setdefault((stages[rank], name), rank)
+                known, where = everyone[other]
+                if (known[name] != value).any():
+                    raise _differ(
+                        name,
+                        f"{_shown(known[name])} after {_samples(*where)} on rank {other}, {_shown(value)} after "
+                        f"{_samples(*place)} on rank {rank}",
+                    )
+
+    def commit(self) -> None:
+        """Take the new values, at the end of a step that has updated the parameters. Not collective."""
+        for name, value in self._found.items():
+            self.values[name][...] = value
+        self._found = {}
+
+    def all_values(self) -> dict[str, Array]:
+        """Return copies of the integer arrays of the whole model by name. Collective over the model group."""
+        if not self.whole:
+            return {}
+        found: dict[str, Array] = {}
+        for held in self.grid.model.allgather_object(self.values, "integers"):
+            found |= held
+        return {name: found[name].copy() for name in named_integers(self.whole)}
+
+
+def named_integers(integers: dict[str, tuple[IntegerSpec, ...]]) -> dict[str, IntegerSpec]:
+    """Return integer arrays, given by block, by their global names. Not collective."""
+    return {joined(block, spec.name): spec for block, specs in integers.items() for spec in specs}
+
+
+def _differ(name: str, how: str) -> LayoutError:
+    return LayoutError(
+        f"the new value of integer array {name!r} differs between micro-batches: {how}; it must follow from the value "
+        "that each is given, not from the samples"
+    )
+
+
+def _samples(first: int, count: int) -> str:
+    return f"samples {first} to {first + count - 1}" if count > 1 else f"sample {first}"
+
+
+def _shown(value: Array) -> str:
+    return str(value.tolist()) if value.size <= 4 else f"{value.reshape(-1)[:4].tolist()} and {value.size - 4} more"
 
 
 def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:

@@ -1,14 +1,11 @@
-"""Describe a model by named parts, so that ranks can check that all of them were given the same model.
+"""Split a model over ranks: by blocks into pipeline stages, by matrices and sequences over tensor and context groups.
 
-Check that a user's own model can be trained, and raise an error that names what is missing.
-
-List the blocks of a model, from which pipeline stages and units are made.
-
-Describe the axes of parallelism, the pipeline schedule, and how a model is cut into pipeline stages.
-
-Make a rank's part of a model: the blocks of its pipeline stage, with layers split over tensor and context group.
-
-Decide in how many tiles a model computes along the tensor and the context axis.
+:func:`check_model` says whether a user's model can be trained at all, and :func:`blocks_of` lists its blocks, from
+which pipeline stages and units are made. :class:`ParallelLayout` has the sizes of the axes, the schedule, and the cuts
+into stages. :func:`partition_model` makes of it a rank's part of a model, a :class:`PartitionedModel`. Layers that are
+split compute in tiles, whose number decides the bits of the result: :func:`in_tiles` chooses it, and
+:func:`within_rounding` says where bits differ nevertheless. :func:`describe_model` describes a model by named parts, so
+that ranks can check that all of them were given the same.
 """
 
 from __future__ import annotations
@@ -36,47 +33,6 @@ from mpizero.layout.stages import explicit_cuts
 from mpizero.nn.layer import call_located, integers_of
 from mpizero.nn.models import run_on
 from mpizero.types import Array, BlackBoxModel, BlockModel, Group, Init, Layer, Loss, ParameterSpec, Run
-
-#: Attributes of a model that ``describe_model`` lists under names of their own.
-_APART = frozenset({".blocks", ".loss", ".parameters", ".start_values"})
-
-
-def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) -> dict[str, Any]:
-    """Return what makes up a model, by descriptive names, for a comparison between ranks. Not collective.
-
-    First come the things that the user gave, such as the class, the layers, the loss and the seed; then those derived
-    from them, such as the types and shapes of the parameters. ``blocks`` holds the parameters of every block.
-    """
-    described: dict[str, Any] = {"the class of the model": qualified_name(type(model))}
-    fields = Fingerprint().parts(model).items
-    described["the model"] = {step.removeprefix("."): item for step, item in fields.items() if step not in _APART}
-    if hasattr(model, "blocks"):
-        described["the names of the blocks"] = list(model.blocks)
-        described |= {f"block {name!r}" if name else "the only block": one for name, one in model.blocks.items()}
-        described["the order of layers"] = {name: _below(layer) for name, layer in model.blocks.items()}
-        described |= {"the loss": model.loss, "the seed": model.seed}
-    names = {joined(block, spec.name): spec for block, specs in blocks.items() for spec in specs}
-    described["the parameter table"] = {"dtype": np.dtype(model.dtype), **names}
-    described["the order of parameters"] = list(names)  # of a mapping made from a set it differs by process
-    given = getattr(model, "start_values", None)
-    if given is None:
-        given = {} if hasattr(model, "blocks") else model.parameters
-    described["the start values"] = {name: _in_pieces(values) for name, values in given.items()}
-    return described
-
-
-def _below(layer: Any) -> list[str]:
-    """List the dotted names of all layers inside ``layer``, in their order; empty if there are none."""
-    children = layer.children() if hasattr(layer, "children") else {}
-    return [joined(name, inner) for name, child in children.items() for inner in ("", *_below(child))]
-
-
-def _in_pieces(values: Any) -> Any:
-    """Return ``values`` as an array, or as a list of flat pieces of it if it is too large to be compared at once."""
-    array = np.asarray(values)
-    pieces = array.nbytes // LARGEST_ARRAY + 1
-    return array if pieces == 1 else np.array_split(array.reshape(-1), pieces)
-
 
 _LAYER = ("specs", "forward", "backward")
 
@@ -813,3 +769,44 @@ def _check_parts(model: Any, tiles: Tiles, count: int) -> None:
         raise ConfigError(
             f"tiles={tiles} computes layers as a tensor group of {count} ranks does: {error}; or give other tiles"
         ) from error
+
+
+#: Attributes of a model that ``describe_model`` lists under names of their own.
+_APART = frozenset({".blocks", ".loss", ".parameters", ".start_values"})
+
+
+def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) -> dict[str, Any]:
+    """Return what makes up a model, by descriptive names, for a comparison between ranks. Not collective.
+
+    First come the things that the user gave, such as the class, the layers, the loss and the seed; then those derived
+    from them, such as the types and shapes of the parameters. ``blocks`` holds the parameters of every block.
+    """
+    described: dict[str, Any] = {"the class of the model": qualified_name(type(model))}
+    fields = Fingerprint().parts(model).items
+    described["the model"] = {step.removeprefix("."): item for step, item in fields.items() if step not in _APART}
+    if hasattr(model, "blocks"):
+        described["the names of the blocks"] = list(model.blocks)
+        described |= {f"block {name!r}" if name else "the only block": one for name, one in model.blocks.items()}
+        described["the order of layers"] = {name: _below(layer) for name, layer in model.blocks.items()}
+        described |= {"the loss": model.loss, "the seed": model.seed}
+    names = {joined(block, spec.name): spec for block, specs in blocks.items() for spec in specs}
+    described["the parameter table"] = {"dtype": np.dtype(model.dtype), **names}
+    described["the order of parameters"] = list(names)  # of a mapping made from a set it differs by process
+    given = getattr(model, "start_values", None)
+    if given is None:
+        given = {} if hasattr(model, "blocks") else model.parameters
+    described["the start values"] = {name: _in_pieces(values) for name, values in given.items()}
+    return described
+
+
+def _below(layer: Any) -> list[str]:
+    """List the dotted names of all layers inside ``layer``, in their order; empty if there are none."""
+    children = layer.children() if hasattr(layer, "children") else {}
+    return [joined(name, inner) for name, child in children.items() for inner in ("", *_below(child))]
+
+
+def _in_pieces(values: Any) -> Any:
+    """Return ``values`` as an array, or as a list of flat pieces of it if it is too large to be compared at once."""
+    array = np.asarray(values)
+    pieces = array.nbytes // LARGEST_ARRAY + 1
+    return array if pieces == 1 else np.array_split(array.reshape(-1), pieces)

@@ -1,16 +1,16 @@
-"""Describe a model whose arrays contain old and loaded values, because loading a checkpoint failed half-way.
+"""Place a model on the ranks: make the groups of ranks, cut out this rank's part, allocate its arrays.
 
-Set the number of BLAS threads, and warn if ranks use different builds of BLAS; either may change rounding.
-
-Place a model on the ranks: make the groups of ranks, cut out this rank's part of the model, allocate its arrays.
+:class:`PlacedModel` holds all objects that a training step needs (``sharding/engine.py`` uses them), each made here as
+the strategy and the settings say. It also limits the threads of BLAS, and warns if ranks have different builds of it,
+because either may change how matrix products are rounded. :class:`HalfLoaded` marks a model whose arrays contain old
+and loaded values, because loading a checkpoint failed half-way.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -40,10 +40,10 @@ from mpizero.sharding.config import (
     scratch_use,
     sent_exactly,
 )
-from mpizero.sharding.device import ComputeDevice
+from mpizero.sharding.device import ComputeDevice, open_gpu
 from mpizero.sharding.forward_backward import Runner
 from mpizero.sharding.full_params import GlobalView
-from mpizero.sharding.grad_reduce import GradientExchange, GradientReducer, GradientViews, RowBuffer
+from mpizero.sharding.grad_reduce import GradientExchange, GradientReducer, GradientViews, RowBuffer, WaveBuffer
 from mpizero.sharding.integrity import Integrity
 from mpizero.sharding.params import IntegerState, Memory, ParameterStore, UpdatePiece, fits_shared_memory, tell_private
 from mpizero.sharding.partition import (
@@ -61,114 +61,6 @@ from mpizero.sharding.step_report import MessageProgress
 from mpizero.sharding.update import GlobalSums, Updater, UpdateScope
 from mpizero.sharding.whole_tensors import TieExchange
 from mpizero.types import BlockModel
-
-
-@dataclass(frozen=True)
-class HalfLoaded:
-    """List the arrays of a model that may contain old and loaded values, because reading a checkpoint failed half-way.
-
-    ``paths`` are the names of these arrays in the checkpoint, the same on every rank. ``reason`` is the text of this
-    rank's error, which may quote the error of another rank.
-    """
-
-    paths: frozenset[str]
-    reason: str
-
-    def without(self, paths: Iterable[str]) -> HalfLoaded | None:
-        """Return the description without the arrays ``paths``, now loaded completely; None if no other is left."""
-        left = self.paths.difference(paths)
-        return HalfLoaded(left, self.reason) if left else None
-
-    def __str__(self) -> str:
-        """Return the text for error messages: what is wrong, why, and what the user can do."""
-        more = f" and {len(self.paths) - 1} more arrays" if len(self.paths) > 1 else ""
-        return (
-            f"half loaded: {min(self.paths)}{more} may hold parts of two states, since a checkpoint that had been "
-            f"verified could not be read again ({self.reason}): load one whole, with the optimizer's state, by "
-            "load_model, load_state or deserialize, or make a new model"
-        )
-
-
-class _BlasThreads:
-    """Set the number of threads of every BLAS of this process, and remember those from before."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, tuple[Any, int]] = {}
-
-    def set(self, threads: int) -> None:
-        """Set the number of threads of all libraries that are loaded now."""
-        for one in ThreadpoolController().select(user_api="blas").lib_controllers:
-            self._before.setdefault(one.filepath, (one, one.num_threads))
-            one.set_num_threads(threads)
-
-    def restore(self) -> None:
-        """Set the numbers of threads from before the first :meth:`set`."""
-        for one, threads in self._before.values():
-            one.set_num_threads(threads)
-        self._before.clear()
-
-
-@functools.cache
-def _of_process() -> ProcessSetting[int]:
-    setting = _BlasThreads()
-    return ProcessSetting(setting.set, setting.restore)
-
-
-def limit_blas_threads(comm: Communicator, threads: int) -> Callable[[], None]:
-    """Limit BLAS to ``threads`` threads, and print a warning on rank 0 if ranks have different builds of BLAS.
-
-    Collective over ``comm``. Another build of BLAS, or one for another type of CPU core, may round matrix products
-    differently. The result of a training would then depend on which rank computes which grain.
-
-    Returns
-    -------
-    callable
-        Ends the limit. BLAS then has the threads of the newest limit that has not ended, or those from before all.
-
-    Raises
-    ------
-    ConfigError
-        If the environment variable ``MPIZERO_BLAS`` names a library that this rank cannot use. The other ranks raise
-        ``RemoteError``.
-    """
-    with all_ranks(comm, "BLAS"):
-        beside = library()
-    builds = numpy_builds(ThreadpoolController().info()) + ([] if beside is None else [beside.name])
-    message = different_builds(comm.allgather_object(builds, "BLAS builds"))
-    if message is not None and comm.rank == 0:
-        notice(message)
-    return _of_process().hold(threads)
-
-
-def numpy_builds(libraries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe the BLAS builds that NumPy uses: library, version and type of CPU core of each. Not collective.
-
-    ``libraries`` are all libraries that this process has loaded, as ``ThreadpoolController.info()`` returns them. Some
-    may be copies of BLAS that belong to other packages such as SciPy. So if NumPy was installed with its own BLAS, only
-    that one is returned; otherwise every BLAS in ``libraries`` is.
-    """
-    found = [library for library in libraries if library["user_api"] == "blas"]
-    home = Path(np.__file__).parent
-    folders = (home, home.with_name("numpy.libs"))
-    own = [library for library in found if any(Path(library["filepath"]).is_relative_to(f) for f in folders)]
-    return sorted(
-        f"{library['internal_api']} {library['version']} for {library.get('architecture', 'unknown cores')}"
-        for library in own or found
-    )
-
-
-def different_builds(builds: Sequence[Sequence[str]]) -> str | None:
-    """Return a warning that compares rank 0 with the first rank that differs; None if no rank does. Not collective.
-
-    ``builds[r]`` are the BLAS builds of rank r, as :func:`numpy_builds` describes them.
-    """
-    if all(list(build) == list(builds[0]) for build in builds):
-        return None
-    rank = next(r for r, build in enumerate(builds) if list(build) != list(builds[0]))
-    return (
-        f"rank {rank} has BLAS {', '.join(builds[rank]) or 'none'}, rank 0 has {', '.join(builds[0]) or 'none'}: "
-        "results may differ in their last bits between runs that assign grains differently; use nodes of one kind"
-    )
 
 
 class PlacedModel:
@@ -252,8 +144,6 @@ class PlacedModel:
         """Return what this rank computes on; collective over ``config.comm`` if ``config.device`` says a GPU."""
         if self.config.device == "cpu":
             return ComputeDevice()
-        from mpizero.sharding.device import open_gpu
-
         return open_gpu(self.config, self.block_model, number)
 
     def _begin_values(self) -> None:
@@ -314,8 +204,6 @@ class PlacedModel:
             views = GradientViews(self.layout, allocator, self.dtype, self.integers)
         waves = None
         if assigns_waves(placement, config, grid.data.size):
-            from mpizero.sharding.grad_reduce import WaveBuffer
-
             in_place = writes_in_place(self.model)
             waves = WaveBuffer(self.store, views, self.exchange, config.accumulate, in_place=in_place)
         claims = claims_grains(placement, config, grid, grid.model.size)
@@ -454,3 +342,111 @@ class PlacedModel:
         if self.claims is not None:
             self.claims.close()
         self.memory.close()
+
+
+@dataclass(frozen=True)
+class HalfLoaded:
+    """List the arrays of a model that may contain old and loaded values, because reading a checkpoint failed half-way.
+
+    ``paths`` are the names of these arrays in the checkpoint, the same on every rank. ``reason`` is the text of this
+    rank's error, which may quote the error of another rank.
+    """
+
+    paths: frozenset[str]
+    reason: str
+
+    def without(self, paths: Iterable[str]) -> HalfLoaded | None:
+        """Return the description without the arrays ``paths``, now loaded completely; None if no other is left."""
+        left = self.paths.difference(paths)
+        return HalfLoaded(left, self.reason) if left else None
+
+    def __str__(self) -> str:
+        """Return the text for error messages: what is wrong, why, and what the user can do."""
+        more = f" and {len(self.paths) - 1} more arrays" if len(self.paths) > 1 else ""
+        return (
+            f"half loaded: {min(self.paths)}{more} may hold parts of two states, since a checkpoint that had been "
+            f"verified could not be read again ({self.reason}): load one whole, with the optimizer's state, by "
+            "load_model, load_state or deserialize, or make a new model"
+        )
+
+
+def limit_blas_threads(comm: Communicator, threads: int) -> Callable[[], None]:
+    """Limit BLAS to ``threads`` threads, and print a warning on rank 0 if ranks have different builds of BLAS.
+
+    Collective over ``comm``. Another build of BLAS, or one for another type of CPU core, may round matrix products
+    differently. The result of a training would then depend on which rank computes which grain.
+
+    Returns
+    -------
+    callable
+        Ends the limit. BLAS then has the threads of the newest limit that has not ended, or those from before all.
+
+    Raises
+    ------
+    ConfigError
+        If the environment variable ``MPIZERO_BLAS`` names a library that this rank cannot use. The other ranks raise
+        ``RemoteError``.
+    """
+    with all_ranks(comm, "BLAS"):
+        beside = library()
+    builds = numpy_builds(ThreadpoolController().info()) + ([] if beside is None else [beside.name])
+    message = different_builds(comm.allgather_object(builds, "BLAS builds"))
+    if message is not None and comm.rank == 0:
+        notice(message)
+    return _of_process().hold(threads)
+
+
+@cache
+def _of_process() -> ProcessSetting[int]:
+    setting = _BlasThreads()
+    return ProcessSetting(setting.set, setting.restore)
+
+
+class _BlasThreads:
+    """Set the number of threads of every BLAS of this process, and remember those from before."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[Any, int]] = {}
+
+    def set(self, threads: int) -> None:
+        """Set the number of threads of all libraries that are loaded now."""
+        for one in ThreadpoolController().select(user_api="blas").lib_controllers:
+            self._before.setdefault(one.filepath, (one, one.num_threads))
+            one.set_num_threads(threads)
+
+    def restore(self) -> None:
+        """Set the numbers of threads from before the first :meth:`set`."""
+        for one, threads in self._before.values():
+            one.set_num_threads(threads)
+        self._before.clear()
+
+
+def numpy_builds(libraries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describe the BLAS builds that NumPy uses: library, version and type of CPU core of each. Not collective.
+
+    ``libraries`` are all libraries that this process has loaded, as ``ThreadpoolController.info()`` returns them. Some
+    may be copies of BLAS that belong to other packages such as SciPy. So if NumPy was installed with its own BLAS, only
+    that one is returned; otherwise every BLAS in ``libraries`` is.
+    """
+    found = [library for library in libraries if library["user_api"] == "blas"]
+    home = Path(np.__file__).parent
+    folders = (home, home.with_name("numpy.libs"))
+    own = [library for library in found if any(Path(library["filepath"]).is_relative_to(f) for f in folders)]
+    return sorted(
+        f"{library['internal_api']} {library['version']} for {library.get('architecture', 'unknown cores')}"
+        for library in own or found
+    )
+
+
+def different_builds(builds: Sequence[Sequence[str]]) -> str | None:
+    """Return a warning that compares rank 0 with the first rank that differs; None if no rank does. Not collective.
+
+    ``builds[r]`` are the BLAS builds of rank r, as :func:`numpy_builds` describes them.
+    """
+    if all(list(build) == list(builds[0]) for build in builds):
+        return None
+    rank = next(r for r, build in enumerate(builds) if list(build) != list(builds[0]))
+    return (
+        f"rank {rank} has BLAS {', '.join(builds[rank]) or 'none'}, rank 0 has {', '.join(builds[0]) or 'none'}: "
+        "results may differ in their last bits between runs that assign grains differently; use nodes of one kind"
+    )

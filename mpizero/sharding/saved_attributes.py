@@ -1,17 +1,14 @@
-"""Read an open checkpoint into the arrays that ranks hold: all of it, or nothing.
+"""Read and check what a checkpoint holds: attributes, which have all of a training's state but the arrays, and arrays.
+
+Anybody may have written a file, so :func:`read_attribute` checks every value. Some decide whether a resumed training
+goes on with the same bits: how global batches are cut into grains, and the number of tiles. The learning rate is
+recorded to warn if loading changes it. :func:`fill` reads the arrays into those that ranks hold: all of them, or
+nothing.
 
 [Note: slices are read by rows] A rank of a tensor group may hold some columns of a matrix. In the file these columns
 are one short range in each row, and reading and verifying many short ranges is slow. Therefore the ranks of the group
 read whole rows, each rank an equal share. They exchange these rows, a limited number of elements at a time, and every
 rank copies its columns out of them.
-
-Record in checkpoints how global batches are cut into grains, so that a resumed training goes on in the same way.
-
-Record in checkpoints the number of tiles of a training, so that it goes on with the same bits on other sizes.
-
-Read and check the attribute ``mpizero`` of a checkpoint, which holds all of a training's state but the arrays.
-
-Compare the learning rate in a checkpoint with the rate of the bound optimizer, to warn if loading changes it.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import numpy as np
 
 from mpizero import checkpoint, optim
 from mpizero._util.text import notice
-from mpizero.checkpoint.format import is_count, is_number
+from mpizero.checkpoint.format import is_count, is_number, number_of
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_arrays, all_ranks
 from mpizero.comm.reduce import EXCHANGE_ELEMENTS
@@ -47,8 +44,290 @@ if TYPE_CHECKING:
     from mpizero.sharding.engine import Engine
 
 
+#: The axes of a layout besides the data axis. If a checkpoint does not have one, its size was 1.
+AXES = ("pipeline", "tensor", "context")
+
+
+def read_attribute(reader: ArrayReader) -> dict[str, Any]:
+    """Return the attribute ``mpizero`` of a checkpoint, after checking all of it, because a file may hold any JSON.
+
+    A missing key counts as None, a missing ``step_number`` as 0: other programs may not write them. Unknown keys raise
+    ``CheckpointError``, because their meaning is unknown.
+    """
+    saved, where = reader.attributes.get("mpizero", {}), "the checkpoint's attribute 'mpizero'"
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{where} is {saved!r:.80}: expected an object")
+    if unknown := sorted(saved.keys() - _SAVED.keys()):
+        raise CheckpointError(f"{where}: {unknown[0]!r:.80} is unknown; expected {', '.join(_SAVED)}")
+    found: dict[str, Any] = dict.fromkeys(_SAVED) | {"step_number": 0} | saved
+    for key, (sound, expected) in _SAVED.items():
+        if not sound(found[key]):
+            raise CheckpointError(f"{where}: {key} is {found[key]!r:.200}: expected {expected}")
+    return found
+
+
+def check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
+    """Raise :class:`CheckpointError` if a checkpoint's layout ``saved`` is not ``layout``, that of the model."""
+    if layout != {**dict.fromkeys(AXES, 1), **(saved or {})}:
+        raise CheckpointError(
+            f"strict_layout: the checkpoint was written by {_layout_text(saved)}, this model is "
+            f"{_layout_text(layout)}; without strict_layout it can be loaded all the same"
+        )
+
+
+def _layout_text(layout: Mapping[str, Any] | None) -> str:
+    if not layout:
+        return "an unknown layout"
+    ranks, nodes = (f"{layout[what]} {what[:-1]}{'s'[: layout[what] != 1]}" for what in ("ranks", "nodes"))
+    split = ", ".join(f"{axis} {layout[axis]}" for axis in AXES if layout.get(axis, 1) != 1)
+    return f"{layout['strategy']} over {ranks} on {nodes}{f' ({split})' if split else ''}"
+
+
+#: What errors say is expected of the record.
+EXPECTED_GRAINS = (
+    "null, or order (text), micro_batch and efficient (null or whole number >= 1), accumulate (the same, no null) and "
+    "coarse (true or false)"
+)
+#: What a checkpoint without a record means: the default of the versions that wrote none.
+_BEFORE = {"micro_batch": None, "efficient": None, "coarse": False}
+_NUMBERS = ("micro_batch", "efficient")
+
+
+def grain_record(rule: GrainRule) -> dict[str, Any]:
+    """Return the record of a rule, as plain JSON values."""
+    return {"order": ORDER, **asdict(rule)}
+
+
+def is_grain_record(value: object) -> bool:
+    """Tell whether ``value``, any JSON value from a checkpoint, is a record of a rule or None."""
+    if value is None:
+        return True
+    return (
+        isinstance(value, dict)
+        and value.keys() | {"coarse"} == {"order", "micro_batch", "accumulate", "efficient", "coarse"}
+        and isinstance(value.get("coarse", False), bool)  # older versions wrote none
+        and isinstance(value["order"], str)
+        and is_count(value["accumulate"], 1)
+        and all(value[name] is None or is_count(value[name], 1) for name in _NUMBERS)
+    )
+
+
+def check_order(record: Mapping[str, Any] | None) -> None:
+    """Raise :class:`CheckpointError` if gradients were added in an order that this version does not know."""
+    if record is not None and record["order"] != ORDER:
+        raise CheckpointError(
+            f"the checkpoint's training added the gradients of grains in the order {record['order']!r:.80}, which this "
+            f"version does not know; it knows {ORDER!r}: go on with the version that wrote the checkpoint, or load it "
+            "into a model without an optimizer to take the parameters alone"
+        )
+
+
+def resume_grains(engine: Engine, record: Mapping[str, Any] | None) -> None:
+    """Cut global batches from now on as the training did that wrote the checkpoint.
+
+    Not collective; every rank calls it. A ``micro_batch`` that the user has set stays. Rank 0 prints a notice if it, or
+    ``accumulate``, differs from the record, and if a recorded ``micro_batch`` is taken.
+    """
+    config, own = engine.config, engine.config.grain_rule(engine.model)
+    found = _BEFORE if record is None else {name: record.get(name, before) for name, before in _BEFORE.items()}
+    engine.grain_rule = own if config.micro_batch is not None else replace(own, **found)
+    if record is None or not engine.prints_notices:
+        return
+    theirs = _said(record["micro_batch"], record["accumulate"])
+    if config.accumulate != record["accumulate"] or config.micro_batch not in (None, record["micro_batch"]):
+        ours = _said(engine.grain_rule.micro_batch, config.accumulate)
+        unsure = record["micro_batch"] is None and config.accumulate == record["accumulate"]
+        notice(
+            f"the checkpoint was trained with {theirs}, this training goes on with {ours}: "
+            f"{'where these are not the same number of samples, ' if unsure else ''}"
+            "not with the bits of a run that was never interrupted"
+        )
+    elif config.micro_batch is None and record["micro_batch"] is not None:
+        notice(f"training goes on with {theirs}, as the checkpoint says; set micro_batch to change it")
+
+
+def _said(micro_batch: int | None, accumulate: int) -> str:
+    text = "the default micro_batch" if micro_batch is None else f"micro_batch={micro_batch}"
+    return text + (f" and accumulate={accumulate}" if accumulate > 1 else "")
+
+
+#: What errors say is expected of the record.
+EXPECTED_TILES = "null, or tensor and context (whole numbers >= 1)"
+
+
+def tile_record(parallel_layout: ParallelLayout) -> dict[str, dict[str, int]]:
+    """Return what a checkpoint says beside the sizes of its layout: nothing if the tiles are these sizes."""
+    tiles = parallel_layout.asked_tiles
+    return {} if tiles == {axis: getattr(parallel_layout, axis) for axis in TILED_AXES} else {"tiles": tiles}
+
+
+def is_tile_record(value: object) -> bool:
+    """Tell whether ``value``, any JSON value from a checkpoint, is a number for each axis, or None."""
+    return value is None or (
+        isinstance(value, dict) and value.keys() == set(TILED_AXES) and all(is_count(n, 1) for n in value.values())
+    )
+
+
+def recorded_tiles(saved: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the number of tiles of each axis of the training that wrote a checkpoint; None if it does not say.
+
+    ``saved`` is the checkpoint's attribute ``mpizero``. A checkpoint without a record had the sizes of its groups.
+    """
+    sizes: Mapping[str, Any] | None = saved.get("tiles") or saved.get("layout")
+    return None if sizes is None else {axis: sizes.get(axis, 1) for axis in TILED_AXES}
+
+
+def tell_tiles(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Print a notice on rank 0 if the training that wrote a checkpoint goes on with other tiles. Not collective."""
+    theirs, layout = recorded_tiles(saved), engine.partitioned.parallel_layout
+    if theirs is None or theirs == layout.all_tiles or not engine.prints_notices:
+        return
+    unfit = [axis for axis in TILED_AXES if not fits_tiles(getattr(layout, axis), theirs[axis])]
+    advice = (
+        f"no tiles keep those with {unfit[0]}={getattr(layout, unfit[0])}"
+        if unfit
+        else f"ShardingConfig({shown_tiles(theirs)}) keeps those"
+    )
+    notice(
+        f"the checkpoint was trained with {shown_tiles(theirs)}, this training goes on with "
+        f"{shown_tiles(layout.all_tiles)}: not with the bits of a run that was never interrupted; {advice}"
+    )
+
+
+def _is_optimizer(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and {"name", "slots", "step_count"} <= value.keys() <= {"name", "slots", "step_count", "progress"}
+        and ("progress" not in value or _is_progress(value["progress"]))
+        and isinstance(value["name"], str)
+        and isinstance(value["slots"], list)
+        and all(isinstance(slot, str) for slot in value["slots"])
+        and is_count(value["step_count"])
+    )
+
+
+def _is_progress(value: object) -> bool:
+    from mpizero.optim.minimizers import is_progress  # only what such a method has saved has progress
+
+    return is_progress(value)
+
+
+def _is_scale(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and value.keys() == {"scale", "good_steps"}
+        and is_number(value["scale"])
+        and is_count(value["good_steps"])
+    )
+
+
+def _is_layout(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and {"strategy", "ranks", "nodes"} <= value.keys() <= {"strategy", "ranks", "nodes", *AXES}
+        and isinstance(value["strategy"], str)
+        and all(is_count(number, 1) for key, number in value.items() if key != "strategy")
+    )
+
+
+def _is_tied(value: object) -> bool:
+    return value is None or (isinstance(value, dict) and all(isinstance(home, str) for home in value.values()))
+
+
+#: Keys of the attribute ``mpizero``, each with a check of its value, and what errors say is expected.
+_SAVED: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "optimizer": (
+        _is_optimizer,
+        "null, or name (text), slots (list of texts), step_count (whole number >= 0) and perhaps progress",
+    ),
+    "step_number": (is_count, "a whole number >= 0"),
+    "loss_scale": (_is_scale, "null, or scale (finite number > 0) and good_steps (whole number >= 0)"),
+    "layout": (
+        _is_layout,
+        "null, or strategy (text), ranks and nodes, perhaps pipeline, tensor and context (whole numbers >= 1)",
+    ),
+    "grains": (is_grain_record, EXPECTED_GRAINS),
+    "tiles": (is_tile_record, EXPECTED_TILES),
+    "tied": (_is_tied, "null, or names of parameters, each with the name of the one whose values it shares"),
+}
+
+
+#: Name of the checkpoint attribute that holds the learning rate.
+ATTRIBUTE = "learning_rate"
+
+
+def recorded(updater: Updater | None) -> dict[str, Any]:
+    """Return the checkpoint attribute :data:`ATTRIBUTE`, a dict with the keys ``last`` and ``schedule``.
+
+    Not collective. ``last`` is the learning rate of the last step, None if unknown. ``schedule`` holds the settings of
+    the optimizer's learning-rate schedule if it is one of the library's, else it is None.
+    """
+    last = None if updater is None else updater.last_rate
+    schedule = _schedule(updater)
+    return {"last": last if last is not None and math.isfinite(last) else None, "schedule": schedule}
+
+
+def learning_rate_change(updater: Updater, attributes: Mapping[str, Any], steps: int) -> str | None:
+    """Describe how the bound optimizer's schedule or learning rate differs from the checkpoint's.
+
+    Return None if they are equal, or if one of them is unknown. Not collective.
+
+    Parameters
+    ----------
+    updater : Updater
+        Holds the bound optimizer.
+    attributes : mapping
+        All attributes of the checkpoint, by name.
+    steps : int
+        Number of optimizer steps before the checkpoint was saved.
+
+    Raises
+    ------
+    CheckpointError
+        If the attribute :data:`ATTRIBUTE` does not have the form that :func:`recorded` returns.
+    """
+    saved, last = attributes.get(ATTRIBUTE), last_learning_rate(attributes)
+    if saved is None:
+        return None
+    before, now = saved.get("schedule"), _schedule(updater)
+    if before is not None and now is not None and before != now:
+        return f"the checkpoint was trained with the schedule {before!r:.200}, the bound optimizer has {now!r}"
+    if last is None or not steps:
+        return None
+    rate = learning_rate(updater.optimizer, steps - 1)
+    if math.isnan(rate) or rate == last:
+        return None
+    return f"the learning rate of step {steps} was {last!r}, the bound optimizer's is {rate!r} there"
+
+
+def last_learning_rate(attributes: Mapping[str, Any]) -> float | None:
+    """Return the learning rate of the last step before a checkpoint was saved; None if unknown.
+
+    ``attributes`` are all attributes of the checkpoint, by name. Not collective.
+
+    Raises
+    ------
+    CheckpointError
+        If the attribute :data:`ATTRIBUTE` does not have the form that :func:`recorded` returns.
+    """
+    saved = attributes.get(ATTRIBUTE)
+    if saved is None:
+        return None
+    last = saved.get("last") if isinstance(saved, dict) else saved
+    if not isinstance(saved, dict) or not (last is None or (isinstance(last, float) and math.isfinite(last))):
+        raise CheckpointError(f"the checkpoint's attribute {ATTRIBUTE!r} cannot be what mpizero wrote: {saved!r:.200}")
+    return last
+
+
+def _schedule(updater: Updater | None) -> dict[str, Any] | None:
+    lr = None if updater is None else getattr(updater.optimizer, "lr", None)
+    return None if not isinstance(lr, optim.Schedule) else asdict(lr) | {"lr": float(lr.lr), "end": float(lr.end)}
+
+
 #: Elements of the arrays that are read and verified together, into extra memory, for a model that is in use.
 VERIFIED_AT_ONCE = 1 << 22
+
+
 #: Slices are read by rows if their ranges are shorter than this on average, in bytes.
 _SHORT_RANGE = 1 << 18
 
@@ -240,8 +519,6 @@ def _groups(arrays: Sequence[HeldArray]) -> Iterator[list[HeldArray]]:
 
 def _fresh(request: LocalArray) -> LocalArray:
     """Return a copy of ``request`` for the same ranges whose pieces are newly allocated memory."""
-    from mpizero.checkpoint.format import number_of
-
     real = number_of(np.dtype(request.dtype))
     room, place, pieces = np.empty(sum(v.size for _, v in request.pieces), real), 0, []
     for start, values in request.pieces:
@@ -356,283 +633,3 @@ def _take(piece: HeldPiece, window: Array, where: Span) -> None:
     first, last = where.start // rows.whole * rows.local, where.stop // rows.whole * rows.local
     held = Span(piece.start, piece.start + piece.values.size).intersect(Span(first, last))
     take_rows(rows, window, held.start - first, piece.values[held.start - piece.start : held.stop - piece.start])
-
-
-#: What errors say is expected of the record.
-EXPECTED_GRAINS = (
-    "null, or order (text), micro_batch and efficient (null or whole number >= 1), accumulate (the same, no null) and "
-    "coarse (true or false)"
-)
-#: What a checkpoint without a record means: the default of the versions that wrote none.
-_BEFORE = {"micro_batch": None, "efficient": None, "coarse": False}
-_NUMBERS = ("micro_batch", "efficient")
-
-
-def grain_record(rule: GrainRule) -> dict[str, Any]:
-    """Return the record of a rule, as plain JSON values."""
-    return {"order": ORDER, **asdict(rule)}
-
-
-def is_grain_record(value: object) -> bool:
-    """Tell whether ``value``, any JSON value from a checkpoint, is a record of a rule or None."""
-    if value is None:
-        return True
-    return (
-        isinstance(value, dict)
-        and value.keys() | {"coarse"} == {"order", "micro_batch", "accumulate", "efficient", "coarse"}
-        and isinstance(value.get("coarse", False), bool)  # older versions wrote none
-        and isinstance(value["order"], str)
-        and is_count(value["accumulate"], 1)
-        and all(value[name] is None or is_count(value[name], 1) for name in _NUMBERS)
-    )
-
-
-def check_order(record: Mapping[str, Any] | None) -> None:
-    """Raise :class:`CheckpointError` if gradients were added in an order that this version does not know."""
-    if record is not None and record["order"] != ORDER:
-        raise CheckpointError(
-            f"the checkpoint's training added the gradients of grains in the order {record['order']!r:.80}, which this "
-            f"version does not know; it knows {ORDER!r}: go on with the version that wrote the checkpoint, or load it "
-            "into a model without an optimizer to take the parameters alone"
-        )
-
-
-def resume_grains(engine: Engine, record: Mapping[str, Any] | None) -> None:
-    """Cut global batches from now on as the training did that wrote the checkpoint.
-
-    Not collective; every rank calls it. A ``micro_batch`` that the user has set stays. Rank 0 prints a notice if it, or
-    ``accumulate``, differs from the record, and if a recorded ``micro_batch`` is taken.
-    """
-    config, own = engine.config, engine.config.grain_rule(engine.model)
-    found = _BEFORE if record is None else {name: record.get(name, before) for name, before in _BEFORE.items()}
-    engine.grain_rule = own if config.micro_batch is not None else replace(own, **found)
-    if record is None or not engine.prints_notices:
-        return
-    theirs = _said(record["micro_batch"], record["accumulate"])
-    if config.accumulate != record["accumulate"] or config.micro_batch not in (None, record["micro_batch"]):
-        ours = _said(engine.grain_rule.micro_batch, config.accumulate)
-        unsure = record["micro_batch"] is None and config.accumulate == record["accumulate"]
-        notice(
-            f"the checkpoint was trained with {theirs}, this training goes on with {ours}: "
-            f"{'where these are not the same number of samples, ' if unsure else ''}"
-            "not with the bits of a run that was never interrupted"
-        )
-    elif config.micro_batch is None and record["micro_batch"] is not None:
-        notice(f"training goes on with {theirs}, as the checkpoint says; set micro_batch to change it")
-
-
-def _said(micro_batch: int | None, accumulate: int) -> str:
-    text = "the default micro_batch" if micro_batch is None else f"micro_batch={micro_batch}"
-    return text + (f" and accumulate={accumulate}" if accumulate > 1 else "")
-
-
-#: What errors say is expected of the record.
-EXPECTED_TILES = "null, or tensor and context (whole numbers >= 1)"
-
-
-def tile_record(parallel_layout: ParallelLayout) -> dict[str, dict[str, int]]:
-    """Return what a checkpoint says beside the sizes of its layout: nothing if the tiles are these sizes."""
-    tiles = parallel_layout.asked_tiles
-    return {} if tiles == {axis: getattr(parallel_layout, axis) for axis in TILED_AXES} else {"tiles": tiles}
-
-
-def is_tile_record(value: object) -> bool:
-    """Tell whether ``value``, any JSON value from a checkpoint, is a number for each axis, or None."""
-    return value is None or (
-        isinstance(value, dict) and value.keys() == set(TILED_AXES) and all(is_count(n, 1) for n in value.values())
-    )
-
-
-def recorded_tiles(saved: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the number of tiles of each axis of the training that wrote a checkpoint; None if it does not say.
-
-    ``saved`` is the checkpoint's attribute ``mpizero``. A checkpoint without a record had the sizes of its groups.
-    """
-    sizes: Mapping[str, Any] | None = saved.get("tiles") or saved.get("layout")
-    return None if sizes is None else {axis: sizes.get(axis, 1) for axis in TILED_AXES}
-
-
-def tell_tiles(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Print a notice on rank 0 if the training that wrote a checkpoint goes on with other tiles. Not collective."""
-    theirs, layout = recorded_tiles(saved), engine.partitioned.parallel_layout
-    if theirs is None or theirs == layout.all_tiles or not engine.prints_notices:
-        return
-    unfit = [axis for axis in TILED_AXES if not fits_tiles(getattr(layout, axis), theirs[axis])]
-    advice = (
-        f"no tiles keep those with {unfit[0]}={getattr(layout, unfit[0])}"
-        if unfit
-        else f"ShardingConfig({shown_tiles(theirs)}) keeps those"
-    )
-    notice(
-        f"the checkpoint was trained with {shown_tiles(theirs)}, this training goes on with "
-        f"{shown_tiles(layout.all_tiles)}: not with the bits of a run that was never interrupted; {advice}"
-    )
-
-
-#: The axes of a layout besides the data axis. If a checkpoint does not have one, its size was 1.
-AXES = ("pipeline", "tensor", "context")
-
-
-def read_attribute(reader: ArrayReader) -> dict[str, Any]:
-    """Return the attribute ``mpizero`` of a checkpoint, after checking all of it, because a file may hold any JSON.
-
-    A missing key counts as None, a missing ``step_number`` as 0: other programs may not write them. Unknown keys raise
-    ``CheckpointError``, because their meaning is unknown.
-    """
-    saved, where = reader.attributes.get("mpizero", {}), "the checkpoint's attribute 'mpizero'"
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{where} is {saved!r:.80}: expected an object")
-    if unknown := sorted(saved.keys() - _SAVED.keys()):
-        raise CheckpointError(f"{where}: {unknown[0]!r:.80} is unknown; expected {', '.join(_SAVED)}")
-    found: dict[str, Any] = dict.fromkeys(_SAVED) | {"step_number": 0} | saved
-    for key, (sound, expected) in _SAVED.items():
-        if not sound(found[key]):
-            raise CheckpointError(f"{where}: {key} is {found[key]!r:.200}: expected {expected}")
-    return found
-
-
-def check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
-    """Raise :class:`CheckpointError` if a checkpoint's layout ``saved`` is not ``layout``, that of the model."""
-    if layout != {**dict.fromkeys(AXES, 1), **(saved or {})}:
-        raise CheckpointError(
-            f"strict_layout: the checkpoint was written by {_layout_text(saved)}, this model is "
-            f"{_layout_text(layout)}; without strict_layout it can be loaded all the same"
-        )
-
-
-def _layout_text(layout: Mapping[str, Any] | None) -> str:
-    if not layout:
-        return "an unknown layout"
-    ranks, nodes = (f"{layout[what]} {what[:-1]}{'s'[: layout[what] != 1]}" for what in ("ranks", "nodes"))
-    split = ", ".join(f"{axis} {layout[axis]}" for axis in AXES if layout.get(axis, 1) != 1)
-    return f"{layout['strategy']} over {ranks} on {nodes}{f' ({split})' if split else ''}"
-
-
-def _is_optimizer(value: object) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and {"name", "slots", "step_count"} <= value.keys() <= {"name", "slots", "step_count", "progress"}
-        and ("progress" not in value or _is_progress(value["progress"]))
-        and isinstance(value["name"], str)
-        and isinstance(value["slots"], list)
-        and all(isinstance(slot, str) for slot in value["slots"])
-        and is_count(value["step_count"])
-    )
-
-
-def _is_progress(value: object) -> bool:
-    from mpizero.optim.minimizers import is_progress  # only what such a method has saved has progress
-
-    return is_progress(value)
-
-
-def _is_scale(value: object) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and value.keys() == {"scale", "good_steps"}
-        and is_number(value["scale"])
-        and is_count(value["good_steps"])
-    )
-
-
-def _is_layout(value: object) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and {"strategy", "ranks", "nodes"} <= value.keys() <= {"strategy", "ranks", "nodes", *AXES}
-        and isinstance(value["strategy"], str)
-        and all(is_count(number, 1) for key, number in value.items() if key != "strategy")
-    )
-
-
-def _is_tied(value: object) -> bool:
-    return value is None or (isinstance(value, dict) and all(isinstance(home, str) for home in value.values()))
-
-
-#: Keys of the attribute ``mpizero``, each with a check of its value, and what errors say is expected.
-_SAVED: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    "optimizer": (
-        _is_optimizer,
-        "null, or name (text), slots (list of texts), step_count (whole number >= 0) and perhaps progress",
-    ),
-    "step_number": (is_count, "a whole number >= 0"),
-    "loss_scale": (_is_scale, "null, or scale (finite number > 0) and good_steps (whole number >= 0)"),
-    "layout": (
-        _is_layout,
-        "null, or strategy (text), ranks and nodes, perhaps pipeline, tensor and context (whole numbers >= 1)",
-    ),
-    "grains": (is_grain_record, EXPECTED_GRAINS),
-    "tiles": (is_tile_record, EXPECTED_TILES),
-    "tied": (_is_tied, "null, or names of parameters, each with the name of the one whose values it shares"),
-}
-
-
-#: Name of the checkpoint attribute that holds the learning rate.
-ATTRIBUTE = "learning_rate"
-
-
-def recorded(updater: Updater | None) -> dict[str, Any]:
-    """Return the checkpoint attribute :data:`ATTRIBUTE`, a dict with the keys ``last`` and ``schedule``.
-
-    Not collective. ``last`` is the learning rate of the last step, None if unknown. ``schedule`` holds the settings of
-    the optimizer's learning-rate schedule if it is one of the library's, else it is None.
-    """
-    last = None if updater is None else updater.last_rate
-    schedule = _schedule(updater)
-    return {"last": last if last is not None and math.isfinite(last) else None, "schedule": schedule}
-
-
-def learning_rate_change(updater: Updater, attributes: Mapping[str, Any], steps: int) -> str | None:
-    """Describe how the bound optimizer's schedule or learning rate differs from the checkpoint's.
-
-    Return None if they are equal, or if one of them is unknown. Not collective.
-
-    Parameters
-    ----------
-    updater : Updater
-        Holds the bound optimizer.
-    attributes : mapping
-        All attributes of the checkpoint, by name.
-    steps : int
-        Number of optimizer steps before the checkpoint was saved.
-
-    Raises
-    ------
-    CheckpointError
-        If the attribute :data:`ATTRIBUTE` does not have the form that :func:`recorded` returns.
-    """
-    saved, last = attributes.get(ATTRIBUTE), last_learning_rate(attributes)
-    if saved is None:
-        return None
-    before, now = saved.get("schedule"), _schedule(updater)
-    if before is not None and now is not None and before != now:
-        return f"the checkpoint was trained with the schedule {before!r:.200}, the bound optimizer has {now!r}"
-    if last is None or not steps:
-        return None
-    rate = learning_rate(updater.optimizer, steps - 1)
-    if math.isnan(rate) or rate == last:
-        return None
-    return f"the learning rate of step {steps} was {last!r}, the bound optimizer's is {rate!r} there"
-
-
-def last_learning_rate(attributes: Mapping[str, Any]) -> float | None:
-    """Return the learning rate of the last step before a checkpoint was saved; None if unknown.
-
-    ``attributes`` are all attributes of the checkpoint, by name. Not collective.
-
-    Raises
-    ------
-    CheckpointError
-        If the attribute :data:`ATTRIBUTE` does not have the form that :func:`recorded` returns.
-    """
-    saved = attributes.get(ATTRIBUTE)
-    if saved is None:
-        return None
-    last = saved.get("last") if isinstance(saved, dict) else saved
-    if not isinstance(saved, dict) or not (last is None or (isinstance(last, float) and math.isfinite(last))):
-        raise CheckpointError(f"the checkpoint's attribute {ATTRIBUTE!r} cannot be what mpizero wrote: {saved!r:.200}")
-    return last
-
-
-def _schedule(updater: Updater | None) -> dict[str, Any] | None:
-    lr = None if updater is None else getattr(updater.optimizer, "lr", None)
-    return None if not isinstance(lr, optim.Schedule) else asdict(lr) | {"lr": float(lr.lr), "end": float(lr.end)}

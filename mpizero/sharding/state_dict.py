@@ -2,8 +2,8 @@
 
 A checkpoint holds the arrays of the whole model, so a model with any layout can load it. The slices and copies of
 parameters that a rank holds (``sharding/full_params.py``) are translated to ranges of these arrays.
-
-Load chosen parameters from a file, on any layout: each rank reads the ranges that it holds.
+:func:`local_arrays` and :func:`attributes` are what is saved, :func:`restore` loads all of it, and :func:`load_chosen`
+chosen parameters from a file of any layout.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Describe the result of one training step; report skipped steps, and raise an error after too many in a row.
+"""Report one training step: describe its result, and raise an error after too many skipped steps in a row.
 
-Make nonblocking MPI messages progress while ranks compute.
+:class:`StepReport` describes a step, :class:`NonFinite` a value for which it was skipped. :class:`SkippedSteps` does
+what the user's :class:`BadSteps` say. :class:`MessageProgress` makes nonblocking MPI messages progress during a step.
 """
 
 from __future__ import annotations
@@ -11,11 +12,6 @@ from dataclasses import dataclass
 from mpizero._util.checks import flag, is_whole, require
 from mpizero._util.text import notice
 from mpizero.errors import ConfigError, NonFiniteError
-
-_ADVICE = (
-    "lower the learning rate, set ShardingConfig(clip=...), or look at the data: "
-    "mpizero.dump_bad_step(model, (x, y), folder) keeps the samples"
-)
 
 
 @dataclass(frozen=True)
@@ -176,6 +172,12 @@ class BadSteps:
         require("BadSteps: warn", self.warn, flag)
         if self.callback is not None and not callable(self.callback):
             raise ConfigError(f"BadSteps: callback={self.callback!r}: expected a function of a StepReport, or None")
+
+
+_ADVICE = (
+    "lower the learning rate, set ShardingConfig(clip=...), or look at the data: "
+    "mpizero.dump_bad_step(model, (x, y), folder) keeps the samples"
+)
 
 
 class SkippedSteps:

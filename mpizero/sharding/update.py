@@ -1,10 +1,9 @@
-"""Add sums over each parameter's tiles, and between ranks that hold different stages and tensor slices of a model.
+"""Update parameters: run an optimizer on the ranges that a rank updates; results do not depend on the layout.
 
-Tell which elements of which arrays of optimizer state a rank keeps.
-
-Sum squares and products of the elements of each parameter, for norms and dot products that no layout changes.
-
-Run an optimizer on the ranges of the parameters that a rank updates; results do not depend on the layout.
+An :class:`Updater` takes the reduced gradient, or sums it in the same pass over memory, and calls the optimizer's
+kernels for ranges of neighbouring elements (:class:`UpdateScope` says which). A norm or a dot product needs all
+elements of a parameter. :class:`TensorTree` sums them over the data group, and :class:`GlobalSums` over the ranks that
+hold other stages and tensor slices, both in the order of a binary tree over the elements, which no layout changes.
 """
 
 from __future__ import annotations
@@ -41,297 +40,6 @@ from mpizero.types import Array, ParameterSpec
 
 if TYPE_CHECKING:
     from mpizero.optim.minimizers import VectorRun
-
-
-class GlobalSums:
-    """Add values of each parameter over the ranks of a replica, so that each element of the model counts once.
-
-    The values of a split parameter, one for each of its tiles, are added in the order of the binary tree over the
-    tile's number. So the sum does not depend on how many ranks hold the tiles.
-
-    Construction and :meth:`merge` are collective over the model group, the ranks of a replica.
-
-    Parameters
-    ----------
-    grid : ProcessGrid
-        The ranks.
-    layout : FlatLayout
-        The parameters that this rank holds. Values of a parameter that several stages use count only on the stage whose
-        block declares it. Values of a parameter that all tensor ranks hold whole count only on tensor rank 0. Context
-        ranks hold equal parameters; only context rank 0 counts.
-    order : sequence of str
-        The names of all optimized parameters of the model, in declared order.
-    """
-
-    def __init__(self, grid: ProcessGrid, layout: FlatLayout, order: Sequence[str]) -> None:
-        self.comm = grid.model
-        first = grid.here.tensor == 0
-        specs = [e.spec for e in layout.parameters if e.spec.optimized and e.spec.guest is None]
-        counted = [s for s in specs if (first or s.part is not None)] if grid.here.context == 0 else []
-        self.counted = tuple(s.name for s in counted)
-        own = [s.name for s in counted for _ in range(tiles_of(s))]
-        everyone: list[list[str]] = self.comm.allgather_object(own, "parameters that count")
-        self.counts = [len(names) for names in everyone]
-        places: dict[str, list[int]] = {name: [] for name in order}
-        for place, name in enumerate(name for names in everyone for name in names):
-            places[name].append(place)  # ranks in the order of their tensor ranks: tiles in the order of their numbers
-        self.places = places
-
-    def merge(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """Return, for every optimized parameter of the model, the sum of the values that the ranks pass for it.
-
-        Collective over the model group. ``sums`` holds, by parameter name, this rank's value for each tile that it
-        holds. The result is in declared order.
-        """
-        local = np.array([value for name in self.counted for value in sums[name]], np.float64)
-        every = np.empty(sum(self.counts), np.float64)
-        self.comm.allgatherv(local, every, self.counts, "sums of parameters")
-        return {name: over_tiles(every[places]) for name, places in self.places.items()}
-
-
-def tiles_of(spec: ParameterSpec) -> int:
-    """Return how many tiles of a parameter a rank holds: one of a parameter that is not cut into tiles."""
-    return len(spec.part.tiles) or 1 if spec.part is not None else 1
-
-
-def over_tiles(values: Sequence[float] | Array) -> float:
-    """Return the sum of one value for each tile, in the order of the binary tree over the tile's number."""
-    return evaluate(leaves_program(len(values)), values)
-
-
-def state_sizes(
-    optimizer: Any, size: int, elementwise: Iterable[UpdateRun], tensors: WholeTensors | None
-) -> dict[str, int]:
-    """Return the number of elements that a rank keeps of each slot of the optimizer state. Not collective.
-
-    A whole tensor has state of its own; of the arrays that are as long as the parameters it has only the average.
-
-    Parameters
-    ----------
-    optimizer : optimizer
-        What :func:`mpizero.optim.elementwise.averaging` returns.
-    size : int
-        Number of parameter elements that the rank updates.
-    elementwise : iterable of UpdateRun
-        Those that it does not update as parts of whole tensors.
-    tensors : WholeTensors or None
-        The whole tensors; None if the optimizer needs none.
-    """
-    short = sum(run.size for run in elementwise)
-    sizes = {slot: size if slot == EMA else short for slot in optimizer.slots}
-    return sizes | {slot: tensors.size(slot) if tensors else 0 for slot in tensor_slots(optimizer)}
-
-
-def sharded_pieces(pieces: Iterable[UpdatePiece], size: int) -> list[StatePiece]:
-    """Return which elements of a slot's arrays a rank keeps of ``pieces``, which follow the shard rule. Not collective.
-
-    ``size`` is the number of elements that the rank keeps of the slot. Pieces of whole tensors, which only the average
-    has, begin after it (:func:`~mpizero.sharding.params.whole_last`).
-    """
-    held = (piece for piece in pieces if piece.state + piece.size <= size)
-    return [StatePiece(p.entry.spec, p.span.start - p.entry.offset, p.state, p.size) for p in held]
-
-
-#: Elements of a tile that is not contiguous which are copied at once, a power of two: so many stay in a CPU's cache.
-HOST_BLOCK = 1 << 17
-#: The same on a GPU, where each block costs a few launches.
-DEVICE_BLOCK = 1 << 24
-
-
-class TensorTree:
-    """Sum the squares of each parameter's elements in float64, in the order of a binary tree over the elements.
-
-    A parameter of which a rank holds several tiles (:class:`~mpizero.types.Part`) has one sum for each of them, over
-    the elements of the tile in its own C order: the sum that a rank with this tile alone computes.
-
-    [Note: scalar sums] A rank computes the sums of the largest subtrees that lie inside its ranges. These few numbers
-    are gathered from all ranks, and every rank adds them in the same order. So norms have the same bits on every
-    layout.
-
-    Parameters
-    ----------
-    grid : ProcessGrid
-        The ranks.
-    layout : FlatLayout
-        The parameters.
-    pieces : sequence of UpdatePiece
-        The ranges of parameters that this rank updates. Only the pieces in its own shard are summed by this rank; they
-        are kept as ``own``.
-    """
-
-    def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
-        self.grid, self._layout = grid, layout
-        share = Share(layout, grid.data.rank, grid.data.size)
-        self.own = [piece for piece in pieces if _inside(piece.span, share.spans[piece.entry.unit])]
-
-    @property
-    def counts(self) -> list[int]:
-        """Number of sums that each rank of the data group computes."""
-        return self._all_sums[0]
-
-    @cached_property
-    def _tiles(self) -> dict[str, tuple[PartRows, ...]]:
-        """The tiles of each optimized parameter, by its name."""
-        return {e.spec.name: tile_rows(e.spec) for e in self._layout.parameters if e.spec.optimized}
-
-    @cached_property
-    def _all_sums(self) -> tuple[list[int], dict[str, tuple[Program, ...]]]:
-        """The number of sums of each rank, and how to add all ranks' to those of each parameter's tiles.
-
-        Made when first needed: the time that it takes grows with the number of ranks, and many trainings need no norm.
-        """
-        counts = [0] * self.grid.data.size
-        arrivals: dict[tuple[str, int], list[tuple[TreeNode, Program]]] = {
-            (name, tile): [] for name, rows in self._tiles.items() for tile in range(len(rows))
-        }
-        place = 0
-        for rank in range(self.grid.data.size):
-            for name, tile, nodes in _held(Share(self._layout, rank, self.grid.data.size), self._tiles):
-                arrivals[name, tile] += [(node, (place + i,)) for i, node in enumerate(nodes)]
-                place += len(nodes)
-                counts[rank] += len(nodes)
-        programs = {
-            name: tuple(_root(arrivals[name, tile], rows.size) for tile, rows in enumerate(held))
-            for name, held in self._tiles.items()
-        }
-        return counts, programs
-
-    @cached_property
-    def _own_sums(self) -> tuple[Array, list[tuple[int, int, StridedTile]]]:
-        """The plan of this rank's sums: of contiguous ranges of a piece in place, of others from copies."""
-        cuts: list[tuple[int, int, int, int]] = []
-        strided: list[tuple[int, int, StridedTile]] = []
-        place = 0
-        for number, piece in enumerate(self.own):
-            origin = piece.span.start - piece.entry.offset
-            for rows in self._tiles[piece.entry.spec.name]:
-                held = elements_within(rows, origin, origin + piece.size)
-                nodes = cover(held.start, held.stop, rows.size)
-                runs = list(islice(row_runs(rows, held.start, held.stop), 2))
-                if len(runs) > 1:
-                    strided.append((number, place, StridedTile(rows, origin, nodes)))
-                else:
-                    leaves = [node.leaves(rows.size) for node in nodes]
-                    first = runs[0].whole - runs[0].local - origin if runs else 0
-                    cuts += [(number, place + i, first + r.start, first + r.stop) for i, r in enumerate(leaves)]
-                place += len(nodes)
-        return np.array(cuts, np.int64).reshape(-1, 4).T, strided
-
-    def square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
-        """Return, for every optimized parameter of the layout, by name, the sum of squares of each tile's elements.
-
-        A parameter without tiles has one sum. Collective over the data group. ``values`` holds this rank's elements;
-        those of piece ``own[i]`` begin at index ``starts[i]``.
-        """
-        return self._sums((values,), starts)
-
-    def dots(self, x: Array, y: Array, starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
-        """Return the dot products of each tile's elements in two arrays, like :meth:`square_sums` of one."""
-        return self._sums((x, y), starts)
-
-    def _sums(self, arrays: tuple[Array, ...], starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
-        """Return the sums of squares of one array, or the dot products of two. Collective over the data group."""
-        (counts, programs), ((piece, place, first, stop), strided) = self._all_sums, self._own_sums
-        local = np.empty(counts[self.grid.data.rank], np.float64)
-        begin, found = np.array(starts, np.int64)[piece], np.empty(piece.size, np.float64)
-        _tree_sums(arrays, first + begin, stop + begin, found)
-        local[place] = found
-        for number, at, tile in strided:
-            held = [array[starts[number] : starts[number] + self.own[number].size] for array in arrays]
-            local[at : at + len(tile.nodes)] = tile.sums(held)
-        everyone = np.empty(sum(counts), np.float64)
-        self.grid.data.allgatherv(local, everyone, counts, "tensor sums")
-        return {name: tuple(evaluate(tile, everyone) for tile in held) for name, held in programs.items()}
-
-
-class _Block(NamedTuple):
-    """Describe elements of a tile that are copied at once, and the ranges of the copy that are summed.
-
-    ``start`` is the first element, as an index into the tile. ``starts`` and ``stops`` are the ends of the ranges,
-    counted from there; ``size`` is the number of elements.
-    """
-
-    start: int
-    size: int
-    starts: Array
-    stops: Array
-
-
-class StridedTile:
-    """Sum squares or products of elements of a tile that are not contiguous in the values that a rank holds.
-
-    They are copied a block at a time into a small array, which stays in the cache until it is summed.
-
-    Parameters
-    ----------
-    rows : PartRows
-        The tile's elements of the rows of the local array, from :func:`~mpizero.layout.tensor_parts.tile_rows`.
-    origin : int
-        Index in the local array of the first value that is given.
-    nodes : sequence of TreeNode
-        The subtrees to sum, of the tree over the tile's elements: consecutive ones.
-    """
-
-    def __init__(self, rows: PartRows, origin: int, nodes: Sequence[TreeNode]) -> None:
-        self.rows, self.origin, self.nodes = rows, origin, nodes
-        self._blocks = cache(self._cut)
-
-    def sums(self, arrays: Sequence[Array]) -> list[float]:
-        """Return the sum of squares of each subtree's elements in one array, or their dot product in two.
-
-        Not collective. The arrays hold the elements of the local array that the rank holds, on the host or on a GPU.
-        """
-        step = HOST_BLOCK if isinstance(arrays[0], np.ndarray) else DEVICE_BLOCK
-        blocks, ends = self._blocks(step)
-        size = max(block.size for block in blocks)
-        copies = [kernels.namespace(array).empty(size, array.dtype) for array in arrays]
-        sums, place = np.empty(ends[-1], np.float64), 0
-        for block in blocks:
-            taken = tuple(copied[: block.size] for copied in copies)
-            for array, copied in zip(arrays, taken, strict=True):
-                take_rows(self.rows, array, block.start, copied, self.origin)
-            _tree_sums(taken, block.starts, block.stops, sums[place : place + block.starts.size])
-            place += block.starts.size
-        return [evaluate(leaves_program(stop - start), sums[start:stop]) for start, stop in pairwise(ends)]
-
-    def _cut(self, step: int) -> tuple[list[_Block], list[int]]:
-        """Cut the subtrees into ranges of at most ``step`` elements, a power of two, so that each is a subtree, too.
-
-        Return the blocks, and 0 and for each subtree the number of ranges up to its end.
-        """
-        leaves = [node.leaves(self.rows.size) for node in self.nodes]
-        cuts = [[range(i, min(i + step, r.stop)) for i in range(r.start, r.stop, step)] for r in leaves]
-        blocks = []
-        for _, ranges in groupby((part for parts in cuts for part in parts), lambda part: part.start // step):
-            ends = np.array([(part.start, part.stop) for part in ranges], np.int64)
-            first = int(ends[0, 0])
-            blocks.append(_Block(first, int(ends[-1, 1]) - first, *np.ascontiguousarray((ends - first).T)))
-        return blocks, list(accumulate((len(parts) for parts in cuts), initial=0))
-
-
-def _tree_sums(arrays: tuple[Array, ...], starts: Array, stops: Array, out: Array) -> None:
-    """Write the sums of squares of ranges of one array, or the dot products of two, to ``out``. Not collective."""
-    reduction = kernels.backend(arrays[0]).reduction
-    (reduction.tree_square_sums if len(arrays) == 1 else reduction.tree_dots)(*arrays, starts, stops, out)
-
-
-def _inside(span: Span, other: Span) -> bool:
-    return other.start <= span.start and span.stop <= other.stop
-
-
-def _held(share: Share, tiles: Mapping[str, Sequence[PartRows]]) -> Iterator[tuple[str, int, tuple[TreeNode, ...]]]:
-    """Yield name, tile and subtrees of each sum that a rank computes, in the order in which it sends them."""
-    for span in share.spans:
-        for entry, part in share.layout.pieces(span):
-            if entry.spec.optimized:
-                for tile, rows in enumerate(tiles[entry.spec.name]):
-                    held = elements_within(rows, part.start - entry.offset, part.stop - entry.offset)
-                    yield entry.spec.name, tile, cover(held.start, held.stop, rows.size)
-
-
-def _root(held: Sequence[tuple[TreeNode, Program]], total: int) -> Program:
-    whole = merge(held, total)
-    return whole[0][1] if whole else ()
 
 
 @dataclass(frozen=True)
@@ -657,18 +365,18 @@ class Updater:
 
     def _follow(self, w: Array, state: int) -> None:
         """Move the average of the parameters ``w``, whose state begins at index ``state``, if there is one."""
-        if elementwise.EMA in self.state:
-            self.optimizer.follow(w, self.state[elementwise.EMA][state : state + w.size])
+        if EMA in self.state:
+            self.optimizer.follow(w, self.state[EMA][state : state + w.size])
 
     @property
     def averages_parameters(self) -> bool:
         """Tell whether the optimizer keeps an exponential moving average of the parameters."""
-        return elementwise.EMA in self.state
+        return EMA in self.state
 
     def begin_average(self, state: Mapping[str, Array]) -> None:
         """Set the average in ``state``, from :meth:`host_state`, to this rank's parameters on the host."""
         for piece in self.pieces:
-            state[elementwise.EMA][piece.state : piece.state + piece.size] = self.store.values[
+            state[EMA][piece.state : piece.state + piece.size] = self.store.values[
                 piece.store : piece.store + piece.size
             ]
 
@@ -680,7 +388,7 @@ class Updater:
         UnsupportedError
             If the optimizer's state is on a GPU.
         """
-        average = self.state[elementwise.EMA]
+        average = self.state[EMA]
         for run in self.runs:
             w, there = self.store.values[run.store : run.store + run.size], average[run.state : run.state + run.size]
             held = w.copy()
@@ -703,3 +411,296 @@ class Updater:
     def _parameters(self) -> Array:
         """Return the array of the store's parameters on the device where the optimizer's kernels run."""
         return self.store.values
+
+
+def state_sizes(
+    optimizer: Any, size: int, elementwise: Iterable[UpdateRun], tensors: WholeTensors | None
+) -> dict[str, int]:
+    """Return the number of elements that a rank keeps of each slot of the optimizer state. Not collective.
+
+    A whole tensor has state of its own; of the arrays that are as long as the parameters it has only the average.
+
+    Parameters
+    ----------
+    optimizer : optimizer
+        What :func:`mpizero.optim.elementwise.averaging` returns.
+    size : int
+        Number of parameter elements that the rank updates.
+    elementwise : iterable of UpdateRun
+        Those that it does not update as parts of whole tensors.
+    tensors : WholeTensors or None
+        The whole tensors; None if the optimizer needs none.
+    """
+    short = sum(run.size for run in elementwise)
+    sizes = {slot: size if slot == EMA else short for slot in optimizer.slots}
+    return sizes | {slot: tensors.size(slot) if tensors else 0 for slot in tensor_slots(optimizer)}
+
+
+def sharded_pieces(pieces: Iterable[UpdatePiece], size: int) -> list[StatePiece]:
+    """Return which elements of a slot's arrays a rank keeps of ``pieces``, which follow the shard rule. Not collective.
+
+    ``size`` is the number of elements that the rank keeps of the slot. Pieces of whole tensors, which only the average
+    has, begin after it (:func:`~mpizero.sharding.params.whole_last`).
+    """
+    held = (piece for piece in pieces if piece.state + piece.size <= size)
+    return [StatePiece(p.entry.spec, p.span.start - p.entry.offset, p.state, p.size) for p in held]
+
+
+class TensorTree:
+    """Sum the squares of each parameter's elements in float64, in the order of a binary tree over the elements.
+
+    A parameter of which a rank holds several tiles (:class:`~mpizero.types.Part`) has one sum for each of them, over
+    the elements of the tile in its own C order: the sum that a rank with this tile alone computes.
+
+    [Note: scalar sums] A rank computes the sums of the largest subtrees that lie inside its ranges. These few numbers
+    are gathered from all ranks, and every rank adds them in the same order. So norms have the same bits on every
+    layout.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks.
+    layout : FlatLayout
+        The parameters.
+    pieces : sequence of UpdatePiece
+        The ranges of parameters that this rank updates. Only the pieces in its own shard are summed by this rank; they
+        are kept as ``own``.
+    """
+
+    def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
+        self.grid, self._layout = grid, layout
+        share = Share(layout, grid.data.rank, grid.data.size)
+        self.own = [piece for piece in pieces if _inside(piece.span, share.spans[piece.entry.unit])]
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of sums that each rank of the data group computes."""
+        return self._all_sums[0]
+
+    @cached_property
+    def _tiles(self) -> dict[str, tuple[PartRows, ...]]:
+        """The tiles of each optimized parameter, by its name."""
+        return {e.spec.name: tile_rows(e.spec) for e in self._layout.parameters if e.spec.optimized}
+
+    @cached_property
+    def _all_sums(self) -> tuple[list[int], dict[str, tuple[Program, ...]]]:
+        """The number of sums of each rank, and how to add all ranks' to those of each parameter's tiles.
+
+        Made when first needed: the time that it takes grows with the number of ranks, and many trainings need no norm.
+        """
+        counts = [0] * self.grid.data.size
+        arrivals: dict[tuple[str, int], list[tuple[TreeNode, Program]]] = {
+            (name, tile): [] for name, rows in self._tiles.items() for tile in range(len(rows))
+        }
+        place = 0
+        for rank in range(self.grid.data.size):
+            for name, tile, nodes in _held(Share(self._layout, rank, self.grid.data.size), self._tiles):
+                arrivals[name, tile] += [(node, (place + i,)) for i, node in enumerate(nodes)]
+                place += len(nodes)
+                counts[rank] += len(nodes)
+        programs = {
+            name: tuple(_root(arrivals[name, tile], rows.size) for tile, rows in enumerate(held))
+            for name, held in self._tiles.items()
+        }
+        return counts, programs
+
+    @cached_property
+    def _own_sums(self) -> tuple[Array, list[tuple[int, int, StridedTile]]]:
+        """The plan of this rank's sums: of contiguous ranges of a piece in place, of others from copies."""
+        cuts: list[tuple[int, int, int, int]] = []
+        strided: list[tuple[int, int, StridedTile]] = []
+        place = 0
+        for number, piece in enumerate(self.own):
+            origin = piece.span.start - piece.entry.offset
+            for rows in self._tiles[piece.entry.spec.name]:
+                held = elements_within(rows, origin, origin + piece.size)
+                nodes = cover(held.start, held.stop, rows.size)
+                runs = list(islice(row_runs(rows, held.start, held.stop), 2))
+                if len(runs) > 1:
+                    strided.append((number, place, StridedTile(rows, origin, nodes)))
+                else:
+                    leaves = [node.leaves(rows.size) for node in nodes]
+                    first = runs[0].whole - runs[0].local - origin if runs else 0
+                    cuts += [(number, place + i, first + r.start, first + r.stop) for i, r in enumerate(leaves)]
+                place += len(nodes)
+        return np.array(cuts, np.int64).reshape(-1, 4).T, strided
+
+    def square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
+        """Return, for every optimized parameter of the layout, by name, the sum of squares of each tile's elements.
+
+        A parameter without tiles has one sum. Collective over the data group. ``values`` holds this rank's elements;
+        those of piece ``own[i]`` begin at index ``starts[i]``.
+        """
+        return self._sums((values,), starts)
+
+    def dots(self, x: Array, y: Array, starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
+        """Return the dot products of each tile's elements in two arrays, like :meth:`square_sums` of one."""
+        return self._sums((x, y), starts)
+
+    def _sums(self, arrays: tuple[Array, ...], starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
+        """Return the sums of squares of one array, or the dot products of two. Collective over the data group."""
+        (counts, programs), ((piece, place, first, stop), strided) = self._all_sums, self._own_sums
+        local = np.empty(counts[self.grid.data.rank], np.float64)
+        begin, found = np.array(starts, np.int64)[piece], np.empty(piece.size, np.float64)
+        _tree_sums(arrays, first + begin, stop + begin, found)
+        local[place] = found
+        for number, at, tile in strided:
+            held = [array[starts[number] : starts[number] + self.own[number].size] for array in arrays]
+            local[at : at + len(tile.nodes)] = tile.sums(held)
+        everyone = np.empty(sum(counts), np.float64)
+        self.grid.data.allgatherv(local, everyone, counts, "tensor sums")
+        return {name: tuple(evaluate(tile, everyone) for tile in held) for name, held in programs.items()}
+
+
+def _tree_sums(arrays: tuple[Array, ...], starts: Array, stops: Array, out: Array) -> None:
+    """Write the sums of squares of ranges of one array, or the dot products of two, to ``out``. Not collective."""
+    reduction = kernels.backend(arrays[0]).reduction
+    (reduction.tree_square_sums if len(arrays) == 1 else reduction.tree_dots)(*arrays, starts, stops, out)
+
+
+def _inside(span: Span, other: Span) -> bool:
+    return other.start <= span.start and span.stop <= other.stop
+
+
+def _held(share: Share, tiles: Mapping[str, Sequence[PartRows]]) -> Iterator[tuple[str, int, tuple[TreeNode, ...]]]:
+    """Yield name, tile and subtrees of each sum that a rank computes, in the order in which it sends them."""
+    for span in share.spans:
+        for entry, part in share.layout.pieces(span):
+            if entry.spec.optimized:
+                for tile, rows in enumerate(tiles[entry.spec.name]):
+                    held = elements_within(rows, part.start - entry.offset, part.stop - entry.offset)
+                    yield entry.spec.name, tile, cover(held.start, held.stop, rows.size)
+
+
+def _root(held: Sequence[tuple[TreeNode, Program]], total: int) -> Program:
+    whole = merge(held, total)
+    return whole[0][1] if whole else ()
+
+
+#: Elements of a tile that is not contiguous which are copied at once, a power of two: so many stay in a CPU's cache.
+HOST_BLOCK = 1 << 17
+
+
+#: The same on a GPU, where each block costs a few launches.
+DEVICE_BLOCK = 1 << 24
+
+
+class _Block(NamedTuple):
+    """Describe elements of a tile that are copied at once, and the ranges of the copy that are summed.
+
+    ``start`` is the first element, as an index into the tile. ``starts`` and ``stops`` are the ends of the ranges,
+    counted from there; ``size`` is the number of elements.
+    """
+
+    start: int
+    size: int
+    starts: Array
+    stops: Array
+
+
+class StridedTile:
+    """Sum squares or products of elements of a tile that are not contiguous in the values that a rank holds.
+
+    They are copied a block at a time into a small array, which stays in the cache until it is summed.
+
+    Parameters
+    ----------
+    rows : PartRows
+        The tile's elements of the rows of the local array, from :func:`~mpizero.layout.tensor_parts.tile_rows`.
+    origin : int
+        Index in the local array of the first value that is given.
+    nodes : sequence of TreeNode
+        The subtrees to sum, of the tree over the tile's elements: consecutive ones.
+    """
+
+    def __init__(self, rows: PartRows, origin: int, nodes: Sequence[TreeNode]) -> None:
+        self.rows, self.origin, self.nodes = rows, origin, nodes
+        self._blocks = cache(self._cut)
+
+    def sums(self, arrays: Sequence[Array]) -> list[float]:
+        """Return the sum of squares of each subtree's elements in one array, or their dot product in two.
+
+        Not collective. The arrays hold the elements of the local array that the rank holds, on the host or on a GPU.
+        """
+        step = HOST_BLOCK if isinstance(arrays[0], np.ndarray) else DEVICE_BLOCK
+        blocks, ends = self._blocks(step)
+        size = max(block.size for block in blocks)
+        copies = [kernels.namespace(array).empty(size, array.dtype) for array in arrays]
+        sums, place = np.empty(ends[-1], np.float64), 0
+        for block in blocks:
+            taken = tuple(copied[: block.size] for copied in copies)
+            for array, copied in zip(arrays, taken, strict=True):
+                take_rows(self.rows, array, block.start, copied, self.origin)
+            _tree_sums(taken, block.starts, block.stops, sums[place : place + block.starts.size])
+            place += block.starts.size
+        return [evaluate(leaves_program(stop - start), sums[start:stop]) for start, stop in pairwise(ends)]
+
+    def _cut(self, step: int) -> tuple[list[_Block], list[int]]:
+        """Cut the subtrees into ranges of at most ``step`` elements, a power of two, so that each is a subtree, too.
+
+        Return the blocks, and 0 and for each subtree the number of ranges up to its end.
+        """
+        leaves = [node.leaves(self.rows.size) for node in self.nodes]
+        cuts = [[range(i, min(i + step, r.stop)) for i in range(r.start, r.stop, step)] for r in leaves]
+        blocks = []
+        for _, ranges in groupby((part for parts in cuts for part in parts), lambda part: part.start // step):
+            ends = np.array([(part.start, part.stop) for part in ranges], np.int64)
+            first = int(ends[0, 0])
+            blocks.append(_Block(first, int(ends[-1, 1]) - first, *np.ascontiguousarray((ends - first).T)))
+        return blocks, list(accumulate((len(parts) for parts in cuts), initial=0))
+
+
+class GlobalSums:
+    """Add values of each parameter over the ranks of a replica, so that each element of the model counts once.
+
+    The values of a split parameter, one for each of its tiles, are added in the order of the binary tree over the
+    tile's number. So the sum does not depend on how many ranks hold the tiles.
+
+    Construction and :meth:`merge` are collective over the model group, the ranks of a replica.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        The ranks.
+    layout : FlatLayout
+        The parameters that this rank holds. Values of a parameter that several stages use count only on the stage whose
+        block declares it. Values of a parameter that all tensor ranks hold whole count only on tensor rank 0. Context
+        ranks hold equal parameters; only context rank 0 counts.
+    order : sequence of str
+        The names of all optimized parameters of the model, in declared order.
+    """
+
+    def __init__(self, grid: ProcessGrid, layout: FlatLayout, order: Sequence[str]) -> None:
+        self.comm = grid.model
+        first = grid.here.tensor == 0
+        specs = [e.spec for e in layout.parameters if e.spec.optimized and e.spec.guest is None]
+        counted = [s for s in specs if (first or s.part is not None)] if grid.here.context == 0 else []
+        self.counted = tuple(s.name for s in counted)
+        own = [s.name for s in counted for _ in range(tiles_of(s))]
+        everyone: list[list[str]] = self.comm.allgather_object(own, "parameters that count")
+        self.counts = [len(names) for names in everyone]
+        places: dict[str, list[int]] = {name: [] for name in order}
+        for place, name in enumerate(name for names in everyone for name in names):
+            places[name].append(place)  # ranks in the order of their tensor ranks: tiles in the order of their numbers
+        self.places = places
+
+    def merge(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """Return, for every optimized parameter of the model, the sum of the values that the ranks pass for it.
+
+        Collective over the model group. ``sums`` holds, by parameter name, this rank's value for each tile that it
+        holds. The result is in declared order.
+        """
+        local = np.array([value for name in self.counted for value in sums[name]], np.float64)
+        every = np.empty(sum(self.counts), np.float64)
+        self.comm.allgatherv(local, every, self.counts, "sums of parameters")
+        return {name: over_tiles(every[places]) for name, places in self.places.items()}
+
+
+def tiles_of(spec: ParameterSpec) -> int:
+    """Return how many tiles of a parameter a rank holds: one of a parameter that is not cut into tiles."""
+    return len(spec.part.tiles) or 1 if spec.part is not None else 1
+
+
+def over_tiles(values: Sequence[float] | Array) -> float:
+    """Return the sum of one value for each tile, in the order of the binary tree over the tile's number."""
+    return evaluate(leaves_program(len(values)), values)

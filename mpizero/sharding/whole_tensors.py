@@ -1,16 +1,8 @@
-"""Add up gradients of parameters that several pipeline stages use, such as a token table (embedding and head).
+"""Bring together elements that the shard rule parts: whole tensors for their update, and gradients of tied parameters.
 
-[Note: cut ties] Every stage that uses such a parameter stores a copy of it. Different data ranks may own the same range
-of it on different stages, because the stages have different units. First each stage sums the gradients of its own uses
-over grains. Then it receives the gradients of the other stages' uses, and adds the gradients of all uses in declared
-order. All stages make the same update, so the copies stay equal to the bit without another message. Norms and
-checkpoints use only the copy on the home stage, the stage whose block declares the parameter.
-
-Plan in integers which rank updates which whole tensor, and which elements it exchanges for that.
-
-Exchange the elements of whole tensors between the ranks that hold them and the rank that owns the tensor.
-
-Update whole tensors, each on the rank that owns it; results do not depend on the layout.
+:class:`WholeTensors` updates the tensors that this rank owns. :class:`TensorPlan` says in integers which rank owns
+which tensor and what ranks exchange, and :class:`TensorExchange` sends it. :class:`TieExchange` adds up the gradients
+of parameters that several pipeline stages use, such as a token table (embedding and head).
 
 [Note: whole tensors] Some optimizers need a tensor at a time: Muon makes its momentum orthogonal, SOAP needs
 eigenvectors of it. The shard rule cuts tensors anywhere. So tensors are divided over the data ranks by their costs, the
@@ -18,6 +10,12 @@ same on every layout with as many ranks. The ranks that hold elements of a tenso
 owner. The owner, which alone keeps the tensor's state, updates the whole tensor and sends the new values to all ranks
 that hold elements of the parameter. There they are written as any update is, and published. An owner computes with
 arrays of the tensor's own shape, so no bit depends on the number of ranks or on how shards are cut.
+
+[Note: cut ties] Every stage that uses such a parameter stores a copy of it. Different data ranks may own the same range
+of it on different stages, because the stages have different units. First each stage sums the gradients of its own uses
+over grains. Then it receives the gradients of the other stages' uses, and adds the gradients of all uses in declared
+order. All stages make the same update, so the copies stay equal to the bit without another message. Norms and
+checkpoints use only the copy on the home stage, the stage whose block declares the parameter.
 """
 
 from __future__ import annotations
@@ -43,166 +41,98 @@ from mpizero.sharding.partition import PartitionedModel, Use
 from mpizero.types import Array, ParameterSpec
 
 
-class _Holder(NamedTuple):
-    """Describe one data rank of a stage, and the range of a tied parameter's elements that it owns."""
-
-    stage: int
-    data_rank: int
-    span: Span
-
-
-class _Tie(NamedTuple):
-    """Describe, for one rank, a parameter that several stages use.
-
-    ``tag`` is the MPI tag for the first of its uses; the tag of the next use is larger by 2. ``holders`` are the data
-    ranks of all stages that use it. ``mine`` is the range of its elements that this rank owns.
-    """
-
-    name: str
-    tag: int
-    uses: tuple[Use, ...]
-    holders: tuple[_Holder, ...]
-    mine: Span
-
-
-class TieExchange:
-    """Add the gradients of all uses of tied parameters over the pipeline stages that use them.
-
-    Parameters
-    ----------
-    grid : ProcessGrid
-        The ranks.
-    partitioned : PartitionedModel
-        This rank's part of the model.
-    layouts : mapping of int to FlatLayout
-        The layout of every stage, by the stage's number.
-    pieces : sequence of UpdatePiece
-        The ranges of parameters in this rank's own shard.
-    """
-
-    def __init__(
-        self,
-        grid: ProcessGrid,
-        partitioned: PartitionedModel,
-        layouts: Mapping[int, FlatLayout],
-        pieces: Sequence[UpdatePiece],
-    ) -> None:
-        self.grid, self.number = grid, partitioned.stage
-        self.pieces = {home_of(piece.entry.spec): piece for piece in pieces}
-        ties, tag = [], 1
-        for name, uses in sorted(partitioned.uses.items()):  # on every stage, so that all agree on tags
-            if any(use.stage == self.number for use in uses) and home_trainable(name, layouts):
-                ties.append(self._tie(name, tag, uses, layouts))
-            tag += 2 * len(uses)
-        self.ties = tuple(ties)
-
-    def _tie(self, name: str, tag: int, uses: tuple[Use, ...], layouts: Mapping[int, FlatLayout]) -> _Tie:
-        data = self.grid.data
-        holders = []
-        for stage in sorted({use.stage for use in uses}):
-            layout = layouts[stage]
-            entry = next(e for e in layout.parameters if home_of(e.spec) == name)
-            for rank in range(data.size):
-                part = entry.span.intersect(Share(layout, rank, data.size).spans[entry.unit])
-                holders.append(_Holder(stage, rank, part.shift(-entry.offset) if part.size else Span(0, 0)))
-        mine = next(h.span for h in holders if (h.stage, h.data_rank) == (self.number, data.rank))
-        return _Tie(name, tag, uses, tuple(holders), mine)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of the tied parameters that this stage shares with other stages."""
-        return frozenset(tie.name for tie in self.ties)
-
-    def add(self, reduced: Array) -> None:
-        """Replace the gradient of each shared parameter in ``reduced`` by the sum of the gradients of all its uses.
-
-        Collective over the data groups of the stages that share parameters. Gradients on a GPU are copied to the host
-        to be sent and added, and the sums are copied back.
-        """
-        with_all = [(tie, *self._start(tie, reduced)) for tie in self.ties]
-        for tie, arrived, requests in with_all:
-            for request in requests:
-                request.wait()
-            if tie.mine.size:
-                self._sum(tie, arrived, reduced)
-
-    def _start(self, tie: _Tie, reduced: Array) -> tuple[dict[Use, list[tuple[Span, Array]]], list[Request]]:
-        """Begin to exchange the gradient of each use with the ranks of other stages that own the same elements.
-
-        Returns
-        -------
-        (dict, list of Request)
-            For each use on another stage, the ranges of elements and the buffers that receive their gradients; and the
-            requests of all messages.
-        """
-        world, requests, sent = self.grid.world, [], []
-        arrived: dict[Use, list[tuple[Span, Array]]] = {}
-        for holder in tie.holders:
-            common = holder.span.intersect(tie.mine)
-            if holder.stage == self.number or not common.size:
-                continue
-            peer = self._world_rank(holder)
-            for use in tie.uses:
-                tag = tie.tag + 2 * tie.uses.index(use)
-                if use.stage == holder.stage:
-                    buffer = np.empty(common.size, reduced.dtype)
-                    arrived.setdefault(use, []).append((common, buffer))
-                    requests.append(world.irecv(buffer, peer, tag))
-                elif use.stage == self.number:
-                    buffer = _copied(self._gradient(tie, use, common, reduced))
-                    sent.append(buffer)
-                    requests.append(world.isend(buffer, peer, tag))
-        return arrived, requests
-
-    def _sum(self, tie: _Tie, arrived: Mapping[Use, Sequence[tuple[Span, Array]]], reduced: Array) -> None:
-        total = np.empty(tie.mine.size, reduced.dtype)
-        for position, use in enumerate(tie.uses):
-            for span, values in self._parts(tie, use, arrived, reduced):
-                part = total[span.start - tie.mine.start : span.stop - tie.mine.start]
-                if position == 0:
-                    part[:] = values
-                else:
-                    part += values
-        target = self._gradient(tie, Use(self.number, 0), tie.mine, reduced)
-        if isinstance(target, np.ndarray):
-            target[:] = total
-        else:
-            target.set(total)
-
-    def _parts(
-        self, tie: _Tie, use: Use, arrived: Mapping[Use, Sequence[tuple[Span, Array]]], reduced: Array
-    ) -> Iterator[tuple[Span, Array]]:
-        if use.stage == self.number:
-            yield tie.mine, kernels.to_host(self._gradient(tie, use, tie.mine, reduced))
-        else:
-            yield from arrived[use]
-
-    def _gradient(self, tie: _Tie, use: Use, span: Span, reduced: Array) -> Array:
-        """Return a view, in ``reduced``, of the gradient of one use on this stage, for the elements ``span``."""
-        piece = self.pieces[tie.name]
-        start = (piece.gradient, *piece.uses)[use.number] + span.start - tie.mine.start
-        return reduced[start : start + span.size]
-
-    def _world_rank(self, holder: _Holder) -> int:
-        axes, here = self.grid.axes, self.grid.here
-        data, context = divmod(holder.data_rank, axes.context)
-        return axes.rank_of(Coordinates(holder.stage, here.tensor, data, context))
-
-
-def _copied(values: Array) -> Array:
-    """Return a copy, on the host, of an array on the host or on a GPU."""
-    return values.copy() if isinstance(values, np.ndarray) else kernels.to_host(values)
-
-
 def home_of(spec: Any) -> str:
     """Return the name that a parameter has in the whole model; for a copy of it, the original's. Not collective."""
     return str(spec.guest or spec.name)
 
 
-def home_trainable(name: str, layouts: Mapping[int, FlatLayout]) -> bool:
-    """Tell whether any stage trains the parameter ``name``; ``layouts`` are those of all stages. Not collective."""
-    found = (e.spec for layout in layouts.values() for e in layout.parameters)
-    return any(spec.trainable for spec in found if home_of(spec) == name)
+#: MPI tags of messages with elements of gradients, of parameters, and of updated parameters.
+_GRADIENT, _PARAMETER, _UPDATED = 1, 2, 3
+
+
+class WholeTensors:
+    """Exchange the elements of whole tensors with their owners, and update those that this rank owns.
+
+    Parameters
+    ----------
+    optimizer : TensorOptimizer
+        What :func:`mpizero.optim.elementwise.averaging` returns for one.
+    store, plan, pieces
+        As in :class:`.TensorExchange`.
+    """
+
+    def __init__(self, optimizer: Any, store: ParameterStore, plan: TensorPlan, pieces: Sequence[UpdatePiece]) -> None:
+        self.optimizer, self.store, self.plan = optimizer, store, plan
+        self.exchange = TensorExchange(store, plan, pieces)
+        self.owned = self.exchange.owned
+        self.pieces = [piece for piece in pieces if piece.entry.spec.name in plan.names]
+        self.kept = {slot: self._kept(slot) for slot in optimizer.tensor_slots}
+
+    def _kept(self, slot: str) -> list[StatePiece]:
+        """Return the arrays of this rank's state in ``slot``: one for each owned tensor that has it."""
+        found, place = list[StatePiece](), 0
+        for number in self.owned:
+            spec = state_specs(self.optimizer, self.plan.tensors[number].spec).get(slot)
+            if spec is not None:
+                found.append(StatePiece(spec, 0, place, spec.size))
+                place += spec.size
+        return found
+
+    def size(self, slot: str) -> int:
+        """Return the number of elements of this rank's state in ``slot``. Not collective."""
+        return sum(piece.size for piece in self.kept[slot])
+
+    def update(self, reduced: Array, hypers: Mapping[int, Array], state: Mapping[str, Array]) -> None:
+        """Update all whole tensors from the reduced gradient. Collective over all ranks.
+
+        Parameters are written where this rank updates them: in the ranges of :attr:`pieces`.
+
+        Parameters
+        ----------
+        reduced : 1-D array
+            The reduced gradient; complete in the ranges that this rank updates.
+        hypers : mapping of int to Array
+            The hyperparameters of each optimizer group.
+        state : mapping of str to Array
+            This rank's optimizer state, by slot.
+
+        Raises
+        ------
+        Exception
+            What ``update_tensor`` raised, on the owner of the tensor; RemoteError on all other ranks, those of other
+            pipeline stages included. No parameter has changed then.
+        """
+        gradients, requests = self.exchange.begin_gather(reduced, lambda piece: piece.gradient, _GRADIENT)
+        values, more = self.exchange.begin_parameters(_PARAMETER)
+        for request in requests + more:
+            request.wait()
+        with all_ranks(self.store.grid.world, "whole tensors"):
+            for number in self.owned:
+                self._update_one(number, values[number], gradients[number], hypers, state)
+        self.exchange.send_back(values, self.store.values, lambda piece: piece.store, _UPDATED)
+
+    def _update_one(
+        self, number: int, w: Array, g: Array, hypers: Mapping[int, Array], state: Mapping[str, Array]
+    ) -> None:
+        spec = self.plan.tensors[number].spec
+        group = self.optimizer.group_of(replace(spec, name=home_of(spec)))
+        step = self.optimizer.tensor_step(hypers[group])
+        arrays = {
+            slot: state[slot][p.state : p.state + p.size].reshape(p.spec.shape)
+            for slot, kept in self.kept.items()
+            for p in kept
+            if p.spec.name == spec.name
+        }
+        try:
+            result = self.optimizer.update_tensor(w.reshape(spec.shape), g.reshape(spec.shape), arrays, step)
+        except Exception as error:
+            error.add_note(f"In the update of parameter {home_of(spec)!r} of shape {spec.shape}, step {step.number}")
+            raise
+        if result is not None:
+            raise ArgumentError(
+                f"{optimizer_name(self.optimizer)}.update_tensor returned {type(result).__name__} for "
+                f"{home_of(spec)!r}; expected None: change w and the arrays of state in place"
+            )
 
 
 class Move(NamedTuple):
@@ -419,90 +349,158 @@ def _held(values: Array, start: int, move: Move) -> Array:
     return values[start : start + move.span.size]
 
 
-#: MPI tags of messages with elements of gradients, of parameters, and of updated parameters.
-_GRADIENT, _PARAMETER, _UPDATED = 1, 2, 3
-
-
-class WholeTensors:
-    """Exchange the elements of whole tensors with their owners, and update those that this rank owns.
+class TieExchange:
+    """Add the gradients of all uses of tied parameters over the pipeline stages that use them.
 
     Parameters
     ----------
-    optimizer : TensorOptimizer
-        What :func:`mpizero.optim.elementwise.averaging` returns for one.
-    store, plan, pieces
-        As in :class:`.TensorExchange`.
+    grid : ProcessGrid
+        The ranks.
+    partitioned : PartitionedModel
+        This rank's part of the model.
+    layouts : mapping of int to FlatLayout
+        The layout of every stage, by the stage's number.
+    pieces : sequence of UpdatePiece
+        The ranges of parameters in this rank's own shard.
     """
 
-    def __init__(self, optimizer: Any, store: ParameterStore, plan: TensorPlan, pieces: Sequence[UpdatePiece]) -> None:
-        self.optimizer, self.store, self.plan = optimizer, store, plan
-        self.exchange = TensorExchange(store, plan, pieces)
-        self.owned = self.exchange.owned
-        self.pieces = [piece for piece in pieces if piece.entry.spec.name in plan.names]
-        self.kept = {slot: self._kept(slot) for slot in optimizer.tensor_slots}
-
-    def _kept(self, slot: str) -> list[StatePiece]:
-        """Return the arrays of this rank's state in ``slot``: one for each owned tensor that has it."""
-        found, place = list[StatePiece](), 0
-        for number in self.owned:
-            spec = state_specs(self.optimizer, self.plan.tensors[number].spec).get(slot)
-            if spec is not None:
-                found.append(StatePiece(spec, 0, place, spec.size))
-                place += spec.size
-        return found
-
-    def size(self, slot: str) -> int:
-        """Return the number of elements of this rank's state in ``slot``. Not collective."""
-        return sum(piece.size for piece in self.kept[slot])
-
-    def update(self, reduced: Array, hypers: Mapping[int, Array], state: Mapping[str, Array]) -> None:
-        """Update all whole tensors from the reduced gradient. Collective over all ranks.
-
-        Parameters are written where this rank updates them: in the ranges of :attr:`pieces`.
-
-        Parameters
-        ----------
-        reduced : 1-D array
-            The reduced gradient; complete in the ranges that this rank updates.
-        hypers : mapping of int to Array
-            The hyperparameters of each optimizer group.
-        state : mapping of str to Array
-            This rank's optimizer state, by slot.
-
-        Raises
-        ------
-        Exception
-            What ``update_tensor`` raised, on the owner of the tensor; RemoteError on all other ranks, those of other
-            pipeline stages included. No parameter has changed then.
-        """
-        gradients, requests = self.exchange.begin_gather(reduced, lambda piece: piece.gradient, _GRADIENT)
-        values, more = self.exchange.begin_parameters(_PARAMETER)
-        for request in requests + more:
-            request.wait()
-        with all_ranks(self.store.grid.world, "whole tensors"):
-            for number in self.owned:
-                self._update_one(number, values[number], gradients[number], hypers, state)
-        self.exchange.send_back(values, self.store.values, lambda piece: piece.store, _UPDATED)
-
-    def _update_one(
-        self, number: int, w: Array, g: Array, hypers: Mapping[int, Array], state: Mapping[str, Array]
+    def __init__(
+        self,
+        grid: ProcessGrid,
+        partitioned: PartitionedModel,
+        layouts: Mapping[int, FlatLayout],
+        pieces: Sequence[UpdatePiece],
     ) -> None:
-        spec = self.plan.tensors[number].spec
-        group = self.optimizer.group_of(replace(spec, name=home_of(spec)))
-        step = self.optimizer.tensor_step(hypers[group])
-        arrays = {
-            slot: state[slot][p.state : p.state + p.size].reshape(p.spec.shape)
-            for slot, kept in self.kept.items()
-            for p in kept
-            if p.spec.name == spec.name
-        }
-        try:
-            result = self.optimizer.update_tensor(w.reshape(spec.shape), g.reshape(spec.shape), arrays, step)
-        except Exception as error:
-            error.add_note(f"In the update of parameter {home_of(spec)!r} of shape {spec.shape}, step {step.number}")
-            raise
-        if result is not None:
-            raise ArgumentError(
-                f"{optimizer_name(self.optimizer)}.update_tensor returned {type(result).__name__} for "
-                f"{home_of(spec)!r}; expected None: change w and the arrays of state in place"
-            )
+        self.grid, self.number = grid, partitioned.stage
+        self.pieces = {home_of(piece.entry.spec): piece for piece in pieces}
+        ties, tag = [], 1
+        for name, uses in sorted(partitioned.uses.items()):  # on every stage, so that all agree on tags
+            if any(use.stage == self.number for use in uses) and home_trainable(name, layouts):
+                ties.append(self._tie(name, tag, uses, layouts))
+            tag += 2 * len(uses)
+        self.ties = tuple(ties)
+
+    def _tie(self, name: str, tag: int, uses: tuple[Use, ...], layouts: Mapping[int, FlatLayout]) -> _Tie:
+        data = self.grid.data
+        holders = []
+        for stage in sorted({use.stage for use in uses}):
+            layout = layouts[stage]
+            entry = next(e for e in layout.parameters if home_of(e.spec) == name)
+            for rank in range(data.size):
+                part = entry.span.intersect(Share(layout, rank, data.size).spans[entry.unit])
+                holders.append(_Holder(stage, rank, part.shift(-entry.offset) if part.size else Span(0, 0)))
+        mine = next(h.span for h in holders if (h.stage, h.data_rank) == (self.number, data.rank))
+        return _Tie(name, tag, uses, tuple(holders), mine)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the tied parameters that this stage shares with other stages."""
+        return frozenset(tie.name for tie in self.ties)
+
+    def add(self, reduced: Array) -> None:
+        """Replace the gradient of each shared parameter in ``reduced`` by the sum of the gradients of all its uses.
+
+        Collective over the data groups of the stages that share parameters. Gradients on a GPU are copied to the host
+        to be sent and added, and the sums are copied back.
+        """
+        with_all = [(tie, *self._start(tie, reduced)) for tie in self.ties]
+        for tie, arrived, requests in with_all:
+            for request in requests:
+                request.wait()
+            if tie.mine.size:
+                self._sum(tie, arrived, reduced)
+
+    def _start(self, tie: _Tie, reduced: Array) -> tuple[dict[Use, list[tuple[Span, Array]]], list[Request]]:
+        """Begin to exchange the gradient of each use with the ranks of other stages that own the same elements.
+
+        Returns
+        -------
+        (dict, list of Request)
+            For each use on another stage, the ranges of elements and the buffers that receive their gradients; and the
+            requests of all messages.
+        """
+        world, requests, sent = self.grid.world, [], []
+        arrived: dict[Use, list[tuple[Span, Array]]] = {}
+        for holder in tie.holders:
+            common = holder.span.intersect(tie.mine)
+            if holder.stage == self.number or not common.size:
+                continue
+            peer = self._world_rank(holder)
+            for use in tie.uses:
+                tag = tie.tag + 2 * tie.uses.index(use)
+                if use.stage == holder.stage:
+                    buffer = np.empty(common.size, reduced.dtype)
+                    arrived.setdefault(use, []).append((common, buffer))
+                    requests.append(world.irecv(buffer, peer, tag))
+                elif use.stage == self.number:
+                    buffer = _copied(self._gradient(tie, use, common, reduced))
+                    sent.append(buffer)
+                    requests.append(world.isend(buffer, peer, tag))
+        return arrived, requests
+
+    def _sum(self, tie: _Tie, arrived: Mapping[Use, Sequence[tuple[Span, Array]]], reduced: Array) -> None:
+        total = np.empty(tie.mine.size, reduced.dtype)
+        for position, use in enumerate(tie.uses):
+            for span, values in self._parts(tie, use, arrived, reduced):
+                part = total[span.start - tie.mine.start : span.stop - tie.mine.start]
+                if position == 0:
+                    part[:] = values
+                else:
+                    part += values
+        target = self._gradient(tie, Use(self.number, 0), tie.mine, reduced)
+        if isinstance(target, np.ndarray):
+            target[:] = total
+        else:
+            target.set(total)
+
+    def _parts(
+        self, tie: _Tie, use: Use, arrived: Mapping[Use, Sequence[tuple[Span, Array]]], reduced: Array
+    ) -> Iterator[tuple[Span, Array]]:
+        if use.stage == self.number:
+            yield tie.mine, kernels.to_host(self._gradient(tie, use, tie.mine, reduced))
+        else:
+            yield from arrived[use]
+
+    def _gradient(self, tie: _Tie, use: Use, span: Span, reduced: Array) -> Array:
+        """Return a view, in ``reduced``, of the gradient of one use on this stage, for the elements ``span``."""
+        piece = self.pieces[tie.name]
+        start = (piece.gradient, *piece.uses)[use.number] + span.start - tie.mine.start
+        return reduced[start : start + span.size]
+
+    def _world_rank(self, holder: _Holder) -> int:
+        axes, here = self.grid.axes, self.grid.here
+        data, context = divmod(holder.data_rank, axes.context)
+        return axes.rank_of(Coordinates(holder.stage, here.tensor, data, context))
+
+
+class _Holder(NamedTuple):
+    """Describe one data rank of a stage, and the range of a tied parameter's elements that it owns."""
+
+    stage: int
+    data_rank: int
+    span: Span
+
+
+class _Tie(NamedTuple):
+    """Describe, for one rank, a parameter that several stages use.
+
+    ``tag`` is the MPI tag for the first of its uses; the tag of the next use is larger by 2. ``holders`` are the data
+    ranks of all stages that use it. ``mine`` is the range of its elements that this rank owns.
+    """
+
+    name: str
+    tag: int
+    uses: tuple[Use, ...]
+    holders: tuple[_Holder, ...]
+    mine: Span
+
+
+def _copied(values: Array) -> Array:
+    """Return a copy, on the host, of an array on the host or on a GPU."""
+    return values.copy() if isinstance(values, np.ndarray) else kernels.to_host(values)
+
+
+def home_trainable(name: str, layouts: Mapping[int, FlatLayout]) -> bool:
+    """Tell whether any stage trains the parameter ``name``; ``layouts`` are those of all stages. Not collective."""
+    found = (e.spec for layout in layouts.values() for e in layout.parameters)
+    return any(spec.trainable for spec in found if home_of(spec) == name)

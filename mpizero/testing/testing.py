@@ -1,12 +1,11 @@
-"""Test gradients by their Taylor remainder, and communication by its adjoint.
+"""Test code that computes gradients, communicates, or is split over ranks.
 
-Describe the first difference in bits between two nested values.
-
-Define assertions that fail on all ranks together, so that no rank is left waiting for one that failed.
-
-Compare the passes of a model's split blocks with those of its whole blocks, tile by tile, in one process.
-
-Check that a split model or layer has the bits of one process on groups of all sizes that its tiles allow.
+:func:`taylor_test` tests gradients by their Taylor remainder, and :func:`adjoint_test` communication by its adjoint.
+:func:`parallel_assert` fails on all ranks together, so that no rank is left waiting for one that failed.
+:func:`assert_same_as_serial` checks that a function gives the same bits on any number of ranks, and that a split model
+or layer has the bits of one process on groups of all sizes that its tiles allow (:class:`SplitTraining`). Before it
+trains, it compares the passes of the model's split blocks with those of its whole blocks, tile by tile, in one process
+(:class:`SplitPasses`), so that an error names the layer.
 """
 
 from __future__ import annotations
@@ -201,39 +200,6 @@ def adjoint_test(
     return difference
 
 
-def first_difference(found: Any, expected: Any, place: str = "result") -> str:
-    """Return a description of the first difference in bits between two nested values; "" if equal. Not collective.
-
-    ``place`` names the values in the description.
-    """
-    if isinstance(found, Mapping) and isinstance(expected, Mapping):
-        if list(found) != list(expected):
-            return f"{place} has keys {list(found)}, expected {list(expected)}"
-        pairs = [(found[key], expected[key], f"{place}[{key!r}]") for key in expected]
-    elif isinstance(found, list | tuple) and isinstance(expected, list | tuple):
-        if len(found) != len(expected):
-            return f"{place} has {len(found)} items, expected {len(expected)}"
-        pairs = [(a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(found, expected, strict=True))]
-    else:
-        return _leaf_difference(found, expected, place)
-    return next(filter(None, (first_difference(*pair) for pair in pairs)), "")
-
-
-def _leaf_difference(found: Any, expected: Any, place: str) -> str:
-    a, b = np.asarray(found), np.asarray(expected)
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return f"{place} is {a.dtype}{list(a.shape)}, expected {b.dtype}{list(b.shape)}"
-    if a.dtype.hasobject:
-        return "" if found == expected else f"{place} is {found!r}, expected {expected!r}"
-    if a.tobytes() == b.tobytes():
-        return ""
-    rows = [np.frombuffer(v.tobytes(), np.dtype((np.void, v.itemsize))) for v in (a, b)]
-    wrong = [i for i, (p, q) in enumerate(zip(*rows, strict=True)) if p.tobytes() != q.tobytes()]
-    first = wrong[0]
-    values = f"{a.reshape(-1)[first]!r}, expected {b.reshape(-1)[first]!r}"
-    return f"{place} differs in {len(wrong)} of {a.size} elements, first at {first}: {values}"
-
-
 def parallel_assert(comm: Communicator, condition: object, message: str = "") -> None:
     """Assert that ``condition`` is true on every rank; otherwise raise the same error on all ranks.
 
@@ -321,12 +287,8 @@ def assert_same_as_serial(
     >>> run_in_threads(2, lambda comm: assert_same_as_serial(model, comm, x, y, tiles=2))
     [None, None]
     """
-    _assert_same(checked, comm, (x, y), {"tiles": tiles, "axis": axis, "steps": steps, "settings": settings})
-
-
-def _assert_same(checked: Any, comm: Any, batch: tuple[Any, Any], options: dict[str, Any]) -> None:
     if isinstance(checked, BlockModel | Layer) and not isinstance(checked, type):
-        training = split_training(checked, *batch, **options)
+        training = split_training(checked, x, y, tiles=tiles, axis=axis, steps=steps, settings=settings)
         with nullcontext() if comm is None else communicator_of(comm) as ranks:
             training.check(ranks)
         return
@@ -349,6 +311,145 @@ def _compare_results(function: Any, comm: Any) -> None:
             except AssertionError as error:
                 difference = str(error) or "false"
         parallel_assert(ranks, not difference, difference)
+
+
+def first_difference(found: Any, expected: Any, place: str = "result") -> str:
+    """Return a description of the first difference in bits between two nested values; "" if equal. Not collective.
+
+    ``place`` names the values in the description.
+    """
+    if isinstance(found, Mapping) and isinstance(expected, Mapping):
+        if list(found) != list(expected):
+            return f"{place} has keys {list(found)}, expected {list(expected)}"
+        pairs = [(found[key], expected[key], f"{place}[{key!r}]") for key in expected]
+    elif isinstance(found, list | tuple) and isinstance(expected, list | tuple):
+        if len(found) != len(expected):
+            return f"{place} has {len(found)} items, expected {len(expected)}"
+        pairs = [(a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(found, expected, strict=True))]
+    else:
+        return _leaf_difference(found, expected, place)
+    return next(filter(None, (first_difference(*pair) for pair in pairs)), "")
+
+
+def _leaf_difference(found: Any, expected: Any, place: str) -> str:
+    a, b = np.asarray(found), np.asarray(expected)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return f"{place} is {a.dtype}{list(a.shape)}, expected {b.dtype}{list(b.shape)}"
+    if a.dtype.hasobject:
+        return "" if found == expected else f"{place} is {found!r}, expected {expected!r}"
+    if a.tobytes() == b.tobytes():
+        return ""
+    rows = [np.frombuffer(v.tobytes(), np.dtype((np.void, v.itemsize))) for v in (a, b)]
+    wrong = [i for i, (p, q) in enumerate(zip(*rows, strict=True)) if p.tobytes() != q.tobytes()]
+    first = wrong[0]
+    values = f"{a.reshape(-1)[first]!r}, expected {b.reshape(-1)[first]!r}"
+    return f"{place} differs in {len(wrong)} of {a.size} elements, first at {first}: {values}"
+
+
+_SIZES = [2**k for k in range(1, 11)]
+
+
+@dataclass(frozen=True)
+class OneLayer:
+    """Hold a layer as a model, behind a norm whose gradient shows the gradient of the layer's input."""
+
+    blocks: Mapping[str, Any]
+    dtype: np.dtype[Any]
+    loss: Loss = field(default_factory=nn.MeanSquaredError)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class SplitTraining:
+    """Train a model on groups of several sizes that compute the same tiles; see :func:`assert_same_as_serial`."""
+
+    model: Any
+    batch: tuple[Any, Any]
+    tiles: int
+    axis: str
+    steps: int
+    settings: Mapping[str, Any]
+
+    def check(self, comm: Communicator | None) -> None:
+        """Raise AssertionError on all ranks if the bits depend on the group. Collective over ``comm``, if given."""
+        if comm is None:
+            expected = self.serial()
+            for size in reversed([size for size in _SIZES if size <= self.tiles]):
+                run_in_threads(size, lambda ranks: self._compare(ranks, expected))
+            return
+        with all_ranks(comm, "assert_same_as_serial"):
+            if not fits_tiles(comm.size, self.tiles):
+                raise ConfigError(
+                    f"{self.tiles} tiles do not fit {comm.size} ranks: each computes 1, 2, 4, ... of them"
+                )
+            expected = self.serial()
+        self._compare(comm, expected)
+
+    def serial(self) -> list[dict[str, Any]]:
+        """Train in this process, check the passes of every block, and return what each step has given."""
+        passes = SplitPasses(self.model, self.axis, self.tiles)
+        passes.check_parameters()
+        found = self._trained("self", 1)
+        passes.check_passes(found[-1]["parameter"], self.batch)
+        return found
+
+    def _compare(self, comm: Communicator, expected: list[dict[str, Any]]) -> None:
+        place = f"{self.tiles} tiles on {comm.size} ranks: step"
+        difference = first_difference(self._trained(comm, comm.size), expected, place)
+        told = comm.allgather_object(difference, tag="assert_same_as_serial")
+        if wrong := [rank for rank, text in enumerate(told) if text]:
+            raise AssertionError(f"{told[wrong[0]]} (on rank {wrong[0]}; {len(wrong)} of {comm.size} ranks differ)")
+
+    def _trained(self, comm: Any, size: int) -> list[dict[str, Any]]:
+        """Return for each step its loss, and by name the gradients and the parameters after it."""
+        layout: dict[str, Any] = {f"{self.axis}_parallel_size": size, "optimizer": optim.AdamW(lr=1e-2)}
+        seen: list[dict[str, Any]] = []
+        with (
+            ShardingConfig(comm=comm, **{**self.settings, "tiles": {self.axis: self.tiles}}) as config,
+            HybridShardedModel(self.model, config, **layout) as placed,
+        ):
+            for _ in range(self.steps):
+                gradients = placed.compute_gradients(*self.batch, gather=True).named()
+                loss = placed.train(*self.batch)
+                seen.append({"loss": loss, "gradient": gradients, "parameter": dict(placed.named_parameters())})
+        return seen
+
+
+def split_training(
+    model: Any, x: Any, y: Any, *, tiles: int, axis: str, steps: int, settings: Mapping[str, Any]
+) -> SplitTraining:
+    """Return the training that checks a model of blocks or a layer. Not collective.
+
+    Raises
+    ------
+    ConfigError, TypeError
+        An argument is wrong or missing.
+    """
+    if axis not in TILED_AXES:
+        raise ConfigError(f"axis={axis!r}: expected 'tensor' or 'context'")
+    if tiles not in _SIZES:
+        raise ConfigError(f"tiles={tiles!r}: expected a power of two from 2 to {_SIZES[-1]}")
+    if x is None:
+        raise ArgumentError("assert_same_as_serial: x is missing: a layer or a model needs inputs")
+    return SplitTraining(*_whole(model, x, y), tiles, axis, steps, settings)
+
+
+def _whole(model: Any, x: Any, y: Any) -> tuple[Any, tuple[Any, Any]]:
+    """Return the model to train, which holds a layer if ``model`` is one, and the batch."""
+    if isinstance(model, BlockModel):
+        if y is None:
+            raise ArgumentError("assert_same_as_serial: y is missing: a model needs targets")
+        return model, (x, y)
+    values = np.asarray(x)
+    dtype = np.dtype(np.float64 if values.dtype == np.float64 else np.float32)
+    if y is None:
+        try:
+            shape = model.output_shape(values.shape[1:])
+        except AttributeError:
+            raise ArgumentError(f"assert_same_as_serial: {type(model).__name__} has no output_shape: give y") from None
+        y = np.zeros((len(values), *shape), dtype)
+    before = {"norm": nn.LayerNorm(values.shape[-1])} if values.dtype.kind == "f" else {}
+    return OneLayer({**before, "layer": model}, dtype), (x, y)
 
 
 #: How many times further apart than the same sums in another order the numbers of two passes may be.
@@ -587,109 +688,3 @@ def _at(tree: Any, name: str) -> Array:
         tree = tree[step]
     found: Array = tree
     return found
-
-
-_SIZES = [2**k for k in range(1, 11)]
-
-
-@dataclass(frozen=True)
-class OneLayer:
-    """Hold a layer as a model, behind a norm whose gradient shows the gradient of the layer's input."""
-
-    blocks: Mapping[str, Any]
-    dtype: np.dtype[Any]
-    loss: Loss = field(default_factory=nn.MeanSquaredError)
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class SplitTraining:
-    """Train a model on groups of several sizes that compute the same tiles; see :func:`assert_same_as_serial`."""
-
-    model: Any
-    batch: tuple[Any, Any]
-    tiles: int
-    axis: str
-    steps: int
-    settings: Mapping[str, Any]
-
-    def check(self, comm: Communicator | None) -> None:
-        """Raise AssertionError on all ranks if the bits depend on the group. Collective over ``comm``, if given."""
-        if comm is None:
-            expected = self.serial()
-            for size in reversed([size for size in _SIZES if size <= self.tiles]):
-                run_in_threads(size, lambda ranks: self._compare(ranks, expected))
-            return
-        with all_ranks(comm, "assert_same_as_serial"):
-            if not fits_tiles(comm.size, self.tiles):
-                raise ConfigError(
-                    f"{self.tiles} tiles do not fit {comm.size} ranks: each computes 1, 2, 4, ... of them"
-                )
-            expected = self.serial()
-        self._compare(comm, expected)
-
-    def serial(self) -> list[dict[str, Any]]:
-        """Train in this process, check the passes of every block, and return what each step has given."""
-        passes = SplitPasses(self.model, self.axis, self.tiles)
-        passes.check_parameters()
-        found = self._trained("self", 1)
-        passes.check_passes(found[-1]["parameter"], self.batch)
-        return found
-
-    def _compare(self, comm: Communicator, expected: list[dict[str, Any]]) -> None:
-        place = f"{self.tiles} tiles on {comm.size} ranks: step"
-        difference = first_difference(self._trained(comm, comm.size), expected, place)
-        told = comm.allgather_object(difference, tag="assert_same_as_serial")
-        if wrong := [rank for rank, text in enumerate(told) if text]:
-            raise AssertionError(f"{told[wrong[0]]} (on rank {wrong[0]}; {len(wrong)} of {comm.size} ranks differ)")
-
-    def _trained(self, comm: Any, size: int) -> list[dict[str, Any]]:
-        """Return for each step its loss, and by name the gradients and the parameters after it."""
-        layout: dict[str, Any] = {f"{self.axis}_parallel_size": size, "optimizer": optim.AdamW(lr=1e-2)}
-        seen: list[dict[str, Any]] = []
-        with (
-            ShardingConfig(comm=comm, **{**self.settings, "tiles": {self.axis: self.tiles}}) as config,
-            HybridShardedModel(self.model, config, **layout) as placed,
-        ):
-            for _ in range(self.steps):
-                gradients = placed.compute_gradients(*self.batch, gather=True).named()
-                loss = placed.train(*self.batch)
-                seen.append({"loss": loss, "gradient": gradients, "parameter": dict(placed.named_parameters())})
-        return seen
-
-
-def split_training(
-    model: Any, x: Any, y: Any, *, tiles: int, axis: str, steps: int, settings: Mapping[str, Any]
-) -> SplitTraining:
-    """Return the training that checks a model of blocks or a layer. Not collective.
-
-    Raises
-    ------
-    ConfigError, TypeError
-        An argument is wrong or missing.
-    """
-    if axis not in TILED_AXES:
-        raise ConfigError(f"axis={axis!r}: expected 'tensor' or 'context'")
-    if tiles not in _SIZES:
-        raise ConfigError(f"tiles={tiles!r}: expected a power of two from 2 to {_SIZES[-1]}")
-    if x is None:
-        raise ArgumentError("assert_same_as_serial: x is missing: a layer or a model needs inputs")
-    return SplitTraining(*_whole(model, x, y), tiles, axis, steps, settings)
-
-
-def _whole(model: Any, x: Any, y: Any) -> tuple[Any, tuple[Any, Any]]:
-    """Return the model to train, which holds a layer if ``model`` is one, and the batch."""
-    if isinstance(model, BlockModel):
-        if y is None:
-            raise ArgumentError("assert_same_as_serial: y is missing: a model needs targets")
-        return model, (x, y)
-    values = np.asarray(x)
-    dtype = np.dtype(np.float64 if values.dtype == np.float64 else np.float32)
-    if y is None:
-        try:
-            shape = model.output_shape(values.shape[1:])
-        except AttributeError:
-            raise ArgumentError(f"assert_same_as_serial: {type(model).__name__} has no output_shape: give y") from None
-        y = np.zeros((len(values), *shape), dtype)
-    before = {"norm": nn.LayerNorm(values.shape[-1])} if values.dtype.kind == "f" else {}
-    return OneLayer({**before, "layer": model}, dtype), (x, y)

@@ -1,10 +1,9 @@
-"""Hold the result of one check of ``mpizero doctor``.
+"""Try out whether this machine has what training needs, and say how to correct problems.
 
-Compare ranks, nodes and threads with what the launcher and Slurm have set in the environment.
-
-Try out whether this machine has what training needs, and say how to correct problems.
-
-Format what ``mpizero doctor`` has found for a report of a fault: one block to copy, without names of persons.
+Each check is a function that returns a :class:`CheckResult`. Those of :data:`CHECKS` try libraries and hardware, those
+of :data:`LAUNCH_CHECKS` compare ranks, nodes and threads with what the launcher and Slurm have set in the environment.
+:func:`examine` runs all of them, and :func:`report` formats what they have found. :func:`bug_report` does so for a
+report of a fault: one block to copy, without names of persons.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from typing import Any, Literal, TypeVar
 
 from mpizero._util.launch import Launch
 from mpizero.comm import Communicator
-from mpizero.comm.startup import available_memory, memory_of_node, versions
+from mpizero.comm.startup import available_memory, memory_of_node, mpi_facts, versions
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.guard.reports import SHARED_FOLDER, Leftover, leftovers, remove, session_folders
+from mpizero.guard.reports import SHARED_FOLDER, Leftover, leftovers, remove_leftovers, session_folders
 from mpizero.train import machine
 from mpizero.train.stopping import Limit, slurm_limit
 
@@ -59,9 +58,6 @@ class CheckResult:
 def counted(number: int, noun: str) -> str:
     """Format a number with its noun, for example "1 rank" or "3 ranks"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-T = TypeVar("T")
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
@@ -120,6 +116,9 @@ def check_time(comm: Communicator, threads: int, environment: Mapping[str, str])
     return CheckResult("time limit", "ok", "none seen: not a Slurm job")
 
 
+T = TypeVar("T")
+
+
 def difference(values: Sequence[T]) -> str:
     """Describe the first rank whose value differs from rank 0's, with both values; "" if all are equal.
 
@@ -127,20 +126,6 @@ def difference(values: Sequence[T]) -> str:
     """
     other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     return "" if other is None else f"rank 0 has {values[0]}, rank {other} has {values[other]}"
-
-
-LAUNCH_CHECKS: Sequence[Callable[[Communicator, int, Mapping[str, str]], CheckResult]] = (
-    check_launch,
-    check_threads,
-    check_time,
-)
-
-
-Check = Callable[[Communicator, int], CheckResult]
-
-#: Codes of terminals: green, yellow, bold red; cyan.
-_COLOURS = {"ok": "32", "warn": "33", "FAIL": "1;31"}
-_REMEDY = "36"
 
 
 def check_versions(comm: Communicator, threads: int) -> CheckResult:
@@ -163,7 +148,7 @@ def check_versions(comm: Communicator, threads: int) -> CheckResult:
 
 def check_mpi(comm: Communicator, threads: int) -> CheckResult:
     """Report the MPI library and its thread level, and test a reduction. Collective over ``comm``."""
-    facts = machine.mpi_facts()
+    facts = mpi_facts()
     if facts is None:
         advice = "pip install mpich, or a system's MPI; a program that a rank has started has none"
         return CheckResult("mpi", "warn", "no MPI can be loaded: one process only", advice)
@@ -261,7 +246,7 @@ def check_leftovers(comm: Communicator, threads: int, *, clean: bool = False) ->
     with comm.split_node(name="doctor") as node:
         first = node.rank == 0
     found = [*leftovers(), *session_folders()] if first else []
-    gone, left = remove(found) if clean else ([], found)
+    gone, left = remove_leftovers(found) if clean else ([], found)
     told = comm.allgather_object((machine.host(), gone, left))
     removed = [item for _, files, _ in told for item in files]
     text = f"removed {counted(len(removed), 'file')} of ended jobs, {_mebibytes(removed)}; " if removed else ""
@@ -331,6 +316,9 @@ def check_torch(comm: Communicator, threads: int) -> CheckResult:
     return CheckResult("torch", "ok", text)
 
 
+Check = Callable[[Communicator, int], CheckResult]
+
+
 CHECKS: Sequence[Check] = (
     check_versions,
     check_mpi,
@@ -343,6 +331,13 @@ CHECKS: Sequence[Check] = (
     check_kernels,
     check_gpu,
     check_torch,
+)
+
+
+LAUNCH_CHECKS: Sequence[Callable[[Communicator, int, Mapping[str, str]], CheckResult]] = (
+    check_launch,
+    check_threads,
+    check_time,
 )
 
 
@@ -386,6 +381,13 @@ def exit_status(results: Sequence[CheckResult]) -> int:
     Not collective.
     """
     return next((int(result.code) for result in results if result.status == "FAIL"), 0)
+
+
+#: Codes of terminals: green, yellow, bold red; cyan.
+_COLOURS = {"ok": "32", "warn": "33", "FAIL": "1;31"}
+
+
+_REMEDY = "36"
 
 
 def report(results: Sequence[CheckResult], *, colour: bool = False) -> str:
@@ -445,7 +447,7 @@ def bug_report(comm: Communicator | None, results: Sequence[CheckResult], enviro
     size = 1 if comm is None else comm.size
     bad = {status: sum(result.status == status for result in results) for status in ("FAIL", "warn")}
     found = ", ".join(f"{number} {status}" for status, number in bad.items() if number) or "all ok"
-    facts = machine.mpi_facts()
+    facts = mpi_facts()
     lines = {
         "doctor": f"{counted(size, 'rank')} on {counted(len(nodes), 'node')}: {found}",
         "system": platform.platform(),

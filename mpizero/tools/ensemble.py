@@ -1,6 +1,7 @@
-"""Write the outcome of each member of an ensemble, and one summary of all.
+"""Run the members of an ensemble on groups of ranks of one job, or one member in a job of its own.
 
-Run the members of an ensemble on groups of ranks of one job, or one member in a job of its own.
+:func:`run_members` calls a function for every :class:`Member`, and writes the outcome of each into its folder.
+:func:`summarize_members` makes one summary of all, also of members that have run in many jobs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,175 @@ from mpizero.train.setup import TrainingResult
 OUTCOME, SUMMARY = "member.json", "ensemble.json"
 #: How a member has ended; a member without an outcome is unfinished: it runs, or was killed.
 COMPLETE, FAILED, UNFINISHED = "complete", "failed", "unfinished"
+
+
+@dataclass(frozen=True)
+class Member:
+    """Describe one member of an ensemble to the function that trains it.
+
+    Attributes
+    ----------
+    number : int
+        Number of the member, from 0: use it for the seed, or as an index of hyper-parameters.
+    comm : Communicator
+        The ranks of the member: ``ShardingConfig(comm=member.comm)``.
+    run : Path
+        Folder of the member's run: ``Trainer(..., run=member.run)``.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> def train(member):  # a real one trains on member.comm, with member.number as its seed
+    ...     return {"ranks": member.comm.size, "folder": member.run.name}
+    >>> mz.run_members(train, 1, "self")["members"][0]["result"]
+    {'ranks': 1, 'folder': 'member_0000'}
+    """
+
+    number: int
+    comm: Communicator
+    run: Path
+
+
+def run_members(
+    function: Callable[[Member], Any],
+    members: int,
+    comm: Any = None,
+    *,
+    run: str | Path = "run",
+    on_failure: Literal["end", "continue"] = "end",
+    only: int | None = None,
+) -> dict[str, Any]:
+    """Call ``function(member)`` for all members side by side, each on its own ranks, and return a summary.
+
+    Collective over ``comm``, whose ranks are divided evenly among the members, in order. Each member has its own folder
+    in ``run``, and the summary is the file ``ensemble.json`` there.
+
+    Parameters
+    ----------
+    function : callable
+        Trains one member and returns its result: a :class:`TrainingResult`, or a dictionary of JSON values.
+    members : int
+        Number of members.
+    comm : mpi4py communicator, Communicator, "self" or None
+        The ranks; None is all ranks that the launcher has started.
+    run : path
+        Folder of the ensemble; all ranks see it.
+    on_failure : {"end", "continue"}
+        What an exception on all ranks of a member does: "end" ends the job at once; with "continue" it is printed, the
+        ranks of the member wait for the others, and then all ranks raise MemberError.
+    only : int or None
+        Run this member alone, on all ranks. So members can be jobs of their own with one summary.
+
+    Returns
+    -------
+    dict
+        The summary, see :func:`summarize_members`; the same on all ranks.
+
+    Raises
+    ------
+    MemberError
+        With "continue", on every rank, if a member has failed.
+    Preempted
+        On every rank, when all have ended, if a member was asked to stop; called again, a member may resume.
+    ConfigError
+        On every rank, if the ranks cannot be divided, or an argument is not allowed.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> def train(member):
+    ...     return {"loss": 1.0 + member.number}
+    >>> summaries = mz.testing.run_in_threads(4, lambda comm: mz.run_members(train, 2, comm, run="ensemble"))
+    >>> summaries[0]["figures"]["loss"]
+    {'mean': 1.5, 'deviation': 0.5, 'least': 1.0, 'largest': 2.0}
+    """
+    with communicator_of(comm) as world:
+        with all_ranks(world):
+            _check(function, members, world.size, on_failure, only)
+        settings = {"members": members, "run": str(run), "on_failure": on_failure, "only": only}
+        agree_equal(world, lambda: {"the arguments of run_members": settings}, "agree run_members")
+        root = os.path.abspath(run)  # of a member that goes into another folder, too
+        number = world.rank * members // world.size if only is None else only
+        with world.split(number, name=f"member {number}") as group:
+            member = Member(number, group, member_folder(root, number))
+            status = _run(function, member, keeps_going=on_failure == "continue")
+            _wait_for_all(world)
+        with all_ranks(world):
+            found = summarize_members(root, members) if world.rank == 0 else None
+        summary: dict[str, Any] = world.broadcast_object(found, tag="members")
+        ended = dict(world.allgather_object((number, status), "members"))
+    _raise_unless_complete(summary["members"], ended)
+    return summary
+
+
+def _raise_unless_complete(members: list[dict[str, Any]], ended: Mapping[int, str]) -> None:
+    """Raise an error if a member of this job, whose status is in ``ended``, has failed or was asked to stop."""
+    for status, kind, what in ((FAILED, MemberError, "have failed"), (UNFINISHED, Preempted, "were asked to stop")):
+        if those := sorted(number for number, found in ended.items() if found == status):
+            told = "; ".join(f"member {one}: {members[one].get('error', '')}" for one in those)
+            raise kind(f"{len(those)} of {len(ended)} members {what}: {told}")
+
+
+def _check(function: object, members: object, size: int, on_failure: object, only: object) -> None:
+    if not callable(function):
+        raise ArgumentError(f"run_members: function={function!r:.80}: expected a function of a member")
+    count = require("run_members: members", members, whole(1))
+    if on_failure not in ("end", "continue"):
+        raise ConfigError(f'run_members: on_failure={on_failure!r}: expected "end" or "continue"')
+    if only is not None:
+        if require("run_members: only", only, whole(0)) >= count:
+            raise ConfigError(f"run_members: only={only}: expected the number of a member, 0 to {count - 1}")
+    elif size % count:
+        raise ConfigError(f"run_members: members={count}: the job has {size} ranks, which these cannot share evenly")
+
+
+def _run(function: Callable[[Member], Any], member: Member, *, keeps_going: bool) -> str:
+    """Train a member, write its outcome, and return its status. Collective over the member's ranks."""
+    outcome: dict[str, Any]
+    with all_ranks(member.comm, "member"):
+        if member.comm.rank == 0:
+            forget_outcome(member.run)
+    try:
+        with all_ranks(member.comm, "member"):
+            outcome = {"status": COMPLETE, "result": _as_json(function(member))}
+    except (CollectiveError, PeerFailure):  # other ranks may be in a call that never ends
+        raise
+    except Preempted as stop:  # on all ranks of the member
+        outcome = {"status": UNFINISHED, "error": str(stop)}
+    except Exception as error:
+        outcome = {"status": FAILED, "error": describe_error(error)}
+        if not keeps_going:
+            if member.comm.rank == 0:
+                write_outcome(member.run, outcome)
+            raise
+        if member.comm.rank == 0:
+            notice(f"member {member.number} has failed, the others go on: {outcome['error']}")
+            traceback.print_exc()
+    with all_ranks(member.comm, "member"):
+        if member.comm.rank == 0:
+            write_outcome(member.run, outcome)
+    return str(outcome["status"])
+
+
+def _as_json(result: Any) -> Mapping[str, Any]:
+    if isinstance(result, TrainingResult):
+        return result.to_dict()
+    if isinstance(result, Mapping | None):
+        return dict(result or {})
+    raise ArgumentError(
+        f"run_members: the function returned {type(result).__name__}: expected a TrainingResult or a dictionary"
+    )
+
+
+#: Longest pause between two looks at whether all members have ended, in seconds.
+_PAUSE = 0.05
+
+
+def _wait_for_all(world: Communicator) -> None:
+    """Wait until all members have ended, however long they train; no call lasts, so no timeout counts the wait."""
+    request = world.ibarrier("members")
+    while not request.test():
+        time.sleep(_PAUSE)
 
 
 def member_folder(run: str | Path, number: int) -> Path:
@@ -129,179 +299,3 @@ def _replace(path: Path, value: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-#: Longest pause between two looks at whether all members have ended, in seconds.
-_PAUSE = 0.05
-
-
-@dataclass(frozen=True)
-class Member:
-    """Describe one member of an ensemble to the function that trains it.
-
-    Attributes
-    ----------
-    number : int
-        Number of the member, from 0: use it for the seed, or as an index of hyper-parameters.
-    comm : Communicator
-        The ranks of the member: ``ShardingConfig(comm=member.comm)``.
-    run : Path
-        Folder of the member's run: ``Trainer(..., run=member.run)``.
-
-    Examples
-    --------
-    >>> import mpizero as mz
-    >>> def train(member):  # a real one trains on member.comm, with member.number as its seed
-    ...     return {"ranks": member.comm.size, "folder": member.run.name}
-    >>> mz.run_members(train, 1, "self")["members"][0]["result"]
-    {'ranks': 1, 'folder': 'member_0000'}
-    """
-
-    number: int
-    comm: Communicator
-    run: Path
-
-
-def run_members(
-    function: Callable[[Member], Any],
-    members: int,
-    comm: Any = None,
-    *,
-    run: str | Path = "run",
-    on_failure: Literal["end", "continue"] = "end",
-    only: int | None = None,
-) -> dict[str, Any]:
-    """Call ``function(member)`` for all members side by side, each on its own ranks, and return a summary.
-
-    Collective over ``comm``, whose ranks are divided evenly among the members, in order. Each member has its own folder
-    in ``run``, and the summary is the file ``ensemble.json`` there.
-
-    Parameters
-    ----------
-    function : callable
-        Trains one member and returns its result: a :class:`TrainingResult`, or a dictionary of JSON values.
-    members : int
-        Number of members.
-    comm : mpi4py communicator, Communicator, "self" or None
-        The ranks; None is all ranks that the launcher has started.
-    run : path
-        Folder of the ensemble; all ranks see it.
-    on_failure : {"end", "continue"}
-        What an exception on all ranks of a member does: "end" ends the job at once; with "continue" it is printed, the
-        ranks of the member wait for the others, and then all ranks raise MemberError.
-    only : int or None
-        Run this member alone, on all ranks. So members can be jobs of their own with one summary.
-
-    Returns
-    -------
-    dict
-        The summary, see :func:`summarize_members`; the same on all ranks.
-
-    Raises
-    ------
-    MemberError
-        With "continue", on every rank, if a member has failed.
-    Preempted
-        On every rank, when all have ended, if a member was asked to stop; called again, a member may resume.
-    ConfigError
-        On every rank, if the ranks cannot be divided, or an argument is not allowed.
-
-    Examples
-    --------
-    >>> import mpizero as mz
-    >>> def train(member):
-    ...     return {"loss": 1.0 + member.number}
-    >>> summaries = mz.testing.run_in_threads(4, lambda comm: mz.run_members(train, 2, comm, run="ensemble"))
-    >>> summaries[0]["figures"]["loss"]
-    {'mean': 1.5, 'deviation': 0.5, 'least': 1.0, 'largest': 2.0}
-    """
-    return _side_by_side(function, comm, members=members, run=str(run), on_failure=on_failure, only=only)
-
-
-def _side_by_side(
-    function: Callable[[Member], Any], comm: Any, *, members: int, run: str, on_failure: str, only: int | None
-) -> dict[str, Any]:
-    """Check what :func:`run_members` was given, and run the members. Collective over ``comm``."""
-    with communicator_of(comm) as world:
-        with all_ranks(world):
-            _check(function, members, world.size, on_failure, only)
-        settings = {"members": members, "run": run, "on_failure": on_failure, "only": only}
-        agree_equal(world, lambda: {"the arguments of run_members": settings}, "agree run_members")
-        run = os.path.abspath(run)  # of a member that goes into another folder, too
-        number = world.rank * members // world.size if only is None else only
-        with world.split(number, name=f"member {number}") as group:
-            member = Member(number, group, member_folder(run, number))
-            status = _run(function, member, keeps_going=on_failure == "continue")
-            _wait_for_all(world)
-        with all_ranks(world):
-            found = summarize_members(run, members) if world.rank == 0 else None
-        summary: dict[str, Any] = world.broadcast_object(found, tag="members")
-        ended = dict(world.allgather_object((number, status), "members"))
-    _raise_unless_complete(summary["members"], ended)
-    return summary
-
-
-def _raise_unless_complete(members: list[dict[str, Any]], ended: Mapping[int, str]) -> None:
-    """Raise an error if a member of this job, whose status is in ``ended``, has failed or was asked to stop."""
-    for status, kind, what in ((FAILED, MemberError, "have failed"), (UNFINISHED, Preempted, "were asked to stop")):
-        if those := sorted(number for number, found in ended.items() if found == status):
-            told = "; ".join(f"member {one}: {members[one].get('error', '')}" for one in those)
-            raise kind(f"{len(those)} of {len(ended)} members {what}: {told}")
-
-
-def _check(function: object, members: object, size: int, on_failure: object, only: object) -> None:
-    if not callable(function):
-        raise ArgumentError(f"run_members: function={function!r:.80}: expected a function of a member")
-    count = require("run_members: members", members, whole(1))
-    if on_failure not in ("end", "continue"):
-        raise ConfigError(f'run_members: on_failure={on_failure!r}: expected "end" or "continue"')
-    if only is not None:
-        if require("run_members: only", only, whole(0)) >= count:
-            raise ConfigError(f"run_members: only={only}: expected the number of a member, 0 to {count - 1}")
-    elif size % count:
-        raise ConfigError(f"run_members: members={count}: the job has {size} ranks, which these cannot share evenly")
-
-
-def _run(function: Callable[[Member], Any], member: Member, *, keeps_going: bool) -> str:
-    """Train a member, write its outcome, and return its status. Collective over the member's ranks."""
-    outcome: dict[str, Any]
-    with all_ranks(member.comm, "member"):
-        if member.comm.rank == 0:
-            forget_outcome(member.run)
-    try:
-        with all_ranks(member.comm, "member"):
-            outcome = {"status": COMPLETE, "result": _as_json(function(member))}
-    except (CollectiveError, PeerFailure):  # other ranks may be in a call that never ends
-        raise
-    except Preempted as stop:  # on all ranks of the member
-        outcome = {"status": UNFINISHED, "error": str(stop)}
-    except Exception as error:
-        outcome = {"status": FAILED, "error": describe_error(error)}
-        if not keeps_going:
-            if member.comm.rank == 0:
-                write_outcome(member.run, outcome)
-            raise
-        if member.comm.rank == 0:
-            notice(f"member {member.number} has failed, the others go on: {outcome['error']}")
-            traceback.print_exc()
-    with all_ranks(member.comm, "member"):
-        if member.comm.rank == 0:
-            write_outcome(member.run, outcome)
-    return str(outcome["status"])
-
-
-def _as_json(result: Any) -> Mapping[str, Any]:
-    if isinstance(result, TrainingResult):
-        return result.to_dict()
-    if isinstance(result, Mapping | None):
-        return dict(result or {})
-    raise ArgumentError(
-        f"run_members: the function returned {type(result).__name__}: expected a TrainingResult or a dictionary"
-    )
-
-
-def _wait_for_all(world: Communicator) -> None:
-    """Wait until all members have ended, however long they train; no call lasts, so no timeout counts the wait."""
-    request = world.ibarrier("members")
-    while not request.test():
-        time.sleep(_PAUSE)

@@ -1,6 +1,6 @@
-"""Describe the kinds of projects that ``mpizero new`` writes.
+"""Write a project, of one of several kinds, into a new folder, for ``mpizero new``.
 
-Write a project of one of the kinds into a new folder.
+:data:`KINDS` describes the kinds of projects, and :func:`new_project` writes one, from templates.
 """
 
 from __future__ import annotations

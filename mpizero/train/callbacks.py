@@ -1,10 +1,9 @@
-"""Define the methods that a training run calls, and check objects that have them.
+"""Call the user's functions during a run: callbacks and validation metrics, on all ranks, which agree on errors.
 
-Call the callbacks of a run on all ranks, and agree on errors and on requests to stop.
-
-Compute the user's own validation metrics, with the same bits on any number of ranks.
-
-Write the figures of a run for TensorBoard.
+:class:`Callback` defines what a run calls; an object of another class with some of its methods will do.
+:class:`CallbackRounds` calls one method of all callbacks at a time, after which the ranks agree on errors and on
+requests to stop. :class:`UserMetrics` computes the user's own validation metrics, with the same bits on any number of
+ranks. :class:`TensorBoard` is a callback of the library's own.
 """
 
 from __future__ import annotations
@@ -204,9 +203,6 @@ def restore_state(callbacks: Sequence[Any], saved: Mapping[str, Any]) -> list[st
     return told
 
 
-T = TypeVar("T")
-
-
 def agree_after(comm: Communicator, what: str, error: Exception | None, *, wanted: bool = False) -> Array:
     """Check after calls of users' functions that all ranks have made the same collective calls, and raised no error.
 
@@ -230,6 +226,9 @@ def agree_after(comm: Communicator, what: str, error: Exception | None, *, wante
     if told[:, 0].any():
         raise_on_all(comm, error, what)
     return told[:, 1]
+
+
+T = TypeVar("T")
 
 
 class CallbackRounds:

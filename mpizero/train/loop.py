@@ -1,15 +1,11 @@
-"""Check the loss and gradients of every step, and the parameters before every save.
+"""Train one run: batches, steps, metrics, validation, checkpoints, and early stops that lose no step.
 
-The samples of skipped steps are kept for a replay. Jumps of the loss are reported, and a loss that has grown much.
-Before a save, parameters are checked for damaged memory.
-
-Evaluate a model on validation samples, and compute mean loss, perplexity and accuracy.
-
-Train by a method of whole vectors: the same samples in every step, and the last iterate for all who look.
-
-Run the training loop: batches, steps, metrics, validation, checkpoints, and early stops that lose no step.
-
-Run one visit of a training: from its first or resumed step to its last, or until it is asked to stop.
+:func:`run_visit` runs one visit of a training, from its first or resumed step to its last, or until it is asked to
+stop; :class:`TrainingLoop` has the loop. It is helped by :class:`NumberWatch`, which keeps the samples of skipped steps
+for a replay, reports jumps of the loss and a loss that has grown much, and checks parameters for damaged memory before
+a save; by :func:`validate`, which evaluates the model on validation samples; and, where a method of whole vectors
+trains, by :class:`SameBatch`, which gives the same samples in every step, and :class:`MethodWatch`, which shows the
+last iterate to all who look.
 """
 
 from __future__ import annotations
@@ -57,347 +53,107 @@ from mpizero.train.setup import (
 )
 from mpizero.train.stopping import JobContext, StopDecision, StopFile, StopRequests, WallTime
 
-#: The most bad steps of a run whose samples are kept.
-MAX_DUMPS = 5
-#: A loss is reported if it is SPIKE_FACTOR times the largest of the last SPIKE_STEPS steps, after SPIKE_LEAST steps.
-SPIKE_FACTOR, SPIKE_STEPS, SPIKE_LEAST = 10.0, 100, 10
-#: A run is told once that its loss has grown to so many times that of its first step, however slowly.
-GROWTH = 1000.0
+
+class Preempted(MpizeroError, SystemExit):  # noqa: N818 - it is the outcome of a request, not a mistake
+    """Report that a run was asked to stop, and has saved its state: before its last step, or by a signal as it ended.
+
+    It was asked by SIGUSR1, SIGUSR2 or SIGTERM on any rank, by a file ``STOP`` in the run's folder, or the time limit
+    of the job is near. The message names the reason. A program that does not catch it ends with status 75, by which a
+    batch system knows that the job is to be queued again, with or without a launcher: this is a ``SystemExit``, too.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> try:
+    ...     raise mz.Preempted("SIGUSR1 on rank 0")  # as trainer.fit() does, after it has saved
+    ... except mz.Preempted as stop:
+    ...     print(stop, stop.code)
+    SIGUSR1 on rank 0 75
+    """
+
+    status = ExitStatus.PREEMPTED
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = int(self.status)
 
 
-class LossSpikes:
-    """Detect a loss that is far above the losses of the last steps, or has grown far above that of the first step."""
+def run_visit(
+    setup: RunSetup,
+    context: JobContext,
+    *,
+    resume: bool = False,
+    resume_from: int | None = None,
+    attach: Callable[[TrainingLoop], Any],
+) -> TrainingResult | Preempted:
+    """Train a run to its last step and return its result; return a :class:`Preempted` if it was asked to stop before.
 
-    def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=SPIKE_STEPS)
-        self._first, self._grown = 0.0, False
-
-    def see(self, loss: float) -> str | None:
-        """Record the loss of a step; return a message if it is far above earlier ones, else None. Not collective."""
-        if not math.isfinite(loss):
-            return None
-        largest = max(self._last) if len(self._last) >= SPIKE_LEAST else math.inf
-        told = []
-        if loss > SPIKE_FACTOR * largest > 0:
-            count = len(self._last)
-            told.append(f"loss {loss:.4g} is {loss / largest:.3g} times the largest of the last {count} steps")
-        if not self._grown and loss > GROWTH * self._first > 0:
-            self._grown = True
-            told.append(
-                f"loss {loss:.4g} is {loss / self._first:.2g} times that of the first step, {self._first:.4g}: the "
-                "training diverges; lower the learning rate, clip gradients, or see whether the gradient is that of "
-                "the loss (mpizero.testing.check_model)"
-            )
-        self._first = self._first or loss
-        self._last.append(loss)
-        return "; ".join(told) or None
-
-    def state(self) -> dict[str, Any]:
-        """Return the JSON values that a checkpoint keeps."""
-        return {"losses": list(self._last), "first": self._first, "grown": self._grown}
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take what :meth:`state` of an interrupted run has returned; an older version's has less. Not collective."""
-        self._last.extend(saved.get("losses", ()))
-        self._first, self._grown = float(saved.get("first", 0.0)), bool(saved.get("grown", False))
-
-
-class NumberWatch:
-    """Check loss and gradients of every step of a run.
-
-    The model's own report of skipped steps is switched off; this object reports them as ``config.bad_steps`` says.
+    Collective over the run's ranks.
 
     Parameters
     ----------
     setup : RunSetup
         The run.
-    folder : RunFolder
-        Folder of the run, in which the samples of bad steps are kept.
-    progress : Progress
-        Where messages are written.
+    context : JobContext
+        The signals to catch, the start time of the job, and its environment.
+    resume : bool
+        Whether to continue from the newest undamaged checkpoint of the run, if there is one; see :func:`restore`.
+    resume_from : int, optional
+        Continue from the checkpoint of this step; checkpoints of later steps are moved to another folder.
+    attach : callable
+        Takes the loop before it starts, and returns the object with which callbacks are called.
+
+    Raises
+    ------
+    NonFiniteError
+        After too many skipped steps in a row, whose loss or gradient was not finite.
     """
-
-    def __init__(self, setup: RunSetup, folder: RunFolder, progress: Progress) -> None:
-        self.setup, self.folder, self.progress = setup, folder, progress
-        self.spikes = LossSpikes()
-        self._policy: BadSteps = setup.model.config.bad_steps
-        self._skipped = SkippedSteps(self._policy)
-        setup.model.count_skipped_steps(BadSteps(limit=None, warn=False))
-
-    def state(self) -> dict[str, Any]:
-        """Return the JSON values that a checkpoint keeps: the losses before, and the skipped steps in a row."""
-        return self.spikes.state() | {"skipped": self._skipped.in_a_row}
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take the values of a checkpoint. Not collective."""
-        self.spikes.restore(saved)
-        self._skipped.in_a_row = int(saved.get("skipped", 0))
-
-    def see(self, step: int, report: StepReport, batch: tuple[Any, Any]) -> dict[str, Any]:
-        """Check a step; return entries for its line of metrics, empty if nothing is unusual.
-
-        ``batch`` holds the samples of this rank. If the step was skipped, they are written to the run's folder, and the
-        call is collective over the run's ranks; samples are not kept if only the loss scale was too high, or if every
-        step has all of them.
-
-        Raises
-        ------
-        NonFiniteError
-            After too many skipped steps in a row, not counting steps after which the loss scale was lowered.
-        """
-        if skipped := self._skipped.told(report):
-            kept = "" if report.backing_off or self.setup.takes_all else self._keep(step, batch)
-            if self._policy.warn:
-                self.progress.say("; ".join(filter(None, (skipped, kept))))
-            if self._policy.callback is not None:
-                self._policy.callback(report)
-            way_on = "lower the learning rate, clip gradients, or look at the data"
-            if self.setup.takes_all:
-                way_on = "give other start values or bounds, or look at the data"
-            advice = f"{way_on}; the checkpoints in {self.folder.checkpoints} are from before"
-            self._skipped.enforce(report, "; ".join(filter(None, (advice, kept))))
-            return {"skipped": report.skipped}
-        told = None if self.setup.takes_all else self.spikes.see(report.loss)  # a trial may well be worse
-        if told is None:
-            return {}
-        self.progress.say(f"step {step}: {told}")
-        return {"loss_spike": told}
-
-    def before_save(self) -> None:
-        """Check parameters for damaged memory before a save, unless ``config.check_every`` is 0.
-
-        Collective over the run's ranks.
-
-        Raises
-        ------
-        IntegrityError
-            If values are damaged. The message names the tensor and the rank.
-        """
-        if self.setup.model.config.check_every:
-            self.setup.model.check_integrity()
-
-    def _keep(self, step: int, batch: tuple[Any, Any]) -> str:
-        """Write the samples of a skipped step into the run's folder; return a message about it.
-
-        Collective over the run's ranks. If they cannot be written, the message says so, and the run continues.
-        """
-        setup, home = self.setup, self.folder.bad_steps
-        full = len(list(home.glob("step_*"))) >= MAX_DUMPS if setup.comm.rank == 0 else False
-        if setup.comm.broadcast_object(full, 0, "bad steps"):
-            return f"{home} holds {MAX_DUMPS} bad steps already: this one is not kept"
-        about = setup.record.about
-        try:
-            path = dump_bad_step(setup.model, batch, home, indices=self._indices(step), about=about)
-        except (OSError, DataError, RemoteError) as error:
-            return f"its samples cannot be kept: {error}"
-        if "config" in about:
-            return f"see: mpizero replay {path}"
-        return f"see: mpizero.replay_bad_step({str(path)!r}, model)"
-
-    def _indices(self, step: int) -> Any:
-        """Return the positions in the training data of the samples that this rank was given in a step."""
-        model, loop, source = self.setup.model, self.setup.loop, self.setup.source
-        group = model.batch_group
-        own = Grains(loop.global_batch, model.grain_size(loop.global_batch)).samples_of(group.rank, group.size)
-        start = (step - 1) * loop.global_batch
-        return source.origin(source.sample_order(start + own.start, start + own.stop, len(source), loop.seed))
+    _check_best(setup)
+    comm, resumes = setup.comm, resume or resume_from is not None
+    folder = RunFolder(setup.checkpoints.folder)
+    progress = Progress(setup.loop.steps, active=setup.shows_progress and comm.rank == 0)
+    try:
+        with comm.split(0, name="control") as control, context.signals:
+            stop = StopRequests(control, lambda: context.signals.reason(comm.rank))
+            with all_ranks(control):
+                clock = WallTime.of(setup.loop, context) if comm.rank == 0 else WallTime([])
+                if comm.rank == 0:
+                    open_folder(folder, progress, setup.record.wording.resume, resume=resumes)
+                    stop.listen(clock.reason, StopFile(folder.stop_file, report=progress.say).reason)
+            recorder = RunRecorder(setup, folder, control, context.environment)
+            loop = TrainingLoop(setup, folder, stop, clock, progress, recorder)
+            loop.host = attach(loop)
+            result = loop.run(resume=resume, resume_from=resume_from)
+    finally:
+        folder.close()
+        progress.close()
+        setup.model.count_skipped_steps(setup.model.config.bad_steps)
+    return Preempted(loop.farewell) if result is None else result
 
 
-@dataclass(frozen=True)
-class Validation:
-    """Hold sums over the validation samples, and compute mean loss, perplexity and accuracy from them.
+def _check_best(setup: RunSetup) -> None:
+    """Raise an error if ``best`` or ``patience`` has no validation to go by, or no validation has the metric."""
+    best = setup.checkpoints.best
+    for key, value in (("checkpoint.best", best), ("train.patience", setup.loop.patience)):
+        if value is not None and not (setup.validation is not None and len(setup.validation)):
+            raise rejected(key, value, "needs validation samples: set data.validation > 0 with it")
+    if best is None:
+        return
+    try:
+        check_metric(best, setup.metrics)
+    except ValueError as error:
+        raise rejected("checkpoint.best", best, str(error)) from None
 
-    Attributes
-    ----------
-    loss_sum, weight : float
-        Sums over the validation samples of all ranks.
-    correct : int or None
-        Number of right predictions; None if the model predicts no scores of classes.
-    predictions : int
-        Number of predictions from which ``correct`` was counted.
-    task : str
-        "language", "classification", "regression", or "" if it is unknown.
+
+def open_folder(folder: RunFolder, progress: Progress, way_on: str, *, resume: bool) -> None:
+    """Open the run's folder; if the run is not resumed, move the files of an earlier run into a folder below it.
+
+    Not collective. ``way_on`` is how the user would have resumed the earlier run.
     """
-
-    loss_sum: float
-    weight: float
-    correct: int | None
-    predictions: int
-    task: str
-
-    @property
-    def loss(self) -> float:
-        """The mean loss."""
-        return self.loss_sum / self.weight if self.weight else math.nan
-
-    def figures(self) -> dict[str, Any]:
-        """Return the loss and, by task, perplexity or accuracy, with their names in the step's JSON line."""
-        found: dict[str, Any] = {"validation_loss": finite(self.loss)}
-        if self.task == "language":
-            found["perplexity"] = finite(perplexity(self.loss)) if math.isfinite(self.loss) else None
-        elif self.task != "regression" and self.correct is not None:
-            found["accuracy"] = self.correct / self.predictions if self.predictions else None
-        return found
-
-
-def validate(setup: RunSetup) -> dict[str, Any]:
-    """Evaluate the model on ``validate_samples`` validation samples, evenly spaced among all; return all metrics.
-
-    With ``validate_ema`` all are computed with the average of the parameters, the user's own, too.
-
-    Collective over the run's ranks.
-    """
-    model, loop, source = setup.model, setup.loop, setup.validation
-    count = validation_count(loop, source)
-    chosen = np.arange(count, dtype=np.int64) * len(source) // count
-    size, group = model.grain_size(loop.global_batch), model.batch_group
-    loss_sum, weight, correct, predictions = 0.0, 0.0, 0, 0
-    scored, own_metrics = True, UserMetrics(setup.metrics, model)
-    for start in range(0, count, loop.global_batch):
-        part = chosen[start : start + loop.global_batch]
-        samples = source.samples(part[Grains(len(part), size).samples_of(group.rank, group.size)])
-        found = model.evaluate(*samples, ema=loop.validate_ema)
-        loss_sum, weight = loss_sum + found.loss_sum, weight + found.weight
-        scored = scored and found.correct is not None
-        correct, predictions = correct + (found.correct or 0), predictions + found.predictions
-        with _averaged(model, use=loop.validate_ema and bool(setup.metrics)):
-            own_metrics.add(source, part, size, samples)
-    sums = Validation(loss_sum, weight, correct if scored else None, predictions, setup.record.task)
-    return {**sums.figures(), **own_metrics.figures()}
-
-
-@contextmanager
-def _averaged(model: Any, *, use: bool) -> Iterator[None]:
-    """Let functions of the user, which agree on their errors, see the average in place of the parameters."""
-    with model.engine.with_average(use=use, agreed=True):
-        try:
-            if use:
-                model.invalidate_cache()
-            yield
-        finally:
-            if use:
-                model.invalidate_cache()
-
-
-class SameBatch:
-    """Iterate over this rank's part of all samples, which is read once and is the same in every step.
-
-    The first step is collective over the ranks of ``model``.
-    """
-
-    #: What random numbers of a pass over the samples are keyed by.
-    epoch = 0
-
-    def __init__(self, source: Source, model: Any) -> None:
-        self._source, self._model = source, model
-        self._samples: tuple[Any, Any] | None = None
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> tuple[Any, Any]:
-        if self._samples is None:
-            self._samples = whole_batch(self._source, self._model)
-        return self._samples
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Do nothing: no thread reads ahead."""
-
-
-class MethodWatch:
-    """Follow the method of whole vectors that trains a model. With any other optimizer, methods do nothing.
-
-    Between steps the parameters are those of the next trial, but callbacks, validations and checkpoints get those of
-    the last iterate.
-
-    Parameters
-    ----------
-    model : ShardedModelBase
-        The model.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._shown: int | None = None  # the version of the parameters while they are the iterate's
-
-    @property
-    def progress(self) -> MethodProgress | None:
-        """The progress of the method; None if there is no such method. Not collective."""
-        updater = self._model.engine.updater
-        return None if updater is None or updater.method is None else updater.method.progress
-
-    @property
-    def loss(self) -> float | None:
-        """The loss of the last iterate; None if there is none yet. Not collective."""
-        found = self.progress
-        return None if found is None or found.stage == "first" else finite(found.loss)
-
-    @property
-    def reason(self) -> str:
-        """Why the method wants no further step; "" if it does want one. Not collective."""
-        found = self.progress
-        if found is None or found.stage != "done":
-            return ""
-        return f"converged: {found.message}" if found.converged else found.message
-
-    def figures(self) -> dict[str, Any]:
-        """Return what a line of metrics has about the method. Not collective."""
-        found = self.progress
-        if found is None:
-            return {}
-        largest = None if found.stage == "first" else finite(found.norm)
-        return {"iteration": found.iterations, "iterate_loss": self.loss, "largest_gradient": largest}
-
-    def result(self) -> dict[str, Any] | None:
-        """Return what the result of a run has about the method; None without one. Not collective."""
-        found = self.progress
-        if found is None:
-            return None
-        own = {"converged": found.converged, "message": found.message, "iterations": found.iterations}
-        return {**own, "largest_gradient": self.figures()["largest_gradient"]}
-
-    def told(self) -> str:
-        """Return a message about the end of the run; "" without such a method. Not collective."""
-        found = self.progress
-        if found is None:
-            return ""
-        state = f"loss {found.loss:.6g}, largest gradient {found.norm:.3g}" if self.loss is not None else "no iterate"
-        counts = f"after {found.iterations} iterations, {found.evaluations} evaluations"
-        return f"{self.reason or 'not converged'} ({state} {counts})"
-
-    def begin(self) -> None:
-        """Set the parameters to those of the next trial, before the first step of this call. Collective."""
-        self._shown = None
-        if self.progress is not None:
-            self._model.engine.place_trial()
-            self._model.invalidate_cache()
-
-    def show_iterate(self) -> None:
-        """Set the parameters to the last iterate, until :meth:`go_on`. Collective."""
-        if self.progress is not None and self._shown is None:
-            self._model.engine.place_iterate()
-            self._model.invalidate_cache()
-            self._shown = self._model.engine.store.version
-
-    def go_on(self) -> None:
-        """Set the parameters to those of the next trial again, if the iterate was shown. Collective.
-
-        Raises
-        ------
-        StateError
-            If the parameters were changed meanwhile.
-        """
-        if self._shown is None:
-            return
-        if self._shown != self._model.engine.store.version:
-            name = type(self._model.optimizer.wrapped_optimizer).__name__
-            raise StateError(
-                f"a callback has changed the parameters, which only {name} may change: they are its iterate"
-            )
-        self.begin()
+    folder.open()
+    earlier = None if resume else folder.set_aside()
+    if earlier is not None:
+        progress.say(f"{folder.root} held an earlier run: moved to {earlier} ({way_on} would have continued it)")
 
 
 class TrainingLoop:
@@ -740,103 +496,344 @@ class TrainingLoop:
         return {"metric": best.name, "value": best.value, "step": best.step, "checkpoint": path}
 
 
-class Preempted(MpizeroError, SystemExit):  # noqa: N818 - it is the outcome of a request, not a mistake
-    """Report that a run was asked to stop, and has saved its state: before its last step, or by a signal as it ended.
-
-    It was asked by SIGUSR1, SIGUSR2 or SIGTERM on any rank, by a file ``STOP`` in the run's folder, or the time limit
-    of the job is near. The message names the reason. A program that does not catch it ends with status 75, by which a
-    batch system knows that the job is to be queued again, with or without a launcher: this is a ``SystemExit``, too.
-
-    Examples
-    --------
-    >>> import mpizero as mz
-    >>> try:
-    ...     raise mz.Preempted("SIGUSR1 on rank 0")  # as trainer.fit() does, after it has saved
-    ... except mz.Preempted as stop:
-    ...     print(stop, stop.code)
-    SIGUSR1 on rank 0 75
-    """
-
-    status = ExitStatus.PREEMPTED
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.code = int(self.status)
+#: The most bad steps of a run whose samples are kept.
+MAX_DUMPS = 5
+#: A loss is reported if it is SPIKE_FACTOR times the largest of the last SPIKE_STEPS steps, after SPIKE_LEAST steps.
+SPIKE_FACTOR, SPIKE_STEPS, SPIKE_LEAST = 10.0, 100, 10
+#: A run is told once that its loss has grown to so many times that of its first step, however slowly.
+GROWTH = 1000.0
 
 
-def run_visit(
-    setup: RunSetup,
-    context: JobContext,
-    *,
-    resume: bool = False,
-    resume_from: int | None = None,
-    attach: Callable[[TrainingLoop], Any],
-) -> TrainingResult | Preempted:
-    """Train a run to its last step and return its result; return a :class:`Preempted` if it was asked to stop before.
+class LossSpikes:
+    """Detect a loss that is far above the losses of the last steps, or has grown far above that of the first step."""
 
-    Collective over the run's ranks.
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=SPIKE_STEPS)
+        self._first, self._grown = 0.0, False
+
+    def see(self, loss: float) -> str | None:
+        """Record the loss of a step; return a message if it is far above earlier ones, else None. Not collective."""
+        if not math.isfinite(loss):
+            return None
+        largest = max(self._last) if len(self._last) >= SPIKE_LEAST else math.inf
+        told = []
+        if loss > SPIKE_FACTOR * largest > 0:
+            count = len(self._last)
+            told.append(f"loss {loss:.4g} is {loss / largest:.3g} times the largest of the last {count} steps")
+        if not self._grown and loss > GROWTH * self._first > 0:
+            self._grown = True
+            told.append(
+                f"loss {loss:.4g} is {loss / self._first:.2g} times that of the first step, {self._first:.4g}: the "
+                "training diverges; lower the learning rate, clip gradients, or see whether the gradient is that of "
+                "the loss (mpizero.testing.check_model)"
+            )
+        self._first = self._first or loss
+        self._last.append(loss)
+        return "; ".join(told) or None
+
+    def state(self) -> dict[str, Any]:
+        """Return the JSON values that a checkpoint keeps."""
+        return {"losses": list(self._last), "first": self._first, "grown": self._grown}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take what :meth:`state` of an interrupted run has returned; an older version's has less. Not collective."""
+        self._last.extend(saved.get("losses", ()))
+        self._first, self._grown = float(saved.get("first", 0.0)), bool(saved.get("grown", False))
+
+
+class NumberWatch:
+    """Check loss and gradients of every step of a run.
+
+    The model's own report of skipped steps is switched off; this object reports them as ``config.bad_steps`` says.
 
     Parameters
     ----------
     setup : RunSetup
         The run.
-    context : JobContext
-        The signals to catch, the start time of the job, and its environment.
-    resume : bool
-        Whether to continue from the newest undamaged checkpoint of the run, if there is one; see :func:`restore`.
-    resume_from : int, optional
-        Continue from the checkpoint of this step; checkpoints of later steps are moved to another folder.
-    attach : callable
-        Takes the loop before it starts, and returns the object with which callbacks are called.
-
-    Raises
-    ------
-    NonFiniteError
-        After too many skipped steps in a row, whose loss or gradient was not finite.
+    folder : RunFolder
+        Folder of the run, in which the samples of bad steps are kept.
+    progress : Progress
+        Where messages are written.
     """
-    _check_best(setup)
-    comm, resumes = setup.comm, resume or resume_from is not None
-    folder = RunFolder(setup.checkpoints.folder)
-    progress = Progress(setup.loop.steps, active=setup.shows_progress and comm.rank == 0)
-    try:
-        with comm.split(0, name="control") as control, context.signals:
-            stop = StopRequests(control, lambda: context.signals.reason(comm.rank))
-            with all_ranks(control):
-                clock = WallTime.of(setup.loop, context) if comm.rank == 0 else WallTime([])
-                if comm.rank == 0:
-                    open_folder(folder, progress, setup.record.wording.resume, resume=resumes)
-                    stop.listen(clock.reason, StopFile(folder.stop_file, report=progress.say).reason)
-            recorder = RunRecorder(setup, folder, control, context.environment)
-            loop = TrainingLoop(setup, folder, stop, clock, progress, recorder)
-            loop.host = attach(loop)
-            result = loop.run(resume=resume, resume_from=resume_from)
-    finally:
-        folder.close()
-        progress.close()
-        setup.model.count_skipped_steps(setup.model.config.bad_steps)
-    return Preempted(loop.farewell) if result is None else result
+
+    def __init__(self, setup: RunSetup, folder: RunFolder, progress: Progress) -> None:
+        self.setup, self.folder, self.progress = setup, folder, progress
+        self.spikes = LossSpikes()
+        self._policy: BadSteps = setup.model.config.bad_steps
+        self._skipped = SkippedSteps(self._policy)
+        setup.model.count_skipped_steps(BadSteps(limit=None, warn=False))
+
+    def state(self) -> dict[str, Any]:
+        """Return the JSON values that a checkpoint keeps: the losses before, and the skipped steps in a row."""
+        return self.spikes.state() | {"skipped": self._skipped.in_a_row}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take the values of a checkpoint. Not collective."""
+        self.spikes.restore(saved)
+        self._skipped.in_a_row = int(saved.get("skipped", 0))
+
+    def see(self, step: int, report: StepReport, batch: tuple[Any, Any]) -> dict[str, Any]:
+        """Check a step; return entries for its line of metrics, empty if nothing is unusual.
+
+        ``batch`` holds the samples of this rank. If the step was skipped, they are written to the run's folder, and the
+        call is collective over the run's ranks; samples are not kept if only the loss scale was too high, or if every
+        step has all of them.
+
+        Raises
+        ------
+        NonFiniteError
+            After too many skipped steps in a row, not counting steps after which the loss scale was lowered.
+        """
+        if skipped := self._skipped.told(report):
+            kept = "" if report.backing_off or self.setup.takes_all else self._keep(step, batch)
+            if self._policy.warn:
+                self.progress.say("; ".join(filter(None, (skipped, kept))))
+            if self._policy.callback is not None:
+                self._policy.callback(report)
+            way_on = "lower the learning rate, clip gradients, or look at the data"
+            if self.setup.takes_all:
+                way_on = "give other start values or bounds, or look at the data"
+            advice = f"{way_on}; the checkpoints in {self.folder.checkpoints} are from before"
+            self._skipped.enforce(report, "; ".join(filter(None, (advice, kept))))
+            return {"skipped": report.skipped}
+        told = None if self.setup.takes_all else self.spikes.see(report.loss)  # a trial may well be worse
+        if told is None:
+            return {}
+        self.progress.say(f"step {step}: {told}")
+        return {"loss_spike": told}
+
+    def before_save(self) -> None:
+        """Check parameters for damaged memory before a save, unless ``config.check_every`` is 0.
+
+        Collective over the run's ranks.
+
+        Raises
+        ------
+        IntegrityError
+            If values are damaged. The message names the tensor and the rank.
+        """
+        if self.setup.model.config.check_every:
+            self.setup.model.check_integrity()
+
+    def _keep(self, step: int, batch: tuple[Any, Any]) -> str:
+        """Write the samples of a skipped step into the run's folder; return a message about it.
+
+        Collective over the run's ranks. If they cannot be written, the message says so, and the run continues.
+        """
+        setup, home = self.setup, self.folder.bad_steps
+        full = len(list(home.glob("step_*"))) >= MAX_DUMPS if setup.comm.rank == 0 else False
+        if setup.comm.broadcast_object(full, 0, "bad steps"):
+            return f"{home} holds {MAX_DUMPS} bad steps already: this one is not kept"
+        about = setup.record.about
+        try:
+            path = dump_bad_step(setup.model, batch, home, indices=self._indices(step), about=about)
+        except (OSError, DataError, RemoteError) as error:
+            return f"its samples cannot be kept: {error}"
+        if "config" in about:
+            return f"see: mpizero replay {path}"
+        return f"see: mpizero.replay_bad_step({str(path)!r}, model)"
+
+    def _indices(self, step: int) -> Any:
+        """Return the positions in the training data of the samples that this rank was given in a step."""
+        model, loop, source = self.setup.model, self.setup.loop, self.setup.source
+        group = model.batch_group
+        own = Grains(loop.global_batch, model.grain_size(loop.global_batch)).samples_of(group.rank, group.size)
+        start = (step - 1) * loop.global_batch
+        return source.origin(source.sample_order(start + own.start, start + own.stop, len(source), loop.seed))
 
 
-def _check_best(setup: RunSetup) -> None:
-    """Raise an error if ``best`` or ``patience`` has no validation to go by, or no validation has the metric."""
-    best = setup.checkpoints.best
-    for key, value in (("checkpoint.best", best), ("train.patience", setup.loop.patience)):
-        if value is not None and not (setup.validation is not None and len(setup.validation)):
-            raise rejected(key, value, "needs validation samples: set data.validation > 0 with it")
-    if best is None:
-        return
-    try:
-        check_metric(best, setup.metrics)
-    except ValueError as error:
-        raise rejected("checkpoint.best", best, str(error)) from None
+@dataclass(frozen=True)
+class Validation:
+    """Hold sums over the validation samples, and compute mean loss, perplexity and accuracy from them.
 
-
-def open_folder(folder: RunFolder, progress: Progress, way_on: str, *, resume: bool) -> None:
-    """Open the run's folder; if the run is not resumed, move the files of an earlier run into a folder below it.
-
-    Not collective. ``way_on`` is how the user would have resumed the earlier run.
+    Attributes
+    ----------
+    loss_sum, weight : float
+        Sums over the validation samples of all ranks.
+    correct : int or None
+        Number of right predictions; None if the model predicts no scores of classes.
+    predictions : int
+        Number of predictions from which ``correct`` was counted.
+    task : str
+        "language", "classification", "regression", or "" if it is unknown.
     """
-    folder.open()
-    earlier = None if resume else folder.set_aside()
-    if earlier is not None:
-        progress.say(f"{folder.root} held an earlier run: moved to {earlier} ({way_on} would have continued it)")
+
+    loss_sum: float
+    weight: float
+    correct: int | None
+    predictions: int
+    task: str
+
+    @property
+    def loss(self) -> float:
+        """The mean loss."""
+        return self.loss_sum / self.weight if self.weight else math.nan
+
+    def figures(self) -> dict[str, Any]:
+        """Return the loss and, by task, perplexity or accuracy, with their names in the step's JSON line."""
+        found: dict[str, Any] = {"validation_loss": finite(self.loss)}
+        if self.task == "language":
+            found["perplexity"] = finite(perplexity(self.loss)) if math.isfinite(self.loss) else None
+        elif self.task != "regression" and self.correct is not None:
+            found["accuracy"] = self.correct / self.predictions if self.predictions else None
+        return found
+
+
+def validate(setup: RunSetup) -> dict[str, Any]:
+    """Evaluate the model on ``validate_samples`` validation samples, evenly spaced among all; return all metrics.
+
+    With ``validate_ema`` all are computed with the average of the parameters, the user's own, too.
+
+    Collective over the run's ranks.
+    """
+    model, loop, source = setup.model, setup.loop, setup.validation
+    count = validation_count(loop, source)
+    chosen = np.arange(count, dtype=np.int64) * len(source) // count
+    size, group = model.grain_size(loop.global_batch), model.batch_group
+    loss_sum, weight, correct, predictions = 0.0, 0.0, 0, 0
+    scored, own_metrics = True, UserMetrics(setup.metrics, model)
+    for start in range(0, count, loop.global_batch):
+        part = chosen[start : start + loop.global_batch]
+        samples = source.samples(part[Grains(len(part), size).samples_of(group.rank, group.size)])
+        found = model.evaluate(*samples, ema=loop.validate_ema)
+        loss_sum, weight = loss_sum + found.loss_sum, weight + found.weight
+        scored = scored and found.correct is not None
+        correct, predictions = correct + (found.correct or 0), predictions + found.predictions
+        with _averaged(model, use=loop.validate_ema and bool(setup.metrics)):
+            own_metrics.add(source, part, size, samples)
+    sums = Validation(loss_sum, weight, correct if scored else None, predictions, setup.record.task)
+    return {**sums.figures(), **own_metrics.figures()}
+
+
+@contextmanager
+def _averaged(model: Any, *, use: bool) -> Iterator[None]:
+    """Let functions of the user, which agree on their errors, see the average in place of the parameters."""
+    with model.engine.with_average(use=use, agreed=True):
+        try:
+            if use:
+                model.invalidate_cache()
+            yield
+        finally:
+            if use:
+                model.invalidate_cache()
+
+
+class SameBatch:
+    """Iterate over this rank's part of all samples, which is read once and is the same in every step.
+
+    The first step is collective over the ranks of ``model``.
+    """
+
+    #: What random numbers of a pass over the samples are keyed by.
+    epoch = 0
+
+    def __init__(self, source: Source, model: Any) -> None:
+        self._source, self._model = source, model
+        self._samples: tuple[Any, Any] | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[Any, Any]:
+        if self._samples is None:
+            self._samples = whole_batch(self._source, self._model)
+        return self._samples
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Do nothing: no thread reads ahead."""
+
+
+class MethodWatch:
+    """Follow the method of whole vectors that trains a model. With any other optimizer, methods do nothing.
+
+    Between steps the parameters are those of the next trial, but callbacks, validations and checkpoints get those of
+    the last iterate.
+
+    Parameters
+    ----------
+    model : ShardedModelBase
+        The model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._shown: int | None = None  # the version of the parameters while they are the iterate's
+
+    @property
+    def progress(self) -> MethodProgress | None:
+        """The progress of the method; None if there is no such method. Not collective."""
+        updater = self._model.engine.updater
+        return None if updater is None or updater.method is None else updater.method.progress
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of the last iterate; None if there is none yet. Not collective."""
+        found = self.progress
+        return None if found is None or found.stage == "first" else finite(found.loss)
+
+    @property
+    def reason(self) -> str:
+        """Why the method wants no further step; "" if it does want one. Not collective."""
+        found = self.progress
+        if found is None or found.stage != "done":
+            return ""
+        return f"converged: {found.message}" if found.converged else found.message
+
+    def figures(self) -> dict[str, Any]:
+        """Return what a line of metrics has about the method. Not collective."""
+        found = self.progress
+        if found is None:
+            return {}
+        largest = None if found.stage == "first" else finite(found.norm)
+        return {"iteration": found.iterations, "iterate_loss": self.loss, "largest_gradient": largest}
+
+    def result(self) -> dict[str, Any] | None:
+        """Return what the result of a run has about the method; None without one. Not collective."""
+        found = self.progress
+        if found is None:
+            return None
+        own = {"converged": found.converged, "message": found.message, "iterations": found.iterations}
+        return {**own, "largest_gradient": self.figures()["largest_gradient"]}
+
+    def told(self) -> str:
+        """Return a message about the end of the run; "" without such a method. Not collective."""
+        found = self.progress
+        if found is None:
+            return ""
+        state = f"loss {found.loss:.6g}, largest gradient {found.norm:.3g}" if self.loss is not None else "no iterate"
+        counts = f"after {found.iterations} iterations, {found.evaluations} evaluations"
+        return f"{self.reason or 'not converged'} ({state} {counts})"
+
+    def begin(self) -> None:
+        """Set the parameters to those of the next trial, before the first step of this call. Collective."""
+        self._shown = None
+        if self.progress is not None:
+            self._model.engine.place_trial()
+            self._model.invalidate_cache()
+
+    def show_iterate(self) -> None:
+        """Set the parameters to the last iterate, until :meth:`go_on`. Collective."""
+        if self.progress is not None and self._shown is None:
+            self._model.engine.place_iterate()
+            self._model.invalidate_cache()
+            self._shown = self._model.engine.store.version
+
+    def go_on(self) -> None:
+        """Set the parameters to those of the next trial again, if the iterate was shown. Collective.
+
+        Raises
+        ------
+        StateError
+            If the parameters were changed meanwhile.
+        """
+        if self._shown is None:
+            return
+        if self._shown != self._model.engine.store.version:
+            name = type(self._model.optimizer.wrapped_optimizer).__name__
+            raise StateError(
+                f"a callback has changed the parameters, which only {name} may change: they are its iterate"
+            )
+        self.begin()

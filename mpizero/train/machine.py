@@ -1,13 +1,11 @@
-"""Find out facts about this machine for ``mpizero doctor``, ``mpizero bench`` and the benchmark scripts.
+"""Find out facts about this machine and this process: processor, libraries, shared memory, GPUs, memory in use.
 
-Describe where a run trains: versions of libraries, and the machine.
-
-Measure the memory of a process: its size, its peak, and its part of the memory that it shares with others.
+``mpizero doctor``, ``mpizero bench`` and the benchmark scripts show them, and a run records where it trains. What is
+measured of a process is its size, its peak, and its part of the memory that it shares with others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import importlib.util
@@ -37,26 +35,6 @@ from mpizero.kernels.matmul import library
 
 if TYPE_CHECKING:
     from mpizero.kernels.machine_code import CacheFolder
-
-
-__all__ = [
-    "blas",
-    "described",
-    "devices",
-    "cores",
-    "gpus",
-    "hdf5",
-    "host",
-    "mpi_facts",
-    "processor",
-    "shared_space",
-    "try_kernel",
-    "torch_build",
-    "try_reduction",
-    "try_shared_memory",
-]
-
-_WINDOW = 1 << 16
 
 
 def host() -> str:
@@ -157,6 +135,9 @@ def try_reduction(comm: Communicator) -> tuple[int, float]:
     return int(buffer[0]), sorted(times)[len(times) // 2]
 
 
+_WINDOW = 1 << 16
+
+
 def try_shared_memory(comm: Communicator) -> str:
     """Write a part of a shared window on every rank, and read all parts; return the problem, "" if there is none.
 
@@ -238,7 +219,7 @@ def torch_build() -> tuple[str, str]:
     """
     found = importlib.util.find_spec("torch")
     for folder in (found.submodule_search_locations if found else None) or ():
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             text = Path(folder, "version.py").read_text(encoding="utf-8")
             version = re.search(r"""^__version__.*?['"](.+)['"]""", text, re.MULTILINE)
             cuda = re.search(r"""^cuda\b.*= *['"](.+)['"]""", text, re.MULTILINE)
@@ -353,8 +334,6 @@ def proportional_growth(every: float = 0.002) -> Iterator[list[int]]:
 
 def release_free_memory() -> None:
     """Return freed memory to the system, so that a measurement counts only memory in use."""
-    import ctypes
-
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other C libraries return pages by themselves
     if trim is not None:

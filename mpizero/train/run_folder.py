@@ -1,13 +1,12 @@
-"""Manage the files of one run: metrics, events, marker, lock, checkpoints. Files of earlier runs are kept.
+"""Keep a run in its folder: metrics, events, marker, lock and checkpoints, and continue it from there.
 
-Save and restore a run's state other than arrays, and choose the checkpoint from which a run continues.
-
-Write the checkpoints of a run, either at once or in a thread during the next steps.
+:class:`RunFolder` manages the files; those of earlier runs are kept. :class:`RunState` is a run's state other than
+arrays, and :func:`restore` chooses the checkpoint from which a run continues. :class:`Saver` writes checkpoints, either
+at once or in a thread during the next steps.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -17,7 +16,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
@@ -197,10 +196,10 @@ class RunFolder:
                 done.append((path, target))
         except OSError as error:
             for path, target in reversed(done):
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     _move(target, path)
             for folder in reversed(made):
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     folder.rmdir()
             raise self._failed("what an earlier run left in it cannot be moved aside", error) from None
         return home if files else place
@@ -285,7 +284,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the files, and release the lock, also where closing fails."""
-        with contextlib.ExitStack() as closing:
+        with ExitStack() as closing:
             for file in (self._lock, *self._appended.values()):
                 if file is not None:
                     closing.callback(file.close)

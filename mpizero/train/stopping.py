@@ -1,12 +1,13 @@
-"""Catch the signals by which schedulers ask a job to stop, so that it can save its state first.
+"""Stop a training early, so that it can save its state first, and let a Slurm job run again afterwards.
 
-Find out how much time a job has left, from its configuration and Slurm, and how much time saving needs.
+:class:`StopSignals` catches the signals by which schedulers ask a job to stop, :class:`WallTime` knows how much time a
+job has left and how much saving needs, and :class:`StopFile` looks for the file ``STOP`` in a run's folder, which a
+user creates to make the run save its state and end. By :class:`StopRequests` all ranks decide together, once a step,
+whether to stop because a rank has one of these reasons. :func:`requeue` puts a Slurm job into the queue again, unless
+:func:`why_not_again` has a reason.
 
-Let all ranks decide together, once a step, whether to stop early because a rank has a request to stop.
-
-Look for the file ``STOP`` in a run's folder, which a user creates to make the run save its state and end.
-
-Decide whether a Slurm job that has trained shall run again, and put it into the queue.
+The command line catches signals before it loads the libraries of a training, which takes a second. So this file imports
+none of them at its head.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mpizero.checkpoint.folders import step_folders, step_of
-from mpizero.comm import Communicator
-from mpizero.comm.communicator import Request
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.train.config.checks import clock_seconds
-from mpizero.train.config.schema import LoopSection
+
+if TYPE_CHECKING:
+    from mpizero.comm import Communicator
+    from mpizero.comm.communicator import Request
+    from mpizero.train.config.schema import LoopSection
 
 #: SIGUSR1 and SIGUSR2 are a batch system's early warnings; with SIGTERM schedulers and launchers ask a job to end.
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2)
@@ -182,6 +183,8 @@ def slurm_limit(environment: Mapping[str, str], ask: Callable[[str], str] = ask_
     Not collective: called on one rank. Slurm 22.05 and older do not set SLURM_JOB_END_TIME. In that case ``ask`` is
     called with the number of the job, and must return the remaining time as ``squeue`` prints it.
     """
+    from mpizero.train.config.checks import clock_seconds
+
     job, end = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_JOB_END_TIME", "")
     if not job:
         return None
@@ -432,6 +435,8 @@ class Visit:
     @classmethod
     def after(cls, last: Visit | None, job: str, status: int, folders: Iterable[Path], used: float) -> Visit:
         """Make the description of a visit of ``used`` seconds that has ended, after ``last`` of the same job."""
+        from mpizero.checkpoint.folders import step_folders, step_of
+
         steps = {str(path): step for path in folders for step in map(step_of, step_folders(str(path))[:1]) if step}
         before = last.steps if last else {}
         done = max((step - before.get(path, 0) for path, step in steps.items()), default=0)
@@ -467,6 +472,8 @@ def state_of_job(job: str) -> JobState:
     ConfigError
         If Slurm does not answer.
     """
+    from mpizero.train.config.checks import clock_seconds
+
     answer = _slurm(["squeue", "--noheader", f"--jobs={job}", "--format=%T|%r|%M"]).strip()
     state, reason, used = [*answer.split("|"), "", ""][:3]
     try:

@@ -1,6 +1,7 @@
-"""Check the arguments of ``Trainer``, and make of them what a run consists of.
+"""Define ``Trainer``: training with resume, early stops, checkpoints, validation and metrics, in one object.
 
-Define ``Trainer``: training with resume, early stops, checkpoints, validation and metrics, in one object.
+The functions and :class:`TrainerArguments` before it check its arguments, and make of them what a run consists of, as
+the sections of a configuration file would.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def parallel_section(strategy: Any, parallel: Any) -> ParallelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments:
-    """Hold the arguments of :class:`~mpizero.train.trainer.Trainer`, which describes them."""
+    """Hold the arguments of :class:`Trainer`, which describes them."""
 
     model: Any
     source: Any

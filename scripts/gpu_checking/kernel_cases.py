@@ -216,7 +216,7 @@ def _compression(d: Draw) -> Iterator[Case]:
     from tests.support.reference import update
 
     n = d.flat
-    x, residual, blocks = d.normal(n), d.normal(n), -(-n // update.BLOCK)
+    x, residual, blocks = d.normal(n), d.normal(n), -(-n // update.COMPRESSION_BLOCK)
     encoded = d.out(blocks), d.out(n, dtype=np.int8)
     yield Case("update.int8_encode", (x, residual, *encoded), wide=False)
     codes = d.rng.integers(-127, 128, n).astype(np.int8)

@@ -34,6 +34,7 @@ def trained(comm, layout, *, directly):
         mz.HybridShardedModel(model, config, **LAYOUTS[layout]) as placed,
     ):
         placed.engine.bind(mz.AdamW(lr=1e-2))
+        copied.clear()  # what the probe has looked at
         losses = [placed.train(drawn[:, :-1], drawn[:, 1:]) for _ in range(2)]
         values = placed.gather_full_parameters()
         told = placed.engine.compute_device.describe()

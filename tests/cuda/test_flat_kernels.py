@@ -169,7 +169,7 @@ def test_the_wrong_number_of_arguments_or_dimensions_is_refused_by_name():
 def test_compressed_messages_have_the_bits_of_the_cpu(size):
     x, residual = np.random.default_rng(size).standard_normal((2, size)).astype(np.float32)
     x[size // 2 : size // 2 + 9] = 0.5  # equal magnitudes
-    blocks = -(-size // kernels.cpu.update.BLOCK)
+    blocks = -(-size // kernels.cpu.update.COMPRESSION_BLOCK)
     encoded = np.zeros(blocks, np.float32), np.zeros(size, np.int8)
     gpu, cpu = on_both("update", "int8_encode", x, residual, *encoded)
     assert gpu == cpu

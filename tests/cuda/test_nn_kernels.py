@@ -142,7 +142,7 @@ def test_random_fills_agree_with_the_oracle(start, dtype):
             results = []
             for package in PACKAGES:
                 filled = out.copy()
-                kernels = import_module(f"{package}.random")
+                kernels = import_module(f"{package}.reduction")
                 getattr(kernels, topic)(1, 2**31, 3, start, filled, *values)
                 results.append(filled)
             np.testing.assert_allclose(*results, rtol=0, atol=2e-6 if dtype is np.float32 else 1e-14)

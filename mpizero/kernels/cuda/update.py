@@ -338,7 +338,7 @@ def lamb_direction_tree(
         )
 
 
-BLOCK = formulas.BLOCK
+COMPRESSION_BLOCK = formulas.BLOCK
 #: Neighbours whose largest values one thread collects, so that indices ascend.
 TILE = 256
 
@@ -355,7 +355,7 @@ def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> 
     The arguments are those of :func:`mpizero.kernels.cpu.update.int8_encode`.
     """
     for block in range(cuda.grid(1), scales.size, cuda.gridsize(1)):
-        first, last = block * BLOCK, min((block + 1) * BLOCK, values.size)
+        first, last = block * COMPRESSION_BLOCK, min((block + 1) * COMPRESSION_BLOCK, values.size)
         largest = np.uint32(0)
         for i in range(first, last):
             residual[i] = values[i] + residual[i]
@@ -373,7 +373,7 @@ def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> 
 def int8_decode(scales: Array, codes: Array, out: Array) -> None:
     """Write the values to which :func:`int8_encode` rounded, ``code * scale`` for each code, to ``out``."""
     for i in range(cuda.grid(1), out.size, cuda.gridsize(1)):
-        out[i] = np.float32(codes[i]) * scales[i // BLOCK]
+        out[i] = np.float32(codes[i]) * scales[i // COMPRESSION_BLOCK]
 
 
 @kernel("void(const f4[::1], f4[::1])")

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from mpizero.guard import reports
-from mpizero.guard.reports import leftovers, remove, session_folders
+from mpizero.guard.reports import leftovers, remove_leftovers, session_folders
 
 if not hasattr(fcntl, "F_SETLEASE"):
     pytest.skip("this system grants no leases", allow_module_level=True)
@@ -44,7 +44,7 @@ def test_what_nobody_uses_is_removed_and_what_is_mapped_or_open_is_not_even_name
     with open(opened, "rb+"):
         found = leftovers(str(tmp_path))
         assert paths(found) == [str(unused)]
-        gone, spared = remove(found)
+        gone, spared = remove_leftovers(found)
     kept.close()
     assert (paths(gone), spared) == ([str(unused)], [])
     assert [mapped.exists(), opened.exists(), unused.exists()] == [True, True, False]
@@ -77,7 +77,7 @@ def test_files_of_other_names_links_and_folders_are_nobodys_business(tmp_path):
 
 def test_young_files_are_spared_with_the_reason(tmp_path):
     path = make(tmp_path, "mpich_shm_young", age=10)
-    gone, spared = remove(leftovers(str(tmp_path)))
+    gone, spared = remove_leftovers(leftovers(str(tmp_path)))
     assert (gone, paths(spared)) == ([], [str(path)])
     assert "it was changed 1" in spared[0].spared
     assert path.exists()
@@ -96,7 +96,7 @@ def test_a_file_whose_users_cannot_be_told_is_spared_and_said_so(tmp_path, monke
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(fcntl, "fcntl", refused)
-    gone, spared = remove(leftovers(str(tmp_path)))
+    gone, spared = remove_leftovers(leftovers(str(tmp_path)))
     assert gone == []
     assert "whether it is in use cannot be told" in spared[0].spared
     assert path.exists()
@@ -106,7 +106,7 @@ def test_a_file_that_is_opened_after_it_was_found_is_spared(tmp_path):
     path = make(tmp_path, "mpich_shm_late")
     found = leftovers(str(tmp_path))
     with open(path, "rb+"):
-        gone, spared = remove(found)
+        gone, spared = remove_leftovers(found)
     assert (gone, path.exists()) == ([], True)
     assert spared[0].spared == "somebody has opened it"
 
@@ -118,6 +118,6 @@ def test_session_folders_of_dead_launchers_are_removed_and_those_of_living_ones_
         folder.mkdir(parents=True)
         make(folder, "smseg")
         os.utime(folder, (1, 1))
-    gone, spared = remove(session_folders(str(tmp_path)))
+    gone, spared = remove_leftovers(session_folders(str(tmp_path)))
     assert (paths(gone), spared) == ([str(dead)], [])
     assert living.exists()

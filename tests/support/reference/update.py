@@ -197,7 +197,7 @@ def lamb_direction_tree(
     lamb_direction(w, u, m, v, hyper, start, stop)
 
 
-BLOCK = 256
+COMPRESSION_BLOCK = 256
 
 
 def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
@@ -207,7 +207,7 @@ def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> 
     """
     residual += values
     for block in range(scales.size):
-        part = slice(block * BLOCK, (block + 1) * BLOCK)
+        part = slice(block * COMPRESSION_BLOCK, (block + 1) * COMPRESSION_BLOCK)
         rest = residual[part]
         scale = np.max(np.abs(rest)) * np.float32((1 - 2.0**-22) / 127)
         if not np.isfinite(scale):
@@ -223,7 +223,7 @@ def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> 
 
 def int8_decode(scales: Array, codes: Array, out: Array) -> None:
     """Write the values to which :func:`int8_encode` rounded, ``code * scale`` for each code, to ``out``."""
-    out[:] = codes * np.repeat(scales, BLOCK)[: codes.size]
+    out[:] = codes * np.repeat(scales, COMPRESSION_BLOCK)[: codes.size]
 
 
 def top_encode(values: Array, residual: Array, counts: Array, indices: Array, largest: Array) -> None:
