@@ -17,7 +17,7 @@ sys.path.insert(0, str(FOLDER))  # where Python finds `harness` when it runs one
 
 from harness import Team, TeamError, alternate  # noqa: E402
 
-from mpizero._util.text import Measurement  # noqa: E402
+from mpizero._util.numbers import Measurement  # noqa: E402
 from mpizero.train.machine import proportional  # noqa: E402
 
 sys.path.remove(str(FOLDER))

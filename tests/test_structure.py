@@ -94,7 +94,7 @@ MAX_FUNCTION, MAX_PARAMETERS = 60, 6
 #: its lines in all, and the modules of the library that it imports.
 MIN_CODE, MAX_CODE, MAX_LINES, MAX_FAN_OUT = 80, 800, 1400, 25
 #: Lines of code of the whole package: what is added has to make something else superfluous, or change this number.
-MAX_PACKAGE = 0
+MAX_PACKAGE = 52_900
 #: Modules that a folder of tests may hold.
 MAX_TEST_MODULES = 20
 #: Modules that import each other for annotations only, and why that is right.
@@ -130,6 +130,9 @@ NO_VERBS = re.compile(r"(What|Where|Who|Whoever|Whose|Whether|How|That|Of|Sums|W
 EXEMPT: dict[str, str] = {
     "mpizero.errors": "two dozen exceptions of a line each, with an example each; their place is part of their names",
     "mpizero.__main__": "the entry of python -m mpizero",
+    "mpizero._util.faults": "what only tests use stands apart",
+    "mpizero._util.numbers": "it loads NumPy, which the texts of errors must not need",
+    "mpizero.optim.schedules": "an idea of its own, which no optimizer needs",
 }
 
 
@@ -466,9 +469,18 @@ def test_the_package_stays_small():
     assert code <= MAX_PACKAGE, f"{code} lines of code, more than {MAX_PACKAGE}: what has become superfluous?"
 
 
+def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the number of lines of a function, without its docstring."""
+    first = node.body[0]
+    documented = ast.get_docstring(node, clean=False) is not None
+    said = (first.end_lineno or first.lineno) - first.lineno + 1 if documented else 0
+    return (node.end_lineno or node.lineno) - node.lineno + 1 - said
+
+
 @in_every(modules())
 def test_functions_stay_short(module):
-    lines = {name: (node.end_lineno or node.lineno) - node.lineno + 1 for name, node in functions(module)}
+    """Their documentation does not count: it must be complete."""
+    lines = {name: _length(node) for name, node in functions(module)}
     long = [f"{name}: {count} lines" for name, count in lines.items() if count > MAX_FUNCTION and name not in EXEMPT]
     assert not long, "\n".join(long)
 
@@ -557,7 +569,7 @@ with mz.distribute(mz.nn.MLP(3, [4], 2), mz.optim.AdamW(), strategy="zero1") as 
     model.save_model(sys.argv[1])
     model.load_model(sys.argv[1])
     model.optimizer.load_state_dict(model.optimizer.state_dict())
-print(*[name for name in sys.modules if name.startswith("mpizero.optim.vectors")])
+print(*[name for name in sys.modules if name.startswith("mpizero.optim.minimizers")])
 """
     command = [sys.executable, "-c", code, str(tmp_path / "saved")]
     assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split() == []

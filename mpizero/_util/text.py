@@ -1,40 +1,28 @@
-"""Print, name and format what people read; find versions of packages; and compute checksums.
+"""Print, name and format what people read; find versions of packages.
 
 :func:`printable` escapes control characters, so that any text can be printed safely. :func:`users_line` finds the line
 of the user's own code in a traceback, so that error messages can name it. Then come formats of numbers, ages and
-tables, a :class:`Measurement` (median and range of repeated measurements), and a :class:`Rounding`, which bounds by how
-much rounding alone can make two numbers differ, from their type and the lengths of the sums.
+tables.
 
 Versions of installed packages are read from the names of the folders that describe them: installers name these after
 name and version (PEP 376). Importing ``importlib.metadata`` instead takes 30 ms of processor time, because it imports
-parsers of mail and archives: of 64 ranks on two cores a second. ``crc32`` has the values of ``zlib.crc32``, and is
-about as fast as memory can be read.
+parsers of mail and archives: of 64 ranks on two cores a second. Nothing slow is imported here: every error needs it.
 """
 
 from __future__ import annotations
 
 import io
-import math
 import os
 import re
-import statistics
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TextIO
 from unicodedata import category
-
-import numpy as np
-from isal.isal_zlib import crc32, crc32_combine
-
-from mpizero.types import Array
-
-__all__ = ["crc32", "crc32_combine"]
 
 #: Unicode categories that are escaped: control characters (escape sequences begin with one), invisible formatting marks
 #: (which reverse the direction of writing, or hide in names), halves of surrogate pairs, line and paragraph separators,
@@ -272,125 +260,3 @@ def _versions(folders: tuple[str, ...]) -> dict[str, str]:
 def _normalized(name: str) -> str:
     """Return the form of a package's name in which all spellings of it are equal (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Hold the median, the smallest (``least``) and the largest (``most``) of some measured numbers."""
-
-    median: float
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, figures: Sequence[float]) -> Measurement:
-        """Return the median, the smallest and the largest of one or more numbers."""
-        return cls(statistics.median(figures), min(figures), max(figures))
-
-    @classmethod
-    def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> Measurement:
-        """Summarize the ratios ``above[k] / below[k]`` of two equally long sequences."""
-        return cls.of([a / b for a, b in zip(above, below, strict=True)])
-
-    def __str__(self) -> str:
-        """Return the median and the range with two decimals: ``1.18 (1.16 to 1.20)``."""
-        return self.text(2)
-
-    def text(self, digits: int, factor: float = 1.0, unit: str = "") -> str:
-        """Return the median and, in parentheses, the range as text.
-
-        Each number is multiplied by ``factor``, rounded to ``digits`` decimals and followed by ``unit``.
-        """
-        middle, least, most = (f"{value * factor:.{digits}f}{unit}" for value in (self.median, self.least, self.most))
-        return f"{middle} ({least} to {most})"
-
-    def rounded(self, digits: int) -> dict[str, float]:
-        """Return a dictionary of ``median``, ``least`` and ``most``, rounded to ``digits`` decimals, for JSON."""
-        return {name: round(value, digits) for name, value in asdict(self).items()}
-
-
-#: Relative change of a sum by another order of its terms, in units of the type's epsilon, for every doubling of its
-#: length. BLAS and trees add in blocks, so the error grows with the logarithm of the length. Differences measured with
-#: a small GPT stay below a tenth of this.
-_PER_DOUBLING = 16.0
-#: Relative rounding error of a few products and divisions of one element, in units of epsilon.
-_OF_ELEMENT = 2.0
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """Compare numbers of two trainings, allowing for rounding.
-
-    Attributes
-    ----------
-    dtype : str
-        Type of parameters and gradients.
-    terms : float
-        Number of terms of the longest sums.
-    tolerance : float or None
-        Difference that the parallel layout may cause, relative to the largest element of the compared arrays. None: the
-        layout must not change a bit.
-    """
-
-    dtype: str
-    terms: float
-    tolerance: float | None = None
-
-    @property
-    def epsilon(self) -> float:
-        """Distance from 1 to the next larger number of the type."""
-        return float(np.finfo(self.dtype).eps)
-
-    @property
-    def of_sums(self) -> float:
-        """Largest relative difference between sums of the same terms in another order."""
-        return _PER_DOUBLING * self.epsilon * math.log2(2.0 + self.terms)
-
-    def near(self, found: float, expected: float) -> bool:
-        """Tell whether two numbers differ by no more than rounding of sums, or :attr:`tolerance`, allows."""
-        return found == expected or abs(found - expected) <= max(self.of_sums, self.tolerance or 0.0) * abs(expected)
-
-    def ratio(self, factor: float, counts: float) -> bool:
-        """Tell whether ``factor`` equals ``counts``, a ratio of two counts, within rounding."""
-        return abs(factor - counts) <= max(self.of_sums, 8 * (self.tolerance or 0.0)) * counts
-
-    def same(self, found: float, expected: float) -> bool:
-        """Tell whether two numbers are equal in all bits or, if there is a tolerance, within the tolerance."""
-        if np.float64(found).tobytes() == np.float64(expected).tobytes():
-            return True
-        return self.tolerance is not None and abs(found - expected) <= self.tolerance * abs(expected)
-
-    def close(self, found: Array, expected: Array) -> bool:
-        """Tell whether two arrays differ by no more than rounding of sums, or :attr:`tolerance`, allows.
-
-        Differences are relative to the largest element of ``expected``; if that is 0, return False.
-        """
-        size = largest(expected)
-        return size > 0 and largest(found - expected) <= max(self.of_sums, self.tolerance or 0.0) * size
-
-    def factor(
-        self, found: Sequence[Array], expected: Sequence[Array], *, keep_one: bool = False, summed: bool = False
-    ) -> float | None:
-        """Return the factor f with ``found = f * expected`` for all elements; None if there is no such factor.
-
-        The equation must hold for every element within rounding, and ``expected`` must have at least two elements that
-        are not zero. A factor within a few epsilon of 1 is returned only with ``keep_one``. With ``summed``, the
-        elements may also differ as sums in another order do.
-        """
-        a, b = (np.concatenate([np.ravel(v) for v in arrays]).astype(np.float64) for arrays in (found, expected))
-        scale = np.concatenate([np.full(v.size, largest(v)) for v in expected])  # sums of tied uses cancel
-        square = float(b @ b)
-        if not np.isfinite(a).all() or not 0 < square < np.inf or np.count_nonzero(b) < 2:
-            return None
-        factor, allowed = float(a @ b) / square, self.tolerance or 0.0
-        allowed = max(allowed, self.of_sums) if summed else allowed
-        bound = _OF_ELEMENT * self.epsilon * abs(factor) * (np.abs(b) + scale) + allowed * abs(factor) * largest(b)
-        bound += _OF_ELEMENT * float(np.finfo(self.dtype).smallest_subnormal)
-        if factor == 0 or not (np.abs(a - factor * b) <= bound).all():
-            return None
-        return factor if keep_one or abs(factor - 1) >= 2 * _OF_ELEMENT * self.epsilon + 8 * allowed else None
-
-
-def largest(values: Array) -> float:
-    """Return the largest magnitude of the elements; 0 for an empty array."""
-    return float(np.max(np.abs(values), initial=0.0))

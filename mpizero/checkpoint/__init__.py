@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from mpizero.checkpoint.asynchronous import PendingSave as PendingSave
     from mpizero.checkpoint.asynchronous import SnapshotBuffer as SnapshotBuffer
     from mpizero.checkpoint.asynchronous import begin as begin
-    from mpizero.checkpoint.convert import FORMATS as FORMATS
     from mpizero.checkpoint.convert import ImportRules as ImportRules
     from mpizero.checkpoint.convert import TensorFile as TensorFile
     from mpizero.checkpoint.convert import export as export

@@ -27,7 +27,7 @@ from typing import NamedTuple, NoReturn, Self, TypeVar
 import numpy as np
 
 from mpizero._util.faults import inject
-from mpizero._util.text import crc32
+from mpizero._util.numbers import crc32
 from mpizero.checkpoint.format import (
     BLOCK,
     MANIFEST_NAME,

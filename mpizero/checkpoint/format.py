@@ -30,7 +30,7 @@ import numpy as np
 
 from mpizero._util.checks import is_whole
 from mpizero._util.names import PATH_LIMIT, PATH_PARTS, fault_of, nested_in, shown
-from mpizero._util.text import crc32_combine
+from mpizero._util.numbers import crc32_combine
 from mpizero.errors import ArgumentError, CheckpointDamagedError, CheckpointError, CheckpointVersionError, ConfigError
 from mpizero.types import Array
 

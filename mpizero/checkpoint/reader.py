@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from mpizero._util.faults import inject
-from mpizero._util.text import crc32
+from mpizero._util.numbers import crc32
 from mpizero.checkpoint.folder import agreed, as_bytes, on_root, standing
 from mpizero.checkpoint.format import (
     BLOCK,

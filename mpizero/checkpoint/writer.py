@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from mpizero._util.faults import inject
-from mpizero._util.text import crc32
+from mpizero._util.numbers import crc32
 from mpizero.checkpoint.folder import (
     CapturedError,
     LockedFolder,

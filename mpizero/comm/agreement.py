@@ -26,7 +26,8 @@ import numpy as np
 
 from mpizero._util.checks import native, unmasked
 from mpizero._util.fingerprint import Fingerprint, Parts, shown, words
-from mpizero._util.text import crc32, notice
+from mpizero._util.numbers import crc32
+from mpizero._util.text import notice
 from mpizero.comm.communicator import Communicator
 from mpizero.errors import CollectiveError, ConfigError, PeerFailure, RemoteError
 from mpizero.guard.reports import by_ranks, describe_error, ranks_text

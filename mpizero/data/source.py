@@ -39,8 +39,8 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from mpizero._util.checks import has_plain_bytes, native, number, require, takes_run, unmasked_samples, whole
 from mpizero._util.fingerprint import Fingerprint
 from mpizero._util.names import explains
+from mpizero._util.numbers import crc32
 from mpizero._util.pytree import SampleTree, join, leaves_of, map_arrays, map_leaves, paths_of
-from mpizero._util.text import crc32
 from mpizero.comm.startup import available_memory
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import cpu

@@ -23,8 +23,9 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero._util.checks import require, whole
+from mpizero._util.numbers import crc32
 from mpizero._util.pytree import SampleTree
-from mpizero._util.text import crc32, notice, stacklevel
+from mpizero._util.text import notice, stacklevel
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.agreement import agree_on_call, all_ranks
 from mpizero.comm.model_group import BlockLocks

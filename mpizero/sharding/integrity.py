@@ -32,7 +32,7 @@ import numpy as np
 
 from mpizero._util.checks import named
 from mpizero._util.names import nearest
-from mpizero._util.text import crc32
+from mpizero._util.numbers import crc32
 from mpizero.comm import ProcessGrid
 from mpizero.errors import IntegrityError, LayoutError
 from mpizero.kernels import to_host

@@ -2,7 +2,7 @@
 
 Its methods come from a chain of classes, each with one subject: :class:`Saving` has those for checkpoints, and
 :class:`ManualGradients` those that compute gradients, sum them over the ranks, and apply them in separate calls, for
-users who do not call ``train``. The engine behind it does the work (``sharding/engine.py``); the classes here make all
+users who do not call ``train``. The engine does the work (``sharding/engine.py``); the classes here make all
 ranks agree on a call first, and tell users what went wrong.
 """
 
@@ -20,7 +20,8 @@ import numpy as np
 from mpizero import checkpoint, kernels
 from mpizero._util.checks import number, require
 from mpizero._util.names import explains
-from mpizero._util.text import crc32, notice
+from mpizero._util.numbers import crc32
+from mpizero._util.text import notice
 from mpizero.checkpoint.format import ALIGNMENT
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_arrays, agree_equal, all_ranks, collective, recorded

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from mpizero import nn, optim
+from mpizero._util.numbers import Rounding, largest
 from mpizero._util.pytree import leaves_of, map_leaves, paths_of
-from mpizero._util.text import Rounding, is_users, largest
+from mpizero._util.text import is_users
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import communicator_of, one_process

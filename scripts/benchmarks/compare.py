@@ -40,7 +40,7 @@ from typing import Any
 from comparing.ours import LIMIT, MODULES, PRESETS, STRATEGIES, OurModule, Ours, Products
 from harness import Team, TeamError, alternate, chosen, environment_of, parser, positive, serve, tell
 
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 
 with contextlib.suppress(ImportError):  # the interpreter of PyTorch and DeepSpeed need not have mpizero's dependencies
     from mpizero.train.machine import described, proportional

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from harness import Team, alternate, parser, serve
 
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 
 RANKS, SHOTS, SLOW_RANK = 4, 16, 1
 #: Contenders: how grains are assigned, and whether a rank is slow.

@@ -30,7 +30,7 @@ from comparing.ours import LinearProducts
 from harness import alternate, parser
 
 import mpizero as mz
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 from mpizero.nn.layer import Affine
 from mpizero.nn.layers import Activation
 from mpizero.nn.models import gradient_slots

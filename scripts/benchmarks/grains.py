@@ -27,7 +27,7 @@ import numpy as np
 from harness import alternate, parser, tell
 
 import mpizero as mz
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 from mpizero.kernels.matmul import matmul
 from mpizero.layout import GrainRule
 from mpizero.sharding.config import placement

@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from harness import alternate, output_of, parser
 
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 
 Row = dict[str, Any]
 KINDS = ("bare", "processes", "threads")

@@ -165,7 +165,7 @@ def work(row: Row) -> int:
 
 def seconds(args: argparse.Namespace) -> dict[str, Any]:
     """Time both in turns, and return a JSON document."""
-    from mpizero._util.text import Measurement
+    from mpizero._util.numbers import Measurement
 
     size = str(int(args.parameters) // 4 * 4)
     told: dict[str, Row] = {}

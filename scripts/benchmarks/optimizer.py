@@ -32,7 +32,7 @@ import numpy as np
 from comparing.ours import data, timed
 from harness import Team, TeamError, alternate, chosen, parser, serve
 
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 
 RANKS = 2
 OURS = "mpizero"

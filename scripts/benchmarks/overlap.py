@@ -31,7 +31,7 @@ from harness import alternate, parser
 from mpi4py import MPI
 
 import mpizero as mz
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 from mpizero.comm import reduce
 from mpizero.sharding import grad_reduce, params
 from mpizero.sharding.config import elements_of

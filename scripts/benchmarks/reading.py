@@ -33,7 +33,7 @@ import numpy as np
 from harness import alternate, parser
 
 import mpizero as mz
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 
 BATCH = CHUNK = 64
 LAYOUTS: dict[str, dict[str, Any]] = {"contiguous": {}, "gzip": {"compression": "gzip", "compression_opts": 1}}

@@ -37,7 +37,7 @@ sys.path.insert(1, str(ROOT))  # the library of this checkout, wherever the scri
 from growing.counted import LAYOUTS, rows  # noqa: E402
 from harness import Team, TeamError, alternate, output_of, parser, result_of, serve, tell  # noqa: E402
 
-from mpizero._util.text import Measurement  # noqa: E402
+from mpizero._util.numbers import Measurement  # noqa: E402
 
 CONFIG = Path(__file__).resolve().parent / "growing" / "small.toml"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")

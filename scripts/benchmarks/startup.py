@@ -25,7 +25,7 @@ from typing import Any
 from harness import alternate, output_of, parser, result_of
 from harness.clock import Clock
 
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 
 PARTS = ("python", "mpi", "import", "comms", "windows", "kernels", "model", "step")
 

@@ -39,7 +39,7 @@ import numba
 import numpy as np
 from harness import alternate, parser, result_of
 
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 from mpizero.layout.sum_tree import fold_plan
 
 TREE = "tree"

@@ -20,7 +20,7 @@ import numpy as np
 from harness import alternate, parser, tell
 
 import mpizero as mz
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 
 VOCABULARY = 256
 KINDS = {"tensor": ("tensor",), "context": ("context",), "both": ("tensor", "context")}

@@ -33,7 +33,7 @@ from harness import alternate, chosen, parser
 from mpi4py import MPI
 
 import mpizero as mz
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 from mpizero.train.machine import described
 
 WORLD = MPI.COMM_WORLD

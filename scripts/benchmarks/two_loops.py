@@ -18,7 +18,7 @@ import numpy as np
 from comparing.ours import timed
 from harness import Team, alternate, parser, serve, tell
 
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 
 RANKS = 2
 OURS, STREAM = "two loops", "stream"

@@ -23,7 +23,7 @@ import numpy as np
 import mpizero as mz
 from gpu_checking.report import Report, timed
 from gpu_checking.running import command_line
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 from mpizero.kernels import cuda, gpu
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))  # has the network of PyTorch, too

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpizero._util.text import crc32, crc32_combine
+from mpizero._util.numbers import crc32, crc32_combine
 from mpizero.checkpoint.format import BLOCK, block_count, crc32_shifted, cut, judge
 
 

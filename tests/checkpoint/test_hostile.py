@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint, errors
-from mpizero._util.text import crc32
+from mpizero._util.numbers import crc32
 from mpizero.checkpoint.format import ARRAY_LIMIT, Manifest, StoredArray
 from mpizero.errors import CheckpointError
 from tests.checkpoint.sealed import seal

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpizero.sharding.placed_model import different_builds, numpy_builds
+from mpizero.sharding.device import different_builds, numpy_builds
 
 
 def test_equal_builds_are_silent() -> None:

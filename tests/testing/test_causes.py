@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero._util.text import Rounding
+from mpizero._util.numbers import Rounding
 from mpizero.tools.verify.verdicts import GradientEvidence, diagnose_gradient, diagnose_norm
 from tests.testing import planted
 from tests.testing.planted import compared, finding, gpt, texts

@@ -216,7 +216,7 @@ def trained(tmp_path_factory):
 @pytest.fixture
 def round_machine():
     """A machine of round figures, for two ranks: a billion operations and bytes a second, a message takes a second."""
-    from mpizero._util.text import Measurement
+    from mpizero._util.numbers import Measurement
     from mpizero.tools.plan.time import Machine, MatrixProduct, MemoryPass, MessageSpeed
 
     def fixed(seconds: float) -> Measurement:

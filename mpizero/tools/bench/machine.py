@@ -32,7 +32,8 @@ from threadpoolctl import threadpool_limits
 
 from mpizero import optim
 from mpizero._util.checks import whole
-from mpizero._util.text import Measurement, amount, columns
+from mpizero._util.numbers import Measurement
+from mpizero._util.text import amount, columns
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.reduce import program_array

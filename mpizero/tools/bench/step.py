@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from mpizero._util.checks import whole
-from mpizero._util.text import Measurement, columns
+from mpizero._util.numbers import Measurement
+from mpizero._util.text import columns
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import MESSAGE, TimeSpan

@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpizero._util.numbers import Rounding
 from mpizero._util.pytree import leaves_of
-from mpizero._util.text import Rounding
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError, DataError, ModelCheckError, MpizeroError

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from mpizero._util.checks import Check, Unexpected, flag, positive, whole
-from mpizero._util.text import Measurement, printable
+from mpizero._util.numbers import Measurement
+from mpizero._util.text import printable
 from mpizero.checkpoint.format import parse
 from mpizero.errors import DataError
 from mpizero.layout.sum_tree import Program

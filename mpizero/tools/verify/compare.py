@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from mpizero._util.numbers import Rounding, largest
 from mpizero._util.pytree import SampleTree
-from mpizero._util.text import Rounding, largest
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import communicator_of, default_world

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero._util.text import Rounding, largest
+from mpizero._util.numbers import Rounding, largest
 from mpizero.errors import ConfigError
 from mpizero.layout import SCHEDULES, chunk_stages
 from mpizero.sharding.partition import TILED_AXES, Tiles, fits_tiles, within_rounding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 from mpizero.tools.plan.time import NEEDED, Machine, MatrixProduct, MemoryPass, MessageSpeed
 
 #: Numbers of arrays that are read and written by each pass over memory that a machine file must have.

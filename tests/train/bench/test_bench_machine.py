@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpizero._util.text import Measurement
+from mpizero._util.numbers import Measurement
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import memory
 from mpizero.sharding import ShardingConfig
