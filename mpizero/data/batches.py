@@ -350,21 +350,24 @@ def batches(
     ...     print([(x.shape, stream.consumed, stream.epoch) for x, y in stream])
     [((1000, 64), 1000, 0), ((1000, 64), 2000, 0)]
     """
-    settings: dict[str, Any] = {
-        "global_batch": global_batch,
-        "seed": seed,
-        "steps": steps,
-        "consumed": consumed,
-        "prefetch": prefetch,
-    }
+    settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed, "prefetch": prefetch}
+    return _agreed_batches(source, config, group, settings)
+
+
+def _agreed_batches(
+    source: Source | OnlineSource,
+    config: BatchConfig | BatchModel,
+    group: Communicator | None,
+    settings: dict[str, Any],
+) -> Batches | OnlineBatches:
     comm, group = ranks_of(config, group)
     with all_ranks(comm):
         _check_arguments(source, comm, settings)
     agree_equal(comm, lambda: _described_arguments(source, settings), "agree batches")
     if isinstance(source, OnlineSource):
-        return OnlineBatches(source, config, global_batch, steps, consumed, group)
+        return OnlineBatches(source, config, settings["global_batch"], settings["steps"], settings["consumed"], group)
     with all_ranks(comm):
-        choose_grains(config, source, global_batch)
+        choose_grains(config, source, settings["global_batch"])
     return Batches(source, config, **settings, group=group).tell_cost(comm)
 
 

@@ -232,7 +232,7 @@ class FlatOptimizer:
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
         """Compute the averaged gradient of ``rows``, and update ``w`` and ``state`` with it, in one pass over memory.
 
-        The result has the same bits as ``fused.tree_sum`` followed by :meth:`apply`.
+        The result has the same bits as the kernel ``tree_sum`` followed by :meth:`apply`.
         """
         kernel = getattr(kernels.backend(w).update, f"{self._kernel}_tree")
         jit.run_range(kernel, (*rows, w, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)
