@@ -250,8 +250,6 @@ _SAVED: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "tiles": (is_tile_record, EXPECTED_TILES),
     "tied": (_is_tied, "null, or names of parameters, each with the name of the one whose values it shares"),
 }
-
-
 #: Name of the checkpoint attribute that holds the learning rate.
 ATTRIBUTE = "learning_rate"
 
@@ -326,8 +324,6 @@ def _schedule(updater: Updater | None) -> dict[str, Any] | None:
 
 #: Elements of the arrays that are read and verified together, into extra memory, for a model that is in use.
 VERIFIED_AT_ONCE = 1 << 22
-
-
 #: Slices are read by rows if their ranges are shorter than this on average, in bytes.
 _SHORT_RANGE = 1 << 18
 
