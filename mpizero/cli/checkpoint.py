@@ -47,7 +47,7 @@ from mpizero.train.config.checks import check_option, data_fingerprint, shown
 from mpizero.train.config.schema import Config
 from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
 from mpizero.train.events import ByteProgress
-from mpizero.train.run_folder import ATTRIBUTE
+from mpizero.train.run_folder import TRAINING
 
 
 def run(options: argparse.Namespace) -> int:
@@ -413,7 +413,7 @@ def described(name: str) -> CheckpointTemplate:
     }
     element = np.dtype(model.dtype).name
     return CheckpointTemplate(
-        {ATTRIBUTE: training}, {f"parameters/{spec.name}": (spec.shape, element) for spec in specs}
+        {TRAINING: training}, {f"parameters/{spec.name}": (spec.shape, element) for spec in specs}
     )
 
 

@@ -16,8 +16,6 @@ from typing import Any
 from mpizero.errors import ConfigError
 
 Run = Callable[[argparse.Namespace], int]
-
-
 _SIZES = {
     "pipeline": "stages that the model's blocks are cut into",
     "tensor": "ranks that split each layer",
@@ -250,12 +248,8 @@ def add_verify(commands: Any, run: Run) -> None:
 
 
 _CHECKPOINT = "a run's folder (newest good checkpoint), its checkpoint folder, or one checkpoint"
-
-
 #: File name endings of each format of ``export``.
 EXPORTS = {"safetensors": (".safetensors",), "npz": (".npz",), "hdf5": (".h5", ".hdf5")}
-
-
 _TYPES = "bfloat16, float16, float32 or float64"
 
 

@@ -392,12 +392,8 @@ class _Transfer:
 
 
 _transfer = lru_cache(maxsize=64)(_Transfer)  # batches of the same sizes come again and again
-
-
 #: Kind of the node's memory for samples and claims, in counts of bytes.
 KIND = "samples"
-
-
 _ALIGNMENT = 64
 
 
@@ -603,16 +599,10 @@ class _Bad(NamedTuple):
 
 
 _NOTHING = _Bad(9, 0, "", "")
-
-
 #: Flags of a rank in the message, in the low bits of the fourth number: a value was not finite; a grain raised.
 #: The bits above them hold the rank's mismatch term, see guard/call_trace.py's [Note: one sum].
 _BAD, _FAILED = 1, 2
-
-
 _MARK_BITS = 2
-
-
 #: The most non-finite grains that are reported.
 MAX_TOLD = 16
 

@@ -26,8 +26,6 @@ from mpizero.types import Array, ParameterSpec, Part, Ranges
 
 #: ``held(name)`` returns all values of a parameter of this rank's layout, as a flat array.
 Held = Callable[[str], Array]
-
-
 #: A parameter that is read from a rank, as the rank tells it to others: its number among the whole model's parameters,
 #: and axis, ranges and tiles of the slice that the rank holds, or None if it holds the whole parameter. These are plain
 #: numbers, because each rank reads those of all ranks of its replica.

@@ -79,7 +79,7 @@ class Saving(ShardedCore):
             self._check_call("checkpoint_attributes")
         found = {
             "mpizero": state_dict.attributes(self.engine),
-            saved_attributes.ATTRIBUTE: saved_attributes.recorded(self.engine.updater),
+            saved_attributes.LEARNING_RATE: saved_attributes.learning_rate_record(self.engine.updater),
         }
         return self._config.communicator.broadcast_object(found) if self._mean_every else found
 

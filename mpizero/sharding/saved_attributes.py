@@ -2,7 +2,7 @@
 
 Anybody may have written a file, so :func:`read_attribute` checks every value. Some decide whether a resumed training
 goes on with the same bits: how global batches are cut into grains, and the number of tiles. The learning rate is
-recorded to warn if loading changes it. :func:`fill` reads the arrays into those that ranks hold: all of them, or
+recorded to warn if loading changes it. :func:`fill_arrays` reads the arrays into those that ranks hold: all of them, or
 nothing.
 
 [Note: slices are read by rows] A rank of a tensor group may hold some columns of a matrix. In the file these columns
@@ -250,14 +250,12 @@ _SAVED: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "tiles": (is_tile_record, EXPECTED_TILES),
     "tied": (_is_tied, "null, or names of parameters, each with the name of the one whose values it shares"),
 }
-
-
 #: Name of the checkpoint attribute that holds the learning rate.
-ATTRIBUTE = "learning_rate"
+LEARNING_RATE = "learning_rate"
 
 
-def recorded(updater: Updater | None) -> dict[str, Any]:
-    """Return the checkpoint attribute :data:`ATTRIBUTE`, a dict with the keys ``last`` and ``schedule``.
+def learning_rate_record(updater: Updater | None) -> dict[str, Any]:
+    """Return the checkpoint attribute :data:`LEARNING_RATE`, a dict with the keys ``last`` and ``schedule``.
 
     Not collective. ``last`` is the learning rate of the last step, None if unknown. ``schedule`` holds the settings of
     the optimizer's learning-rate schedule if it is one of the library's, else it is None.
@@ -284,9 +282,9 @@ def learning_rate_change(updater: Updater, attributes: Mapping[str, Any], steps:
     Raises
     ------
     CheckpointError
-        If the attribute :data:`ATTRIBUTE` does not have the form that :func:`recorded` returns.
+        If the attribute :data:`LEARNING_RATE` does not have the form that :func:`learning_rate_record` returns.
     """
-    saved, last = attributes.get(ATTRIBUTE), last_learning_rate(attributes)
+    saved, last = attributes.get(LEARNING_RATE), last_learning_rate(attributes)
     if saved is None:
         return None
     before, now = saved.get("schedule"), _schedule(updater)
@@ -308,14 +306,16 @@ def last_learning_rate(attributes: Mapping[str, Any]) -> float | None:
     Raises
     ------
     CheckpointError
-        If the attribute :data:`ATTRIBUTE` does not have the form that :func:`recorded` returns.
+        If the attribute :data:`LEARNING_RATE` does not have the form that :func:`learning_rate_record` returns.
     """
-    saved = attributes.get(ATTRIBUTE)
+    saved = attributes.get(LEARNING_RATE)
     if saved is None:
         return None
     last = saved.get("last") if isinstance(saved, dict) else saved
     if not isinstance(saved, dict) or not (last is None or (isinstance(last, float) and math.isfinite(last))):
-        raise CheckpointError(f"the checkpoint's attribute {ATTRIBUTE!r} cannot be what mpizero wrote: {saved!r:.200}")
+        raise CheckpointError(
+            f"the checkpoint's attribute {LEARNING_RATE!r} cannot be what mpizero wrote: {saved!r:.200}"
+        )
     return last
 
 
@@ -326,8 +326,6 @@ def _schedule(updater: Updater | None) -> dict[str, Any] | None:
 
 #: Elements of the arrays that are read and verified together, into extra memory, for a model that is in use.
 VERIFIED_AT_ONCE = 1 << 22
-
-
 #: Slices are read by rows if their ranges are shorter than this on average, in bytes.
 _SHORT_RANGE = 1 << 18
 
@@ -413,7 +411,7 @@ def opened_alike(comm: Communicator, what: str, data: bytes) -> Iterator[checkpo
         yield reader
 
 
-def fill(engine: Engine, reader: ArrayReader, arrays: Sequence[HeldArray]) -> None:
+def fill_arrays(engine: Engine, reader: ArrayReader, arrays: Sequence[HeldArray]) -> None:
     """Read this rank's pieces of ``arrays``, or change nothing and raise on every rank. Collective over the world.
 
     [Note: nothing half loaded] If the model still has its initial values, the arrays are read straight into its memory;
@@ -455,7 +453,7 @@ def fill(engine: Engine, reader: ArrayReader, arrays: Sequence[HeldArray]) -> No
 
 
 def _fill_in_use(engine: Engine, reader: ArrayReader, rows: RowReading, groups: Sequence[Sequence[HeldArray]]) -> None:
-    """Read arrays into a model that has been trained or loaded, group by group; see the note in :func:`fill`."""
+    """Read arrays into a model that has been trained or loaded, group by group; see the note in :func:`fill_arrays`."""
     world, changed = engine.grid.world, False
     for group in groups if len(groups) > 1 else ():
         _read_aside(world, reader, rows, group)

@@ -35,7 +35,7 @@ from mpizero.sharding.saved_attributes import (
     HeldPiece,
     check_layout,
     check_order,
-    fill,
+    fill_arrays,
     grain_record,
     read_attribute,
     resume_grains,
@@ -184,7 +184,7 @@ def _other_names(model: Any) -> dict[str, str]:
 
 
 def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False) -> None:
-    """Restore a model from an open checkpoint: all of it, or nothing (see :func:`~.restore.fill`).
+    """Restore a model from an open checkpoint: all of it, or nothing (see :func:`fill_arrays`).
 
     Collective over the world.
 
@@ -214,7 +214,7 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
     if with_state:
         state, kept = _kept_state(engine, saved)
         arrays += kept
-    fill(engine, reader, arrays)
+    fill_arrays(engine, reader, arrays)
     _forget_residuals(engine)
     engine.store.publish()  # before an average begins, of parameters that other nodes own as well
     _take_state(engine, state, saved, reader) if with_state else engine.begin_average()
@@ -239,7 +239,7 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
         _tell_rates(engine, reader, saved)
         _tell_average(engine, saved)
     state, kept = _kept_state(engine, saved)
-    fill(engine, reader, kept)
+    fill_arrays(engine, reader, kept)
     _forget_residuals(engine)
     _take_state(engine, state, saved, reader)
 
@@ -589,7 +589,7 @@ def load_chosen(engine: Engine, path: Any, choice: Choice) -> LoadReport:
         taken = set(report.taken)
         own = [array for array in arrays if array.spec.name in taken]
         table = {array.path: (array.shape, array.dtype) for array in own}
-        fill(engine, _Renamed(file, origin, table, {}), own)
+        fill_arrays(engine, _Renamed(file, origin, table, {}), own)
     engine.store.publish()
     engine.begin_average()
     return report

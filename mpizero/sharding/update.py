@@ -579,8 +579,6 @@ def _root(held: Sequence[tuple[TreeNode, Program]], total: int) -> Program:
 
 #: Elements of a tile that is not contiguous which are copied at once, a power of two: so many stay in a CPU's cache.
 HOST_BLOCK = 1 << 17
-
-
 #: The same on a GPU, where each block costs a few launches.
 DEVICE_BLOCK = 1 << 24
 

@@ -317,8 +317,6 @@ def check_torch(comm: Communicator, threads: int) -> CheckResult:
 
 
 Check = Callable[[Communicator, int], CheckResult]
-
-
 CHECKS: Sequence[Check] = (
     check_versions,
     check_mpi,
@@ -332,8 +330,6 @@ CHECKS: Sequence[Check] = (
     check_gpu,
     check_torch,
 )
-
-
 LAUNCH_CHECKS: Sequence[Callable[[Communicator, int, Mapping[str, str]], CheckResult]] = (
     check_launch,
     check_threads,
@@ -385,8 +381,6 @@ def exit_status(results: Sequence[CheckResult]) -> int:
 
 #: Codes of terminals: green, yellow, bold red; cyan.
 _COLOURS = {"ok": "32", "warn": "33", "FAIL": "1;31"}
-
-
 _REMEDY = "36"
 
 

@@ -1,4 +1,8 @@
-"""Generate text with a language model from a checkpoint, byte by byte."""
+"""Generate text with a language model from a checkpoint, byte by byte, for ``mpizero generate``.
+
+:func:`open_language_model` loads the model, on one rank or split over several, and :func:`write` writes what
+:func:`generate` chooses. All ranks compute the logits, and go on with the byte that rank 0 has chosen.
+"""
 
 from __future__ import annotations
 

@@ -132,8 +132,6 @@ KINDS: Mapping[str, Kind] = {
         more=200,
     ),
 }
-
-
 #: How ranks of each MPI are started under Slurm: srun's option, and a comment on it.
 _MPI = {
     "MPICH": ("pmi2", "MPICH's wheel, too. Its own launcher would be: SLURM_MPI_TYPE=none mpiexec ..."),

@@ -448,11 +448,7 @@ def _hint(hint: Any) -> Any:
 
 #: For each event, the types of its fields by name.
 _HINTS = {event: {name: _hint(hint) for name, hint in get_type_hints(event).items()} for event in KINDS.values()}
-
-
 Event = TypeVar("Event", bound=RunEvent)
-
-
 #: What a reader of a damaged file can do.
 _WAY_OUT = "take the line out of a copy of the run's folder to read the rest"
 

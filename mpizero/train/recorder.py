@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 #: The step of a visit that is traced first: by then kernels are compiled, and memory has been touched.
 FIRST_TRACED = 4
-
-
 #: Of so many steps at most one is traced, and of a run at most about so many.
 APART, MOST_TRACED = 100, 20
 

@@ -374,7 +374,7 @@ def _number_in(line: bytes, name: str, default: float) -> Any:
 
 
 #: Name of the checkpoint attribute with the state of a training run.
-ATTRIBUTE = "training"
+TRAINING = "training"
 _CHANGING = ("best", "numbers", "callbacks", "stopped", "overrides")
 
 
@@ -448,7 +448,7 @@ class SavedRun:
             If the checkpoint was not written by ``mpizero train`` or :class:`mpizero.Trainer`.
         """
         try:
-            found = attributes[ATTRIBUTE]
+            found = attributes[TRAINING]
             parts = {name: dict(found.get(name) or {}) for name in ("best", "numbers", "callbacks")}
             stopped, overridden = str(found.get("stopped") or ""), list(found.get("overrides") or ())
             state = RunState(found["loss"], **parts, stopped=stopped, overrides=overridden)
@@ -487,7 +487,7 @@ def saved_attributes(setup: RunSetup, step: int, state: RunState, versions: Mapp
         **({"code": dict(record.code)} if record.code else {}),
     }
     own |= {name: part for name in _CHANGING if (part := getattr(state, name))}
-    return {ATTRIBUTE: own}
+    return {TRAINING: own}
 
 
 @dataclass(frozen=True)
