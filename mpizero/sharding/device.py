@@ -40,8 +40,7 @@ from mpizero.layout.flat import Unit, united, views
 from mpizero.sharding.config import ShardingConfig, keeps_gradients_on_device
 from mpizero.sharding.grad_reduce import Job
 from mpizero.sharding.integrity import GradientDict
-from mpizero.sharding.params import Allocator, Memory, ParameterProvider, ParameterStore, flat_names
-from mpizero.sharding.step_report import MessageProgress
+from mpizero.sharding.params import Allocator, Memory, MessageProgress, ParameterProvider, ParameterStore, flat_names
 from mpizero.types import Array, Group
 
 

@@ -38,7 +38,15 @@ from mpizero.sharding.forward_backward import Runner
 from mpizero.sharding.full_params import GlobalView
 from mpizero.sharding.grad_reduce import GradientExchange, GradientReducer, GradientViews, RowBuffer, WaveBuffer
 from mpizero.sharding.integrity import Integrity
-from mpizero.sharding.params import IntegerState, Memory, ParameterStore, UpdatePiece, fits_shared_memory, tell_private
+from mpizero.sharding.params import (
+    IntegerState,
+    Memory,
+    MessageProgress,
+    ParameterStore,
+    UpdatePiece,
+    fits_shared_memory,
+    tell_private,
+)
 from mpizero.sharding.partition import (
     SAME,
     ParallelLayout,
@@ -50,7 +58,6 @@ from mpizero.sharding.partition import (
     within_rounding,
 )
 from mpizero.sharding.pipeline import make_runner
-from mpizero.sharding.step_report import MessageProgress
 from mpizero.sharding.update import GlobalSums, Updater, UpdateScope
 from mpizero.sharding.whole_tensors import TieExchange
 from mpizero.types import BlockModel
