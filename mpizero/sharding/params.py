@@ -368,7 +368,7 @@ class MessageProgress:
     registers its functions under a name: the parameter store ("parameters"), the gradient buffers ("rows", "waves"),
     the pipeline ("pipeline"). Runners call :meth:`poll` between two blocks of the model, and layers that consist of
     other layers call it between two of these. The allocator calls :meth:`finish` before every collective of the node,
-    so that no other rank waits for messages of a rank that is blocked there: [Note: nobody waits for a rank that waits].
+    so that no rank waits for messages of one that is blocked there: [Note: nobody waits for a rank that waits].
     """
 
     def __init__(self) -> None:
