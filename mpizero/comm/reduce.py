@@ -148,10 +148,6 @@ class ExactExchange:
         """Number of elements in flight at once; None is :data:`EXCHANGE_ELEMENTS`."""
         return self._elements
 
-    def resize(self, elements: int | None) -> None:
-        """Change the number of elements in flight in later exchanges. Not collective; all ranks must pass the same."""
-        self._elements = elements
-
     def pieces(self, rows: RowsToSum) -> Iterator[RowRange]:
         """Exchange partial sums, and yield a RowRange for each part of the elements that this rank owns.
 

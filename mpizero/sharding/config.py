@@ -99,8 +99,6 @@ def placement(strategy: str) -> Placement:
 
 #: When grains are assigned to ranks: before a step, or while they compute.
 ASSIGNMENTS = ("static", "dynamic")
-#: Value of ``bucket_mb`` that lets the library find the fastest bucket size.
-AUTO = "auto"
 
 
 @explains
@@ -124,11 +122,10 @@ class ShardingConfig:
         They are still added in float32. What int8 and top-k leave out of a message is kept and sent in later steps
         (error feedback). Gradients of parameters of which other ranks update a copy stay exact (docs/nodes.md). With
         compression, results on different numbers of ranks are no longer equal to the bit.
-    bucket_mb : float, "auto" or None
+    bucket_mb : float or None
         MiB of partial sums of gradients that are in flight between nodes (between ranks if they share no memory) at
-        once; the message buffers take up to twice as much. "auto" tries sizes in the first steps of ``train`` and keeps
-        the fastest. None is 2^19 elements. The size changes neither results nor how many bytes of gradients are sent;
-        "auto" adds a few bytes, by which ranks agree on the size.
+        once; the message buffers take up to twice as much. None is 2^19 elements. The size changes neither results nor
+        how many bytes are sent.
     learning_rate : float
         Learning rate, > 0, of the plain SGD that trains a model for which no optimizer was created.
     share_node_memory : bool
@@ -205,7 +202,7 @@ class ShardingConfig:
     auto_sync_gradients: bool = True
     minimum_parameter_group_size: int = 1024
     gradient_compression: str | None = None
-    bucket_mb: float | str | None = None
+    bucket_mb: float | None = None
     learning_rate: float = 0.01
     share_node_memory: bool = True
     ranks_per_node: int | None = None
@@ -398,8 +395,8 @@ class ShardingConfig:
         return self.grain_rule().grain_size(global_batch)
 
     def bucket_elements(self, itemsize: int) -> int | None:
-        """Return ``bucket_mb`` as a number of elements of ``itemsize`` bytes; None if it is None or "auto"."""
-        return None if isinstance(self.bucket_mb, str | None) else elements_of(self.bucket_mb, itemsize)
+        """Return ``bucket_mb`` as a number of elements of ``itemsize`` bytes; None if it is None."""
+        return None if self.bucket_mb is None else elements_of(self.bucket_mb, itemsize)
 
     def comparable(self) -> dict[str, Any]:
         """Return the settings that must be equal on every rank, by name.
@@ -430,7 +427,7 @@ def elements_of(mebibytes: float, itemsize: int) -> int:
 
 
 def check_bucket(bucket_mb: object, compression: str | None) -> None:
-    """Check the setting ``bucket_mb``: None, "auto" or MiB. Not collective.
+    """Check the setting ``bucket_mb``: None or MiB. Not collective.
 
     Raises
     ------
@@ -439,10 +436,8 @@ def check_bucket(bucket_mb: object, compression: str | None) -> None:
     """
     if bucket_mb is None:
         return
-    if bucket_mb != AUTO and (
-        isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not 0 < bucket_mb <= 4096
-    ):
-        raise ConfigError(f"bucket_mb={bucket_mb!r}: expected None, 'auto' or MiB of more than 0 and at most 4096")
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not 0 < bucket_mb <= 4096:
+        raise ConfigError(f"bucket_mb={bucket_mb!r}: expected None, or MiB of more than 0 and at most 4096")
     if compression is not None:
         raise ConfigError(
             f"bucket_mb={bucket_mb!r} with gradient_compression={compression!r}: what a compressed message leaves out "

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ from mpizero.sharding.batch import (
 )
 from mpizero.sharding.config import fuses_update, needs_norm
 from mpizero.sharding.forward_backward import Evaluation, evaluate
-from mpizero.sharding.grad_reduce import GradientReducer, make_tuner
+from mpizero.sharding.grad_reduce import GradientReducer
 from mpizero.sharding.params import UpdatePiece
 from mpizero.sharding.placed_model import PlacedModel
 from mpizero.sharding.step_report import Outcome, StepReport
@@ -56,8 +55,6 @@ class Engine(PlacedModel):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        everyone, itemsize = self.scalars.everyone, self.dtype.itemsize
-        self.tuner = make_tuner(self.exchange, everyone, self.reducer.largest, self.config.bucket_mb, itemsize)
         self.step_number, self.asked = 0, NOTHING_MORE
         self._uses_average = self._told_average = self._begun = False
         self._agreed_rule: GrainRule | None = None
@@ -73,12 +70,8 @@ class Engine(PlacedModel):
         """
         self._bound()
         sent = self.grid.bytes_sent
-        self.tuner.begin()
         batch, totals = self._compute(x, y, self.reducer, summed=True)
         report = self._finish(totals, sent, lambda: self._update(totals))
-        if report.skipped is None and (tried := self.tuner.end(batch.samples)):
-            sent = self.grid.bytes_sent - sent  # what the choice took is of this step, too
-            report = replace(report, bucket_mb=self.exchange.bucket_mb, buckets_tried=tried, bytes_sent=sent)
         if self.prints_notices:
             self._grain_notices.after_step(self.grain_rule, batch.samples, self.model)
         return report

@@ -475,15 +475,6 @@ class Memory:
         with needing(f"{kind}: {size} bytes wanted, {self.rank_bytes} held", STATE_ADVICE):
             yield
 
-    def drop_scratch(self) -> None:
-        """Free all message buffers; :meth:`scratch` allocates new ones. Not collective.
-
-        Call it only while no message is in flight.
-        """
-        for held in self._scratch.values():
-            self.release("exchange buffers", held)
-        self._scratch.clear()
-
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
         """Return new arrays of zeros, one for each shape, that all ranks of the node read and write, in one window.
 

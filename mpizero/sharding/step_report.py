@@ -84,9 +84,7 @@ class StepReport:
     loss_scale, next_loss_scale : float
         The loss scale of this step, and the one of the next step.
     bucket_mb : float
-        MiB of partial sums of gradients that are in flight at once from now on; 0.0 if gradients are not sent.
-    buckets_tried : tuple of float
-        The bucket sizes, in MiB, that ``bucket_mb="auto"`` has tried, if this step was the last trial; else empty.
+        MiB of partial sums of gradients that are in flight at once; 0.0 if gradients are not sent.
 
     Examples
     --------
@@ -111,7 +109,6 @@ class StepReport:
     loss_scale: float = 1.0
     next_loss_scale: float = 1.0
     bucket_mb: float = 0.0
-    buckets_tried: tuple[float, ...] = ()
 
     @property
     def backing_off(self) -> bool:

@@ -32,7 +32,6 @@ from mpizero.errors import DataError, ExitStatus, MpizeroError, RemoteError, Sta
 from mpizero.layout import Grains
 from mpizero.optim.minimizers import MethodProgress
 from mpizero.sharding import BadSteps, StepReport, dump_bad_step
-from mpizero.sharding.config import AUTO
 from mpizero.sharding.step_report import SkippedSteps
 from mpizero.train.callbacks import CallbackRounds, UserMetrics
 from mpizero.train.config.checks import rejected, shown
@@ -398,11 +397,6 @@ class TrainingLoop:
         }
         if begun := [one for one in self.overrides if one["step"] == self.step - 1]:
             line["overrides"] = begun
-        if self.setup.model.config.bucket_mb == AUTO and report.bucket_mb:
-            line["bucket_mb"] = report.bucket_mb
-        if report.buckets_tried:
-            tried = ", ".join(f"{size:g}" for size in report.buckets_tried)
-            self.progress.say(f"bucket_mb = {report.bucket_mb:g} from now on (tried {tried})")
         shown = [*(self.method.figures() or ["loss"]), f"{self.speed.unit}_per_second"]
         self.figures = line
         self.callbacks.call("on_step", self.host, report)

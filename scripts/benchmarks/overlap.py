@@ -11,8 +11,7 @@ node with ``--memory private``. Every strategy trains a GPT (dim 256, 4 layers) 
 All three compute the same bits. Times are those of the slowest rank. A round is one step in each way, and ratios are
 computed from times of the same round. *In messages* is the time that a rank spends in messages, as a mean over ranks.
 
-With ``--buckets`` it checks instead whether ``bucket_mb = "auto"`` chooses well: every strategy trains until "auto" has
-chosen a size, and then with all sizes that it tried, alternately.
+With ``--buckets`` every strategy trains with some sizes of buckets (``bucket_mb``) alternately instead.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ import mpizero as mz
 from mpizero._util.numbers import Measurement
 from mpizero.comm import reduce
 from mpizero.sharding import grad_reduce, params
-from mpizero.sharding.config import elements_of
 from mpizero.sharding.diagnostics import traced
 
 WORLD = MPI.COMM_WORLD
-#: Most steps until a size of buckets is chosen.
-TRIALS = 50
+#: Sizes of buckets in MiB; None is the default.
+SIZES = (None, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 #: Phases of a step that messages of parameters and gradients belong to.
 MESSAGES = ("publication", "reduction")
 
@@ -52,7 +50,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--samples", type=int, default=8, help="of 128 tokens, a rank and step (default: %(default)s)")
     options.add_argument("--dim", type=int, default=256)
     options.add_argument("--layers", type=int, default=4)
-    options.add_argument("--buckets", action="store_true", help="time sizes of buckets beside the one that is chosen")
+    options.add_argument("--buckets", action="store_true", help="time sizes of buckets beside the default")
     return options.parse_args()
 
 
@@ -102,7 +100,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 class Training:
     """Train a GPT with one strategy, always on the same batch; ``bucket_mb`` is as in ``ShardingConfig``."""
 
-    def __init__(self, strategy: str, args: argparse.Namespace, bucket_mb: str | None = None) -> None:
+    def __init__(self, strategy: str, args: argparse.Namespace, bucket_mb: float | None = None) -> None:
         shared = args.memory == "shared"
         self.config = mz.ShardingConfig(
             comm=WORLD, micro_batch=args.samples, share_node_memory=shared, bucket_mb=bucket_mb
@@ -155,37 +153,21 @@ def measure(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sweep(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train until ``bucket_mb="auto"`` has chosen a size, then alternately with every size that it tried.
-
-    Return a JSON document with the keys "strategy", "chosen" (MiB), and "seconds": for each size in MiB, of the slowest
-    rank in each round.
-    """
-    training = Training(strategy, args, "auto")
-    for _ in range(TRIALS):
-        training.step()
-        if (report := training.model.last_step).buckets_tried:
-            break
-    exchange = training.model.engine.exchange
-
-    def one(size: float) -> float:
-        exchange.resize(elements_of(size, 4))
-        return training.step()[0]
-
-    found = alternate(args.rounds, list(report.buckets_tried), one, warm_up=1, quiet=True)
-    training.close()
-    return {"strategy": strategy, "chosen": report.bucket_mb, "seconds": found}
+    """Train with every size of buckets alternately; return seconds of the slowest rank in each round, by size."""
+    trainings = {size: Training(strategy, args, size) for size in SIZES}
+    found = alternate(args.rounds, list(SIZES), lambda size: trainings[size].step()[0], warm_up=1, quiet=True)
+    for training in trainings.values():
+        training.close()
+    return {"strategy": strategy, "seconds": found}
 
 
 def swept(result: dict[str, Any]) -> str:
     """Format the result of :func:`sweep` as one line."""
-    seconds, chosen = result["seconds"], result["chosen"]
-    if not seconds:
-        return f"{result['strategy']:6s} nothing travels: no size was tried"
     figures = []
-    for size, times in seconds.items():
-        ratio = Measurement.of_ratios(times, seconds[chosen]).median
-        figures.append(f"{size:g}: {1e3 * statistics.median(times):.1f} ms, {ratio:.2f}")
-    return f"{result['strategy']:6s} chose {chosen:g} MiB;  " + ";  ".join(figures)
+    for size, times in result["seconds"].items():
+        ratio = Measurement.of_ratios(times, result["seconds"][None]).median
+        figures.append(f"{'default' if size is None else size}: {1e3 * statistics.median(times):.1f} ms, {ratio:.2f}")
+    return f"{result['strategy']:6s} " + ";  ".join(figures)
 
 
 def row(result: dict[str, Any]) -> str:
@@ -211,7 +193,7 @@ def main() -> None:
         f"{WORLD.size} ranks, {args.memory} memory, GPT {args.dim} x {args.layers}, {args.samples} x 128 tokens a rank"
     )
     if args.buckets:
-        print("MiB of a bucket: the median step, and its time over that with the chosen size inside a round")
+        print("MiB of a bucket: the median step, and its time over that with the default size inside a round")
         print(*map(swept, results), sep="\n", flush=True)
         return
     print(f"{'':6s}{'step, ms':>27s}{'in messages, ms':>27s}   step waiting/hidden   step sums/hidden")

@@ -483,7 +483,7 @@ def shown(value: Any) -> str:
 
 
 #: Figures that have a place of their own, or none.
-_PLACED = {"step", "loss", "validation_loss", "learning_rate", "gradient_norm", "bytes_sent", "memory", "bucket_mb"}
+_PLACED = {"step", "loss", "validation_loss", "learning_rate", "gradient_norm", "bytes_sent", "memory"}
 #: What titles of pictures say beside the quantity.
 _CHECKED, _UNCLIPPED = " (validation)", ", before clipping"
 #: Other figures that are drawn at most.

@@ -128,13 +128,13 @@ def compression(value: Any) -> str | None:
     return str(value)
 
 
-def bucket(value: Any) -> float | str:
-    """Check ``parallel.bucket_mb``: it must be "auto" or a number of MiB."""
+def bucket(value: Any) -> float:
+    """Check ``parallel.bucket_mb``: it must be a number of MiB."""
     try:
         check_bucket(value, None)
     except ConfigError:
-        raise ValueError('must be "auto", or MiB of more than 0 and at most 4096') from None
-    return value if isinstance(value, str) else float(value)
+        raise ValueError("must be MiB of more than 0 and at most 4096") from None
+    return float(value)
 
 
 #: Names of the strategies, by ZeRO stage.
@@ -165,7 +165,7 @@ class ParallelSection(ConfigSection):
     grain_assignment: str = setting("static", choice(*ASSIGNMENTS))
     share_node_memory: bool = setting(True, flag)
     ranks_per_node: int | None = setting(None, optional(whole(1)))
-    bucket_mb: float | str | None = setting(None, optional(bucket))
+    bucket_mb: float | None = setting(None, optional(bucket))
 
     def check_combination(self) -> None:
         """Raise :class:`SettingError` for sizes, axis orders and schedules that fit no job and no model."""
