@@ -68,12 +68,12 @@ class Launch(NamedTuple):
         """
         kind = environment.get("SLURM_MPI_TYPE", "")
         srun = f"srun --mpi={kind}" if kind else "srun"
-        step, task = _number(environment, "SLURM_STEP_NUM_TASKS"), _number(environment, "SLURM_PROCID")
+        step, task = whole_number(environment, "SLURM_STEP_NUM_TASKS"), whole_number(environment, "SLURM_PROCID")
         direct = "use srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH); srun --mpi=list tells what there is"
         own = "use the mpiexec that belongs to the MPI which mpi4py has loaded"
-        size, rank = _number(environment, "PMI_SIZE"), _number(environment, "PMI_RANK")
-        if (ranks := _number(environment, "OMPI_COMM_WORLD_SIZE")) is not None:
-            return cls(OPEN_MPI, ranks, _number(environment, "OMPI_COMM_WORLD_RANK"), own)
+        size, rank = whole_number(environment, "PMI_SIZE"), whole_number(environment, "PMI_RANK")
+        if (ranks := whole_number(environment, "OMPI_COMM_WORLD_SIZE")) is not None:
+            return cls(OPEN_MPI, ranks, whole_number(environment, "OMPI_COMM_WORLD_RANK"), own)
         if size is not None and (size, rank) == (step, task):
             return cls(srun, size, rank, direct)
         if size is not None:
@@ -217,7 +217,8 @@ def _first(environment: Mapping[str, str], names: tuple[str, ...], default: int)
     return next((int(environment[name]) for name in names if environment.get(name, "").isdecimal()), default)
 
 
-def _number(environment: Mapping[str, str], name: str) -> int | None:
+def whole_number(environment: Mapping[str, str], name: str) -> int | None:
+    """Return the whole number that a variable of the environment has; None if it has none."""
     text = environment.get(name, "")
     return int(text) if text.isdecimal() else None
 

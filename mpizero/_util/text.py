@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TextIO
@@ -59,6 +59,12 @@ def _escaped(character: str) -> str:
 def notice(text: str) -> None:
     """Write one line to standard error: "mpizero: " and ``text`` with its control characters escaped."""
     print(f"mpizero: {printable(text)}", file=sys.stderr, flush=True)
+
+
+@lru_cache(maxsize=64)
+def notice_once(text: str) -> None:
+    """Write a line to standard error, unless this process has written the same line before."""
+    notice(text)
 
 
 def show(text: str, file: TextIO | None = None) -> None:
@@ -205,6 +211,11 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[s
         ]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def first_of(names: Sequence[str]) -> str:
+    """List at most five names, and say how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def joined(lines: Iterable[str]) -> str:

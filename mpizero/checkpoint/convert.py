@@ -33,6 +33,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from mpizero._util.names import fits
+from mpizero._util.text import first_of
 from mpizero.checkpoint import npz
 from mpizero.checkpoint.folder import TEMPORARY, as_bytes, fill_file, sync_folder, write_at
 from mpizero.checkpoint.format import LocalArray, build, canonical_json, check_path, check_paths, open_regular, parse
@@ -664,9 +665,9 @@ def _check_model(name: str, found: Expected, expected: Expected) -> None:
     wanted = {path: value for path, value in expected.items() if with_state or not path.startswith(OPTIMIZER)}
     problems = []
     if missing := [short_name(path) for path in wanted if path not in found]:
-        problems.append(f"missing: {_some(missing)}; another name of it can be mapped (--map OLD=NEW)")
+        problems.append(f"missing: {first_of(missing)}; another name of it can be mapped (--map OLD=NEW)")
     if extra := [short_name(path) for path in found if path not in wanted]:
-        problems.append(f"unexpected: {_some(extra)}; what is not wanted can be left out (--drop)")
+        problems.append(f"unexpected: {first_of(extra)}; what is not wanted can be left out (--drop)")
     for path, (shape, element) in wanted.items():
         if path in found and found[path] != (shape, element):
             has, hint = found[path], ""
@@ -677,10 +678,6 @@ def _check_model(name: str, found: Expected, expected: Expected) -> None:
             problems.append(f"{short_name(path)} is {has[1]} {list(has[0])}, expected {element} {list(shape)}{hint}")
     if problems:
         raise CheckpointError(f"{name} holds another model: {'; '.join(problems[:4])}")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def loadable(element: str | None, target: str) -> bool:

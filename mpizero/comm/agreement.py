@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, wraps
+from functools import wraps
 from itertools import zip_longest
 from types import FunctionType
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
@@ -27,7 +27,7 @@ import numpy as np
 from mpizero._util.checks import native, unmasked
 from mpizero._util.fingerprint import Fingerprint, Parts, shown, words
 from mpizero._util.numbers import crc32
-from mpizero._util.text import notice
+from mpizero._util.text import notice_once
 from mpizero.comm.communicator import Communicator
 from mpizero.errors import CollectiveError, ConfigError, PeerFailure, RemoteError
 from mpizero.guard.reports import by_ranks, describe_error, ranks_text
@@ -233,7 +233,7 @@ def agree_equal(comm: Communicator, make: Callable[[], Mapping[str, Any]], tag: 
         raise ConfigError(found)
     if comm.rank == 0 and comm.size > 1 and fingerprint.left_out:
         places = ", ".join(f"{place} ({what})" for place, what in fingerprint.left_out.items())
-        _notice_once(f"not compared between ranks: {places}; an object may offer fingerprint()")
+        notice_once(f"not compared between ranks: {places}; an object may offer fingerprint()")
 
 
 class _Search:
@@ -283,12 +283,6 @@ class _Search:
 
     def _gathered(self, value: Any) -> list[Any]:
         return self.comm.allgather_object(value, self.tag)
-
-
-@lru_cache(maxsize=64)
-def _notice_once(text: str) -> None:
-    """Write a line to standard error, unless this process has written the same line before."""
-    notice(text)
 
 
 def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, Any]], first: int = 0) -> None:

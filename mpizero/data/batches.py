@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
@@ -20,7 +19,7 @@ from mpizero._util.checks import require, whole
 from mpizero._util.checks import seed as whole_seed
 from mpizero._util.names import explains
 from mpizero._util.pytree import join, paths_of
-from mpizero._util.text import notice
+from mpizero._util.text import notice_once
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.communicator import Communicator
 from mpizero.data.online import OnlineBatches, OnlineSource
@@ -166,7 +165,7 @@ class Batches:
         # Of b blocks m random samples are in b (1 - (1 - 1/b)^m) of them, on average.
         times = len(self._source) / count * (1 - (1 - 1 / blocks) ** count)
         if comm.rank == 0 and size > 1 and times >= COSTLY_READS:
-            _notice_once(
+            notice_once(
                 f"batches: the data is stored in blocks of {size} samples, and shuffled batches read, and decompress, "
                 f"each of its {blocks} blocks about {times:.0f} times an epoch; mpizero.data.cached and "
                 "mpizero.data.BlockShuffledSource read it once (docs/data.md)"
@@ -249,11 +248,6 @@ class ReadAhead(Generic[T]):
         self._waiting.clear()
         self._count = 0
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-
-@lru_cache(maxsize=64)
-def _notice_once(text: str) -> None:
-    notice(text)
 
 
 def _user_reader(source: Source) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from mpizero import checkpoint
 from mpizero._util.names import as_patterns, nearest, selected
-from mpizero._util.text import notice
+from mpizero._util.text import first_of, notice
 from mpizero.checkpoint import LocalArray
 from mpizero.checkpoint.convert import ImportRules, ParameterFile, loadable, open_parameters
 from mpizero.checkpoint.inspect import short_name
@@ -452,15 +452,11 @@ class LoadReport:
         count = len(self.taken) + len(self.left) + len(self.missing) + len(self.different)
         lines = [f"{len(self.taken)} of {count} parameters loaded from {self.path}"]
         for what, names in (("left as they were", self.left), ("not in the file", self.missing)):
-            lines += [f"{what}: {_some(names)}"] if names else []
+            lines += [f"{what}: {first_of(names)}"] if names else []
         if self.different:
-            lines.append(f"different: {_some([f'{name} ({how})' for name, how in self.different.items()])}")
-        lines += [f"in the file only: {_some(self.unused)}"] if self.unused else []
+            lines.append(f"different: {first_of([f'{name} ({how})' for name, how in self.different.items()])}")
+        lines += [f"in the file only: {first_of(self.unused)}"] if self.unused else []
         return "; ".join(lines)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 @dataclass(frozen=True)
@@ -538,9 +534,9 @@ class Choice:
         unexpected = () if self.include or self.exclude else report.unused
         if report.taken and not (self.strict and (report.missing or report.different or unexpected)):
             return
-        problems = [f"missing {_some(report.missing)}"] if report.missing else []
+        problems = [f"missing {first_of(report.missing)}"] if report.missing else []
         problems += [f"different {name}: {how}" for name, how in list(report.different.items())[:5]]
-        problems += [f"only in the file {_some(report.unused)}"] if report.unused else []
+        problems += [f"only in the file {first_of(report.unused)}"] if report.unused else []
         hint = nearest(report.unused[0], report.missing or names) if report.unused else ""
         told = "holds none of the chosen parameters" if not report.taken else "holds other parameters than the model"
         raise CheckpointError(

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from mpizero._util.launch import Launch
+from mpizero._util.launch import Launch, whole_number
 from mpizero.comm import Communicator
 from mpizero.comm.startup import available_memory, memory_of_node, mpi_facts, versions
 from mpizero.errors import ConfigError, ExitStatus
@@ -60,17 +60,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name, "")
-    return int(text) if text.isdecimal() else None
-
-
 def check_launch(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
     """Compare MPI's ranks and nodes with the launcher's and Slurm's. Collective over ``comm``."""
     own = Launch.of(environment)
     every = comm.allgather_object((own, machine.host()))
-    nodes, slurm_nodes = len({host for _, host in every}), _number(environment, "SLURM_JOB_NUM_NODES")
-    tasks = _number(environment, "SLURM_NTASKS") if own.name.startswith("mpiexec") else None
+    nodes, slurm_nodes = len({host for _, host in every}), whole_number(environment, "SLURM_JOB_NUM_NODES")
+    tasks = whole_number(environment, "SLURM_NTASKS") if own.name.startswith("mpiexec") else None
     text = f"{own.name or 'no launcher'}: {counted(comm.size, 'rank')} on {counted(nodes, 'node')}"
     moved = [(rank, launch) for rank, (launch, _) in enumerate(every) if launch.rank not in (None, rank)]
     if moved:
@@ -93,7 +88,7 @@ def check_threads(comm: Communicator, threads: int, environment: Mapping[str, st
         return CheckResult(
             name, "FAIL", wrong, "export the same OMP_NUM_THREADS to all ranks, or results differ in bits"
         )
-    given = _number(environment, "SLURM_CPUS_PER_TASK")
+    given = whole_number(environment, "SLURM_CPUS_PER_TASK")
     text = f"{counted(threads, 'thread')} a rank"
     if given is not None and given != threads:
         advice = f"export OMP_NUM_THREADS={given}; srun of Slurm 22.05 and later also needs --cpus-per-task={given}"
