@@ -36,13 +36,22 @@ from mpizero._util.names import fits
 from mpizero._util.text import first_of
 from mpizero.checkpoint import npz
 from mpizero.checkpoint.folder import TEMPORARY, as_bytes, fill_file, sync_folder, write_at
-from mpizero.checkpoint.format import LocalArray, build, canonical_json, check_path, check_paths, open_regular, parse
+from mpizero.checkpoint.format import (
+    OPTIMIZER,
+    PARAMETERS,
+    LocalArray,
+    build,
+    canonical_json,
+    check_path,
+    check_paths,
+    open_regular,
+    parse,
+    short_name,
+)
 from mpizero.checkpoint.inspect import (
     AVERAGES,
     BFLOAT16,
     FLOATING,
-    OPTIMIZER,
-    PARAMETERS,
     Report,
     as_wanted,
     blocks,
@@ -52,7 +61,6 @@ from mpizero.checkpoint.inspect import (
     matches,
     nbytes_of,
     overflows,
-    short_name,
     stored_type,
 )
 from mpizero.checkpoint.npz import NpzFile

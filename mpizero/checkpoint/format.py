@@ -841,3 +841,11 @@ def _checksums(value: object, count: int, what: str) -> tuple[int, ...]:
     if found is None or found.hex() != value:
         raise CheckpointError(f"{what} is not {count} checksums of 8 hexadecimal digits")
     return tuple(np.frombuffer(found, ">u4").tolist())
+
+
+PARAMETERS, OPTIMIZER = "parameters/", "optimizer/"
+
+
+def short_name(path: str) -> str:
+    """Return the name of an array in other file formats: its path without a leading ``parameters/``. Not collective."""
+    return path.removeprefix(PARAMETERS)

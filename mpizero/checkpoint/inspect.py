@@ -22,7 +22,16 @@ import numpy as np
 from mpizero._util.names import fits
 from mpizero._util.text import notice
 from mpizero.checkpoint.folders import newest, step_folders, step_of
-from mpizero.checkpoint.format import BLOCK, MANIFEST_NAME, STATE_NAME, LocalArray, number_of, numbers_in
+from mpizero.checkpoint.format import (
+    BLOCK,
+    MANIFEST_NAME,
+    OPTIMIZER,
+    STATE_NAME,
+    LocalArray,
+    number_of,
+    numbers_in,
+    short_name,
+)
 from mpizero.checkpoint.reader import Reader, open_checkpoint
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from mpizero.types import Array, as_reals
@@ -32,7 +41,6 @@ BFLOAT16 = "bfloat16"
 FLOATING = (BFLOAT16, "float16", "float32", "float64")
 #: The type of complex numbers whose parts have the given type.
 _COMPLEX = {"float32": "complex64", "float64": "complex128"}
-PARAMETERS, OPTIMIZER = "parameters/", "optimizer/"
 #: Folder of the moving averages of the parameters (``ShardingConfig(ema=...)``).
 AVERAGES = f"{OPTIMIZER}ema/"
 
@@ -59,11 +67,6 @@ def nbytes_of(reader: Reader, path: str) -> int:
     """Return the size in bytes of the array ``path``. Not collective."""
     shape, dtype = reader.arrays[path]
     return prod(shape) * dtype.itemsize
-
-
-def short_name(path: str) -> str:
-    """Return the name of an array in other file formats: its path without a leading ``parameters/``. Not collective."""
-    return path.removeprefix(PARAMETERS)
 
 
 def matches(path: str, pattern: str | None) -> bool:

@@ -25,9 +25,9 @@ from mpizero import checkpoint, nn
 from mpizero._util.checks import number
 from mpizero._util.text import age, aligned, amount, joined, printable, show
 from mpizero.checkpoint.convert import ImportRules, TensorFile, export, export_bytes, write_imported
+from mpizero.checkpoint.format import PARAMETERS
 from mpizero.checkpoint.inspect import (
     BFLOAT16,
-    PARAMETERS,
     CheckpointDifference,
     ListedCheckpoint,
     compare,

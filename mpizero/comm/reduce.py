@@ -33,7 +33,6 @@ import numpy as np
 from mpizero import kernels
 from mpizero.comm.communicator import Communicator, Request
 from mpizero.errors import ConfigError, LayoutError
-from mpizero.kernels.formulas import BLOCK
 from mpizero.layout import Partition, Span
 from mpizero.layout.sum_tree import Program, rows_plan
 from mpizero.types import Array
@@ -644,7 +643,8 @@ class EightBits(Codec):
 
     def packed(self, count: int) -> int:
         """Return the bytes of a message of ``count`` values: 4 a block and 1 a value, rounded up to a multiple of 4."""
-        return 4 * (-(-count // BLOCK) + -(-count // 4))
+        blocks: int = -(-count // kernels.cpu.update.COMPRESSION_BLOCK)
+        return 4 * (blocks + -(-count // 4))
 
     def encode(self, values: Array, residual: Array, message: Array) -> None:
         """Divide each block of ``values + residual`` by a scale, and round to the nearest integer, ties to even.
@@ -661,7 +661,7 @@ class EightBits(Codec):
 
     @staticmethod
     def _parts(message: Array, count: int) -> tuple[Array, Array]:
-        end = 4 * -(-count // BLOCK)
+        end = 4 * -(-count // kernels.cpu.update.COMPRESSION_BLOCK)
         return message[:end].view(np.float32), message[end : end + count].view(np.int8)
 
 

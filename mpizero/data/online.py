@@ -37,7 +37,6 @@ import numpy as np
 from mpizero._util.checks import native, number, require, unmasked_samples, whole
 from mpizero._util.names import explains
 from mpizero.checkpoint.format import read_regular
-from mpizero.checkpoint.npz import read_arrays
 from mpizero.comm import Communicator, Request, as_communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.data.source import check_samples
@@ -963,6 +962,8 @@ class SpoolReceiver(Receiver):
 
     def _read(self, name: str) -> tuple[Any, Any]:
         path = self._folder / name
+        from mpizero.checkpoint.npz import read_arrays
+
         found = _untrusted(path, lambda path: read_arrays(path, self._form.nbytes))
         if missing := {"x", "y"} - found.keys():
             raise DataError(f"{path}: not a readable sample: it has no array {min(missing)!r}")

@@ -42,7 +42,6 @@ import numpy as np
 
 from mpizero._util.pytree import SampleTree, leaves_of, of_outline, outline, paths_of
 from mpizero.checkpoint.format import is_count, is_number, parse, read_regular
-from mpizero.checkpoint.npz import NUMBERS, read_arrays
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks, record_call
 from mpizero.comm.communicator import MESSAGE, CommunicatorCall, Timeline, TimeSpan
@@ -196,6 +195,8 @@ def dump_bad_step(
 def _checked(x: Any, y: Any) -> tuple[SampleTree, dict[str, Any]]:
     """Return the tree of a batch, and its structure for ``step.json``; raise DataError if it is not all numbers."""
     tree = SampleTree.of(x=x, y=y)
+    from mpizero.checkpoint.npz import NUMBERS
+
     odd = [f"{path} is {leaf.dtype}" for path, leaf in tree.named if leaf.dtype.kind not in NUMBERS]
     if why := tree.uncut or ", ".join(odd):
         raise DataError(f"{why}: only arrays of numbers can be kept for a replay")
@@ -366,6 +367,8 @@ def _entries(value: Any, name: str) -> dict[str, Any]:
 
 
 def _read_grain(file: Path, structure: Mapping[str, Any]) -> BadGrain:
+    from mpizero.checkpoint.npz import read_arrays
+
     try:
         held = read_arrays(file)
         samples = held["samples"]

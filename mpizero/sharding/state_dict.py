@@ -19,8 +19,7 @@ from mpizero import checkpoint
 from mpizero._util.names import as_patterns, nearest, selected
 from mpizero._util.text import first_of, notice
 from mpizero.checkpoint import LocalArray
-from mpizero.checkpoint.convert import ImportRules, ParameterFile, loadable, open_parameters
-from mpizero.checkpoint.inspect import short_name
+from mpizero.checkpoint.format import short_name
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.layout.flat import joined
@@ -45,6 +44,7 @@ from mpizero.sharding.saved_attributes import (
 from mpizero.types import Array, ParameterSpec
 
 if TYPE_CHECKING:
+    from mpizero.checkpoint.convert import ImportRules, ParameterFile
     from mpizero.sharding.engine import Engine
 
 
@@ -488,6 +488,8 @@ class Choice:
                 f"rename={rename!r:.80}: expected names in the file and their names in the model, such as "
                 '{"backbone.*": "encoder.*"}'
             )
+        from mpizero.checkpoint.convert import ImportRules
+
         rules = ImportRules(names=tuple((str(old), str(new)) for old, new in (rename or {}).items()))
         return cls(inside, outside, rules, not (inside or outside) if strict is None else bool(strict))
 
@@ -551,6 +553,8 @@ def _difference(wanted: tuple[tuple[int, ...], str], found: tuple[tuple[int, ...
     if tuple(there) != tuple(shape):
         turned = ", transposed" if tuple(there) == tuple(shape)[::-1] else ""
         return f"shape {list(there)} in the file, {list(shape)} in the model{turned}"
+    from mpizero.checkpoint.convert import loadable
+
     return "" if loadable(stored, element) else f"{stored or 'an unknown type'} in the file, {element} in the model"
 
 
@@ -573,6 +577,8 @@ def load_chosen(engine: Engine, path: Any, choice: Choice) -> LoadReport:
 
     Collective over the world. Optimizer state and step numbers stay as they are.
     """
+    from mpizero.checkpoint.convert import open_parameters  # which other loads do not need
+
     world = engine.grid.world
     agree_equal(world, lambda: {"the arguments of load_parameters": choice}, "load parameters")
     arrays = parameter_arrays(engine)

@@ -31,7 +31,7 @@ from mpizero.data.batches import choose_grains, whole_batch
 from mpizero.errors import DataError, ExitStatus, MpizeroError, RemoteError, StateError
 from mpizero.layout import Grains
 from mpizero.optim.minimizers import MethodProgress
-from mpizero.sharding import BadSteps, StepReport, dump_bad_step
+from mpizero.sharding import BadSteps, StepReport
 from mpizero.sharding.step_report import SkippedSteps
 from mpizero.train.callbacks import CallbackRounds, UserMetrics
 from mpizero.train.config.checks import rejected, shown
@@ -619,6 +619,8 @@ class NumberWatch:
         if setup.comm.broadcast_object(full, 0, "bad steps"):
             return f"{home} holds {MAX_DUMPS} bad steps already: this one is not kept"
         about = setup.record.about
+        from mpizero.sharding import dump_bad_step
+
         try:
             path = dump_bad_step(setup.model, batch, home, indices=self._indices(step), about=about)
         except (OSError, DataError, RemoteError) as error:

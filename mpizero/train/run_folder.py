@@ -20,12 +20,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpizero import checkpoint
 from mpizero._util.checks import home_path
 from mpizero._util.text import notice
-from mpizero.checkpoint import PendingSave, RemovalFailure, StepFolder
+from mpizero.checkpoint import RemovalFailure, StepFolder
 from mpizero.checkpoint.folder import remove_leftovers
 from mpizero.checkpoint.folders import BEST, step_folders
 from mpizero.checkpoint.format import open_regular
@@ -41,6 +41,10 @@ from mpizero.train.config.schema import changes, described_change, overridable
 from mpizero.train.events import EVENTS, METRICS, RESULT, SUPERSEDED, Progress
 from mpizero.train.setup import RunSetup, finite
 from mpizero.train.stopping import WallTime
+
+if TYPE_CHECKING:
+    from mpizero.checkpoint import PendingSave
+
 
 #: Key of the marker file with the reason for which a callback has ended the run.
 DECISION = "decision"

@@ -24,7 +24,6 @@ from mpizero.comm.agreement import agree_equal, all_ranks, check_call
 from mpizero.data import OnlineSource, Source
 from mpizero.errors import ArgumentError, ConfigError, DataError, StateError
 from mpizero.layout.flat import joined
-from mpizero.optim.regularization import Regularization
 from mpizero.sharding import ShardedModelBase, ShardingConfig
 from mpizero.sharding.partition import blocks_of
 from mpizero.train.callbacks import Metric, check_callbacks, check_metrics, state_name
@@ -368,6 +367,8 @@ def _recorded(value: Any) -> int | float | str | None:
         return value
     if isinstance(value, tuple):  # of numbers, of patterns, or of parameter groups
         return str(value)
+    from mpizero.optim.regularization import Regularization  # which few methods have
+
     if isinstance(value, Regularization):  # of the user's own terms the names, as of a user's own model
         value = {
             name: term if _is_own(term) else getattr(term, "__qualname__", type(term).__qualname__)

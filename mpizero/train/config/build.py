@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,7 +40,9 @@ from mpizero.train.config.components import (
     source_arguments,
 )
 from mpizero.train.config.schema import Config, OptimizerSection
-from mpizero.train.config.toml import UserFunction, importable
+
+if TYPE_CHECKING:
+    from mpizero.train.config.toml import UserFunction
 
 #: What a model may be for, which says what is told of its validation.
 TASKS = ("language", "classification", "regression")
@@ -52,6 +54,8 @@ def user_functions(config: Config) -> dict[str, UserFunction]:
 
     Not collective.
     """
+    from mpizero.train.config.toml import UserFunction
+
     sections = {"model": config.model, "data": config.data}
     return {
         name: UserFunction(name, section.make, Path(config.folder))
@@ -65,6 +69,8 @@ def users_modules(config: Config) -> AbstractContextManager[None]:
 
     Not collective.
     """
+    from mpizero.train.config.toml import importable
+
     return importable(*user_functions(config).values())
 
 

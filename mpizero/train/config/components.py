@@ -29,7 +29,6 @@ from mpizero.errors import ConfigError, GridError
 from mpizero.layout import SCHEDULES, Axes, chunk_stages
 from mpizero.layout.stages import explicit_cuts
 from mpizero.nn.losses import TASKS
-from mpizero.optim.minimizers import INITIAL
 from mpizero.sharding.config import ASSIGNMENTS, check_bucket
 from mpizero.sharding.partition import ParallelLayout, Tiles, check_tiles, fits_tiles
 from mpizero.train.config.checks import (
@@ -697,7 +696,7 @@ class LbfgsSection(VectorMethodSection):
     most_trials: int = setting(20, whole(1))
     history: int = setting(10, whole(1))
     bounds: Any = setting(None, optional(_bounds))
-    initial: str = setting("scalar", choice(*INITIAL))
+    initial: str = setting("scalar", choice("scalar", "diagonal"))
 
 
 @dataclass(frozen=True, kw_only=True)
