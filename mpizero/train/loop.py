@@ -30,7 +30,6 @@ from mpizero.data import Source, batches
 from mpizero.data.batches import choose_grains, whole_batch
 from mpizero.errors import DataError, ExitStatus, MpizeroError, RemoteError, StateError
 from mpizero.layout import Grains
-from mpizero.optim.minimizers import MethodProgress
 from mpizero.sharding import BadSteps, StepReport
 from mpizero.sharding.step_report import SkippedSteps
 from mpizero.train.callbacks import CallbackRounds, UserMetrics
