@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -50,6 +50,9 @@ from mpizero.train.setup import (
     validation_count,
 )
 from mpizero.train.stopping import JobContext, StopDecision, StopFile, StopRequests, WallTime
+
+if TYPE_CHECKING:
+    from mpizero.optim.minimizers import MethodProgress
 
 
 class Preempted(MpizeroError, SystemExit):  # noqa: N818 - it is the outcome of a request, not a mistake
