@@ -8,11 +8,6 @@ if TYPE_CHECKING:
     from mpizero.checkpoint.asynchronous import PendingSave as PendingSave
     from mpizero.checkpoint.asynchronous import SnapshotBuffer as SnapshotBuffer
     from mpizero.checkpoint.asynchronous import begin as begin
-    from mpizero.checkpoint.convert import ImportRules as ImportRules
-    from mpizero.checkpoint.convert import TensorFile as TensorFile
-    from mpizero.checkpoint.convert import export as export
-    from mpizero.checkpoint.convert import export_bytes as export_bytes
-    from mpizero.checkpoint.convert import write_imported as write_imported
     from mpizero.checkpoint.folders import RemovalFailure as RemovalFailure
     from mpizero.checkpoint.folders import StepFolder as StepFolder
     from mpizero.checkpoint.folders import mark_best as mark_best
@@ -24,15 +19,6 @@ if TYPE_CHECKING:
     from mpizero.checkpoint.folders import step_of as step_of
     from mpizero.checkpoint.folders import survey as survey
     from mpizero.checkpoint.format import LocalArray as LocalArray
-    from mpizero.checkpoint.inspect import ArrayDifference as ArrayDifference
-    from mpizero.checkpoint.inspect import ArrayStatistics as ArrayStatistics
-    from mpizero.checkpoint.inspect import CheckpointDifference as CheckpointDifference
-    from mpizero.checkpoint.inspect import ListedCheckpoint as ListedCheckpoint
-    from mpizero.checkpoint.inspect import compare as compare
-    from mpizero.checkpoint.inspect import element_types as element_types
-    from mpizero.checkpoint.inspect import listing as listing
-    from mpizero.checkpoint.inspect import matches as matches
-    from mpizero.checkpoint.inspect import statistics as statistics
     from mpizero.checkpoint.reader import Reader as Reader
     from mpizero.checkpoint.reader import open_checkpoint as open_checkpoint
     from mpizero.checkpoint.reader import verify as verify

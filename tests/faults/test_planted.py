@@ -16,7 +16,7 @@ from mpizero._util import faults
 from mpizero._util.faults import ACTIONS, SITES, Fault, InjectedError
 from mpizero.checkpoint import LocalArray
 
-ROOT = Path(faults.__file__).resolve().parents[1]
+ROOT = Path(faults.__file__).resolve().parents[2]
 
 SAVE = """
 import sys, numpy as np
