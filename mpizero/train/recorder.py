@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,9 +23,14 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import MESSAGE, TimeSpan
 from mpizero.comm.mesh import group_buffers
-from mpizero.layout import AXES, Grains, Instruction
+from mpizero.data import Source
+from mpizero.errors import ConfigError
+from mpizero.layout import AXES, Costs, Grains, Instruction, Simulation, simulate
+from mpizero.layout.schedules import FORWARD
 from mpizero.sharding import StepReport
+from mpizero.sharding.config import placement
 from mpizero.sharding.diagnostics import Call, StepSpans, clock_offset, entered, leaders, phases_of, spans_of, traced
+from mpizero.sharding.partition import ParallelLayout
 from mpizero.train.events import (
     CheckpointWrite,
     MemoryCount,
@@ -42,7 +48,7 @@ from mpizero.train.setup import RunSetup, TrainingResult, finite
 from mpizero.types import Array
 
 if TYPE_CHECKING:
-    from mpizero.tools.plan.plan import VisitPlan
+    from mpizero.tools.plan.plan import TrainingPlan
 
 
 #: The step of a visit that is traced first: by then kernels are compiled, and memory has been touched.
@@ -81,8 +87,6 @@ class RunRecorder:
 
         ``superseded`` is the number of lines of metrics that this start has moved aside; only rank 0's counts.
         """
-        from mpizero.tools.plan.plan import VisitPlan  # a run without a folder records no plan
-
         setup, comm, engine = self._setup, self._comm, self._setup.model.engine
         self._first = step
         hosts = comm.allgather_object(socket.gethostname(), "record")
@@ -362,3 +366,98 @@ def pipeline_cells(spans: Sequence[TimeSpan], stage: int, offset: float) -> list
             begun = max(start, received[place - 1]) if place else start
             found.append(PipelineCell(stage, detail.chunk, detail.micro, detail.kind, begun + offset, stop + offset))
     return found
+
+
+class VisitPlan:
+    """Plan the training that a run does: the memory of each rank, and the timetable of its pipeline. Not collective.
+
+    No block of the model is run for it: that could take as long as many steps, and user code would run unasked. So the
+    plan has what the library allocates, but no activations; ``mpizero plan`` has those, too.
+
+    Parameters
+    ----------
+    model : ShardedModelBase
+        The sharded model with its optimizer.
+    strategy : str
+        Name of the strategy.
+    global_batch : int
+        Samples in a step.
+    nodes : sequence of int
+        By rank, the number of its node.
+    source : Source or OnlineSource
+        The samples. One is read where the plan depends on it.
+    """
+
+    def __init__(self, model: Any, strategy: str, global_batch: int, nodes: Sequence[int], source: Any) -> None:
+        self._model, self._strategy, self._global_batch = model, strategy, global_batch
+        self._nodes, self._source = nodes, source
+
+    @cached_property
+    def _training(self) -> TrainingPlan:
+        from mpizero.tools.plan.plan import TrainingPlan  # a run without a folder records no plan
+
+        config, parallel_layout = self._model.config, self._model.parallel_layout or ParallelLayout()
+        together = self._nodes.count(0)
+        if list(self._nodes) != [rank // together for rank in range(len(self._nodes))]:
+            raise ConfigError("nodes have different numbers of ranks, or their ranks do not follow one another")
+        x, y = np.zeros((1, 1)), np.zeros((1, 1))
+        # The operations of stages and the bytes of shared samples depend on what a sample is.
+        if (parallel_layout.pipeline > 1 or config.grain_assignment == "dynamic") and isinstance(self._source, Source):
+            x, y = self._source.samples(np.arange(1))
+        return TrainingPlan(
+            model=self._model.wrapped_model,
+            optimizer=self._model.optimizer.wrapped_optimizer,
+            config=config,
+            loss_scale=config.loss_scale(None) is not None,
+            row=placement(self._strategy),
+            parallel_layout=parallel_layout,
+            ranks=len(self._nodes),
+            ranks_per_node=together,
+            global_batch=self._global_batch,
+            x=x,
+            y=y,
+            tries=False,
+        )
+
+    def memory(self, rank: int) -> tuple[dict[str, int], dict[str, int], str]:
+        """Return a rank's bytes by part, on the host and on its GPU, and why there is no plan ("" if there is one)."""
+        try:
+            host, device = self._training.allocated(rank)
+        except Exception as error:  # of a model that a plan cannot read: no reason not to train it
+            return {}, {}, f"{type(error).__name__}: {error}"
+        return {part: held.mine for part, held in host.items()}, device, ""
+
+    def timetable(self, runner: Any, micro_batches: int) -> tuple[str, list[PipelineCell]]:
+        """Return what the costs of cells are, and the planned cells of a pipeline, as :class:`PipelineTimetable` has.
+
+        ``runner`` executes the pipeline, whose first replica has so many ``micro_batches``.
+        """
+        costs, found = "operations", None
+        with suppress(Exception):  # as above
+            found = self._training.simulation if self._training.micro_batches == micro_batches else None
+        if found is None or not found.makespan:
+            schedule = runner.schedule(micro_batches)
+            costs, found = "equal", simulate(schedule, Costs.uniform(schedule.chunks), present=micro_batches)
+        return costs, _cells(found, micro_batches)
+
+
+def _cells(simulation: Simulation, micro_batches: int) -> list[PipelineCell]:
+    events = [
+        (stage, event)
+        for stage, timed in enumerate(simulation.events)
+        for event in timed
+        if event.instruction.micro < micro_batches
+    ]
+    forward = [event.end - event.start for _, event in events if event.instruction.kind == FORWARD]
+    unit = sum(forward) / len(forward) or 1.0
+    return [
+        PipelineCell(
+            stage,
+            event.instruction.chunk,
+            event.instruction.micro,
+            event.instruction.kind,
+            round(event.start / unit, 4),
+            round(event.end / unit, 4),
+        )
+        for stage, event in events
+    ]
