@@ -76,7 +76,7 @@ class ParameterGroup:
 class RowSum(NamedTuple):
     """Describe an averaged gradient that has not been computed yet: rows to add in tree order, and the divisor.
 
-    A row is one partial sum of the gradient. The kernels of :mod:`mpizero.kernels.cpu.fused` add the rows, divide the
+    A row is one partial sum of the gradient. The kernels of :mod:`mpizero.kernels.cpu.update` add the rows, divide the
     sum and update the parameters in one pass over memory.
 
     Attributes
