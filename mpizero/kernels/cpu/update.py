@@ -17,7 +17,7 @@ are in ``hyper``. Their decorator puts ``rows``, ``first``, ``program`` and ``di
 
 Compress messages with error feedback: what a message lost is kept in ``residual`` and added to the next message.
 
-``int8`` sends eight bits for each value, and a scale for each block of ``BLOCK`` consecutive values. ``top`` sends the
+``int8`` sends eight bits for each value, and a scale for each block of ``COMPRESSION_BLOCK`` values. ``top`` sends the
 values of largest magnitude with their indices. They are found exactly: the smallest magnitude that is sent is found by
 counting how often each pattern of bits occurs in the magnitudes, first of the highest 11 bits and then of 10 bits
 twice.
@@ -327,7 +327,7 @@ def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
 
 @_tree_kernel("T[::1]")
 def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients, then update as ``optimizer.sgd`` does."""
+    """Sum and divide rows of gradients, then update as ``sgd`` does."""
     lr, decay = hyper[0], hyper[1]
     w = w[start:stop]
     for i in range(w.size):
@@ -336,7 +336,7 @@ def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
 
 @_tree_kernel("T[::1], T[::1]")
 def momentum_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients, then update as ``optimizer.momentum`` does."""
+    """Sum and divide rows of gradients, then update as ``momentum`` does."""
     lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
     of_g, of_m = hyper[4], hyper[5]
     w, m = w[start:stop], m[start:stop]
@@ -346,7 +346,7 @@ def momentum_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop
 
 @_tree_kernel("T[::1], T[::1], T[::1]")
 def adam_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients, then update as ``optimizer.adam`` does."""
+    """Sum and divide rows of gradients, then update as ``adam`` does."""
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     w, m, v = w[start:stop], m[start:stop], v[start:stop]
@@ -357,7 +357,7 @@ def adam_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int
 
 @_tree_kernel("T[::1], T[::1], T[::1]")
 def adamw_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients, then update as ``optimizer.adamw`` does."""
+    """Sum and divide rows of gradients, then update as ``adamw`` does."""
     shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     w, m, v = w[start:stop], m[start:stop], v[start:stop]
@@ -368,7 +368,7 @@ def adamw_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: in
 
 @_tree_kernel("T[::1], T[::1]")
 def rmsprop_tree(total: Any, w: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients, then update as ``optimizer.rmsprop`` does."""
+    """Sum and divide rows of gradients, then update as ``rmsprop`` does."""
     lr, decay, alpha, rest, eps = hyper[0], hyper[1], hyper[2], hyper[3], hyper[4]
     w, v = w[start:stop], v[start:stop]
     for i in range(w.size):
@@ -377,7 +377,7 @@ def rmsprop_tree(total: Any, w: Array, v: Array, hyper: Array, start: int, stop:
 
 @_tree_kernel("T[::1], T[::1]")
 def lion_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients, then update as ``optimizer.lion`` does."""
+    """Sum and divide rows of gradients, then update as ``lion`` does."""
     shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
     beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
     w, m = w[start:stop], m[start:stop]

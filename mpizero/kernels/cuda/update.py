@@ -209,7 +209,7 @@ def tree_sum(
 def sgd_tree(
     rows: Array, first: int, program: Array, divisor: Array, w: Array, hyper: Array, start: int, stop: int
 ) -> None:
-    """Sum and divide rows of gradients, then update as ``optimizer.sgd`` does."""
+    """Sum and divide rows of gradients, then update as ``sgd`` does."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     lr, decay = hyper[0], hyper[1]
@@ -222,7 +222,7 @@ def sgd_tree(
 def momentum_tree(
     rows: Array, first: int, program: Array, divisor: Array, w: Array, m: Array, hyper: Array, start: int, stop: int
 ) -> None:
-    """Sum and divide rows of gradients, then update as ``optimizer.momentum`` does."""
+    """Sum and divide rows of gradients, then update as ``momentum`` does."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -245,7 +245,7 @@ def adam_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide rows of gradients, then update as ``optimizer.adam`` does."""
+    """Sum and divide rows of gradients, then update as ``adam`` does."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -268,7 +268,7 @@ def adamw_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide rows of gradients, then update as ``optimizer.adamw`` does."""
+    """Sum and divide rows of gradients, then update as ``adamw`` does."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -282,7 +282,7 @@ def adamw_tree(
 def rmsprop_tree(
     rows: Array, first: int, program: Array, divisor: Array, w: Array, v: Array, hyper: Array, start: int, stop: int
 ) -> None:
-    """Sum and divide rows of gradients, then update as ``optimizer.rmsprop`` does."""
+    """Sum and divide rows of gradients, then update as ``rmsprop`` does."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     lr, decay, alpha, rest = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -296,7 +296,7 @@ def rmsprop_tree(
 def lion_tree(
     rows: Array, first: int, program: Array, divisor: Array, w: Array, m: Array, hyper: Array, start: int, stop: int
 ) -> None:
-    """Sum and divide rows of gradients, then update as ``optimizer.lion`` does."""
+    """Sum and divide rows of gradients, then update as ``lion`` does."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
