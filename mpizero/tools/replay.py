@@ -1,6 +1,7 @@
 """Implement ``mpizero replay``: evaluate the samples of a bad step again, in one process, with saved parameters.
 
 A bad step is one that training skipped because a gradient was not finite; its samples were kept in a folder.
+:func:`replay` evaluates them, :func:`report` and :func:`as_json` format the :class:`ReplayedStep`.
 """
 
 from __future__ import annotations

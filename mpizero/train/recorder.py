@@ -1,7 +1,8 @@
 """Record the events of a run in its folder: what trains where, memory, where time goes, checkpoints, the end.
 
 :class:`RunRecorder` writes them. For the time it traces single steps of the running training (:class:`StepTracer`), and
-tells where every rank's time went.
+tells where every rank's time went. Beside what is measured it records what was planned (:class:`VisitPlan`): the memory
+of each rank, and the timetable of its pipeline.
 """
 
 from __future__ import annotations

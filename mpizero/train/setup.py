@@ -1,9 +1,10 @@
 """Hold what one training run is made of, and what comes out of it.
 
-:class:`RunSetup` has model, data and settings, with what the run records about itself (:class:`RunRecord`).
-:class:`TrainingResult` is the result. :class:`Improvement` finds out by a validation metric which step is the best so
-far, and when a run no longer improves. :class:`Speed` and the functions after it compute and format the figures of a
-step for the lines of JSON that ``mpizero train`` writes.
+:class:`Wording` has the words by which error messages name what a user can do. :class:`RunSetup` has model, data and
+settings, with what the run records about itself (:class:`RunRecord`). :class:`TrainingResult` is the result.
+:class:`Improvement` finds out by a validation metric which step is the best so far, and when a run no longer improves.
+:class:`Speed` and the functions after it compute and format the figures of a step for the lines of JSON that ``mpizero
+train`` writes.
 """
 
 from __future__ import annotations

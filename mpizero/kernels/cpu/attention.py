@@ -1,6 +1,7 @@
-"""Compute the causal softmax on the CPU, reading only scores of keys that a query sees, and split rows into heads.
+"""Compute the causal softmax of attention, for whole rows or tile by tile, and split rows into heads, on the CPU.
 
-Compute the causal softmax of ring attention tile by tile, on the CPU.
+Only scores of keys that a query sees are read. :func:`causal_softmax` has whole rows of scores. Ring attention computes
+its softmax tile by tile (:func:`running_softmax`, :func:`known_softmax`).
 
 A tile holds the scores of some queries of this rank and some keys: (samples, heads, queries, keys). Numbers of a query,
 such as its maximum and its sum, are in arrays (samples, length, heads) for all queries of this rank; the first query of

@@ -1,26 +1,22 @@
-"""Compute sums, maxima and dot products of one row of a matrix, in an order that is the same on every CPU.
+"""Compute on the CPU what layers need: row sums, normalization, activations, copies and conversions, embeddings.
 
-LLVM does not vectorize a sum of floats in the order of the loop, because that would change the order. These functions
-use a fixed order that can be vectorized. A row is cut into blocks of at most ``BLOCK`` elements. A block is first
-reduced to h = (its size) / 8 sums: sum j adds elements j, j + h, j + 2 h, ..., j + 7 h. Four lanes then add these h
-sums. At last the sums of the blocks are added in order.
+Sums, maxima and dot products of one row of a matrix are computed in an order that is the same on every CPU. LLVM does
+not vectorize a sum of floats in the order of the loop, because that would change the order. So :func:`row_sum` and the
+functions beside it use a fixed order that can be vectorized. A row is cut into blocks of at most ``BLOCK`` elements. A
+block is first reduced to h = (its size) / 8 sums: sum j adds elements j, j + h, j + 2 h, ..., j + 7 h. Four lanes then
+add these h sums. At last the sums of the blocks are added in order.
 
-Compute layer and root-mean-square normalization on the CPU; rows are samples or positions of sequences.
+In layer and root-mean-square normalization, rows are samples or positions of sequences. The variance of a row is
+computed in two passes, first the mean and then the mean square of the differences from it. So it loses no digits by
+cancellation.
 
-The variance of a row is computed in two passes, first the mean and then the mean square of the differences from it. So
-it loses no digits by cancellation.
+Activation functions, bias additions and column sums follow. A kernel writes the results of 256 elements to a temporary
+array and then copies them to its output. So an output may be one of the inputs, and LLVM still vectorizes the loops,
+since the arrays in a loop never overlap. The temporary array stays in the first-level cache.
 
-Compute activation functions, bias additions and column sums on the CPU.
-
-A kernel writes the results of 256 elements to a temporary array and then copies them to its output. So an output may be
-one of the inputs, and LLVM still vectorizes the loops, since the arrays in a loop never overlap. The temporary array
-stays in the first-level cache.
-
-Pack and unpack ranges of arrays, convert to and from 16-bit formats, and scale, on the CPU.
-
-Numbers of 16 bits are stored as uint16, because NumPy has no bfloat16.
-
-Look up rows of an embedding table by their ids, and compute the gradient of the table, on the CPU.
+:func:`pack` and the kernels after it copy ranges of arrays, convert to and from 16-bit formats, and scale. Numbers of
+16 bits are stored as uint16, because NumPy has no bfloat16. :func:`gather` looks up rows of an embedding table by their
+ids, and :func:`scatter_add` computes the gradient of the table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""Update elements ``start`` to ``stop - 1`` of flat arrays in place by an optimizer's formula, on the CPU.
+"""Update parameters in place by an optimizer's formula, sum gradients on the way, and compress messages, on the CPU.
 
-``hyper`` is an array of the scalars that the formula needs, which :mod:`mpizero.optim` computes for every step.
+The kernels of optimizers update elements ``start`` to ``stop - 1`` of flat arrays. ``hyper`` is an array of the scalars
+that the formula needs, which :mod:`mpizero.optim` computes for every step.
 
-Sum rows of gradients by a tree program, divide, and update, in one pass over memory on the CPU.
+:func:`tree_sum` sums rows of gradients by a tree program, and divides. Kernels that end in ``_tree`` do so and update
+in one pass over memory; they have the bits of two calls, ``tree_sum`` and the kernel of the optimizer, whose scalars
+are in ``hyper``. Their decorator puts ``rows``, ``first``, ``program`` and ``divisor`` in the place of ``total``.
 
 A *program* is a list of integers that a stack machine executes on the rows of a matrix: ``v >= 0`` pushes row v, ``-1``
 pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row ``-2 - v`` to the top. Each row holds
@@ -12,15 +15,11 @@ a gradient or a sum of gradients. Element i of the parameters belongs to column 
 The machine works on blocks of columns that fit into the first-level cache, so a row is read from memory once, and the
 sum is never written to memory. The last addition of a program is done in the loop of the update.
 
-Kernels that end in ``_tree`` have the bits of two calls, ``tree_sum`` and the kernel of the optimizer, whose scalars
-are in ``hyper``. Their decorator puts ``rows``, ``first``, ``program`` and ``divisor`` in the place of ``total``.
-
-Compress messages with error feedback: what a message lost is kept in ``residual`` and added to the next message.
-
-``int8`` sends eight bits for each value, and a scale for each block of ``COMPRESSION_BLOCK`` values. ``top`` sends the
-values of largest magnitude with their indices. They are found exactly: the smallest magnitude that is sent is found by
-counting how often each pattern of bits occurs in the magnitudes, first of the highest 11 bits and then of 10 bits
-twice.
+Messages are compressed with error feedback: what a message lost is kept in ``residual`` and added to the next message.
+``int8`` sends eight bits for each value, and a scale for each block of ``COMPRESSION_BLOCK`` consecutive values.
+``top`` sends the values of largest magnitude with their indices. They are found exactly: the smallest magnitude that is
+sent is found by counting how often each pattern of bits occurs in the magnitudes, first of the highest 11 bits and then
+of 10 bits twice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Compute the causal softmax on the GPU, with a block of threads per query, and split rows into heads.
+"""Compute the causal softmax of attention, for whole rows or tile by tile, and split rows into heads, on the GPU.
 
-Compute the causal softmax of ring attention tile by tile, on the GPU: a block of threads per query.
+A block of threads computes a query. :func:`causal_softmax` has whole rows of scores. Ring attention computes its
+softmax tile by tile (:func:`running_softmax`, :func:`known_softmax`).
 
 A tile holds the scores of some queries of this rank and some keys: (samples, heads, queries, keys). Numbers of a query,
 such as its maximum and its sum, are in arrays (samples, length, heads) for all queries of this rank; the first query of

@@ -1,12 +1,4 @@
-"""Let numba-cuda compile kernels with any NumPy, round each operation as the CPU does, and keep their machine code.
-
-[Note: contraction] NVVM contracts ``a * b + c`` to one operation, rounded once, wherever it finds that. What it finds
-depends on the code around: one formula would have other bits in another kernel, or in another branch of the same one.
-A rank that is alone updates by other kernels than several ranks, and their bits must be equal. So nothing is contracted
-here. These kernels wait for memory, not for arithmetic. (Link-time optimization would contract after NVVM, and gains
-nothing: NVVM sees a kernel and its helper functions together.)
-
-Define the decorator of CUDA kernels, which have the same names and signatures as the CPU kernels.
+"""Define the decorator of CUDA kernels, which have the same names and signatures as the CPU kernels.
 
 ::
 
@@ -26,7 +18,14 @@ Arrays are CuPy's. Small host arrays (scalars of a step, tree programs, sums) ma
 device, and copied back afterwards if they are not declared ``const``.
 
 On a GPU a kernel is compiled at its first call with a dtype by one process of the node, and kept as machine code in the
-folder of :mod:`mpizero.kernels.machine_code`, from which the other processes and later ones load it.
+folder of :mod:`mpizero.kernels.machine_code`, from which the other processes and later ones load it. The functions at
+the head do that: they let numba-cuda compile with any NumPy, and let each operation be rounded as on the CPU.
+
+[Note: contraction] NVVM contracts ``a * b + c`` to one operation, rounded once, wherever it finds that. What it finds
+depends on the code around: one formula would have other bits in another kernel, or in another branch of the same one.
+A rank that is alone updates by other kernels than several ranks, and their bits must be equal. So nothing is contracted
+here. These kernels wait for memory, not for arithmetic. (Link-time optimization would contract after NVVM, and gains
+nothing: NVVM sees a kernel and its helper functions together.)
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""Compute the sum or maximum of one value per thread over a block of threads, in an order fixed by the block's size.
+"""Compute on the GPU what layers need: sums over threads, normalization, activations, copies, conversions, embeddings.
 
-All threads of the block must call these functions, each with its own value, and all get the same result. To reduce a
-row of a matrix, each thread first reduces some of the row's elements.
+:func:`block_sum` and :func:`block_max` compute the sum or maximum of one value per thread over a block of threads, in
+an order fixed by the block's size. All threads of the block must call these functions, each with its own value, and all
+get the same result. To reduce a row of a matrix, each thread first reduces some of the row's elements.
 
-Compute layer and root-mean-square normalization on the GPU; rows are samples or positions of sequences.
+In layer and root-mean-square normalization, rows are samples or positions of sequences. A block of threads computes a
+row; one thread computes a column of the gradients of gamma and beta. Activation functions, bias additions and column
+sums have one thread per element (or column).
 
-A block of threads computes a row; one thread computes a column of the gradients of gamma and beta.
-
-Compute activation functions, bias additions and column sums on the GPU: one thread per element (or column).
-
-Pack and unpack ranges of arrays, convert to and from 16-bit formats, and scale, on the GPU.
-
-Numbers of 16 bits are stored as uint16, because NumPy has no bfloat16.
-
-Look up rows of an embedding table by their ids, and compute the gradient of the table, on the GPU.
+:func:`pack` and the kernels after it copy ranges of arrays, convert to and from 16-bit formats, and scale. Numbers of
+16 bits are stored as uint16, because NumPy has no bfloat16. :func:`gather` looks up rows of an embedding table by their
+ids, and :func:`scatter_add` computes the gradient of the table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Compute the softmax cross-entropy of whole rows of logits, or of parts of the classes, on the GPU.
+"""Compute losses and their gradients, and sums of squares of rows, on the GPU.
 
-Compute losses of single elements and their gradients, and sums of squares of rows, on the GPU.
-
-Losses are float64; gradients have the type of the prediction.
+The softmax cross-entropy is that of whole rows of logits, or of parts of the classes. The other losses are of single
+elements: losses are float64, gradients have the type of the prediction.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Sum in the order of one fixed binary tree, as the CPU kernels do, and find infinite and NaN values, on the GPU.
+"""Sum in one fixed order, find infinite and NaN values, and draw random numbers, on the GPU.
 
-One thread sums ``TILE`` neighbouring elements, which is a node of the tree because ``TILE`` is a power of two. The next
-kernel sums ``TILE`` neighbouring nodes in the same way, until one node is left. The bits are those of the CPU kernels.
+Sums have the order of one fixed binary tree, as on the CPU. One thread sums ``TILE`` neighbouring elements, which is a
+node of the tree because ``TILE`` is a power of two. The next kernel sums ``TILE`` neighbouring nodes in the same way,
+until one node is left. The bits are those of the CPU kernels.
 
-Draw counter-based random numbers (Philox 4x32-10) on the GPU: one thread per Philox block, or per permuted index.
+Random numbers are counter-based (Philox 4x32-10): one thread per Philox block, or per permuted index.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""Update elements ``start`` to ``stop - 1`` of flat arrays in place by an optimizer's formula, on the GPU.
+"""Update parameters in place by an optimizer's formula, sum gradients on the way, and compress messages, on the GPU.
 
-``hyper`` is an array of the scalars that the formula needs, which :mod:`mpizero.optim` computes for every step.
+The kernels of optimizers update elements ``start`` to ``stop - 1`` of flat arrays. ``hyper`` is an array of the scalars
+that the formula needs, which :mod:`mpizero.optim` computes for every step.
 
-Sum rows of gradients by a tree program, divide, and update, in one pass over memory on the GPU.
+:func:`tree_sum` sums rows of gradients by a tree program, and divides. Kernels that end in ``_tree`` do so and update
+in one pass over memory; they have the bits of two calls, of ``tree_sum`` and then of the optimizer's kernel, whose
+scalars are in ``hyper``. Every thread executes the program on one column at a time.
 
 A *program* is a list of integers that a stack machine executes on the rows of a matrix: ``v >= 0`` pushes row v, ``-1``
 pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row ``-2 - v`` to the top. Each row holds
 a gradient or a sum of gradients. Element i of the parameters belongs to column ``first + i`` of the matrix, where
 ``first`` is an argument. The stack holds ``DEPTH`` rows, which is enough for the tree over 32,768 grains.
 
-Every thread executes the program on one column at a time. Kernels that end in ``_tree`` have the bits of two calls, of
-``tree_sum`` and then of the optimizer's kernel, whose scalars are in ``hyper``.
-
-Compress messages with error feedback on the GPU: what a message lost is kept and added to the next message.
-
-One thread works on a block of ``BLOCK`` consecutive values (``int8``), or on a tile of ``TILE`` (``top``).
+Messages are compressed with error feedback: what a message lost is kept and added to the next message. One thread works
+on a block of ``COMPRESSION_BLOCK`` consecutive values (``int8``), or on a tile of ``TILE`` (``top``).
 """
 
 from __future__ import annotations

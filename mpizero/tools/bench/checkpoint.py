@@ -1,6 +1,8 @@
 """Time saving and loading a checkpoint, and compare with plain writes, reads and copies of as many bytes.
 
-The command is ``mpizero bench checkpoint``.
+The command is ``mpizero bench checkpoint``. :func:`measure_checkpoint` times what a :class:`CheckpointRequest` asks, in
+interleaved repetitions, and returns :class:`CheckpointFigures`; an :class:`OperationTime` compares one operation with
+another, as :data:`COMPARED` pairs them.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
-"""Time the same work on one rank alone and on all ranks at once.
+"""Measure how fast a machine multiplies, moves memory, sends messages and writes files: ``mpizero bench machine``.
 
-Measure the rate of matrix products with the shapes that a transformer's layers have.
-
-Measure memory bandwidth for the reads and writes of a training step, with plain loops and the library's kernels.
-
-Time the collectives that the library uses, and messages between two ranks, for several sizes.
-
-Time writing and reading one file, of which every rank writes and reads its own part.
-
-Measure how fast a machine multiplies, moves memory, sends messages and writes files: ``mpizero bench machine``.
-
-Format the measurements of a machine as tables and as JSON.
+:func:`alone` and :func:`together` time the same work on one rank alone and on all ranks at once. With them four classes
+measure: :class:`ProductBenchmark` the rate of matrix products with the shapes that a transformer's layers have;
+:class:`PassBenchmark` memory bandwidth for the reads and writes of a training step, with plain loops and the library's
+kernels; :class:`MessageBenchmark` the collectives that the library uses, and messages between two ranks, for several
+sizes; :class:`FileBenchmark` writing and reading one file, of which every rank writes and reads its own part.
+:func:`measure_machine` runs them as a :class:`MachineRequest` asks; the measurements are shown as tables and as JSON.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Measure the memory and messages of this rank in training steps, and set them beside a plan.
+"""Compare measured with planned memory and messages of each rank: ``mpizero bench memory`` of a layout or a CONFIG.
 
-Compare measured with planned memory and messages of each rank: ``mpizero bench memory --pipeline``.
-
-Compare measured with planned memory and messages of a configuration's model: ``mpizero bench memory CONFIG``.
+:func:`measure_steps` measures this rank in training steps, and :func:`table_rows` sets every rank's figures beside the
+plan. :func:`measure_layout` does so for layouts of a built-in model, as a :class:`LayoutRequest` asks (options
+``--pipeline``, ``--tensor``, ``--context``), and :func:`measure_config` for a configuration's model (``CONFIG``).
 """
 
 from __future__ import annotations

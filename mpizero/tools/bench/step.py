@@ -1,6 +1,8 @@
-"""Write traced steps in the JSON trace-event format that Perfetto and chrome://tracing open, one row a rank.
+"""Time real training steps by phase, and compare with the least time a phase should take: ``mpizero bench step``.
 
-Time real training steps by phase, and compare with the least time a phase should take: ``mpizero bench step``.
+:func:`write_trace` writes the traced steps in the JSON trace-event format that Perfetto and chrome://tracing open, one
+row a rank. :func:`measure_step` trains, every other step with tracing, and returns :class:`StepFigures`. The least
+times come from a plan of the same training and the machine's measured speeds.
 """
 
 from __future__ import annotations

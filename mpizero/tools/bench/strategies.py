@@ -1,6 +1,8 @@
-"""Count the bytes that a rank's blocks and loss keep from the forward pass for the backward pass of training.
+"""Measure the memory and messages of every strategy in real training steps: ``mpizero bench memory``.
 
-Measure the memory and messages of every strategy in real training steps: ``mpizero bench memory``.
+:class:`CacheMeter` counts the bytes that a rank's blocks and loss keep from the forward pass for the backward pass; for
+that, :func:`watch` wraps them. :func:`measure_memory` trains with each strategy that a :class:`MemoryRequest` names,
+and returns a :class:`MemoryRow` for each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,12 @@
-"""Check that the model returns the same values every time, wherever its parameters lie in memory.
+"""Check one model, on one rank, or on all ranks of a communicator, and compare the ranks.
 
-Compare the gradient with finite differences of the loss along directions.
+:func:`check_model` runs all checks, which are, in the order of this file:
+
+- the model returns the same values every time, wherever its parameters lie in memory (:func:`check_repeats`);
+- the gradient agrees with finite differences of the loss along directions (:func:`check_gradient`, which also finds
+  the parameters whose gradient is wrong, and the probable cause);
+- loss, gradients and weight of a batch are the sums of the values of its pieces (:func:`check_sums`);
+- predictions are the same every time, and no sample's prediction depends on other samples (:func:`check_prediction`).
 
 [Note: slopes] The difference (f(p + h d) - f(p - h d)) / 2h of the loss f, with parameters p, direction d and step h,
 differs from the derivative by truncation, which falls with h, and by rounding, which grows as h falls. Neither is known
@@ -9,17 +15,8 @@ second differences of the loss over steps so small that they contain nothing els
 errors decides, with one exception: a loss may be steep at one point and flat around it. So a smaller h decides if the
 gradient agrees there, and rounding is small enough to show a disagreement. The gradient is called wrong only if it is
 wrong by several times the error at three points, because a kink (of ReLU, of a maximum) is near one of them at most.
-
 All parameters are first changed together. That proves the gradient of every parameter whose own part of the slope is
 well above the uncertainty. The other parameters are then changed one by one.
-
-Find the parameters whose gradient is wrong, and the probable cause.
-
-Check that loss, gradients and weight of a batch are the sums of the values of its pieces.
-
-Check that predictions are the same every time, and that no sample's prediction depends on other samples.
-
-Run all checks of one model, on one rank, or on all ranks of a communicator, and compare the ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Cut batches into pieces as training does, make their arrays read-only, and detect changes of them.
+"""Evaluate a user's model on a batch through one interface, for models of blocks and for function models.
 
-Hold the result of checking a model, for people and for programs.
-
-Wrap models of blocks and function models in one interface that evaluates a batch.
+Batches are cut into pieces as training does (:func:`cut`), their arrays are read-only, and :func:`content` detects
+changes of them. :class:`ModelReport` holds the result of checking a model, for people and for programs.
+:func:`checked_model` wraps a model in the interface, :class:`CheckedModel`.
 
 [Note: pairs] The interface knows real numbers only. A complex parameter of shape ``s`` is an array of shape ``(*s, 2)``
 in it, the real and the imaginary part of each element, and so is its gradient. The model itself sees complex arrays.

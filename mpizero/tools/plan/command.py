@@ -1,6 +1,8 @@
 """Implement ``mpizero plan``: predict memory, messages and time of a training without starting its ranks.
 
-Format a plan as a table for people, and as JSON for programs.
+:func:`plan` plans what a :class:`PlanRequest` asks. From the plan :class:`PlannedRun` derives warnings, seconds, and
+whether the training fits into memory. :func:`report` formats it as a table for people, :func:`as_json` as JSON for
+programs.
 """
 
 from __future__ import annotations

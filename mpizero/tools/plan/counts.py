@@ -1,14 +1,13 @@
-"""Compute the bytes that collectives send, by formula, and record a split layer's group calls on one rank.
+"""Describe a planned training as far as it is the same for all ranks, and count what its collectives send.
 
-The formulas follow the code of ``comm/``. They count the same bytes as the counters in that folder ([Note: bytes on the
-wire] in ``comm/communicator.py``). They cut messages as ``comm/reduce.py`` does, and use messages or windows as
-``comm/model_group.py`` does.
+:func:`exchange_cost` and the functions beside it are the formulas of the bytes that collectives send. They follow the
+code of ``comm/``. They count the same bytes as the counters in that folder ([Note: bytes on the wire] in
+``comm/communicator.py``). They cut messages as ``comm/reduce.py`` does, and use messages or windows as
+``comm/model_group.py`` does. :class:`RecordingGroup` records the group calls of split layers on one rank.
 
-Assign the micro-batches of a step to ranks, and count the samples that they send to each other.
-
-Compute the groups of every rank of a planned job, the same that :class:`mpizero.comm.ProcessGrid` finds in a run.
-
-Describe a planned training as far as it is the same for all ranks.
+:class:`StepBatches` assigns the micro-batches of a step to ranks, and counts the samples that they send to each other.
+:class:`PlannedRanks` computes the groups of every rank, the same that :class:`mpizero.comm.ProcessGrid` finds in a run.
+:class:`PlannedTraining` holds all this for one training.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""Define an array type whose matrix products are not computed, so that trial runs of blocks take little time.
+"""Predict the memory that a rank's micro-batches need: caches of blocks, and arrays of the block that runs.
 
-Measure what a block allocates and keeps: memory that is traced, and the arrays inside of what a pass returns.
-
-Run the blocks of a model one at a time, to measure the memory, the group calls and the output of each.
+:class:`BlockTrials` runs the blocks of a model one at a time, to measure the memory, the group calls and the output of
+each. So that these runs take little time, parameters and gradients are :class:`FakeArray` objects, whose matrix
+products are not computed. What a block allocates and keeps is measured by memory that is traced (:func:`watched`), and
+by the arrays inside of what a pass returns (:func:`buffers`). :class:`ShardSizes` has the sizes of the shards of all
+ranks of a stage's data group, :class:`ModelPart` the part of a model that one pipeline stage, tensor rank and context
+rank holds: size, work and output. From them :class:`ChunkActivations` computes what one micro-batch needs, and
+:class:`StageActivations` how a rank's memory changes in the course of a step.
 
 [Note: trials] No formula knows what a user's layer keeps. So one block of each kind runs forward and backward alone, on
 two samples and again on three. (Not on one: an array of one sample may be contiguous where one of several is not.)
@@ -10,12 +14,6 @@ Blocks that differ only in the ``site`` of their dropouts are of one kind. Param
 afterwards; matrix products with them are not computed. Memory and messages are assumed to grow linearly with the number
 of samples. If a block's group calls show that they do not, the blocks run on as many samples as the real micro-batch
 has.
-
-Compute the sizes of the shards of all ranks of a stage's data group.
-
-Describe the part of a model that one pipeline stage, tensor rank and context rank holds: size, work and output.
-
-Predict the memory that a rank's micro-batches need: caches of blocks, and arrays of the block that runs.
 """
 
 from __future__ import annotations

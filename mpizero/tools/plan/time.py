@@ -1,14 +1,13 @@
-"""Read and write the machine file: measured speeds of a machine, as a small JSON document.
+"""Compute the least time of each phase of a step on a measured machine.
 
-Count the bytes that one rank reads and writes in a step to sum, check and update.
+It is the phase's operations divided by their measured rate, or its bytes divided by the measured bandwidth.
+:class:`Machine` holds the measured speeds, which :func:`write_machine` and :func:`read_machine` keep in the machine
+file, a small JSON document. :class:`StepPasses` counts the bytes that one rank reads and writes in a step to sum, check
+and update. :class:`TimeFloors` divides.
 
 [Note: least passes] A row is an array that holds a gradient or a partial sum. Every row of a sum is counted as read
 once, and every result as written once. A sum that a fused update uses at once is not written. Copies into and out of
 message buffers are not counted here; they are part of the time of the messages.
-
-Compute the least time of each phase of a step on a measured machine.
-
-It is the phase's operations divided by their measured rate, or its bytes divided by the measured bandwidth.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Compute the bytes that one rank sends in a training step, by purpose, with a formula for each collective."""
+"""Compute the bytes that one rank sends in a training step, by purpose, with a formula for each collective.
+
+:data:`PURPOSES` names the purposes, and :class:`RankTraffic` has a formula for each.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,10 @@
-"""Write HTML: plain strings are escaped wherever they are put in, only :class:`Markup` is taken as it is.
+"""Write the HTML of a report, and draw its figures as SVG that stands inside the page.
 
-Draw with matplotlib into SVG that stands inside a page of HTML.
-
-Draw figures of steps as curves; long ones as a line of means and a band from the least to the largest value.
-
-Draw what ranks do and hold as stacked bars, one or two a rank.
-
-Draw which rank holds which part of the model: a box for each rank, one group of boxes for each replica.
-
-Draw the timetable of a pipeline: as planned, and as measured.
+In HTML plain strings are escaped wherever they are put in, only :class:`Markup` is taken as it is. :func:`picture` lets
+matplotlib draw. Each figure has a function: :func:`draw_curves` for figures of steps, long ones as a line of means and
+a band from the least to the largest value; :func:`draw_phases` and :func:`draw_memory` for what ranks do and hold, as
+stacked bars, one or two a rank; :func:`draw_layout` for which rank holds which part of the model, a box for each rank,
+one group of boxes for each replica; :func:`draw_timetable` for a pipeline's timetable, planned or measured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Read out of a run's records what a reader asks first: how it ended, what was skipped, where it was resumed.
+"""Find out from the records of a run what a reader asks first, and tell it in sentences.
 
-Compute what a report tells about ranks: seconds by phase, memory beside its plan, idle time of pipelines.
-
-Tell in sentences what one would otherwise search for in the pictures of a report.
+:class:`RunHistory` tells how a run ended, what was skipped and where it was resumed. The classes and functions after it
+compute what a report tells about ranks: seconds by phase, memory beside its plan, idle time of pipelines.
+:func:`findings` tells in sentences what one would otherwise search for in the pictures of a report.
 """
 
 from __future__ import annotations

@@ -1,20 +1,11 @@
-"""Format columns of tables: all numbers of a column in one unit, with as many digits after the point.
+"""Compose the report of one or several runs: one file of HTML that needs nothing else.
 
-Compose what a report tells about the time of a step: its phases by rank, and the timetable of its pipeline.
-
-Compose what a report tells about memory: what was planned beside what was counted, by part and rank.
-
-Compose what a report tells about one run beside its curves, a section for each kind of record.
-
-Compose the curves of one or several runs, each run in its colour.
-
-Define how a report looks.
-
-Compose what a report of several runs tells about the settings and the environment in which they differ.
-
-Explain the words of a report.
-
-Compose the report of one or several runs, one file of HTML that needs nothing else, and write it.
+Numbers of a column have one unit, and as many digits after the point. Each of the functions after that composes one
+part of a page: the time of a step (:func:`phases` by rank, :func:`pipeline` the timetable), :func:`memory` as planned
+beside what was counted, by part and rank, :func:`run_sections` what else a run has recorded, a section for each kind of
+record, :func:`curve_section` the curves, each run in its colour, and :func:`differences` the settings and the
+environment in which runs differ. :func:`glossary` explains the words that a page has. :func:`report` makes a page of
+these parts and writes it; :data:`STYLE` defines how it looks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Read lines that a running job appends to a file, by looking at the file again and again.
+"""Follow a run in a terminal, from the files that it writes.
 
-Draw a curve with characters: dots of Braille, or stars where a terminal has no other characters.
-
-Follow a run in a terminal, from the files that it writes.
+A running job appends lines to its files: :class:`GrowingFile` looks at a file again and again, and reads the new ones.
+:func:`terminal_curve` draws a curve with characters: dots of Braille, or stars where a terminal has no other
+characters. :func:`watch` shows what :class:`FollowedRun` has read so far, as a screen or as lines for a log.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Run the training of a configuration on several layouts and compare it with one process: ``mpizero verify``."""
+"""Run the training of a configuration on several layouts and compare it with one process: ``mpizero verify``.
+
+:func:`verify` is the command, and :func:`choose` decides which layouts are compared.
+"""
 
 from __future__ import annotations
 

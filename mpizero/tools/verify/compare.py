@@ -1,15 +1,16 @@
-"""Compare vectors of the whole model, and locate the first element that differs. Nothing here is collective.
+"""Run a training on several layouts, as threads or on the ranks of a communicator, and compare it with one process.
 
-Run one of the trainings that ``mpizero verify`` compares, and return what its steps compute.
-
-Compare one layout with one process step by step, and explain the first difference.
+:class:`Vectors` compares a quantity of the whole model, such as the gradient, and locates the first element that
+differs; that is not collective. :class:`ObservedTraining` runs one of the trainings, and returns what its steps
+compute. :class:`TrainingPair` compares a layout with one process step by step, and explains the first difference.
+:func:`compare_layouts` compares every layout. It first trains in one process alone, whose figures and hashes a
+:class:`ReferenceTrace` keeps. A :class:`LayoutComparison` compares a layout with them, and makes a pair of trainings
+only to explain a difference, or where the layout rounds otherwise than one process.
 
 [Note: following] Some layouts with tensor or context groups add in another order than any process can, such as groups
 of 3 ranks, and an optimizer such as Adam amplifies the rounding differences from step to step. For these layouts the
 one process takes over the layout's parameters and optimizer arrays before every step, and updates them with the
 layout's gradient. So rounding differences do not accumulate.
-
-Run a training on several layouts, as threads or on the ranks of a communicator, and compare it with one process.
 """
 
 from __future__ import annotations

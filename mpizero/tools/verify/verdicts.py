@@ -1,8 +1,9 @@
-"""Read layouts from their names, such as ``4``, ``zero3*4`` or ``pipeline=2, data=2``.
+"""Name layouts, and hold what a comparison with one process finds: verdicts, findings and their probable causes.
 
-Hold and print the result of a comparison of layouts.
-
-Find the probable cause of a difference from the pattern in the numbers; nothing here communicates.
+:class:`Layout` is read from its name, such as ``4``, ``zero3*4`` or ``pipeline=2, data=2``. :class:`Report` holds a
+:class:`Verdict` for each layout, with the :class:`Finding` that describes the first number that differs, and is
+printed. The functions :func:`diagnose_loss` to :func:`diagnose_update` find the probable cause of a difference from the
+pattern in the numbers. Nothing here communicates.
 
 [Note: cause and pattern] A cause is named only if no other cause known to this module would leave the same numbers.
 The pattern that the numbers show is named in any case.

@@ -1,6 +1,7 @@
-"""Compute the causal softmax and split rows into heads in NumPy, as a reference for the kernels.
+"""Compute the causal softmax of attention, and split rows into heads, in NumPy, as a reference for the kernels.
 
-Compute the causal softmax of ring attention tile by tile, in NumPy, as a reference for the kernels.
+:func:`causal_softmax` has whole rows of scores. Ring attention computes its softmax tile by tile
+(:func:`running_softmax`, :func:`known_softmax`).
 
 A tile holds the scores of some queries of this rank and some keys: (samples, heads, queries, keys). Numbers of a query,
 such as its maximum and its sum, are in arrays (samples, length, heads) for all queries of this rank; the first query of

@@ -1,12 +1,9 @@
-"""Compute layer and root-mean-square normalization in NumPy, as a reference for the kernels.
+"""Compute in NumPy what layers need, as a reference for the kernels: normalization, activations, copies, embeddings.
 
-Compute activation functions, bias additions and column sums in NumPy, as a reference for the kernels.
-
-Pack and unpack ranges, convert to and from 16-bit formats, and scale, in NumPy, as a reference for the kernels.
-
-A number is rounded to bfloat16 by comparing its distances to the two nearest bfloat16 numbers.
-
-Look up rows of an embedding table by their ids, and compute the gradient of the table, in NumPy.
+Layer and root-mean-square normalization come first, then activation functions, bias additions and column sums.
+:func:`pack` and the functions after it copy ranges of arrays, convert to and from 16-bit formats, and scale. A number
+is rounded to bfloat16 by comparing its distances to the two nearest bfloat16 numbers. :func:`gather` looks up rows of
+an embedding table by their ids, and :func:`scatter_add` computes the gradient of the table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Compute the softmax cross-entropy of whole rows of logits, or of parts of the classes, in NumPy.
+"""Compute losses and their gradients, and sums of squares of rows, in NumPy, as a reference for the kernels.
 
-Compute losses of single elements and their gradients, and sums of squares of rows, in NumPy.
+The softmax cross-entropy is that of whole rows of logits, or of parts of the classes. The other losses are of single
+elements.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Sum in the order of a binary tree, level by level, in NumPy, as a reference for the kernels.
+"""Sum in the order of a binary tree, and draw random numbers, in NumPy, as a reference for the kernels.
 
-Draw counter-based random numbers (Philox 4x32-10) in NumPy, as a reference for the kernels.
+The tree is summed level by level. Random numbers are counter-based (Philox 4x32-10).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Update elements ``start`` to ``stop - 1`` of flat arrays in NumPy, as a reference for the optimizers' kernels.
+"""Update by optimizers' formulas, sum gradients on the way, and compress, in NumPy, as a reference for the kernels.
 
-Sum rows of gradients by a tree program, divide, and update, in NumPy, as a reference for the fused kernels.
-
-Compress messages in NumPy, block by block or with a sort, as a reference for the kernels.
+The optimizers update elements ``start`` to ``stop - 1`` of flat arrays. :func:`tree_sum` sums rows of gradients by a
+tree program, and divides; functions that end in ``_tree`` then update by an optimizer. Messages are compressed block by
+block (``int8``) or with a sort (``top``).
 """
 
 from __future__ import annotations
