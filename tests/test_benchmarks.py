@@ -96,7 +96,9 @@ def test_what_travels_behind_computing_is_timed_in_all_ways_and_sizes():
     )  # fmt: skip
     ways, sizes = done.stdout.split("MiB of a bucket")
     assert re.search(r"\nddp( +[\d.]+){6} .*\nzero2( +[\d.]+){6} ", ways), done.stdout
-    assert re.search(r"(?s)ddp +chose .*1\.00.*zero2 +chose .*1\.00", sizes), done.stdout
+    assert re.search(
+        r"\nddp +default: [\d.]+ ms, 1\.00;  0\.25: .*\nzero2 +default: [\d.]+ ms, 1\.00;  0\.25: ", sizes
+    ), done.stdout
 
 
 def test_the_update_is_timed_beside_collectives_and_plain_loops():
