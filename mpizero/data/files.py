@@ -406,7 +406,7 @@ class FileSource(Source):
 
     @abstractmethod
     def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
-        """Open a file; return the arrays of :attr:`names` by name, each with the ``chunk`` of a :class:`FileArray`.
+        """Open a file; return the arrays of ``names`` by name, each with the ``chunk`` of a :class:`FileArray`.
 
         An array has a shape and a dtype, and reads its elements when it is indexed with slices.
 
@@ -593,7 +593,7 @@ class Hdf5Source(FileSource):
     kind, array_word = "hdf5", "dataset"
 
     def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
-        """Open an HDF5 file; return its datasets of :attr:`names` by name, and the rows of a chunk of each."""
+        """Open an HDF5 file; return its datasets of ``names`` by name, and the rows of a chunk of each."""
         file, mapped_files = open_hdf5(path), dict[str, MappedFile]()
         found = {}
         for name in dict.fromkeys(leaves_of(self.names)):
@@ -901,7 +901,7 @@ class NetcdfSource(FileSource):
     kind, array_word = "netcdf", "variable"
 
     def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
-        """Open a file; return its variables of :attr:`names` by name, and the rows of a chunk of each."""
+        """Open a file; return its variables of ``names`` by name, and the rows of a chunk of each."""
         try:
             import h5netcdf
         except ImportError:
@@ -973,7 +973,7 @@ class ZarrSource(FileSource):
     kind = "zarr"
 
     def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
-        """Open a store; return its arrays of :attr:`names` by name, and the rows of a chunk of each."""
+        """Open a store; return its arrays of ``names`` by name, and the rows of a chunk of each."""
         try:
             import zarr
         except ImportError:
