@@ -71,7 +71,7 @@ _TELLERS = ("alive_progress", "progressbar", "rich", "tensorboardX", "tqdm", "wa
 _TENSORS = ("torch", "jax", "jaxlib")
 _BY_RANK = ("rank", "myrank", "device")
 _LIKE_PYTHON = (np.bool, np.integer, np.float64, np.complex128, np.str_, np.bytes_)
-_COMMUNICATORS = ("mpi4py", "mpizero.comm", "mpizero.sharding")
+_COMMUNICATORS = ("mpi4py", "mpizero.comm", "mpizero.guard", "mpizero.sharding")
 
 
 class Parts(NamedTuple):
