@@ -440,12 +440,13 @@ def test_what_has_no_content_is_left_out_and_named(tmp_path):
     assert Fingerprint().digest_named({"the model": other}) == found
 
 
-def test_communicators_are_left_out_without_a_word():
+def test_communicators_and_what_watches_them_are_left_out_without_a_word():
+    from mpizero.guard.watchdog import Watchdog
     from mpizero.testing import run_in_threads
 
     def found(comm: Any) -> Any:
         fingerprint = Fingerprint()
-        own = argparse.Namespace(comm=comm, watched=comm.trace, rate=0.1)  # what watches a rank is of that rank
+        own = argparse.Namespace(comm=comm, watchdog=Watchdog(comm, 60.0), rate=0.1)  # it knows its rank
         return fingerprint.digest(own), fingerprint.left_out
 
     first, second = run_in_threads(2, found)
