@@ -25,7 +25,7 @@ import pytest
 from tqdm import tqdm
 
 import mpizero as mz
-from mpizero._util.fingerprint import DEEPEST, LARGEST_ARRAY, Fingerprint, shown, words
+from mpizero._util.fingerprint import DEEPEST, LARGEST_ARRAY, Fingerprint, Parts, shown, words
 
 
 def digest(value: Any) -> bytes:
@@ -446,8 +446,9 @@ def test_communicators_and_what_watches_them_are_left_out_without_a_word():
 
     def found(comm: Any) -> Any:
         fingerprint = Fingerprint()
-        own = argparse.Namespace(comm=comm, watchdog=Watchdog(comm, 60.0), rate=0.1)  # it knows its rank
-        return fingerprint.digest(own), fingerprint.left_out
+        own = (comm, comm.trace, Watchdog(comm, 60.0))
+        assert [fingerprint.parts(one) for one in own] == [Parts("left out", left_out="")] * len(own)
+        return fingerprint.digest(argparse.Namespace(own=own, rate=0.1)), fingerprint.left_out
 
     first, second = run_in_threads(2, found)
     assert first == second
