@@ -192,8 +192,8 @@ def test_drawings_are_those_of_their_script(tmp_path):
 
 
 def test_every_setting_is_documented():
-    from mpizero.train.config.components import MODELS
     from mpizero.train.config.schema import OPTIMIZERS, Config
+    from mpizero.train.config.sections import MODELS
 
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     plain = [field.default.__class__ for field in dataclasses.fields(Config) if dataclasses.is_dataclass(field.default)]

@@ -10,7 +10,7 @@ import pytest
 
 from mpizero import errors
 from mpizero._util.text import printable
-from mpizero.checkpoint.folder import CheckpointIOError, CheckpointMissingError
+from mpizero.checkpoint.atomic_folder import CheckpointIOError, CheckpointMissingError
 
 ORDINARY = 'loss ä 漢字 ру 한국어 שלום हिन्दी 🙂 −≤∑ \u3000 a\\b "q"'
 HOSTILE = "\x1b]0;t\x07\x1b[2J\r\n\t\x00\x7f\x9b31m\u202e\u2066\u2028\u2029\u200b\ufeff\ud800\U000e0041"

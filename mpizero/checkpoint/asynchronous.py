@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.checkpoint.folder import PieceSums, WritingStopped, agreed, open_state, write_pieces
+from mpizero.checkpoint.atomic_folder import PieceSums, WritingStopped, agreed, open_state, write_pieces
 from mpizero.checkpoint.format import ALIGNMENT, LocalArray
 from mpizero.checkpoint.writer import KnownLayout, RepeatedSave, SavePlan, TemporaryFolder, make_plan, publish
 from mpizero.comm import agreement

@@ -35,7 +35,7 @@ import numpy as np
 from mpizero._util.names import fits
 from mpizero._util.text import first_of
 from mpizero.checkpoint import npz
-from mpizero.checkpoint.folder import TEMPORARY, as_bytes, fill_file, sync_folder, write_at
+from mpizero.checkpoint.atomic_folder import TEMPORARY, as_bytes, fill_file, sync_folder, write_at
 from mpizero.checkpoint.format import (
     OPTIMIZER,
     PARAMETERS,

@@ -21,7 +21,6 @@ import numpy as np
 
 from mpizero._util.names import fits
 from mpizero._util.text import notice
-from mpizero.checkpoint.folders import newest, step_folders, step_of
 from mpizero.checkpoint.format import (
     BLOCK,
     MANIFEST_NAME,
@@ -32,6 +31,7 @@ from mpizero.checkpoint.format import (
     numbers_in,
     short_name,
 )
+from mpizero.checkpoint.manager import newest, step_folders, step_of
 from mpizero.checkpoint.reader import Reader, open_checkpoint
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from mpizero.types import Array, as_reals

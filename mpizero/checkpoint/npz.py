@@ -20,7 +20,7 @@ from typing import IO, Any, Self
 
 import numpy as np
 
-from mpizero.checkpoint.folder import as_bytes
+from mpizero.checkpoint.atomic_folder import as_bytes
 from mpizero.checkpoint.format import open_regular
 from mpizero.errors import CheckpointError
 from mpizero.types import Array

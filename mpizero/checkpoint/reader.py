@@ -22,7 +22,7 @@ import numpy as np
 
 from mpizero._util.faults import inject
 from mpizero._util.numbers import crc32
-from mpizero.checkpoint.folder import agreed, as_bytes, on_root, standing
+from mpizero.checkpoint.atomic_folder import agreed, as_bytes, on_root, standing
 from mpizero.checkpoint.format import (
     BLOCK,
     MANIFEST_LIMIT,

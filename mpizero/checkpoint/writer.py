@@ -24,7 +24,7 @@ import numpy as np
 
 from mpizero._util.faults import inject
 from mpizero._util.numbers import crc32
-from mpizero.checkpoint.folder import (
+from mpizero.checkpoint.atomic_folder import (
     CapturedError,
     LockedFolder,
     PieceSums,

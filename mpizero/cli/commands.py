@@ -225,8 +225,8 @@ def run_completion(options: argparse.Namespace, parser: argparse.ArgumentParser)
 
 def settings() -> list[str]:
     """Return all settings of a configuration file as ``--set`` wants them: ``section.key=``."""
-    from mpizero.train.config.components import MODELS, DataSection
     from mpizero.train.config.schema import OPTIMIZERS, Config
+    from mpizero.train.config.sections import MODELS, DataSection
 
     sections: dict[str, list[Any]] = {"data": [DataSection], "model": [*MODELS.values()]}
     sections["optimizer"] = [*OPTIMIZERS.values()]

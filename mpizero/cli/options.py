@@ -107,7 +107,7 @@ def whole_number(text: str) -> int:
 
 
 def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
-    """Make the :class:`~mpizero.train.config.components.ParallelSection` that the options describe.
+    """Make the :class:`~mpizero.train.config.sections.ParallelSection` that the options describe.
 
     ``settings`` are further settings of the section, for which there are no options.
 
@@ -116,7 +116,7 @@ def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
     ConfigError
         If an option is wrong. The message names the option.
     """
-    from mpizero.train.config.components import ParallelSection
+    from mpizero.train.config.sections import ParallelSection
 
     names = ("pipeline", "tensor", "data", "context", "order", "schedule", "virtual_stages")
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}

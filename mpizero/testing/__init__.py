@@ -12,10 +12,10 @@ from mpizero._util.names import lazy_names
 
 if TYPE_CHECKING:
     from mpizero.comm.threads import run_in_threads as run_in_threads
-    from mpizero.testing.testing import adjoint_test as adjoint_test
-    from mpizero.testing.testing import assert_same_as_serial as assert_same_as_serial
-    from mpizero.testing.testing import parallel_assert as parallel_assert
-    from mpizero.testing.testing import taylor_test as taylor_test
+    from mpizero.testing.checks import adjoint_test as adjoint_test
+    from mpizero.testing.checks import assert_same_as_serial as assert_same_as_serial
+    from mpizero.testing.checks import parallel_assert as parallel_assert
+    from mpizero.testing.checks import taylor_test as taylor_test
     from mpizero.tools.check_model import ModelFinding as ModelFinding
     from mpizero.tools.check_model import ModelReport as ModelReport
     from mpizero.tools.check_model import check_model as check_model

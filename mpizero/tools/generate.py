@@ -25,7 +25,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError
 from mpizero.sharding import HybridShardedModel, ShardingConfig, state_dict
 from mpizero.train.config.checks import SettingError, check_option
-from mpizero.train.config.components import GptSection, ParallelSection
+from mpizero.train.config.sections import GptSection, ParallelSection
 from mpizero.train.run_folder import SavedRun
 from mpizero.types import Array
 

@@ -25,8 +25,8 @@ from mpizero.sharding import BadStep, DDPModel, Replay, ShardingConfig, read_bad
 from mpizero.sharding.diagnostics import ReplayedArray
 from mpizero.train.config.build import build_model, make_model, user_functions, users_modules
 from mpizero.train.config.checks import SettingError, shown
-from mpizero.train.config.components import NamedModelSection
 from mpizero.train.config.schema import Config
+from mpizero.train.config.sections import NamedModelSection
 from mpizero.train.config.toml import config_of
 from mpizero.train.run_folder import SavedRun
 from mpizero.train.setup import finite

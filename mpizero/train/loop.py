@@ -24,7 +24,7 @@ import numpy as np
 
 from mpizero._util.faults import inject
 from mpizero.checkpoint import StepFolder
-from mpizero.checkpoint.folders import BEST
+from mpizero.checkpoint.manager import BEST
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import Source, batches
 from mpizero.data.batches import choose_grains, whole_batch

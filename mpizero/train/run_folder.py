@@ -26,9 +26,9 @@ from mpizero import checkpoint
 from mpizero._util.checks import home_path
 from mpizero._util.text import notice
 from mpizero.checkpoint import RemovalFailure, StepFolder
-from mpizero.checkpoint.folder import remove_leftovers
-from mpizero.checkpoint.folders import BEST, step_folders
+from mpizero.checkpoint.atomic_folder import remove_leftovers
 from mpizero.checkpoint.format import open_regular
+from mpizero.checkpoint.manager import BEST, step_folders
 from mpizero.checkpoint.writer import check_backend
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks

@@ -435,7 +435,7 @@ class Visit:
     @classmethod
     def after(cls, last: Visit | None, job: str, status: int, folders: Iterable[Path], used: float) -> Visit:
         """Make the description of a visit of ``used`` seconds that has ended, after ``last`` of the same job."""
-        from mpizero.checkpoint.folders import step_folders, step_of
+        from mpizero.checkpoint.manager import step_folders, step_of
 
         steps = {str(path): step for path in folders for step in map(step_of, step_folders(str(path))[:1]) if step}
         before = last.steps if last else {}

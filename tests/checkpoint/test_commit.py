@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint import CheckpointIOError
-from mpizero.checkpoint import folder as atomic_folder
+from mpizero.checkpoint import CheckpointIOError, atomic_folder
 from mpizero.checkpoint.convert import export
 from mpizero.errors import CheckpointError, ExitStatus, PeerFailure
 from mpizero.testing import run_in_threads
@@ -144,7 +143,7 @@ def test_a_failure_on_one_rank_is_the_same_error_on_all_and_leaves_nothing(state
 
 
 def test_a_bug_keeps_its_own_error_on_its_rank(small, tmp_path, monkeypatch):
-    from mpizero.checkpoint import folder as atomic_folder
+    from mpizero.checkpoint import atomic_folder
     from mpizero.errors import RemoteError
 
     original = atomic_folder.cut
@@ -228,7 +227,7 @@ def test_more_than_the_free_space_is_refused_before_writing(small, tmp_path, mon
 
 
 KILL = """
-from mpizero.checkpoint import folder as atomic_folder
+from mpizero.checkpoint import atomic_folder
 from mpizero.comm import as_communicator
 points = [(os, n) for n in ("mkdir", "open", "pwrite", "posix_fallocate", "fsync", "rename", "unlink", "rmdir")]
 points.append((atomic_folder, "_exchange"))

@@ -223,7 +223,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(opened_small, tmp_path, kind
     if kind == "safetensors":
         pytest.importorskip("safetensors")
     before = sorted(os.listdir(tmp_path))
-    monkeypatch.setattr("mpizero.checkpoint.folder.os.pwrite", _full)
+    monkeypatch.setattr("mpizero.checkpoint.atomic_folder.os.pwrite", _full)
     monkeypatch.setattr("mpizero.checkpoint.npz.as_bytes", _full)
     monkeypatch.setattr("mpizero.checkpoint.convert.as_bytes", _full)
     with pytest.raises(OSError, match="No space left on device"):

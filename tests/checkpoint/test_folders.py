@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint import folders
+from mpizero.checkpoint import manager
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.testing import run_in_threads
 from tests.checkpoint.sealed import seal
@@ -99,7 +99,7 @@ def test_one_that_exists_and_cannot_be_opened_is_never_taken_for_none(run, ranks
 def kinds(run: Path) -> dict[str, type]:
     """What reading raises of a run whose newest checkpoints are spoilt in different ways."""
     found = {}
-    for path in folders.step_folders(str(run)):
+    for path in manager.step_folders(str(run)):
         with pytest.raises(CheckpointError) as caught:
             checkpoint.open_checkpoint(path)
         found[name(path)] = type(caught.value)
@@ -232,15 +232,15 @@ def test_every_nth_step_is_kept_for_ever(run, ranks):
 
 @pytest.mark.parametrize(("gone", "left"), [("the newest", "step_00000100"), ("all", None), ("the whole folder", None)])
 def test_a_folder_that_is_deleted_amid_pruning_costs_no_older_one(run, monkeypatch, gone, left):
-    original = folders.read_manifest
+    original = manager.read_manifest
 
     def reading(path):
         found = original(path)
-        for other in {"the newest": [path], "all": folders.step_folders(str(run)), "the whole folder": [run]}[gone]:
+        for other in {"the newest": [path], "all": manager.step_folders(str(run)), "the whole folder": [run]}[gone]:
             shutil.rmtree(other)
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(folders, "read_manifest", reading)
+        patched.setattr(manager, "read_manifest", reading)
         assert checkpoint.prune(run, 1) == []
     assert name(checkpoint.newest(run, report=lambda line: None)) == left

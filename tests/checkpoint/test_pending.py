@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint import CheckpointIOError, LocalArray, SnapshotBuffer
-from mpizero.checkpoint import folder as direct
+from mpizero.checkpoint import CheckpointIOError, LocalArray, SnapshotBuffer, atomic_folder
 from mpizero.errors import CheckpointError, RemoteError
 from mpizero.testing import run_in_threads
 
@@ -34,14 +33,14 @@ def digest(folder: Path) -> dict[str, bytes]:
 def gate(monkeypatch):
     """Keeps every writing thread waiting before its first byte until it is set."""
     opened = threading.Event()
-    original = direct.write_at
+    original = atomic_folder.write_at
 
     def waiting(file, data, offset, path):
         if WRITER in threading.current_thread().name:
             opened.wait(60)
         original(file, data, offset, path)
 
-    monkeypatch.setattr(direct, "write_at", waiting)
+    monkeypatch.setattr(atomic_folder, "write_at", waiting)
     yield opened
     opened.set()
 
@@ -132,7 +131,7 @@ def test_what_fails_in_the_writing_on_one_rank_is_the_same_error_on_all_ranks_an
 
 
 def test_a_bug_in_the_thread_keeps_its_own_error_on_its_rank(small, tmp_path, monkeypatch):
-    original = direct.cut
+    original = atomic_folder.cut
 
     def failing(start, stop):
         if threading.current_thread().name.startswith("rank 1"):
@@ -144,7 +143,7 @@ def test_a_bug_in_the_thread_keeps_its_own_error_on_its_rank(small, tmp_path, mo
             begin(small, tmp_path / "c", comm).commit()
         return type(caught.value)
 
-    monkeypatch.setattr(direct, "cut", failing)
+    monkeypatch.setattr(atomic_folder, "cut", failing)
     assert run_in_threads(3, save) == [RemoteError, ZeroDivisionError, RemoteError]
     assert os.listdir(tmp_path) == []
 
@@ -345,7 +344,7 @@ def test_a_save_that_is_given_up_never_writes_to_the_file_of_the_next(small, tmp
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_no_rank_writes_before_all_have_copied(state, tmp_path, monkeypatch, ranks):
     copied, early = [], []
-    copy, write = SnapshotBuffer.copy, direct.write_pieces
+    copy, write = SnapshotBuffer.copy, atomic_folder.write_pieces
 
     def copying(buffer, arrays):
         result = copy(buffer, arrays)
@@ -382,7 +381,7 @@ def test_a_thread_that_the_system_refuses_is_told_to_all_ranks_at_the_commit(sma
 
 @pytest.mark.skipif(sys.platform != "linux", reason="one priority a process")
 def test_the_writing_thread_stands_back_and_no_other_does(small, tmp_path, monkeypatch):
-    seen, write = [], direct.write_pieces
+    seen, write = [], atomic_folder.write_pieces
 
     def writing(*arguments):
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))

@@ -11,7 +11,7 @@ import pytest
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import CollectiveError, CollectiveMismatch, PeerFailure
 from mpizero.testing import run_in_threads
-from mpizero.testing.testing import first_difference
+from mpizero.testing.checks import first_difference
 
 WAITS = {
     "barrier": lambda c: c.barrier(),

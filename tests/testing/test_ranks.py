@@ -7,7 +7,7 @@ import pytest
 
 from mpizero.errors import RemoteError, StateError
 from mpizero.testing import assert_same_as_serial, parallel_assert, run_in_threads
-from mpizero.testing.testing import first_difference
+from mpizero.testing.checks import first_difference
 
 
 def test_results_are_listed_by_rank():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.sharding import ShardingConfig
 from mpizero.train.config.build import build_sharding, computing_settings
-from mpizero.train.config.components import MODELS, DataSection, ParallelSection
 from mpizero.train.config.schema import OPTIMIZERS, CheckpointSection, TrainSection, difference, mathematics
+from mpizero.train.config.sections import MODELS, DataSection, ParallelSection
 from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
 
 GPT = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n'

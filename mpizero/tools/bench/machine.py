@@ -46,8 +46,8 @@ from mpizero.tools.plan.time import FileSpeed, Machine, MatrixProduct, MemoryPas
 from mpizero.train import machine as facts
 from mpizero.train.config.build import build_source, with_batch
 from mpizero.train.config.checks import check_option, shown
-from mpizero.train.config.components import GptSection, VectorMethodSection
 from mpizero.train.config.schema import Config
+from mpizero.train.config.sections import GptSection, VectorMethodSection
 from mpizero.types import Array
 
 #: Seconds that a waiting rank sleeps between two tests: it must not keep a core busy while another rank is measured.

@@ -42,8 +42,8 @@ from mpizero.train.config.build import (
     with_batch,
 )
 from mpizero.train.config.checks import check_option
-from mpizero.train.config.components import ParallelSection
 from mpizero.train.config.schema import Config
+from mpizero.train.config.sections import ParallelSection
 from mpizero.train.machine import proportional
 from mpizero.types import Array
 

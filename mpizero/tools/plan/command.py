@@ -31,8 +31,8 @@ from mpizero.tools.plan.time import Machine, TimeFloors
 from mpizero.tools.plan.traffic import PURPOSES
 from mpizero.train.config.build import build_optimizer, build_sharding, model_and_sample
 from mpizero.train.config.checks import check_option, optional
-from mpizero.train.config.components import VectorMethodSection
 from mpizero.train.config.schema import Config
+from mpizero.train.config.sections import VectorMethodSection
 from mpizero.types import BlockModel
 
 if TYPE_CHECKING:

@@ -36,8 +36,8 @@ from mpizero.train.config.build import (
     with_batch,
 )
 from mpizero.train.config.checks import check_option, optional
-from mpizero.train.config.components import VectorMethodSection
 from mpizero.train.config.schema import Config, TensorSection
+from mpizero.train.config.sections import VectorMethodSection
 from mpizero.train.events import Progress
 from mpizero.types import BlockModel
 

@@ -23,7 +23,7 @@ from mpizero._util.numbers import Rounding, largest
 from mpizero.errors import ConfigError
 from mpizero.layout import SCHEDULES, chunk_stages
 from mpizero.sharding.partition import TILED_AXES, Tiles, fits_tiles, within_rounding
-from mpizero.train.config.components import STRATEGIES, ParallelSection
+from mpizero.train.config.sections import STRATEGIES, ParallelSection
 from mpizero.types import Array
 
 _SIZES = ("pipeline", "tensor", "context", "data", "tiles", "virtual_stages", "ranks_per_node")

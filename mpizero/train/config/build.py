@@ -27,7 +27,8 @@ from mpizero.nn.models import unfrozen
 from mpizero.sharding import HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
 from mpizero.sharding.partition import blocks_of, check_model
 from mpizero.train.config.checks import data_fingerprint, rejected, shared_contents, shown
-from mpizero.train.config.components import (
+from mpizero.train.config.schema import Config, OptimizerSection
+from mpizero.train.config.sections import (
     DataSection,
     GptSection,
     LbfgsSection,
@@ -39,7 +40,6 @@ from mpizero.train.config.components import (
     VectorMethodSection,
     source_arguments,
 )
-from mpizero.train.config.schema import Config, OptimizerSection
 
 if TYPE_CHECKING:
     from mpizero.train.config.toml import UserFunction

@@ -16,7 +16,7 @@ from mpizero._util.names import nearest
 from mpizero.checkpoint.format import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.errors import ConfigError
 from mpizero.train.config.checks import ConfigSection, choice, duration, flag, many, optional, setting, shown, text
-from mpizero.train.config.components import (
+from mpizero.train.config.sections import (
     VECTOR_METHODS,
     VECTOR_SECTIONS,
     DataSection,

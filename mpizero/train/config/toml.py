@@ -33,7 +33,15 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.train.config.checks import SettingError, rejected, shown
-from mpizero.train.config.components import (
+from mpizero.train.config.schema import (
+    ALL_SAMPLES,
+    OPTIMIZERS,
+    CheckpointSection,
+    Config,
+    OptimizerSection,
+    TrainSection,
+)
+from mpizero.train.config.sections import (
     MODELS,
     DataSection,
     MadeDataSection,
@@ -42,14 +50,6 @@ from mpizero.train.config.components import (
     NamedModelSection,
     ParallelSection,
     VectorMethodSection,
-)
-from mpizero.train.config.schema import (
-    ALL_SAMPLES,
-    OPTIMIZERS,
-    CheckpointSection,
-    Config,
-    OptimizerSection,
-    TrainSection,
 )
 
 Tables = dict[str, dict[str, Any]]

@@ -13,7 +13,7 @@ from mpizero.testing import run_in_threads
 from mpizero.tools.bench.memory import LayoutRequest, layout_report, measure_layout
 from mpizero.tools.bench.strategies import CacheMeter, MemoryRequest
 from mpizero.tools.plan.memory import buffers
-from mpizero.train.config.components import ParallelSection
+from mpizero.train.config.sections import ParallelSection
 
 
 @dataclass(frozen=True)

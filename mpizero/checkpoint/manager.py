@@ -13,7 +13,14 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from mpizero.checkpoint.folder import STEP_NAME, on_root, portable_error, remove_folder, remove_leftovers, sync_folder
+from mpizero.checkpoint.atomic_folder import (
+    STEP_NAME,
+    on_root,
+    portable_error,
+    remove_folder,
+    remove_leftovers,
+    sync_folder,
+)
 from mpizero.checkpoint.reader import read_manifest
 from mpizero.comm.startup import communicator_of
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
