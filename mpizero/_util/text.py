@@ -213,7 +213,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[s
     return lines
 
 
-def first_of(names: Sequence[str]) -> str:
+def list_few(names: Sequence[str]) -> str:
     """List at most five names, and say how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 

@@ -33,7 +33,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from mpizero._util.names import fits
-from mpizero._util.text import first_of
+from mpizero._util.text import list_few
 from mpizero.checkpoint import npz
 from mpizero.checkpoint.atomic_folder import TEMPORARY, as_bytes, fill_file, sync_folder, write_at
 from mpizero.checkpoint.format import (
@@ -673,9 +673,9 @@ def _check_model(name: str, found: Expected, expected: Expected) -> None:
     wanted = {path: value for path, value in expected.items() if with_state or not path.startswith(OPTIMIZER)}
     problems = []
     if missing := [short_name(path) for path in wanted if path not in found]:
-        problems.append(f"missing: {first_of(missing)}; another name of it can be mapped (--map OLD=NEW)")
+        problems.append(f"missing: {list_few(missing)}; another name of it can be mapped (--map OLD=NEW)")
     if extra := [short_name(path) for path in found if path not in wanted]:
-        problems.append(f"unexpected: {first_of(extra)}; what is not wanted can be left out (--drop)")
+        problems.append(f"unexpected: {list_few(extra)}; what is not wanted can be left out (--drop)")
     for path, (shape, element) in wanted.items():
         if path in found and found[path] != (shape, element):
             has, hint = found[path], ""

@@ -43,9 +43,10 @@ from mpizero.checkpoint.inspect import (
 from mpizero.cli.options import EXPORTS
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, DataError, ExitStatus
 from mpizero.train.config.build import build_model, build_source, needs_data
-from mpizero.train.config.checks import check_option, data_fingerprint, shown
+from mpizero.train.config.checks import check_option, shown
 from mpizero.train.config.schema import Config
 from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
+from mpizero.train.data_identity import data_fingerprint
 from mpizero.train.events import ByteProgress
 from mpizero.train.run_folder import TRAINING
 

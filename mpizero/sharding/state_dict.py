@@ -17,7 +17,7 @@ import numpy as np
 
 from mpizero import checkpoint
 from mpizero._util.names import as_patterns, nearest, selected
-from mpizero._util.text import first_of, notice
+from mpizero._util.text import list_few, notice
 from mpizero.checkpoint import LocalArray
 from mpizero.checkpoint.format import short_name
 from mpizero.comm.agreement import agree_equal, all_ranks
@@ -452,10 +452,10 @@ class LoadReport:
         count = len(self.taken) + len(self.left) + len(self.missing) + len(self.different)
         lines = [f"{len(self.taken)} of {count} parameters loaded from {self.path}"]
         for what, names in (("left as they were", self.left), ("not in the file", self.missing)):
-            lines += [f"{what}: {first_of(names)}"] if names else []
+            lines += [f"{what}: {list_few(names)}"] if names else []
         if self.different:
-            lines.append(f"different: {first_of([f'{name} ({how})' for name, how in self.different.items()])}")
-        lines += [f"in the file only: {first_of(self.unused)}"] if self.unused else []
+            lines.append(f"different: {list_few([f'{name} ({how})' for name, how in self.different.items()])}")
+        lines += [f"in the file only: {list_few(self.unused)}"] if self.unused else []
         return "; ".join(lines)
 
 
@@ -536,9 +536,9 @@ class Choice:
         unexpected = () if self.include or self.exclude else report.unused
         if report.taken and not (self.strict and (report.missing or report.different or unexpected)):
             return
-        problems = [f"missing {first_of(report.missing)}"] if report.missing else []
+        problems = [f"missing {list_few(report.missing)}"] if report.missing else []
         problems += [f"different {name}: {how}" for name, how in list(report.different.items())[:5]]
-        problems += [f"only in the file {first_of(report.unused)}"] if report.unused else []
+        problems += [f"only in the file {list_few(report.unused)}"] if report.unused else []
         hint = nearest(report.unused[0], report.missing or names) if report.unused else ""
         told = "holds none of the chosen parameters" if not report.taken else "holds other parameters than the model"
         raise CheckpointError(

@@ -36,8 +36,8 @@ from mpizero.comm.startup import versions
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, ExitStatus, MpizeroError
 from mpizero.sharding import state_dict
 from mpizero.sharding.saved_attributes import read_attribute, recorded_tiles
-from mpizero.train.config.checks import difference, touched
 from mpizero.train.config.schema import changes, described_change, overridable
+from mpizero.train.data_identity import difference, touched
 from mpizero.train.events import EVENTS, METRICS, RESULT, SUPERSEDED, Progress
 from mpizero.train.setup import RunSetup, finite
 from mpizero.train.stopping import WallTime

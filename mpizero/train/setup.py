@@ -66,7 +66,7 @@ class RunRecord:
     validation_fingerprint : str
         The same of the validation samples; "" if there are none.
     contents : dict
-        What identifies the contents of both (:func:`~mpizero.train.config.checks.shared_contents`).
+        What identifies the contents of both (:func:`~mpizero.train.data_identity.shared_contents`).
     code : mapping of str to str
         Hashes of the files of the user's functions that made model and data, by file name; a resume tells of changes.
     task : str

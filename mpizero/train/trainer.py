@@ -28,9 +28,10 @@ from mpizero.sharding import ShardedModelBase, ShardingConfig
 from mpizero.sharding.partition import blocks_of
 from mpizero.train.callbacks import Metric, check_callbacks, check_metrics, state_name
 from mpizero.train.config.build import lay_out, task_of, units_per_sample
-from mpizero.train.config.checks import SettingError, data_fingerprint, shared_contents
+from mpizero.train.config.checks import SettingError
 from mpizero.train.config.schema import ALL_SAMPLES, CheckpointSection, LoopSection
 from mpizero.train.config.sections import ParallelSection
+from mpizero.train.data_identity import data_fingerprint, shared_contents
 from mpizero.train.loop import Preempted, TrainingLoop, run_visit
 from mpizero.train.run_folder import RunFolder, tiles_of_checkpoint
 from mpizero.train.setup import RunRecord, RunSetup, TrainingResult

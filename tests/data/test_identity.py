@@ -12,8 +12,8 @@ import mpizero as mz
 from mpizero import data
 from mpizero.errors import ConfigError
 from mpizero.testing import run_in_threads
-from mpizero.train.config import checks
-from mpizero.train.config.checks import FINGERPRINT_SAMPLES, contents, difference, touched
+from mpizero.train import data_identity
+from mpizero.train.data_identity import FINGERPRINT_SAMPLES, contents, difference, touched
 
 COUNT = 1000
 X = np.random.default_rng(0).normal(size=(COUNT, 3))
@@ -166,7 +166,7 @@ def test_few_samples_are_all_compared_and_of_many_any_number_is_spread_over_all(
 
 def test_a_slow_source_is_compared_at_as_many_samples_as_both_have_read(monkeypatch):
     quick, changed = contents(Own(Y)), contents(Own(spoilt(Y)))
-    monkeypatch.setattr(checks, "COMPARED_SECONDS", 0.0)
+    monkeypatch.setattr(data_identity, "COMPARED_SECONDS", 0.0)
     slow = contents(Own(Y))
     assert list(slow["samples"]) == ["64"]
     assert not difference(quick, slow)

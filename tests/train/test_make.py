@@ -15,8 +15,8 @@ from mpizero.errors import ConfigError
 from mpizero.tools.bench.checkpoint import LEAST
 from mpizero.tools.verify.command import verify
 from mpizero.train.config.build import build, build_model, build_source
-from mpizero.train.config.checks import data_fingerprint
 from mpizero.train.config.toml import ConfigDocument, parse_config
+from mpizero.train.data_identity import data_fingerprint
 from tests.train.conftest import ThreadCommands
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_model"

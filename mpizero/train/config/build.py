@@ -1,6 +1,7 @@
-"""Open the data that a configuration describes, and make its model.
+"""Build the objects of a run from its configuration: data, model, optimizer, sharding.
 
-Build the objects of a run from its configuration: data, model, optimizer, sharding.
+:func:`build_source` opens the data, :func:`build_model` makes the model, and :func:`build` puts it on the ranks with
+its optimizer, and yields all as a :class:`TrainingJob`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mpizero.layout.flat import FlatLayout
 from mpizero.nn.models import unfrozen
 from mpizero.sharding import HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
 from mpizero.sharding.partition import blocks_of, check_model
-from mpizero.train.config.checks import data_fingerprint, rejected, shared_contents, shown
+from mpizero.train.config.checks import rejected, shown
 from mpizero.train.config.schema import Config, OptimizerSection
 from mpizero.train.config.sections import (
     DataSection,
@@ -40,6 +41,7 @@ from mpizero.train.config.sections import (
     VectorMethodSection,
     source_arguments,
 )
+from mpizero.train.data_identity import data_fingerprint, shared_contents
 
 if TYPE_CHECKING:
     from mpizero.train.config.toml import UserFunction
@@ -386,7 +388,7 @@ class TrainingJob:
     validation_fingerprint : str
         The same of the validation samples; "" if there are none.
     contents : dict
-        What identifies the contents of both (:func:`~mpizero.train.config.checks.shared_contents`).
+        What identifies the contents of both (:func:`~mpizero.train.data_identity.shared_contents`).
     code : mapping of str to str
         Hashes of the files of the user's functions that made model and data, by file name; empty if there are none.
     """

@@ -1,8 +1,10 @@
-"""Define the settings of the training loop, which ``[train]`` and :class:`mpizero.Trainer` share.
+"""Define the configuration of a run: one frozen dataclass per table of the TOML file, checked when it is made.
 
-Define the configuration of a run: one frozen dataclass per table of the TOML file, checked when it is made.
-
-Decide which settings a resumed run may change, if it is asked to by name (``--override``).
+:class:`Config` combines the sections. Those of the training itself are defined here: :class:`TrainSection`, whose
+:class:`LoopSection` :class:`mpizero.Trainer` shares, the optimizers' by name (``OPTIMIZERS``), and
+:class:`CheckpointSection`; the others are in ``train/config/sections.py``. The functions below :class:`Config` compare
+a run's configuration with that of its checkpoint, and decide which settings a resumed run may change, if it is asked to
+by name (``--override``).
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
-"""Define the settings ``make``: the name of a user's function, and the keys of the section that are its arguments.
+"""Define the sections of a configuration that say what is trained, on what data, by how many ranks.
 
-Check settings of messages between ranks: how gradients are compressed, and how many bytes are sent at once.
-
-Define the section ``[parallel]``, the layout of a run over ranks; check it against model and number of ranks.
-
-Check settings of ``[data]``: a check returns the value to use, or raises ValueError that says what is allowed.
-
-Define the section ``[data]``: samples in files, or made by a function of the user's.
-
-Define the section ``[model]``: a model of the library by name, or one that a function of the user's makes.
-
-Define the sections ``[optimizer]`` of methods of whole vectors: L-BFGS, conjugate gradients, Newton-CG.
+:class:`ParallelSection` is ``[parallel]``, the layout of a run over ranks, checked against model and number of ranks.
+:class:`DataSection` reads samples from files, and the subclasses of :class:`ModelSection` are models of the library by
+name; :class:`MadeDataSection` and :class:`MadeModelSection` take what a function of the user's makes: ``make`` names it
+(:class:`MakeSettings`), and the other keys of the section are its arguments. :class:`VectorMethodSection` and its
+subclasses are the ``[optimizer]`` of methods of whole vectors. A check returns the value to use, or raises ValueError
+that says what is allowed. ``train/config/schema.py`` has the sections of the training itself, and combines all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Read a configuration file and ``--set`` overrides; errors name the key, file and line, and what is allowed.
+"""Read a configuration file and ``--set`` overrides, and load the functions of the user's that it names.
 
-Load a function of the user's that a setting names, such as ``model.make = "my_model.py:make"``, and call it.
+:func:`read_config` and :func:`parse_config` make a :class:`~mpizero.train.config.schema.Config` of a
+:class:`ConfigDocument`; errors name the key, file and line, and what is allowed. :class:`UserFunction` loads a function
+such as ``model.make = "my_model.py:make"``, and calls it.
 
 [Note: modules by file] A file is loaded once in a process, as a module with a name of its own: that of the file and a
 hash of its path and content. Two files of one name do not replace each other, and a file that was changed is loaded
