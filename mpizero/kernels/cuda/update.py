@@ -1,16 +1,7 @@
 """Update parameters in place by an optimizer's formula, sum gradients on the way, and compress messages, on the GPU.
 
-The kernels of optimizers update elements ``start`` to ``stop - 1`` of flat arrays. ``hyper`` is an array of the scalars
-that the formula needs, which :mod:`mpizero.optim` computes for every step.
-
-:func:`tree_sum` sums rows of gradients by a tree program, and divides. Kernels that end in ``_tree`` do so and update
-in one pass over memory; they have the bits of two calls, of ``tree_sum`` and then of the optimizer's kernel, whose
-scalars are in ``hyper``. Every thread executes the program on one column at a time.
-
-A *program* is a list of integers that a stack machine executes on the rows of a matrix: ``v >= 0`` pushes row v, ``-1``
-pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row ``-2 - v`` to the top. Each row holds
-a gradient or a sum of gradients. Element i of the parameters belongs to column ``first + i`` of the matrix, where
-``first`` is an argument. The stack holds ``DEPTH`` rows, which is enough for the tree over 32,768 grains.
+The arguments, and the programs that :func:`tree_sum` and the kernels that end in ``_tree`` execute, are those of
+``kernels/cpu/update.py``, and so are the bits. Every thread executes the program on one column at a time.
 
 Messages are compressed with error feedback: what a message lost is kept and added to the next message. One thread works
 on a block of ``COMPRESSION_BLOCK`` consecutive values (``int8``), or on a tile of ``TILE`` (``top``).
