@@ -75,6 +75,15 @@ def test_compressed_gradients_have_no_bucket():
     assert "train.gradient_compression" in text
 
 
+def test_an_initial_matrix_may_be_what_lbfgs_takes_and_nothing_else():
+    """The configuration has the words a second time, for it is read where no method of minimization is loaded."""
+    from mpizero.optim.minimizers import INITIAL
+
+    for word in INITIAL:
+        assert parse(GPT, "optimizer.name=l-bfgs", f"optimizer.initial={word}").optimizer.initial == word
+    assert all(f'"{word}"' in failure(GPT, "optimizer.name=l-bfgs", "optimizer.initial=unit") for word in INITIAL)
+
+
 def test_the_contract_s_example_is_accepted():
     config = parse(
         """
