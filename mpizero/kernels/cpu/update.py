@@ -178,14 +178,6 @@ def add_scaled(y: Array, x: Array, factor1: Array, start: int, stop: int) -> Non
 BLOCK = 2048
 DEPTH = 16
 
-_fused_sgd = formulas.sgd
-_fused_momentum = formulas.momentum
-_fused_adam = formulas.adam
-_fused_adamw = formulas.adamw
-_fused_rmsprop = formulas.rmsprop
-_fused_lion = formulas.lion
-_fused_lamb_direction = formulas.lamb_direction
-
 
 def _row(rows_a: Array, first_a: int, rows_b: Array, first_b: int, row: int, count: int) -> Any:
     if row < rows_a.shape[0]:
@@ -330,7 +322,7 @@ def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
     lr, decay = hyper[0], hyper[1]
     w = w[start:stop]
     for i in range(w.size):
-        w[i] = _fused_sgd(w[i], _gradient(total, i), lr, decay)
+        w[i] = _sgd(w[i], _gradient(total, i), lr, decay)
 
 
 @_tree_kernel("T[::1], T[::1]")
@@ -340,7 +332,7 @@ def momentum_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop
     of_g, of_m = hyper[4], hyper[5]
     w, m = w[start:stop], m[start:stop]
     for i in range(w.size):
-        w[i], m[i] = _fused_momentum(w[i], _gradient(total, i), m[i], lr, decay, factor, keep, of_g, of_m)
+        w[i], m[i] = _momentum(w[i], _gradient(total, i), m[i], lr, decay, factor, keep, of_g, of_m)
 
 
 @_tree_kernel("T[::1], T[::1], T[::1]")
@@ -351,7 +343,7 @@ def adam_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int
     w, m, v = w[start:stop], m[start:stop], v[start:stop]
     for i in range(w.size):
         g = _gradient(total, i)
-        w[i], m[i], v[i] = _fused_adam(w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps)
+        w[i], m[i], v[i] = _adam(w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps)
 
 
 @_tree_kernel("T[::1], T[::1], T[::1]")
@@ -362,7 +354,7 @@ def adamw_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: in
     w, m, v = w[start:stop], m[start:stop], v[start:stop]
     for i in range(w.size):
         g = _gradient(total, i)
-        w[i], m[i], v[i] = _fused_adamw(w[i], g, m[i], v[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps)
+        w[i], m[i], v[i] = _adamw(w[i], g, m[i], v[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps)
 
 
 @_tree_kernel("T[::1], T[::1]")
@@ -371,7 +363,7 @@ def rmsprop_tree(total: Any, w: Array, v: Array, hyper: Array, start: int, stop:
     lr, decay, alpha, rest, eps = hyper[0], hyper[1], hyper[2], hyper[3], hyper[4]
     w, v = w[start:stop], v[start:stop]
     for i in range(w.size):
-        w[i], v[i] = _fused_rmsprop(w[i], _gradient(total, i), v[i], lr, decay, alpha, rest, eps)
+        w[i], v[i] = _rmsprop(w[i], _gradient(total, i), v[i], lr, decay, alpha, rest, eps)
 
 
 @_tree_kernel("T[::1], T[::1]")
@@ -381,7 +373,7 @@ def lion_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: in
     beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
     w, m = w[start:stop], m[start:stop]
     for i in range(w.size):
-        w[i], m[i] = _fused_lion(w[i], _gradient(total, i), m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
+        w[i], m[i] = _lion(w[i], _gradient(total, i), m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
 
 
 @_tree_kernel("const T[::1], T[::1], T[::1], T[::1]")
@@ -399,7 +391,7 @@ def lamb_direction_tree(
     w, u, m, v = w[start:stop], u[start:stop], m[start:stop], v[start:stop]
     for i in range(w.size):
         g = _gradient(total, i)
-        u[i], m[i], v[i] = _fused_lamb_direction(
+        u[i], m[i], v[i] = _lamb_direction(
             w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, first, correction, eps
         )
 

@@ -142,14 +142,6 @@ def add_scaled(y: Array, x: Array, factor1: Array, start: int, stop: int) -> Non
 
 DEPTH = 16
 
-_fused_sgd = formulas.sgd
-_fused_momentum = formulas.momentum
-_fused_adam = formulas.adam
-_fused_adamw = formulas.adamw
-_fused_rmsprop = formulas.rmsprop
-_fused_lion = formulas.lion
-_fused_lamb_direction = formulas.lamb_direction
-
 
 def _element(rows_a: Array, a: int, rows_b: Array, b: int, row: int) -> Any:
     if row < rows_a.shape[0]:
@@ -205,7 +197,7 @@ def sgd_tree(
     lr, decay = hyper[0], hyper[1]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         g = _fold(rows, first + i, rows, first + i, program, stack) / by
-        w[i] = _fused_sgd(w[i], g, lr, decay)
+        w[i] = _sgd(w[i], g, lr, decay)
 
 
 @kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
@@ -219,7 +211,7 @@ def momentum_tree(
     of_g, of_m = hyper[4], hyper[5]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         g = _fold(rows, first + i, rows, first + i, program, stack) / by
-        w[i], m[i] = _fused_momentum(w[i], g, m[i], lr, decay, factor, keep, of_g, of_m)
+        w[i], m[i] = _momentum(w[i], g, m[i], lr, decay, factor, keep, of_g, of_m)
 
 
 @kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)")
@@ -242,7 +234,7 @@ def adam_tree(
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         g = _fold(rows, first + i, rows, first + i, program, stack) / by
-        w[i], m[i], v[i] = _fused_adam(w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps)
+        w[i], m[i], v[i] = _adam(w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps)
 
 
 @kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)")
@@ -265,7 +257,7 @@ def adamw_tree(
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         g = _fold(rows, first + i, rows, first + i, program, stack) / by
-        w[i], m[i], v[i] = _fused_adamw(w[i], g, m[i], v[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps)
+        w[i], m[i], v[i] = _adamw(w[i], g, m[i], v[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps)
 
 
 @kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
@@ -279,7 +271,7 @@ def rmsprop_tree(
     eps = hyper[4]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         g = _fold(rows, first + i, rows, first + i, program, stack) / by
-        w[i], v[i] = _fused_rmsprop(w[i], g, v[i], lr, decay, alpha, rest, eps)
+        w[i], v[i] = _rmsprop(w[i], g, v[i], lr, decay, alpha, rest, eps)
 
 
 @kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
@@ -293,7 +285,7 @@ def lion_tree(
     beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         g = _fold(rows, first + i, rows, first + i, program, stack) / by
-        w[i], m[i] = _fused_lion(w[i], g, m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
+        w[i], m[i] = _lion(w[i], g, m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
 
 
 @kernel(
@@ -323,7 +315,7 @@ def lamb_direction_tree(
     rest2, scale, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         g = _fold(rows, first + i, rows, first + i, program, stack) / by
-        u[i], m[i], v[i] = _fused_lamb_direction(
+        u[i], m[i], v[i] = _lamb_direction(
             w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, scale, correction, eps
         )
 
