@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -199,7 +200,7 @@ def test_progress_is_short_where_there_is_no_terminal():
 
 def test_the_log_of_a_job_has_few_whole_lines_however_long_it_runs(monkeypatch):
     stream, clock = io.StringIO(), iter(range(86_401))
-    monkeypatch.setattr("mpizero.train.events.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("mpizero.train.events.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     progress = Progress(86_400, stream=stream)
     progress.begin()
     for step in range(1, 86_401):  # one a second, for a day
