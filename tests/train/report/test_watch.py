@@ -7,6 +7,8 @@ import json
 import math
 import shutil
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,7 +115,7 @@ def test_ctrl_c_ends_it_quietly(tmp_path, monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mpizero.tools.report.watch.time.sleep", interrupt)
+    monkeypatch.setattr("mpizero.tools.report.watch.time", SimpleNamespace(sleep=interrupt, time=time.time))
     run = write_run(tmp_path / "run", [line(1)])
     assert watch(str(run), once=False, interval=1.0, stream=io.StringIO()) == 0
 
