@@ -21,7 +21,7 @@ from mpizero.optim.minimizers import MethodProgress
 from mpizero.sharding.fit import compared_samples
 from mpizero.sharding.forward_backward import BlackBoxEvaluator
 from mpizero.sharding.model import ShardedModelBase
-from mpizero.sharding.parameter_access import ShardedCore, gather_pieces
+from mpizero.sharding.parameter_access import ParameterAccess, gather_pieces
 from mpizero.sharding.vectors import VectorUpdater
 from mpizero.types import Array, BlockModel
 
@@ -156,7 +156,7 @@ def _minimized(
     **chosen: Any,
 ) -> MinimizeResult:
     """Check what :func:`minimize` was given, and minimize. Collective over the model's ranks."""
-    if not isinstance(model, ShardedCore):
+    if not isinstance(model, ParameterAccess):
         raise ArgumentError(
             f"minimize takes a placed model, such as ZeRO1Model(model, config); got {type(model).__name__}"
         )

@@ -1,9 +1,9 @@
 """Define ``ShardedModelBase``, the base class of all sharded models, which trains, evaluates, saves and loads.
 
-Its methods come from a chain of classes, each with one subject: :class:`Saving` has those for checkpoints, and
-:class:`ManualGradients` those that compute gradients, sum them over the ranks, and apply them in separate calls, for
-users who do not call ``train``. The engine does the work (``sharding/engine.py``); the classes here make all
-ranks agree on a call first, and tell users what went wrong.
+Its methods stand by subject: training and evaluation; gradients by hand, for users who do not call ``train``; the
+copies of the model that :class:`LocalSGDOptimizer` averages; checkpoints. What reads and sets parameters is in its
+base class (``sharding/parameter_access.py``). The engine does the work (``sharding/engine.py``); the methods here make
+all ranks agree on a call first, and tell users what went wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
 
@@ -21,36 +21,613 @@ from mpizero import checkpoint, kernels
 from mpizero._util.checks import number, require
 from mpizero._util.names import explains
 from mpizero._util.numbers import crc32
+from mpizero._util.pytree import count_samples
 from mpizero._util.text import notice
 from mpizero.checkpoint.format import ALIGNMENT
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_arrays, agree_equal, all_ranks, collective, recorded
 from mpizero.comm.reduce import gather_spans, mean_over_ranks
-from mpizero.errors import ArgumentError, ConfigError, LayoutError, NonFiniteError, StateError
+from mpizero.errors import ArgumentError, ConfigError, DataError, LayoutError, NonFiniteError, StateError
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.mesh import GROUPS
 from mpizero.sharding import saved_attributes, state_dict
-from mpizero.sharding.batch import Asked, Totals
-from mpizero.sharding.config import ShardingConfig
+from mpizero.sharding.batch import NO_SAMPLES, Asked, Totals, check_weight, tree_total
+from mpizero.sharding.config import ShardingConfig, placement
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.forward_backward import Evaluation
-from mpizero.sharding.optimizer import LocalTraining, ShardedOptimizer
-from mpizero.sharding.parameter_access import Inspection, ModelMetadata, Pending, ShardedCore, describe, gather_pieces
+from mpizero.sharding.optimizer import ShardedOptimizer
+from mpizero.sharding.parameter_access import ModelMetadata, ParameterAccess, Pending, describe, gather_pieces
 from mpizero.sharding.params import Share
 from mpizero.sharding.saved_attributes import opened_alike
+from mpizero.sharding.step_report import StepReport
 from mpizero.types import Array
 
 if TYPE_CHECKING:
     from mpizero.checkpoint import LocalArray, PendingSave, SnapshotBuffer
 
 
-class Saving(ShardedCore):
-    """Save and load parameters and optimizer state. Methods are collective unless they say otherwise."""
+@dataclass(frozen=True)
+class Gradients:
+    """Hold a gradient, which ``compute_gradients`` returns and ``apply_gradients`` takes.
 
+    Attributes
+    ----------
+    values : 1-D array
+        The gradient, one of three kinds; frozen and averaged parameters always have zeros.
+
+        - Not synchronized: the gradient of the sum of losses over the samples that this rank computed.
+        - Synchronized: the averaged gradient. DDP and ZeRO-1 have it of all parameters, ZeRO-2 and ZeRO-3 only of the
+          ranges that this rank owns, as ``local_parameter_shard`` has the parameters.
+        - Gathered (by ``gather=True``): the averaged gradient of the whole model, in the order of ``get_parameters``.
+
+        In the first two kinds, a rank of a split model has only parameters of its pipeline stage and tensor part.
+    weight : float
+        Total weight of the samples of the global batch.
+    loss : float
+        Mean loss over the global batch.
+    synchronized : bool
+        Whether the values are summed over the ranks and divided by the weight.
+    layout : FlatLayout or None
+        Names and offsets of the parameters in a gathered gradient; None for the other kinds.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
+    >>> with mz.DDPModel(mz.nn.MLP(2, [], 2), mz.ShardingConfig(comm="self")) as model:
+    ...     gradients = model.compute_gradients(x, y, gather=True)
+    ...     model.apply_gradients(gradients, learning_rate=0.1)
+    >>> gradients.weight, gradients.synchronized, {name: g.shape for name, g in gradients.named().items()}
+    (2.0, True, {'output.linear.weight': (2, 2), 'output.linear.bias': (2,)})
+    """
+
+    values: Array
+    weight: float
+    loss: float
+    synchronized: bool
+    layout: FlatLayout | None = None
+
+    def named(self) -> dict[str, Array]:
+        """Return the gradient of each parameter by its name, as views in the parameters' shapes. Not collective.
+
+        Raises
+        ------
+        LayoutError
+            If the gradient was not gathered by ``compute_gradients(..., gather=True)``.
+        """
+        if self.layout is None:
+            raise LayoutError("this rank has a part of the gradient: ask for all, compute_gradients(x, y, gather=True)")
+        entries = self.layout.parameters
+        return {e.spec.name: e.spec.view(self.values[e.span.start : e.span.stop]) for e in entries}
+
+
+@explains
+class ShardedModelBase(ParameterAccess):
+    """Distribute the parameters, gradients and optimizer state of a model over the ranks of ``config.comm``.
+
+    Construction, and every method that is not marked otherwise, is collective over ``config.comm``. The model holds
+    windows and communicators: close it, or use it as a context manager. Methods of a closed model raise RuntimeError.
+    When a call fails on one rank, every rank raises (RemoteError reports the error of another rank), and the model is
+    unchanged. For layers that are split over ranks, :class:`HybridShardedModel` says which errors end the job instead.
+
+    Parameters
+    ----------
+    wrapped_model : BlockModel or BlackBoxModel
+        The model to train. It is never changed: the sharded model holds the parameters.
+    config : ShardingConfig
+        The ranks and how they work together.
+    optimizer : optimizer, ShardedOptimizer or None
+        Updates the parameters: a library optimizer, any object with an elementwise ``update(params, grads, state)``, or
+        a sharded optimizer that is bound to no model yet. With None, plain SGD with ``config.learning_rate`` is used
+        until a sharded optimizer is bound by its ``set_model``.
+
+    Raises
+    ------
+    TypeError
+        If model or configuration is None or of a wrong type, or the optimizer is not gradient-based.
+    ConfigError
+        If ranks pass different models, configurations or optimizers, or a sharded optimizer was created with another
+        configuration or does not work with this strategy.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> with mz.ZeRO1Model(mz.nn.MLP(2, [4], 2), mz.ShardingConfig(comm="self")) as model:
+    ...     isinstance(model, mz.ShardedModelBase), model.parameter_count, list(model.named_parameters())[:1]
+    (True, 22, ['hidden.0.linear.weight'])
+    """
+
+    #: Class of the sharded optimizer that is made of a plain optimizer.
+    optimizer_class: ClassVar[type[ShardedOptimizer]] = ShardedOptimizer
     _saving: PendingSave | None = None
     _snapshot: SnapshotBuffer | None = None
     #: Path of the loaded checkpoint whose optimizer state was not loaded, because no optimizer was bound; else "".
     _unread = ""
+    _told_replaced = False
+
+    def __init__(self, wrapped_model: Any, config: ShardingConfig, *, optimizer: Any = None) -> None:
+        self._optimizer, self._told_plain = optimizer, False
+        super().__init__(wrapped_model, config)
+        given, self._optimizer = self._optimizer, None
+        if given is not None:
+            try:
+                given.set_model(self)
+            except BaseException:
+                self.engine.grid.world.defer_close(self._free)  # the other ranks may not have raised
+                raise
+
+    def _plans(self) -> dict[str, Any]:
+        """Return all values that must be equal on all ranks, by name, with the optimizer's settings. Not collective.
+
+        This method also wraps a plain optimizer in a sharded optimizer.
+        """
+        plans, given = super()._plans(), self._optimizer
+        if given is not None and not isinstance(given, ShardedOptimizer):
+            given = self._optimizer = self.optimizer_class(given, self._config)
+        if given is not None and given.is_bound:
+            raise StateError(f"the {type(given).__name__} belongs to another model: give each model its own")
+        return {**plans, **({} if given is None else given.comparable(self))}
+
+    @property
+    def optimizer(self) -> ShardedOptimizer:
+        """The sharded optimizer that is bound to this model. Not collective.
+
+        Raises
+        ------
+        RuntimeError
+            If none is bound (then plain SGD with ``config.learning_rate`` trains the model), or if the optimizer has
+            been bound to another model meanwhile.
+        """
+        name, bound = type(self).__name__, self._optimizer
+        if bound is None:
+            raise StateError(
+                f"this {name} has no optimizer: give it one when it is made, {name}(model, config, "
+                "optimizer=mz.AdamW(lr=1e-3)), or bind one by its set_model"
+            )
+        if bound.model is not self:
+            raise StateError(f"the {type(bound).__name__} of this {name} has been bound to another model meanwhile")
+        return cast("ShardedOptimizer", bound)
+
+    def is_updated_by(self, optimizer: ShardedOptimizer) -> bool:
+        """Tell whether ``optimizer`` is the sharded optimizer that was last bound to this model. Not collective."""
+        return self._optimizer is optimizer
+
+    def _take_optimizer(self, optimizer: ShardedOptimizer) -> None:
+        """Store ``optimizer`` as the one that is bound to this model. Not collective."""
+        self._optimizer = optimizer
+        self.tell_unread()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the model and its optimizer: ``model, optimizer = mz.distribute(...)``. Not collective."""
+        return iter((self, self.optimizer))
+
+    def __getitem__(self, index: int) -> Any:
+        """Return the model for 0 and its optimizer for 1, so that ``mz.distribute(...)[0]`` works. Not collective."""
+        return tuple(self)[index]
+
+    @recorded
+    def train(self, x: Any, y: Any, *, epoch: int = 0) -> float:
+        """Train one step on this rank's samples of the global batch; return the mean loss over the whole global batch.
+
+        The global batch consists of the samples of rank 0, then those of rank 1, and so on; a rank may have none. With
+        ``auto_sync_gradients=False`` only gradients are computed; ``synchronize_gradients`` then sums them over the
+        ranks, and the optimizer's ``step`` updates the parameters.
+
+        Parameters
+        ----------
+        x, y : array, or tree of arrays
+            Inputs and targets of this rank's samples. The first axis of every array counts samples. Tuples, lists,
+            dictionaries and dataclasses of arrays are cut and redistributed over ranks like one array. A rank without
+            samples passes empty arrays of the same types.
+        epoch : int
+            Passed to the model's functions and layers as ``run.epoch``; it has no other effect. The same on all ranks.
+
+        Raises
+        ------
+        DataError
+            If the ranks' batches do not fit together, for example because arrays differ in type or in the shape of a
+            sample. The message names the rank and the array, and says how it differs.
+        NonFiniteError
+            After too many skipped steps in a row, as ``config.bad_steps`` says.
+        """
+        self._pending, self.engine.asked = None, Asked(epoch)
+        if not self._config.auto_sync_gradients:
+            totals = self._pend(lambda engine: (engine.local_gradients(x, y), None)).totals
+            return totals.mean
+        if self._mean_every:
+            return self._train_alone(x, y)
+        if self._optimizer is None and not self._told_plain:
+            self._tell_plain()
+        report = self._with_room(lambda engine: engine.train(x, y))
+        self._stepped(report)
+        return report.loss
+
+    def _tell_plain(self) -> None:
+        """Print a notice on rank 0 that plain SGD trains this model, because it has no optimizer. Not collective."""
+        self._told_plain = True
+        if self.rank != 0:
+            return
+        unbound = next(iter(self._config.unbound), None)
+        forgotten = "" if unbound is None else f"; {type(unbound).__name__} is bound to no model: call its set_model"
+        notice(
+            f"{type(self).__name__} has no optimizer: plain SGD with learning_rate={self._config.learning_rate} trains "
+            f"it (optimizer=... gives it another){forgotten}"
+        )
+
+    @recorded
+    def evaluate(self, x: Any, y: Any, *, loss: Any = None, ema: bool = False) -> Evaluation:
+        """Evaluate the samples of all ranks without training; return losses and correct predictions.
+
+        ``x`` and ``y`` are inputs and targets of this rank's samples; the result is for all ranks together. It has the
+        attributes ``loss`` and ``accuracy``, and unpacks as ``loss_sum, weight, correct``. ``loss`` is used instead of
+        the model's own loss (not for black boxes); None is the model's own. With ``ema`` the moving average of the
+        parameters is used in their place (``ShardingConfig(ema=...)``); they are unchanged afterwards.
+        """
+        if ema:
+            self._check_call("evaluate")
+        with self.engine.with_average(use=ema):
+            return self._evaluate_alone(x, y, loss) if self._mean_every else self.engine.evaluate(x, y, loss)
+
+    def predict(self, x: Any, *, ema: bool = False) -> Any:
+        """Return the predictions for this rank's ``x``; ranks may pass different numbers of samples.
+
+        Collective if parameters are sharded (ZeRO-3, FSDP) or layers are split over ranks, even if the ranks share
+        memory. Otherwise each rank may call it alone. With ``ema`` the moving average of the parameters is used in
+        their place (``ShardingConfig(ema=...)``), and the call is collective.
+        """
+        if self.shards_parameters or ema:
+            self._check_call("predict")
+        if not ema:
+            return self.engine.runner.predict(x)
+        engine, comm = self.engine, self._config.communicator
+        agree = nullcontext() if engine.partitioned.splits_layers else all_ranks(comm)
+        with engine.with_average(use=True), agree:
+            return engine.runner.predict(x)
+
+    @collective
+    def check_integrity(self) -> None:
+        """Check parameters and optimizer state for damaged memory.
+
+        Copies on different ranks are compared with each other. Values are compared with their last hash, if one was
+        computed since they were last changed on purpose. If ``config.check_every`` > 0, ``train`` calls this by itself.
+
+        Raises
+        ------
+        IntegrityError
+            On every rank, if memory is damaged. The message names the tensor, its elements and the rank.
+        """
+        self.engine.integrity.check()
+
+    def metadata(self) -> ModelMetadata:
+        """Describe how parameters, gradients and optimizer state are distributed, and count bytes. Not collective.
+
+        The bytes are those of this rank: stored, and sent in the last step.
+        """
+        sent = self.last_step.bytes_sent if self.last_step is not None else 0
+        return describe(self.engine, self._config, sent, self.label, self._mean_every)
+
+    # ------------------------------------------------------------------ gradients by hand
+
+    @recorded
+    def compute_gradients(self, x: Any, y: Any, loss: Any = None, *, epoch: int = 0, gather: bool = False) -> Gradients:
+        """Compute the gradient of the mean loss over the global batch; parameters stay unchanged.
+
+        With ``auto_sync_gradients=False`` the returned gradient is only this rank's, not yet summed over the ranks. In
+        any case the model keeps the gradient as the pending one, from which the optimizer's ``step`` updates.
+
+        Parameters
+        ----------
+        x, y : array, or tree of arrays
+            This rank's samples of the global batch, as in :meth:`train`.
+        loss : Loss or None
+            Loss to use instead of the model's own; not for black boxes.
+        epoch : int
+            As in :meth:`train`.
+        gather : bool
+            Whether to return the gradient of the whole model on every rank, in the order of ``get_parameters`` and with
+            the same bits under every strategy.
+
+        Raises
+        ------
+        ConfigError
+            If ``gather`` is True with ``auto_sync_gradients=False``: the gradient is not summed over ranks then.
+        """
+        if gather and not self._config.auto_sync_gradients:
+            raise ConfigError(
+                "compute_gradients(gather=True) with auto_sync_gradients=False: these are the rank's own sums; call "
+                "synchronize_gradients(gather=True) after it"
+            )
+        self.engine.asked = Asked(epoch, bool(gather))
+
+        def compute(engine: Engine) -> tuple[Totals, Array | None]:
+            with engine.runner.using_loss(loss):
+                synced = self._config.auto_sync_gradients
+                return engine.gradients(x, y) if synced else (engine.local_gradients(x, y), None)
+
+        totals, reduced, *_ = self._pend(compute)
+        if reduced is not None:
+            return self._gradients(totals, reduced, gather=gather)
+        engine = self.engine
+        layout = engine.layout
+        values = np.zeros(layout.size, engine.dtype)
+        row = engine.local_sum()
+        for entry in layout.entries:
+            if entry.gradient >= 0 and not entry.spec.averaged:
+                start = layout.gradient_bases[entry.unit] + entry.gradient
+                values[entry.offset : entry.offset + entry.spec.size] += row[start : start + entry.spec.size]
+        return Gradients(values, totals.weight, totals.mean, False)
+
+    @collective
+    def synchronize_gradients(self, *, gather: bool = False) -> Gradients:
+        """Return the averaged pending gradient: its sum over the data group, divided by the weight of all samples.
+
+        It is summed here if it was not before, and stays pending. ``gather`` is as in :meth:`compute_gradients`, and
+        the same on all ranks.
+
+        Raises
+        ------
+        RuntimeError
+            If no gradient is pending.
+        """
+        totals, reduced, _ = self._reduced_pending("synchronize_gradients")
+        return self._gradients(totals, reduced, gather=gather)
+
+    @recorded
+    def apply_gradients(self, gradients: Gradients, learning_rate: float) -> None:
+        """Subtract ``learning_rate`` times a synchronized gradient from the parameters.
+
+        Raises
+        ------
+        TypeError
+            If ``gradients`` does not come from ``compute_gradients`` or ``synchronize_gradients``.
+        LayoutError
+            If the gradient is not synchronized, or not of this model.
+        ConfigError
+            If the learning rate is not a finite number or differs between ranks, or if a gradient of which all ranks
+            have a copy (DDP, ZeRO-1, gathered) differs between them. The message names the first rank and parameter
+            that differ.
+        NonFiniteError
+            If the gradient is infinite or NaN on some rank.
+        """
+        engine, comm = self.engine, self._config.communicator
+        share, layout, grid = engine.store.share, engine.layout, engine.grid
+        replicated = not (engine.placement.shard_gradients or self._mean_every)
+        gathered = gradients.layout if isinstance(gradients, Gradients) else None
+
+        def given() -> dict[str, Any]:
+            self._check_gradients(gradients)
+            rate = require("apply_gradients: learning_rate", learning_rate, number(-math.inf))
+            parts = (gathered or layout).parameters if gathered or replicated else ()
+            named = {f"the gradient of {e.spec.name!r}": gradients.values[e.span.start : e.span.stop] for e in parts}
+            return {"the learning_rate": rate, **named}
+
+        same_data = grid.axes.group(comm.rank, GROUPS["data"])[0] if replicated and not gathered else 0
+        agree_arrays(comm, "apply_gradients", given, same_data)
+        if grid.model.size > 1:
+            agree_equal(comm, lambda: {"the learning_rate": float(learning_rate)}, "apply_gradients")
+        rate, values = engine.dtype.type(float(learning_rate)), gradients.values
+        if gathered:
+            values = engine.whole.owned(values)
+        owned = gathered is not None or engine.placement.shard_gradients
+        for unit, span, offset in zip(layout.units, share.spans, share.offsets, strict=True):
+            start = offset if owned else span.start
+            self.engine.store.owned(unit.index)[:] -= rate * values[start : start + span.size]
+        self.engine.exchange.finish(updated=True)
+        self.engine.store.publish()
+        self._pending = None
+        self.invalidate_cache()
+
+    def _check_gradients(self, gradients: Any) -> None:
+        dtype = self.engine.dtype
+        if not isinstance(gradients, Gradients):
+            raise ArgumentError(
+                "apply_gradients takes the Gradients that compute_gradients or synchronize_gradients returned, got "
+                f"{type(gradients).__name__}"
+            )
+        values = gradients.values
+        if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
+            got = f"{values.dtype} array" if isinstance(values, np.ndarray) else type(values).__name__
+            raise ArgumentError(f"apply_gradients: the values of the Gradients are a {dtype} array, got {got}")
+        if not gradients.synchronized:
+            raise LayoutError(
+                "apply_gradients takes a synchronized gradient, this one holds the rank's own sums: call "
+                "synchronize_gradients first, and give what it returns"
+            )
+        sharded = self.engine.placement.shard_gradients
+        expected = self.shard_size if sharded else self.engine.layout.size
+        whose = "those of the ranges that this rank owns" if sharded else "all that this rank's stage and part hold"
+        if gradients.layout is not None:
+            expected, whose = self.parameter_count, "one for each parameter"
+        if values.shape != (expected,):
+            raise LayoutError(
+                f"apply_gradients needs {expected} values, {whose}, got an array of shape {values.shape}: that of "
+                "another model or layout"
+            )
+        if not kernels.all_finite(np.ascontiguousarray(values)):
+            raise NonFiniteError(
+                f"apply_gradients: the gradient is infinite or NaN, and the mean loss was {gradients.loss:g}: the "
+                "parameters are as before; look at the values before they are applied, or use train or the optimizer's "
+                "step, which skip such a step"
+            )
+
+    @recorded
+    def apply_pending(self) -> None:
+        """Update the parameters from the pending gradient with the bound optimizer; ``optimizer.step`` calls this.
+
+        If the loss or the gradient is infinite or NaN, the update is skipped, and the report ``last_step`` says so.
+
+        Raises
+        ------
+        RuntimeError
+            If no gradient is pending.
+        NonFiniteError
+            After too many skipped steps in a row, as in ``train``.
+        """
+        engine, pending = self.engine, self._waiting("step")
+        totals, sent = pending.totals, pending.sent
+        if pending.calls > 1 and not self._told_replaced:
+            self._told_replaced = True
+            if engine.prints_notices:
+                notice(
+                    f"the step takes the gradient of the last of {pending.calls} calls of compute_gradients: those of "
+                    "several calls are not added; ShardingConfig(accumulate=...) adds those of parts of a batch"
+                )
+
+        def reduced() -> Array:
+            found = self._reduced_pending("step")[1]
+            self._pending = None
+            return found
+
+        if self._mean_every:
+            self._step_and_average(lambda engine: engine.step(totals, reduced, sent))
+        else:
+            self._stepped(engine.step(totals, reduced, sent))
+
+    def _pend(self, compute: Callable[[Engine], tuple[Totals, Array | None]]) -> Pending:
+        """Call ``compute``, and store the gradient that it returns as the pending one, until it is applied.
+
+        ``compute`` returns the totals of the global batch and the averaged gradient, None if it is not summed yet.
+        """
+
+        def computed(engine: Engine) -> Pending:
+            sent = engine.grid.bytes_sent
+            return Pending(*compute(engine), sent)
+
+        before = 0 if self._pending is None else self._pending.calls
+        self._pending = None
+        self._pending = self._with_room(computed)._replace(calls=before + 1)
+        return self._pending
+
+    def _waiting(self, name: str) -> Pending:
+        if self._pending is None:
+            updated = "train has updated the parameters already, by " if self._config.auto_sync_gradients else ""
+            raise StateError(
+                f"{name}: no gradient waits for it: {updated}auto_sync_gradients={self._config.auto_sync_gradients}; "
+                "call compute_gradients before it, or train with auto_sync_gradients=False"
+            )
+        return self._pending
+
+    def _reduced_pending(self, name: str) -> tuple[Totals, Array, int]:
+        engine, pending = self.engine, self._waiting(name)
+        reduced = pending.reduced if pending.reduced is not None else engine.reduce_local(pending.totals)
+        self._pending = pending._replace(reduced=reduced)
+        return pending.totals, reduced, pending.sent
+
+    def _gradients(self, totals: Totals, reduced: Array, *, gather: bool) -> Gradients:
+        """Copy an averaged gradient from the reducer's order of elements to the order of parameters.
+
+        The result has the ranges that this rank owns if gradients are sharded, else all parameters of this rank's stage
+        and tensor part; with ``gather`` it has those of the whole model.
+        """
+        engine, share = self.engine, self.engine.store.share
+        if gather:
+            whole = gather_pieces(engine, engine.dtype, lambda p: reduced[p.gradient : p.gradient + p.size])
+            return Gradients(whole, totals.weight, totals.mean, True, engine.whole.layout)
+        sharded = engine.placement.shard_gradients
+        values = np.zeros(self.shard_size if sharded else engine.layout.size, engine.dtype)
+        for piece in engine.pieces():
+            start = piece.span.start
+            if sharded:
+                start += share.offsets[piece.entry.unit] - share.spans[piece.entry.unit].start
+            values[start : start + piece.size] = reduced[piece.gradient : piece.gradient + piece.size]
+        if not sharded:
+            data = engine.grid.data
+            spans = [Share(engine.layout, rank, data.size).spans for rank in range(data.size)]
+            gather_spans(data, [values[s.start : s.stop] for s in share.spans], values, spans)
+        return Gradients(values, totals.weight, totals.mean, True)
+
+    # ------------------------------------------------------------------ a copy of the model on each rank (local SGD)
+
+    @recorded
+    def become_local(self, every: int) -> None:
+        """Give every rank its own copy of the parameters; from now on ``train`` averages them every ``every`` steps."""
+        values, device = self.get_parameters(), self.engine.compute_device.device_number
+        integers = self.engine.integers
+        self.engine.close()
+        self._engine = Engine(self._wrapped, self._config.replace(comm="self"), placement(self.strategy), device=device)
+        self.engine.integers.copy_from(integers)
+        self.engine.prints_notices = self.rank == 0
+        self._mean_every, self._pending = every, None
+        self._update_local_shard_from_full(values)
+
+    @collective
+    def average_parameters(self) -> None:
+        """Set the parameters of every rank to their mean over the ranks."""
+        self._average()
+
+    def _average(self) -> None:
+        self._update_local_shard_from_full(mean_over_ranks(self._config.communicator, self.engine.store.values))
+
+    def _train_alone(self, x: Any, y: Any) -> float:
+        return self._step_and_average(lambda engine: engine.train(x, y) if count_samples(x, y) else None)
+
+    def _stepped_alone(self, report: StepReport) -> StepReport:
+        """Store the report of a step that this rank made alone, and return it. Not collective.
+
+        The engine of one rank reports rank 0; this is replaced by the rank's number in ``config.comm``.
+        """
+        found = tuple(replace(bad, rank=self.rank) for bad in report.non_finite)
+        report = replace(report, non_finite=found, skipped=str(found[0]) if found else None)
+        self._stepped(report)
+        return report
+
+    def _step_and_average(self, step: Callable[[Engine], StepReport | None]) -> float:
+        """Call ``step`` with every rank's engine, and after each ``every``-th step average the parameters.
+
+        Return the mean loss over the batches of all ranks. ``step`` returns None on a rank that has no samples: its
+        parameters stay as they are until they are averaged.
+        """
+        comm, engine = self._config.communicator, self.engine
+        with all_ranks(comm, first=True):
+            made = step(engine)
+            report = self._idle(engine) if made is None else self._stepped_alone(made)
+        sent = comm.counters.bytes_sent
+        loss, weight = self._sum_over_ranks([report.loss * report.weight, report.weight]).tolist()
+        if weight == 0:  # a step that was made has a positive one
+            raise DataError(NO_SAMPLES)
+        if made is None:
+            engine.step_number += 1
+        if engine.step_number % self._mean_every == 0:
+            self._average()
+        self.last_step = replace(report, loss=loss / weight, weight=weight, bytes_sent=comm.counters.bytes_sent - sent)
+        return self.last_step.loss
+
+    @staticmethod
+    def _idle(engine: Engine) -> StepReport:
+        """Return the report of a step in which this rank has no samples. Not collective."""
+        updater = engine.updater
+        assert updater is not None  # local training begins with a bound optimizer
+        scale = engine.current_loss_scale()
+        return StepReport(updater.step_count, 0.0, 0.0, updater.rate, None, None, 0, (), scale, scale)
+
+    def _evaluate_alone(self, x: Any, y: Any, loss: Any) -> Evaluation:
+        """Evaluate each rank's samples with that rank's parameters, and return the sums over all ranks.
+
+        ``correct`` is None if a rank's predictions are not scores of classes.
+        """
+        found = Evaluation(0.0, 0.0, 0)
+        with all_ranks(self._config.communicator, first=True):
+            if count_samples(x, y):
+                found = self.engine.evaluate(x, y, loss, weightless=True)
+        values = [found.loss_sum, found.weight, found.correct or 0, found.predictions, found.correct is None]
+        loss_sum, weight, correct, predictions, unscored = self._sum_over_ranks(values).tolist()
+        check_weight(weight)
+        return Evaluation(loss_sum, weight, None if unscored else int(correct), int(predictions))
+
+    def _sum_over_ranks(self, values: list[float]) -> Array:
+        comm = self._config.communicator
+        table = np.empty((comm.size, len(values)))
+        comm.allgather(np.array(values, np.float64), table.reshape(-1), "sums of local steps")
+        return tree_total(table)
+
+    def _twin(self, wrapped: Any) -> Self:
+        copy = super()._twin(wrapped)
+        if self._mean_every:
+            copy.become_local(self._mean_every)
+        return copy
+
+    # ------------------------------------------------------------------ saving and loading
 
     def checkpoint_arrays(self) -> list[LocalArray]:
         """Return the ranges of parameters and optimizer state that this rank saves: views, or copies from a GPU.
@@ -320,494 +897,3 @@ def _tell_paths(comm: Communicator, call: str, path: Any) -> None:
         rank = int(np.flatnonzero(table != table[0])[0])
         if comm.rank == 0:
             notice(f"{call}: rank 0's path counts, {paths[0]!r}; rank {rank} has given {paths[rank]!r}")
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Hold a gradient, which ``compute_gradients`` returns and ``apply_gradients`` takes.
-
-    Attributes
-    ----------
-    values : 1-D array
-        The gradient, one of three kinds; frozen and averaged parameters always have zeros.
-
-        - Not synchronized: the gradient of the sum of losses over the samples that this rank computed.
-        - Synchronized: the averaged gradient. DDP and ZeRO-1 have it of all parameters, ZeRO-2 and ZeRO-3 only of the
-          ranges that this rank owns, as ``local_parameter_shard`` has the parameters.
-        - Gathered (by ``gather=True``): the averaged gradient of the whole model, in the order of ``get_parameters``.
-
-        In the first two kinds, a rank of a split model has only parameters of its pipeline stage and tensor part.
-    weight : float
-        Total weight of the samples of the global batch.
-    loss : float
-        Mean loss over the global batch.
-    synchronized : bool
-        Whether the values are summed over the ranks and divided by the weight.
-    layout : FlatLayout or None
-        Names and offsets of the parameters in a gathered gradient; None for the other kinds.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import mpizero as mz
-    >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
-    >>> with mz.DDPModel(mz.nn.MLP(2, [], 2), mz.ShardingConfig(comm="self")) as model:
-    ...     gradients = model.compute_gradients(x, y, gather=True)
-    ...     model.apply_gradients(gradients, learning_rate=0.1)
-    >>> gradients.weight, gradients.synchronized, {name: g.shape for name, g in gradients.named().items()}
-    (2.0, True, {'output.linear.weight': (2, 2), 'output.linear.bias': (2,)})
-    """
-
-    values: Array
-    weight: float
-    loss: float
-    synchronized: bool
-    layout: FlatLayout | None = None
-
-    def named(self) -> dict[str, Array]:
-        """Return the gradient of each parameter by its name, as views in the parameters' shapes. Not collective.
-
-        Raises
-        ------
-        LayoutError
-            If the gradient was not gathered by ``compute_gradients(..., gather=True)``.
-        """
-        if self.layout is None:
-            raise LayoutError("this rank has a part of the gradient: ask for all, compute_gradients(x, y, gather=True)")
-        entries = self.layout.parameters
-        return {e.spec.name: e.spec.view(self.values[e.span.start : e.span.stop]) for e in entries}
-
-
-class ManualGradients(Inspection, LocalTraining, Saving):
-    """Compute gradients, sum them over the ranks, and apply them in separate calls, instead of one ``train``."""
-
-    _told_replaced = False
-
-    @recorded
-    def compute_gradients(self, x: Any, y: Any, loss: Any = None, *, epoch: int = 0, gather: bool = False) -> Gradients:
-        """Compute the gradient of the mean loss over the global batch; parameters stay unchanged.
-
-        With ``auto_sync_gradients=False`` the returned gradient is only this rank's, not yet summed over the ranks. In
-        any case the model keeps the gradient as the pending one, from which the optimizer's ``step`` updates.
-
-        Parameters
-        ----------
-        x, y : array, or tree of arrays
-            This rank's samples of the global batch, as in :meth:`train`.
-        loss : Loss or None
-            Loss to use instead of the model's own; not for black boxes.
-        epoch : int
-            As in :meth:`train`.
-        gather : bool
-            Whether to return the gradient of the whole model on every rank, in the order of ``get_parameters`` and with
-            the same bits under every strategy.
-
-        Raises
-        ------
-        ConfigError
-            If ``gather`` is True with ``auto_sync_gradients=False``: the gradient is not summed over ranks then.
-        """
-        if gather and not self._config.auto_sync_gradients:
-            raise ConfigError(
-                "compute_gradients(gather=True) with auto_sync_gradients=False: these are the rank's own sums; call "
-                "synchronize_gradients(gather=True) after it"
-            )
-        self.engine.asked = Asked(epoch, bool(gather))
-
-        def compute(engine: Engine) -> tuple[Totals, Array | None]:
-            with engine.runner.using_loss(loss):
-                synced = self._config.auto_sync_gradients
-                return engine.gradients(x, y) if synced else (engine.local_gradients(x, y), None)
-
-        totals, reduced, *_ = self._pend(compute)
-        if reduced is not None:
-            return self._gradients(totals, reduced, gather=gather)
-        engine = self.engine
-        layout = engine.layout
-        values = np.zeros(layout.size, engine.dtype)
-        row = engine.local_sum()
-        for entry in layout.entries:
-            if entry.gradient >= 0 and not entry.spec.averaged:
-                start = layout.gradient_bases[entry.unit] + entry.gradient
-                values[entry.offset : entry.offset + entry.spec.size] += row[start : start + entry.spec.size]
-        return Gradients(values, totals.weight, totals.mean, False)
-
-    @collective
-    def synchronize_gradients(self, *, gather: bool = False) -> Gradients:
-        """Return the averaged pending gradient: its sum over the data group, divided by the weight of all samples.
-
-        It is summed here if it was not before, and stays pending. ``gather`` is as in :meth:`compute_gradients`, and
-        the same on all ranks.
-
-        Raises
-        ------
-        RuntimeError
-            If no gradient is pending.
-        """
-        totals, reduced, _ = self._reduced_pending("synchronize_gradients")
-        return self._gradients(totals, reduced, gather=gather)
-
-    @recorded
-    def apply_gradients(self, gradients: Gradients, learning_rate: float) -> None:
-        """Subtract ``learning_rate`` times a synchronized gradient from the parameters.
-
-        Raises
-        ------
-        TypeError
-            If ``gradients`` does not come from ``compute_gradients`` or ``synchronize_gradients``.
-        LayoutError
-            If the gradient is not synchronized, or not of this model.
-        ConfigError
-            If the learning rate is not a finite number or differs between ranks, or if a gradient of which all ranks
-            have a copy (DDP, ZeRO-1, gathered) differs between them. The message names the first rank and parameter
-            that differ.
-        NonFiniteError
-            If the gradient is infinite or NaN on some rank.
-        """
-        engine, comm = self.engine, self._config.communicator
-        share, layout, grid = engine.store.share, engine.layout, engine.grid
-        replicated = not (engine.placement.shard_gradients or self._mean_every)
-        gathered = gradients.layout if isinstance(gradients, Gradients) else None
-
-        def given() -> dict[str, Any]:
-            self._check_gradients(gradients)
-            rate = require("apply_gradients: learning_rate", learning_rate, number(-math.inf))
-            parts = (gathered or layout).parameters if gathered or replicated else ()
-            named = {f"the gradient of {e.spec.name!r}": gradients.values[e.span.start : e.span.stop] for e in parts}
-            return {"the learning_rate": rate, **named}
-
-        same_data = grid.axes.group(comm.rank, GROUPS["data"])[0] if replicated and not gathered else 0
-        agree_arrays(comm, "apply_gradients", given, same_data)
-        if grid.model.size > 1:
-            agree_equal(comm, lambda: {"the learning_rate": float(learning_rate)}, "apply_gradients")
-        rate, values = engine.dtype.type(float(learning_rate)), gradients.values
-        if gathered:
-            values = engine.whole.owned(values)
-        owned = gathered is not None or engine.placement.shard_gradients
-        for unit, span, offset in zip(layout.units, share.spans, share.offsets, strict=True):
-            start = offset if owned else span.start
-            self.engine.store.owned(unit.index)[:] -= rate * values[start : start + span.size]
-        self.engine.exchange.finish(updated=True)
-        self.engine.store.publish()
-        self._pending = None
-        self.invalidate_cache()
-
-    def _check_gradients(self, gradients: Any) -> None:
-        dtype = self.engine.dtype
-        if not isinstance(gradients, Gradients):
-            raise ArgumentError(
-                "apply_gradients takes the Gradients that compute_gradients or synchronize_gradients returned, got "
-                f"{type(gradients).__name__}"
-            )
-        values = gradients.values
-        if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
-            got = f"{values.dtype} array" if isinstance(values, np.ndarray) else type(values).__name__
-            raise ArgumentError(f"apply_gradients: the values of the Gradients are a {dtype} array, got {got}")
-        if not gradients.synchronized:
-            raise LayoutError(
-                "apply_gradients takes a synchronized gradient, this one holds the rank's own sums: call "
-                "synchronize_gradients first, and give what it returns"
-            )
-        sharded = self.engine.placement.shard_gradients
-        expected = self.shard_size if sharded else self.engine.layout.size
-        whose = "those of the ranges that this rank owns" if sharded else "all that this rank's stage and part hold"
-        if gradients.layout is not None:
-            expected, whose = self.parameter_count, "one for each parameter"
-        if values.shape != (expected,):
-            raise LayoutError(
-                f"apply_gradients needs {expected} values, {whose}, got an array of shape {values.shape}: that of "
-                "another model or layout"
-            )
-        if not kernels.all_finite(np.ascontiguousarray(values)):
-            raise NonFiniteError(
-                f"apply_gradients: the gradient is infinite or NaN, and the mean loss was {gradients.loss:g}: the "
-                "parameters are as before; look at the values before they are applied, or use train or the optimizer's "
-                "step, which skip such a step"
-            )
-
-    @recorded
-    def apply_pending(self) -> None:
-        """Update the parameters from the pending gradient with the bound optimizer; ``optimizer.step`` calls this.
-
-        If the loss or the gradient is infinite or NaN, the update is skipped, and the report ``last_step`` says so.
-
-        Raises
-        ------
-        RuntimeError
-            If no gradient is pending.
-        NonFiniteError
-            After too many skipped steps in a row, as in ``train``.
-        """
-        engine, pending = self.engine, self._waiting("step")
-        totals, sent = pending.totals, pending.sent
-        if pending.calls > 1 and not self._told_replaced:
-            self._told_replaced = True
-            if engine.prints_notices:
-                notice(
-                    f"the step takes the gradient of the last of {pending.calls} calls of compute_gradients: those of "
-                    "several calls are not added; ShardingConfig(accumulate=...) adds those of parts of a batch"
-                )
-
-        def reduced() -> Array:
-            found = self._reduced_pending("step")[1]
-            self._pending = None
-            return found
-
-        if self._mean_every:
-            self._step_and_average(lambda engine: engine.step(totals, reduced, sent))
-        else:
-            self._stepped(engine.step(totals, reduced, sent))
-
-    def _pend(self, compute: Callable[[Engine], tuple[Totals, Array | None]]) -> Pending:
-        """Call ``compute``, and store the gradient that it returns as the pending one, until it is applied.
-
-        ``compute`` returns the totals of the global batch and the averaged gradient, None if it is not summed yet.
-        """
-
-        def computed(engine: Engine) -> Pending:
-            sent = engine.grid.bytes_sent
-            return Pending(*compute(engine), sent)
-
-        before = 0 if self._pending is None else self._pending.calls
-        self._pending = None
-        self._pending = self._with_room(computed)._replace(calls=before + 1)
-        return self._pending
-
-    def _waiting(self, name: str) -> Pending:
-        if self._pending is None:
-            updated = "train has updated the parameters already, by " if self._config.auto_sync_gradients else ""
-            raise StateError(
-                f"{name}: no gradient waits for it: {updated}auto_sync_gradients={self._config.auto_sync_gradients}; "
-                "call compute_gradients before it, or train with auto_sync_gradients=False"
-            )
-        return self._pending
-
-    def _reduced_pending(self, name: str) -> tuple[Totals, Array, int]:
-        engine, pending = self.engine, self._waiting(name)
-        reduced = pending.reduced if pending.reduced is not None else engine.reduce_local(pending.totals)
-        self._pending = pending._replace(reduced=reduced)
-        return pending.totals, reduced, pending.sent
-
-    def _gradients(self, totals: Totals, reduced: Array, *, gather: bool) -> Gradients:
-        """Copy an averaged gradient from the reducer's order of elements to the order of parameters.
-
-        The result has the ranges that this rank owns if gradients are sharded, else all parameters of this rank's stage
-        and tensor part; with ``gather`` it has those of the whole model.
-        """
-        engine, share = self.engine, self.engine.store.share
-        if gather:
-            whole = gather_pieces(engine, engine.dtype, lambda p: reduced[p.gradient : p.gradient + p.size])
-            return Gradients(whole, totals.weight, totals.mean, True, engine.whole.layout)
-        sharded = engine.placement.shard_gradients
-        values = np.zeros(self.shard_size if sharded else engine.layout.size, engine.dtype)
-        for piece in engine.pieces():
-            start = piece.span.start
-            if sharded:
-                start += share.offsets[piece.entry.unit] - share.spans[piece.entry.unit].start
-            values[start : start + piece.size] = reduced[piece.gradient : piece.gradient + piece.size]
-        if not sharded:
-            data = engine.grid.data
-            spans = [Share(engine.layout, rank, data.size).spans for rank in range(data.size)]
-            gather_spans(data, [values[s.start : s.stop] for s in share.spans], values, spans)
-        return Gradients(values, totals.weight, totals.mean, True)
-
-
-@explains
-class ShardedModelBase(ManualGradients):
-    """Distribute the parameters, gradients and optimizer state of a model over the ranks of ``config.comm``.
-
-    Construction, and every method that is not marked otherwise, is collective over ``config.comm``. The model holds
-    windows and communicators: close it, or use it as a context manager. Methods of a closed model raise RuntimeError.
-    When a call fails on one rank, every rank raises (RemoteError reports the error of another rank), and the model is
-    unchanged. For layers that are split over ranks, :class:`HybridShardedModel` says which errors end the job instead.
-
-    Parameters
-    ----------
-    wrapped_model : BlockModel or BlackBoxModel
-        The model to train. It is never changed: the sharded model holds the parameters.
-    config : ShardingConfig
-        The ranks and how they work together.
-    optimizer : optimizer, ShardedOptimizer or None
-        Updates the parameters: a library optimizer, any object with an elementwise ``update(params, grads, state)``, or
-        a sharded optimizer that is bound to no model yet. With None, plain SGD with ``config.learning_rate`` is used
-        until a sharded optimizer is bound by its ``set_model``.
-
-    Raises
-    ------
-    TypeError
-        If model or configuration is None or of a wrong type, or the optimizer is not gradient-based.
-    ConfigError
-        If ranks pass different models, configurations or optimizers, or a sharded optimizer was created with another
-        configuration or does not work with this strategy.
-
-    Examples
-    --------
-    >>> import mpizero as mz
-    >>> with mz.ZeRO1Model(mz.nn.MLP(2, [4], 2), mz.ShardingConfig(comm="self")) as model:
-    ...     isinstance(model, mz.ShardedModelBase), model.parameter_count, list(model.named_parameters())[:1]
-    (True, 22, ['hidden.0.linear.weight'])
-    """
-
-    #: Class of the sharded optimizer that is made of a plain optimizer.
-    optimizer_class: ClassVar[type[ShardedOptimizer]] = ShardedOptimizer
-
-    def __init__(self, wrapped_model: Any, config: ShardingConfig, *, optimizer: Any = None) -> None:
-        self._optimizer, self._told_plain = optimizer, False
-        super().__init__(wrapped_model, config)
-        given, self._optimizer = self._optimizer, None
-        if given is not None:
-            try:
-                given.set_model(self)
-            except BaseException:
-                self.engine.grid.world.defer_close(self._free)  # the other ranks may not have raised
-                raise
-
-    def _plans(self) -> dict[str, Any]:
-        """Return all values that must be equal on all ranks, by name, with the optimizer's settings. Not collective.
-
-        This method also wraps a plain optimizer in a sharded optimizer.
-        """
-        plans, given = super()._plans(), self._optimizer
-        if given is not None and not isinstance(given, ShardedOptimizer):
-            given = self._optimizer = self.optimizer_class(given, self._config)
-        if given is not None and given.is_bound:
-            raise StateError(f"the {type(given).__name__} belongs to another model: give each model its own")
-        return {**plans, **({} if given is None else given.comparable(self))}
-
-    @property
-    def optimizer(self) -> ShardedOptimizer:
-        """The sharded optimizer that is bound to this model. Not collective.
-
-        Raises
-        ------
-        RuntimeError
-            If none is bound (then plain SGD with ``config.learning_rate`` trains the model), or if the optimizer has
-            been bound to another model meanwhile.
-        """
-        name, bound = type(self).__name__, self._optimizer
-        if bound is None:
-            raise StateError(
-                f"this {name} has no optimizer: give it one when it is made, {name}(model, config, "
-                "optimizer=mz.AdamW(lr=1e-3)), or bind one by its set_model"
-            )
-        if bound.model is not self:
-            raise StateError(f"the {type(bound).__name__} of this {name} has been bound to another model meanwhile")
-        return cast("ShardedOptimizer", bound)
-
-    def is_updated_by(self, optimizer: ShardedOptimizer) -> bool:
-        """Tell whether ``optimizer`` is the sharded optimizer that was last bound to this model. Not collective."""
-        return self._optimizer is optimizer
-
-    def _take_optimizer(self, optimizer: ShardedOptimizer) -> None:
-        """Store ``optimizer`` as the one that is bound to this model. Not collective."""
-        self._optimizer = optimizer
-        self.tell_unread()
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the model and its optimizer: ``model, optimizer = mz.distribute(...)``. Not collective."""
-        return iter((self, self.optimizer))
-
-    def __getitem__(self, index: int) -> Any:
-        """Return the model for 0 and its optimizer for 1, so that ``mz.distribute(...)[0]`` works. Not collective."""
-        return tuple(self)[index]
-
-    @recorded
-    def train(self, x: Any, y: Any, *, epoch: int = 0) -> float:
-        """Train one step on this rank's samples of the global batch; return the mean loss over the whole global batch.
-
-        The global batch consists of the samples of rank 0, then those of rank 1, and so on; a rank may have none. With
-        ``auto_sync_gradients=False`` only gradients are computed; ``synchronize_gradients`` then sums them over the
-        ranks, and the optimizer's ``step`` updates the parameters.
-
-        Parameters
-        ----------
-        x, y : array, or tree of arrays
-            Inputs and targets of this rank's samples. The first axis of every array counts samples. Tuples, lists,
-            dictionaries and dataclasses of arrays are cut and redistributed over ranks like one array. A rank without
-            samples passes empty arrays of the same types.
-        epoch : int
-            Passed to the model's functions and layers as ``run.epoch``; it has no other effect. The same on all ranks.
-
-        Raises
-        ------
-        DataError
-            If the ranks' batches do not fit together, for example because arrays differ in type or in the shape of a
-            sample. The message names the rank and the array, and says how it differs.
-        NonFiniteError
-            After too many skipped steps in a row, as ``config.bad_steps`` says.
-        """
-        self._pending, self.engine.asked = None, Asked(epoch)
-        if not self._config.auto_sync_gradients:
-            totals = self._pend(lambda engine: (engine.local_gradients(x, y), None)).totals
-            return totals.mean
-        if self._mean_every:
-            return self._train_alone(x, y)
-        if self._optimizer is None and not self._told_plain:
-            self._tell_plain()
-        report = self._with_room(lambda engine: engine.train(x, y))
-        self._stepped(report)
-        return report.loss
-
-    def _tell_plain(self) -> None:
-        """Print a notice on rank 0 that plain SGD trains this model, because it has no optimizer. Not collective."""
-        self._told_plain = True
-        if self.rank != 0:
-            return
-        unbound = next(iter(self._config.unbound), None)
-        forgotten = "" if unbound is None else f"; {type(unbound).__name__} is bound to no model: call its set_model"
-        notice(
-            f"{type(self).__name__} has no optimizer: plain SGD with learning_rate={self._config.learning_rate} trains "
-            f"it (optimizer=... gives it another){forgotten}"
-        )
-
-    @recorded
-    def evaluate(self, x: Any, y: Any, *, loss: Any = None, ema: bool = False) -> Evaluation:
-        """Evaluate the samples of all ranks without training; return losses and correct predictions.
-
-        ``x`` and ``y`` are inputs and targets of this rank's samples; the result is for all ranks together. It has the
-        attributes ``loss`` and ``accuracy``, and unpacks as ``loss_sum, weight, correct``. ``loss`` is used instead of
-        the model's own loss (not for black boxes); None is the model's own. With ``ema`` the moving average of the
-        parameters is used in their place (``ShardingConfig(ema=...)``); they are unchanged afterwards.
-        """
-        if ema:
-            self._check_call("evaluate")
-        with self.engine.with_average(use=ema):
-            return self._evaluate_alone(x, y, loss) if self._mean_every else self.engine.evaluate(x, y, loss)
-
-    def predict(self, x: Any, *, ema: bool = False) -> Any:
-        """Return the predictions for this rank's ``x``; ranks may pass different numbers of samples.
-
-        Collective if parameters are sharded (ZeRO-3, FSDP) or layers are split over ranks, even if the ranks share
-        memory. Otherwise each rank may call it alone. With ``ema`` the moving average of the parameters is used in
-        their place (``ShardingConfig(ema=...)``), and the call is collective.
-        """
-        if self.shards_parameters or ema:
-            self._check_call("predict")
-        if not ema:
-            return self.engine.runner.predict(x)
-        engine, comm = self.engine, self._config.communicator
-        agree = nullcontext() if engine.partitioned.splits_layers else all_ranks(comm)
-        with engine.with_average(use=True), agree:
-            return engine.runner.predict(x)
-
-    @collective
-    def check_integrity(self) -> None:
-        """Check parameters and optimizer state for damaged memory.
-
-        Copies on different ranks are compared with each other. Values are compared with their last hash, if one was
-        computed since they were last changed on purpose. If ``config.check_every`` > 0, ``train`` calls this by itself.
-
-        Raises
-        ------
-        IntegrityError
-            On every rank, if memory is damaged. The message names the tensor, its elements and the rank.
-        """
-        self.engine.integrity.check()
-
-    def metadata(self) -> ModelMetadata:
-        """Describe how parameters, gradients and optimizer state are distributed, and count bytes. Not collective.
-
-        The bytes are those of this rank: stored, and sent in the last step.
-        """
-        sent = self.last_step.bytes_sent if self.last_step is not None else 0
-        return describe(self.engine, self._config, sent, self.label, self._mean_every)

@@ -2,16 +2,14 @@
 
 :class:`ShardedOptimizer` binds any optimizer to a sharded model. Two subclasses send fewer bytes:
 :class:`GradientCompressionOptimizer` sends compressed gradients, and :class:`LocalSGDOptimizer` averages parameters
-every few steps (local SGD, Stich 2019). For the latter, :class:`LocalTraining` gives the model class a separate copy of
-the model on each rank.
+every few steps (local SGD, Stich 2019); for it each rank gets a copy of the model (``ShardedModelBase.become_local``).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy, deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -20,22 +18,17 @@ import numpy as np
 from mpizero import checkpoint, optim
 from mpizero._util.checks import require, whole
 from mpizero._util.names import SETTINGS, explains, not_here
-from mpizero._util.pytree import count_samples
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import agree_arrays, agree_equal, agree_on_call, all_ranks, check_call, collective, recorded
-from mpizero.comm.reduce import codec_of, mean_over_ranks
-from mpizero.errors import ArgumentError, ConfigError, DataError, StateError, UnknownNameError
+from mpizero.comm.agreement import agree_arrays, agree_equal, agree_on_call, check_call, collective, recorded
+from mpizero.comm.reduce import codec_of
+from mpizero.errors import ArgumentError, ConfigError, StateError, UnknownNameError
 from mpizero.optim.elementwise import adapt, plain, tensor_slots
-from mpizero.sharding.batch import NO_SAMPLES, check_weight, tree_total
-from mpizero.sharding.config import ShardingConfig, check_bucket, placement
-from mpizero.sharding.engine import Engine
+from mpizero.sharding.config import ShardingConfig, check_bucket
 from mpizero.sharding.fit import OptimizationOptions, OptimizationResult, run_loop
-from mpizero.sharding.forward_backward import Evaluation
 from mpizero.sharding.full_params import take
-from mpizero.sharding.parameter_access import ParameterAccess, ShardedCore, checked_state, gather_slot, slot_entries
+from mpizero.sharding.parameter_access import ParameterAccess, checked_state, gather_slot, slot_entries
 from mpizero.sharding.saved_attributes import opened_alike
 from mpizero.sharding.state_dict import restore_state
-from mpizero.sharding.step_report import StepReport
 from mpizero.sharding.update import Updater
 from mpizero.sharding.whole_tensors import home_of
 from mpizero.types import Array, as_reals
@@ -402,7 +395,7 @@ class ShardedOptimizer:
 
 
 def _check_sharded(model: Any) -> None:
-    if not isinstance(model, ShardedCore):
+    if not isinstance(model, ParameterAccess):
         raise ArgumentError(
             f"set_model takes a sharded model, such as ZeRO2Model(model, config); got {type(model).__name__}"
         )
@@ -550,98 +543,3 @@ def _check_elementwise(optimizer: ShardedOptimizer) -> None:
             f"{type(optimizer).__name__}({name}()): {name} needs the exact gradient of all samples, which its ranks do "
             "not have: give it to a model directly, optimizer=..."
         )
-
-
-class LocalTraining(ParameterAccess):
-    """Train a separate copy of the model on each rank, and average the copies; for :class:`LocalSGDOptimizer`.
-
-    Methods are collective unless they say otherwise.
-    """
-
-    @recorded
-    def become_local(self, every: int) -> None:
-        """Give every rank its own copy of the parameters; from now on ``train`` averages them every ``every`` steps."""
-        values, device = self.get_parameters(), self.engine.compute_device.device_number
-        integers = self.engine.integers
-        self.engine.close()
-        self._engine = Engine(self._wrapped, self._config.replace(comm="self"), placement(self.strategy), device=device)
-        self.engine.integers.copy_from(integers)
-        self.engine.prints_notices = self.rank == 0
-        self._mean_every, self._pending = every, None
-        self._update_local_shard_from_full(values)
-
-    @collective
-    def average_parameters(self) -> None:
-        """Set the parameters of every rank to their mean over the ranks."""
-        self._average()
-
-    def _average(self) -> None:
-        self._update_local_shard_from_full(mean_over_ranks(self._config.communicator, self.engine.store.values))
-
-    def _train_alone(self, x: Any, y: Any) -> float:
-        return self._step_and_average(lambda engine: engine.train(x, y) if count_samples(x, y) else None)
-
-    def _stepped_alone(self, report: StepReport) -> StepReport:
-        """Store the report of a step that this rank made alone, and return it. Not collective.
-
-        The engine of one rank reports rank 0; this is replaced by the rank's number in ``config.comm``.
-        """
-        found = tuple(replace(bad, rank=self.rank) for bad in report.non_finite)
-        report = replace(report, non_finite=found, skipped=str(found[0]) if found else None)
-        self._stepped(report)
-        return report
-
-    def _step_and_average(self, step: Callable[[Engine], StepReport | None]) -> float:
-        """Call ``step`` with every rank's engine, and after each ``every``-th step average the parameters.
-
-        Return the mean loss over the batches of all ranks. ``step`` returns None on a rank that has no samples: its
-        parameters stay as they are until they are averaged.
-        """
-        comm, engine = self._config.communicator, self.engine
-        with all_ranks(comm, first=True):
-            made = step(engine)
-            report = self._idle(engine) if made is None else self._stepped_alone(made)
-        sent = comm.counters.bytes_sent
-        loss, weight = self._sum_over_ranks([report.loss * report.weight, report.weight]).tolist()
-        if weight == 0:  # a step that was made has a positive one
-            raise DataError(NO_SAMPLES)
-        if made is None:
-            engine.step_number += 1
-        if engine.step_number % self._mean_every == 0:
-            self._average()
-        self.last_step = replace(report, loss=loss / weight, weight=weight, bytes_sent=comm.counters.bytes_sent - sent)
-        return self.last_step.loss
-
-    @staticmethod
-    def _idle(engine: Engine) -> StepReport:
-        """Return the report of a step in which this rank has no samples. Not collective."""
-        updater = engine.updater
-        assert updater is not None  # local training begins with a bound optimizer
-        scale = engine.current_loss_scale()
-        return StepReport(updater.step_count, 0.0, 0.0, updater.rate, None, None, 0, (), scale, scale)
-
-    def _evaluate_alone(self, x: Any, y: Any, loss: Any) -> Evaluation:
-        """Evaluate each rank's samples with that rank's parameters, and return the sums over all ranks.
-
-        ``correct`` is None if a rank's predictions are not scores of classes.
-        """
-        found = Evaluation(0.0, 0.0, 0)
-        with all_ranks(self._config.communicator, first=True):
-            if count_samples(x, y):
-                found = self.engine.evaluate(x, y, loss, weightless=True)
-        values = [found.loss_sum, found.weight, found.correct or 0, found.predictions, found.correct is None]
-        loss_sum, weight, correct, predictions, unscored = self._sum_over_ranks(values).tolist()
-        check_weight(weight)
-        return Evaluation(loss_sum, weight, None if unscored else int(correct), int(predictions))
-
-    def _sum_over_ranks(self, values: list[float]) -> Array:
-        comm = self._config.communicator
-        table = np.empty((comm.size, len(values)))
-        comm.allgather(np.array(values, np.float64), table.reshape(-1), "sums of local steps")
-        return tree_total(table)
-
-    def _twin(self, wrapped: Any) -> Self:
-        copy = super()._twin(wrapped)
-        if self._mean_every:
-            copy.become_local(self._mean_every)
-        return copy

@@ -1,11 +1,11 @@
 """Construct and close a sharded model, read and set its parameters, and describe it.
 
-:class:`ShardedCore` holds a wrapped model, a configuration and the engine that trains it. If the first step does not
-find enough shared memory, it moves the model to memory that ranks do not share (:func:`in_private_memory`).
-:class:`ParameterAccess` reads, sets and copies the parameters: as one 1-D array, as named arrays, as a copy of the
-model. :class:`Inspection` passes calls for inspection and compilation to the wrapped model, with the current
-parameters. :func:`describe` says what is replicated, what is sharded, and how many bytes a rank stores and sends. The
-functions at the end gather arrays of the whole model, of parameters' elements or of optimizer state.
+:class:`ParameterAccess` holds a wrapped model, a configuration and the engine that trains it. If the first step does
+not find enough shared memory, it moves the model to memory that ranks do not share (:func:`in_private_memory`). It
+reads, sets and copies the parameters: as one 1-D array, as named arrays, as a copy of the model; and it passes calls
+for inspection and compilation to the wrapped model, with the current parameters. :func:`describe` says what is
+replicated, what is sharded, and how many bytes a rank stores and sends. The functions at the end gather arrays of the
+whole model, of parameters' elements or of optimizer state.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Pending(NamedTuple):
 
 
 @explains
-class ShardedCore(ABC):
+class ParameterAccess(ABC):
     """Construct, describe and close a sharded model.
 
     Construction, and every method that is not marked otherwise, is collective over ``config.comm``. The model holds
@@ -418,56 +418,7 @@ class ShardedCore(ABC):
         elif self._engine is not None:  # the other ranks may not have raised
             self._engine.grid.world.defer_close(self._free)
 
-
-def check_movable(engine: Engine, error: SharedMemoryError) -> None:
-    """Check that :func:`in_private_memory` can move everything that ``engine`` holds.
-
-    Collective over all ranks, all of which have raised ``error``.
-
-    Raises
-    ------
-    SharedMemoryError
-        If the optimizer has made a step or loaded a state, or compression has residuals. These cannot be moved, because
-        the ranks of a node share one copy of them.
-    """
-    updater = engine.updater
-    used = np.array([(updater is not None and not updater.fresh) or engine.exchange.owes], np.int8)
-    engine.grid.world.allreduce(used, "max", "private memory")
-    if used[0]:
-        raise SharedMemoryError(
-            f"{error}; or call reserve(global_batch) once, before the first step and before a checkpoint is loaded: "
-            "then every rank keeps its own copy where memory is short. Parameters and state are unchanged"
-        ) from error
-
-
-def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, error: SharedMemoryError) -> Engine:
-    """Close ``engine``, and return a new engine in which every rank keeps its own copy of the model.
-
-    Collective over all ranks, all of which have raised ``error`` and passed :func:`check_movable`. Parameters, integer
-    arrays, step number and loss scale are copied. The optimizer is bound to the new engine.
-    """
-    updater, units = engine.updater, engine.layout.units
-    values, version = [engine.store.owned(unit.index).copy() for unit in units], engine.store.version
-    engine.close()
-    tell_private(engine.grid.world, str(error))
-    made = Engine(engine.model, engine.config, engine.placement, parallel_layout, private=True)
-    for unit, kept in zip(units, values, strict=True):
-        made.store.owned(unit.index)[:] = kept
-    made.integers.copy_from(engine.integers)
-    made.store.publish()
-    made.store.version = version
-    made.step_number, made.grain_rule = engine.step_number, engine.grain_rule
-    if updater is not None:
-        made.bind(updater.optimizer)
-        made.exchange.compress(engine.exchange.compression)
-        assert made.updater is not None
-        made.updater.watch = updater.watch
-    made.scalars.watch, made.loss_scale = engine.scalars.watch, engine.loss_scale
-    return made
-
-
-class ParameterAccess(ShardedCore):
-    """Read, set, export and copy all parameters of a model. Methods are collective unless they say otherwise."""
+    # ------------------------------------------------------------------ parameters
 
     @recorded
     def gather_full_parameters(self) -> Array:
@@ -667,13 +618,7 @@ class ParameterAccess(ShardedCore):
         twin.__init__(wrapped, self._config)  # type: ignore[misc]
         return twin
 
-
-def _called(entry: ParameterUse) -> str:
-    return f"parameter {entry.spec.name!r}"
-
-
-class Inspection(ParameterAccess):
-    """Provide feature importance, computation graph and compiled prediction, if the wrapped model has such methods."""
+    # ------------------------------------------------------------------ the wrapped model
 
     @collective
     def feature_importance(self) -> dict[str, float]:
@@ -764,6 +709,57 @@ class Inspection(ParameterAccess):
         if not hasattr(self._wrapped, "blocks"):
             return {block: np.asarray(arrays[""]) for block, arrays in blocks.items()}
         return {block: nested(arrays) for block, arrays in blocks.items()}
+
+
+def check_movable(engine: Engine, error: SharedMemoryError) -> None:
+    """Check that :func:`in_private_memory` can move everything that ``engine`` holds.
+
+    Collective over all ranks, all of which have raised ``error``.
+
+    Raises
+    ------
+    SharedMemoryError
+        If the optimizer has made a step or loaded a state, or compression has residuals. These cannot be moved, because
+        the ranks of a node share one copy of them.
+    """
+    updater = engine.updater
+    used = np.array([(updater is not None and not updater.fresh) or engine.exchange.owes], np.int8)
+    engine.grid.world.allreduce(used, "max", "private memory")
+    if used[0]:
+        raise SharedMemoryError(
+            f"{error}; or call reserve(global_batch) once, before the first step and before a checkpoint is loaded: "
+            "then every rank keeps its own copy where memory is short. Parameters and state are unchanged"
+        ) from error
+
+
+def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, error: SharedMemoryError) -> Engine:
+    """Close ``engine``, and return a new engine in which every rank keeps its own copy of the model.
+
+    Collective over all ranks, all of which have raised ``error`` and passed :func:`check_movable`. Parameters, integer
+    arrays, step number and loss scale are copied. The optimizer is bound to the new engine.
+    """
+    updater, units = engine.updater, engine.layout.units
+    values, version = [engine.store.owned(unit.index).copy() for unit in units], engine.store.version
+    engine.close()
+    tell_private(engine.grid.world, str(error))
+    made = Engine(engine.model, engine.config, engine.placement, parallel_layout, private=True)
+    for unit, kept in zip(units, values, strict=True):
+        made.store.owned(unit.index)[:] = kept
+    made.integers.copy_from(engine.integers)
+    made.store.publish()
+    made.store.version = version
+    made.step_number, made.grain_rule = engine.step_number, engine.grain_rule
+    if updater is not None:
+        made.bind(updater.optimizer)
+        made.exchange.compress(engine.exchange.compression)
+        assert made.updater is not None
+        made.updater.watch = updater.watch
+    made.scalars.watch, made.loss_scale = engine.scalars.watch, engine.loss_scale
+    return made
+
+
+def _called(entry: ParameterUse) -> str:
+    return f"parameter {entry.spec.name!r}"
 
 
 @dataclass(frozen=True)

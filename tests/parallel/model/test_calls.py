@@ -249,11 +249,11 @@ def public(kind: type) -> Iterator[tuple[str, str, set[str]]]:
 #: Calls that compare themselves, and why.
 BY_HAND = {
     "ShardedModelBase.predict": "free where parameters are not sharded",
-    "ShardedCore.close": "does nothing the second time",
+    "ParameterAccess.close": "does nothing the second time",
     "ShardedOptimizer.set_model": "under no name of a class, so that ranks with another one are told in words",
     "LocalSGDOptimizer.set_model": "as its parent's",
-    "Saving.checkpoint_arrays": "collective for local steps only",
-    "Saving.checkpoint_attributes": "collective for local steps only",
+    "ShardedModelBase.checkpoint_arrays": "collective for local steps only",
+    "ShardedModelBase.checkpoint_attributes": "collective for local steps only",
 }
 
 
