@@ -737,6 +737,10 @@ def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, er
 
     Collective over all ranks, all of which have raised ``error`` and passed :func:`check_movable`. Parameters, integer
     arrays, step number and loss scale are copied. The optimizer is bound to the new engine.
+
+    [Note: a move in the first step] Construction looks at the room there is, but it does not know the batch: DDP and
+    ZeRO-1 store as many gradients as the grains of a rank make. And other jobs take memory of the node meanwhile.
+    Without this move a job in a container, or beside another one, would end in its first step where it can train on.
     """
     updater, units = engine.updater, engine.layout.units
     values, version = [engine.store.owned(unit.index).copy() for unit in units], engine.store.version
