@@ -173,8 +173,7 @@ class Engine(PlacedModel):
         """Return the updater; if the model has no optimizer yet, bind plain SGD first."""
         if self.updater is None:
             self.bind(optim.SGD(lr=self.config.learning_rate), self.config.loss_scale(None))
-        assert self.updater is not None
-        return self.updater
+        return self.bound_updater
 
     # ------------------------------------------------------------------ sum and update
 

@@ -203,8 +203,9 @@ class Integrity:
                 for entry, part in store.layout.pieces(span):
                     values = store.values[part.start + shift : part.stop + shift]
                     yield from _named("parameters", entry.spec, part.start - entry.offset, values)
-        for slot in sorted(updater.state) if updater is not None else ():
-            assert updater is not None
+        if updater is None:
+            return
+        for slot in sorted(updater.state):
             for piece in updater.state_pieces(slot):
                 values = updater.state[slot][piece.state : piece.state + piece.size]
                 yield from _named(f"optimizer/{slot}", piece.spec, piece.start, values)

@@ -596,8 +596,7 @@ class ShardedModelBase(ParameterAccess):
     @staticmethod
     def _idle(engine: Engine) -> StepReport:
         """Return the report of a step in which this rank has no samples. Not collective."""
-        updater = engine.updater
-        assert updater is not None  # local training begins with a bound optimizer
+        updater = engine.bound_updater  # local training begins with one
         scale = engine.current_loss_scale()
         return StepReport(updater.step_count, 0.0, 0.0, updater.rate, None, None, 0, (), scale, scale)
 

@@ -756,8 +756,7 @@ def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, er
     if updater is not None:
         made.bind(updater.optimizer)
         made.exchange.compress(engine.exchange.compression)
-        assert made.updater is not None
-        made.updater.watch = updater.watch
+        made.bound_updater.watch = updater.watch
     made.scalars.watch, made.loss_scale = engine.scalars.watch, engine.loss_scale
     return made
 
@@ -989,7 +988,7 @@ def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
     Arrays as long as the parameters lie where the parameters lie in the vector of the whole model, those of whole
     tensors one after the other. Not collective; the engine has a bound optimizer.
     """
-    optimizer = _updater(engine).optimizer
+    optimizer = engine.bound_updater.optimizer
     found = [(e, state_specs(optimizer, e.spec).get(slot)) for e in engine.whole.layout.parameters]
     if slot in optimizer.slots:
         return tuple(entry for entry, spec in found if spec is not None)
@@ -1001,7 +1000,7 @@ def gather_slot(engine: Engine, slot: str) -> Array:
 
     :func:`slot_entries` says where each array lies; elements that belong to none are 0. Collective over the world.
     """
-    updater = _updater(engine)
+    updater = engine.bound_updater
     if slot not in updater.optimizer.slots:
         return _gathered_tensors(engine, slot)
 
@@ -1013,7 +1012,7 @@ def gather_slot(engine: Engine, slot: str) -> Array:
 
 
 def _gathered_tensors(engine: Engine, slot: str) -> Array:
-    updater, world = _updater(engine), engine.grid.world
+    updater, world = engine.bound_updater, engine.grid.world
     held = [piece for piece in updater.state_pieces(slot) if engine.whole.writes(piece.spec)]
     mine = np.concatenate([np.empty(0, engine.dtype), *(updater.state_of(slot, piece) for piece in held)])
     names = world.allgather_object([piece.spec.name for piece in held], "whole tensors")
@@ -1026,11 +1025,6 @@ def _gathered_tensors(engine: Engine, slot: str) -> Array:
         whole[entry.span.start : entry.span.stop] = found[place : place + entry.spec.size]
         place += entry.spec.size
     return whole
-
-
-def _updater(engine: Engine) -> Updater:
-    assert engine.updater is not None
-    return engine.updater
 
 
 def _gathered(engine: Engine, full: Array) -> Array:

@@ -165,6 +165,12 @@ class PlacedModel:
         self.layout = self._layout_of(self.partitioned.stage)
 
     @property
+    def bound_updater(self) -> Updater:
+        """The updater of the bound optimizer, for callers that know that one is bound. Not collective."""
+        assert self.updater is not None
+        return self.updater
+
+    @property
     def within_rounding(self) -> tuple[str, ...]:
         """Why results have not the bits of one process with the same tiles; empty if they have. Not collective."""
         optimizer, layout = None if self.updater is None else self.updater.optimizer, self.partitioned.parallel_layout

@@ -118,8 +118,7 @@ def _state_arrays(
 
     ``state`` is this rank's state by slot. With ``own``, pieces that other ranks' shards have, too, are left out.
     """
-    updater = engine.updater
-    assert updater is not None
+    updater = engine.bound_updater
     specs = [elementwise.state_specs(updater.optimizer, entry.spec) for entry in engine.whole.layout.parameters]
     found: list[HeldArray] = []
     for slot, values in state.items():
@@ -283,9 +282,8 @@ def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, An
 
 def _check_tensors(engine: Engine, reader: ArrayReader, name: str) -> None:
     """Raise ``CheckpointError`` if the bound optimizer takes other tensors than the saved one, or has other arrays."""
-    assert engine.updater is not None
     for entry in engine.whole.layout.parameters:
-        for slot, spec in elementwise.state_specs(engine.updater.optimizer, entry.spec).items():
+        for slot, spec in elementwise.state_specs(engine.bound_updater.optimizer, entry.spec).items():
             path = f"optimizer/{slot}/{spec.name}"
             found = reader.arrays.get(path)
             if slot != elementwise.EMA and (found is None or tuple(found[0]) != spec.shape):
@@ -311,8 +309,9 @@ def _state_paths(reader: ArrayReader) -> list[str]:
 
 def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
     """Say on rank 0 if the bound optimizer's learning rate or schedule differs from that in the checkpoint."""
-    assert engine.updater is not None
-    change = saved_attributes.learning_rate_change(engine.updater, reader.attributes, saved["optimizer"]["step_count"])
+    change = saved_attributes.learning_rate_change(
+        engine.bound_updater, reader.attributes, saved["optimizer"]["step_count"]
+    )
     if change is not None and engine.prints_notices:
         notice(f"{change}: training goes on with the bound one")
 
@@ -322,15 +321,15 @@ def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, 
 
     ``state`` is the optimizer state by slot, already read; ``saved`` is the attribute that :func:`_saved` returns.
     """
-    assert engine.updater is not None
+    updater = engine.bound_updater
     if _begins_average(engine, saved):
-        engine.updater.begin_average(state)
-    engine.updater.take_state(state)
-    if engine.updater.method is not None:
-        engine.updater.method.restore(saved["optimizer"]["progress"])
+        updater.begin_average(state)
+    updater.take_state(state)
+    if updater.method is not None:
+        updater.method.restore(saved["optimizer"]["progress"])
     engine.integrity.forget()
-    engine.updater.step_count = saved["optimizer"]["step_count"]
-    engine.updater.last_rate = saved_attributes.last_learning_rate(reader.attributes)
+    updater.step_count = saved["optimizer"]["step_count"]
+    updater.last_rate = saved_attributes.last_learning_rate(reader.attributes)
     resume_grains(engine, saved["grains"])
     tell_tiles(engine, saved)
     if saved.get("loss_scale") is not None and engine.loss_scale is not None:
@@ -343,26 +342,23 @@ def _kept_state(engine: Engine, saved: Mapping[str, Any]) -> tuple[dict[str, Arr
     The arrays include state that other ranks hold too: where state is replicated, every rank reads it, one writes it.
     An average of the parameters that the checkpoint lacks is left out.
     """
-    assert engine.updater is not None
-    state = engine.updater.host_state(fetch=False)
+    state = engine.bound_updater.host_state(fetch=False)
     read = {slot: held for slot, held in state.items() if slot != elementwise.EMA or not _begins_average(engine, saved)}
     return state, _state_arrays(engine, read, _everything)
 
 
 def _begins_average(engine: Engine, saved: Mapping[str, Any]) -> bool:
     """Tell whether this model averages its parameters and the checkpoint has no average, which then begins anew."""
-    assert engine.updater is not None
-    return engine.updater.averages_parameters and elementwise.EMA not in saved["optimizer"]["slots"]
+    return engine.bound_updater.averages_parameters and elementwise.EMA not in saved["optimizer"]["slots"]
 
 
 def _tell_average(engine: Engine, saved: Mapping[str, Any]) -> None:
     """Print a notice on rank 0 if the average of the parameters begins anew, or is not read, as settings say."""
-    assert engine.updater is not None
     if not engine.prints_notices:
         return
     if _begins_average(engine, saved):
         notice("the checkpoint holds no average of the parameters (ema): it begins with the parameters that are loaded")
-    elif elementwise.EMA in saved["optimizer"]["slots"] and not engine.updater.averages_parameters:
+    elif elementwise.EMA in saved["optimizer"]["slots"] and not engine.bound_updater.averages_parameters:
         notice(
             "the checkpoint holds an average of the parameters, which is not read: ShardingConfig(ema=...) would go on "
             "with it"
@@ -376,14 +372,14 @@ def copy_state(source: Engine, target: Engine) -> None:
     """
     if source.updater is not None:
         target.bind(source.updater.optimizer)
-        assert target.updater is not None
-        state = target.updater.host_state(fetch=False)
+        updater = target.bound_updater
+        state = updater.host_state(fetch=False)
         for slot, values in source.updater.host_state().items():
             state[slot][:] = values
-        target.updater.take_state(state)
-        if target.updater.method is not None and source.updater.method is not None:
-            target.updater.method.progress = deepcopy(source.updater.method.progress)
-        target.updater.step_count, target.updater.last_rate = source.updater.step_count, source.updater.last_rate
+        updater.take_state(state)
+        if updater.method is not None and source.updater.method is not None:
+            updater.method.progress = deepcopy(source.updater.method.progress)
+        updater.step_count, updater.last_rate = source.updater.step_count, source.updater.last_rate
         target.integrity.forget()
     target.loss_scale, target.step_number = source.loss_scale, source.step_number
     target.grain_rule = source.grain_rule
