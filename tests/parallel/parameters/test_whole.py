@@ -147,7 +147,9 @@ def place(comm: Any, model: Any, spread: Spread) -> Any:
     tiles = {"tensor": spread.tensor * spread.tiles}
     sizes = {axis: getattr(spread, axis) for axis in ("pipeline", "tensor", "context")}
     engine.partitioned = SimpleNamespace(parallel_layout=ParallelLayout(**sizes, tiles=tiles))
-    engine.updater = Updater(mz.AdamW(), store, UpdateScope(not row.shard_optimizer, in_rows=True))
+    engine.updater = engine.bound_updater = Updater(
+        mz.AdamW(), store, UpdateScope(not row.shard_optimizer, in_rows=True)
+    )
     engine.placement, engine.step_number, engine.loss_scale, engine.pristine = row, 0, None, False
     engine.grain_rule, engine.config, engine.model = GrainRule(), mz.ShardingConfig(comm=comm), model
     engine.integrity, engine.half_loaded = Integrity(grid, store, 0), None
