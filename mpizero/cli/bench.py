@@ -143,9 +143,10 @@ def run(options: argparse.Namespace, world: Callable[[], Communicator], threads:
 def _memory(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
     from mpizero.tools.bench import memory as layout_memory
     from mpizero.tools.bench import strategies as strategy_memory
+    from mpizero.train.config.sections import STRATEGIES
 
     layout = layout_of(options)
-    strategies = options.strategies or ("zero1" if layout.splits_model else ",".join(strategy_memory.STRATEGIES))
+    strategies = options.strategies or ("zero1" if layout.splits_model else ",".join(STRATEGIES))
     parameters = 64e6 if options.parameters is None else options.parameters
     request = strategy_memory.MemoryRequest.parse(parameters, strategies, options.memory, options.steps)
     if options.config is not None:

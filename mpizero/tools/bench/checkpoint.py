@@ -16,6 +16,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
 from mpizero.layout import Partition, Span
-from mpizero.tools.bench.machine import drop_cached, read_part, write_part
+from mpizero.tools.bench.machine import drop_cached, read_part, slowest, write_part
 from mpizero.train.config.checks import check_option
 from mpizero.train.machine import peak_growth, proportional_growth, release_free_memory
 from mpizero.types import Array
@@ -84,11 +85,9 @@ class CheckpointRequest:
 def _available(comm: Communicator) -> list[str]:
     found = []
     for backend in ("direct", "mpio"):
-        try:
+        with suppress(ConfigError):
             check_backend(comm, backend)
-        except ConfigError:
-            continue
-        found.append(backend)
+            found.append(backend)
     return found
 
 
@@ -248,9 +247,8 @@ class _Bench:
         started = time.perf_counter()
         with all_ranks(self.comm):
             work()
-            took = np.array([time.perf_counter() - started])
-        self.comm.allreduce(took, "max", "bench checkpoint")
-        return float(took[0])
+            took = time.perf_counter() - started
+        return slowest(self.comm, took)
 
     def round(self, number: int) -> dict[str, float]:
         """Time every operation once, remove the files, and return the seconds by the operation's name.

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,28 @@ def together(comm: Communicator, work: Callable[[], object]) -> float:
     comm.barrier("bench")
     started = time.perf_counter()
     work()
-    took = np.array([time.perf_counter() - started])
+    return slowest(comm, time.perf_counter() - started)
+
+
+def slowest(comm: Communicator, seconds: float) -> float:
+    """Return the largest of all ranks' ``seconds`` on every rank. Collective over ``comm``."""
+    took = np.array([seconds])
     comm.allreduce(took, "max", "bench")
     return float(took[0])
+
+
+def node_leaders(comm: Communicator) -> list[int]:
+    """Return, for each rank, the first rank on its node. Collective over ``comm``."""
+    with comm.split_node(name="bench") as node:
+        leader = node.broadcast_object(comm.rank, tag="bench")
+    leaders: list[int] = comm.allgather_object(leader, "bench")
+    return leaders
+
+
+def ranks_per_node(leaders: Sequence[int]) -> int | None:
+    """Return the number of ranks on a node, from :func:`node_leaders`; None if nodes differ. Not collective."""
+    alike = {leaders.count(leader) for leader in leaders}
+    return alike.pop() if len(alike) == 1 else None
 
 
 #: Queries in one product of attention; :mod:`mpizero.nn.transformer` cuts them into blocks of this size.
@@ -277,20 +297,9 @@ class _Pass:
 
         ``elements`` is the number of elements of each array, ``itemsize`` the bytes of an element.
         """
-        one, every, own_one, own_every = (Measurement.of(values) for values in self.values)
-        return MemoryPass(
-            name=self.name,
-            reads=self.reads,
-            writes=self.writes,
-            elements=elements,
-            itemsize=itemsize,
-            one=one,
-            every=every,
-            own_one=own_one,
-            own_every=own_every,
-            ratio_one=Measurement.of_ratios(self.values[2], self.values[0]),
-            ratio_every=Measurement.of_ratios(self.values[3], self.values[1]),
-        )
+        measured = [Measurement.of(values) for values in self.values]
+        ratios = [Measurement.of_ratios(own, plain) for plain, own in zip(self.values, self.values[2:], strict=False)]
+        return MemoryPass(self.name, self.reads, self.writes, elements, itemsize, *measured, *ratios)
 
 
 class PassBenchmark:
@@ -311,36 +320,23 @@ class PassBenchmark:
         size, one = self.elements, np.ones(1, np.float32)
         hyper = optim.AdamW().hyper(1, 1, np.float32)
         two, four = program_array(_TWO), program_array(_FOUR)
-        starts, stops, total = np.array([0]), np.array([size]), np.empty(1)
+        starts, whole, total, bits = np.array([0]), np.array([size]), np.empty(1), a.view(np.int64)
         adamw, fused, reduction = cpu.update.adamw, cpu.update, cpu.reduction
-        whole = np.array([size])
-        bits = a.view(np.int64)
+
+        def tree_sum(rows: Array, program: Array) -> Work:
+            return lambda: fused.tree_sum(rows, 0, rows, 0, program, one, w, 0, size)
+
+        def sum_and_update() -> None:
+            fused.adamw_tree(rows_two, 0, two, one, w, m, v, hyper, 0, size)
+
         return (
             _Pass("read", 1, 0, lambda: memory.read(bits), lambda: reduction.all_finite(a)),
-            _Pass("norm", 1, 0, lambda: memory.read(bits), lambda: reduction.tree_square_sums(a, starts, stops, total)),
+            _Pass("norm", 1, 0, lambda: memory.read(bits), lambda: reduction.tree_square_sums(a, starts, whole, total)),
             _Pass("copy", 1, 1, lambda: memory.copy(a, b), lambda: cpu.layers.pack(a, starts, whole, b)),
-            _Pass(
-                "sum of 2",
-                2,
-                1,
-                lambda: memory.add_two(a, b, w),
-                lambda: fused.tree_sum(rows_two, 0, rows_two, 0, two, one, w, 0, size),
-            ),
-            _Pass(
-                "sum of 4",
-                4,
-                1,
-                lambda: memory.add_four(a, b, c, d, w),
-                lambda: fused.tree_sum(rows_four, 0, rows_four, 0, four, one, w, 0, size),
-            ),
+            _Pass("sum of 2", 2, 1, lambda: memory.add_two(a, b, w), tree_sum(rows_two, two)),
+            _Pass("sum of 4", 4, 1, lambda: memory.add_four(a, b, c, d, w), tree_sum(rows_four, four)),
             _Pass("AdamW", 4, 3, lambda: memory.update(a, w, m, v), lambda: adamw(w, a, m, v, hyper, 0, size)),
-            _Pass(
-                "sum + AdamW",
-                5,
-                3,
-                lambda: memory.add_and_update(a, b, w, m, v),
-                lambda: fused.adamw_tree(rows_two, 0, two, one, w, m, v, hyper, 0, size),
-            ),
+            _Pass("sum + AdamW", 5, 3, lambda: memory.add_and_update(a, b, w, m, v), sum_and_update),
         )
 
     def measure(self, turn: int, *, keep: bool) -> None:
@@ -395,9 +391,7 @@ class _TimedMessage:
         started = time.perf_counter()
         for _ in range(times):
             self.call()
-        took = np.array([(time.perf_counter() - started) / times])
-        comm.allreduce(took, "max", "bench")
-        self.values.extend([float(took[0])] * keep)
+        self.values.extend([slowest(comm, (time.perf_counter() - started) / times)] * keep)
 
 
 class MessageBenchmark:
@@ -407,10 +401,7 @@ class MessageBenchmark:
     """
 
     def __init__(self, comm: Communicator, largest: int) -> None:
-        self.comm = comm
-        with comm.split_node(name="bench") as node:
-            leader = node.broadcast_object(comm.rank, tag="bench")
-        self.leaders: list[int] = comm.allgather_object(leader, "bench")
+        self.comm, self.leaders = comm, node_leaders(comm)
         self.timed: Sequence[_TimedMessage] = tuple(self._timed(largest)) if comm.size > 1 else ()
 
     def _timed(self, largest: int) -> Iterator[_TimedMessage]:
@@ -461,12 +452,10 @@ class MessageBenchmark:
 
     def _ping(self, pair: tuple[int, int], send: np.ndarray, recv: np.ndarray) -> Callable[[], object]:
         """Return a function that sends ``send`` to the second rank of ``pair``, and back in every second call."""
-        comm, (first, second) = self.comm, pair
-        turns = {"next": 0}
+        comm, turns = self.comm, cycle((pair, pair[::-1]))
 
         def send_once() -> None:
-            source, target = (first, second) if turns["next"] % 2 == 0 else (second, first)
-            turns["next"] += 1
+            source, target = next(turns)
             if comm.rank == source:
                 comm.send(send, target)
             elif comm.rank == target:
@@ -491,37 +480,28 @@ _WRITE, _READ, _AGAIN = "write with fsync", "read", "read from memory"
 
 def write_part(path: Path, data: memoryview, start: int) -> None:
     """Write ``data`` into a file at byte offset ``start``, and flush it to the disk. Not collective."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb", buffering=0) as file:
         done = 0
         while done < len(data):
-            done += os.pwrite(file, data[done : done + _PIECE], start + done)
+            done += os.pwrite(file.fileno(), data[done : done + _PIECE], start + done)
         os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def read_part(path: Path, room: memoryview, start: int) -> None:
     """Fill the buffer ``room`` with the bytes of a file from byte offset ``start`` on. Not collective."""
-    file = os.open(path, os.O_RDONLY)
-    try:
+    with path.open("rb", buffering=0) as file:
         done = 0
         while done < len(room):
-            if not (count := os.preadv(file, [room[done : done + _PIECE]], start + done)):
+            if not (count := os.preadv(file.fileno(), [room[done : done + _PIECE]], start + done)):
                 raise OSError(f"{path} ends before the {start + len(room)} bytes that are read")
             done += count
-    finally:
-        os.close(file)
 
 
 def drop_cached(path: Path) -> None:
     """Ask the system to drop a file that is flushed to the disk from the page cache. Not collective."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(file)
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class FileBenchmark:

@@ -28,7 +28,8 @@ from mpizero.optim.elementwise import averaging, state_size
 from mpizero.sharding import HybridShardedModel, ShardedModelBase, ShardingConfig
 from mpizero.sharding.config import placement
 from mpizero.sharding.partition import blocks_of
-from mpizero.tools.bench.strategies import STRATEGIES, CacheMeter, MemoryRequest, idle_size, require_room, watch
+from mpizero.tools.bench.machine import node_leaders, ranks_per_node
+from mpizero.tools.bench.strategies import CacheMeter, MemoryRequest, idle_size, require_room, watch
 from mpizero.tools.plan.command import PlanRequest, plan
 from mpizero.tools.plan.plan import RankPlan, TrainingPlan
 from mpizero.train.config.build import (
@@ -43,7 +44,7 @@ from mpizero.train.config.build import (
 )
 from mpizero.train.config.checks import check_option
 from mpizero.train.config.schema import Config
-from mpizero.train.config.sections import ParallelSection
+from mpizero.train.config.sections import STRATEGIES, ParallelSection
 from mpizero.train.machine import proportional
 from mpizero.types import Array
 
@@ -104,9 +105,7 @@ def measure_steps(
     (bytes by kind of memory), "pss" (growth of the proportional set size at rest and in a step), "sent" (bytes and
     messages of the last step), "parameters" (their number) and "node" (world rank of the first rank on the same node).
     """
-    with comm.split_node(None, name="bench") as host:
-        node = host.broadcast_object(comm.rank, tag="bench")
-    before = idle_size(comm)
+    node, before = node_leaders(comm)[comm.rank], idle_size(comm)
     with placed() as sharded:
         grid, engine = sharded.engine.grid, sharded.engine
         kept = watch(engine) if engine.block_model else CacheMeter()
@@ -127,16 +126,6 @@ def measure_steps(
             "parameters": sharded.parameter_count,
             "node": node,
         }
-
-
-def ranks_per_node(figures: Sequence[dict[str, Any]]) -> int | None:
-    """Return the number of ranks on a node; None if nodes differ. Not collective.
-
-    ``figures`` has what :func:`measure_steps` returned on every rank.
-    """
-    nodes = [figure["node"] for figure in figures]
-    alike = {nodes.count(node) for node in nodes}
-    return alike.pop() if len(alike) == 1 else None
 
 
 def table_rows(figures: Sequence[dict[str, Any]], plan: TrainingPlan) -> tuple[RankRow, ...]:
@@ -276,35 +265,47 @@ def measure_layout(
         copies = comm.size // (layout.pipeline * layout.tensor) if False in wanted.shared else 2
         require_room(wanted.parameters, _WORST_LAYOUT_BYTES * copies * wanted.parameters, comm.size)
         model, small = request.model(wanted.parameters), request.model(1)
-    tables = []
+    tables = list[LayoutTable]()
     for shared, strategy in product(wanted.shared, wanted.strategies):
-        run = _Run(request, replace(layout, strategy=strategy, share_node_memory=shared), comm)
-        if comm.rank == 0:
-            tell(f"{run.described}, {run.memory} memory, {comm.size} ranks")
-        # Libraries, kernels and buffers that every model needs are there before the measurement.
-        run.measure(small, 1)
-        figures = comm.allgather_object(run.measure(model, wanted.steps), "bench")
-        with all_ranks(comm):
-            if comm.rank == 0:
-                tables.append(run.table(model, figures))
+        parallel = replace(layout, strategy=strategy, share_node_memory=shared)
+        run, before = (_LayoutRun(request, parallel, comm, chosen) for chosen in (model, small))
+        tables += _tables(run, wanted.steps, before, tell)
     return tables
 
 
+def _tables(
+    run: _LayoutRun | _ConfigRun, steps: int, before: _LayoutRun | _ConfigRun | None, tell: Callable[[str], None]
+) -> list[LayoutTable]:
+    """Measure and plan one layout, and return its table on rank 0, none on other ranks. Collective.
+
+    One step of ``before`` loads libraries and kernels, and makes the buffers that every run needs, before that.
+    """
+    comm, layout = run.comm, run.parallel.describe(run.comm.size)
+    memory = "shared" if run.parallel.share_node_memory else "private"
+    if comm.rank == 0:
+        tell(f"{layout}, {memory} memory, {comm.size} ranks")
+    if before is not None:
+        before.measure(1)
+    figures = comm.allgather_object(run.measure(steps), "bench")
+    found = []
+    with all_ranks(comm):
+        if comm.rank == 0:
+            count = figures[0]["parameters"]
+            training, planned = run.plan(count, ranks_per_node([figure["node"] for figure in figures]))
+            lacking = planned.not_counted or ("another library keeps them" if planned.unseen else "")
+            rows = table_rows(figures, planned)
+            found.append(LayoutTable(memory, run.parallel.strategy, layout, count, training, lacking, rows))
+    return found
+
+
 @dataclass(frozen=True)
-class _Run:
-    """Measure one layout with one strategy and with shared or private memory, all of which ``layout`` gives."""
+class _LayoutRun:
+    """Train a built-in model with one strategy and with shared or private memory, all of which ``parallel`` gives."""
 
     request: LayoutRequest
-    layout: ParallelSection
+    parallel: ParallelSection
     comm: Communicator
-
-    @property
-    def memory(self) -> str:
-        return "shared" if self.layout.share_node_memory else "private"
-
-    @property
-    def described(self) -> str:
-        return self.layout.describe(self.comm.size)
+    model: nn.GPT
 
     def config(self, comm: Communicator | str) -> ShardingConfig:
         """Return settings by which each replica computes one grain a step. Not collective.
@@ -312,56 +313,43 @@ class _Run:
         The grain has ``request.micro_batches`` micro-batches of one sample each.
         """
         count = self.request.micro_batches
-        share = self.layout.share_node_memory
+        share = self.parallel.share_node_memory
         return ShardingConfig(comm=comm, micro_batch=1, accumulate=count, share_node_memory=share)
 
-    def measure(self, model: nn.GPT, steps: int) -> dict[str, Any]:
-        """Train one step to warm up and ``steps`` steps, and return the figures of this rank. Collective."""
+    def measure(self, steps: int) -> dict[str, Any]:
+        """Train, and return this rank's figures, those of :func:`measure_steps`. Collective."""
 
         @contextmanager
         def placed() -> Iterator[ShardedModelBase]:
-            sizes = self.layout.arguments()
+            sizes = self.parallel.arguments()
             with (
                 self.config(self.comm) as config,
-                HybridShardedModel(model, config, **sizes, optimizer=optim.AdamW(lr=1e-4)) as sharded,
+                HybridShardedModel(self.model, config, **sizes, optimizer=optim.AdamW(lr=1e-4)) as sharded,
             ):
                 yield sharded
 
         def feed(sharded: ShardedModelBase) -> Iterator[tuple[Array, Array]]:
-            yield from repeat(_samples(model, self.request.micro_batches, sharded.engine.grid.here.data))
+            yield from repeat(_samples(self.model, self.request.micro_batches, sharded.engine.grid.here.data))
 
         return measure_steps(self.comm, placed, feed, steps)
 
-    def table(self, model: nn.GPT, figures: Sequence[dict[str, Any]]) -> LayoutTable:
-        """Plan the same training, and return measured and planned figures side by side. Not collective.
-
-        ``figures`` has what :meth:`measure` returned on every rank.
-        """
-        x, y = _samples(model, 1, 0)
-        plan = TrainingPlan(
-            model=model,
+    def plan(self, parameters: int, together: int | None) -> tuple[str, TrainingPlan]:
+        """Describe and plan the same training with ``together`` ranks on a node. Not collective."""
+        x, y = _samples(self.model, 1, 0)
+        planned = TrainingPlan(
+            model=self.model,
             optimizer=optim.AdamW(lr=1e-4),
             config=self.config("self"),
-            row=placement(self.layout.strategy),
-            parallel_layout=self.layout.parallel_layout(),
+            row=placement(self.parallel.strategy),
+            parallel_layout=self.parallel.parallel_layout(),
             ranks=self.comm.size,
-            ranks_per_node=ranks_per_node(figures),
-            global_batch=self.request.micro_batches * self.layout.axes(self.comm.size).data,
+            ranks_per_node=together,
+            global_batch=self.request.micro_batches * self.parallel.axes(self.comm.size).data,
             x=x,
             y=y,
         )
-        return LayoutTable(
-            memory=self.memory,
-            strategy=self.layout.strategy,
-            layout=self.described,
-            parameters=figures[0]["parameters"],
-            training=(
-                f"GPT with {figures[0]['parameters']:,} float32 parameters, AdamW, {self.request.micro_batches} "
-                f"micro-batches of 1 x {SEQUENCE} tokens a replica"
-            ),
-            not_counted="",
-            rows=table_rows(figures, plan),
-        )
+        batch = f"{self.request.micro_batches} micro-batches of 1 x {SEQUENCE} tokens a replica"
+        return f"GPT with {parameters:,} float32 parameters, AdamW, {batch}", planned
 
 
 def at_rest(held: dict[str, int]) -> int:
@@ -436,7 +424,7 @@ def measure_config(
     """
     config.parallel.check_ranks(comm.size)
     names = strategies or ((config.parallel.strategy,) if config.parallel.splits_model else STRATEGIES)
-    tables = []
+    tables = list[LayoutTable]()
     with users_modules(config):
         with all_ranks(comm):
             source, validation = build_source(config)
@@ -444,14 +432,7 @@ def measure_config(
         for number, (sharing, strategy) in enumerate(product(shared, names)):
             parallel = replace(config.parallel, strategy=strategy, share_node_memory=sharing)
             run = _ConfigRun(replace(config, parallel=parallel), (source, validation), comm)
-            if comm.rank == 0:
-                tell(f"{parallel.describe(comm.size)}, {run.memory} memory, {comm.size} ranks")
-            if not number:
-                run.measure(1)  # libraries, kernels and buffers that every run needs are there before the measurement
-            figures = comm.allgather_object(run.measure(steps), "bench")
-            with all_ranks(comm):
-                if comm.rank == 0:
-                    tables.append(run.table(figures))
+            tables += _tables(run, steps, None if number else run, tell)
     return tables
 
 
@@ -472,11 +453,7 @@ class _ConfigRun:
     """Measure one layout of a configuration's model on all ranks of ``comm``; ``sources`` are its samples."""
 
     def __init__(self, config: Config, sources: tuple[Any, Any], comm: Communicator) -> None:
-        self.config, self.sources, self.comm = config, sources, comm
-
-    @property
-    def memory(self) -> str:
-        return "shared" if self.config.parallel.share_node_memory else "private"
+        self.config, self.sources, self.comm, self.parallel = config, sources, comm, config.parallel
 
     def measure(self, steps: int) -> dict[str, Any]:
         """Train, and return this rank's figures, those of :func:`measure_steps`. Collective."""
@@ -498,22 +475,9 @@ class _ConfigRun:
 
         return measure_steps(self.comm, placed, feed, steps)
 
-    def table(self, figures: Sequence[dict[str, Any]]) -> LayoutTable:
-        """Plan the same training, and return measured and planned figures side by side. Not collective."""
-        config = self.config
-        planned = plan(config, PlanRequest(self.comm.size, ranks_per_node(figures)))
-        count, dtype = figures[0]["parameters"], np.dtype(planned.training.model.dtype).name
-        grains = planned.training.grains.described(config.train.accumulate)
-        training = planned.training
-        return LayoutTable(
-            memory=self.memory,
-            strategy=config.parallel.strategy,
-            layout=config.parallel.describe(self.comm.size),
-            parameters=count,
-            training=(
-                f"{config.model.described} with {count:,} {dtype} parameters, {config.optimizer.name}, "
-                f"{config.train.global_batch} samples a step in {grains}"
-            ),
-            not_counted=training.not_counted or ("another library keeps them" if training.unseen else ""),
-            rows=table_rows(figures, planned.training),
-        )
+    def plan(self, parameters: int, together: int | None) -> tuple[str, TrainingPlan]:
+        """Describe and plan the same training with ``together`` ranks on a node. Not collective."""
+        config, planned = self.config, plan(self.config, PlanRequest(self.comm.size, together)).training
+        model = f"{config.model.described} with {parameters:,} {np.dtype(planned.model.dtype).name} parameters"
+        grains = planned.grains.described(config.train.accumulate)
+        return f"{model}, {config.optimizer.name}, {config.train.global_batch} samples a step in {grains}", planned

@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mpizero._util.checks import whole
 from mpizero._util.numbers import Measurement
 from mpizero._util.text import columns
@@ -36,6 +34,7 @@ from mpizero.sharding.diagnostics import (
     waited,
     waits,
 )
+from mpizero.tools.bench.machine import node_leaders, ranks_per_node, slowest
 from mpizero.tools.doctor import counted
 from mpizero.tools.plan.command import PlanRequest, plan
 from mpizero.tools.plan.time import Machine
@@ -212,12 +211,10 @@ def _floors(request: StepRequest, config: Config, comm: Communicator) -> Sequenc
     """
     if request.machine is None:
         return None
-    with comm.split_node(name="bench") as node:
-        alike = set(comm.allgather_object(node.size, "bench step"))
+    per_node = ranks_per_node(node_leaders(comm))
     found: Sequence[dict[str, float]] | None = None
     with all_ranks(comm):
         if comm.rank == 0:
-            per_node = alike.pop() if len(alike) == 1 else None
             floors = plan(config, PlanRequest(comm.size, per_node, machine=request.machine)).floors
             found = None if floors is None else floors.by_rank
     everyone: Sequence[dict[str, float]] | None = comm.broadcast_object(found, tag="bench step")
@@ -251,10 +248,9 @@ def _train(
         else:
             model.train(x, y)
             stop = time.monotonic()
-        took = np.array([stop - start])
-        job.comm.allreduce(took, "max", "bench step")
+        took = slowest(job.comm, stop - start)
         if number >= request.warm_up:
-            (watched if look else plain).append(float(took[0]))
+            (watched if look else plain).append(took)
     return plain, watched, spans
 
 
@@ -297,12 +293,9 @@ def _heads(figures: StepFigures, rank: int, *, floors: bool) -> list[str]:
 
 
 def _cells(phase: PhaseTime, *, floors: bool) -> list[str]:
-    seconds = phase.seconds
-    span = (
-        ""
-        if seconds is None or seconds.least == seconds.most
-        else f"{seconds.least * 1e3:.3f}-{seconds.most * 1e3:.3f}"
-    )
+    seconds, span = phase.seconds, ""
+    if seconds is not None and seconds.least < seconds.most:
+        span = f"{seconds.least * 1e3:.3f}-{seconds.most * 1e3:.3f}"
     cells = [f"{phase.median * 1e3:.3f}", span]
     if floors:
         ratio = f"{phase.median / phase.floor:.2f}" if phase.floor else ""

@@ -28,6 +28,7 @@ from mpizero.sharding.engine import Engine
 from mpizero.sharding.pipeline import PipelineRunner
 from mpizero.tools.plan.memory import buffers
 from mpizero.train.config.checks import check_option
+from mpizero.train.config.sections import STRATEGIES
 from mpizero.train.machine import proportional, release_free_memory
 from mpizero.types import Array
 
@@ -140,7 +141,6 @@ def watch(engine: Engine) -> CacheMeter:
     return meter
 
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 #: Number of equal layers of the model, so that the two units that ZeRO-3 gathers at a time are an eighth of it.
 STRATEGY_LAYERS = 16
 _CLASSES = 8
@@ -361,5 +361,4 @@ def strategies_json(rows: Sequence[MemoryRow]) -> str:
 
     Not collective.
     """
-    found: list[dict[str, Any]] = [asdict(row) for row in rows]
-    return json.dumps({"benchmark": "memory", "rows": found})
+    return json.dumps({"benchmark": "memory", "rows": [asdict(row) for row in rows]})

@@ -18,8 +18,9 @@ import numpy as np
 
 from mpizero import nn
 from mpizero._util.checks import positive, whole
-from mpizero._util.text import PREFIXES, amount, columns
+from mpizero._util.text import PREFIXES, aligned, amount, columns
 from mpizero.errors import ConfigError
+from mpizero.guard.reports import rank_ranges
 from mpizero.layout import Simulation
 from mpizero.layout.schedules import timetable
 from mpizero.nn.models import unfrozen
@@ -222,9 +223,10 @@ class PlannedRun:
             yield f"the small messages of {self.config.optimizer.name}'s dot products are not counted: they vary"
         axes, grains = training.axes, training.grains
         if idle := training.idle:
+            shown = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in rank_ranges(idle))
             who = f"{axes.data} {'ranks' if axes.size == axes.data else 'replicas'}"
             yield (
-                f"ranks {_listed(idle)} have nothing to compute: {who} share {grains.count} grains; give a smaller "
+                f"ranks {shown} have nothing to compute: {who} share {grains.count} grains; give a smaller "
                 "train.micro_batch or train.accumulate, or a larger train.global_batch"
             )
         if axes.pipeline > 1:
@@ -291,17 +293,6 @@ class PlannedRun:
                 f"stage {stage} has {max(simulation.busy) / mean:.2f} times the mean work of a stage; fewer stages or "
                 "other parallel.cuts may balance it"
             )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    """Format ascending numbers as text with runs joined, for example "0, 2 to 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)
 
 
 #: The most columns that a printed timetable has.
@@ -409,12 +400,8 @@ def _memory(plan: PlannedRun) -> str:
 
 def _messages(plan: PlannedRun) -> str:
     rows = _rows(plan, lambda rank: {purpose: sent.bytes for purpose, sent in rank.sent.items()})
-    text = _table(plan, "bytes that the busiest rank sends a step", rows, PURPOSES, _message_count)
+    text = _table(plan, "bytes that the busiest rank sends a step", rows, PURPOSES, messages=True)
     return f"{text}\nall ranks together {amount(sum(rank.bytes_sent for rank in plan.training.by_rank))}B"
-
-
-def _message_count(rank: RankPlan) -> tuple[str, str]:
-    return "messages", f"{rank.messages:,}"
 
 
 def _work(plan: PlannedRun) -> str:
@@ -460,36 +447,19 @@ def _seconds(plan: PlannedRun, floors: TimeFloors) -> str:
     )
 
 
-def _table(
-    plan: PlannedRun,
-    title: str,
-    rows: Sequence[_Row],
-    columns: Sequence[str],
-    last: Callable[[RankPlan], tuple[str, str]] | None = None,
-) -> str:
-    """Format a table of bytes, in a unit that suits the largest number.
-
-    ``last``, called with the plan of a line's rank, returns the title and the cell of a last column.
-    """
-    present = [column for column in columns if any(column in row.figures for row in rows)]
+def _table(plan: PlannedRun, title: str, rows: Sequence[_Row], names: Sequence[str], *, messages: bool = False) -> str:
+    """Format a table of bytes, in a unit that suits the largest number; maybe with a last column of message counts."""
+    present = [name for name in names if any(name in row.figures for row in rows)]
     largest = max(sum(row.figures.values()) for row in rows)
     scale, prefix = next(((s, p) for s, p in PREFIXES if largest >= 10 * s), PREFIXES[-1])
     digits = 0 if scale == 1.0 else 1
-    lines = [["", "rank", *present, "all", *([last(rows[0].rank)[0]] if last else [])]]
+    lines = [["", "rank", *present, "all", *["messages"] * messages]]
     for row in rows:
-        figures = [*(row.figures.get(column, 0) for column in present), sum(row.figures.values())]
+        figures = [*(row.figures.get(name, 0) for name in present), sum(row.figures.values())]
         cells = [f"{figure / scale:,.{digits}f}" for figure in figures]
-        lines.append([_name(plan, row), str(row.rank.rank), *cells, *([last(row.rank)[1]] if last else [])])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    if not widths[0]:
-        lines, widths = [line[1:] for line in lines], widths[1:]
-    text = ("  ".join(_aligned(line, widths, left=bool(lines[0][0] == ""))) for line in lines)
+        lines.append([_name(plan, row), str(row.rank.rank), *cells, *[f"{row.rank.messages:,}"] * messages])
+    text = aligned(lines) if any(line[0] for line in lines) else aligned([line[1:] for line in lines], ())
     return "\n".join([f"{title}, {prefix}B", *text])
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int], *, left: bool) -> list[str]:
-    found = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-    return [cells[0].ljust(widths[0]), *found[1:]] if left else found
 
 
 def as_json(plan: PlannedRun) -> str:

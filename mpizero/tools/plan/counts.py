@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -113,15 +113,13 @@ def exchange_cost(
     elements : int or None
         Number of elements in a bucket; None is the default.
     """
-    if len(totals) == 1:
+    if len(totals) == 1 or not max(totals):
         return ExchangeCost(Sent(), 0, 0)
     arrivals, mine = sum(counts), counts[peer]
     step = exchange_step(counts, elements)
     others = [elements for place, elements in enumerate(totals) if place != peer]
     segments = -(-max(others) // step) if mine else 0
     widths = [min(step, elements) for elements in totals]
-    if not max(totals):
-        return ExchangeCost(Sent(), 0, 0)
     received = arrivals * widths[peer] * itemsize
     if codec is None:
         return ExchangeCost(Sent(mine * sum(others) * itemsize, segments), mine * sum(widths) * itemsize, received)
@@ -326,9 +324,7 @@ class RecordingGroup:
         self.calls.append(GroupCall("reduce", x.size, (), 1, x.itemsize, self.axis))
         return np.array(x, order="C")
 
-    def all_max(self, x: Array, tag: str = "") -> Array:
-        """Record the call, and return a copy of ``x``."""
-        return self.all_reduce(x, tag)
+    all_max = all_reduce
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
         """Record the call, and return an array of zeros in which this rank's part is ``x``."""
@@ -386,6 +382,8 @@ class StepBatches:
     waves: bool
     scratch: ScratchUse
     claimed: bool = False
+    _rows_plans: dict[tuple[int, ...], RowsPlan] = field(default_factory=dict, init=False, compare=False)
+    _wave_plans: dict[tuple[int, ...], WavePlan] = field(default_factory=dict, init=False, compare=False)
 
     def rows(self, grid: PlannedGrid) -> int:
         """Return the number of rows that every rank allocates, if grains are not computed in waves. Not collective."""
@@ -431,14 +429,6 @@ class StepBatches:
         if (key := _kind(grid)) not in self._wave_plans:
             self._wave_plans[key] = wave_plan(self.grains.count * grid.context.size, grid.group_sizes)
         return self._wave_plans[key]
-
-    @cached_property
-    def _rows_plans(self) -> dict[tuple[int, ...], RowsPlan]:
-        return {}
-
-    @cached_property
-    def _wave_plans(self) -> dict[tuple[int, ...], WavePlan]:
-        return {}
 
     def jobs(self, grid: PlannedGrid) -> tuple[int, ...]:
         """Return the number of samples in each micro-batch of the rank of ``grid``, in the order of computation.
@@ -487,9 +477,7 @@ class StepBatches:
     @cached_property
     def largest(self) -> int:
         """Number of samples in the largest micro-batch."""
-        return max(
-            (size for grain in range(min(1, self.grains.count)) for size in self.micro_batches(grain)), default=0
-        )
+        return max(self.micro_batches(0), default=0) if self.grains.count else 0
 
 
 def _kind(grid: PlannedGrid) -> tuple[int, ...]:
@@ -595,16 +583,7 @@ class PlannedRanks:
         # The context ranks that share a grain must follow one another in the order in which a wave assigns grains. With
         # shared memory that order goes node by node, and may separate them: such a run has no shared memory.
         grid = ranks.grid(0)
-        return ranks if grid.order == tuple(range(grid.data.size)) else ranks.private()
-
-    def private(self) -> PlannedRanks:
-        """Return the ranks of the same job without shared memory. Not collective."""
-        return PlannedRanks(self.axes, self.hosts, share=False)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks of the job."""
-        return self.axes.size
+        return ranks if grid.order == tuple(range(grid.data.size)) else replace(ranks, share=False)
 
     @cached_property
     def uneven(self) -> bool:
@@ -628,7 +607,7 @@ class PlannedRanks:
         return PlannedGrid(
             axes=self.axes,
             here=here,
-            world=PlannedGroup(rank, self.size),
+            world=PlannedGroup(rank, self.axes.size),
             data=data,
             node=PlannedGroup(nodes[mine].index(data.rank), len(nodes[mine]), True),
             peers=PlannedGroup(mine, len(nodes)),

@@ -690,10 +690,7 @@ class ModelPart:
         Not collective.
         """
         counted = self.operations or {}
-        total = Operations()
-        for name in self.blocks(chunk):
-            total += counted.get(name, Operations())
-        return total
+        return sum((counted.get(name, Operations()) for name in self.blocks(chunk)), Operations())
 
     def even_trials(self, samples: int) -> BlockTrials | None:
         """Return the trial runs if they hold for other ranks of the tensor and context group, too; else None.
@@ -982,26 +979,17 @@ class StageActivations:
         """
         if self.part.partitioned.parallel_layout.pipeline == 1:
             return 0
-        ahead = sum(self._received(instruction) for instruction in self.program[place + 1 : place + AHEAD])
-        return ahead + (self._sent(self.program[place - 1]) if place else 0)
+        ahead = sum(self._moved(instruction, -1) for instruction in self.program[place + 1 : place + AHEAD])
+        return ahead + (self._moved(self.program[place - 1], 1) if place else 0)
 
-    def _received(self, instruction: Instruction) -> int:
+    def _moved(self, instruction: Instruction, way: int) -> int:
+        """Return the bytes that another stage sends for an instruction, if ``way`` is -1, or is sent after it, if 1."""
         kind, chunk, micro = instruction
-        samples, stages = self.jobs[micro], self.part.partitioned.parallel_layout.chunks
-        forward, last = kind == "forward", chunk == len(stages) - 1
-        source = chunk - 1 if forward else chunk + 1
-        if not samples or (chunk == 0 if forward else last or kind == "backward_weights"):
+        samples, stages, forward = self.jobs[micro], self.part.partitioned.parallel_layout.chunks, kind == "forward"
+        other = chunk + way if forward else chunk - way
+        source = other if way < 0 else chunk
+        if not samples or kind == "backward_weights" or not 0 <= other < len(stages):
             return 0
-        if stages[source] == self.part.partitioned.stage:
+        if stages[other] == self.part.partitioned.stage:
             return 0
         return (self.part.output(source, samples) if forward else self.part.gradient(source, samples)).nbytes
-
-    def _sent(self, instruction: Instruction) -> int:
-        kind, chunk, micro = instruction
-        samples, stages = self.jobs[micro], self.part.partitioned.parallel_layout.chunks
-        forward, last = kind == "forward", chunk == len(stages) - 1
-        if not samples or (last if forward else chunk == 0 or kind == "backward_weights"):
-            return 0
-        if stages[chunk + 1 if forward else chunk - 1] == self.part.partitioned.stage:
-            return 0
-        return (self.part.output(chunk, samples) if forward else self.part.gradient(chunk, samples)).nbytes

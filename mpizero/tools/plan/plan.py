@@ -275,7 +275,7 @@ class RankMemory:
     def _exchange_buffers(self) -> int:
         """Return the bytes of the largest buffers that the messages of gradients need."""
         traffic = self.traffic
-        every = [*traffic.reductions(), *traffic.replications()]  # parameters go straight to their places
+        every = [*traffic.reductions, *traffic.replications()]  # parameters go straight to their places
         buffers = [(e.send_buffer, e.receive_buffer, e.packed_send, e.packed_receive) for e in every]
         return sum(max(sizes) for sizes in zip(*buffers, strict=True))
 
@@ -408,6 +408,10 @@ class TrainingPlan:
     rate: float = 1.0
     message: Callable[[int], float] = _takes_no_time
     tries: bool = True
+    _tensor_plans: dict[tuple[int, Any], TensorPlan] = field(default_factory=dict, init=False, compare=False)
+    _traffic: dict[int, RankTraffic] = field(default_factory=dict, init=False, compare=False)
+    _flows: dict[tuple[Any, ...], StageActivations] = field(default_factory=dict, init=False, compare=False)
+    _parts: dict[tuple[int, ...], ModelPart] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def axes(self) -> Axes:
@@ -505,14 +509,6 @@ class TrainingPlan:
         return self._tensor_plans[key]
 
     @cached_property
-    def _tensor_plans(self) -> dict[tuple[int, Any], TensorPlan]:
-        return {}
-
-    @cached_property
-    def _traffic(self) -> dict[int, RankTraffic]:
-        return {}
-
-    @cached_property
     def not_counted(self) -> str:
         """Why activations, working arrays and operations are not known; "" if they are."""
         return self.traffic(0).part.untried
@@ -526,29 +522,21 @@ class TrainingPlan:
         traffic = self.traffic(rank)
         holdings, part = RankMemory(traffic, self._flow(traffic)), traffic.part
         samples = sum(traffic.jobs)
-        work = (
-            None
-            if part.operations is None
-            else sum(part.work(chunk).total for chunk in part.partitioned.chunks) * samples
-        )
+        work = sum(part.work(chunk).total for chunk in part.partitioned.chunks) * samples
         return RankPlan(
             rank=rank,
             here=traffic.grid.here,
             node=rank // (self.ranks_per_node or self.ranks),
             memory=holdings.parts(),
             device_memory=holdings.device(),
-            sent=traffic.sent(),
+            sent=traffic.sent,
             samples=samples,
             micro_batches=sum(size > 0 for size in traffic.jobs),
-            operations=work,
+            operations=None if part.operations is None else work,
             caches=holdings.flow.figures.caches,
         )
 
     # ------------------------------------------------------------------ parts
-
-    @cached_property
-    def _flows(self) -> dict[tuple[Any, ...], StageActivations]:
-        return {}
 
     def _flow(self, traffic: RankTraffic) -> StageActivations:
         """Return the memory of the micro-batches of the rank whose messages are given.
@@ -560,10 +548,6 @@ class TrainingPlan:
         if key not in self._flows:
             self._flows[key] = StageActivations(traffic.part, traffic.jobs, traffic.program)
         return self._flows[key]
-
-    @cached_property
-    def _parts(self) -> dict[tuple[int, ...], ModelPart]:
-        return {}
 
     def part(self, grid: PlannedGrid) -> ModelPart:
         """Return the part of the model on the stage, tensor rank and context rank of ``grid``. Not collective.
@@ -624,19 +608,18 @@ class TrainingPlan:
     @cached_property
     def node_bytes(self) -> dict[int, int]:
         """For each node, the bytes of host memory: the private arrays of its ranks, and each shared window once."""
-        found: dict[int, float] = {}
-        for plan in self.by_rank:
-            own = sum(held.private + held.shared / held.sharers for held in plan.memory.values())
-            found[plan.node] = found.get(plan.node, 0.0) + own
-        return {node: round(size) for node, size in found.items()}
+        return self._by_node(lambda held: held.private + held.shared / held.sharers)
 
     @cached_property
     def node_windows(self) -> dict[int, int]:
         """For each node, the bytes of shared windows, for which /dev/shm must have room."""
+        return self._by_node(lambda held: held.shared / held.sharers)
+
+    def _by_node(self, size: Callable[[MemoryBytes], float]) -> dict[int, int]:
         found: dict[int, float] = {}
         for plan in self.by_rank:
-            found[plan.node] = found.get(plan.node, 0.0) + sum(h.shared / h.sharers for h in plan.memory.values())
-        return {node: round(size) for node, size in found.items()}
+            found[plan.node] = found.get(plan.node, 0.0) + sum(map(size, plan.memory.values()))
+        return {node: round(total) for node, total in found.items()}
 
     @property
     def idle(self) -> tuple[int, ...]:

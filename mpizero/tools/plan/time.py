@@ -554,7 +554,7 @@ class TimeFloors:
         The work of layers that do not count their operations is not included.
         """
         traffic = self.plan.traffic(rank)
-        passes, sent = StepPasses(traffic), traffic.sent()
+        passes, sent = StepPasses(traffic), traffic.sent
         forward, backward = self._work(traffic)
         products = tensor_work(traffic) / self.machine.rate(self.ranks_per_node)
         found = {
@@ -619,7 +619,7 @@ class TimeFloors:
 
     def _reduction(self, traffic: RankTraffic, sent: dict[str, Sent]) -> float:
         """Return the seconds of the messages that sum gradients over ranks, and of a node's barriers before sums."""
-        rows = self._exchanges("exchange", traffic.reductions()) + self._exchanges("gather", traffic.replications())
+        rows = self._exchanges("exchange", traffic.reductions) + self._exchanges("gather", traffic.replications())
         times = 1
         if traffic.training.step.waves:
             waves = traffic.training.step.wave_plan(traffic.grid).waves

@@ -81,12 +81,9 @@ class RankTraffic:
     grid: PlannedGrid
     tensors: TensorPlan
 
-    def sent(self) -> dict[str, Sent]:
-        """Return what the rank sends in a step, by purpose; purposes without messages are left out. Not collective."""
-        return dict(self._sent)
-
     @cached_property
-    def _sent(self) -> dict[str, Sent]:
+    def sent(self) -> dict[str, Sent]:
+        """The bytes and messages that the rank sends in a step, by purpose; purposes without messages are left out."""
         found = {purpose: getattr(self, f"_{purpose.replace(' ', '_')}")() for purpose in PURPOSES}
         return {purpose: sent for purpose, sent in found.items() if sent.bytes}
 
@@ -126,26 +123,22 @@ class RankTraffic:
 
     # ------------------------------------------------------------------ gradients and parameters
 
-    def reductions(self) -> list[ExchangeCost]:
-        """Return the cost of each exchange of partial sums of gradients between peers in a step. Not collective."""
-        return list(self._reductions)
-
     @cached_property
-    def _reductions(self) -> list[ExchangeCost]:
+    def reductions(self) -> list[ExchangeCost]:
+        """The cost of each exchange of partial sums of gradients between peers in a step."""
         if self.grid.peers.size == 1:
             return []
         units = [unit.index for unit in self.part.layout.units]
         if self._overlaps:
+            counts, item = self._row_counts, self.training.itemsize
             widths = [[sum(span.size for span in part) for part in bucket.parts] for bucket in self._buckets]
-            return [
-                segment_cost(width, self.grid.peers.rank, self._row_counts, self.training.itemsize) for width in widths
-            ]
+            return [segment_cost(width, self.grid.peers.rank, counts, item) for width in widths]
         if not self.training.step.waves:
             return self._exchanges(units, self._row_counts)
         waves = self.training.step.wave_plan(self.grid).waves
-        counts = [tuple(len(sums) for sums in wave.group_programs) for wave in waves]
-        alike = {count: [each for unit in units for each in self._exchanges([unit], count)] for count in set(counts)}
-        return [each for count in counts for each in alike[count]]
+        sums = [tuple(map(len, wave.group_programs)) for wave in waves]
+        alike = {count: [each for unit in units for each in self._exchanges([unit], count)] for count in set(sums)}
+        return [each for count in sums for each in alike[count]]
 
     def _exchanges(self, units: Sequence[int], counts: Sequence[int]) -> list[ExchangeCost]:
         """Return the costs of exchanging the partial sums of ``units``: of the exact ones, and of those compressed."""
@@ -213,15 +206,9 @@ class RankTraffic:
         """Return the costs of the all-gathers that send updated parameters to the peers' copies. Not collective."""
         if self.sharded:
             return []
-        shards, peers = self.part.shards, self.grid.peer_ranks
-        return [
-            direct_gather_cost(
-                [[shards.parameters(rank, unit, region) for rank in peers]],
-                self.grid.peers.rank,
-                self.training.itemsize,
-            )
-            for unit, region in self.part.layout.regions(params.REGION)
-        ]
+        shards, peers, regions = self.part.shards, self.grid.peer_ranks, self.part.layout.regions(params.REGION)
+        columns = ([shards.parameters(rank, unit, region) for rank in peers] for unit, region in regions)
+        return [direct_gather_cost([sizes], self.grid.peers.rank, self.training.itemsize) for sizes in columns]
 
     def gathers(self) -> list[ExchangeCost]:
         """Return the costs of the all-gathers of units in all passes of a step. Not collective."""
@@ -237,7 +224,7 @@ class RankTraffic:
         return direct_gather_cost(columns, self.grid.peers.rank, self.training.itemsize)
 
     def _gradients(self) -> Sent:
-        return total_sent(e.sent for e in (*self.reductions(), *self.replications()))
+        return total_sent(e.sent for e in (*self.reductions, *self.replications()))
 
     def _parameters(self) -> Sent:
         found = total_sent(e.sent for e in self.publications()) if self.training.row.shard_optimizer else Sent()

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from mpizero._util.text import amount, printable
 from mpizero.errors import UnsupportedError
+from mpizero.guard.reports import rank_ranges
 from mpizero.tools.report.history import WAITING, MeanPhases, MemoryTable
 from mpizero.train.events import PipelineCell, PipelineTimetable, VisitStart
 
@@ -119,6 +120,11 @@ def folded(title: str, *content: str) -> Markup:
     """Return content that is shown after a click on its title; nothing if there is no content."""
     inner = joined(content)
     return element("details", element("summary", title), inner) if inner else Markup("")
+
+
+def definitions(meanings: Iterable[tuple[str, str]]) -> Markup:
+    """Return a list of words, each with its meaning below it."""
+    return element("dl", *(part for word, text in meanings for part in (element("dt", word), element("dd", text))))
 
 
 def figure(picture: Markup, caption: str, *more: str) -> Markup:
@@ -445,18 +451,9 @@ class Bars(NamedTuple):
     pale: bool = False
 
 
-def phase_colours(names: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each phase, which is the same on all pages."""
-    return _fixed(names, _PHASES)
-
-
-def part_colours(names: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each part of memory, which is the same on all pages."""
-    return _fixed(names, _PARTS)
-
-
-def _fixed(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the known colours, and dark grey for other names."""
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the colours of phases or parts of memory, which are the same on all pages; dark grey for other names."""
+    known = _PHASES | _PARTS
     return {name: known.get(name, OTHERS) for name in names}
 
 
@@ -471,7 +468,7 @@ def chosen_ranks(keys: Sequence[float]) -> list[int]:
 
 def draw_phases(name: str, label: str, found: MeanPhases) -> Markup:
     """Return the picture of seconds by phase and rank, with waiting in grey at the end of each bar."""
-    tints = phase_colours(found.phases)
+    tints = colours_of(found.phases)
     ranks = chosen_ranks(found.waiting)
     unit, scale = ("ms", 1e3) if max(found.seconds) < 1 else ("s", 1.0)
     parts = [
@@ -484,7 +481,7 @@ def draw_phases(name: str, label: str, found: MeanPhases) -> Markup:
 
 def draw_memory(name: str, label: str, found: MemoryTable) -> Markup:
     """Return the picture of memory by part and rank: the plan hatched, and what was counted below it."""
-    tints = part_colours(found.parts)
+    tints = colours_of(found.parts)
     ranks = chosen_ranks(
         [planned for planned, _ in found.totals()] or [sum(c) for c in zip(*found.counted.values(), strict=True)]
     )
@@ -599,7 +596,7 @@ def _nodes(start: VisitStart) -> Markup:
         ranks[node].append(rank)
     hosts = dict(enumerate(start.hosts))
     return key(
-        (_colour(node), f"node {node} ({hosts.get(node, '?')}): ranks {_ranges(held)}")
+        (_colour(node), f"node {node} ({hosts.get(node, '?')}): ranks {_listed(held)}")
         for node, held in sorted(ranks.items())
     )
 
@@ -608,15 +605,9 @@ def _colour(node: int) -> str:
     return SECOND_COLOURS[node % len(SECOND_COLOURS)]
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _listed(ranks: Sequence[int]) -> str:
     """Format ascending numbers with "to" for those that follow one another, such as "0 to 3, 8"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in rank_ranges(ranks))
 
 
 def described_layout(start: VisitStart) -> str:

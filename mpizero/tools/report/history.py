@@ -340,8 +340,8 @@ class MeanPhases(NamedTuple):
     @property
     def waiting(self) -> list[float]:
         """By rank, the share of the step in which it waited."""
-        waits = self.phases.get(WAITING, [0.0] * len(self.seconds))
-        return [waited / whole if whole else 0.0 for waited, whole in zip(waits, self.seconds, strict=True)]
+        pairs = zip(self.phases[WAITING], self.seconds, strict=True)
+        return [waited / whole if whole else 0.0 for waited, whole in pairs]
 
 
 def mean_phases(measured: Sequence[PhaseSeconds]) -> MeanPhases | None:

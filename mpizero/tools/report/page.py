@@ -36,6 +36,8 @@ from mpizero.tools.report.figures import (
     Curve,
     Marks,
     Markup,
+    colours_of,
+    definitions,
     described_layout,
     draw_curves,
     draw_layout,
@@ -52,8 +54,6 @@ from mpizero.tools.report.figures import (
     listed,
     long_table,
     lower_end,
-    part_colours,
-    phase_colours,
     scrolling,
     section,
     spot,
@@ -79,7 +79,7 @@ from mpizero.tools.report.history import (
     speed_text,
     timed_ranks,
 )
-from mpizero.train.events import VisitRecords, VisitStart, read_run
+from mpizero.train.events import VisitStart, read_run
 
 
 def seconds_column(values: Sequence[float]) -> tuple[str, list[str]]:
@@ -121,12 +121,12 @@ def phases(history: RunHistory, name: str) -> Iterator[Markup]:
         f"Time of a step by phase and rank, {taken}{of}. Grey is "
         f"waiting for other ranks, in whatever phase.{few_ranks(ranks)}",
     )
-    meanings = element("dl", *_meanings([phase for phase, taken in found.phases.items() if any(taken)]))
-    yield beside(drawn, _phase_table(found), folded("What the phases are", meanings), *_waiting_table(found))
+    known = ((phase, MEANINGS[phase]) for phase, taken in found.phases.items() if any(taken) and phase in MEANINGS)
+    yield beside(drawn, _phase_table(found), folded("What the phases are", definitions(known)), *_waiting_table(found))
 
 
 def _phase_table(found: MeanPhases) -> Markup:
-    tints, ranks = phase_colours(found.phases), range(len(found.seconds))
+    tints, ranks = colours_of(found.phases), range(len(found.seconds))
     shown = {phase: taken for phase, taken in found.phases.items() if any(taken)}
     whole = {**shown, "whole step": found.seconds}
     longest = [max(ranks, key=taken.__getitem__) for taken in whole.values()]
@@ -146,13 +146,6 @@ def _phase_table(found: MeanPhases) -> Markup:
     head = ["phase", f"mean of ranks, {unit}", "share of the mean step"]
     head += [f"longest, {unit}", "on rank", "share of that rank's step"] if len(ranks) > 1 else []
     return table("Time of a step by phase", head, rows)
-
-
-def _meanings(names: Sequence[str]) -> Iterator[Markup]:
-    for name in names:
-        if name in MEANINGS:
-            yield element("dt", name)
-            yield element("dd", MEANINGS[name])
 
 
 def _waiting_table(found: MeanPhases) -> Iterator[Markup]:
@@ -242,7 +235,7 @@ def memory(history: RunHistory, name: str) -> Iterator[Markup]:
 
 def _memory_table(found: MemoryTable, where: str) -> Markup:
     """Return the bytes of each part: of all ranks together, and of the rank that has most of it."""
-    tints, columns, names = part_colours(found.parts), [], []
+    tints, columns, names = colours_of(found.parts), [], []
     for part in found.parts:
         names.append(joined([spot(tints[part]), part]))
         columns.append((found.planned.get(part), found.counted.get(part)))
@@ -462,9 +455,8 @@ def configuration(history: RunHistory) -> Markup:
     return folded(title, table(title, ("setting", "value"), sorted(chosen.items()))) if chosen else Markup("")
 
 
-def settings(visit: VisitRecords | VisitStart | None) -> dict[str, str]:
+def settings(start: VisitStart | None) -> dict[str, str]:
     """Return all settings of a configuration by name, as text; empty without a record."""
-    start = visit.start if isinstance(visit, VisitRecords) else visit
     return {} if start is None else {name: shown(value) for name, value in flattened(start.config).items()}
 
 
@@ -720,9 +712,8 @@ _WORDS = {
 
 def glossary(page: str) -> Markup:
     """Return the meanings of the words that a page has."""
-    found = [(word, meaning) for word, meaning in _WORDS.items() if re.search(rf"\b{word}", page, re.IGNORECASE)]
-    entries = [part for word, text in found for part in (element("dt", word), element("dd", f"{text}."))]
-    return section("Words", element("dl", *entries), name="words") if entries else Markup("")
+    found = [(word, f"{meaning}.") for word, meaning in _WORDS.items() if re.search(rf"\b{word}", page, re.IGNORECASE)]
+    return section("Words", definitions(found), name="words") if found else Markup("")
 
 
 #: What a file begins with that this module has written, and so may replace.

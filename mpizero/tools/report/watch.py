@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from mpizero._util.checks import home_path
 from mpizero._util.text import age, amount, duration, printable
 from mpizero.errors import DataError, ExitStatus
-from mpizero.tools.report.history import RunHistory, described_resume, described_skip, speed_text
+from mpizero.tools.report.history import RunHistory, counted, described_resume, described_skip, speed_text
 from mpizero.train.events import EVENTS, METRICS, RESULT, SUPERSEDED, RunRecords, VisitEvents, is_step
 
 
@@ -313,8 +313,7 @@ def _events(history: RunHistory) -> list[str]:
     """Return what has happened: skipped steps, resumes, the last checkpoint."""
     found = []
     if history.skips:
-        count = len(history.skips)
-        found.append(f"{count:,} step{'' if count == 1 else 's'} skipped. {described_skip(history.skips[-1])}")
+        found.append(f"{counted(len(history.skips), 'step')} skipped. {described_skip(history.skips[-1])}")
     if history.resumes:
         found.append(described_resume(history.resumes[-1]))
     written = [event for visit in history.visits for event in visit.checkpoints]

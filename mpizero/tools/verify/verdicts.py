@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero._util.numbers import Rounding, largest
+from mpizero._util.text import columns
 from mpizero.errors import ConfigError
 from mpizero.layout import SCHEDULES, chunk_stages
 from mpizero.sharding.partition import TILED_AXES, Tiles, fits_tiles, within_rounding
@@ -404,12 +405,9 @@ class Report:
 
 def table(verdicts: Sequence[Verdict]) -> str:
     """Format the verdicts as a table with one line for each layout."""
-    width = max(len("layout"), *(len(v.layout) for v in verdicts))
-    lines = [f"{'layout':{width}s}  {'ranks':>5s}  {'steps':>5s}  {'sha256':16s}  {'seconds':>7s}  verdict"]
-    for v in verdicts:
-        figures = f"{v.ranks:5d}  {v.steps:5d}  {v.sha256[:16]:16s}  {v.seconds:7.2f}"
-        lines.append(f"{v.layout:{width}s}  {figures}  {v.verdict}")
-    return "\n".join(lines)
+    rows = [["layout", "ranks", "steps", "sha256", "seconds", "verdict"]]
+    rows += [[v.layout, str(v.ranks), str(v.steps), v.sha256[:16], f"{v.seconds:.2f}", v.verdict] for v in verdicts]
+    return columns(rows, left=(0, 3, 5))
 
 
 _ROUNDING = "numbers added in another order: the differences are of the size of rounding"

@@ -20,11 +20,11 @@ from mpizero.tools.report.figures import (
     MOST_POINTS,
     Curve,
     Markup,
+    colours_of,
     envelope,
     is_uneven,
     long_table,
     lower_end,
-    phase_colours,
     picture,
 )
 from mpizero.tools.report.history import SILENT, RunHistory, findings
@@ -284,7 +284,7 @@ def test_a_long_run_is_a_small_file_that_keeps_the_extremes(tmp_path):
 
 
 def test_a_phase_has_the_same_colour_beside_whatever_other_phases():
-    assert phase_colours(["optimizer"]).items() <= phase_colours(["forward", "reduction", "optimizer"]).items()
+    assert colours_of(["optimizer"]).items() <= colours_of(["forward", "reduction", "optimizer"]).items()
 
 
 def test_tiny_values_do_not_stretch_an_axis_and_long_runs_do_not_hide_short_ones():
