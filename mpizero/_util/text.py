@@ -2,7 +2,7 @@
 
 :func:`printable` escapes control characters, so that any text can be printed safely. :func:`users_line` finds the line
 of the user's own code in a traceback, so that error messages can name it. Then come formats of numbers, ages and
-tables.
+tables, and :func:`write_whole`, which writes a file.
 
 Versions of installed packages are read from the names of the folders that describe them: installers name these after
 name and version (PEP 376). Importing ``importlib.metadata`` instead takes 30 ms of processor time, because it imports
@@ -234,6 +234,20 @@ def duration(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {left} min" if hours else f"{minutes} min {rest} s"
     return f"{hours // 24} d {hours % 24} h"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is whole whenever it is read, whatever ends this process or the machine; else leave nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def installed_version(name: str) -> str | None:

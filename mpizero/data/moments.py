@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from mpizero._util.checks import require, whole
 from mpizero._util.names import explains
 from mpizero._util.pytree import SampleTree
+from mpizero._util.text import write_whole
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
 from mpizero.data.source import Source
@@ -102,12 +104,7 @@ class Statistics:
         found: dict[str, Any] = {"format": FORMAT, "samples": self.samples}
         for name in ("mean", "std", "least", "most"):
             found[name] = {array: values.tolist() for array, values in getattr(self, name).items()}
-        part = f"{os.fspath(path)}.part"
-        with open(part, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        write_whole(Path(path), json.dumps(found, indent=1).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -195,9 +195,8 @@ def adjoint_test(
         world.allreduce(sums, tag="adjoint_test")
     difference = float(abs(sums[0] - sums[1]) / max(sums[2], np.finfo(np.float64).tiny))
     if not difference <= rtol:
-        raise AssertionError(
-            f"<F x, y> = {sums[0]!r} but <x, F* y> = {sums[1]!r}: relative difference {difference:.2e}"
-        )
+        told = f"<F x, y> = {sums[0]!r} but <x, F* y> = {sums[1]!r}"
+        raise AssertionError(f"{told}: relative difference {difference:.2e}")
     return difference
 
 
@@ -289,7 +288,13 @@ def assert_same_as_serial(
     [None, None]
     """
     if isinstance(checked, BlockModel | Layer) and not isinstance(checked, type):
-        training = split_training(checked, x, y, tiles=tiles, axis=axis, steps=steps, settings=settings)
+        if axis not in TILED_AXES:
+            raise ConfigError(f"axis={axis!r}: expected 'tensor' or 'context'")
+        if tiles not in _SIZES:
+            raise ConfigError(f"tiles={tiles!r}: expected a power of two from 2 to {_SIZES[-1]}")
+        if x is None:
+            raise ArgumentError("assert_same_as_serial: x is missing: a layer or a model needs inputs")
+        training = SplitTraining(*_whole(checked, x, y), tiles, axis, steps, settings)
         with nullcontext() if comm is None else communicator_of(comm) as ranks:
             training.check(ranks)
         return
@@ -380,9 +385,8 @@ class SplitTraining:
             return
         with all_ranks(comm, "assert_same_as_serial"):
             if not fits_tiles(comm.size, self.tiles):
-                raise ConfigError(
-                    f"{self.tiles} tiles do not fit {comm.size} ranks: each computes 1, 2, 4, ... of them"
-                )
+                told = f"{self.tiles} tiles do not fit {comm.size} ranks"
+                raise ConfigError(f"{told}: each computes 1, 2, 4, ... of them")
             expected = self.serial()
         self._compare(comm, expected)
 
@@ -414,25 +418,6 @@ class SplitTraining:
                 loss = placed.train(*self.batch)
                 seen.append({"loss": loss, "gradient": gradients, "parameter": dict(placed.named_parameters())})
         return seen
-
-
-def split_training(
-    model: Any, x: Any, y: Any, *, tiles: int, axis: str, steps: int, settings: Mapping[str, Any]
-) -> SplitTraining:
-    """Return the training that checks a model of blocks or a layer. Not collective.
-
-    Raises
-    ------
-    ConfigError, TypeError
-        An argument is wrong or missing.
-    """
-    if axis not in TILED_AXES:
-        raise ConfigError(f"axis={axis!r}: expected 'tensor' or 'context'")
-    if tiles not in _SIZES:
-        raise ConfigError(f"tiles={tiles!r}: expected a power of two from 2 to {_SIZES[-1]}")
-    if x is None:
-        raise ArgumentError("assert_same_as_serial: x is missing: a layer or a model needs inputs")
-    return SplitTraining(*_whole(model, x, y), tiles, axis, steps, settings)
 
 
 def _whole(model: Any, x: Any, y: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -615,9 +600,8 @@ class _BlockCheck:
             self._equal(recorders, "backward_input", lambda place: place.startswith("gradient of the input"))
         held = {f"gradient of {spec.name!r}" for spec in self.tiled.specs() if spec.part is None}
         self._equal(recorders, "backward_weights", held.__contains__)
-        self._close(
-            "backward_input", _leaves("gradient of the input", dx), _leaves("gradient of the input", known.dx), known
-        )
+        place = "gradient of the input"
+        self._close("backward_input", _leaves(place, dx), _leaves(place, known.dx), known)
         for name, expected in known.gradients.items():
             place = f"gradient of {name!r}"
             self._close("backward_weights", [(place, _at(grads, name))], [(place, expected)], known)

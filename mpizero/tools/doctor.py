@@ -85,26 +85,23 @@ def check_threads(comm: Communicator, threads: int, environment: Mapping[str, st
     """Compare the ranks' numbers of threads with each other and with the CPUs of a Slurm task. Collective."""
     name = "threads"
     if wrong := difference(comm.allgather_object(threads)):
-        return CheckResult(
-            name, "FAIL", wrong, "export the same OMP_NUM_THREADS to all ranks, or results differ in bits"
-        )
+        advice = "export the same OMP_NUM_THREADS to all ranks, or results differ in bits"
+        return CheckResult(name, "FAIL", wrong, advice)
     given = whole_number(environment, "SLURM_CPUS_PER_TASK")
     text = f"{counted(threads, 'thread')} a rank"
     if given is not None and given != threads:
         advice = f"export OMP_NUM_THREADS={given}; srun of Slurm 22.05 and later also needs --cpus-per-task={given}"
         return CheckResult(name, "warn", f"{text}, but Slurm has given {counted(given, 'CPU')} a task", advice)
-    if "OMP_NUM_THREADS" not in environment:
-        return CheckResult(name, "ok", f"{text}, as OMP_NUM_THREADS is not set")
-    return CheckResult(name, "ok", text)
+    unset = "" if "OMP_NUM_THREADS" in environment else ", as OMP_NUM_THREADS is not set"
+    return CheckResult(name, "ok", f"{text}{unset}")
 
 
 def check_time(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
     """Report how much time the Slurm job has left. Collective over ``comm``."""
     limit: Limit | None = comm.broadcast_object(slurm_limit(environment) if comm.rank == 0 else None)
     if limit is not None:
-        return CheckResult(
-            "time limit", "ok", f"{limit.left / 60:.0f} min left ({limit.source}); training saves before"
-        )
+        text = f"{limit.left / 60:.0f} min left ({limit.source}); training saves before"
+        return CheckResult("time limit", "ok", text)
     if environment.get("SLURM_JOB_ID"):
         advice = "give train.time_limit if there is one, or training cannot save before it"
         return CheckResult("time limit", "warn", "Slurm does not say when the job ends", advice)
@@ -132,11 +129,9 @@ def check_versions(comm: Communicator, threads: int) -> CheckResult:
         values = [found[name] for found in every]
         if len(set(values)) > 1:
             differ = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            return CheckResult(
-                "versions", "FAIL", f"{name} differs: {differ}", "install the same environment on every node"
-            )
-    missing = [name for name, version in mine.items() if version == "missing"]
-    if missing:
+            text = f"{name} differs: {differ}"
+            return CheckResult("versions", "FAIL", text, "install the same environment on every node")
+    if missing := [name for name, version in mine.items() if version == "missing"]:
         return CheckResult("versions", "FAIL", text, f"pip install {' '.join(missing)}")
     return CheckResult("versions", "ok", text)
 
@@ -186,13 +181,9 @@ def check_cores(comm: Communicator, threads: int) -> CheckResult:
 def check_blas(comm: Communicator, threads: int) -> CheckResult:
     """Compare the BLAS builds of all ranks: different builds give different bits. Collective over ``comm``."""
     mine = machine.blas()
-    every = comm.allgather_object(mine)
-    for rank, other in enumerate(every):
-        if other != every[0]:
-            text = f"rank 0 has {every[0]}, rank {rank} has {other}"
-            return CheckResult(
-                "blas", "warn", text, "use one environment and one CPU type, or results differ in the last bits"
-            )
+    if wrong := difference(comm.allgather_object(mine)):
+        advice = "use one environment and one CPU type, or results differ in the last bits"
+        return CheckResult("blas", "warn", wrong, advice)
     return CheckResult("blas", "ok", f"{mine}; training uses {counted(threads, 'thread')} a rank")
 
 
@@ -459,18 +450,15 @@ def _shown(environment: Mapping[str, str], wanted: re.Pattern[str]) -> str:
 
 def _replacements(nodes: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield what is replaced, as a pattern, and by what: homes first, for they contain names of users."""
-    users, homes = (
-        [environment.get(name, "") for name in ("USER", "LOGNAME", "SLURM_JOB_USER")],
-        [environment.get("HOME")],
-    )
+    users = {environment.get(name, "") for name in ("USER", "LOGNAME", "SLURM_JOB_USER")}
+    homes = {environment.get("HOME", "").rstrip("/")}
     with suppress(KeyError):  # in a container, the user may have no entry
         own = pwd.getpwuid(os.getuid())
-        users, homes = [*users, own.pw_name], [*homes, own.pw_dir]
-    for home in sorted({home.rstrip("/") for home in homes if home}, key=len, reverse=True):
-        if home:
-            yield rf"{re.escape(home)}(?=/|\W|$)", "~"
+        users, homes = users | {own.pw_name}, homes | {own.pw_dir.rstrip("/")}
+    for home in sorted(homes - {""}, key=len, reverse=True):
+        yield rf"{re.escape(home)}(?=/|\W|$)", "~"
     for number, node in enumerate(nodes, 1):
         for name in dict.fromkeys((node, node.partition(".")[0])):
             yield rf"(?<![\w.-]){re.escape(name)}(?![\w-])", f"node-{number}"
-    for user in sorted(set(users) - {"", "root"}):
+    for user in sorted(users - {"", "root"}):
         yield rf"(?<![A-Za-z0-9]){re.escape(user)}(?![A-Za-z0-9])", "<user>"

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mpizero._util.checks import require, whole
-from mpizero._util.text import notice
+from mpizero._util.text import notice, write_whole
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.startup import communicator_of
@@ -158,7 +158,8 @@ def _run(function: Callable[[Member], Any], member: Member, *, keeps_going: bool
     outcome: dict[str, Any]
     with all_ranks(member.comm, "member"):
         if member.comm.rank == 0:
-            forget_outcome(member.run)
+            member.run.mkdir(parents=True, exist_ok=True)
+            (member.run / OUTCOME).unlink(missing_ok=True)  # of an earlier run: unfinished from now on
     try:
         with all_ranks(member.comm, "member"):
             outcome = {"status": COMPLETE, "result": _as_json(function(member))}
@@ -210,13 +211,7 @@ def member_folder(run: str | Path, number: int) -> Path:
 def write_outcome(folder: Path, outcome: Mapping[str, Any]) -> None:
     """Write the outcome of a member into its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / OUTCOME, outcome)
-
-
-def forget_outcome(folder: Path) -> None:
-    """Remove the outcome of an earlier run of a member, which is unfinished from now on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / OUTCOME).unlink(missing_ok=True)
+    write_whole(folder / OUTCOME, json.dumps(outcome, indent=1).encode())
 
 
 def summarize_members(run: str | Path, members: int | None = None) -> dict[str, Any]:
@@ -265,7 +260,7 @@ def summarize_members(run: str | Path, members: int | None = None) -> dict[str, 
         "counts": {status: statuses.count(status) for status in (COMPLETE, FAILED, UNFINISHED)},
         "figures": _figures([one["result"] for one in found if one["status"] == COMPLETE]),
     }
-    _replace(Path(run) / SUMMARY, summary)
+    write_whole(Path(run) / SUMMARY, json.dumps(summary, indent=1).encode())
     return summary
 
 
@@ -289,13 +284,3 @@ def _figures(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             figures = {"mean": column.mean(), "deviation": column.std(), "least": column.min(), "largest": column.max()}
             found[name] = {key: float(value) for key, value in figures.items()}
     return found
-
-
-def _replace(path: Path, value: Mapping[str, Any]) -> None:
-    """Write JSON to a file that is whole whenever it is read."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,58 +71,27 @@ class Sampling:
         return int(np.searchsorted(edges, random.random() * edges[-1], side="right"))
 
 
-class LanguageModel(Protocol):
-    """Define what :func:`generate` needs of a language model."""
+class LanguageModel(NamedTuple):
+    """Evaluate a language model.
 
-    @property
-    def sequence(self) -> int:
-        """Length of the longest context that the model takes."""
+    Attributes
+    ----------
+    sequence : int
+        Length of the longest context that the model takes.
+    predict : callable
+        Returns the logits after each byte of a batch of contexts; collective if parameters are split over ranks.
+    """
+
+    sequence: int
+    predict: Callable[[Array], Any]
 
     def logits(self, context: Array) -> Array:
         """Return the logits of the byte after ``context``, a 1-D array of bytes as integers.
 
-        Only the last :attr:`sequence` bytes of the context are used.
+        Only the last :attr:`sequence` bytes of the context are used. Collective if ``predict`` is: all ranks must pass
+        the same context.
         """
-
-
-@dataclass(frozen=True)
-class LocalLanguageModel:
-    """Evaluate a GPT whose parameters are all in this process."""
-
-    model: nn.GPT
-    parameters: dict[str, Any]
-
-    @property
-    def sequence(self) -> int:
-        """Length of the longest context that the model takes."""
-        return self.model.sequence
-
-    def logits(self, context: Array) -> Array:
-        """Return the logits of the byte after ``context`` (1-D, bytes as integers). Not collective."""
-        window = context[-self.sequence :]
-        result: Array = nn.evaluate(self.model, self.parameters, window[np.newaxis])[0, -1]
-        return result
-
-
-@dataclass(frozen=True)
-class ShardedLanguageModel:
-    """Evaluate a GPT whose parameters are split over ranks; all ranks must pass the same context."""
-
-    model: HybridShardedModel
-
-    @property
-    def sequence(self) -> int:
-        """Length of the longest context that the model takes."""
-        length: int = self.model.wrapped_model.sequence
-        return length
-
-    def logits(self, context: Array) -> Array:
-        """Return the logits of the byte after ``context`` (1-D, bytes as integers).
-
-        Collective over the model's ranks.
-        """
-        window = context[-self.sequence :]
-        result: Array = self.model.predict(window[np.newaxis])[0, -1]
+        result: Array = self.predict(context[-self.sequence :][np.newaxis])[0, -1]
         return result
 
 
@@ -227,7 +197,6 @@ def open_language_model(
         found = str(find_checkpoint(Path(path))) if comm.rank == 0 else ""
     home = comm.broadcast_object(found)
     with ExitStack() as stack:
-        loaded: LanguageModel
         with checkpoint.open_checkpoint(home, comm) as reader:
             with all_ranks(comm):
                 settings = _settings_of(reader, home)
@@ -239,15 +208,16 @@ def open_language_model(
                 specs = [spec for spec in nn.model_specs(model) if spec.tied is None]
                 wanted = {f"parameters/{spec.name}": (spec.shape, settings.dtype) for spec in specs}
                 reader.check(wanted, complete=False)
+            predict: Callable[[Array], Any]
             if comm.size == 1:
                 named = {spec.name: reader.read_whole(f"parameters/{spec.name}") for spec in specs}
-                loaded = LocalLanguageModel(model, nn.bind(model, named))
+                predict = partial(nn.evaluate, model, nn.bind(model, named))
             else:
                 sharding = stack.enter_context(ShardingConfig(comm=comm, threads=threads))
                 sharded = stack.enter_context(HybridShardedModel(model, sharding, **layout.arguments()))
                 state_dict.restore(sharded.engine, reader)
-                loaded = ShardedLanguageModel(sharded)
-        yield loaded
+                predict = sharded.predict
+        yield LanguageModel(model.sequence, predict)
 
 
 def _settings_of(reader: checkpoint.Reader, home: str) -> GptSection:

@@ -34,7 +34,7 @@ class Kind:
     about : str
         The first paragraph of its README.
     needs : str
-        What must be installed beside mpizero, for its README.
+        What it needs beside that, for its README; "" for nothing.
     files : mapping of str to (str, str)
         By the name of a file of its own: the template's path, and what the README says of the file.
     layouts : str
@@ -49,7 +49,7 @@ class Kind:
 
     summary: str
     about: str
-    needs: str
+    needs: str = ""
     files: Mapping[str, tuple[str, str]]
     layouts: str = _BLOCKS
     build: str = ""
@@ -84,7 +84,6 @@ KINDS: Mapping[str, Kind] = {
     "gpt": Kind(
         summary="a language model on text files, from a configuration alone",
         about="A small GPT that learns to write Python, byte by byte. `python -m mpizero generate run` lets it write.",
-        needs=f"{_MPIZERO}.",
         files={
             "config.toml": ("gpt/config.toml", "model, text and training; your text goes here"),
             "test_model.py": ("gpt/test_model.py", "a test: the configuration can be trained"),
@@ -93,21 +92,21 @@ KINDS: Mapping[str, Kind] = {
     "torch": Kind(
         summary="a network written in PyTorch",
         about="A network of PyTorch that tells points on three spirals apart.",
-        needs=f"{_MPIZERO}; for this project PyTorch, the extra `torch`.",
+        needs="; for this project PyTorch, the extra `torch`",
         files=_files("torch", _NETWORK, network=True),
         module="torch",
     ),
     "jax": Kind(
         summary="a network written in JAX",
         about="A network of JAX that tells points on three spirals apart.",
-        needs=f"{_MPIZERO}; for this project JAX, the extra `jax`.",
+        needs="; for this project JAX, the extra `jax`",
         files=_files("jax", _NETWORK, network=True),
         module="jax",
     ),
     "fortran": Kind(
         summary="a program in Fortran with an adjoint, fitted to measurements",
         about="The conductivity of a rod is fitted to temperatures. Misfit and gradient are computed by Fortran.",
-        needs=f"{_MPIZERO}; for this project gfortran, or another compiler named by `FC`.",
+        needs="; for this project gfortran, or another compiler named by `FC`",
         files={
             **_files("fortran", "calls the program, and makes it a model"),
             "heat.f90": ("fortran/heat.f90", "the program; yours goes here"),
@@ -120,13 +119,11 @@ KINDS: Mapping[str, Kind] = {
     "numpy": Kind(
         summary="layers of your own in NumPy, with a backward pass",
         about="A network with a layer written in NumPy that tells points on three spirals apart.",
-        needs=f"{_MPIZERO}.",
         files=_files("numpy", _NETWORK, network=True),
     ),
     "inversion": Kind(
         summary="an inverse problem: a field fitted to all measurements by L-BFGS within bounds",
         about="The conductivity of the ground is found from potentials that currents raise in it, by L-BFGS.",
-        needs=f"{_MPIZERO}.",
         files=_files("inversion", "physics, misfit and adjoint; yours go here"),
         layouts=_FUNCTION,
         more=200,
@@ -199,7 +196,7 @@ def _write(folder: Path, kind: Kind, name: str) -> None:
     words = {
         "name": name,
         "about": kind.about,
-        "needs": kind.needs,
+        "needs": f"{_MPIZERO}{kind.needs}.",
         "build": kind.build,
         "layouts": kind.layouts,
         "more": str(kind.more),

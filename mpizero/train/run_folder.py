@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpizero import checkpoint
 from mpizero._util.checks import home_path
-from mpizero._util.text import notice
+from mpizero._util.text import notice, write_whole
 from mpizero.checkpoint import RemovalFailure, StepFolder
 from mpizero.checkpoint.atomic_folder import remove_leftovers
 from mpizero.checkpoint.format import open_regular
@@ -225,7 +225,7 @@ class RunFolder:
             if rest:
                 with self.superseded.open("ab") as file:
                     file.writelines(line + b"\n" for line in rest)
-                self._replace(self.metrics, kept)
+                write_whole(self.metrics, b"".join(line + b"\n" for line in kept))
             self.marker.unlink(missing_ok=True)
             return sum(_number_in(line, "step", math.inf) < math.inf for line in rest)
         except OSError as error:
@@ -238,7 +238,7 @@ class RunFolder:
         try:
             lines = self._lines(self.events)
             if lines and not lines[-1].endswith(b"\n"):  # another file, so that who follows it reads it anew
-                self._replace(self.events, [line.removesuffix(b"\n") for line in lines[:-1]])
+                write_whole(self.events, b"".join(lines[:-1]))
             return 1 + max((_number_in(line, "visit", -1) for line in lines), default=-1)
         except OSError as error:
             raise self._failed("its events cannot be continued", error) from None
@@ -273,7 +273,7 @@ class RunFolder:
     def complete(self, result: Mapping[str, Any]) -> None:
         """Write the result into the marker file, whose existence says that the run has ended successfully."""
         try:
-            self._replace(self.marker, [json.dumps(result, allow_nan=False).encode()])
+            write_whole(self.marker, json.dumps(result, allow_nan=False).encode() + b"\n")
         except OSError as error:
             raise self._failed("the marker cannot be written", error) from None
         self.obey_stop()
@@ -307,15 +307,6 @@ class RunFolder:
         file.seek(0)
         file.truncate()
         _write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-
-    @staticmethod
-    def _replace(path: Path, lines: Iterable[bytes]) -> None:
-        temporary = path.with_name(f"{path.name}.tmp")
-        with temporary.open("wb") as file:
-            file.writelines(line + b"\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
 
     def _failed(self, what: str, error: OSError) -> RunFolderError:
         where = f" ({error.filename})" if error.filename and str(error.filename) != str(self.root) else ""

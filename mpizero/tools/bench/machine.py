@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -111,7 +112,6 @@ _VOCABULARY = 256
 #: A product is repeated until about ``_OPERATIONS`` operations are done, at most ``_MOST`` times: a single small one is
 #: too short to time.
 _OPERATIONS, _MOST_PRODUCTS = 2e8, 100
-FORMS = ("forward", "input", "weights")
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,8 @@ class ProductShapes:
         """
         section, train = config.model, config.train
         if not isinstance(section, GptSection):
-            raise ConfigError(
-                f'the model is {shown(section.described)}: bench machine takes the shapes of a "gpt"; give --dim'
-            )
+            told = 'bench machine takes the shapes of a "gpt"; give --dim'
+            raise ConfigError(f"the model is {shown(section.described)}: {told}")
         gpt = GPT(section.dim, section.layers, section.heads, section.sequence, vocabulary=_VOCABULARY)
         rule = GrainRule(train.micro_batch, train.accumulate, efficient_samples(gpt))
         if isinstance(config.optimizer, VectorMethodSection):
@@ -224,8 +223,8 @@ class ProductBenchmark:
                 "input": (dy, weight.T, np.empty_like(x)),
                 "weights": (x.T, dy, np.empty_like(weight)),
             }
-            for form in FORMS:
-                yield self._one({**facts, "form": form}, *forms[form])
+            for form, arrays in forms.items():
+                yield self._one({**facts, "form": form}, *arrays)
 
     def _attention(self) -> Iterator[_TimedProduct]:
         """Yield timers of attention's two batched products, of one block of queries.
@@ -412,8 +411,10 @@ class MessageBenchmark:
             whole, other = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
             yield self._exchange(whole, other)
             yield self._gather(whole)
-            # Sums of float64 have a type that every MPI adds.
-            yield _TimedMessage("allreduce", "all ranks", nbytes, *self._allreduce(np.ones(nbytes // 8)))
+            vector = np.ones(nbytes // 8)  # sums of float64 have a type that every MPI adds
+            sent = 2 * vector.nbytes * (comm.size - 1) // comm.size
+            reduce = partial(comm.allreduce, vector, "max", "bench")
+            yield _TimedMessage("allreduce", "all ranks", nbytes, sent, reduce)
             for where, pair in pairs.items():
                 if pair is not None:
                     yield _TimedMessage("one to one", where, nbytes, nbytes, self._ping(pair, whole, other))
@@ -423,26 +424,15 @@ class MessageBenchmark:
         comm, counts = self.comm, Partition(send.size, self.comm.size).sizes()
         own = counts[comm.rank]
         arrived = np.empty(own * comm.size, np.uint8) if own * comm.size > recv.size else recv[: own * comm.size]
-        return _TimedMessage(
-            "exchange",
-            "all ranks",
-            send.size,
-            send.size - own,
-            lambda: comm.alltoallv(send, counts, arrived, [own] * comm.size, "bench"),
-        )
+        exchange = partial(comm.alltoallv, send, counts, arrived, [own] * comm.size, "bench")
+        return _TimedMessage("exchange", "all ranks", send.size, send.size - own, exchange)
 
     def _gather(self, whole: np.ndarray) -> _TimedMessage:
         """Return the timer of an allgather, as for updated parameters: every rank gets the slices of all ranks."""
         comm, counts = self.comm, Partition(whole.size, self.comm.size).sizes()
         own, recv = np.ones(counts[comm.rank], np.uint8), np.empty_like(whole)
-        sent = own.size * (comm.size - 1)
-        return _TimedMessage(
-            "gather", "all ranks", whole.size, sent, lambda: comm.allgatherv(own, recv, counts, "bench")
-        )
-
-    def _allreduce(self, vector: np.ndarray) -> tuple[int, Callable[[], object]]:
-        comm = self.comm
-        return 2 * vector.nbytes * (comm.size - 1) // comm.size, lambda: comm.allreduce(vector, "max", "bench")
+        sent, gather = own.size * (comm.size - 1), partial(comm.allgatherv, own, recv, counts, "bench")
+        return _TimedMessage("gather", "all ranks", whole.size, sent, gather)
 
     def _pair(self, *, same: bool) -> tuple[int, int] | None:
         """Return two ranks of one node if ``same``, else two ranks of different nodes; None if there are none."""
@@ -613,21 +603,17 @@ def measure_machine(
         library()  # load it now: the limit of threads below reaches loaded libraries only
     keep_freed_memory()
     files = FileBenchmark(comm, request.file_bytes, request.folder) if request.file_bytes else None
-    try:
-        with threadpool_limits(request.threads, user_api="blas"):
-            streams, products = PassBenchmark(comm, request.elements), ProductBenchmark(comm, request.shapes)
-            messages = MessageBenchmark(comm, request.largest)
-            for number in range(request.repeat + 1):  # the first one warms up
-                if comm.rank == 0:
-                    tell(f"repetition {number} of {request.repeat}" if number else "warm-up")
-                turn = -1 if number % 2 else 1
-                for part in (streams, products, messages)[::turn]:
-                    part.measure(turn, keep=number > 0)
-                if files is not None and number:
-                    files.measure()
-    finally:
-        if files is not None:
-            files.close()
+    with nullcontext() if files is None else closing(files), threadpool_limits(request.threads, user_api="blas"):
+        streams, products = PassBenchmark(comm, request.elements), ProductBenchmark(comm, request.shapes)
+        messages = MessageBenchmark(comm, request.largest)
+        for number in range(request.repeat + 1):  # the first one warms up
+            if comm.rank == 0:
+                tell(f"repetition {number} of {request.repeat}" if number else "warm-up")
+            turn = -1 if number % 2 else 1
+            for part in (streams, products, messages)[::turn]:
+                part.measure(turn, keep=number > 0)
+            if files is not None and number:
+                files.measure()
     return _machine(request, comm, (streams, products, messages, files))
 
 
@@ -697,10 +683,8 @@ def _rates(work: float, measured: Measurement, unit: float) -> list[str]:
     ``work`` is the number of bytes or operations done in the measured seconds. Rates are printed in multiples of
     ``unit``, 1e9 for GB/s.
     """
-    return [
-        f"{work / measured.median / unit:.1f}",
-        f"{work / measured.most / unit:.1f}-{work / measured.least / unit:.1f}",
-    ]
+    slow, typical, fast = (work / seconds / unit for seconds in (measured.most, measured.median, measured.least))
+    return [f"{typical:.1f}", f"{slow:.1f}-{fast:.1f}"]
 
 
 def _streams(machine: Machine) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -186,22 +187,19 @@ def measure_step(
         several = [c for c in (grid.world, *grid.communicators) if c.size > 1]
         first, offset = leaders(several, grid.world), clock_offset(comm)
         plain, watched, spans = _train(request, job, tell)
-        own = tuple(
-            StepSpans(start + offset, stop + offset, spans_of(found, offset, first)) for start, stop, found in spans
-        )
+        own = tuple(StepSpans(a + offset, b + offset, spans_of(found, offset, first)) for a, b, found in spans)
         ranks: list[tuple[StepSpans, ...]] = comm.allgather_object(own, "bench step")
         places = tuple(comm.allgather_object(grid.here._asdict(), "bench step"))
         described = job.describe()
     latest = waits(ranks)
     tables = [[phases_of(step, latest) for step in steps] for steps in ranks]
     phases = tuple(_phases(table, floors[rank] if floors else {}) for rank, table in enumerate(tables))
-    slowest = min(range(comm.size), key=lambda rank: phases[rank]["waiting"].median)
+    last = min(range(comm.size), key=lambda rank: phases[rank]["waiting"].median)
     with all_ranks(comm):
         if comm.rank == 0 and request.trace is not None:
             write_trace(request.trace, ranks, places)
-    return StepFigures(
-        described, request.steps, Measurement.of(plain), Measurement.of(watched), phases, places, slowest
-    )
+    seconds = Measurement.of(plain), Measurement.of(watched)
+    return StepFigures(described, request.steps, *seconds, phases, places, last)
 
 
 def _floors(request: StepRequest, config: Config, comm: Communicator) -> Sequence[dict[str, float]] | None:
@@ -231,23 +229,18 @@ def _train(
     train, model = job.config.train, job.model
     total = request.warm_up + 2 * request.steps
     stream = batches(job.source, model, train.global_batch, seed=train.seed, steps=total)
-    plain: list[float] = []
-    watched: list[float] = []
-    spans: list[tuple[float, float, list[TimeSpan]]] = []
+    plain, watched, spans = list[float](), list[float](), list[tuple[float, float, list[TimeSpan]]]()
     for number, (x, y) in enumerate(stream):
         if number == request.warm_up and job.comm.rank == 0:
             tell(f"{job.describe()}; {request.steps} steps of each kind")
         look = number >= request.warm_up and (number - request.warm_up) % 2 == 1
         job.comm.barrier("bench step")
         start = time.monotonic()
-        if look:
-            with traced(model.engine) as timeline:
-                model.train(x, y)
-            stop = time.monotonic()
-            spans.append((start, stop, timeline.take()))
-        else:
+        with traced(model.engine) if look else nullcontext() as timeline:
             model.train(x, y)
-            stop = time.monotonic()
+        stop = time.monotonic()
+        if timeline is not None:
+            spans.append((start, stop, timeline.take()))
         took = slowest(job.comm, stop - start)
         if number >= request.warm_up:
             (watched if look else plain).append(took)

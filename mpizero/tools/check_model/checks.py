@@ -26,9 +26,9 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -151,28 +151,22 @@ def check_layers(checked: CheckedBlocks, batch: CheckBatch, here: Named) -> list
     """
     one = checked.passed(here, batch[:2])[2]
     two = checked.passed(here, batch[:2], fill=1.0)[2]
+    told = "write all of it, grads[name][...] = array, rows that are not used too"
     findings = []
     for name in one:
         if one[name].tobytes() != two[name].tobytes():
             kept = not one[name].any()
             seen = "is what its memory held before" if kept else "depends on what its memory held before"
             cause = "grads[...] = array, which binds a name, or no write at all" if kept else "grads[...] += array"
-            told = "write all of it, grads[name][...] = array, rows that are not used too"
             findings.append(ModelFinding("layers", f"gradient of {name!r}", seen, cause, told))
     if findings:
         return findings
     halves = checked.passed(here, batch[:2], halves=True)[2]
-    findings = [
-        ModelFinding(
-            "layers",
-            f"gradient of {name!r}",
-            "is not the same from backward and from backward_input with backward_weights under twice the loss scale",
-            "a backward of its own that differs from its halves, or loss.backward(cache, scale) without the scale",
-            "let backward call both halves; multiply the gradient by scale",
-        )
-        for name in one
-        if not _equal(halves[name], one[name])
-    ]
+    seen = "is not the same from backward and from backward_input with backward_weights under twice the loss scale"
+    cause = "a backward of its own that differs from its halves, or loss.backward(cache, scale) without the scale"
+    told = "let backward call both halves; multiply the gradient by scale"
+    wrong = [name for name in one if not _equal(halves[name], one[name])]
+    findings = [ModelFinding("layers", f"gradient of {name!r}", seen, cause, told) for name in wrong]
     every = len(findings) > 1 and len(findings) == sum(value.any() for value in one.values())
     return findings[:1] if every else findings
 
@@ -223,20 +217,19 @@ class Slope(NamedTuple):
 class ParameterPoint:
     """Evaluate loss and gradient at the parameters ``at``, and finite differences of the loss around them.
 
-    ``scales`` has the size by which each parameter is changed.
+    ``scales`` has the size by which each parameter is changed, ``rng`` draws random directions.
     """
 
-    def __init__(self, checked: CheckedModel, batch: CheckBatch, at: Named, scales: Mapping[str, float]) -> None:
-        self.checked, self.batch, self.at, self.scales = checked, batch, at, scales
+    def __init__(
+        self, checked: CheckedModel, batch: CheckBatch, at: Named, scales: Mapping[str, float], rng: np.random.Generator
+    ) -> None:
+        self.checked, self.batch, self.at, self.scales, self.rng = checked, batch, at, scales, rng
         self.evaluation: LossAndGradients = checked.evaluate(at, batch.x, batch.y)
         gradients = self.evaluation.gradients.values()
-        self._coarse = (
-            float(np.float32(self.evaluation.loss)) == self.evaluation.loss
-        )  # no float, or NumPy compares in float32
+        # As a float: NumPy would compare in float32.
+        self._coarse = float(np.float32(self.evaluation.loss)) == self.evaluation.loss
         coarse = self._coarse or checked.dtype == np.float32 or all((np.float32(g) == g).all() for g in gradients)
         self.precision = PRECISION[int(coarse)]
-        self._noise: float | None = None
-        self._shaken: dict[str, Array] | None = None
 
     def loss(self, move: Direction, h: float) -> tuple[float, dict[str, Array]]:
         """Return the loss at the parameters plus ``h`` times ``move``, NaN if it fails, and the changed parameters."""
@@ -248,38 +241,35 @@ class ParameterPoint:
         except Exception:  # noqa: BLE001 - the model may be defined at its start values, but not here
             return math.nan, there
 
-    def noise(self, rng: np.random.Generator) -> float:
-        """Return by how much rounding changes the loss; measured at the first call."""
-        if self._noise is None:
-            h = 64 * float(np.finfo(self.checked.dtype).eps) if self.checked.dtype == np.float32 else 1e-7
-            found = [float(np.finfo(np.float32 if self._coarse else np.float64).eps) * abs(self.evaluation.loss)]
-            for _ in range(3):
-                move = dense(self, rng, self.scales)
-                second = self.loss(move, h)[0] + self.loss(move, -h)[0] - 2 * self.evaluation.loss
-                found += [abs(second)] if math.isfinite(second) else []
-            self._noise = max(found)
-        return self._noise
+    @cached_property
+    def noise(self) -> float:
+        """The size of changes of the loss by rounding."""
+        h = 64 * float(np.finfo(self.checked.dtype).eps) if self.checked.dtype == np.float32 else 1e-7
+        found = [float(np.finfo(np.float32 if self._coarse else np.float64).eps) * abs(self.evaluation.loss)]
+        for _ in range(3):
+            move = dense(self, self.scales)
+            second = self.loss(move, h)[0] + self.loss(move, -h)[0] - 2 * self.evaluation.loss
+            found += [abs(second)] if math.isfinite(second) else []
+        return max(found)
 
-    def shaken(self, rng: np.random.Generator) -> dict[str, Array]:
-        """Return the gradient's change, by parameter, when the parameters' last bits change; measured at first call."""
-        if self._shaken is None:
-            moved = shaken(self.at, rng)
-            gradients = self.checked.evaluate(moved, self.batch.x, self.batch.y).gradients
-            own = self.evaluation.gradients
-            self._shaken = {name: gradients[name].astype(np.float64) - value for name, value in own.items()}
-        return self._shaken
+    @cached_property
+    def shaken(self) -> dict[str, Array]:
+        """The gradient's change, by parameter, when the parameters' last bits change."""
+        moved = shaken(self.at, self.rng)
+        gradients = self.checked.evaluate(moved, self.batch.x, self.batch.y).gradients
+        return {name: gradients[name].astype(np.float64) - value for name, value in self.evaluation.gradients.items()}
 
-    def slope(self, move: Direction, rng: np.random.Generator, enough: float = 0.0) -> Slope | None:
+    def slope(self, move: Direction, enough: float = 0.0) -> Slope | None:
         """Measure the derivative along the direction ``move``; None if the loss cannot be evaluated around this point.
 
         The search for the best step stops at a relative uncertainty of ``enough``.
         """
-        noise, h, tried = self.noise(rng), 1.0, list[Slope]()
+        noise, h, tried = self.noise, 1.0, list[Slope]()
         for _ in range(15):
             (up, above), (down, below) = self.loss(move, h), self.loss(move, -h)
             moved = {name: (above[name].astype(np.float64) - below[name]) / (2 * h) for name in move}
             parts = {name: float(np.sum(self.evaluation.gradients[name] * moved[name])) for name in move}
-            shaken = math.fsum(float(np.sum(self.shaken(rng)[name] * moved[name])) for name in move)
+            shaken = math.fsum(float(np.sum(self.shaken[name] * moved[name])) for name in move)
             seen, said = (up - down) / (2 * h), math.fsum(parts.values())
             rounding = 3 * noise / h + 3 * abs(shaken)
             change = abs(seen - said - (tried[-1].seen - tried[-1].said)) if tried else math.inf
@@ -295,10 +285,10 @@ class ParameterPoint:
         nearer = [s for s in tried[tried.index(best) :] if s.off + s.rounding <= best.off / 2]
         return best._replace(bound=max(best.bound, best.off / SURE)) if nearer else best
 
-    def shows_right(self, rng: np.random.Generator) -> bool:
+    def shows_right(self) -> bool:
         """Return False if the gradient is found wrong along its own direction, else True."""
         names = [name for name in self.checked.names if self.at[name].size]
-        return self.verdict(self.slope(steep(self, rng, names), rng)) is not False
+        return self.verdict(self.slope(steep(self, names))) is not False
 
     def verdict(self, slope: Slope | None) -> bool | None:
         """Tell whether the gradient is right along the direction of ``slope``; None if the slope is too uncertain."""
@@ -310,21 +300,19 @@ class ParameterPoint:
         return True if slope.bound <= MEASURED * size or size == 0 else None
 
 
-def dense(
-    point: ParameterPoint, rng: np.random.Generator, names: Sequence[str] | Mapping[str, float]
-) -> dict[str, Array]:
+def dense(point: ParameterPoint, names: Iterable[str]) -> dict[str, Array]:
     """Return a random direction in which every element of the named parameters changes."""
-    return {n: rng.standard_normal(point.at[n].shape) * point.scales[n] for n in names}
+    return {n: point.rng.standard_normal(point.at[n].shape) * point.scales[n] for n in names}
 
 
-def steep(point: ParameterPoint, rng: np.random.Generator, names: Sequence[str]) -> dict[str, Array]:
+def steep(point: ParameterPoint, names: Sequence[str]) -> dict[str, Array]:
     """Return a direction along the gradient of each named parameter, with a random sign for each parameter."""
     moves = {}
     for name in names:
         g = point.evaluation.gradients[name].astype(np.float64)
         size = math.sqrt(float(np.mean(g**2))) if g.size else 0.0
-        toward = g / size if size > 0 and math.isfinite(size) else rng.standard_normal(g.shape)
-        moves[name] = toward * (point.scales[name] * rng.choice([-1.0, 1.0]))
+        toward = g / size if size > 0 and math.isfinite(size) else point.rng.standard_normal(g.shape)
+        moves[name] = toward * (point.scales[name] * point.rng.choice([-1.0, 1.0]))
     return moves
 
 
@@ -349,16 +337,6 @@ def shaken(at: Named, rng: np.random.Generator) -> dict[str, Array]:
     return {n: (v * (1 + np.finfo(v.dtype).eps * rng.integers(-1, 2, v.shape))).astype(v.dtype) for n, v in at.items()}
 
 
-def generic(
-    checked: CheckedModel, at: Named, scales: Mapping[str, float], rng: np.random.Generator
-) -> dict[str, Array]:
-    """Return random parameters near those in ``at``, of which no elements are zero or equal to each other by chance."""
-    there = {name: np.array(value) for name, value in at.items()}
-    for name, scale in scales.items():
-        there[name] = (at[name] + 0.05 * scale * rng.standard_normal(at[name].shape)).astype(checked.dtype)
-    return there
-
-
 class WrongGradient(NamedTuple):
     """Hold the name of a parameter whose gradient is wrong, and the evidence.
 
@@ -381,9 +359,7 @@ class WrongGradient(NamedTuple):
         return ratios[0] if sure else None
 
 
-def check_gradient(
-    points: Callable[[int], ParameterPoint], rng: np.random.Generator
-) -> tuple[list[ModelFinding], str, list[str]]:
+def check_gradient(points: Callable[[int], ParameterPoint]) -> tuple[list[ModelFinding], str, list[str]]:
     """Compare the gradient with differences of the loss at up to three points.
 
     ``points(k)`` returns the point with number ``k``, from 0 to 2. Return the findings, a line that says how many
@@ -391,28 +367,24 @@ def check_gradient(
     """
     point = points(0)
     names = [name for name in point.checked.names if point.at[name].size]
-    left = _not_shown_right(point, names, rng)
     wrong, weak = [], []
-    for name in left:
-        verdicts = _alone(point, name, rng)
+    for name in _not_shown_right(point, names):
+        verdicts = _alone(point, name)
         if verdicts is None:
             weak.append(name)
-        elif not verdicts and all(_alone(points(k), name, rng) is False for k in (1, 2)):
-            moves = [dense(point, rng, [name]), dense(point, rng, [name]), steep(point, rng, [name])]
-            slopes = [point.slope(move, rng) for move in moves]
-            found = [(s, m[name]) for s, m in zip(slopes, moves, strict=True) if s is not None]
+        elif not verdicts and all(_alone(points(k), name) is False for k in (1, 2)):
+            moves = [direction(point, [name]) for direction in (dense, dense, steep)]
+            found = [(slope, move[name]) for move in moves if (slope := point.slope(move)) is not None]
             wrong.append(WrongGradient(name, [s for s, _ in found], [m for _, m in found]))
-    notes = []
-    if silent := [
-        name for name in names if not point.evaluation.gradients[name].any() and name not in {*weak, *_names(wrong)}
-    ]:
+    notes, doubtful = [], {*weak, *(w.name for w in wrong)}
+    if silent := [name for name in names if name not in doubtful and not point.evaluation.gradients[name].any()]:
         notes.append(f"gradient: zero everywhere for {_listed(silent)}: nothing depends on it with these samples")
     if weak:
         notes.append(f"gradient: rounding hides what {_listed(weak)} changes in the loss, so it was not compared")
     line = f"gradient: {len(names) - len(weak)} of {len(names)} parameters agree with differences of the loss"
     if isinstance(point.checked, CheckedBlocks):
-        return _from_the_last(point.checked, _explained(point, wrong[::-1], len(names), rng), wrong), line, notes
-    return _explained(point, wrong, len(names), rng), line, notes
+        return _from_the_last(point.checked, _explained(point, wrong[::-1], len(names)), wrong), line, notes
+    return _explained(point, wrong, len(names)), line, notes
 
 
 def _from_the_last(
@@ -433,18 +405,14 @@ def _from_the_last(
     return [replace(findings[0], remedy=f"{findings[0].remedy}; {begin}"), *findings[1:]]
 
 
-def _names(wrong: Sequence[WrongGradient]) -> set[str]:
-    return {w.name for w in wrong}
-
-
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
 
 
-def _not_shown_right(point: ParameterPoint, names: Sequence[str], rng: np.random.Generator) -> list[str]:
+def _not_shown_right(point: ParameterPoint, names: Sequence[str]) -> list[str]:
     """Change all parameters together, and return the parameters whose gradient may still be wrong after that."""
-    slopes = [point.slope(direction(point, rng, names), rng, enough=1e-5) for direction in (steep, dense, dense)]
+    slopes = [point.slope(direction(point, names), enough=1e-5) for direction in (steep, dense, dense)]
     if any(slope is None or point.verdict(slope) is False for slope in slopes):
         return list(names)
     along, across = (max(s.off + SURE * s.bound for s in some if s) for some in (slopes[:1], slopes[1:]))
@@ -456,15 +424,13 @@ def _not_shown_right(point: ParameterPoint, names: Sequence[str], rng: np.random
     return left
 
 
-def _alone(point: ParameterPoint, name: str, rng: np.random.Generator) -> bool | None:
+def _alone(point: ParameterPoint, name: str) -> bool | None:
     """Change one parameter alone, and tell whether its gradient is right; return None if rounding hides it."""
-    verdicts = [point.verdict(point.slope(d(point, rng, [name]), rng, enough=1e-6)) for d in (dense, steep)]
+    verdicts = [point.verdict(point.slope(d(point, [name]), enough=1e-6)) for d in (dense, steep)]
     return False if False in verdicts else None if None in verdicts else True
 
 
-def _explained(
-    point: ParameterPoint, wrong: Sequence[WrongGradient], count: int, rng: np.random.Generator
-) -> list[ModelFinding]:
+def _explained(point: ParameterPoint, wrong: Sequence[WrongGradient], count: int) -> list[ModelFinding]:
     """Return one finding for each wrong gradient; one finding for all if all are wrong by the same factor.
 
     ``count`` is the number of all parameters that were compared.
@@ -473,24 +439,22 @@ def _explained(
     if len(wrong) == count > 1 and None not in ratios:
         values = [ratio for ratio in ratios if ratio is not None]
         if max(values) - min(values) <= 0.01 * abs(values[0]):
-            return [_gradient_finding(point, wrong[0], f"gradients of all {count} parameters", rng)]
-    return [_gradient_finding(point, w, f"gradient of {w.name!r}", rng) for w in wrong]
+            return [_gradient_finding(point, wrong[0], f"gradients of all {count} parameters")]
+    return [_gradient_finding(point, w, f"gradient of {w.name!r}") for w in wrong]
 
 
-def _gradient_finding(point: ParameterPoint, wrong: WrongGradient, what: str, rng: np.random.Generator) -> ModelFinding:
+def _gradient_finding(point: ParameterPoint, wrong: WrongGradient, what: str) -> ModelFinding:
     slope = max(wrong.slopes, key=lambda s: s.off / (abs(s.seen) + abs(s.said)))
-    seen = (
-        f"along a direction of {wrong.name!r} the loss changes by {slope.seen:.6g}, the gradient says {slope.said:.6g}"
-    )
-    return ModelFinding("gradient", what, seen, *_gradient_cause(point, wrong, rng))
+    seen = f"the loss changes by {slope.seen:.6g}, the gradient says {slope.said:.6g}"
+    cause = _gradient_cause(point, wrong)
+    return ModelFinding("gradient", what, f"along a direction of {wrong.name!r} {seen}", *cause)
 
 
-def _gradient_cause(point: ParameterPoint, wrong: WrongGradient, rng: np.random.Generator) -> tuple[str, str]:
+def _gradient_cause(point: ParameterPoint, wrong: WrongGradient) -> tuple[str, str]:
     gradient = point.evaluation.gradients[wrong.name]
     if not gradient.any():
         return "a gradient that is not computed, zeros in its place", "compute it, or name the parameter in frozen="
-    ratio = wrong.ratio
-    if ratio is not None:
+    if (ratio := wrong.ratio) is not None:
         return _of_factor(point, ratio)
     for other, value in point.evaluation.gradients.items():
         if other != wrong.name and value.shape == gradient.shape and _fits(wrong, value):
@@ -499,7 +463,7 @@ def _gradient_cause(point: ParameterPoint, wrong: WrongGradient, rng: np.random.
         return "its transpose", "transpose it"
     if point.checked.declared[wrong.name].complex and _fits(wrong, gradient * [1, -1]):
         return "its conjugate, which JAX returns", "return gradient.conj(): dL/dRe + i dL/dIm"
-    place = _worst(point, wrong, rng)
+    place = _worst(point, wrong)
     return f"a part of it, most of all around element {place}", "compare the formula of these elements with differences"
 
 
@@ -521,17 +485,17 @@ def _fits(wrong: WrongGradient, value: Array) -> bool:
     return all(abs(s.seen - v) <= SURE * s.bound + 0.01 * abs(s.seen) for s, v in zip(wrong.slopes, said, strict=True))
 
 
-def _worst(point: ParameterPoint, wrong: WrongGradient, rng: np.random.Generator) -> list[int]:
+def _worst(point: ParameterPoint, wrong: WrongGradient) -> list[int]:
     """Search by halving for the element around which the gradient is most wrong, and return its index."""
     shape = point.at[wrong.name].shape
-    flat = rng.choice([-1.0, 1.0], math.prod(shape)) * point.scales[wrong.name]
+    flat = point.rng.choice([-1.0, 1.0], math.prod(shape)) * point.scales[wrong.name]
     low, high = 0, flat.size
     while high - low > 1:
         middle, off = (low + high) // 2, []
         for a, b in ((low, middle), (middle, high)):
             move = np.zeros(flat.size)
             move[a:b] = flat[a:b]
-            slope = point.slope({wrong.name: move.reshape(shape)}, rng, enough=1e-3)
+            slope = point.slope({wrong.name: move.reshape(shape)}, enough=1e-3)
             off.append(0.0 if slope is None else max(0.0, slope.off - slope.bound))
         low, high = (low, middle) if off[0] >= off[1] else (middle, high)
     return [int(i) for i in np.unravel_index(low, shape)]
@@ -654,15 +618,11 @@ def check_prediction(checked: CheckedModel, batch: CheckBatch, here: Named) -> t
         return [], ""
     except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError, AttributeError) as error:
         seen = f"{type(error).__name__} at {place_of(error)}: {error}"
-        return [
-            _wrong_prediction(
-                seen, "predict(parameters, x) that takes something else", "let it take named arrays and x"
-            )
-        ], ""
+        cause = "predict(parameters, x) that takes something else"
+        return _wrong_prediction(seen, cause, "let it take named arrays and x")
     if content(checked.predict(here, batch.x)) != content(whole):
-        return [
-            _wrong_prediction("differs from call to call", "dropout or noise in it", "leave random numbers out of it")
-        ], ""
+        told = "leave random numbers out of it"
+        return _wrong_prediction("differs from call to call", "dropout or noise in it", told)
     if batch.samples is None or not _one_each(whole, batch.samples):
         return [], "prediction: the same every time"
     apart, middle = 0.0, max(1, batch.samples // 3)
@@ -671,13 +631,12 @@ def check_prediction(checked: CheckedModel, batch: CheckBatch, here: Named) -> t
             piece = checked.predict(here, cut(batch.x, start, stop))
         except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError) as error:
             seen = f"{type(error).__name__} for {stop - start} samples at {place_of(error)}: {error}"
-            return [
-                _wrong_prediction(seen, "a number of samples that is built in", "let it take any number of samples")
-            ], ""
+            told = "let it take any number of samples"
+            return _wrong_prediction(seen, "a number of samples that is built in", told)
         apart = max(apart, _apart(piece, whole, slice(start, stop)))
     if not apart <= 64 * Rounding(str(checked.dtype), 4096).of_sums:
         seen = f"of a sample changes with those beside it, by {apart:.1e} of the largest"
-        return [_wrong_prediction(seen, "statistics of the batch", "predict each sample by itself")], ""
+        return _wrong_prediction(seen, "statistics of the batch", "predict each sample by itself")
     return [], f"prediction: sample by sample, apart by {apart:.1e} at most"
 
 
@@ -696,8 +655,8 @@ def _apart(piece: Any, whole: Any, part: slice) -> float:
     return max(distances)
 
 
-def _wrong_prediction(seen: str, cause: str, remedy: str) -> ModelFinding:
-    return ModelFinding("prediction", "prediction", seen, cause, remedy)
+def _wrong_prediction(seen: str, cause: str, remedy: str) -> tuple[list[ModelFinding], str]:
+    return [ModelFinding("prediction", "prediction", seen, cause, remedy)], ""
 
 
 def check_model(
@@ -783,7 +742,10 @@ def _looked_at(
         if isinstance(model, ParameterAccess):
             raise TypeError(f"check_model takes the model before it is sharded: {type(model).__name__}.wrapped_model")
         check = _Check(checked_model(model), batch, seed)
-        check.run(parameters)
+        try:
+            check.run(parameters)
+        except UnusableEvaluation as error:
+            check.findings += error.findings
     findings = _beside_others(check, comm)
     seconds = time.monotonic() - started
     return ModelReport(findings, tuple(check.passed), tuple(check.notes), check.checked.evaluations, seconds)
@@ -804,14 +766,8 @@ class _Check:
     def run(self, parameters: Mapping[str, Array] | None) -> None:
         """Run all checks, with ``parameters`` in place of the start values unless it is None.
 
-        Stop if the model returns values that cannot be used, because later checks would mean nothing.
+        Raise UnusableEvaluation if the model returns values that cannot be used: later checks would mean nothing.
         """
-        try:
-            self._run(parameters)
-        except UnusableEvaluation as error:
-            self.findings += error.findings
-
-    def _run(self, parameters: Mapping[str, Array] | None) -> None:
         checked, batch = self.checked, self.batch
         start = self._start(parameters)
         begun = checked.evaluate(start, batch.x, batch.y)
@@ -854,8 +810,14 @@ class _Check:
         return {name: values[name].astype(value.dtype).reshape(value.shape) for name, value in start.items()}
 
     def _near(self, start: Named, scales: Mapping[str, float]) -> Named:
-        """Return random parameters near ``start``; return ``start`` if the model cannot be evaluated at them."""
-        there = generic(self.checked, start, scales, self.rng)
+        """Return random parameters near ``start``, no elements of which are zero or equal to each other by chance.
+
+        Return ``start`` if the model cannot be evaluated at them.
+        """
+        there = {name: np.array(value) for name, value in start.items()}
+        for name, scale in scales.items():
+            moved = start[name] + 0.05 * scale * self.rng.standard_normal(start[name].shape)
+            there[name] = moved.astype(self.checked.dtype)
         try:
             self.checked.evaluate(there, self.batch.x, self.batch.y)
         except (UnusableEvaluation, ArithmeticError, ValueError):
@@ -894,16 +856,16 @@ class _Check:
             def point(number: int) -> ParameterPoint:
                 at = places[number] if number < len(places) else self._near(start, scales)
                 wide = {name: value.astype(checked.dtype) for name, value in at.items()}
-                return ParameterPoint(checked, self.batch, wide, scales)
+                return ParameterPoint(checked, self.batch, wide, scales, self.rng)
 
             return point
 
         own, wide = points_of(self.checked), self._wide(places[0])
-        if wide is not None and own(0).shows_right(self.rng):
-            findings, line, notes = check_gradient(points_of(wide), self.rng)
+        if wide is not None and own(0).shows_right():
+            findings, line, notes = check_gradient(points_of(wide))
             self.checked.evaluations += wide.evaluations
         else:
-            findings, line, notes = check_gradient(own, self.rng)
+            findings, line, notes = check_gradient(own)
         self.findings += findings
         self.notes += notes
         if not findings:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -153,14 +153,8 @@ class ModelReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dicts, lists, strings and numbers, for JSON."""
-        return {
-            "right": self.right,
-            "findings": [vars(finding) for finding in self.findings],
-            "passed": list(self.passed),
-            "notes": list(self.notes),
-            "evaluations": self.evaluations,
-            "seconds": self.seconds,
-        }
+        found = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return {"right": self.right, **found}
 
     @property
     def told(self) -> tuple[str, ...]:
@@ -215,37 +209,6 @@ class LossAndGradients(NamedTuple):
         yield from ((f"new value of {name!r}", value) for name, value in self.averages.items())
 
 
-class CheckedModel(Protocol):
-    """Define the interface through which models are checked. No method is collective.
-
-    Parameters and gradients are arrays of real numbers; see the module's [Note: pairs].
-    """
-
-    #: Names of the parameters that an optimizer trains, and of the averaged ones.
-    names: tuple[str, ...]
-    averaged: tuple[str, ...]
-    #: Declarations of all parameters that have values of their own, by name.
-    declared: dict[str, ParameterSpec]
-    dtype: np.dtype[Any]
-    #: How often the model was evaluated.
-    evaluations: int
-
-    def start(self) -> dict[str, Array]:
-        """Return the start values of all parameters by name, including frozen parameters."""
-
-    def evaluate(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> LossAndGradients:
-        """Evaluate a batch whose first sample has the number ``first`` in its global batch.
-
-        With ``fresh``, the model gets its parameters in newly allocated arrays.
-        """
-
-    def loss(self, parameters: Named, x: Any, y: Any) -> float:
-        """Return only the loss of a batch."""
-
-    def predict(self, parameters: Named, x: Any) -> Any:
-        """Return the prediction for ``x``; raise NotImplementedError if the model has none."""
-
-
 def in_pairs(values: Array) -> Array:
     """Return complex values as pairs of real numbers, on an axis after the last; real values as they are."""
     return as_reals(values).reshape(*values.shape, 2) if values.dtype.kind == "c" else values
@@ -266,7 +229,19 @@ def checked_model(model: Any) -> CheckedModel:
 
 
 class CheckedFunction:
-    """Evaluate a function model as training does: its parameters are always passed in the same, read-only memory."""
+    """Evaluate a function model as training does: its parameters are always passed in the same, read-only memory.
+
+    No method is collective. Parameters and gradients are arrays of real numbers; see the module's [Note: pairs].
+
+    Attributes
+    ----------
+    evaluations : int
+        How often the model was evaluated.
+    declared : dict of str to ParameterSpec
+        Declarations of all parameters that have values of their own, by name.
+    names, averaged : tuple of str
+        Names of the parameters that an optimizer trains, and of the averaged ones.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model, self.evaluations = model, 0
@@ -297,7 +272,11 @@ class CheckedFunction:
         return provided
 
     def evaluate(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> LossAndGradients:
-        """Call ``loss_and_grad``, and raise UnusableEvaluation if training could not use what it returns."""
+        """Call ``loss_and_grad``, and raise UnusableEvaluation if training could not use what it returns.
+
+        The batch's first sample has the number ``first`` in its global batch. With ``fresh``, the model gets its
+        parameters in newly allocated arrays.
+        """
         self.evaluations += 1
         provided = self._provided(parameters, fresh)
         with np.errstate(all="ignore"):
@@ -331,10 +310,8 @@ class CheckedFunction:
 
     def _in_place(self, result: Any, gradients: dict[str, Array]) -> Any:
         if not isinstance(result, tuple) or len(result) != 2:
-            kinds = [type(v).__name__ for v in result] if isinstance(result, tuple) else type(result).__name__
             told = "return (loss_sum, weight), and write the gradients into the third argument"
-            what = "what loss_and_grad returns"
-            raise UnusableEvaluation(_value(what, f"is {kinds}", "a function that returns its gradients", told))
+            raise UnusableEvaluation(_returned(result, "a function that returns its gradients", told))
         wrong = []
         for name in self.names:
             if left := marks_left(gradients[name]):
@@ -352,8 +329,7 @@ class CheckedFunction:
 
     def predict(self, parameters: Named, x: Any) -> Any:
         """Return what the model's ``predict`` returns; raise NotImplementedError if it has none."""
-        function = getattr(self.model, "predict", None)
-        if function is None:
+        if (function := getattr(self.model, "predict", None)) is None:
             raise NotImplementedError
         self.evaluations += 1
         with np.errstate(all="ignore"):
@@ -361,11 +337,8 @@ class CheckedFunction:
 
     def _examined(self, given: Any) -> LossAndGradients:
         if not isinstance(given, tuple) or len(given) != 3 or not isinstance(given[1], Mapping):
-            kinds = [type(v).__name__ for v in given] if isinstance(given, tuple) else type(given).__name__
             told = "return (loss_sum, gradients by name, weight)"
-            raise UnusableEvaluation(
-                _value("what loss_and_grad returns", f"is {kinds}", "another order or number", told)
-            )
+            raise UnusableEvaluation(_returned(given, "another order or number", told))
         loss, gradients, weight = given
         wrong = [*_of_number("loss", loss), *_of_number("weight", weight), *self._of_gradients(gradients)]
         if not wrong and float(weight) < 0:
@@ -381,15 +354,9 @@ class CheckedFunction:
         wrong = []
         for name in gradients:
             if name not in self.declared and name not in self.integers:
+                seen = f"is of no parameter{nearest(name, self.declared)}"
                 told = f"use the names of the parameters, {', '.join(map(repr, list(self.declared)[:8]))}"
-                wrong.append(
-                    _value(
-                        f"gradient of {name!r}",
-                        f"is of no parameter{nearest(name, self.declared)}",
-                        "another name",
-                        told,
-                    )
-                )
+                wrong.append(_value(f"gradient of {name!r}", seen, "another name", told))
         for name in (*self.names, *self.averaged):
             what = f"{'new value' if name in self.averaged else 'gradient'} of {name!r}"
             if name not in gradients:
@@ -413,7 +380,10 @@ class CheckedFunction:
 
 
 class CheckedBlocks:
-    """Evaluate a model of blocks as training does: the blocks write their gradients into memory that they are given."""
+    """Evaluate a model of blocks as training does: the blocks write their gradients into memory that they are given.
+
+    Attributes and methods are those of :class:`CheckedFunction`, and others.
+    """
 
     def __init__(self, model: Any, dtype: Any = None) -> None:
         self.model, self.evaluations = model, 0
@@ -509,6 +479,10 @@ class CheckedBlocks:
         return evaluate(self.model, self._bound(parameters), read_only(x))
 
 
+#: The interface through which models are checked.
+CheckedModel = CheckedFunction | CheckedBlocks
+
+
 def _count(x: Any, y: Any) -> int:
     return sample_count(x, y) or 1
 
@@ -540,6 +514,11 @@ def _of_number(what: str, value: Any) -> list[ModelFinding]:
 
 def _value(what: str, seen: str, cause: str, remedy: str) -> ModelFinding:
     return ModelFinding("values", what, seen, cause, remedy)
+
+
+def _returned(given: Any, cause: str, remedy: str) -> ModelFinding:
+    kinds = [type(v).__name__ for v in given] if isinstance(given, tuple) else type(given).__name__
+    return _value("what loss_and_grad returns", f"is {kinds}", cause, remedy)
 
 
 def _written(what: str, where: str) -> ModelFinding:

@@ -167,11 +167,6 @@ class PlannedRun:
         blocks = blocks_of(self.training.model).values()
         return sum(spec.size for specs in blocks for spec in specs if spec.tied is None)
 
-    @property
-    def simulation(self) -> Simulation | None:
-        """Simulated timetable of the pipeline; None without a pipeline."""
-        return self.training.simulation
-
     @cached_property
     def floors(self) -> TimeFloors | None:
         """The predicted seconds of every rank; None without ``machine``, or if a layer's operations are not known."""
@@ -268,13 +263,13 @@ class PlannedRun:
 
     def _pipeline_warnings(self) -> Iterator[str]:
         training = self.training
-        micro, stages = self.training.micro_batches, training.axes.pipeline
+        micro, stages = training.micro_batches, training.axes.pipeline
         if training.row.shard_parameters:
             yield (
                 f"a pipeline with zero3 gathers every unit for every pass, {2 * micro} times a step or more; "
                 'parallel.strategy = "zero1" gathers once'
             )
-        simulation = self.simulation
+        simulation = training.simulation
         assert simulation is not None
         if micro < stages:
             yield (
@@ -304,17 +299,14 @@ def report(plan: PlannedRun, *, with_timetable: bool = False) -> str:
     parts = [_head(plan), _memory(plan), _messages(plan), _work(plan)]
     if plan.floors is not None:
         parts.append(_seconds(plan, plan.floors))
-    if with_timetable and plan.simulation is not None:
-        unit = plan.simulation.makespan / _COLUMNS
-        parts.append(timetable(plan.simulation, None if _short(plan) else unit))
+    if with_timetable and (simulation := plan.training.simulation) is not None:
+        parts.append(timetable(simulation, None if _short(simulation) else simulation.makespan / _COLUMNS))
     parts += [f"warning: {warning}" for warning in plan.warnings]
     return "\n\n".join(parts)
 
 
-def _short(plan: PlannedRun) -> bool:
+def _short(simulation: Simulation) -> bool:
     """Tell whether the timetable is short enough for one line if its shortest instruction is one column wide."""
-    simulation = plan.simulation
-    assert simulation is not None
     shortest = min(end - start for events in simulation.events for _, start, end in events if end > start)
     return simulation.makespan / shortest <= _COLUMNS / 4
 
@@ -407,7 +399,7 @@ def _messages(plan: PlannedRun) -> str:
 def _work(plan: PlannedRun) -> str:
     training = plan.training
     lines = [_operations(plan)]
-    if (simulation := plan.simulation) is not None:
+    if (simulation := training.simulation) is not None:
         shares = ", ".join(f"{100 * share:.1f} %" for share in simulation.idle)
         caches = ", ".join(map(str, simulation.caches))
         lines.append(
@@ -424,7 +416,7 @@ def _operations(plan: PlannedRun) -> str:
         reason = "a layer does not count its operations (operations(shape) of mpizero.nn.Layer)"
         return f"work: not known, {reason if blocks else plan.training.not_counted}"
     counts = [work or 0 for work in every]
-    most, simulation, rate = max(counts), plan.simulation, plan.training.rate
+    most, simulation, rate = max(counts), plan.training.simulation, plan.training.rate
     seconds = most / rate if simulation is None else simulation.makespan
     source = "--gflops" if plan.request.machine is None else "--machine"
     return (
@@ -515,7 +507,7 @@ def _rank(rank: RankPlan) -> dict[str, Any]:
 
 
 def _pipeline(plan: PlannedRun) -> dict[str, Any] | None:
-    if (simulation := plan.simulation) is None:
+    if (simulation := plan.training.simulation) is None:
         return None
     return {
         "schedule": simulation.schedule.name,

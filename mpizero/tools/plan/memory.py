@@ -603,9 +603,8 @@ class ModelPart:
             stage: partitioned.layout(stage, one_unit=row.one_unit, minimum_unit=minimum_unit)
             for stage in range(grid.pipeline.size)
         }
-        trials, untried, asked = (
-            _try_blocks(partitioned, grid, sample, known) if tries else (None, "no block has been run", ())
-        )
+        none = None, "no block has been run", ()
+        trials, untried, asked = _try_blocks(partitioned, grid, sample, known) if tries else none
         first = SampleTree.of(x=sample.x).leaves[0]
         return cls(partitioned, trials, untried, asked, tuple(first.shape[1:]), layouts, grid.data.size)
 
@@ -626,9 +625,8 @@ class ModelPart:
     @property
     def unseen(self) -> str:
         """The memory that another library takes for the blocks and that the trials do not see, in words; "" if none."""
-        counters = (
-            getattr(layer, "allocations", None) for layer in getattr(self.partitioned.split, "blocks", {}).values()
-        )
+        layers = getattr(self.partitioned.split, "blocks", {}).values()
+        counters = (getattr(layer, "allocations", None) for layer in layers)
         return next((counter.unseen for counter in counters if counter is not None), "")
 
     @property

@@ -503,9 +503,8 @@ class TrainingPlan:
         key = (id(part), grid.nodes)
         if key not in self._tensor_plans:
             replicated = not self.training.row.shard_optimizer
-            self._tensor_plans[key] = TensorPlan.of(
-                self.training.optimizer, part.layout, grid.nodes, replicated=replicated
-            )
+            optimizer = self.training.optimizer
+            self._tensor_plans[key] = TensorPlan.of(optimizer, part.layout, grid.nodes, replicated=replicated)
         return self._tensor_plans[key]
 
     @cached_property
@@ -592,9 +591,8 @@ class TrainingPlan:
         samples = self.training.step.largest / self.rate
         if part.operations is None or not any(work.total for work in part.operations.values()):
             specs = {name: block.specs() for name, block in part.partitioned.split.blocks.items()}
-            sizes = tuple(
-                samples * sum(s.size for name in names for s in specs[name]) for names in part.partitioned.cuts
-            )
+            counts = (sum(s.size for name in names for s in specs[name]) for names in part.partitioned.cuts)
+            sizes = tuple(samples * size for size in counts)
             return Costs(sizes, sizes, sizes)
         work = [part.work(chunk) for chunk in range(len(part.partitioned.cuts))]
         borders, most = range(len(part.partitioned.cuts) - 1), self.training.step.largest

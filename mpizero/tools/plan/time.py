@@ -13,7 +13,6 @@ message buffers are not counted here; they are part of the time of the messages.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 
 from mpizero._util.checks import Check, Unexpected, flag, positive, whole
 from mpizero._util.numbers import Measurement
-from mpizero._util.text import printable
+from mpizero._util.text import printable, write_whole
 from mpizero.checkpoint.format import parse
 from mpizero.errors import DataError
 from mpizero.layout.sum_tree import Program
@@ -278,11 +277,8 @@ def _shared(one: float, every: float, measured: int, wanted: int) -> float:
 
 def write_machine(path: str, machine: Machine) -> None:
     """Write a machine file; an older file of this name is replaced atomically. Not collective."""
-    target = Path(path)
     document = {"format": FORMAT, "version": VERSION, **asdict(machine)}
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    draft.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    draft.replace(target)
+    write_whole(Path(path), (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read_machine(path: str) -> Machine:

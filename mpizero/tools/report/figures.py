@@ -108,9 +108,8 @@ def long_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]],
         return table(caption, head, rows)
     between = rows[ends:-ends]
     gap = ("…", *[""] * (len(head) - 1))
-    shown = table(
-        f"{caption}: the first {ends} and the last {ends} of {len(rows):,}", head, [*rows[:ends], gap, *rows[-ends:]]
-    )
+    which = f"{caption}: the first {ends} and the last {ends} of {len(rows):,}"
+    shown = table(which, head, [*rows[:ends], gap, *rows[-ends:]])
     left_out = len(between) - _MOST_FOLDED
     title = f"The {len(between):,} between them" + (f", but for the last {left_out:,}" if left_out > 0 else "")
     return joined([shown, folded(title, table(title, head, between[:_MOST_FOLDED]))])
@@ -204,9 +203,8 @@ def picture(name: str, label: str, draw: Callable[[Any], None], size: tuple[floa
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
-        raise UnsupportedError(
-            "a report needs matplotlib, which is not installed: pip install 'mpizero[plot]'"
-        ) from None
+        told = "a report needs matplotlib, which is not installed: pip install 'mpizero[plot]'"
+        raise UnsupportedError(told) from None
     text = io.StringIO()
     with rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=size)
@@ -445,9 +443,9 @@ _PARTS = dict(
 
 
 class Bars(NamedTuple):
-    """Hold stacked bars: for each part its name, its colour, and its length by rank; ``pale`` ones are hatched."""
+    """Hold stacked bars: for each part its colour, and its length by rank; ``pale`` ones are hatched."""
 
-    parts: Sequence[tuple[str, str, Sequence[float]]]
+    parts: Sequence[tuple[str, Sequence[float]]]
     pale: bool = False
 
 
@@ -471,32 +469,21 @@ def draw_phases(name: str, label: str, found: MeanPhases) -> Markup:
     tints = colours_of(found.phases)
     ranks = chosen_ranks(found.waiting)
     unit, scale = ("ms", 1e3) if max(found.seconds) < 1 else ("s", 1.0)
-    parts = [
-        (phase, tints[phase], [scale * taken[rank] for rank in ranks])
-        for phase, taken in found.phases.items()
-        if any(taken)
-    ]
+    shown = {phase: taken for phase, taken in found.phases.items() if any(taken)}
+    parts = [(tints[phase], [scale * taken[rank] for rank in ranks]) for phase, taken in shown.items()]
     return _draw_bars(name, label, [Bars(parts)], ranks, unit)
 
 
 def draw_memory(name: str, label: str, found: MemoryTable) -> Markup:
     """Return the picture of memory by part and rank: the plan hatched, and what was counted below it."""
     tints = colours_of(found.parts)
-    ranks = chosen_ranks(
-        [planned for planned, _ in found.totals()] or [sum(c) for c in zip(*found.counted.values(), strict=True)]
-    )
-    rows = [
-        Bars(
-            [
-                (part, tints[part], [float(sizes[part][rank]) for rank in ranks])
-                for part in found.parts
-                if part in sizes
-            ],
-            pale,
-        )
-        for sizes, pale in ((found.planned, True), (found.counted, False))
-        if sizes
-    ]
+    planned = [planned for planned, _ in found.totals()]
+    ranks = chosen_ranks(planned or [sum(sizes) for sizes in zip(*found.counted.values(), strict=True)])
+    rows = []
+    for sizes, pale in ((found.planned, True), (found.counted, False)):
+        shown = [part for part in found.parts if part in sizes]
+        if sizes:
+            rows.append(Bars([(tints[part], [float(sizes[part][rank]) for rank in ranks]) for part in shown], pale))
     return _draw_bars(name, label, rows, ranks, "B")
 
 
@@ -507,7 +494,7 @@ def _draw_bars(name: str, label: str, rows: Sequence[Bars], ranks: Sequence[int]
         for number, row in enumerate(rows):
             places = [place - 0.4 + height * (number + 0.5) for place in range(len(ranks))]
             left = [0.0] * len(ranks)
-            for _, colour, lengths in row.parts:
+            for colour, lengths in row.parts:
                 style: Mapping[str, Any] = {"color": colour}
                 if row.pale:
                     style = {"facecolor": "white", "edgecolor": colour, "hatch": "////", "linewidth": 0.6}
@@ -533,15 +520,10 @@ def draw_layout(start: VisitStart) -> Markup:
     stages = sorted({stage for _, stage, _ in places})
     parts = sorted({part for _, _, part in places})
     if len(stages) == len(parts) == 1:
-        boxes = element("div", *(_rank_box(start, rank) for rank in range(start.ranks)), class_="ranks")
-        drawing = element("div", boxes, class_="replicas wide")
+        boxes = [element("div", *(_rank_box(start, rank) for rank in range(start.ranks)), class_="ranks")]
     else:
-        drawing = element(
-            "div",
-            *(_replica(start, number, held, stages, parts) for number, held in sorted(replicas.items())),
-            class_="replicas wide",
-        )
-    return joined([drawing, _nodes(start)])
+        boxes = [_replica(start, number, held, stages, parts) for number, held in sorted(replicas.items())]
+    return joined([element("div", *boxes, class_="replicas wide"), _nodes(start)])
 
 
 def _place(start: VisitStart, rank: int) -> tuple[int, int, tuple[int, int]]:
@@ -584,9 +566,8 @@ def _size(start: VisitStart, axis: str) -> int:
 
 def _rank_box(start: VisitStart, rank: int) -> Markup:
     node = start.nodes[rank] if rank < len(start.nodes) else 0
-    return element(
-        "span", f"rank {rank}", class_="rank", style=f"border-color:{_colour(node)}", title=f"rank {rank}, node {node}"
-    )
+    colour, title = f"border-color:{_colour(node)}", f"rank {rank}, node {node}"
+    return element("span", f"rank {rank}", class_="rank", style=colour, title=title)
 
 
 def _nodes(start: VisitStart) -> Markup:
@@ -647,10 +628,9 @@ def draw_timetable(name: str, label: str, found: PipelineTimetable) -> Markup:
     def draw(figure: Any) -> None:
         above, below = figure.subplots(2, 1)
         figure.subplots_adjust(top=1 - 0.3 / size[1], hspace=1.0 / rows)
+        measured = [cell._replace(start=1e3 * cell.start, end=1e3 * cell.end) for cell in found.measured]
         _draw_cells(above, found.planned, stages)
-        _draw_cells(
-            below, [cell._replace(start=1e3 * cell.start, end=1e3 * cell.end) for cell in found.measured], stages
-        )
+        _draw_cells(below, measured, stages)
         above.set_title("planned, in units of a forward pass", loc="left", fontsize=9.5)
         below.set_title("measured, in milliseconds", loc="left", fontsize=9.5)
 

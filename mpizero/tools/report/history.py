@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpizero._util.text import age, amount, duration
 from mpizero.train.events import (
@@ -281,17 +281,6 @@ class RunHistory:
 def counted(count: int, name: str) -> str:
     """Return a number of things, such as "1 step" or "2,000 steps"."""
     return f"{count:,} {name}{'' if count == 1 else 's'}"
-
-
-def flattened(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return nested settings by their full names, such as "train.steps"."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            found |= flattened(value, f"{above}{name}.")
-        else:
-            found[f"{above}{name}"] = value
-    return found
 
 
 #: Name of the phase in which a rank waits for others.

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from mpizero._util.checks import home_path
-from mpizero._util.text import PREFIXES, amount, duration
+from mpizero._util.text import PREFIXES, amount, duration, write_whole
+from mpizero.checkpoint.inspect import flat
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.tools.report.figures import (
     COLOURS,
@@ -31,6 +32,7 @@ from mpizero.tools.report.figures import (
     MOST_CELLS,
     MOST_POINTS,
     MOST_RANKS,
+    SKIPPED,
     VALIDATION,
     WORK,
     Curve,
@@ -67,7 +69,6 @@ from mpizero.tools.report.history import (
     counted,
     described_resume,
     findings,
-    flattened,
     idle_shares,
     last_timetable,
     last_with_memory,
@@ -130,10 +131,9 @@ def _phase_table(found: MeanPhases) -> Markup:
     shown = {phase: taken for phase, taken in found.phases.items() if any(taken)}
     whole = {**shown, "whole step": found.seconds}
     longest = [max(ranks, key=taken.__getitem__) for taken in whole.values()]
-    unit, numbers = seconds_column(
-        [sum(taken) / len(taken) for taken in whole.values()]
-        + [taken[rank] for taken, rank in zip(whole.values(), longest, strict=True)]
-    )
+    means = [sum(taken) / len(taken) for taken in whole.values()]
+    most = [taken[rank] for taken, rank in zip(whole.values(), longest, strict=True)]
+    unit, numbers = seconds_column([*means, *most])
     mean_step, rows = sum(found.seconds), []
     for place, (phase, taken) in enumerate(whole.items()):
         rank = longest[place]
@@ -154,10 +154,9 @@ def _waiting_table(found: MeanPhases) -> Iterator[Markup]:
         ranks = sorted(range(len(waits)), key=lambda rank: -waits[rank])
         unit, waited = seconds_column([waits[rank] for rank in ranks])
         reading_unit, reading = seconds_column([found.reading[rank] for rank in ranks])
-        rows = [
-            (str(rank), waited[place], percent(found.waiting[rank]), reading[place]) for place, rank in enumerate(ranks)
-        ]
+        shares = [percent(found.waiting[rank]) for rank in ranks]
         head = ("rank", f"waiting, {unit}", "share of its step", f"reading samples before the step, {reading_unit}")
+        rows = list(zip(map(str, ranks), waited, shares, reading, strict=True))
         yield long_table("Waiting for other ranks, longest first", head, rows)
 
 
@@ -199,11 +198,8 @@ def pipeline(history: RunHistory, name: str) -> Iterator[Markup]:
         (str(stage), percent(planned[stage]) if stage < len(planned) else "-", percent(share))
         for stage, share in enumerate(measured)
     ]
-    yield table(
-        "Share of the time from the first pass to the last in which a stage is in no pass",
-        ("stage", "planned", "measured"),
-        rows,
-    )
+    caption = "Share of the time from the first pass to the last in which a stage is in no pass"
+    yield table(caption, ("stage", "planned", "measured"), rows)
 
 
 def memory(history: RunHistory, name: str) -> Iterator[Markup]:
@@ -213,10 +209,8 @@ def memory(history: RunHistory, name: str) -> Iterator[Markup]:
         ranks = len(next(iter((*found.planned.values(), *found.counted.values()))))
         where = "on the host" if kind == "host" else "on GPUs"
         label = f"Bars of planned and counted memory by part, for each of {ranks} ranks; the table has the numbers."
-        shown = [
-            *(["planned (hatched)"] if found.planned else []),
-            *(["counted where it is allocated, after the visit's first step (solid)"] if found.counted else []),
-        ]
+        shown = ["planned (hatched)"] if found.planned else []
+        shown += ["counted where it is allocated, after the visit's first step (solid)"] if found.counted else []
         caption = f"Memory {where} by rank: {', and '.join(shown)}.{few_ranks(ranks)}"
         yield beside(figure(draw_memory(f"{name}-memory-{kind}", label, found), caption), _memory_table(found, where))
     if visit and visit.memory:
@@ -320,9 +314,8 @@ def _skips(history: RunHistory) -> Iterator[Markup]:
         dump = f"bad_steps/step_{skip.step:08d}"
         is_kept = (history.records.folder / dump).is_dir()
         kept += is_kept
-        rows.append(
-            (f"{skip.step:,}", reason(skip), f"mpizero replay {history.name}/{dump}" if is_kept else "not kept")
-        )
+        command = f"mpizero replay {history.name}/{dump}" if is_kept else "not kept"
+        rows.append((f"{skip.step:,}", reason(skip), command))
     told = [f"The samples of {counted(kept, 'step')} are kept"]
     told[0] += "; a run keeps those of its first bad steps only." if 0 < kept < len(rows) else "."
     if kept:
@@ -334,11 +327,8 @@ def _skips(history: RunHistory) -> Iterator[Markup]:
         each = ", ".join(f"{count:,} on rank {rank}" for rank, count in sorted(ranks.items()))
         told.append(f"Steps by rank that found a value: {each}.")
     yield element("p", " ".join(told))
-    yield long_table(
-        "Skipped steps, which left parameters and optimizer state as they were",
-        ("step", "why; samples of the global batch", "command to inspect"),
-        rows,
-    )
+    caption = "Skipped steps, which left parameters and optimizer state as they were"
+    yield long_table(caption, ("step", "why; samples of the global batch", "command to inspect"), rows)
 
 
 def _visits(history: RunHistory) -> Iterator[Markup]:
@@ -400,35 +390,25 @@ def _checkpoints(history: RunHistory) -> Iterator[Markup]:
         return
     unit, sizes = bytes_column([one.bytes for one in written])
     time_unit, times = seconds_column([one.seconds for one in written])
-    best, own_paths = any(one.best for one in written), any(one.path != _path(one.step) for one in written)
-    beside = any(one.beside for one in written)
-    rows = [
-        (
-            f"{one.step:,}",
-            *([one.path] if own_paths else []),
-            size,
-            taken,
-            *(["yes" if one.beside else "no"] if beside else []),
-            *(["yes" if one.best else "no"] if best else []),
-            "kept" if (history.records.folder / one.path).is_dir() else "removed since",
-        )
-        for one, size, taken in zip(written, sizes, times, strict=True)
-    ]
-    head = ["step", *(["path"] if own_paths else []), f"size, {unit}", f"written in, {time_unit}"]
-    head += [*(["beside the training"] if beside else []), *(["best so far"] if best else []), "now"]
+    own_paths = any(one.path != f"checkpoints/step_{one.step:08d}" for one in written)
+    columns = {"step": [f"{one.step:,}" for one in written]}
+    columns |= {"path": [one.path for one in written]} if own_paths else {}
+    columns |= {f"size, {unit}": sizes, f"written in, {time_unit}": times}
+    for name, marked in (("beside the training", "beside"), ("best so far", "best")):
+        if any(found := [getattr(one, marked) for one in written]):
+            columns[name] = ["yes" if is_so else "no" for is_so in found]
+    there = ((history.records.folder / one.path).is_dir() for one in written)
+    columns["now"] = ["kept" if is_there else "removed since" for is_there in there]
     where = "" if own_paths else f", such as {written[-1].path}"
-    yield long_table(f"Checkpoints that were written{where}", head, rows, ends=3)
-
-
-def _path(step: int) -> str:
-    return f"checkpoints/step_{step:08d}"
+    yield long_table(
+        f"Checkpoints that were written{where}", [*columns], [*zip(*columns.values(), strict=True)], ends=3
+    )
 
 
 def _environment(history: RunHistory) -> Iterator[Markup]:
     if (start := history.start) is None:
-        yield element(
-            "p", "Environment, layout, memory and phases are not recorded: a version without events has run it."
-        )
+        told = "Environment, layout, memory and phases are not recorded: a version without events has run it."
+        yield element("p", told)
         return
     yield table(f"Environment{of_last_visit(history)}", (), environment(start).items())
 
@@ -457,7 +437,7 @@ def configuration(history: RunHistory) -> Markup:
 
 def settings(start: VisitStart | None) -> dict[str, str]:
     """Return all settings of a configuration by name, as text; empty without a record."""
-    return {} if start is None else {name: shown(value) for name, value in flattened(start.config).items()}
+    return {} if start is None else {name: shown(value) for name, value in flat(start.config).items()}
 
 
 def shown(value: Any) -> str:
@@ -484,17 +464,11 @@ def curve_section(histories: Sequence[RunHistory], *above: Markup) -> Markup:
     return section("Curves", *above, *_notes(histories), element("div", *drawn, class_="pictures"), name="curves")
 
 
-def _colour(histories: Sequence[RunHistory], number: int) -> str:
-    return colour_of(number) if len(histories) > 1 else INK
-
-
 def _curve(histories: Sequence[RunHistory], number: int, name: str, *, dots: bool = False) -> Curve:
     """Return the curve of a figure of a run, with the marks of that run."""
-    history = histories[number]
-    marks = Marks([skip.step for skip in history.skips], [resume.first for resume in history.resumes])
-    if len(histories) > 1:
-        marks = marks._replace(colour=colour_of(number))
-    return Curve(*history.series(name), _colour(histories, number), dots=dots, name=history.name, marks=marks)
+    history, own = histories[number], colour_of(number) if len(histories) > 1 else None
+    marks = Marks([s.step for s in history.skips], [resume.first for resume in history.resumes], own or SKIPPED)
+    return Curve(*history.series(name), own or INK, dots=dots, name=history.name, marks=marks)
 
 
 def _notes(histories: Sequence[RunHistory]) -> Iterator[Markup]:
@@ -755,7 +729,11 @@ def report(folders: Sequence[str], output: str | None, *, force: bool = False) -
         raise ConfigError(f"{', '.join(folders)}: a run is given twice; give each once")
     histories = [RunHistory(name, read_run(folder), now) for name, folder in zip(_names(folders), folders, strict=True)]
     _check_replaceable(path, force)
-    _write(path, page(histories))
+    text = page(histories)
+    try:
+        write_whole(path, text.encode(errors="backslashreplace"))
+    except OSError as error:
+        raise ReportFileError(f"{path}: the report cannot be written: {error.strerror or error}") from None
     return path
 
 
@@ -774,17 +752,6 @@ def _check_replaceable(path: Path, force: bool) -> None:
             known = file.read(len(MARK)) == MARK.encode()
         if not known:
             raise ConfigError(f"-o {path}: exists, and is no report of mpizero; give another path, or --force")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ReportFileError(f"{path}: the report cannot be written: {error.strerror or error}") from None
 
 
 def page(histories: Sequence[RunHistory]) -> str:
@@ -842,10 +809,8 @@ def _several(histories: Sequence[RunHistory]) -> Iterator[Markup]:
     yield curve_section(histories, colours)
     for number, history in enumerate(histories):
         machine = not same_environment(histories)
-        details = folded(
-            f"Layout, time, memory, checkpoints of {history.name}",
-            *run_sections(history, number, level=3, machine=machine),
-        )
+        title = f"Layout, time, memory, checkpoints of {history.name}"
+        details = folded(title, *run_sections(history, number, level=3, machine=machine))
         content = (_state(history), listed(findings(history)), details)
         yield section(f"Run {history.name}", *content, name=f"run-{number}")
 

@@ -9,7 +9,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import repeat
+from itertools import count, repeat
 from typing import Any
 
 import numpy as np
@@ -124,10 +124,10 @@ def choose(config: Config, model: Any, comm: Communicator, named: str | None, ra
         heads, sequence = config.model.split_sizes
         if isinstance(config.optimizer, TensorSection):
             heads = 1  # whole tensors are in no tensor group
-        count = ranks if ranks is not None else launched if launched > 1 else 2
+        size = ranks if ranks is not None else launched if launched > 1 else 2
         blocks = len(model.blocks) if isinstance(model, BlockModel) else 1
-        found = default_layouts(count, blocks=blocks, heads=heads, sequence=sequence)
-        return each_once([*_own(config, count), *found], config.parallel.tiles)
+        found = default_layouts(size, blocks=blocks, heads=heads, sequence=sequence)
+        return each_once([*_own(config, size), *found], config.parallel.tiles)
     layouts = each_once(parse_layouts(named, config.parallel.strategy), config.parallel.tiles)
     if not layouts:
         raise ConfigError(
@@ -152,13 +152,11 @@ def _own(config: Config, ranks: int) -> list[Layout]:
 
 
 def _shown(progress: Progress) -> Callable[[str, int], None]:
-    done = 0
+    done = count(1)
 
     def show(layout: str, step: int) -> None:
-        nonlocal done
         if step:
-            done += 1
-            progress.step(done, {"layout": layout, "at": str(step)})
+            progress.step(next(done), {"layout": layout, "at": str(step)})
 
     return show
 
@@ -171,6 +169,5 @@ def _print(report: Report, model: ModelReport, *, as_json: bool) -> None:
     print(right if model.right else model)
     print(report, flush=True)
     if not report.agrees:
-        count = len(report.findings)
-        told = f"{count} of {len(report.verdicts) - 1} layouts {'differs' if count == 1 else 'differ'} from one process"
-        notice(told)
+        bad = len(report.findings)
+        notice(f"{bad} of {len(report.verdicts) - 1} layouts {'differs' if bad == 1 else 'differ'} from one process")

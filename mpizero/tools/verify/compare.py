@@ -290,15 +290,10 @@ class ObservedTraining:
         report = self.model.last_step
         assert report is not None
         clipped, in_order = None, iter(seen)
-        if self._watched(len(seen) == len(self.engine.pieces())):
+        whole = len(seen) == len(self.engine.pieces())
+        if all(self.engine.grid.world.allgather_object(whole, "watched")):
             clipped = gather_pieces(self.engine, self.engine.dtype, lambda piece: next(in_order))
         return StepUpdate(report, clipped, self.state())
-
-    def _watched(self, here: bool) -> bool:
-        """Tell whether ``here`` is true on all ranks: whether every rank recorded the gradient its optimizer got."""
-        answers = np.array([here], np.int8)
-        self.engine.grid.world.allreduce(answers, "min", "watched")
-        return bool(answers[0])
 
     def owners(self) -> Array:
         """Return, for each element of the flat vector of the model, the rank that updates it; -1 if it is frozen."""
@@ -395,10 +390,9 @@ class ObservedTraining:
 
         ``gradient`` is the gradient that this training computed; its arrays are overwritten.
         """
-        seen = list[Array]()
-        for piece in self.engine.pieces():
+        seen, pieces = list[Array](), self.engine.pieces()
+        for piece in pieces:
             _of(gradient.reduced, piece)[:] = values[piece.span.start : piece.span.stop]
-        pieces = self.engine.pieces()
         self.updater.watch = lambda reduced: seen.append(_in_order(reduced, pieces, values))
         try:
             report = self.engine.step(gradient.totals, lambda: gradient.reduced, 0)
@@ -476,16 +470,17 @@ class TrainingPair:
         reference: ObservedTraining | None,
         rounding: Rounding,
     ) -> None:
-        self.comm, self.layout, self.training, self.reference = comm, layout, training, reference
+        self.comm, self.layout, self.training = comm, layout, training
+        self.reference: Any = reference  # used on rank 0 only
         self.rounding, self.tolerance = rounding, rounding.tolerance
         self.largest = 0.0
         self.entries = training.layout.parameters
         self.clips = training.model.config.clip is not None
         self.before = "gradient before clipping" if self.clips else "gradient"
         #: Batch, gradient and update of one process in the step that is compared; only on rank 0.
-        self._batch: tuple[Any, Any] = (None, None)
-        self._gradient: BatchGradient | None = None
-        self._update: StepUpdate | None = None
+        self._batch: tuple[Any, Any]
+        self._gradient: BatchGradient
+        self._update: StepUpdate
 
     def replay(self, steps: int) -> None:
         """Train ``steps`` steps on the layout and in one process, without comparing them."""
@@ -512,7 +507,7 @@ class TrainingPair:
         found = self._on_first(lambda one: self._compare_update(one, mine, update, state))
         if found is not None:
             return self._owned(found.told(step=number))
-        expected: Array = self._on_first(lambda _: self._after().state.parameters)
+        expected: Array = self._on_first(lambda _: self._update.state.parameters)
         bound = self._bound_of_change(expected, state.parameters)
         return self._views(number, Vectors(PARAMETER, update.state.parameters, expected, bound), state.parameters)
 
@@ -520,11 +515,7 @@ class TrainingPair:
 
     def _on_first(self, function: Callable[[ObservedTraining], T]) -> T:
         """Call ``function(self.reference)`` on rank 0, and return its result on every rank."""
-        value: Any = None
-        with all_ranks(self.comm, "one process"):
-            if self.reference is not None:
-                value = function(self.reference)
-        result: T = self.comm.broadcast_object(value)
+        result: T = _on_first(self.comm, lambda: function(self.reference))
         return result
 
     def _compare_states(self, mine: TrainingState, number: int) -> Finding | None:
@@ -559,7 +550,6 @@ class TrainingPair:
         self, one: ObservedTraining, mine: BatchGradient, update: StepUpdate, state: TrainingState
     ) -> LocatedDifference | None:
         theirs = self._gradient
-        assert theirs is not None
         after = one.update(self._batch) if self.tolerance is None else one.update_from(theirs, mine.values)
         self._update = after
         norms = (update.report.gradient_norm, after.report.gradient_norm)
@@ -578,10 +568,6 @@ class TrainingPair:
                 reason = verdicts.diagnose_update(seen[found.places], before[found.places], vectors.quantity)
                 return found.told(diagnosis=reason)
         return None
-
-    def _after(self) -> StepUpdate:
-        assert self._update is not None
-        return self._update
 
     def _same(self, found: float | None, expected: float | None) -> bool:
         if found is None or expected is None:
@@ -661,7 +647,6 @@ class TrainingPair:
     ) -> Finding:
         mine, again = seen
         theirs, mean = self._gradient, one.model.evaluate(*self._batch)
-        assert theirs is not None
         found = verdicts.LossEvidence(
             first=mine.loss,
             again=again.loss,
@@ -703,7 +688,6 @@ class TrainingPair:
         self, mine: BatchGradient, looked: TensorParts, alone: TensorParts, computed: list[RankGradients | None]
     ) -> Diagnosis:
         theirs = self._gradient
-        assert theirs is not None
         vectors = Vectors("", mine.values, theirs.values, self._bound(largest(theirs.values)))
         different = [entry for entry in self.entries if vectors.mask(entry).any()]
 
@@ -836,17 +820,13 @@ def compare_layouts(
     >>> mz.testing.compare_layouts(lambda comm: mz.nn.MLP(64, [4], 10), [batch], ["zero3*2"], comm="self").agrees
     True
     """
-    return _compare_on(comm, _task(make_model, batches, make_optimizer, steps, settings), layouts, tolerance, progress)
-
-
-def _compare_on(
-    comm: Any, task: TrainingTask, layouts: Sequence[str | Layout], tolerance: float | None, progress: Progress | None
-) -> Report:
+    task = _task(make_model, batches, make_optimizer, steps, settings)
     given = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
     chosen = each_once(given, task.settings.get("tiles"))
     comm = default_world() if comm is None else comm
     with nullcontext() if comm is None or comm == "self" else communicator_of(comm) as world:
-        return _compare(task, chosen, world, tolerance, progress)
+        tell = progress if progress is not None and (world is None or world.rank == 0) else _silent
+        return _compare(task, chosen, world, tolerance, tell)
 
 
 def _task(
@@ -873,16 +853,11 @@ def _samples_of_rank(batches: Sequence[tuple[Any, Any]]) -> Feed:
 
 
 def _compare(
-    task: TrainingTask,
-    layouts: Sequence[Layout],
-    world: Communicator | None,
-    tolerance: float | None,
-    progress: Progress | None,
+    task: TrainingTask, layouts: Sequence[Layout], world: Communicator | None, tolerance: float | None, tell: Progress
 ) -> Report:
     for layout in layouts:
         if world is not None and layout.ranks > world.size:
             raise ConfigError(f"layout {str(layout)!r} needs {layout.ranks} ranks, this job has {world.size}")
-    tell: Progress = progress if progress is not None and (world is None or world.rank == 0) else _silent
     traces: dict[str, ReferenceTrace] = {}
     verdicts = list[Verdict]()
     for layout in [ONE_PROCESS.in_tiles(task.settings.get("tiles")), *layouts]:

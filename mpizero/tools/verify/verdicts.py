@@ -29,6 +29,8 @@ from mpizero.types import Array
 
 _SIZES = ("pipeline", "tensor", "context", "data", "tiles", "virtual_stages", "ranks_per_node")
 _KEYS = (*_SIZES, "strategy", "schedule", "grain_assignment")
+_WORDS: dict[str, dict[str, Any]] = {"private": {"share_node_memory": False}}
+_WORDS |= {word: {"strategy": word} for word in STRATEGIES}
 _ALLOWED = (
     f"expected a number of ranks, {', '.join(STRATEGIES)} (with *N: on N ranks), {', '.join(_KEYS)} as key=value, "
     "or private, separated by commas"
@@ -66,7 +68,7 @@ class Layout:
                 raise ConfigError(f"layout {text!r}: {word!r} is not understood: {_ALLOWED}")
             key, value, name, number = found.groups()
             ranks = int(number) if number else ranks
-            pairs = {key: value} if key else {} if name is None else _named(name)
+            pairs = {key: value} if key else {} if name is None else _WORDS.get(name)
             if pairs is None or not pairs.keys() <= {*_KEYS, "share_node_memory"} or pairs.keys() & given.keys():
                 raise ConfigError(f"layout {text!r}: {word!r} is not understood, or given twice: {_ALLOWED}")
             given |= {k: int(v) if k in _SIZES and str(v).isdecimal() else v for k, v in pairs.items()}
@@ -104,26 +106,18 @@ class Layout:
         return ONE_PROCESS.in_tiles(tiles)
 
     def __str__(self) -> str:
-        parallel = self.parallel
-        words = [
-            f"{name}={size}" for name in ("pipeline", "tensor", "context") if (size := getattr(parallel, name)) > 1
-        ]
-        head = f"{parallel.strategy}*{self.ranks}"
-        if words and parallel.data > 1:
-            words.append(f"data={parallel.data}")
-        if parallel.pipeline > 1:
-            words.append(f"schedule={parallel.schedule}")
-            if parallel.virtual_stages > 1:
-                words.append(f"virtual_stages={parallel.virtual_stages}")
-        if parallel.ranks_per_node is not None:
-            words.append(f"ranks_per_node={parallel.ranks_per_node}")
-        if isinstance(parallel.tiles, int):
-            words.append(f"tiles={parallel.tiles}")
-        if parallel.grain_assignment != "static":
-            words.append(f"grain_assignment={parallel.grain_assignment}")
-        if not parallel.share_node_memory:
-            words.append("private")
-        return ", ".join([head, *words])
+        parallel, axes = self.parallel, ("pipeline", "tensor", "context")
+        named = {axis: getattr(parallel, axis) > 1 for axis in axes} | {
+            "data": parallel.splits_model and parallel.data > 1,
+            "schedule": parallel.pipeline > 1,
+            "virtual_stages": parallel.pipeline > 1 and parallel.virtual_stages > 1,
+            "ranks_per_node": parallel.ranks_per_node is not None,
+            "tiles": isinstance(parallel.tiles, int),
+            "grain_assignment": parallel.grain_assignment != "static",
+        }
+        words = [f"{name}={getattr(parallel, name)}" for name, is_named in named.items() if is_named]
+        private = [] if parallel.share_node_memory else ["private"]
+        return ", ".join([f"{parallel.strategy}*{self.ranks}", *words, *private])
 
     def group_sizes(self) -> dict[str, int]:
         """Return the sizes of the layout that are above 1, by what they count, such as "replicas"."""
@@ -140,12 +134,6 @@ class Layout:
 
 #: The layout of one process, with which all layouts are compared.
 ONE_PROCESS = Layout(ParallelSection(strategy="ddp", data=1))
-
-
-def _named(word: str) -> dict[str, Any] | None:
-    if word == "private":
-        return {"share_node_memory": False}
-    return {"strategy": word} if word in STRATEGIES else None
 
 
 def parse_layouts(text: str, strategy: str) -> list[Layout]:
@@ -183,11 +171,8 @@ def default_layouts(ranks: int, *, blocks: int, heads: int = 1, sequence: int = 
         Length of a sequence, which a context group cuts; 0 leaves context groups out.
     """
     layouts = [ParallelSection(strategy=strategy, data=ranks) for strategy in STRATEGIES]
-    layouts += [
-        ParallelSection(strategy=strategy, data=ranks, share_node_memory=False)
-        for strategy in ("ddp", "zero3")
-        if ranks > 1
-    ]
+    private = ("ddp", "zero3") if ranks > 1 else ()
+    layouts += [ParallelSection(strategy=strategy, data=ranks, share_node_memory=False) for strategy in private]
     layouts += _pipelines(ranks, blocks)
     tensor = _largest(ranks, lambda n: heads % n == 0)
     context = _largest(ranks, lambda n: 2 * n <= sequence)
@@ -576,17 +561,14 @@ def diagnose_gradient(seen: GradientEvidence, counts: Mapping[str, int]) -> Diag
 
     ``counts`` is as for :func:`of_loss`.
     """
-    found, expected, rounding = seen.found, seen.expected, seen.rounding
+    found, expected, rounding, shown = seen.found, seen.expected, seen.rounding, _computed(seen)
     if repeated := _repeated(seen.right_again, _same_bits(seen.again, found)):
-        return Diagnosis(repeated, _computed(seen))
-    if wrong := seen.wrong_ranks:
-        if len(wrong) < len(seen.computed):
-            return Diagnosis(_DEPENDS, _computed(seen))
-        small = all(rounding.close(found[name], expected[name]) for name in found)
-        return Diagnosis(_ROUNDING if small else None, _computed(seen))
-    shown = _computed(seen)
-    if all(rounding.close(found[name], expected[name]) for name in found):
-        return Diagnosis(_ROUNDING, shown)
+        return Diagnosis(repeated, shown)
+    if 0 < len(seen.wrong_ranks) < len(seen.computed):
+        return Diagnosis(_DEPENDS, shown)
+    small = all(rounding.close(found[name], expected[name]) for name in found)
+    if small or seen.wrong_ranks:
+        return Diagnosis(_ROUNDING if small else None, shown)
     factor = rounding.factor(list(found.values()), list(expected.values()))
     if factor is not None and len(found) == seen.tensors > 1:
         return _with(_wrong_count("every gradient", factor, counts, rounding), shown)
@@ -676,10 +658,8 @@ def _computed(seen: GradientEvidence) -> str | None:
     if len(factors) == len(wrong) and max(factors) - min(factors) <= 2 * rounding.epsilon * abs(factors[0]):
         return f"{text}: all elements are {_times(factors[0])} those of one process"
     if apart <= rounding.of_sums:
-        return (
-            f"{text} by {apart:.1e} of the largest element at most, the size of rounding: another BLAS, processor or "
-            "number of threads does that, too"
-        )
+        others = "another BLAS, processor or number of threads does that, too"
+        return f"{text} by {apart:.1e} of the largest element at most, the size of rounding: {others}"
     return f"{text} by {apart:.1e} of the largest element at most"
 
 
@@ -729,9 +709,8 @@ def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: 
             if rounding.ratio(factor, times):
                 names = " and of ".join(name for name, count in counts.items() if count == size)
                 right = f"{size} times too large" if times > 1 else f"{size} times too small"
-                return Diagnosis(
-                    f"a sum divided by the wrong count: {what} is {right}, and {size} is the number of {names}"
-                )
+                reason = f"{what} is {right}, and {size} is the number of {names}"
+                return Diagnosis(f"a sum divided by the wrong count: {reason}")
     for (one, n), (other, m) in permutations(counts.items(), 2):
         if n % m and m % n and rounding.ratio(factor, n / m):
             reason = f"{what} is {n}/{m} of what it must be, {n} is the number of {one}, {m} that of {other}"
