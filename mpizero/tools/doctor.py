@@ -67,11 +67,10 @@ def check_launch(comm: Communicator, threads: int, environment: Mapping[str, str
     nodes, slurm_nodes = len({host for _, host in every}), whole_number(environment, "SLURM_JOB_NUM_NODES")
     tasks = whole_number(environment, "SLURM_NTASKS") if own.name.startswith("mpiexec") else None
     text = f"{own.name or 'no launcher'}: {counted(comm.size, 'rank')} on {counted(nodes, 'node')}"
-    moved = [(rank, launch) for rank, (launch, _) in enumerate(every) if launch.rank not in (None, rank)]
-    if moved:
-        rank, launch = moved[0]
-        text += f"; MPI's rank {rank} is the launcher's {launch.rank}"
-        return CheckResult("launch", "warn", text, "do not mix launchers: messages that name ranks mean MPI's")
+    for rank, (launch, _) in enumerate(every):
+        if launch.rank not in (None, rank):
+            text += f"; MPI's rank {rank} is the launcher's {launch.rank}"
+            return CheckResult("launch", "warn", text, "do not mix launchers: messages that name ranks mean MPI's")
     if slurm_nodes is not None and slurm_nodes != nodes:
         text += f"; Slurm has given {counted(slurm_nodes, 'node')}"
         return CheckResult("launch", "warn", text, "start the ranks with srun, or with an mpiexec that knows Slurm")
@@ -253,15 +252,13 @@ def check_kernels(comm: Communicator, threads: int) -> CheckResult:
     """Run one compiled kernel, and report the folder in which compiled kernels are cached. Collective over ``comm``."""
     problem, place, seconds = machine.try_kernel()
     every = comm.allgather_object((problem, place))
-    failed = [(rank, text) for rank, (text, _) in enumerate(every) if text]
-    if failed:
-        rank, text = failed[0]
-        remedy = "set MPIZERO_CACHE_DIR to a folder of yours that can be written"
-        return CheckResult("kernels", "FAIL", f"rank {rank}: {text}", remedy)
-    refused = [(rank, kept) for rank, (_, kept) in enumerate(every) if kept is not None and kept.refused]
-    if refused:
-        rank, kept = refused[0]
-        return CheckResult("kernels", "warn", f"rank {rank}: {kept.refused}", kept.remedy)
+    for rank, (text, _) in enumerate(every):
+        if text:
+            remedy = "set MPIZERO_CACHE_DIR to a folder of yours that can be written"
+            return CheckResult("kernels", "FAIL", f"rank {rank}: {text}", remedy)
+    for rank, (_, kept) in enumerate(every):
+        if kept is not None and kept.refused:
+            return CheckResult("kernels", "warn", f"rank {rank}: {kept.refused}", kept.remedy)
     text = f"compiled ones are kept in {place.path}" if place else ""
     return CheckResult("kernels", "ok", f"{text}; the first took {seconds:.2f} s to be ready")
 

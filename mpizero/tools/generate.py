@@ -155,24 +155,12 @@ def write(model: LanguageModel, prompt: bytes, length: int, sampling: Sampling, 
     """
     speaker = FirstRankWriter(comm)
     speaker.say(prompt.decode("utf-8", "replace"))
-    for text in characters(generate(model, prompt, length, sampling, speaker.agree)):
+    chosen = generate(model, prompt, length, sampling, speaker.agree)
+    for text in codecs.iterdecode(chosen, "utf-8", "replace"):  # each character as soon as it is complete
         speaker.say(text)
     speaker.say("", end="\n")
     if speaker.failure is not None:
         raise speaker.failure
-
-
-def characters(stream: Iterator[bytes]) -> Iterator[str]:
-    """Decode UTF-8 bytes to characters, and yield each as soon as it is complete; invalid bytes become U+FFFD.
-
-    Not collective.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for piece in stream:
-        if text := decoder.decode(piece):
-            yield text
-    if text := decoder.decode(b"", final=True):
-        yield text
 
 
 @contextmanager

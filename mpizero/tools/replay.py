@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpizero import checkpoint, nn
-from mpizero._util.text import joined
+from mpizero._util.text import aligned, joined
 from mpizero.checkpoint.format import ARRAY_LIMIT, is_count
 from mpizero.comm.startup import available_memory
 from mpizero.errors import ConfigError, DataError
@@ -170,17 +170,14 @@ def _of_samples(replay_: Replay) -> list[str]:
     else:
         verdict = f"first not finite: {first.what} {first.name}, {first.not_finite} of {first.size} values"
     head = f"samples {replay_.start} to {replay_.stop - 1}: loss {replay_.loss / replay_.weight:.6g}; {verdict}"
-    names = [f"{f.what} {f.name}" for f in replay_.figures]
-    width = max(map(len, names))
-    rows = [f"  {'':{width}}  {'min':>11}  {'max':>11}  {'norm':>11}  not finite"]
-    rows += [f"  {name:{width}}  {_row(figures)}" for name, figures in zip(names, replay_.figures, strict=True)]
-    return [head, *rows]
+    rows = [["", f"{'min':>11}", f"{'max':>11}", f"{'norm':>11}", "not finite"], *map(_row, replay_.figures)]
+    return [head, *(f"  {line}" for line in aligned(rows))]
 
 
-def _row(figures: ReplayedArray) -> str:
-    numbers = (figures.minimum, figures.maximum, figures.norm)
+def _row(figures: ReplayedArray) -> list[str]:
+    numbers = (f"{number:11.4g}" for number in (figures.minimum, figures.maximum, figures.norm))
     bad = f"{figures.not_finite} of {figures.size}" if figures.not_finite else "-"
-    return "  ".join(f"{number:11.4g}" for number in numbers) + f"  {bad:>10}"
+    return [f"{figures.what} {figures.name}", *numbers, bad]
 
 
 def as_json(found: ReplayedStep) -> str:

@@ -16,9 +16,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mpizero.comm.startup import one_process
 from mpizero.errors import ConfigError
 from mpizero.tools.bench.strategies import MemoryRequest, sent_formula, wide_mlp
-from mpizero.tools.generate import Sampling, characters
+from mpizero.tools.generate import FirstRankWriter, LanguageModel, Sampling, write
 from mpizero.train.events import ByteProgress, Progress
 from mpizero.train.loop import Validation
 from mpizero.train.machine import peak_growth, peak_resident, proportional, proportional_growth, resident
@@ -49,9 +50,13 @@ def test_sampling_refuses_what_means_nothing(wrong):
         Sampling(**wrong)
 
 
-def test_characters_come_when_they_are_whole_and_broken_ones_are_marked():
-    stream = (bytes([byte]) for byte in "aé€".encode() + b"\xff" + b"b\xe2")
-    assert list(characters(stream)) == ["a", "é", "€", "�", "b", "�"]
+def test_characters_come_when_they_are_whole_and_broken_ones_are_marked(monkeypatch):
+    chosen, said = "aé€".encode() + b"\xff" + b"b\xe2", []
+    told = iter(chosen)
+    model = LanguageModel(1, lambda context: np.eye(256)[[[next(told)]]])
+    monkeypatch.setattr(FirstRankWriter, "say", lambda self, text, end="": said.append(text + end))
+    write(model, b"", len(chosen), Sampling(temperature=0), one_process())
+    assert said == ["", "a", "é", "€", "�", "b", "�", "\n"]
 
 
 def test_speed_is_the_median_without_warm_up_and_disturbed_steps():

@@ -13,11 +13,11 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
 import tracemalloc
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
 from mpizero.layout import Partition, Span
-from mpizero.tools.bench.machine import drop_cached, read_part, slowest, write_part
+from mpizero.tools.bench.machine import drop_cached, read_part, together, write_part
 from mpizero.train.config.checks import check_option
 from mpizero.train.machine import peak_growth, proportional_growth, release_free_memory
 from mpizero.types import Array
@@ -172,6 +172,7 @@ class _Bench:
         self.start = 4 * span.start * LAYERS * len(SLOTS)
         self.buffer = SnapshotBuffer()
         self.buffer.reserve(self.arrays)
+        self.seconds = partial(together, comm)
         self.pending: checkpoint.PendingSave
         self.manifest: Manifest
 
@@ -240,15 +241,6 @@ class _Bench:
             path = self.folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self.comm.barrier("bench checkpoint")
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Call ``work`` on every rank at once, and return the seconds of the slowest rank."""
-        self.comm.barrier("bench checkpoint")
-        started = time.perf_counter()
-        with all_ranks(self.comm):
-            work()
-            took = time.perf_counter() - started
-        return slowest(self.comm, took)
 
     def round(self, number: int) -> dict[str, float]:
         """Time every operation once, remove the files, and return the seconds by the operation's name.

@@ -20,7 +20,7 @@ from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from itertools import cycle
+from itertools import count, cycle, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,14 @@ def alone(comm: Communicator, work: Callable[[], object]) -> float:
 def together(comm: Communicator, work: Callable[[], object]) -> float:
     """Time ``work`` on all ranks at once, and return the slowest rank's seconds on every rank.
 
-    Collective over ``comm``.
+    Collective over ``comm``. An error of one rank's work is an error on all ranks.
     """
     comm.barrier("bench")
     started = time.perf_counter()
-    work()
-    return slowest(comm, time.perf_counter() - started)
+    with all_ranks(comm, "bench"):
+        work()
+        took = time.perf_counter() - started
+    return slowest(comm, took)
 
 
 def slowest(comm: Communicator, seconds: float) -> float:
@@ -361,10 +363,8 @@ _BYTES, _MOST_MESSAGES = 1 << 21, 50
 
 def sizes(largest: int) -> tuple[int, ...]:
     """Return the sizes of the messages that are timed, in bytes: 8, 128, 2048 ... and ``largest``. Not collective."""
-    found = [_SMALLEST]
-    while found[-1] * _FACTOR < largest:
-        found.append(found[-1] * _FACTOR)
-    return (*found, largest) if largest > found[-1] else tuple(found)
+    smaller = takewhile(lambda nbytes: nbytes < largest, (_SMALLEST * _FACTOR**k for k in count()))
+    return (*smaller, largest)
 
 
 @dataclass
@@ -515,24 +515,13 @@ class FileBenchmark:
 
     def measure(self) -> None:
         """Time one write, one read from the disk and one read from the page cache, and remove the file. Collective."""
-        failure: list[OSError] = []
-
-        def tried(work: Callable[[], None]) -> None:
-            try:
-                if not failure:
-                    work()
-            except OSError as error:  # raised later: the other ranks still wait at the end of the measurement
-                failure.append(error)
-
         write = partial(write_part, self.path, memoryview(self.data), self.start)
         read = partial(read_part, self.path, memoryview(self.room), self.start)
         for name, work in ((_WRITE, write), (_READ, read), (_AGAIN, read)):
             if name == _READ:
-                tried(partial(drop_cached, self.path))
-            self.values[name].append(together(self.comm, partial(tried, work)))
-            with all_ranks(self.comm):
-                if failure:
-                    raise failure[0]
+                with all_ranks(self.comm):
+                    drop_cached(self.path)
+            self.values[name].append(together(self.comm, work))
         if self.comm.rank == 0:
             self.path.unlink(missing_ok=True)
 

@@ -352,11 +352,6 @@ class _LayoutRun:
         return f"GPT with {parameters:,} float32 parameters, AdamW, {batch}", planned
 
 
-def at_rest(held: dict[str, int]) -> int:
-    """Add up ``held``, bytes by kind of memory, without activations: what is held between steps. Not collective."""
-    return sum(held.values()) - held.get("activations", 0)
-
-
 def _samples(model: nn.GPT, count: int, replica: int) -> tuple[Array, Array]:
     """Return random token ids and targets of ``count`` samples, the same on all ranks of replica ``replica``."""
     ids = np.random.default_rng(replica).integers(0, model.vocabulary, (count, model.sequence + 1))
@@ -394,7 +389,8 @@ def _figures(held: dict[str, int], pss: tuple[int | None, int], sent: int, messa
     ``held`` has bytes by kind of memory, ``pss`` the growth of the proportional set size in bytes at rest (None leaves
     the column empty) and in a step. ``sent`` and ``messages`` are the numbers of bytes and messages sent in a step.
     """
-    rest, kept = at_rest(held), held.get("activations")
+    kept = held.get("activations")
+    rest = sum(held.values()) - (kept or 0)
     parts = (*(held[part] for part in PARTS[:3]), held["buffers"], rest, pss[0])
     moving = (kept, None if kept is None else rest + kept, pss[1], sent)
     shown = "".join(f"{'' if size is None else f'{size / 1e6:.3f}':>11}" for size in (*parts, *moving))

@@ -269,8 +269,7 @@ def _train(model: nn.MLP, comm: Communicator, strategy: str, shared: bool, steps
     x = random.standard_normal((1, model.features)).astype(np.float32)
     y = np.array([comm.rank % _CLASSES])
     before = idle_size(comm)
-    sharded = distribute(model, optim.AdamW(lr=1e-4), strategy=strategy, config=config)
-    with sharded:
+    with distribute(model, optim.AdamW(lr=1e-4), strategy=strategy, config=config) as sharded:
         for _ in range(steps):
             sharded.train(x, y)
         after = idle_size(comm)

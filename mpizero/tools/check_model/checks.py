@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,8 +32,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero._util.numbers import Rounding
+from mpizero._util.numbers import Rounding, largest
 from mpizero._util.pytree import leaves_of
+from mpizero.adapters.user_code import shared_generators
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError, DataError, ModelCheckError, MpizeroError
@@ -84,20 +84,19 @@ def unlike(found: LossAndGradients, expected: LossAndGradients) -> Iterator[tupl
             yield what, f"{b[worst]!s}{place}, then {a[worst]!s}"
 
 
-def random_states() -> dict[str, Any]:
+def random_states() -> dict[str, bytes]:
     """Return the state of every global random number generator of this process."""
-    states: dict[str, Any] = {"numpy.random": str(np.random.get_state()), "random": random.getstate()}  # noqa: NPY002
     torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "random"):
-        states["torch.random"] = torch.random.get_rng_state().numpy().tobytes()
-    return states
+    if torch is None or not hasattr(torch, "random"):
+        return shared_generators()
+    return shared_generators() | {"torch.random": torch.random.get_rng_state().numpy().tobytes()}
 
 
 def check_again(checked: CheckedModel, batch: CheckBatch, start: Named, begun: LossAndGradients) -> list[ModelFinding]:
     """Evaluate the model at the start values ``start`` again, and compare with ``begun``, their first evaluation."""
     drawn = random_states()
     again = checked.evaluate(start, *batch[:2])
-    used = [name for name, value in random_states().items() if value != drawn[name]]
+    used = sorted(name for name, value in random_states().items() if value != drawn[name])
     when = "evaluated twice" if checked.evaluations == 2 else f"evaluated first, and after {checked.evaluations} others"
     return _differ(again, begun, when, _of_noise(used))
 
@@ -323,12 +322,12 @@ def scales_of(checked: CheckedModel, at: Named, evaluation: LossAndGradients) ->
     """
     sizes = {name: max(1, at[name].size) for name in checked.names}
     own = {name: math.sqrt(float(np.sum(np.square(at[name], dtype=np.float64))) / n) for name, n in sizes.items()}
-    largest = max([size for size in own.values() if size > 0], default=0.1)
+    most = max([size for size in own.values() if size > 0], default=0.1)
     for name, size in own.items():
         if size == 0:
             g = evaluation.gradients[name].astype(np.float64)
             push = float(np.linalg.norm(g)) * math.sqrt(g.size)
-            own[name] = min(max(0.1 * abs(evaluation.loss) / push, 1e-3 * largest), largest) if push > 0 else largest
+            own[name] = min(max(0.1 * abs(evaluation.loss) / push, 1e-3 * most), most) if push > 0 else most
     return own
 
 
@@ -522,7 +521,7 @@ class BatchSums:
 
     def size(self, what: str) -> float:
         """Return the largest magnitude of the quantity named ``what`` in the batch and in its pieces."""
-        return max(float(np.max(np.abs(v[what]), initial=0.0)) for v in (self.whole, *self.pieces))
+        return max(largest(v[what]) for v in (self.whole, *self.pieces))
 
 
 def _flat(evaluation: LossAndGradients) -> dict[str, Array]:
@@ -555,23 +554,22 @@ def check_sums(
         return [ModelFinding("sum", "a piece of the batch", seen, "a number of samples that is built in", told)], ""
     sums = BatchSums(whole, pieces, [b - a for a, b in spans])
     scatter = [_flat(evaluation) for evaluation in noise()]
-    findings, largest = [], 0.0
-    for what in sums.whole:
-        size, apart = sums.size(what), float(np.max(np.abs(sums.total(what) - sums.whole[what]), initial=0.0))
-        shaken = max((float(np.max(np.abs(s[what] - sums.whole[what]), initial=0.0)) for s in scatter), default=0.0)
+    findings, most = [], 0.0
+    for what, values in sums.whole.items():
+        size, apart = sums.size(what), largest(sums.total(what) - values)
+        shaken = max((largest(s[what] - values) for s in scatter), default=0.0)
         allowed = _rounding(checked, whole, count).of_sums * size + OF_NOISE * shaken
         if not apart <= allowed:
             findings.append(_sums_finding(what, sums, _flat(joined)))
-        largest = max(largest, apart / size if size else 0.0)
+        most = max(most, apart / size if size else 0.0)
     shown = " + ".join(map(str, sums.counts))
-    return findings, f"sums: {count} samples as {shown}, apart by {largest:.1e} at most"
+    return findings, f"sums: {count} samples as {shown}, apart by {most:.1e} at most"
 
 
 def _rounding(checked: CheckedModel, whole: LossAndGradients, count: int) -> Rounding:
     coarse = checked.dtype == np.float32 or float(np.float32(whole.loss)) == whole.loss
-    dtype = "float32" if coarse else "float64"
     terms = float(max([count, *(side for g in whole.gradients.values() for side in g.shape)]))
-    return Rounding(dtype, terms)
+    return Rounding("float32" if coarse else "float64", terms)
 
 
 def _sums_finding(what: str, sums: BatchSums, joined: dict[str, Array]) -> ModelFinding:
@@ -587,15 +585,15 @@ def _sums_cause(what: str, sums: BatchSums, joined: dict[str, Array]) -> tuple[s
     whole, counts = sums.whole[what], np.array(sums.counts, np.float64)
     near = 1e-3 * sums.size(what)
     means = np.sum([c * p[what] for c, p in zip(counts, sums.pieces, strict=True)], axis=0) / counts.sum()
-    constant = all(np.abs(p[what] - whole).max(initial=0.0) <= near for p in sums.pieces)
+    constant = all(largest(p[what] - whole) <= near for p in sums.pieces)
     if what == "weight":
         told = "return how much the batch weighs, float(len(x)) for a mean over samples"
         return ("a weight that does not grow with the batch" if constant else "a weight that is no sum"), told
-    if np.abs(means - whole).max(initial=0.0) <= near and not constant:
+    if largest(means - whole) <= near and not constant:
         return "a mean over the samples", "return the sum over the samples, and float(len(x)) as the weight"
     weights = np.array([p["weight"][0] for p in sums.pieces])
     by_weight = np.sum([w * p[what] for w, p in zip(weights, sums.pieces, strict=True)], axis=0)
-    if np.abs(by_weight / (weights.sum() or 1.0) - whole).max(initial=0.0) <= near and not constant:
+    if largest(by_weight / (weights.sum() or 1.0) - whole) <= near and not constant:
         return "a mean by weight", "return the weighted sum, and the sum of the weights as the weight"
     extra = sums.total(what) - whole  # a term per call is there as often as there are pieces more
     first = sums.total(what, len(counts) - 1) - joined[what]
@@ -650,8 +648,8 @@ def _apart(piece: Any, whole: Any, part: slice) -> float:
     for a, b in zip(leaves_of(piece), leaves_of(whole), strict=True):
         if a.shape != b[part].shape:
             return float("inf")
-        size = float(np.max(np.abs(b.astype(np.float64)), initial=0.0))
-        distances.append(float(np.max(np.abs(a.astype(np.float64) - b[part]), initial=0.0)) / (size or 1.0))
+        size = largest(b.astype(np.float64))
+        distances.append(largest(a.astype(np.float64) - b[part]) / (size or 1.0))
     return max(distances)
 
 

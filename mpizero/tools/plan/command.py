@@ -374,20 +374,18 @@ def _memory(plan: PlannedRun) -> str:
     text = _table(plan, "memory of the fullest rank", rows, PARTS)
     nodes, windows, untried = plan.training.node_bytes, plan.training.node_windows, plan.training.not_counted
     node = max(nodes, key=lambda n: nodes[n])
-    beside = f"{unseen}, " if (unseen := plan.training.unseen) else ""
-    tried = "activations and working arrays were found by trying one block of each kind"
+    lacking = f"{unseen}, " if (unseen := plan.training.unseen) else ""
+    lacking += "Python and its libraries; activations and working arrays were found by trying one block of each kind"
+    if untried:
+        lacking = f"arrays of the model's own passes ({untried}); Python and its libraries"
     if plan.config.train.device != "cpu":
         text += "\n" + _table(plan, "on the GPU of the fullest rank", _rows(plan, lambda r: r.device_memory), PARTS)
         text += (
             "\nranks that share a GPU add up; not counted there: CUDA itself, memory that CuPy keeps, operands in 16 "
             "bits, and that attention takes more scores at once than the block that was tried"
         )
-    return (
-        f"{text}\nfullest node ({node}): {amount(nodes[node])}B, of it {amount(windows[node])}B in shared windows "
-        "(/dev/shm)\n"
-        + (f"not counted: arrays of the model's own passes ({untried}); Python and its libraries" if untried else "")
-        + ("" if untried else f"not counted: {beside}Python and its libraries; {tried}")
-    )
+    fullest = f"{amount(nodes[node])}B, of it {amount(windows[node])}B in shared windows (/dev/shm)"
+    return f"{text}\nfullest node ({node}): {fullest}\nnot counted: {lacking}"
 
 
 def _messages(plan: PlannedRun) -> str:

@@ -129,17 +129,6 @@ def exchange_cost(
     return ExchangeCost(sent, largest * itemsize, received, packed, (arrivals - mine) * codec.packed(widths[peer]))
 
 
-def segment_cost(widths: Sequence[int], peer: int, counts: Sequence[int], itemsize: int) -> ExchangeCost:
-    """Return the cost of one uncompressed segment of an exchange, in which peer i owns ``widths[i]`` elements.
-
-    ``peer`` is the peer whose cost is computed, and ``counts[i]`` the number of partial sums that the node of peer i
-    sends. Not collective.
-    """
-    mine, others = counts[peer], sum(widths) - widths[peer]
-    sent = one_call(mine * others * itemsize)
-    return ExchangeCost(sent, mine * sum(widths) * itemsize, sum(counts) * widths[peer] * itemsize)
-
-
 def _packed(elements: int, step: int, codec: Codec) -> int:
     """Return the compressed bytes of ``elements`` elements that are sent in messages of at most ``step`` elements."""
     full, rest = divmod(elements, step)

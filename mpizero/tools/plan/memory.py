@@ -34,7 +34,7 @@ from mpizero._util.pytree import SampleTree, leaves_of, map_leaves
 from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.comm.p2p import ArrayShape, TreeForm
 from mpizero.errors import ConfigError, DataError
-from mpizero.layout import Instruction, Span
+from mpizero.layout import Instruction
 from mpizero.layout.flat import FlatLayout, Unit, nested, united, views
 from mpizero.layout.sum_tree import cover
 from mpizero.layout.tensor_parts import elements_within, tile_rows
@@ -517,10 +517,6 @@ class ShardSizes:
         averaged = (sum(span.size for span, average in share.gradient_kinds if average) for share in self.shares)
         return tuple(all_own - average for all_own, average in zip(own, averaged, strict=True))
 
-    def parameters(self, rank: int, unit: int, region: Span) -> int:
-        """Return how many elements data rank ``rank`` owns in the range ``region`` of unit ``unit``. Not collective."""
-        return self.shares[rank].spans[unit].intersect(region).size
-
     def gathered(self, rank: int, unit: Unit) -> tuple[int, ...]:
         """Return how many elements data rank ``rank`` sends in each message when ``unit`` is gathered. Not collective.
 
@@ -630,11 +626,6 @@ class ModelPart:
         return next((counter.unseen for counter in counters if counter is not None), "")
 
     @property
-    def last_chunk(self) -> int:
-        """The number of the chunk that has the model's last block."""
-        return len(self.partitioned.cuts) - 1
-
-    @property
     def _trials(self) -> BlockTrials:
         assert self.trials is not None  # a model whose blocks cannot be tried is not split
         return self.trials
@@ -645,7 +636,7 @@ class ModelPart:
         ``samples`` is the number of samples of the micro-batch.
         """
         found = self._trials.of(samples)
-        names = [*self.blocks(chunk), *([None] if chunk == self.last_chunk else [])]
+        names = [*self.blocks(chunk), *([None] if chunk == len(self.partitioned.cuts) - 1 else [])]
         return [found[name] for name in names]
 
     def calls(self, chunk: int, samples: int) -> list[GroupCall]:

@@ -118,6 +118,7 @@ class RankMemory:
     def parts(self) -> dict[str, MemoryBytes]:
         """Return the rank's memory on the host by part, without empty parts. Not collective."""
         figures = self.flow.figures
+        working = self._host_work if self._on_device else figures.most - figures.kept + self._copied
         found = {
             "parameters": self._parameters(),
             "gradients": MemoryBytes() if self._keeps_gradients else self._gradients(),
@@ -128,9 +129,7 @@ class RankMemory:
             "exchange buffers": MemoryBytes(self._exchange_buffers()),
             "group buffers": self._group_buffers(),
             "activations": MemoryBytes(0 if self._on_device else figures.kept),
-            "working arrays": MemoryBytes(
-                self._host_work if self._on_device else figures.most - figures.kept + self._copied
-            ),
+            "working arrays": MemoryBytes(working),
             "messages": MemoryBytes(figures.total - figures.most),
         }
         return {part: held for part, held in found.items() if held.private or held.shared}
@@ -140,19 +139,16 @@ class RankMemory:
         if not self._on_device:
             return {}
         layout, figures = self.traffic.part.layout, self.flow.figures
-        state = {"optimizer state": self._state() * self._item} if self._updates_on_device else {}
+        found = {"optimizer state": self._state() * self._item} if self._updates_on_device else {}
         buffers = self._frozen if self._keeps_gradients else self._update_buffers() if self._updates_on_device else 0
         gradients = max((gradient_places(unit)[1] for unit in layout.units), default=0) * self._item
-        return (
-            state
-            | ({"buffers": buffers} if buffers else {})
-            | {
-                "parameters": (layout.largest_gathered if self.traffic.sharded else layout.size) * self._item,
-                "gradients": self._gradients().private if self._keeps_gradients else gradients,
-                "activations": figures.kept,
-                "working arrays": figures.most - figures.kept,
-            }
-        )
+        found |= {"buffers": buffers} if buffers else {}
+        return found | {
+            "parameters": (layout.largest_gathered if self.traffic.sharded else layout.size) * self._item,
+            "gradients": self._gradients().private if self._keeps_gradients else gradients,
+            "activations": figures.kept,
+            "working arrays": figures.most - figures.kept,
+        }
 
     @property
     def _copied(self) -> int:
@@ -294,7 +290,7 @@ class RankMemory:
 
 
 def _takes_no_time(nbytes: int) -> float:
-    return 0.0
+    return 0.0  # no lambda: plans are sent to other processes
 
 
 @dataclass(frozen=True)
@@ -454,24 +450,20 @@ class TrainingPlan:
         """The parts of the plan that are equal for all ranks."""
         row = self.row.in_contexts(self.axes.context)
         waves = assigns_waves(row, self.config, self.axes.data * self.axes.context)
+        claimed = claims_grains(row, self.config, self.places.grid(0), self.ranks // self.axes.data)
         by_block = isinstance(self.model, BlockModel)
         scratch = scratch_use(self.config, self.axes.pipeline, by_block=by_block)
         return PlannedTraining(
             row=row,
             config=self.config,
             optimizer=averaging(self.optimizer, self.config.ema),
-            step=StepBatches(self.grains, self.config.accumulate, waves, scratch, self._claims_grains),
+            step=StepBatches(self.grains, self.config.accumulate, waves, scratch, claimed),
             itemsize=np.dtype(self.model.dtype).itemsize,
             sample_bytes=tuple(leaf[:1].nbytes for leaf in SampleTree.of(x=self.x, y=self.y).leaves),
             loss_scale=self.loss_scale,
             by_block=by_block,
             in_place=writes_in_place(self.model),
         )
-
-    @property
-    def _claims_grains(self) -> bool:
-        model_ranks = self.ranks // self.axes.data
-        return claims_grains(self.row.in_contexts(self.axes.context), self.config, self.places.grid(0), model_ranks)
 
     @cached_property
     def by_rank(self) -> tuple[RankPlan, ...]:

@@ -34,7 +34,6 @@ from mpizero.tools.plan.counts import (
     exchange_cost,
     gather_cost,
     one_call,
-    segment_cost,
     total_sent,
 )
 from mpizero.tools.plan.memory import ModelPart
@@ -132,7 +131,9 @@ class RankTraffic:
         if self._overlaps:
             counts, item = self._row_counts, self.training.itemsize
             widths = [[sum(span.size for span in part) for part in bucket.parts] for bucket in self._buckets]
-            return [segment_cost(width, self.grid.peers.rank, counts, item) for width in widths]
+            return [
+                exchange_cost(width, self.grid.peers.rank, counts, item, None, self.training.bucket) for width in widths
+            ]
         if not self.training.step.waves:
             return self._exchanges(units, self._row_counts)
         waves = self.training.step.wave_plan(self.grid).waves
@@ -206,8 +207,9 @@ class RankTraffic:
         """Return the costs of the all-gathers that send updated parameters to the peers' copies. Not collective."""
         if self.sharded:
             return []
-        shards, peers, regions = self.part.shards, self.grid.peer_ranks, self.part.layout.regions(params.REGION)
-        columns = ([shards.parameters(rank, unit, region) for rank in peers] for unit, region in regions)
+        spans = [self.part.shards.shares[rank].spans for rank in self.grid.peer_ranks]
+        regions = self.part.layout.regions(params.REGION)
+        columns = ([own[unit].intersect(region).size for own in spans] for unit, region in regions)
         return [direct_gather_cost([sizes], self.grid.peers.rank, self.training.itemsize) for sizes in columns]
 
     def gathers(self) -> list[ExchangeCost]:

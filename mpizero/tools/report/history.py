@@ -413,9 +413,8 @@ def idle_shares(cells: Sequence[PipelineCell]) -> list[float]:
 def timed_ranks(start: VisitStart | None) -> list[int]:
     """Return the ranks whose passes a measured timetable shows, one for each stage: the first ones of every stage."""
     others = [ranks for axis, ranks in start.coordinates.items() if axis != "pipeline"] if start else []
-    return [
-        rank for rank in range(start.ranks if start else 0) if not any(any(axis[rank : rank + 1]) for axis in others)
-    ]
+    ranks = range(start.ranks if start else 0)
+    return [rank for rank in ranks if not any(any(axis[rank : rank + 1]) for axis in others)]
 
 
 def last_timetable(visits: Sequence[VisitRecords]) -> tuple[VisitStart | None, PipelineTimetable] | None:

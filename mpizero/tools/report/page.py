@@ -629,7 +629,7 @@ def differences(histories: Sequence[RunHistory]) -> Iterator[Markup]:
     visits = " of the last visits" if any(len(history.visits) > 1 for history in known) else ""
     environments = [environment(history.start) for history in known if history.start]
     for what, values in ((f"settings{visits}", chosen), ("facts of the environment", environments)):
-        rows = _rows(values)
+        rows = sorted(_rows(values))
         different = [row for row in rows if len(set(row[1:])) > 1]
         same = len(rows) - len(different)
         if different:
@@ -643,7 +643,7 @@ def differences(histories: Sequence[RunHistory]) -> Iterator[Markup]:
 
 
 def _rows(values: Sequence[dict[str, str]]) -> list[tuple[str, ...]]:
-    names = sorted({name for one in values for name in one})
+    names = dict.fromkeys(name for one in values for name in one)
     return [(name, *(one.get(name, "-") for one in values)) for name in names]
 
 
@@ -798,13 +798,9 @@ def _state(history: RunHistory) -> Markup:
 
 def _several(histories: Sequence[RunHistory]) -> Iterator[Markup]:
     colours = key((colour_of(number), history.name) for number, history in enumerate(histories))
-    summaries = [_summary(history) for history in histories]
-    rows = [
-        (name, *(summary.get(name, "-") for summary in summaries))
-        for name in dict.fromkeys(name for summary in summaries for name in summary)
-    ]
     head = ("", *(history.name for history in histories))
-    yield section("Summary", colours, table("Figures of the runs", head, rows), name="summary")
+    figures = table("Figures of the runs", head, _rows([_summary(history) for history in histories]))
+    yield section("Summary", colours, figures, name="summary")
     yield section("What differs", *differences(histories), name="what-differs")
     yield curve_section(histories, colours)
     for number, history in enumerate(histories):

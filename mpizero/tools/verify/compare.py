@@ -154,7 +154,7 @@ class TrainingTask:
 class TrainingState(NamedTuple):
     """Hold the parameters, as this rank sees them, and the optimizer's arrays, as flat vectors of the whole model.
 
-    ``slots`` has the optimizer's arrays by name, such as "exp_avg", as :meth:`ObservedTraining.entries_of` places them;
+    ``slots`` has the optimizer's arrays by name, such as "exp_avg", as :func:`slot_entries` places them;
     ``step_count`` is the optimizer's step number, ``progress`` what a method of whole vectors has saved of itself.
     """
 
@@ -223,10 +223,13 @@ class StepUpdate(NamedTuple):
 
 
 class ObservedTraining:
-    """Train a model on one layout, step by step; made by :func:`placed`. Methods are collective over the layout."""
+    """Train a model on one layout, step by step; made by :func:`placed`. Methods are collective over the layout.
+
+    ``batches`` yields this rank's part of one global batch after the other.
+    """
 
     def __init__(self, model: ShardedModelBase, batches: Iterator[tuple[Any, Any]]) -> None:
-        self.model, self._batches = model, batches
+        self.model, self.batches = model, batches
 
     @property
     def engine(self) -> Engine:
@@ -245,14 +248,10 @@ class ObservedTraining:
         """Return where each parameter lies in the flat vector of the whole model. Not collective."""
         return self.engine.whole.layout
 
-    def batch(self) -> tuple[Any, Any]:
-        """Return this rank's part of the next global batch. Not collective."""
-        return next(self._batches)
-
     def train(self, steps: int) -> None:
         """Train ``steps`` steps by ``model.train``, as a user does."""
         for _ in range(steps):
-            self.model.train(*self.batch())
+            self.model.train(*next(self.batches))
 
     def state(self) -> TrainingState:
         """Gather and return the parameters and the optimizer's arrays of the whole model."""
@@ -260,10 +259,6 @@ class ObservedTraining:
         slots = {slot: gather_slot(self.engine, slot) for slot in updater.state}
         progress = None if updater.method is None else updater.method.progress.saved()
         return TrainingState(self.engine.whole.vector(), slots, updater.step_count, progress)
-
-    def entries_of(self, slot: str) -> tuple[ParameterUse, ...]:
-        """Return where each array of a slot of :meth:`state` lies in the slot's vector. Not collective."""
-        return slot_entries(self.engine, slot)
 
     def gradient(self, batch: tuple[Any, Any]) -> BatchGradient:
         """Compute the loss and the averaged gradient of a batch, without updating the parameters."""
@@ -337,10 +332,6 @@ class ObservedTraining:
         take(spec, whole, 0, held)
         return held
 
-    def replica_of(self, rank: int) -> tuple[int, ...]:
-        """Return all ranks of the replica to which ``rank`` belongs. Not collective."""
-        return self.engine.grid.axes.group(rank, ("pipeline", "tensor", "context"))
-
     def unlike_copy(self, parameters: Array) -> str | None:
         """Compare this rank's copy of the parameters with ``parameters``, the flat vector of the whole model.
 
@@ -362,7 +353,9 @@ class ObservedTraining:
         Keys are such as ``("optimizer slot 'exp_avg'", "head.weight")`` and ``("parameter", "head.weight")``.
         """
         state = self.state()
-        vectors = [(slot_name(slot), values, self.entries_of(slot)) for slot, values in sorted(state.slots.items())]
+        vectors = [
+            (slot_name(slot), values, slot_entries(self.engine, slot)) for slot, values in sorted(state.slots.items())
+        ]
         return {
             (quantity, entry.spec.name): hashlib.sha256(vector[entry.span.start : entry.span.stop].tobytes()).digest()
             for quantity, vector, entries in [*vectors, (PARAMETER, state.parameters, self.layout.parameters)]
@@ -376,7 +369,7 @@ class ObservedTraining:
         self.model.set_parameters(state.parameters)
         held = self.updater.host_state()
         for slot, values in state.slots.items():
-            places = {entry.spec.name: entry.offset for entry in self.entries_of(slot)}
+            places = {entry.spec.name: entry.offset for entry in slot_entries(self.engine, slot)}
             for piece in self.updater.state_pieces(slot):
                 start = places[piece.spec.name] + piece.start
                 held[slot][piece.state : piece.state + piece.size] = values[start : start + piece.size]
@@ -498,7 +491,7 @@ class TrainingPair:
         state = self.training.state()
         if self.tolerance is None and (unlike := self._compare_states(state, number - 1)):
             return unlike
-        batch = self.training.batch()
+        batch = next(self.training.batches)
         mine = self.training.gradient(batch)
         found = self._on_first(lambda one: self._compare_gradient(one, mine, state))
         if found is not None:
@@ -533,7 +526,7 @@ class TrainingPair:
     def _compare_gradient(
         self, one: ObservedTraining, mine: BatchGradient, state: TrainingState
     ) -> LocatedDifference | None:
-        self._batch = one.batch()
+        self._batch = next(one.batches)
         if self.tolerance is not None:
             one.take_state(state)
         theirs = self._gradient = one.gradient(self._batch)
@@ -586,7 +579,9 @@ class TrainingPair:
     def _slot(self, slot: str, found: Array, expected: Array, bound: float | None) -> Vectors:
         """Return the values of optimizer arrays; arrays as long as the parameters lie where the parameters lie."""
         own = slot not in self.training.updater.optimizer.slots
-        return Vectors(slot_name(slot), found, expected, bound, self.training.entries_of(slot) if own else None)
+        return Vectors(
+            slot_name(slot), found, expected, bound, slot_entries(self.training.engine, slot) if own else None
+        )
 
     def _bound(self, size: float) -> float | None:
         return None if self.tolerance is None else self.tolerance * size
@@ -659,7 +654,8 @@ class TrainingPair:
             grains_expected=theirs.grains,
             rounding=self.rounding,
         )
-        replicas = {self.training.replica_of(rank) for rank in found.wrong_ranks}
+        axes = self.training.engine.grid.axes
+        replicas = {axes.group(rank, ("pipeline", "tensor", "context")) for rank in found.wrong_ranks}
         role = "computed by" if all(len(ranks) == 1 for ranks in replicas) else "computed by one of"
         finding = replace(finding, ranks=tuple(sorted({r for ranks in replicas for r in ranks})), role=role)
         return _explained(LocatedDifference(finding), verdicts.diagnose_loss(found, self._counts())).finding
