@@ -673,8 +673,7 @@ def cut_batch(x: Any, y: Any, group: Group, tiles: int | None = None) -> tuple[A
     own = [run for tile in range(group.rank * hosted, (group.rank + 1) * hosted) for run in zigzag.runs(tile)]
 
     def cut(a: Array) -> Array:
-        places: Array = namespace(a).concatenate([a[:, run] for run in own], axis=1)
-        return places
+        return namespace(a).concatenate([a[:, run] for run in own], axis=1)
 
     return map_leaves(cut, x), map_leaves(cut, y)
 
@@ -781,8 +780,7 @@ class ContextModel:
             for here, run in zigzag.pieces(rank):
                 whole[:, run] = parts[:, start + here.start : start + here.stop]
             start += length
-        result: Array = whole
-        return result
+        return whole
 
 
 def context_model(model: BlockModel, group: Group) -> BlockModel:

@@ -25,6 +25,8 @@ import numpy as np
 from mpizero import kernels
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout import Partition
+from mpizero.layout.flat import value_at
+from mpizero.layout.tensor_parts import part_shape
 from mpizero.nn.arrays import as_ids, as_rows, known, matmul, namespace, require_sequences, sum_rows, vector
 from mpizero.nn.layer import Affine, Layer, Operations, SequenceLayer, Wrapper, linear_operations
 from mpizero.nn.layers import Activation, Dropout, LayerNorm, Linear, Projection, Sequential
@@ -144,8 +146,7 @@ class ShardedRegion(Region):
 
     def take(self, x: Array) -> Array:
         """Return this rank's part of the whole array ``x``, contiguous. Not collective."""
-        block: Array = namespace(x).ascontiguousarray(x[(slice(None),) * (self.axis % x.ndim) + (self.own,)])
-        return block
+        return namespace(x).ascontiguousarray(x[(slice(None),) * (self.axis % x.ndim) + (self.own,)])
 
     def gather(self, x: Array, tag: str) -> Array:
         """Return the whole array, of which ``x`` is this rank's part. Collective over ``group``.
@@ -250,8 +251,8 @@ def part_of(spec: ParameterSpec, axis: int, ranges: Ranges) -> ParameterSpec:
 
     The part gets the same start values as it has in the whole parameter.
     """
-    shape = (*spec.shape[:axis], size_of(ranges), *spec.shape[axis + 1 :])
-    return replace(spec, shape=shape, part=Part(spec.shape, axis, ranges))
+    part = Part(spec.shape, axis, ranges)
+    return replace(spec, shape=part_shape(part), part=part)
 
 
 def complete_shared(layer: Layer, group: Group, grads: Params, tag: str) -> None:
@@ -262,15 +263,8 @@ def complete_shared(layer: Layer, group: Group, grads: Params, tag: str) -> None
 
     Collective over ``group``, with one message.
     """
-    shared = [_found(grads, spec.name) for spec in layer.specs() if spec.part is None and spec.trainable]
+    shared = [value_at(grads, spec.name) for spec in layer.specs() if spec.part is None and spec.trainable]
     complete(group, shared, tag)
-
-
-def _found(tree: Any, name: str) -> Array:
-    for key in name.split("."):
-        tree = tree[key]
-    array: Array = tree
-    return array
 
 
 def located(run: Run, x: Array, group: Group, whole: SequenceLayer | None = None) -> Run:
