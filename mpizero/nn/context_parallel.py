@@ -536,11 +536,9 @@ class ContextEmbedding(ContextLayer, TokenEmbedding):
 
     @cached_property
     def _layers(self) -> tuple[Embedding, ContextPosition, ContextDropout]:
-        return (
-            Embedding(self.vocabulary, self.features),
-            ContextPosition(self.sequence, self.features, group=self.group),
-            ContextDropout(self.dropout, self.site, group=self.group),
-        )
+        token, position, dropout = super()._layers
+        form = cut_layer(position, ContextPosition, self.group)
+        return token, form, cut_layer(dropout, ContextDropout, self.group)
 
 
 @dataclass(frozen=True)
@@ -551,16 +549,13 @@ class ContextBlock(ContextLayer, TransformerBlock):
 
     @cached_property
     def _layers(self) -> tuple[LayerNorm, CausalSelfAttention, LayerNorm, FeedForward]:
-        whole = TransformerBlock(**{item.name: getattr(self, item.name) for item in fields(TransformerBlock)})
-        norm1, attention, norm2, feed_forward = whole._layers
+        norm1, attention, norm2, feed_forward = super()._layers
         return norm1, cut_layer(attention, RingSelfAttention, self.group), norm2, feed_forward
 
     @cached_property
     def _dropouts(self) -> tuple[Dropout, Dropout]:
-        return (
-            ContextDropout(self.dropout, self.site + 1, group=self.group),
-            ContextDropout(self.dropout, self.site + 2, group=self.group),
-        )
+        first, second = super()._dropouts
+        return cut_layer(first, ContextDropout, self.group), cut_layer(second, ContextDropout, self.group)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Return the output for ``x`` (samples, positions of this rank, dim), of the same shape, and the cache.

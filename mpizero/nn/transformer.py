@@ -384,7 +384,7 @@ class BatchedHeads:
 
     def __init__(self, apart: Array, scale: float, dropout: Dropout, run: Run, first_head: int) -> None:
         self.apart = apart
-        self._work = Workspace(apart)
+        self.room = Workspace(apart).room
         self.run, self.first_head = run, first_head
         self._dropout = dropout
         self._scale = vector(apart, scale)
@@ -467,10 +467,6 @@ class BatchedHeads:
         some, heads = part
         length = self.apart.shape[3]
         return some.stop - some.start, heads.stop - heads.start, length, length
-
-    def room(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return an array of undefined contents in the workspace memory called ``name``; see :meth:`Workspace.room`."""
-        return self._work.room(name, shape)
 
     def heads(self, kind: int, part: Part) -> Array:
         """Return queries (``kind`` 0), keys (1) or values (2) of ``part``, as a contiguous view.

@@ -49,44 +49,35 @@ def larger(a: Any, b: Any) -> Any:
     return a if a > b else b
 
 
-def block_sum(value: Any, shared: Any) -> Any:
-    """Return the sum of ``value`` over all threads of the block, added pairwise.
+def _plus(a: Any, b: Any) -> Any:
+    return a + b
 
-    ``shared`` is an array of shared memory with at least one element for each thread.
+
+def _block_fold(joined: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that joins ``value`` of all threads of the block, pairwise, and returns the result in each.
+
+    All threads of the block must call it. ``shared`` is shared memory of ``MOST_THREADS`` elements.
     """
-    thread = cuda.threadIdx.x
-    shared[thread] = value
-    cuda.syncthreads()
-    count = cuda.blockDim.x
-    while count > 1:
-        half = (count + 1) // 2
-        if thread < count - half:
-            shared[thread] += shared[thread + half]
+
+    def fold(value: Any, shared: Any) -> Any:
+        thread = cuda.threadIdx.x
+        shared[thread] = value
         cuda.syncthreads()
-        count = half
-    total = shared[0]
-    cuda.syncthreads()
-    return total
-
-
-def block_max(value: Any, shared: Any) -> Any:
-    """Return the largest ``value`` of all threads of the block.
-
-    ``shared`` is an array of shared memory with at least one element for each thread.
-    """
-    thread = cuda.threadIdx.x
-    shared[thread] = value
-    cuda.syncthreads()
-    count = cuda.blockDim.x
-    while count > 1:
-        half = (count + 1) // 2
-        if thread < count - half:
-            shared[thread] = larger(shared[thread], shared[thread + half])
+        count = cuda.blockDim.x
+        while count > 1:
+            half = (count + 1) // 2
+            if thread < count - half:
+                shared[thread] = joined(shared[thread], shared[thread + half])
+            cuda.syncthreads()
+            count = half
+        total = shared[0]
         cuda.syncthreads()
-        count = half
-    largest = shared[0]
-    cuda.syncthreads()
-    return largest
+        return total
+
+    return fold
+
+
+block_sum, block_max = _block_fold(_plus), _block_fold(larger)
 
 
 @kernel("void(const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1])")
