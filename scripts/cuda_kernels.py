@@ -119,12 +119,12 @@ def _declared_by(node: ast.stmt) -> list[str]:
     """Return the names of the kernels that a statement declares.
 
     It declares one if it is a function decorated with ``kernel(...)``. An assignment declares its target names if it
-    assigns the result of a function whose name ends with ``_kernel``.
+    assigns the result of a function whose name ends with ``_kernel`` or ``_kernels``.
     """
     if isinstance(node, ast.FunctionDef):
         made = any(ast.unparse(decorator).startswith("kernel(") for decorator in node.decorator_list)
         return [node.name] if made else []
-    if isinstance(node, ast.Assign) and "_kernel(" in ast.unparse(node.value):
+    if isinstance(node, ast.Assign) and re.search(r"_kernels?\(", ast.unparse(node.value)):
         return [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
     return []
 

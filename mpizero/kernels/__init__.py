@@ -9,12 +9,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpizero.kernels import cpu, cuda
+from mpizero.types import Array
 
 __all__ = ["all_finite", "backend", "cpu", "cuda", "namespace", "to_host"]
 
@@ -57,7 +59,13 @@ def all_finite(array: Any) -> bool:
     return bool(backend(array).reduction.all_finite(array))
 
 
-def namespace(array: Any) -> Any:
+class ArrayLibrary(Protocol):
+    """Type the functions of NumPy and CuPy: those that are used return arrays."""
+
+    def __getattr__(self, name: str) -> Callable[..., Array]: ...
+
+
+def namespace(array: Any) -> ArrayLibrary:
     """Return the library of an array, a module with NumPy's functions: NumPy or CuPy.
 
     Examples
@@ -72,7 +80,8 @@ def namespace(array: Any) -> Any:
     package = type(array).__module__.partition(".")[0]
     if package == "cupy" or not hasattr(array, "__array_namespace__"):  # CuPy's arrays have it from CuPy 14 on
         return sys.modules[package]
-    return array.__array_namespace__()
+    library: ArrayLibrary = array.__array_namespace__()
+    return library
 
 
 def to_host(array: Any) -> Any:

@@ -22,6 +22,28 @@ import numpy as np
 from mpizero.kernels.special_functions import exp2_single, exponential, hyperbolic_tangent
 
 Scalar = Any
+#: A tuple of scalars: kernels read them from their array ``hyper`` once, by :func:`five` to :func:`eight`.
+Scalars = Any
+
+
+def five(hyper: Any) -> Scalars:
+    """Return the first five scalars."""
+    return hyper[0], hyper[1], hyper[2], hyper[3], hyper[4]
+
+
+def six(hyper: Any) -> Scalars:
+    """Return the first six scalars."""
+    return *five(hyper), hyper[5]
+
+
+def seven(hyper: Any) -> Scalars:
+    """Return the first seven scalars."""
+    return *six(hyper), hyper[6]
+
+
+def eight(hyper: Any) -> Scalars:
+    """Return the first eight scalars."""
+    return *seven(hyper), hyper[7]
 
 
 def sgd(w: Scalar, g: Scalar, lr: Scalar, decay: Scalar) -> Scalar:
@@ -29,122 +51,74 @@ def sgd(w: Scalar, g: Scalar, lr: Scalar, decay: Scalar) -> Scalar:
     return w - lr * (g + decay * w)
 
 
-def momentum(
-    w: Scalar, g: Scalar, m: Scalar, lr: Scalar, decay: Scalar, factor: Scalar, keep: Scalar, of_g: Scalar, of_m: Scalar
-) -> tuple[Scalar, Scalar]:
+def momentum(w: Scalar, g: Scalar, m: Scalar, hyper: Scalars) -> tuple[Scalar, Scalar]:
     """Return the new ``w`` and momentum buffer ``m`` after a step of gradient descent with momentum.
 
     First ``decay * w`` is added to the gradient; then ``m = factor * m + keep * g`` and ``w -= lr * (of_g * g + of_m *
     m)``. (of_g, of_m) is (0, 1), or (1, momentum) for Nesterov's momentum (Sutskever 2013).
     """
+    lr, decay, factor, keep, of_g, of_m = hyper
     g = g + decay * w
     m = factor * m + keep * g
     return w - lr * (of_g * g + of_m * m), m
 
 
-def adam(
-    w: Scalar,
-    g: Scalar,
-    m: Scalar,
-    v: Scalar,
-    decay: Scalar,
-    beta1: Scalar,
-    rest1: Scalar,
-    beta2: Scalar,
-    rest2: Scalar,
-    rate: Scalar,
-    correction: Scalar,
-    eps: Scalar,
-) -> tuple[Scalar, Scalar, Scalar]:
+def adam(w: Scalar, g: Scalar, m: Scalar, v: Scalar, hyper: Scalars) -> tuple[Scalar, Scalar, Scalar]:
     """Return the new ``w``, ``m`` and ``v`` after a step of Adam (Kingma & Ba 2015).
 
     rest1 = 1 - beta1, rest2 = 1 - beta2, rate = lr / (1 - beta1**step) and correction = 1 / sqrt(1 - beta2**step).
     First ``decay * w`` is added to the gradient.
     """
+    decay, beta1, rest1, beta2, rest2, rate, correction, eps = hyper
     g = g + decay * w
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * (g * g)
     return w - rate * (m / (math.sqrt(v) * correction + eps)), m, v
 
 
-def adamw(
-    w: Scalar,
-    g: Scalar,
-    m: Scalar,
-    v: Scalar,
-    shrink: Scalar,
-    beta1: Scalar,
-    rest1: Scalar,
-    beta2: Scalar,
-    rest2: Scalar,
-    rate: Scalar,
-    correction: Scalar,
-    eps: Scalar,
-) -> tuple[Scalar, Scalar, Scalar]:
+def adamw(w: Scalar, g: Scalar, m: Scalar, v: Scalar, hyper: Scalars) -> tuple[Scalar, Scalar, Scalar]:
     """Return the new ``w``, ``m`` and ``v`` after a step of AdamW (Loshchilov & Hutter 2019).
 
     rest1 = 1 - beta1, rest2 = 1 - beta2, rate = lr / (1 - beta1**step) and correction = 1 / sqrt(1 - beta2**step).
     ``w`` is multiplied by shrink = 1 - lr * (weight decay).
     """
+    shrink, beta1, rest1, beta2, rest2, rate, correction, eps = hyper
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * (g * g)
     return shrink * w - rate * (m / (math.sqrt(v) * correction + eps)), m, v
 
 
-def rmsprop(
-    w: Scalar, g: Scalar, v: Scalar, lr: Scalar, decay: Scalar, alpha: Scalar, rest: Scalar, eps: Scalar
-) -> tuple[Scalar, Scalar]:
+def rmsprop(w: Scalar, g: Scalar, v: Scalar, hyper: Scalars) -> tuple[Scalar, Scalar]:
     """Return the new ``w`` and ``v`` after a step of RMSprop (Tieleman & Hinton 2012).
 
     rest = 1 - alpha. First ``decay * w`` is added to the gradient.
     """
+    lr, decay, alpha, rest, eps = hyper
     g = g + decay * w
     v = alpha * v + rest * (g * g)
     return w - lr * (g / (math.sqrt(v) + eps)), v
 
 
-def lion(
-    w: Scalar,
-    g: Scalar,
-    m: Scalar,
-    shrink: Scalar,
-    lr: Scalar,
-    beta1: Scalar,
-    rest1: Scalar,
-    beta2: Scalar,
-    rest2: Scalar,
-    zero: Scalar,
-) -> tuple[Scalar, Scalar]:
+def lion(w: Scalar, g: Scalar, m: Scalar, hyper: Scalars) -> tuple[Scalar, Scalar]:
     """Return the new ``w`` and ``m`` after a step of Lion (Chen et al. 2023).
 
     rest1 = 1 - beta1, rest2 = 1 - beta2, and zero is 0 in the parameters' dtype. ``w`` is multiplied by shrink = 1 - lr
     * (weight decay), and then changes by lr times the sign of an average of the gradient; where that average is NaN,
     ``w`` becomes NaN.
     """
+    shrink, lr, beta1, rest1, beta2, rest2, zero = hyper
     c = beta1 * m + rest1 * g
     step = lr if c > zero else (-lr if c < zero else c)
     return shrink * w - step, beta2 * m + rest2 * g
 
 
-def lamb_direction(
-    w: Scalar,
-    g: Scalar,
-    m: Scalar,
-    v: Scalar,
-    decay: Scalar,
-    beta1: Scalar,
-    rest1: Scalar,
-    beta2: Scalar,
-    rest2: Scalar,
-    first: Scalar,
-    correction: Scalar,
-    eps: Scalar,
-) -> tuple[Scalar, Scalar, Scalar]:
+def lamb_direction(w: Scalar, g: Scalar, m: Scalar, v: Scalar, hyper: Scalars) -> tuple[Scalar, Scalar, Scalar]:
     """Return LAMB's direction (You et al. 2020), and the new ``m`` and ``v``.
 
     The direction is Adam's plus ``decay * w``. rest1 = 1 - beta1, rest2 = 1 - beta2, first = 1 / (1 - beta1**step) and
     correction = 1 / sqrt(1 - beta2**step).
     """
+    decay, beta1, rest1, beta2, rest2, first, correction, eps = hyper
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * (g * g)
     return first * (m / (math.sqrt(v) * correction + eps)) + decay * w, m, v

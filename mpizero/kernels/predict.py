@@ -138,26 +138,16 @@ def mlp(x: Any, rows: Any, widths: Any, activation: Any, params: Any, work: Any,
             _activate(target, rows * outputs, activation)
 
 
-@kernel("void(const i8[::1], i8, i8, i8, i8, i8, i8, const T[::1], const T[::1], T[::1], T[::1])")
-def gpt(
-    ids: Any,
-    length: Any,
-    dim: Any,
-    layers: Any,
-    heads: Any,
-    vocabulary: Any,
-    sequence: Any,
-    scalars: Any,
-    params: Any,
-    work: Any,
-    out: Any,
-) -> None:
+@kernel("void(const i8[::1], i8, const i8[::1], const T[::1], const T[::1], T[::1], T[::1])")
+def gpt(ids: Any, length: Any, sizes: Any, scalars: Any, params: Any, work: Any, out: Any) -> None:
     """Write the logits of a GPT for all positions of sequences of token ids to ``out`` (ids, vocabulary).
 
-    ``ids`` holds the sequences one after the other, each of ``length`` tokens. ``dim`` is the number of features,
-    ``sequence`` the number of rows of the position embedding. ``scalars`` holds the eps of the layer norms and the
-    factor on attention scores. ``work`` is temporary memory of length * (9 * dim + 1) elements.
+    ``ids`` holds the sequences one after the other, each of ``length`` tokens. ``sizes`` is [dim, layers, heads,
+    vocabulary, sequence]: dim is the number of features, sequence the number of rows of the position embedding.
+    ``scalars`` holds the eps of the layer norms and the factor on attention scores. ``work`` is temporary memory of
+    length * (9 * dim + 1) elements.
     """
+    dim, layers, heads, vocabulary, sequence = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
     eps, scale = scalars[0], scalars[1]
     count = length * dim
     x, normed = work[:count], work[count : 2 * count]

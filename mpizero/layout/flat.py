@@ -521,6 +521,13 @@ def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def value_at(tree: Any, name: str) -> Any:
+    """Return what nested dictionaries have under a dotted name, or None if they have nothing there."""
+    for part in name.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
 def united(first: dict[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """Put the entries of the nested dictionary ``second`` into ``first``, and return that."""
     for name, value in second.items():

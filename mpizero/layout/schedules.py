@@ -16,6 +16,7 @@ stage, the number of stages, the number of micro-batches, and the number of chun
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -256,60 +257,52 @@ def zero_bubble_v(stage: int, stages: int, micro_batches: int, _virtual: int) ->
 
 
 class _Chunk:
-    """Make the instructions of one chunk: each method returns the instruction of its kind for the next micro-batch.
+    """Make the instructions of one chunk: :meth:`next` returns that of a kind for the next micro-batch.
 
     Attributes
     ----------
     chunk : int
         Number of the chunk.
-    forwards, inputs, weights : int
-        Number of forward passes, input halves and weight halves that have been returned so far.
+    made : Counter
+        How many instructions of each kind have been returned so far.
     """
 
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
-        self.forwards = self.inputs = self.weights = 0
+        self.made: Counter[str] = Counter()
 
-    def forward(self) -> Instruction:
-        self.forwards += 1
-        return Instruction(FORWARD, self.chunk, self.forwards - 1)
-
-    def backward_input(self) -> Instruction:
-        self.inputs += 1
-        return Instruction(BACKWARD_INPUT, self.chunk, self.inputs - 1)
-
-    def backward_weights(self) -> Instruction:
-        self.weights += 1
-        return Instruction(BACKWARD_WEIGHTS, self.chunk, self.weights - 1)
+    def next(self, kind: str) -> Instruction:
+        self.made[kind] += 1
+        return Instruction(kind, self.chunk, self.made[kind] - 1)
 
 
 def _v_program(stage: int, stages: int, micro_batches: int, down: _Chunk, up: _Chunk) -> Iterator[Instruction]:
     for _ in range(2 * (stages - stage) - 1):  # until the first micro-batch comes up the V
-        yield down.forward()
+        yield down.next(FORWARD)
     for _ in range(stage):
-        yield up.forward()
-        yield down.forward()
+        yield up.next(FORWARD)
+        yield down.next(FORWARD)
     for _ in range(stages - stage):  # until the first gradient comes up the other side
-        yield up.forward()
-        yield up.backward_input()
-        yield up.backward_weights()
-    while up.forwards < micro_batches:
-        if down.forwards < micro_batches:
-            yield down.forward()
-        yield down.backward_input()
-        yield down.backward_weights()
-        yield up.forward()
-        yield up.backward_input()
-        yield up.backward_weights()
+        yield up.next(FORWARD)
+        yield up.next(BACKWARD_INPUT)
+        yield up.next(BACKWARD_WEIGHTS)
+    while up.made[FORWARD] < micro_batches:
+        if down.made[FORWARD] < micro_batches:
+            yield down.next(FORWARD)
+        yield down.next(BACKWARD_INPUT)
+        yield down.next(BACKWARD_WEIGHTS)
+        yield up.next(FORWARD)
+        yield up.next(BACKWARD_INPUT)
+        yield up.next(BACKWARD_WEIGHTS)
     for _ in range(stage):  # gradients first: other stages wait for them
-        yield down.backward_input()
-        yield up.backward_input()
+        yield down.next(BACKWARD_INPUT)
+        yield up.next(BACKWARD_INPUT)
     for _ in range(stages - stage):
-        yield down.backward_input()
-        yield down.backward_weights()
+        yield down.next(BACKWARD_INPUT)
+        yield down.next(BACKWARD_WEIGHTS)
     for chunk in (up, down):
-        while chunk.weights < micro_batches:
-            yield chunk.backward_weights()
+        while chunk.made[BACKWARD_WEIGHTS] < micro_batches:
+            yield chunk.next(BACKWARD_WEIGHTS)
 
 
 def _alternate(ahead: int, forwards: list[Instruction], backwards: list[Instruction]) -> Iterator[Instruction]:

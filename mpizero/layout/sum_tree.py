@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple, TypeVar
 
 from mpizero.types import Array
 
 Program = tuple[int, ...]
+T = TypeVar("T")
 
 #: Name of this order of additions, for checkpoints.
 ORDER = "binary tree"
@@ -295,20 +297,26 @@ def _arrivals(
         The programs of each group; the nodes that arrive at an owner, each with the program that reads its row; and
         the number of rows that arrive.
     """
-    programs: list[tuple[Program, ...]] = []
-    arrived: list[tuple[TreeNode, Program]] = []
-    first = 0
-    for size in groups:
-        leaves: list[tuple[TreeNode, Program]] = [
-            (TreeNode(0, g), (i,)) for i, g in enumerate(grains[first : first + size]) if g is not None
-        ]
-        if len(groups) == 1:
-            return ((),), leaves, size
-        sent = merge(leaves, total)
-        arrived += [(node, (len(arrived) + i,)) for i, (node, _) in enumerate(sent)]
-        programs.append(tuple(program for _, program in sent))
-        first += size
-    return tuple(programs), arrived, len(arrived)
+    leaves: list[list[tuple[TreeNode, Program]]]
+    leaves = [[(TreeNode(0, g), (i,)) for i, g in enumerate(own) if g is not None] for own in _cut(grains, groups)]
+    if len(groups) == 1:
+        return ((),), leaves[0], groups[0]
+    programs, arrived = _sent(leaves, total)
+    return programs, arrived, len(arrived)
+
+
+def _cut(items: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
+    """Cut a sequence into parts of the given sizes."""
+    return [items[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+
+def _sent(
+    held: Iterable[Iterable[tuple[TreeNode, Program]]], total: int
+) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[TreeNode, Program]]]:
+    """Return the programs by which each group sums the nodes it holds, and what arrives from all groups, as rows."""
+    sums = [merge(nodes, total) for nodes in held]
+    programs = tuple(tuple(program for _, program in own) for own in sums)
+    return programs, [(node, (row,)) for row, (node, _) in enumerate(chain.from_iterable(sums))]
 
 
 def _place(
@@ -384,21 +392,11 @@ def rows_plan(
     if rows is None:
         rows = max([1, *(plan.rows for plan in planned(0 if scratch else None))])
     folds = planned(rows)
-    programs: list[tuple[Program, ...]] = []
-    arrived: list[tuple[TreeNode, Program]] = []
-    first = 0
-    for size in groups:
-        leaves = [(n, (w * rows + r,)) for w, plan in enumerate(folds[first : first + size]) for n, r in plan.held]
-        sent = merge(leaves, total)
-        if len(groups) == 1:
-            arrived = list(sent)
-        else:
-            arrived += [(node, (len(arrived) + i,)) for i, (node, _) in enumerate(sent)]
-            programs.append(tuple(program for _, program in sent))
-        first += size
+    held = [[(n, (w * rows + r,)) for w, plan in enumerate(own) for n, r in plan.held] for own in _cut(folds, groups)]
+    programs, arrived = _sent(held, total) if len(groups) > 1 else ((), held[0])
     root = merge(arrived, total)
     arrivals = len(arrived) if len(groups) > 1 else groups[0] * rows
-    return RowsPlan(folds, rows, tuple(programs), root[0][1] if root else (), arrivals)
+    return RowsPlan(folds, rows, programs, root[0][1] if root else (), arrivals)
 
 
 def claim_parts(grains: range, workers: int) -> tuple[range, ...]:

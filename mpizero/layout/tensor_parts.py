@@ -7,7 +7,7 @@ contiguous, both in the part and in the whole parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -72,7 +72,7 @@ def part_shape(part: Part) -> tuple[int, ...]:
         raise LayoutError(f"a parameter of shape {part.shape} has no axis {part.axis} to be split along")
     for ranges in (part.ranges, *part.tiles):
         _check_ranges(part, ranges)
-    if part.tiles and _joined(sorted(span for tile in part.tiles for span in tile)) != _joined(part.ranges):
+    if part.tiles and joined_ranges(span for tile in part.tiles for span in tile) != joined_ranges(part.ranges):
         raise LayoutError(
             f"tiles {part.tiles} of axis {part.axis} of a parameter of shape {part.shape} must hold each index of the "
             f"ranges {part.ranges} once, and no other"
@@ -92,15 +92,15 @@ def _check_ranges(part: Part, ranges: Ranges) -> None:
         end = stop
 
 
-def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def joined_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Return the ranges, sorted by their starts, without empty ones, and touching ones as one range."""
     joined: list[tuple[int, int]] = []
-    for start, stop in ranges:
+    for start, stop in sorted(ranges):
         if joined and start == joined[-1][1]:
             joined[-1] = joined[-1][0], stop
         elif start < stop:
             joined.append((start, stop))
-    return joined
+    return tuple(joined)
 
 
 def part_rows(part: Part) -> PartRows:
@@ -130,17 +130,19 @@ def tile_rows(spec: ParameterSpec) -> tuple[PartRows, ...]:
     part = spec.part
     if part is None or not part.tiles:
         return (PartRows(1, spec.size, spec.size, (PartRun(0, 0, spec.size),)),)
-    shape, found = part_shape(part), []
-    before = list(accumulate((stop - start for start, stop in part.ranges), initial=0))
-    for tile in part.tiles:
-        local = [
-            (max(low, start) - start + first, min(high, stop) - start + first)
-            for low, high in tile
-            for (start, stop), first in zip(part.ranges, before, strict=False)
-            if max(low, start) < min(high, stop)
-        ]
-        found.append(part_rows(Part(shape, part.axis, tuple(local))))
-    return tuple(found)
+    shape = part_shape(part)
+    return tuple(part_rows(Part(shape, part.axis, local_ranges(tile, part.ranges))) for tile in part.tiles)
+
+
+def local_ranges(own: Ranges, held: Ranges) -> Ranges:
+    """Return where what the ranges ``own`` and ``held`` have in common lies in the concatenation of ``held``."""
+    before = list(accumulate((stop - start for start, stop in held), initial=0))
+    return tuple(
+        (max(low, start) - start + first, min(high, stop) - start + first)
+        for low, high in own
+        for (start, stop), first in zip(held, before, strict=False)
+        if max(low, start) < min(high, stop)
+    )
 
 
 def elements_within(rows: PartRows, start: int, stop: int) -> range:

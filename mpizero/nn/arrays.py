@@ -23,16 +23,12 @@ from mpizero._util.checks import unmasked
 from mpizero.errors import ConfigError, DataError, LayoutError
 from mpizero.kernels import gpu
 from mpizero.kernels import matmul as host_products
+from mpizero.kernels import namespace as namespace
 from mpizero.layout.tensor_parts import part_rows, part_runs, take_rows
 from mpizero.types import Array, ParameterSpec, Part, as_reals, complex_type
 
 #: ``dtype.kind`` of real numbers, and ``dtype.char`` of the types that kernels take.
 _REAL, _FLOATS = frozenset("biuf"), frozenset("fd")
-
-
-def namespace(array: Any) -> Any:
-    """Return the array library of ``array``: NumPy, or the package its type comes from (CuPy)."""
-    return np if isinstance(array, np.ndarray) else kernels.namespace(array)
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
@@ -112,8 +108,7 @@ def as_rows(x: Array, features: int, dtype: np.dtype[Any], where: str) -> Array:
     if x.shape[-1:] != (features,):
         raise DataError(f"{where}: takes {features} features on the last axis, the input has shape {tuple(x.shape)}")
     rows = x.reshape(-1, features) if x.size else x.reshape(int(np.prod(x.shape[:-1])), features)
-    matrix: Array = namespace(x).ascontiguousarray(rows, dtype=dtype)
-    return matrix
+    return namespace(x).ascontiguousarray(rows, dtype=dtype)
 
 
 def require_array(x: Any, where: str, what: str = "input") -> None:
@@ -171,8 +166,7 @@ def as_ids(x: Array, bound: int, where: str) -> Array:
             f"{where}: takes ids from 0 to {bound - 1}, the input has ids from {int(x.min())} to {int(x.max())}; "
             "make the vocabulary larger or map the ids into it"
         )
-    ids: Array = namespace(x).ascontiguousarray(x, dtype=np.int64)
-    return ids
+    return namespace(x).ascontiguousarray(x, dtype=np.int64)
 
 
 #: ``fill(spec, start, stop, out)`` writes elements ``start:stop`` of a parameter's start values to ``out``.

@@ -536,11 +536,9 @@ class ContextEmbedding(ContextLayer, TokenEmbedding):
 
     @cached_property
     def _layers(self) -> tuple[Embedding, ContextPosition, ContextDropout]:
-        return (
-            Embedding(self.vocabulary, self.features),
-            ContextPosition(self.sequence, self.features, group=self.group),
-            ContextDropout(self.dropout, self.site, group=self.group),
-        )
+        token, position, dropout = super()._layers
+        form = cut_layer(position, ContextPosition, self.group)
+        return token, form, cut_layer(dropout, ContextDropout, self.group)
 
 
 @dataclass(frozen=True)
@@ -551,16 +549,13 @@ class ContextBlock(ContextLayer, TransformerBlock):
 
     @cached_property
     def _layers(self) -> tuple[LayerNorm, CausalSelfAttention, LayerNorm, FeedForward]:
-        whole = TransformerBlock(**{item.name: getattr(self, item.name) for item in fields(TransformerBlock)})
-        norm1, attention, norm2, feed_forward = whole._layers
+        norm1, attention, norm2, feed_forward = super()._layers
         return norm1, cut_layer(attention, RingSelfAttention, self.group), norm2, feed_forward
 
     @cached_property
     def _dropouts(self) -> tuple[Dropout, Dropout]:
-        return (
-            ContextDropout(self.dropout, self.site + 1, group=self.group),
-            ContextDropout(self.dropout, self.site + 2, group=self.group),
-        )
+        first, second = super()._dropouts
+        return cut_layer(first, ContextDropout, self.group), cut_layer(second, ContextDropout, self.group)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Return the output for ``x`` (samples, positions of this rank, dim), of the same shape, and the cache.
@@ -673,8 +668,7 @@ def cut_batch(x: Any, y: Any, group: Group, tiles: int | None = None) -> tuple[A
     own = [run for tile in range(group.rank * hosted, (group.rank + 1) * hosted) for run in zigzag.runs(tile)]
 
     def cut(a: Array) -> Array:
-        places: Array = namespace(a).concatenate([a[:, run] for run in own], axis=1)
-        return places
+        return namespace(a).concatenate([a[:, run] for run in own], axis=1)
 
     return map_leaves(cut, x), map_leaves(cut, y)
 
@@ -781,8 +775,7 @@ class ContextModel:
             for here, run in zigzag.pieces(rank):
                 whole[:, run] = parts[:, start + here.start : start + here.stop]
             start += length
-        result: Array = whole
-        return result
+        return whole
 
 
 def context_model(model: BlockModel, group: Group) -> BlockModel:

@@ -380,6 +380,13 @@ class Graph:
         return NodeOutput(name, shape)
 
 
+def traced(graph: Graph, name: str, source: NodeOutput, /, **layers: Layer) -> NodeOutput:
+    """Add the nodes of layers to the computation graph, each fed by the layer before it; return the last output."""
+    for child, layer in layers.items():
+        source = layer.trace(graph, f"{name}.{child}", source)
+    return source
+
+
 @dataclass(frozen=True)
 class Wrapper(Layer):
     """Run ``layer``, whose parameters keep their names; a subclass overrides the methods whose behaviour it changes."""
@@ -454,6 +461,20 @@ class Affine(Layer):
         if bias is not None:
             y += bias
         return y, cache
+
+
+class Composite(Layer):
+    """Define a layer of children, whose caches are in the cache's first item, in the order of the children.
+
+    What the children's ``backward_weights`` need is in the same order.
+    """
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of all children's parameters, last child to first. Collective if they are split."""
+        parts = zip(reversed([*self.children().items()]), reversed(cache[0]), reversed(pending), strict=True)
+        for (name, child), child_cache, child_pending in parts:
+            poll(params)
+            child.backward_weights(params[name], child_cache, child_pending, grads[name])
 
 
 class SequenceLayer(Layer):

@@ -18,6 +18,7 @@ from mpizero import kernels
 from mpizero._util.checks import positive, require, whole
 from mpizero._util.names import explains, nearest
 from mpizero.errors import ConfigError
+from mpizero.layout.flat import value_at
 from mpizero.nn.arrays import as_rows, matmul, namespace, require_floats, sum_rows, vector
 from mpizero.nn.layer import (
     Affine,
@@ -27,12 +28,13 @@ from mpizero.nn.layer import (
     Operations,
     SamplePart,
     Wrapper,
-    add_location,
+    call_located,
     linear_operations,
     poll,
     require_init,
     require_positive,
     require_rate,
+    traced,
 )
 from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Pieces, Run
 
@@ -589,8 +591,7 @@ class Dropout(Layer):
         if len(parts) <= 2 and low.width == high.width:  # all at once, without a copy
             return self.mask(x, run, low._replace(rows=len(parts), row_step=high.offset - low.offset))
         masked = [self.mask(x[:, here], run, part) for (here, _), part in zip(pieces, parts, strict=True)]
-        y: Array = namespace(x).concatenate(masked, axis=1)
-        return y
+        return namespace(x).concatenate(masked, axis=1)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add a dropout node to the exported computation graph if the rate is not 0; return the output."""
@@ -633,9 +634,29 @@ class Frozen(Wrapper):
         return replace(self.layer.operations(shape), backward_weights=0)
 
 
+class FrozenNames:
+    """Do not train the parameters ``names`` of ``layer``, which are named as in its specs."""
+
+    layer: Any
+    names: tuple[str, ...]
+
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe the layer's parameters, those with the given names as not trainable. Not collective."""
+        specs = self.layer.specs()
+        return tuple(replace(spec, trainable=spec.trainable and spec.name not in self.names) for spec in specs)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Call the layer's ``backward_weights``. Collective where the layer is split."""
+        self.layer.backward_weights(params, cache, pending, completed(params, grads, self.names))
+
+    def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Any:
+        """Call the layer's ``backward``. Collective where the layer is split."""
+        return self.layer.backward(params, cache, dy, completed(params, grads, self.names))
+
+
 @explains
 @dataclass(frozen=True)
-class PartlyFrozen(Wrapper):
+class PartlyFrozen(FrozenNames, Wrapper):
     """Use a layer without training the parameters ``names``, which are named as in the layer's specs.
 
     The layer computes all gradients; those of frozen parameters are not used.
@@ -643,39 +664,15 @@ class PartlyFrozen(Wrapper):
 
     names: tuple[str, ...]
 
-    def specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the wrapped layer's parameters, those with the given names as not trainable. Not collective."""
-        return frozen_specs(self.layer.specs(), self.names)
-
-    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Call the wrapped layer's ``backward_weights``. Collective where the layer is split."""
-        self.layer.backward_weights(params, cache, pending, completed(params, grads, self.names))
-
-    def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
-        """Call the wrapped layer's ``backward``. Collective where the layer is split."""
-        return self.layer.backward(params, cache, dy, completed(params, grads, self.names))
-
-
-def frozen_specs(specs: tuple[ParameterSpec, ...], names: tuple[str, ...]) -> tuple[ParameterSpec, ...]:
-    """Return ``specs`` with those of the given names as not trainable. Not collective."""
-    return tuple(replace(spec, trainable=spec.trainable and spec.name not in names) for spec in specs)
-
 
 def completed(params: Params, grads: Params, names: tuple[str, ...]) -> Params:
     """Return ``grads`` with a new array for each parameter of ``names`` that has none. Not collective."""
     found = grads
     for name in names:
-        path = name.split(".")
-        if _at(found, path) is None:
-            like = _at(params, path)
-            found = _with(found, path, namespace(like).empty_like(like))
+        if value_at(found, name) is None:
+            like = value_at(params, name)
+            found = _with(found, name.split("."), namespace(like).empty_like(like))
     return found
-
-
-def _at(tree: Any, path: list[str]) -> Any:
-    for step in path:
-        tree = tree.get(step) if isinstance(tree, Mapping) else None
-    return tree
 
 
 def _with(tree: Params, path: list[str], value: Any) -> dict[str, Any]:
@@ -791,14 +788,10 @@ class Sequential(Layer):
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Apply the layers, first to last; return the last output and a list of the layers' caches."""
         caches = []
-        try:
-            for name, layer in self.layers:
-                poll(params)
-                x, cache = layer.forward(params.get(name, {}), x, run)
-                caches.append(cache)
-        except Exception as error:
-            add_location(error, "layer", name, layer.forward)
-            raise
+        for name, layer in self.layers:
+            poll(params)
+            x, cache = call_located("layer", name, layer.forward, params.get(name, {}), x, run)
+            caches.append(cache)
         return x, caches
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
@@ -813,12 +806,9 @@ class Sequential(Layer):
                 if any(spec.trainable for spec in layer.specs()):
                     raise ConfigError(f"Sequential: no gradient reaches {name!r}: the layer after it returns none")
                 continue
-            try:
-                poll(params)
-                gradient, pending = layer.backward_input(params.get(name, {}), layer_cache, gradient)
-            except Exception as error:
-                add_location(error, "layer", name, layer.backward_input)
-                raise
+            poll(params)
+            inner = params.get(name, {})
+            gradient, pending = call_located("layer", name, layer.backward_input, inner, layer_cache, gradient)
             pendings.append(pending)
         return gradient, pendings
 
@@ -826,12 +816,9 @@ class Sequential(Layer):
         """Overwrite the gradients of all layers' parameters, last layer to first."""
         reached = zip(reversed(self.layers), reversed(cache), pending, strict=False)
         for (name, layer), layer_cache, layer_pending in reached:
-            try:
-                poll(params)
-                layer.backward_weights(params.get(name, {}), layer_cache, layer_pending, grads.get(name, {}))
-            except Exception as error:
-                add_location(error, "layer", name, layer.backward_weights)
-                raise
+            poll(params)
+            below = params.get(name, {}), layer_cache, layer_pending, grads.get(name, {})
+            call_located("layer", name, layer.backward_weights, *below)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the last layer's output for one sample of ``shape``."""
@@ -856,6 +843,4 @@ class Sequential(Layer):
 
         ``source`` is the input of the first layer. Returns the output of the last layer.
         """
-        for child, layer in self.layers:
-            source = layer.trace(graph, f"{name}.{child}", source)
-        return source
+        return traced(graph, name, source, **dict(self.layers))

@@ -79,8 +79,7 @@ class WeightedTarget:
         weight = 1.0 if self.weight is None else self._aligned(self._checked_weight(), "weight", shape)
         mask = True if self.mask is None else self._aligned(self._checked_mask(), "mask", shape)
         xp = namespace(self.values)
-        found: Array = xp.ascontiguousarray(xp.broadcast_to(xp.asarray(mask * weight, np.float64), shape))
-        return found
+        return xp.ascontiguousarray(xp.broadcast_to(xp.asarray(mask * weight, np.float64), shape))
 
     def sample_weights(self, samples: int) -> tuple[Array | None, WeightedTarget]:
         """Separate what weighs samples from what weighs elements within them.
@@ -547,8 +546,7 @@ class RelativeL2Loss:
         xp = namespace(rows)
         sums = xp.empty(len(rows), np.float64)
         kernels.backend(rows).losses.row_square_sums(rows, sums)
-        norms: Array = xp.sqrt(sums)
-        return norms
+        return xp.sqrt(sums)
 
     @staticmethod
     def _require_size(sizes: Array, weights: Array) -> None:
@@ -670,7 +668,7 @@ class CrossEntropy:
 
 
 #: The losses for each task by name; the first is the task's default.
-TASKS: Mapping[str, Mapping[str, type[Any]]] = {
+TASKS: Mapping[str, Mapping[str, type[Loss]]] = {
     "classification": {"cross_entropy": CrossEntropy, "bce": BCEWithLogitsLoss},
     "regression": {
         "mse": MeanSquaredError,
@@ -682,7 +680,7 @@ TASKS: Mapping[str, Mapping[str, type[Any]]] = {
 }
 
 
-def loss_for(where: str, task: str, loss: Any) -> Loss:
+def loss_for(where: str, task: str, loss: Loss | str | None) -> Loss:
     """Return the loss that a model for ``task`` is given: by name, or an object with ``forward`` and ``backward``.
 
     None gives the task's default. ``where`` is the model's name for error messages.
@@ -694,20 +692,17 @@ def loss_for(where: str, task: str, loss: Any) -> Loss:
     """
     own = TASKS[task]
     if loss is None:
-        made: Loss = next(iter(own.values()))()
-        return made
+        return next(iter(own.values()))()
     if isinstance(loss, str):
         if loss not in own:
             other = [name for name, losses in TASKS.items() if loss in losses]
             known = [name for losses in TASKS.values() for name in losses]
             advice = f"set task={other[0]!r}" if other else f"choose one of {', '.join(known)}{nearest(loss, known)}"
             raise ConfigError(f"{where}: loss={loss!r} does not belong to task={task!r}; {advice}")
-        named: Loss = own[loss]()
-        return named
+        return own[loss]()
     if isinstance(loss, type) or not (callable(getattr(loss, "forward", None)) and hasattr(loss, "backward")):
         raise ConfigError(
             f"{where}: loss={loss!r:.80} must be the name of a loss, such as {list(own)[-1]!r}, or an object with "
             "forward and backward, such as mpizero.nn.HuberLoss(delta=0.5)"
         )
-    given: Loss = loss
-    return given
+    return loss

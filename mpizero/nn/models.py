@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from mpizero._util.checks import require, seed, unmasked, unmasked_samples
 from mpizero._util.names import as_patterns, explains, selected
 from mpizero._util.pytree import paths_of
 from mpizero.errors import ConfigError, DataError, LayoutError, UnsupportedError
-from mpizero.layout.flat import joined, nested
+from mpizero.layout.flat import joined, nested, value_at
 from mpizero.nn.arrays import as_ids, as_rows, namespace, require_numbers, start_values_of
 from mpizero.nn.layer import (
     GRAPH_FORMAT,
@@ -39,16 +39,7 @@ from mpizero.nn.layer import (
     require_rate,
     start_integers,
 )
-from mpizero.nn.layers import (
-    Checkpointed,
-    Frozen,
-    Linear,
-    PartlyFrozen,
-    Sequential,
-    completed,
-    frozen_specs,
-    named_activation,
-)
+from mpizero.nn.layers import Checkpointed, Frozen, FrozenNames, Linear, PartlyFrozen, Sequential, named_activation
 from mpizero.nn.losses import TASKS, CrossEntropy, loss_for
 from mpizero.nn.transformer import LanguageHead, TokenEmbedding, TransformerBlock
 from mpizero.types import EVALUATE, Array, BlockModel, Group, Init, Loss, ParameterSpec, Params, Run
@@ -328,6 +319,16 @@ def gradient_slots(model: BlockModel, like: Array | None = None) -> dict[str, Ar
     return {spec.name: xp.empty(spec.shape, spec.element_type(model.dtype)) for spec in slots}
 
 
+def _layers_of(model: BlockModel, task: str) -> Iterator[tuple[str, Layer]]:
+    """Yield the blocks by name; raise :class:`UnsupportedError` for one that is no :class:`Layer`, which has a task."""
+    for block, layer in model.blocks.items():
+        if not isinstance(layer, Layer):
+            raise UnsupportedError(
+                f"block {block!r} is a {type(layer).__name__}, which does not {task}; derive it from mpizero.nn.Layer"
+            )
+        yield block, layer
+
+
 def model_operations(model: BlockModel, input_shape: tuple[int, ...]) -> dict[str, Operations]:
     """Count the floating-point operations of each block's matrix products for one sample of ``input_shape``.
 
@@ -342,12 +343,7 @@ def model_operations(model: BlockModel, input_shape: tuple[int, ...]) -> dict[st
     output 64 192
     """
     counts = {}
-    for block, layer in model.blocks.items():
-        if not isinstance(layer, Layer):
-            raise UnsupportedError(
-                f"block {block!r} is a {type(layer).__name__}, which does not count its products; "
-                "derive it from mpizero.nn.Layer"
-            )
+    for block, layer in _layers_of(model, "count its products"):
         counts[block] = layer.operations(input_shape)
         input_shape = layer.output_shape(input_shape)
     return counts
@@ -381,12 +377,7 @@ def export_computation_graph(model: BlockModel, input_shape: tuple[int, ...]) ->
     (['output.linear'], 'CrossEntropy')
     """
     graph, node = Graph(), NodeOutput("x", input_shape)
-    for block, layer in model.blocks.items():
-        if not isinstance(layer, Layer):
-            raise UnsupportedError(
-                f"block {block!r} is a {type(layer).__name__}, which does not describe its computation; "
-                "derive it from mpizero.nn.Layer"
-            )
+    for block, layer in _layers_of(model, "describe its computation"):
         node = layer.trace(graph, block, node)
     return {
         "format": GRAPH_FORMAT,
@@ -548,13 +539,9 @@ class MLP:
             if any(not 0 <= i < self.features for i in self.active_features):
                 raise ConfigError(f"MLP: active_features={self.active_features} must lie in 0 to {self.features - 1}")
 
-    @property
-    def blocks(self) -> Mapping[str, Layer]:
-        """The blocks by name, in the order in which they run."""
-        return self._chain
-
     @cached_property
-    def _chain(self) -> dict[str, Sequential]:
+    def blocks(self) -> dict[str, Sequential]:
+        """The blocks by name, in the order in which they run."""
         widths = (self.features, *self.hidden)
         gain = 1.0 if self.activation == "tanh" else 2.0  # He et al., 2015: half of the others' outputs vanish
         blocks = {}
@@ -592,7 +579,7 @@ class MLP:
         blocks: dict[str, Layer] = {}
         cuts = {}
         last = len(self.hidden)
-        for i, (name, block) in enumerate(self._chain.items()):
+        for i, (name, block) in enumerate(self.blocks.items()):
             layers = dict(block.children())
             linear: Any = layers["linear"]
             if i % 2:
@@ -822,26 +809,15 @@ class GPTPredictor:
         """Return the logits (samples, length, vocabulary) of the ids ``x``."""
         from mpizero.kernels import predict
 
-        dim, layers, heads, vocabulary, sequence = self.sizes
+        dim, _, _, vocabulary, sequence = self.sizes
         if x.ndim != 2 or x.shape[1] > sequence:
             raise DataError(f"the predictor: takes ids of shape (samples, length <= {sequence}), not {tuple(x.shape)}")
         ids = as_ids(np.asarray(x), vocabulary, "the predictor")
         length = ids.shape[1]
         out = np.empty((*ids.shape, vocabulary), self.packed.dtype)
         work = np.empty(length * (9 * dim + 1), self.packed.dtype)
-        predict.gpt(
-            ids.reshape(-1),
-            length,
-            dim,
-            layers,
-            heads,
-            vocabulary,
-            sequence,
-            self.scalars,
-            self.packed,
-            work,
-            out.reshape(-1),
-        )
+        sizes = np.array(self.sizes, np.int64)
+        predict.gpt(ids.reshape(-1), length, sizes, self.scalars, self.packed, work, out.reshape(-1))
         return out
 
 
@@ -883,22 +859,10 @@ class MLPPredictor:
 
 def compile_gpt(model: Any, params: Mapping[str, Params]) -> Callable[[Array], Array]:
     """Return a :class:`GPTPredictor` with a copy of the parameters, and compile its kernel."""
-    arrays = [params["embedding"]["token"]["weight"], params["embedding"]["position"]["weight"]]
-    for index in range(model.layers):
-        block = params[f"blocks.{index}"]
-        attention, feed_forward = block["attention"], block["feed_forward"]
-        for part in (
-            block["norm1"],
-            attention["qkv"],
-            attention["projection"],
-            block["norm2"],
-            feed_forward["expand"],
-            feed_forward["projection"],
-        ):
-            arrays += [part["weight"], part["bias"]]
-    head = params["head"]
+    layers = model.blocks.items()
+    *arrays, table = (value_at(params[block], spec.name) for block, layer in layers for spec in layer.specs())
     # Stored by vocabulary item; the kernel reads weights inputs first, and always adds a bias.
-    arrays += [head["norm"]["weight"], head["norm"]["bias"], head["projection"]["weight"].T, np.zeros(model.vocabulary)]
+    arrays += [table.T, np.zeros(model.vocabulary)]
     eps = model.blocks["head"].children()["norm"].eps
     scalars = np.array([eps, (model.dim // model.heads) ** -0.5], model.dtype)
     sizes = (model.dim, model.layers, model.heads, model.vocabulary, model.sequence)
@@ -1000,13 +964,9 @@ class FrozenFunction(_Delegate):
 class FrozenModel(_Delegate):
     """Hold a model of blocks, of whose parameters some are not trained."""
 
-    @property
-    def blocks(self) -> Mapping[str, Any]:
-        """The blocks by name; those with frozen parameters are wrapped."""
-        return self._blocks
-
     @cached_property
-    def _blocks(self) -> dict[str, Any]:
+    def blocks(self) -> dict[str, Any]:
+        """The blocks by name; those with frozen parameters are wrapped."""
         return _frozen_blocks(self.model.blocks, self.names)
 
     @property
@@ -1053,24 +1013,11 @@ def _frozen_blocks(blocks: Mapping[str, Any], names: frozenset[str]) -> dict[str
 
 
 @dataclass(frozen=True)
-class _FrozenBlock:
+class _FrozenBlock(FrozenNames):
     """Wrap a layer that is no :class:`Layer`; it offers what the layer offers. ``names`` are as in its specs."""
 
     layer: Any
     names: tuple[str, ...]
-
-    def specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the parameters, the frozen ones as not trainable."""
-        return frozen_specs(tuple(self.layer.specs()), self.names)
-
-    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Call the layer's ``backward_weights``."""
-        self.layer.backward_weights(params, cache, pending, completed(params, grads, self.names))
-
-    def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
-        """Call the layer's ``backward``."""
-        dx: Array | None = self.layer.backward(params, cache, dy, completed(params, grads, self.names))
-        return dx
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("layer", "names"):

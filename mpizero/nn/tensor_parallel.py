@@ -25,6 +25,8 @@ import numpy as np
 from mpizero import kernels
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout import Partition
+from mpizero.layout.flat import value_at
+from mpizero.layout.tensor_parts import part_shape
 from mpizero.nn.arrays import as_ids, as_rows, known, matmul, namespace, require_sequences, sum_rows, vector
 from mpizero.nn.layer import Affine, Layer, Operations, SequenceLayer, Wrapper, linear_operations
 from mpizero.nn.layers import Activation, Dropout, LayerNorm, Linear, Projection, Sequential
@@ -42,7 +44,7 @@ from mpizero.nn.transformer import (
     TransformerBlock,
     TransformerBlockBase,
 )
-from mpizero.types import EVALUATE, Array, BlockModel, Group, Loss, ParameterSpec, Params, Part, Run
+from mpizero.types import EVALUATE, Array, BlockModel, Group, Loss, ParameterSpec, Params, Part, Ranges, Run
 from mpizero.types import Layer as AnyLayer
 
 
@@ -144,8 +146,7 @@ class ShardedRegion(Region):
 
     def take(self, x: Array) -> Array:
         """Return this rank's part of the whole array ``x``, contiguous. Not collective."""
-        block: Array = namespace(x).ascontiguousarray(x[(slice(None),) * (self.axis % x.ndim) + (self.own,)])
-        return block
+        return namespace(x).ascontiguousarray(x[(slice(None),) * (self.axis % x.ndim) + (self.own,)])
 
     def gather(self, x: Array, tag: str) -> Array:
         """Return the whole array, of which ``x`` is this rank's part. Collective over ``group``.
@@ -231,9 +232,6 @@ def complete(group: Group, arrays: Sequence[Array], tag: str) -> None:
         start += array.size
 
 
-Ranges = tuple[tuple[int, int], ...]
-
-
 def own_range(length: int, group: Group) -> tuple[int, int]:
     """Return the range (start, stop) of ``length`` items that this rank holds by the shard rule. Not collective."""
     shard = Partition(length, group.size).shard(group.rank)
@@ -250,8 +248,8 @@ def part_of(spec: ParameterSpec, axis: int, ranges: Ranges) -> ParameterSpec:
 
     The part gets the same start values as it has in the whole parameter.
     """
-    shape = (*spec.shape[:axis], size_of(ranges), *spec.shape[axis + 1 :])
-    return replace(spec, shape=shape, part=Part(spec.shape, axis, ranges))
+    part = Part(spec.shape, axis, ranges)
+    return replace(spec, shape=part_shape(part), part=part)
 
 
 def complete_shared(layer: Layer, group: Group, grads: Params, tag: str) -> None:
@@ -262,15 +260,8 @@ def complete_shared(layer: Layer, group: Group, grads: Params, tag: str) -> None
 
     Collective over ``group``, with one message.
     """
-    shared = [_found(grads, spec.name) for spec in layer.specs() if spec.part is None and spec.trainable]
+    shared = [value_at(grads, spec.name) for spec in layer.specs() if spec.part is None and spec.trainable]
     complete(group, shared, tag)
-
-
-def _found(tree: Any, name: str) -> Array:
-    for key in name.split("."):
-        tree = tree[key]
-    array: Array = tree
-    return array
 
 
 def located(run: Run, x: Array, group: Group, whole: SequenceLayer | None = None) -> Run:
@@ -307,7 +298,17 @@ def divisors(number: int) -> Sequence[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-class SplitLinearBase(Affine):
+class SplitForm(Layer):
+    """Define the split form of a layer, ``whole``, whose output has the same shape."""
+
+    whole: Layer
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the unsplit layer's output shape for one sample of ``shape``. Not collective."""
+        return self.whole.output_shape(shape)
+
+
+class SplitLinearBase(SplitForm, Affine):
     """Define what :class:`ColumnLinear` and :class:`RowLinear` have in common."""
 
     whole: Linear
@@ -325,10 +326,6 @@ class SplitLinearBase(Affine):
     def last_bias(self, params: Params) -> Array | None:
         """Return this rank's ``bias``, a part or the whole, or None if the layer has no bias."""
         return params["bias"] if self.whole.bias else None
-
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the unsplit layer's output shape for one sample of ``shape``."""
-        return self.whole.output_shape(shape)
 
 
 @dataclass(frozen=True)
@@ -523,7 +520,7 @@ class SplitLinear(Wrapper):
 
 
 @dataclass(frozen=True)
-class SplitProjection(Layer):
+class SplitProjection(SplitForm):
     """Compute the logits of this rank's classes from whole inputs; the classes are split over the ranks.
 
     Parameters
@@ -585,10 +582,6 @@ class SplitProjection(Layer):
         x, entry, _ = cache
         inputs = entry.forward(x).reshape(pending.shape[0], self.whole.features)
         matmul(pending.T, inputs, out=grads["weight"])
-
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the unsplit layer's output shape for one sample of ``shape``. Not collective."""
-        return self.whole.output_shape(shape)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the operations of the products with this rank's rows, for one sample of ``shape``. Not collective."""
@@ -787,7 +780,7 @@ class SequenceParallel(Wrapper):
 
 
 @dataclass(frozen=True)
-class SplitEmbedding(Layer):
+class SplitEmbedding(SplitForm):
     """Look up ids in a table whose rows are split over the ranks by the shard rule.
 
     One rank has the table's row for an id, and the other ranks take zeros instead; their sum is the vector. This sum is
@@ -852,13 +845,9 @@ class SplitEmbedding(Layer):
         rows = namespace(dy).ascontiguousarray(dy.reshape(ids.size, self.whole.features))
         kernels.backend(gradient).layers.scatter_add(rows, ids, gradient)
 
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the unsplit layer's output shape for one sample of ``shape``. Not collective."""
-        return self.whole.output_shape(shape)
-
 
 @dataclass(frozen=True)
-class SplitTokenEmbedding(Layer):
+class SplitTokenEmbedding(SplitForm):
     """Look up token ids in a table that is split by rows, add position vectors, and apply dropout.
 
     Every rank holds the whole table of position vectors. With ``sequence`` the forward pass sends a reduce-scatter, and
@@ -924,17 +913,13 @@ class SplitTokenEmbedding(Layer):
             return dropped(dropout, x, run, self.group)
         return dropout.mask(x, run) if dropout.drops(x, run) else x
 
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the unsplit layer's output shape for one sample of ``shape``. Not collective."""
-        return self.whole.output_shape(shape)
-
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Return zero operations, because a look-up has no matrix products. Not collective."""
         return Operations()
 
 
 @dataclass(frozen=True)
-class SplitHead(LanguageHeadBase):
+class SplitHead(SplitForm, LanguageHeadBase):
     """Apply the final norm to this rank's positions, then compute its vocabulary items' logits at all positions.
 
     The messages are: in :meth:`forward` an all-gather, in ``backward_input`` a reduce-scatter, and in
@@ -970,10 +955,6 @@ class SplitHead(LanguageHeadBase):
         """
         super().backward_weights(params, cache, pending, grads)
         complete_shared(self, self.group, grads, "head: shared gradients")
-
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the unsplit layer's output shape for one sample of ``shape``. Not collective."""
-        return self.whole.output_shape(shape)
 
 
 @dataclass(frozen=True)

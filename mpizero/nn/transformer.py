@@ -37,6 +37,7 @@ from mpizero.nn.arrays import (
 )
 from mpizero.nn.layer import (
     Affine,
+    Composite,
     Graph,
     Layer,
     NodeOutput,
@@ -45,6 +46,7 @@ from mpizero.nn.layer import (
     SequenceLayer,
     poll,
     require_positive,
+    traced,
 )
 from mpizero.nn.layers import Activation, Dropout, LayerNorm, Linear, Projection, named_activation
 from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Pieces, Run
@@ -301,9 +303,7 @@ class TokenEmbedding(SequenceLayer):
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add nodes for the token table, the positions and the dropout to the computation graph; return the output."""
         token, position, dropout = self._layers
-        node = token.trace(graph, f"{name}.token", source)
-        node = position.trace(graph, f"{name}.position", node)
-        return dropout.trace(graph, f"{name}.dropout", node)
+        return traced(graph, name, source, token=token, position=position, dropout=dropout)
 
 
 class Workspace:
@@ -384,7 +384,7 @@ class BatchedHeads:
 
     def __init__(self, apart: Array, scale: float, dropout: Dropout, run: Run, first_head: int) -> None:
         self.apart = apart
-        self._work = Workspace(apart)
+        self.room = Workspace(apart).room
         self.run, self.first_head = run, first_head
         self._dropout = dropout
         self._scale = vector(apart, scale)
@@ -467,10 +467,6 @@ class BatchedHeads:
         some, heads = part
         length = self.apart.shape[3]
         return some.stop - some.start, heads.stop - heads.start, length, length
-
-    def room(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return an array of undefined contents in the workspace memory called ``name``; see :meth:`Workspace.room`."""
-        return self._work.room(name, shape)
 
     def heads(self, kind: int, part: Part) -> Array:
         """Return queries (``kind`` 0), keys (1) or values (2) of ``part``, as a contiguous view.
@@ -625,7 +621,7 @@ def kernel_attention_backward(heads: Heads, scale: float, stored: Array | None, 
     return gradients.reshape(heads.samples, heads.length, 3 * heads.heads * heads.size)
 
 
-class AttentionBase(Affine, SequenceLayer):
+class AttentionBase(Composite, Affine, SequenceLayer):
     """Compute queries, keys and values, attention, and a projection; the base class of unsplit and split attention."""
 
     @property
@@ -662,7 +658,7 @@ class AttentionBase(Affine, SequenceLayer):
         mixed, seen = own.attend(qkv, into_qkv.last_bias(params["qkv"]), run, first_head)
         poll(params)
         y, projection_cache = projection.product(params["projection"], mixed, run)
-        return y, (qkv_cache, seen, projection_cache)
+        return y, ((qkv_cache, projection_cache), seen)
 
     def last_bias(self, params: Params) -> Array | None:
         """Return the projection's bias, which :meth:`product` does not add. Not collective."""
@@ -674,20 +670,13 @@ class AttentionBase(Affine, SequenceLayer):
         Collective where the layer is split.
         """
         into_qkv, projection = self._layers
-        qkv_cache, seen, projection_cache = cache
+        (qkv_cache, projection_cache), seen = cache
         dmixed, projection_pending = projection.backward_input(params["projection"], projection_cache, dy)
         poll(params)
         dqkv = self.own_heads[0].attend_backward(seen, known(dmixed))
         poll(params)
         dx, qkv_pending = into_qkv.backward_input(params["qkv"], qkv_cache, dqkv)
         return dx, (qkv_pending, projection_pending)
-
-    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of both linear layers' weights and biases. Collective where sequences are split."""
-        into_qkv, projection = self._layers
-        projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
-        poll(params)
-        into_qkv.backward_weights(params["qkv"], cache[0], pending[0], grads["qkv"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the operations of the two linear maps and of the attention between them, for one sample of ``shape``.
@@ -853,7 +842,7 @@ class CausalSelfAttention(AttentionBase):
         return projection.trace(graph, f"{name}.projection", node)
 
 
-class FeedForwardBase(Affine):
+class FeedForwardBase(Composite, Affine):
     """Apply two linear layers with an activation between them; the base class of the unsplit and the split form."""
 
     @property
@@ -875,7 +864,7 @@ class FeedForwardBase(Affine):
         active, act_cache = act.forward_biased(hidden, expand.last_bias(params["expand"]))
         poll(params)
         y, projection_cache = projection.product(params["projection"], active, run)
-        return y, (expand_cache, act_cache, projection_cache)
+        return y, ((expand_cache, projection_cache), act_cache)
 
     def last_bias(self, params: Params) -> Array | None:
         """Return the second linear layer's bias, which :meth:`product` does not add. Not collective."""
@@ -887,18 +876,12 @@ class FeedForwardBase(Affine):
         Collective where the layers are split.
         """
         expand, act, projection = self._layers
-        dactive, projection_pending = projection.backward_input(params["projection"], cache[2], dy)
-        dhidden = act.backward_over(cache[1], known(dactive))  # the projection's result, which nobody else holds
+        (expand_cache, projection_cache), act_cache = cache
+        dactive, projection_pending = projection.backward_input(params["projection"], projection_cache, dy)
+        dhidden = act.backward_over(act_cache, known(dactive))  # the projection's result, which nobody else holds
         poll(params)
-        dx, expand_pending = expand.backward_input(params["expand"], cache[0], dhidden)
+        dx, expand_pending = expand.backward_input(params["expand"], expand_cache, dhidden)
         return dx, (expand_pending, projection_pending)
-
-    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of both linear layers' weights and biases. Collective where sequences are split."""
-        expand, _, projection = self._layers
-        projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
-        poll(params)
-        expand.backward_weights(params["expand"], cache[0], pending[0], grads["expand"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Return the sum of both linear layers' operations for one sample of ``shape``. Not collective."""
@@ -958,12 +941,10 @@ class FeedForward(FeedForwardBase):
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add nodes for the three layers, one after the other, to the exported computation graph; return the output."""
         expand, act, projection = self._layers
-        node = expand.trace(graph, f"{name}.expand", source)
-        node = act.trace(graph, f"{name}.activation", node)
-        return projection.trace(graph, f"{name}.projection", node)
+        return traced(graph, name, source, expand=expand, activation=act, projection=projection)
 
 
-class TransformerBlockBase(SequenceLayer):
+class TransformerBlockBase(Composite, SequenceLayer):
     """Compute a pre-norm transformer block; the base class of the unsplit and the split form."""
 
     @property
@@ -1020,7 +1001,7 @@ class TransformerBlockBase(SequenceLayer):
         poll(params)
         b, feed_cache = feed_forward.product(params["feed_forward"], b, run)
         y = self._joined(b, feed_forward.last_bias(params["feed_forward"]), drop2, h, run)
-        return y, (norm1_cache, attention_cache, norm2_cache, feed_cache, run)
+        return y, ((norm1_cache, attention_cache, norm2_cache, feed_cache), run)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
@@ -1029,7 +1010,7 @@ class TransformerBlockBase(SequenceLayer):
         """
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
-        norm1_cache, attention_cache, norm2_cache, feed_cache, run = cache
+        (norm1_cache, attention_cache, norm2_cache, feed_cache), run = cache
         db = self._dropped(drop2, dy, run)
         dfeed, feed_pending = feed_forward.backward_input(params["feed_forward"], feed_cache, db)
         poll(params)
@@ -1040,13 +1021,6 @@ class TransformerBlockBase(SequenceLayer):
         poll(params)
         dx, norm1_pending = norm1.backward_joined(params["norm1"], norm1_cache, known(dattention), dh)
         return dx, (norm1_pending, attention_pending, norm2_pending, feed_pending)
-
-    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of the parameters of all four layers. Collective where the layers are split."""
-        parts = zip(reversed(self.children().items()), reversed(cache[:4]), reversed(pending), strict=True)
-        for (name, layer), layer_cache, layer_pending in parts:
-            poll(params)
-            layer.backward_weights(params[name], layer_cache, layer_pending, grads[name])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Return the sum of the operations of attention and feed-forward for one sample of ``shape``.
@@ -1111,18 +1085,17 @@ class TransformerBlock(TransformerBlockBase):
         """Add nodes for attention, feed-forward and their residual sums to the computation graph; return the output."""
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
-        node = norm1.trace(graph, f"{name}.norm1", source)
-        node = attention.trace(graph, f"{name}.attention", node)
-        node = drop1.trace(graph, f"{name}.dropout1", node)
+        node = traced(graph, name, source, norm1=norm1, attention=attention, dropout1=drop1)
         middle = graph.add("Add", f"{name}.residual1", (source, node), source.shape)
-        node = norm2.trace(graph, f"{name}.norm2", middle)
-        node = feed_forward.trace(graph, f"{name}.feed_forward", node)
-        node = drop2.trace(graph, f"{name}.dropout2", node)
+        node = traced(graph, name, middle, norm2=norm2, feed_forward=feed_forward, dropout2=drop2)
         return graph.add("Add", f"{name}.residual2", (middle, node), source.shape)
 
 
-class LanguageHeadBase(Layer):
-    """Apply a norm, then project onto the vocabulary; the base class of the unsplit and the split head."""
+class LanguageHeadBase(Composite):
+    """Apply a norm, then project onto the vocabulary; the base class of the unsplit and the split head.
+
+    If the projection's weight is tied, only the gradient of its use here is written.
+    """
 
     @property
     @abstractmethod
@@ -1142,7 +1115,7 @@ class LanguageHeadBase(Layer):
         normed, norm_cache = norm.forward(params["norm"], x, run)
         poll(params)
         logits, projection_cache = projection.forward(params["projection"], normed, run)
-        return logits, (norm_cache, projection_cache)
+        return logits, ((norm_cache, projection_cache),)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
@@ -1150,21 +1123,11 @@ class LanguageHeadBase(Layer):
         Collective where the projection is split.
         """
         norm, projection = self._layers
-        dnormed, projection_pending = projection.backward_input(params["projection"], cache[1], dy)
+        ((norm_cache, projection_cache),) = cache
+        dnormed, projection_pending = projection.backward_input(params["projection"], projection_cache, dy)
         poll(params)
-        dx, norm_pending = norm.backward_input(params["norm"], cache[0], known(dnormed))
+        dx, norm_pending = norm.backward_input(params["norm"], norm_cache, known(dnormed))
         return dx, (norm_pending, projection_pending)
-
-    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of the norm's parameters and of the projection's weight.
-
-        If the weight is tied, only the gradient of its use in the projection is written. Collective where the
-        projection is split.
-        """
-        norm, projection = self._layers
-        projection.backward_weights(params["projection"], cache[1], pending[1], grads["projection"])
-        poll(params)
-        norm.backward_weights(params["norm"], cache[0], pending[0], grads["norm"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Return the projection's operations for one sample of ``shape``. Not collective."""
@@ -1210,4 +1173,4 @@ class LanguageHead(LanguageHeadBase):
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add nodes for the norm and the projection to the exported computation graph; return the output."""
         norm, projection = self._layers
-        return projection.trace(graph, f"{name}.projection", norm.trace(graph, f"{name}.norm", source))
+        return traced(graph, name, source, norm=norm, projection=projection)

@@ -40,11 +40,12 @@ from mpizero.errors import CollectiveError, ConfigError, LayoutError
 from mpizero.kernels.matmul_tile import fold, sums_of_parts
 from mpizero.layout import Partition
 from mpizero.layout.flat import nested
+from mpizero.layout.tensor_parts import joined_ranges, local_ranges, part_shape
 from mpizero.nn.arrays import namespace
 from mpizero.nn.context_parallel import Zigzag, context_model
 from mpizero.nn.layer import Layer, Operations, layer_integers
 from mpizero.nn.models import run_on
-from mpizero.nn.tensor_parallel import Ranges, split_model, whole_prediction, whole_scores
+from mpizero.nn.tensor_parallel import split_model, whole_prediction, whole_scores
 from mpizero.types import (
     EVALUATE,
     Array,
@@ -334,22 +335,19 @@ class VirtualGroup:
     def all_reduce(self, x: Array, tag: str = "") -> Array:
         """Return the sum of the tiles' arrays as a new array. Collective."""
         self._require("all_reduce", x, tag)
-        total: Array = self._wait("all_reduce", (x,), tag)
-        return total
+        return self._wait("all_reduce", (x,), tag)
 
     def all_max(self, x: Array, tag: str = "") -> Array:
         """Return the elementwise maximum of the tiles' arrays as a new array. Collective."""
         self._require("all_max", x, tag)
-        largest: Array = self._wait("all_max", (x,), tag)
-        return largest
+        return self._wait("all_max", (x,), tag)
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
         """Return the arrays of all tiles, concatenated along ``axis``, as a read-only array. Collective."""
         axis = self._along("all_gather", x, axis, sizes, tag)
         if x.shape[axis] != sizes[self.rank]:
             raise self._error("all_gather", x, tag, f"sizes[{self.rank}] is {sizes[self.rank]} along axis {axis}")
-        whole: Array = self._wait("all_gather", (x,), axis, tuple(sizes), tag)
-        return whole
+        return self._wait("all_gather", (x,), axis, tuple(sizes), tag)
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
         """Return this tile's part of the sum of the tiles' arrays along ``axis``, as a new array. Collective."""
@@ -357,12 +355,11 @@ class VirtualGroup:
         axis = self._along("reduce_scatter", x, axis, sizes, tag)
         if x.shape[axis] != sum(sizes):
             raise self._error("reduce_scatter", x, tag, f"sizes {sizes} do not add up to its length along axis {axis}")
-        part: Array = self._wait("reduce_scatter", (x,), axis, tuple(sizes), tag)
-        return part
+        return self._wait("reduce_scatter", (x,), axis, tuple(sizes), tag)
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
         """Start to send ``arrays`` to tile + ``by``, and to receive as many from tile - ``by``. Collective."""
-        request: ShiftRequest = self._wait("shift", tuple(arrays), by, tag)
+        request: ShiftRequest = self.meeting.wait(self.member, _Call("shift", (by, tag), tuple(arrays)))
         return request
 
     # The checks of a real group, which need not come together for them: the error names the caller's line.
@@ -382,8 +379,9 @@ class VirtualGroup:
     def _error(self, kind: str, x: Array, tag: str, reason: str) -> CollectiveError:
         return CollectiveError(f"tile {self.rank}: {_Call(kind, (tag,), (x,))}: {reason}")
 
-    def _wait(self, kind: str, arrays: tuple[Array, ...], *settings: Any) -> Any:
-        return self.meeting.wait(self.member, _Call(kind, settings, arrays))
+    def _wait(self, kind: str, arrays: tuple[Array, ...], *settings: Any) -> Array:
+        answer: Array = self.meeting.wait(self.member, _Call(kind, settings, arrays))
+        return answer
 
 
 class TileViews(dict[str, Any]):
@@ -594,7 +592,7 @@ def _cut(spec: ParameterSpec) -> _Cut:
     rows, inner = prod(before), prod(after)
     firsts, shapes, places, ranges = [], [], [0], []
     for own in part.tiles:
-        local = _local(own, part.ranges) or ((0, 0),)
+        local = local_ranges(own, part.ranges) or ((0, 0),)
         width = sum(stop - start for start, stop in local)
         starts = accumulate((stop - start for start, stop in local), initial=0)
         ranges += [
@@ -622,31 +620,9 @@ def _union(specs: Sequence[ParameterSpec]) -> ParameterSpec:
         return first
     if len(parts) < len(specs) or any((part.shape, part.axis) != (parts[0].shape, parts[0].axis) for part in parts):
         raise LayoutError(f"parameter {first.name!r} is split in another way on some of a rank's {len(specs)} tiles")
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(r for part in parts for r in part.ranges):
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        elif stop > start:
-            merged.append((start, stop))
-    part = replace(parts[0], ranges=tuple(merged), tiles=tuple(part.ranges for part in parts))
-    axis = part.axis
-    held = sum(stop - start for start, stop in merged)
-    return replace(first, shape=(*part.shape[:axis], held, *part.shape[axis + 1 :]), part=part)
-
-
-def _local(own: Ranges, held: Ranges) -> Ranges:
-    """Return where the ranges ``own`` lie in the concatenation of the ranges ``held``, which contain them."""
-    found = []
-    for start, stop in own:
-        before = 0
-        for a, b in held:
-            if a <= start and stop <= b:
-                found.append((before + start - a, before + stop - a))
-                break
-            before += b - a
-        else:  # nothing, on a rank of which some or all tiles hold nothing
-            found.append((0, 0))
-    return tuple(found)
+    merged = joined_ranges(span for part in parts for span in part.ranges)
+    part = replace(parts[0], ranges=merged, tiles=tuple(part.ranges for part in parts))
+    return replace(first, shape=part_shape(part), part=part)
 
 
 class Hosted(NamedTuple):
@@ -730,8 +706,7 @@ def _rows(x: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _slice(x: Array, start: int, stop: int) -> Array:
-    part: Array = namespace(x).ascontiguousarray(x[:, start:stop])
-    return part
+    return namespace(x).ascontiguousarray(x[:, start:stop])
 
 
 def _parts(x: Array, axis: int, sizes: Sequence[int]) -> list[Array]:
@@ -741,8 +716,7 @@ def _parts(x: Array, axis: int, sizes: Sequence[int]) -> list[Array]:
 
 
 def _joined(parts: Sequence[Array], axis: int) -> Array:
-    whole: Array = namespace(parts[0]).concatenate(parts, axis=axis)
-    return whole
+    return namespace(parts[0]).concatenate(parts, axis=axis)
 
 
 class _Cache(NamedTuple):

@@ -403,12 +403,6 @@ def column_sums(x: Array, out: Array) -> None:
             out[j] += a[j]
 
 
-_to_bfloat16 = formulas.to_bfloat16
-_from_bfloat16 = formulas.from_bfloat16
-_to_float16 = formulas.to_float16
-_from_float16 = formulas.from_float16
-
-
 @kernel("void(const T[::1], const i8[::1], const i8[::1], T[::1])")
 def pack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
     """Write the ranges ``source[starts[k] : starts[k] + sizes[k]]`` to ``target``, one after the other."""
@@ -460,32 +454,21 @@ def join_columns(parts: Array, ranges: Array, matrix: Array) -> None:
                 columns[i] = part[i]
 
 
-@kernel("void(const f4[::1], u2[::1])")
-def to_bfloat16(x: Array, out: Array) -> None:
-    """Round ``x`` to bfloat16, to nearest even, and write the bits to ``out``; NaN stays NaN."""
-    for i in range(x.size):
-        out[i] = _to_bfloat16(x[i])
+def _conversion_kernel(types: str, convert: Callable[..., Any]) -> Kernel:
+    """Make a kernel that writes ``convert(x[i])`` to ``out[i]`` for every i; it is called as ``convert`` is."""
+
+    def apply(x: Array, out: Array) -> None:
+        for i in range(x.size):
+            out[i] = convert(x[i])
+
+    apply.__qualname__, apply.__doc__ = convert.__name__, convert.__doc__
+    return kernel(f"void({types})")(apply)
 
 
-@kernel("void(const u2[::1], f4[::1])")
-def from_bfloat16(x: Array, out: Array) -> None:
-    """Convert the bits of bfloat16 numbers to float32, which is exact, and write them to ``out``."""
-    for i in range(x.size):
-        out[i] = _from_bfloat16(x[i])
-
-
-@kernel("void(const f4[::1], u2[::1])")
-def to_float16(x: Array, out: Array) -> None:
-    """Round ``x`` to float16, to nearest even, and write the bits to ``out``; values too large become infinite."""
-    for i in range(x.size):
-        out[i] = _to_float16(x[i])
-
-
-@kernel("void(const u2[::1], f4[::1])")
-def from_float16(x: Array, out: Array) -> None:
-    """Convert the bits of float16 numbers to float32, which is exact, and write them to ``out``."""
-    for i in range(x.size):
-        out[i] = _from_float16(x[i])
+to_bfloat16 = _conversion_kernel("const f4[::1], u2[::1]", formulas.to_bfloat16)
+from_bfloat16 = _conversion_kernel("const u2[::1], f4[::1]", formulas.from_bfloat16)
+to_float16 = _conversion_kernel("const f4[::1], u2[::1]", formulas.to_float16)
+from_float16 = _conversion_kernel("const u2[::1], f4[::1]", formulas.from_float16)
 
 
 @kernel("void(T[::1], const T[::1])")

@@ -35,15 +35,11 @@ from mpizero.kernels.jit import Kernel, kernel
 from mpizero.types import Array
 
 _sgd = formulas.sgd
-_momentum = formulas.momentum
-_adam = formulas.adam
-_adamw = formulas.adamw
-_rmsprop = formulas.rmsprop
-_lion = formulas.lion
 _lamb_direction = formulas.lamb_direction
 _lamb_apply = formulas.lamb_apply
 _ema = formulas.ema
 _add_scaled = formulas.add_scaled
+_eight = formulas.eight
 
 
 @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
@@ -58,79 +54,6 @@ def sgd(w: Array, g: Array, hyper: Array, start: int, stop: int) -> None:
         w[i] = _sgd(w[i], g[i], lr, decay)
 
 
-@kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
-def momentum(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w[start:stop]`` and the momentum buffer ``m`` by gradient descent with the gradient ``g``.
-
-    hyper = [lr, decay, factor, keep, of_g, of_m]. First ``decay * w`` is added to the gradient; then ``m = factor * m +
-    keep * g`` and ``w -= lr * (of_g * g + of_m * m)``.
-    """
-    lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
-    of_g, of_m = hyper[4], hyper[5]
-    w, g, m = w[start:stop], g[start:stop], m[start:stop]
-    for i in range(w.size):
-        w[i], m[i] = _momentum(w[i], g[i], m[i], lr, decay, factor, keep, of_g, of_m)
-
-
-@kernel("void(T[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
-def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w[start:stop]`` by Adam with the gradient ``g``.
-
-    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper = [decay,
-    beta1, rest1, beta2, rest2, rate, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, rate = lr / (1 -
-    beta1**step) and correction = 1 / sqrt(1 - beta2**step). First ``decay * w`` is added to the gradient.
-    """
-    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
-    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
-    w, g, m, v = w[start:stop], g[start:stop], m[start:stop], v[start:stop]
-    for i in range(w.size):
-        w[i], m[i], v[i] = _adam(w[i], g[i], m[i], v[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps)
-
-
-@kernel("void(T[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
-def adamw(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w[start:stop]`` by AdamW with the gradient ``g``.
-
-    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper = [shrink,
-    beta1, rest1, beta2, rest2, rate, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, rate = lr / (1 -
-    beta1**step) and correction = 1 / sqrt(1 - beta2**step). ``w`` is multiplied by shrink = 1 - lr * (weight decay).
-    """
-    shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
-    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
-    w, g, m, v = w[start:stop], g[start:stop], m[start:stop], v[start:stop]
-    for i in range(w.size):
-        w[i], m[i], v[i] = _adamw(w[i], g[i], m[i], v[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps)
-
-
-@kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
-def rmsprop(w: Array, g: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w[start:stop]`` by RMSprop with the gradient ``g``.
-
-    ``v`` is the running average of the squared gradient, which is updated too. hyper = [lr, decay, alpha, rest, eps]
-    with rest = 1 - alpha. First ``decay * w`` is added to the gradient.
-    """
-    lr, decay, alpha, rest = hyper[0], hyper[1], hyper[2], hyper[3]
-    eps = hyper[4]
-    w, g, v = w[start:stop], g[start:stop], v[start:stop]
-    for i in range(w.size):
-        w[i], v[i] = _rmsprop(w[i], g[i], v[i], lr, decay, alpha, rest, eps)
-
-
-@kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
-def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w[start:stop]`` by Lion with the gradient ``g``.
-
-    ``m`` is the running average of the gradient, which is updated too. hyper = [shrink, lr, beta1, rest1, beta2, rest2,
-    zero] with rest1 = 1 - beta1, rest2 = 1 - beta2 and zero = 0. ``w`` is multiplied by shrink = 1 - lr * (weight
-    decay).
-    """
-    shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
-    beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
-    w, g, m = w[start:stop], g[start:stop], m[start:stop]
-    for i in range(w.size):
-        w[i], m[i] = _lion(w[i], g[i], m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
-
-
 @kernel("void(const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)")
 def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Overwrite the gradient ``g[start:stop]`` with LAMB's direction: Adam's direction plus ``decay * w``.
@@ -139,13 +62,10 @@ def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: 
     [decay, beta1, rest1, beta2, rest2, first, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, first = 1 /
     (1 - beta1**step) and correction = 1 / sqrt(1 - beta2**step).
     """
-    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
-    rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    scalars = _eight(hyper)
     w, g, m, v = w[start:stop], g[start:stop], m[start:stop], v[start:stop]
     for i in range(w.size):
-        g[i], m[i], v[i] = _lamb_direction(
-            w[i], g[i], m[i], v[i], decay, beta1, rest1, beta2, rest2, first, correction, eps
-        )
+        g[i], m[i], v[i] = _lamb_direction(w[i], g[i], m[i], v[i], scalars)
 
 
 @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
@@ -325,55 +245,58 @@ def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
         w[i] = _sgd(w[i], _gradient(total, i), lr, decay)
 
 
-@_tree_kernel("T[::1], T[::1]")
-def momentum_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients, then update as ``momentum`` does."""
-    lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
-    of_g, of_m = hyper[4], hyper[5]
-    w, m = w[start:stop], m[start:stop]
-    for i in range(w.size):
-        w[i], m[i] = _momentum(w[i], _gradient(total, i), m[i], lr, decay, factor, keep, of_g, of_m)
+def _both_kernels(
+    formula: Callable[..., Any], arrays: str, update: Callable[..., None], tree: Callable[..., None]
+) -> tuple[Kernel, Kernel]:
+    """Make the two kernels of an optimizer's formula, which are named by it, from their functions."""
+    for function, name in ((update, formula.__name__), (tree, f"{formula.__name__}_tree")):
+        function.__name__ = function.__qualname__ = name
+        function.__doc__ = formula.__doc__
+    plain = kernel(f"void(T[::1], const T[::1], {arrays}, const T[::1], i8, i8)")(update)
+    return plain, _tree_kernel(f"T[::1], {arrays}")(tree)
 
 
-@_tree_kernel("T[::1], T[::1], T[::1]")
-def adam_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients, then update as ``adam`` does."""
-    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
-    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
-    w, m, v = w[start:stop], m[start:stop], v[start:stop]
-    for i in range(w.size):
-        g = _gradient(total, i)
-        w[i], m[i], v[i] = _adam(w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps)
+def _one_average_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[Kernel, Kernel]:
+    """Make the kernels that update ``w[start:stop]`` and ``m`` by a formula: with the gradient ``g``, or with a sum."""
+
+    def update(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
+        scalars = scalars_of(hyper)
+        w, g, m = w[start:stop], g[start:stop], m[start:stop]
+        for i in range(w.size):
+            w[i], m[i] = formula(w[i], g[i], m[i], scalars)
+
+    def tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
+        scalars = scalars_of(hyper)
+        w, m = w[start:stop], m[start:stop]
+        for i in range(w.size):
+            w[i], m[i] = formula(w[i], _gradient(total, i), m[i], scalars)
+
+    return _both_kernels(formula, "T[::1]", update, tree)
 
 
-@_tree_kernel("T[::1], T[::1], T[::1]")
-def adamw_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients, then update as ``adamw`` does."""
-    shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
-    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
-    w, m, v = w[start:stop], m[start:stop], v[start:stop]
-    for i in range(w.size):
-        g = _gradient(total, i)
-        w[i], m[i], v[i] = _adamw(w[i], g, m[i], v[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps)
+def _two_averages_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[Kernel, Kernel]:
+    """Make the kernels that update ``w[start:stop]``, ``m`` and ``v``, as :func:`_one_average_kernels` does."""
+
+    def update(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+        scalars = scalars_of(hyper)
+        w, g, m, v = w[start:stop], g[start:stop], m[start:stop], v[start:stop]
+        for i in range(w.size):
+            w[i], m[i], v[i] = formula(w[i], g[i], m[i], v[i], scalars)
+
+    def tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+        scalars = scalars_of(hyper)
+        w, m, v = w[start:stop], m[start:stop], v[start:stop]
+        for i in range(w.size):
+            w[i], m[i], v[i] = formula(w[i], _gradient(total, i), m[i], v[i], scalars)
+
+    return _both_kernels(formula, "T[::1], T[::1]", update, tree)
 
 
-@_tree_kernel("T[::1], T[::1]")
-def rmsprop_tree(total: Any, w: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients, then update as ``rmsprop`` does."""
-    lr, decay, alpha, rest, eps = hyper[0], hyper[1], hyper[2], hyper[3], hyper[4]
-    w, v = w[start:stop], v[start:stop]
-    for i in range(w.size):
-        w[i], v[i] = _rmsprop(w[i], _gradient(total, i), v[i], lr, decay, alpha, rest, eps)
-
-
-@_tree_kernel("T[::1], T[::1]")
-def lion_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients, then update as ``lion`` does."""
-    shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
-    beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
-    w, m = w[start:stop], m[start:stop]
-    for i in range(w.size):
-        w[i], m[i] = _lion(w[i], _gradient(total, i), m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
+momentum, momentum_tree = _one_average_kernels(formulas.momentum, formulas.six)
+adam, adam_tree = _two_averages_kernels(formulas.adam, formulas.eight)
+adamw, adamw_tree = _two_averages_kernels(formulas.adamw, formulas.eight)
+rmsprop, rmsprop_tree = _one_average_kernels(formulas.rmsprop, formulas.five)
+lion, lion_tree = _one_average_kernels(formulas.lion, formulas.seven)
 
 
 @_tree_kernel("const T[::1], T[::1], T[::1], T[::1]")
@@ -386,14 +309,10 @@ def lamb_direction_tree(
     scalars that ``optimizer.lamb_direction`` needs. The decorator replaces ``total`` by the arguments ``rows``,
     ``first``, ``program`` and ``divisor``.
     """
-    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
-    rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    scalars = _eight(hyper)
     w, u, m, v = w[start:stop], u[start:stop], m[start:stop], v[start:stop]
     for i in range(w.size):
-        g = _gradient(total, i)
-        u[i], m[i], v[i] = _lamb_direction(
-            w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, first, correction, eps
-        )
+        u[i], m[i], v[i] = _lamb_direction(w[i], _gradient(total, i), m[i], v[i], scalars)
 
 
 COMPRESSION_BLOCK = formulas.BLOCK

@@ -49,44 +49,35 @@ def larger(a: Any, b: Any) -> Any:
     return a if a > b else b
 
 
-def block_sum(value: Any, shared: Any) -> Any:
-    """Return the sum of ``value`` over all threads of the block, added pairwise.
+def _plus(a: Any, b: Any) -> Any:
+    return a + b
 
-    ``shared`` is an array of shared memory with at least one element for each thread.
+
+def _block_fold(joined: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that joins ``value`` of all threads of the block, pairwise, and returns the result in each.
+
+    All threads of the block must call it. ``shared`` is shared memory of ``MOST_THREADS`` elements.
     """
-    thread = cuda.threadIdx.x
-    shared[thread] = value
-    cuda.syncthreads()
-    count = cuda.blockDim.x
-    while count > 1:
-        half = (count + 1) // 2
-        if thread < count - half:
-            shared[thread] += shared[thread + half]
+
+    def fold(value: Any, shared: Any) -> Any:
+        thread = cuda.threadIdx.x
+        shared[thread] = value
         cuda.syncthreads()
-        count = half
-    total = shared[0]
-    cuda.syncthreads()
-    return total
-
-
-def block_max(value: Any, shared: Any) -> Any:
-    """Return the largest ``value`` of all threads of the block.
-
-    ``shared`` is an array of shared memory with at least one element for each thread.
-    """
-    thread = cuda.threadIdx.x
-    shared[thread] = value
-    cuda.syncthreads()
-    count = cuda.blockDim.x
-    while count > 1:
-        half = (count + 1) // 2
-        if thread < count - half:
-            shared[thread] = larger(shared[thread], shared[thread + half])
+        count = cuda.blockDim.x
+        while count > 1:
+            half = (count + 1) // 2
+            if thread < count - half:
+                shared[thread] = joined(shared[thread], shared[thread + half])
+            cuda.syncthreads()
+            count = half
+        total = shared[0]
         cuda.syncthreads()
-        count = half
-    largest = shared[0]
-    cuda.syncthreads()
-    return largest
+        return total
+
+    return fold
+
+
+block_sum, block_max = _block_fold(_plus), _block_fold(larger)
 
 
 @kernel("void(const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1])")
@@ -296,12 +287,6 @@ def column_sums(x: Array, out: Array) -> None:
         out[column] = total
 
 
-_to_bfloat16 = formulas.to_bfloat16
-_from_bfloat16 = formulas.from_bfloat16
-_to_float16 = formulas.to_float16
-_from_float16 = formulas.from_float16
-
-
 @kernel("void(const T[::1], const i8[::1], const i8[::1], T[::1])")
 def pack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
     """Write the ranges ``source[starts[k] : starts[k] + sizes[k]]`` to ``target``, one after the other."""
@@ -349,32 +334,21 @@ def join_columns(parts: Array, ranges: Array, matrix: Array) -> None:
             matrix[r, start + column] = parts[first + r * width + column]
 
 
-@kernel("void(const f4[::1], u2[::1])")
-def to_bfloat16(x: Array, out: Array) -> None:
-    """Round ``x`` to bfloat16, to nearest even, and write the bits to ``out``; NaN stays NaN."""
-    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
-        out[i] = _to_bfloat16(x[i])
+def _conversion_kernel(types: str, convert: Callable[..., Any]) -> CudaKernel:
+    """Make a kernel that writes ``convert(x[i])`` to ``out[i]`` for every i; it is called as ``convert`` is."""
+
+    def apply(x: Array, out: Array) -> None:
+        for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+            out[i] = convert(x[i])
+
+    apply.__qualname__, apply.__doc__ = convert.__name__, convert.__doc__
+    return kernel(f"void({types})")(apply)
 
 
-@kernel("void(const u2[::1], f4[::1])")
-def from_bfloat16(x: Array, out: Array) -> None:
-    """Convert the bits of bfloat16 numbers to float32, which is exact, and write them to ``out``."""
-    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
-        out[i] = _from_bfloat16(x[i])
-
-
-@kernel("void(const f4[::1], u2[::1])")
-def to_float16(x: Array, out: Array) -> None:
-    """Round ``x`` to float16, to nearest even, and write the bits to ``out``; values too large become infinite."""
-    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
-        out[i] = _to_float16(x[i])
-
-
-@kernel("void(const u2[::1], f4[::1])")
-def from_float16(x: Array, out: Array) -> None:
-    """Convert the bits of float16 numbers to float32, which is exact, and write them to ``out``."""
-    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
-        out[i] = _from_float16(x[i])
+to_bfloat16 = _conversion_kernel("const f4[::1], u2[::1]", formulas.to_bfloat16)
+from_bfloat16 = _conversion_kernel("const u2[::1], f4[::1]", formulas.from_bfloat16)
+to_float16 = _conversion_kernel("const f4[::1], u2[::1]", formulas.to_float16)
+from_float16 = _conversion_kernel("const u2[::1], f4[::1]", formulas.from_float16)
 
 
 @kernel("void(T[::1], const T[::1])")

@@ -9,24 +9,21 @@ on a block of ``COMPRESSION_BLOCK`` consecutive values (``int8``), or on a tile 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mpizero.kernels import formulas
-from mpizero.kernels.cuda.launch import cuda, kernel
+from mpizero.kernels.cuda.launch import CudaKernel, cuda, kernel
 from mpizero.types import Array
 
 _sgd = formulas.sgd
-_momentum = formulas.momentum
-_adam = formulas.adam
-_adamw = formulas.adamw
-_rmsprop = formulas.rmsprop
-_lion = formulas.lion
 _lamb_direction = formulas.lamb_direction
 _lamb_apply = formulas.lamb_apply
 _ema = formulas.ema
 _add_scaled = formulas.add_scaled
+_eight = formulas.eight
 
 
 @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
@@ -40,80 +37,15 @@ def sgd(w: Array, g: Array, hyper: Array, start: int, stop: int) -> None:
         w[i] = _sgd(w[i], g[i], lr, decay)
 
 
-@kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
-def momentum(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w[start:stop]`` and the momentum buffer ``m`` by gradient descent with the gradient ``g``.
-
-    hyper = [lr, decay, factor, keep, of_g, of_m]. First ``decay * w`` is added to the gradient; then ``m = factor * m +
-    keep * g`` and ``w -= lr * (of_g * g + of_m * m)``.
-    """
-    lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
-    of_g, of_m = hyper[4], hyper[5]
-    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        w[i], m[i] = _momentum(w[i], g[i], m[i], lr, decay, factor, keep, of_g, of_m)
-
-
-@kernel("void(T[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
-def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w[start:stop]`` by Adam with the gradient ``g``.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.update.adam`.
-    """
-    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
-    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
-    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        w[i], m[i], v[i] = _adam(w[i], g[i], m[i], v[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps)
-
-
-@kernel("void(T[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
-def adamw(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w[start:stop]`` by AdamW with the gradient ``g``.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.update.adamw`.
-    """
-    shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
-    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
-    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        w[i], m[i], v[i] = _adamw(w[i], g[i], m[i], v[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps)
-
-
-@kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
-def rmsprop(w: Array, g: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w[start:stop]`` by RMSprop with the gradient ``g``.
-
-    ``v`` is the running average of the squared gradient, which is updated too. hyper = [lr, decay, alpha, rest, eps]
-    with rest = 1 - alpha. First ``decay * w`` is added to the gradient.
-    """
-    lr, decay, alpha, rest = hyper[0], hyper[1], hyper[2], hyper[3]
-    eps = hyper[4]
-    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        w[i], v[i] = _rmsprop(w[i], g[i], v[i], lr, decay, alpha, rest, eps)
-
-
-@kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
-def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w[start:stop]`` by Lion with the gradient ``g``.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.update.lion`.
-    """
-    shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
-    beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
-    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        w[i], m[i] = _lion(w[i], g[i], m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
-
-
 @kernel("void(const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)")
 def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Overwrite the gradient ``g[start:stop]`` with LAMB's direction: Adam's direction plus ``decay * w``.
 
     The arguments are those of :func:`mpizero.kernels.cpu.update.lamb_direction`.
     """
-    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
-    rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    scalars = _eight(hyper)
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        g[i], m[i], v[i] = _lamb_direction(
-            w[i], g[i], m[i], v[i], decay, beta1, rest1, beta2, rest2, first, correction, eps
-        )
+        g[i], m[i], v[i] = _lamb_direction(w[i], g[i], m[i], v[i], scalars)
 
 
 @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
@@ -200,92 +132,74 @@ def sgd_tree(
         w[i] = _sgd(w[i], g, lr, decay)
 
 
-@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
-def momentum_tree(
-    rows: Array, first: int, program: Array, divisor: Array, w: Array, m: Array, hyper: Array, start: int, stop: int
-) -> None:
-    """Sum and divide rows of gradients, then update as ``momentum`` does."""
-    stack = cuda.local.array(DEPTH, w.dtype)
-    by = divisor[0]
-    lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
-    of_g, of_m = hyper[4], hyper[5]
-    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        g = _fold(rows, first + i, rows, first + i, program, stack) / by
-        w[i], m[i] = _momentum(w[i], g, m[i], lr, decay, factor, keep, of_g, of_m)
+def _both_kernels(
+    formula: Callable[..., Any], arrays: str, update: Callable[..., None], tree: Callable[..., None]
+) -> tuple[CudaKernel, CudaKernel]:
+    """Make the two kernels of an optimizer's formula, which are named by it, from their functions."""
+    for function, name in ((update, formula.__name__), (tree, f"{formula.__name__}_tree")):
+        function.__name__ = function.__qualname__ = name
+        function.__doc__ = formula.__doc__
+    rest = f"{arrays}, const T[::1], i8, i8"
+    plain = kernel(f"void(T[::1], const T[::1], {rest})")(update)
+    return plain, kernel(f"void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], {rest})")(tree)
 
 
-@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)")
-def adam_tree(
-    rows: Array,
-    first: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    m: Array,
-    v: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-) -> None:
-    """Sum and divide rows of gradients, then update as ``adam`` does."""
-    stack = cuda.local.array(DEPTH, w.dtype)
-    by = divisor[0]
-    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
-    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
-    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        g = _fold(rows, first + i, rows, first + i, program, stack) / by
-        w[i], m[i], v[i] = _adam(w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, rate, correction, eps)
+def _one_average_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[CudaKernel, CudaKernel]:
+    """Make the kernels that update ``w[start:stop]`` and ``m`` by a formula: with the gradient ``g``, or with a sum."""
+
+    def update(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
+        scalars = scalars_of(hyper)
+        for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+            w[i], m[i] = formula(w[i], g[i], m[i], scalars)
+
+    def tree(
+        rows: Array, first: int, program: Array, divisor: Array, w: Array, m: Array, hyper: Array, start: int, stop: int
+    ) -> None:
+        stack = cuda.local.array(DEPTH, w.dtype)
+        by = divisor[0]
+        scalars = scalars_of(hyper)
+        for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+            g = _fold(rows, first + i, rows, first + i, program, stack) / by
+            w[i], m[i] = formula(w[i], g, m[i], scalars)
+
+    return _both_kernels(formula, "T[::1]", update, tree)
 
 
-@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)")
-def adamw_tree(
-    rows: Array,
-    first: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    m: Array,
-    v: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-) -> None:
-    """Sum and divide rows of gradients, then update as ``adamw`` does."""
-    stack = cuda.local.array(DEPTH, w.dtype)
-    by = divisor[0]
-    shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
-    rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
-    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        g = _fold(rows, first + i, rows, first + i, program, stack) / by
-        w[i], m[i], v[i] = _adamw(w[i], g, m[i], v[i], shrink, beta1, rest1, beta2, rest2, rate, correction, eps)
+def _two_averages_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[CudaKernel, CudaKernel]:
+    """Make the kernels that update ``w[start:stop]``, ``m`` and ``v``, as :func:`_one_average_kernels` does."""
+
+    def update(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+        scalars = scalars_of(hyper)
+        for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+            w[i], m[i], v[i] = formula(w[i], g[i], m[i], v[i], scalars)
+
+    def tree(
+        rows: Array,
+        first: int,
+        program: Array,
+        divisor: Array,
+        w: Array,
+        m: Array,
+        v: Array,
+        hyper: Array,
+        start: int,
+        stop: int,
+    ) -> None:
+        stack = cuda.local.array(DEPTH, w.dtype)
+        by = divisor[0]
+        scalars = scalars_of(hyper)
+        for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+            g = _fold(rows, first + i, rows, first + i, program, stack) / by
+            w[i], m[i], v[i] = formula(w[i], g, m[i], v[i], scalars)
+
+    return _both_kernels(formula, "T[::1], T[::1]", update, tree)
 
 
-@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
-def rmsprop_tree(
-    rows: Array, first: int, program: Array, divisor: Array, w: Array, v: Array, hyper: Array, start: int, stop: int
-) -> None:
-    """Sum and divide rows of gradients, then update as ``rmsprop`` does."""
-    stack = cuda.local.array(DEPTH, w.dtype)
-    by = divisor[0]
-    lr, decay, alpha, rest = hyper[0], hyper[1], hyper[2], hyper[3]
-    eps = hyper[4]
-    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        g = _fold(rows, first + i, rows, first + i, program, stack) / by
-        w[i], v[i] = _rmsprop(w[i], g, v[i], lr, decay, alpha, rest, eps)
-
-
-@kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
-def lion_tree(
-    rows: Array, first: int, program: Array, divisor: Array, w: Array, m: Array, hyper: Array, start: int, stop: int
-) -> None:
-    """Sum and divide rows of gradients, then update as ``lion`` does."""
-    stack = cuda.local.array(DEPTH, w.dtype)
-    by = divisor[0]
-    shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
-    beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
-    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
-        g = _fold(rows, first + i, rows, first + i, program, stack) / by
-        w[i], m[i] = _lion(w[i], g, m[i], shrink, lr, beta1, rest1, beta2, rest2, zero)
+momentum, momentum_tree = _one_average_kernels(formulas.momentum, formulas.six)
+adam, adam_tree = _two_averages_kernels(formulas.adam, formulas.eight)
+adamw, adamw_tree = _two_averages_kernels(formulas.adamw, formulas.eight)
+rmsprop, rmsprop_tree = _one_average_kernels(formulas.rmsprop, formulas.five)
+lion, lion_tree = _one_average_kernels(formulas.lion, formulas.seven)
 
 
 @kernel(
@@ -311,13 +225,10 @@ def lamb_direction_tree(
     """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
-    decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
-    rest2, scale, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
+    scalars = _eight(hyper)
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         g = _fold(rows, first + i, rows, first + i, program, stack) / by
-        u[i], m[i], v[i] = _lamb_direction(
-            w[i], g, m[i], v[i], decay, beta1, rest1, beta2, rest2, scale, correction, eps
-        )
+        u[i], m[i], v[i] = _lamb_direction(w[i], g, m[i], v[i], scalars)
 
 
 COMPRESSION_BLOCK = formulas.BLOCK

@@ -70,17 +70,17 @@ def adamw(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop
     w[part] = shrink * w[part] - rate * m[part] / (np.sqrt(v[part]) * correction + eps)
 
 
-def rmsprop(w: Array, g: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
+def rmsprop(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
     """Update ``w[start:stop]`` by RMSprop with the gradient ``g``.
 
-    ``v`` is the running average of the squared gradient, which is updated too. hyper = [lr, decay, alpha, rest, eps]
+    ``m`` is the running average of the squared gradient, which is updated too. hyper = [lr, decay, alpha, rest, eps]
     with rest = 1 - alpha. First ``decay * w`` is added to the gradient.
     """
     lr, decay, alpha, rest, eps = hyper
     part = slice(start, stop)
     gradient = g[part] + decay * w[part]
-    v[part] = alpha * v[part] + rest * gradient**2
-    w[part] -= lr * gradient / (np.sqrt(v[part]) + eps)
+    m[part] = alpha * m[part] + rest * gradient**2
+    w[part] -= lr * gradient / (np.sqrt(m[part]) + eps)
 
 
 def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
