@@ -10,16 +10,16 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mpizero._util.text import show
-from mpizero.cli.options import add_json, add_training, whole_number
+from mpizero.cli.options import Run, add_json, add_training, whole_number
 from mpizero.errors import ConfigError, ExitStatus
 
 
-def add_new(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_new(commands: Any, run: Run) -> None:
     """Add ``mpizero new`` to the commands; ``run`` executes it, given the parsed options."""
     from mpizero.tools.projects import listed
 
@@ -36,8 +36,8 @@ def add_new(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     parser.set_defaults(run=run)
 
 
-def run_new(options: argparse.Namespace) -> int:
-    """Write a project, print how to go on, and return the exit status."""
+def run_new(options: argparse.Namespace) -> None:
+    """Write a project, and print how to go on."""
     from mpizero.tools import projects
     from mpizero.tools.projects import KINDS
 
@@ -50,10 +50,9 @@ def run_new(options: argparse.Namespace) -> int:
     build = KINDS[options.kind].build
     for command in filter(None, (f"cd {shlex.quote(options.folder)}", build, *projects.FIRST_COMMANDS)):
         show(f"  {command}")
-    return int(ExitStatus.OK)
 
 
-def add_replay(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_replay(commands: Any, run: Run) -> None:
     """Add ``mpizero replay`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "replay",
@@ -72,16 +71,15 @@ def add_replay(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     parser.set_defaults(run=run)
 
 
-def run_replay(options: argparse.Namespace) -> int:
-    """Evaluate the samples of a skipped step again, print the result, and return the exit status."""
+def run_replay(options: argparse.Namespace) -> None:
+    """Evaluate the samples of a skipped step again, and print the result."""
     from mpizero.tools import replay
 
     found = replay.replay(options.dump, options.checkpoint, lambda line: show(line, sys.stderr))
     show(replay.as_json(found) if options.json else replay.report(found))
-    return int(ExitStatus.OK)
 
 
-def add_ensemble(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_ensemble(commands: Any, run: Run) -> None:
     """Add ``mpizero ensemble`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "ensemble",
@@ -115,7 +113,7 @@ def run_ensemble(options: argparse.Namespace) -> int:
     return int(ExitStatus.OK if complete else ExitStatus.RANK_FAILED)
 
 
-def add_report(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_report(commands: Any, run: Run) -> None:
     """Add ``mpizero report`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "report",
@@ -132,15 +130,14 @@ def add_report(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     parser.set_defaults(run=run)
 
 
-def run_report(options: argparse.Namespace) -> int:
-    """Write the report, print its path, and return the exit status."""
+def run_report(options: argparse.Namespace) -> None:
+    """Write the report, and print its path."""
     from mpizero.tools.report.page import report
 
     show(str(report(options.runs, options.output, force=options.force)))
-    return int(ExitStatus.OK)
 
 
-def add_watch(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_watch(commands: Any, run: Run) -> None:
     """Add ``mpizero watch`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "watch",
@@ -183,7 +180,7 @@ _mpizero_completion() {{
 }
 
 
-def add_completion(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_completion(commands: Any, run: Run) -> None:
     """Add ``mpizero completion`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "completion",
@@ -196,8 +193,8 @@ def add_completion(commands: Any, run: Callable[[argparse.Namespace], int]) -> N
     parser.set_defaults(run=run)
 
 
-def run_completion(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Print the script for ``options.shell`` that completes what ``parser`` accepts; return the exit status.
+def run_completion(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Print the script for ``options.shell`` that completes what ``parser`` accepts.
 
     Raises
     ------
@@ -220,7 +217,6 @@ def run_completion(options: argparse.Namespace, parser: argparse.ArgumentParser)
     if options.shell == "bash":
         script = script.replace("-F _shtab_mpizero mpizero", "-F _mpizero_completion mpizero")
     sys.stdout.write(script)
-    return int(ExitStatus.OK)
 
 
 def settings() -> list[str]:
@@ -248,7 +244,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from _actions(command)
 
 
-def add_requeue(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_requeue(commands: Any, run: Run) -> None:
     """Add ``mpizero requeue`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "requeue",

@@ -89,6 +89,10 @@ class ConfigSection:
         """Return every setting, defaults included, as JSON values by key."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
+    def values(self, *without: str) -> dict[str, Any]:
+        """Return the settings as they are used, by key, but for those named."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in without}
+
     def reject(self, key: str, allowed: str) -> SettingError:
         """Return the error about the wrong setting ``key`` of this section; ``allowed`` says what is allowed."""
         return rejected(f"{self.title()}.{key}", getattr(self, key), allowed)

@@ -103,11 +103,6 @@ def _decoded(value: Any) -> Any:
     return {key: _decoded(item) for key, item in value.items()}
 
 
-def keys_listed(arguments: Mapping[str, Any]) -> str:
-    """Return arguments as text, such as "width = 64, depth = 2"."""
-    return ", ".join(f"{key} = {shown(value)}" for key, value in arguments.items())
-
-
 def compression(value: Any) -> str | None:
     """Check ``train.gradient_compression``; return None for "none"."""
     if value == "none":
@@ -242,11 +237,6 @@ class ParallelSection(ConfigSection):
             fit = ", ".join(str(n) for n in numbers if fits_tiles(self.tensor, n))
             raise self.reject("tiles", f"its number for the tensor axis must divide model.heads = {heads}; {fit} do")
 
-    def check_sequence(self, model: str) -> None:
-        """Raise an error if the layout has a context group; called if the model, named ``model``, has no sequences."""
-        if self.context > 1:
-            raise self.reject("context", f"must be 1: model.name = {shown(model)} has no sequence to cut")
-
     def reject_split(self, allowed: str) -> SettingError:
         """Return the error about the first axis that splits the model; ``allowed`` says what is allowed."""
         return self.reject(next(axis for axis in _SPLITTING if getattr(self, axis) > 1), allowed)
@@ -266,13 +256,6 @@ class ParallelSection(ConfigSection):
         sizes = {f"{axis}_parallel_size": getattr(parallel_layout, axis) for axis in (*_SPLITTING, "data")}
         rest = {name: getattr(parallel_layout, name) for name in ("order", "schedule", "virtual_stages", "cuts")}
         return {**sizes, **rest, "zero_stage": self.zero_stage}
-
-    def figures(self, ranks: int) -> dict[str, Any]:
-        """Return the size of each axis by its name, and the schedule's name (None without a pipeline).
-
-        ``ranks`` is the number of ranks of the job. The result is printed by ``mpizero train``.
-        """
-        return {**self.axes(ranks).sizes, "schedule": self.schedule if self.pipeline > 1 else None}
 
     def describe(self, ranks: int) -> str:
         """Describe the layout of a job of ``ranks`` ranks, such as "pipeline 2 x tensor 1 x data 2, 1f1b, zero1"."""
@@ -582,7 +565,8 @@ class MlpSection(NamedModelSection):
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
         """Raise an error if there are more stages than blocks, or a context group."""
         parallel.check_blocks(self.block_count)
-        parallel.check_sequence(self.described)
+        if parallel.context > 1:
+            raise parallel.reject("context", f"must be 1: model.name = {shown(self.name)} has no sequence to cut")
 
     def check_data(self, data: DataSection | MadeDataSection) -> None:
         """Raise an error if the data are text."""

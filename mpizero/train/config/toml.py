@@ -31,8 +31,6 @@ from typing import Any
 from mpizero._util.checks import home_path
 from mpizero._util.names import nearest
 from mpizero._util.text import is_users, users_line
-from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.train.config.checks import SettingError, rejected, shown
 from mpizero.train.config.schema import (
@@ -141,26 +139,6 @@ def read_config(name: str) -> str:
         return data.decode("utf-8-sig")  # some editors write a mark of byte order
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: not valid TOML: not UTF-8 at byte {error.start}") from None
-
-
-def read_together(
-    comm: Communicator, name: str, overrides: Sequence[str], preset: Mapping[str, str]
-) -> tuple[ConfigDocument, Config]:
-    """Read a configuration file on rank 0 and parse it on all ranks; return the document and the configuration.
-
-    Collective over ``comm``. ``preset`` has values, as TOML texts by key such as ``train.threads``, of settings that
-    are neither in the file nor in ``overrides``.
-
-    Raises
-    ------
-    ConfigError
-        If the file cannot be read, or a setting is wrong. The message names the key, file and line, and what is
-        allowed.
-    """
-    with all_ranks(comm):
-        text = read_config(name) if comm.rank == 0 else ""
-    document = ConfigDocument(name, comm.broadcast_object(text), overrides)
-    return document, parse_config(document, preset)
 
 
 def parse_config(document: ConfigDocument, defaults: Mapping[str, str] | None = None) -> Config:
