@@ -298,11 +298,11 @@ class TrainingLoop:
 
     def _start(self, resume: bool, step: int | None) -> None:
         setup = self.setup
-        start = restore(setup, self.folder, self.control, self.progress, step) if resume else None
-        if start is not None:
-            self._take(start.saved)
+        saved, newer = restore(setup, self.folder, self.control, self.progress, step) if resume else (None, [])
+        if saved is not None:
+            self._take(saved)
             if step is None:
-                self.callbacks.reason = self._decision(start.saved)
+                self.callbacks.reason = self._decision(saved)
             if self._complete:
                 self.progress.say(self._nothing_left())
         elif setup.begin is not None and (told := setup.begin()):
@@ -310,7 +310,7 @@ class TrainingLoop:
         superseded = 0
         with all_ranks(self.control):
             if self.control.rank == 0:
-                self._move_aside([] if start is None else start.newer)
+                self._move_aside(newer)
                 superseded = self.folder.continue_metrics(self.step)
         if isinstance(setup.source, Source):
             with all_ranks(self.control):
