@@ -219,7 +219,7 @@ def _machine(options: argparse.Namespace) -> None:
 
 
 def _step(options: argparse.Namespace) -> None:
-    from mpizero.comm.agreement import all_ranks
+    from mpizero.comm.agreement import from_rank_0
     from mpizero.tools.bench import step
     from mpizero.tools.plan.time import read_machine
 
@@ -227,9 +227,7 @@ def _step(options: argparse.Namespace) -> None:
     document, config = read_together(options, comm)
     machine = None
     if options.machine is not None:
-        with all_ranks(comm):
-            machine = read_machine(options.machine) if comm.rank == 0 else None
-        machine = comm.broadcast_object(machine, tag="bench step")
+        machine = from_rank_0(comm, lambda: read_machine(options.machine), "bench step")
     with document.located():
         request = step.StepRequest(options.steps, options.warm_up, machine, options.trace)
         figures = step.measure_step(request, config, comm, _tell)

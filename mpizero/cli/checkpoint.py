@@ -48,7 +48,7 @@ from mpizero.train.config.schema import Config
 from mpizero.train.config.sections import GptSection
 from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
 from mpizero.train.data_identity import data_fingerprint
-from mpizero.train.events import ByteProgress
+from mpizero.train.events import byte_progress
 from mpizero.train.run_folder import TRAINING
 
 
@@ -96,8 +96,8 @@ def _verify_one(path: str) -> None:
         count, name = len(reader.arrays), reader.name
         total = sum(dtype.itemsize * prod(shape) for shape, dtype in reader.arrays.values())
     started = time.perf_counter()
-    with ByteProgress(total, "verify") as progress:
-        nbytes = checkpoint.verify(name, progress)
+    with byte_progress(total, "verify") as progress:
+        nbytes = checkpoint.verify(name, progress.update)
     seconds = time.perf_counter() - started
     speed = f"{amount(nbytes)}B in {seconds:.3g} s, {nbytes / seconds / 1e9:.2f} GB/s"
     show(f"{path}: sound: {count} arrays, {speed}")
@@ -109,8 +109,8 @@ def _diff(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         a, b = (stack.enter_context(checkpoint.open_checkpoint(name, "self")) for name in names)
         sizes = (prod(s) * t.itemsize for path, (s, t) in a.arrays.items() if matches(path, options.pattern))
-        progress = stack.enter_context(ByteProgress(sum(sizes), "diff"))
-        found = compare(a, b, options.tolerance, options.pattern, progress)
+        progress = stack.enter_context(byte_progress(sum(sizes), "diff"))
+        found = compare(a, b, options.tolerance, options.pattern, progress.update)
     if options.arrays_only:
         found = replace(found, attributes={})
     show(difference_json(names, found) if options.json else difference_text(names, found))
@@ -134,8 +134,8 @@ def _export(options: argparse.Namespace) -> None:
     selection = {"state": options.state, "ema": options.ema, "dtype": options.dtype, "pattern": options.pattern}
     with checkpoint.open_checkpoint(path, "self") as reader:
         total = export_bytes(reader, state=options.state, pattern=options.pattern)
-        with ByteProgress(total, "export") as progress:
-            written = {"tied": options.tied, "replace": options.force, "report": progress}
+        with byte_progress(total, "export") as progress:
+            written = {"tied": options.tied, "replace": options.force, "report": progress.update}
             items = export(reader, options.out, form, **selection, **written)
     size = sum(item.nbytes for item in items)
     show(f"{options.out}: {len(items)} arrays, {amount(size)}B, from {path}")
@@ -222,11 +222,11 @@ def _samples(training: Mapping[str, Any], configuration: Mapping[str, Any]) -> i
 def _table(reader: checkpoint.Reader, paths: Sequence[str], with_statistics: bool) -> Iterator[dict[str, Any]]:
     elements = element_types(reader)
     total = sum(prod(reader.arrays[path][0]) * reader.arrays[path][1].itemsize for path in paths)
-    with ByteProgress(total if with_statistics else 0, "statistics") as progress:
+    with byte_progress(total if with_statistics else 0, "statistics") as progress:
         for path in paths:
             shape, dtype = reader.arrays[path]
             row = {"name": path, "shape": list(shape), "dtype": elements[path], "bytes": prod(shape) * dtype.itemsize}
-            figures = asdict(statistics(reader, path, progress, elements[path])) if with_statistics else {}
+            figures = asdict(statistics(reader, path, progress.update, elements[path])) if with_statistics else {}
             yield {**row, **figures}
 
 

@@ -6,11 +6,11 @@ For each of them ``add_`` defines its options, and ``run_`` executes it, and loa
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -221,17 +221,9 @@ def run_completion(options: argparse.Namespace, parser: argparse.ArgumentParser)
 
 def settings() -> list[str]:
     """Return all settings of a configuration file as ``--set`` wants them: ``section.key=``."""
-    from mpizero.train.config.schema import OPTIMIZERS, Config
-    from mpizero.train.config.sections import MODELS, DataSection
+    from mpizero.train.config.toml import CLASSES
 
-    sections: dict[str, list[Any]] = {"data": [DataSection], "model": [*MODELS.values()]}
-    sections["optimizer"] = [*OPTIMIZERS.values()]
-    for field in dataclasses.fields(Config):
-        if dataclasses.is_dataclass(field.default):
-            sections.setdefault(field.name, []).append(field.default)
-    return sorted(
-        {f"{name}.{key.name}=" for name, made in sections.items() for one in made for key in dataclasses.fields(one)}
-    )
+    return sorted({f"{section.title()}.{key.name}=" for section in CLASSES for key in fields(section)})
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -153,13 +153,12 @@ def read_together(options: argparse.Namespace, comm: Communicator) -> tuple[Conf
         If the file cannot be read, or a setting is wrong. The message names the key, file and line, and what is
         allowed.
     """
-    from mpizero.comm.agreement import all_ranks
+    from mpizero.comm.agreement import from_rank_0
     from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
 
-    with all_ranks(comm):
-        text = read_config(options.config) if comm.rank == 0 else ""
+    text = from_rank_0(comm, lambda: read_config(options.config))
     changes = [*options.overrides, *getattr(options, "changed", ())]  # those of --override, which only training has
-    document = ConfigDocument(options.config, comm.broadcast_object(text), changes)
+    document = ConfigDocument(options.config, text, changes)
     return document, parse_config(document, {"train.threads": str(options.threads)})
 
 

@@ -340,8 +340,6 @@ RESERVED = (
     "validation_loss",
     "perplexity",
     "accuracy",
-    "tokens_per_second",
-    "samples_per_second",
     "iteration",
     "iterate_loss",
     "largest_gradient",

@@ -692,8 +692,8 @@ class Progress:
             self._active = False
 
 
-class ByteProgress:
-    """Show a progress bar that counts bytes if ``stream`` is a terminal, else nothing. A call advances the bar.
+def byte_progress(total: int, label: str, stream: TextIO | None = None) -> Any:
+    """Return a progress bar that counts bytes if ``stream`` is a terminal, else shows nothing: a tqdm.
 
     Parameters
     ----------
@@ -704,25 +704,7 @@ class ByteProgress:
     stream : TextIO, optional
         The output stream. Default: standard error.
     """
+    from tqdm import tqdm
 
-    def __init__(self, total: int, label: str, stream: TextIO | None = None) -> None:
-        stream = stream if stream is not None else sys.stderr
-        self._bar: Any = None
-        if stream.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                total=total, desc=label, file=stream, unit="B", unit_scale=True, dynamic_ncols=True, leave=False
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def __call__(self, count: int) -> None:
-        """Advance the bar by ``count`` bytes."""
-        if self._bar is not None:
-            self._bar.update(count)
+    shape: dict[str, Any] = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, "leave": False}
+    return tqdm(total=total, desc=label, file=stream or sys.stderr, disable=None, **shape)

@@ -31,13 +31,13 @@ from mpizero.checkpoint.format import open_regular
 from mpizero.checkpoint.manager import BEST, step_folders
 from mpizero.checkpoint.writer import check_backend
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
+from mpizero.comm.agreement import all_ranks, from_rank_0
 from mpizero.comm.startup import versions
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, ExitStatus, MpizeroError
 from mpizero.sharding import state_dict
 from mpizero.sharding.saved_attributes import read_attribute, recorded_tiles
 from mpizero.train.config.schema import changes, described_change, overridable
-from mpizero.train.data_identity import difference, touched
+from mpizero.train.data_identity import check_data, touched
 from mpizero.train.events import EVENTS, METRICS, RESULT, SUPERSEDED, Progress
 from mpizero.train.setup import RunSetup, finite
 from mpizero.train.stopping import WallTime
@@ -524,11 +524,7 @@ def tiles_of_checkpoint(checkpoints: Path, comm: Communicator, step: int | None 
                     return recorded_tiles(read_attribute(reader))
         return None
 
-    found = None
-    with all_ranks(comm):
-        found = look() if comm.rank == 0 else None
-    told: dict[str, int] | None = comm.broadcast_object(found, tag="tiles")
-    return told
+    return from_rank_0(comm, look, "tiles")
 
 
 def _changed_code(setup: RunSetup, saved: SavedRun) -> str:
@@ -604,16 +600,6 @@ def _overrides(setup: RunSetup, saved: SavedRun, path: str, elsewhere: str) -> l
     return found
 
 
-def _check_data(what: str, alike: bool, saved: Any, now: Any, refused: str, elsewhere: str) -> None:
-    """Raise ConfigError if the data named ``what`` are not those of the saved run."""
-    why = difference(saved.get(what, {}), now.get(what, {}))
-    if why or not alike:
-        told = f": {why}" if why else ""
-        raise ConfigError(
-            f"{refused}: data: the {what} samples are not those of the saved run{told}; give the same data, {elsewhere}"
-        )
-
-
 def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
     elsewhere = f"or start in another {setup.record.wording.folder}"
     with checkpoint.open_checkpoint(path, comm) as reader:
@@ -628,7 +614,7 @@ def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
         if saved.validation and record.validation_fingerprint:  # a run may begin to validate, and may end it
             compared["validation"] = saved.validation, record.validation_fingerprint
         for what, (before, now) in compared.items():
-            _check_data(what, before == now, saved.contents, record.contents, f"cannot resume from {path}", elsewhere)
+            check_data(what, before == now, saved.contents, record.contents, f"cannot resume from {path}", elsewhere)
             if comm.rank == 0 and (told := touched(*(one.get(what, {}) for one in (saved.contents, record.contents)))):
                 notice(f"the {what} data: {told}")
         state_dict.restore(setup.model.loadable_engine, reader)

@@ -282,15 +282,8 @@ class TrainingResult:
         }
         if self.unit == "samples":
             found["samples_per_second"] = self.speed
-        if self.overrides:
-            found["overrides"] = list(self.overrides)
-        if self.stopped:
-            found["stopped"] = self.stopped
-        if self.best is not None:
-            found["best"] = self.best
-        if self.method is not None:
-            found["method"] = self.method
-        return found
+        special = {"overrides": list(self.overrides), "stopped": self.stopped, "best": self.best, "method": self.method}
+        return found | {name: value for name, value in special.items() if value}
 
 
 #: Metrics that a validation may have without metrics of the user.
@@ -454,11 +447,6 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 709 else math.inf
 
 
-def short(value: float | None, digits: int = 4) -> str:
-    """Format a number with ``digits`` significant digits; return "-" for None."""
-    return "-" if value is None else f"{value:.{digits}g}"
-
-
-def shortened(figures: Sequence[tuple[str, float | None]]) -> dict[str, str]:
-    """Format pairs of a name and a number for the progress line; return the texts by name."""
-    return {name: short(value) for name, value in figures}
+def short(value: float | None) -> str:
+    """Format a number with four significant digits; return "-" for None."""
+    return "-" if value is None else f"{value:.4g}"

@@ -150,14 +150,6 @@ def check_sharded(model: ShardedModelBase, given: Mapping[str, Any]) -> None:
         )
 
 
-def check_config(config: ShardingConfig) -> None:
-    """Raise ConfigError if ``config.auto_sync_gradients`` is False. Not collective."""
-    if not config.auto_sync_gradients:
-        raise ConfigError(
-            "Trainer: auto_sync_gradients=False leaves the update to your own loop; the trainer needs True"
-        )
-
-
 def parallel_section(strategy: Any, parallel: Any) -> ParallelSection:
     """Return the checked layout over ranks. Not collective."""
     if parallel is not None and not isinstance(parallel, Mapping):
@@ -292,7 +284,10 @@ class TrainerArguments:
             check_sharded(self.model, given)
         elif self.optimizer is None:
             raise ConfigError("Trainer: optimizer is missing: give one, such as optimizer=mz.AdamW(1e-3)")
-        check_config(ranks)
+        if not ranks.auto_sync_gradients:
+            raise ConfigError(
+                "Trainer: auto_sync_gradients=False leaves the update to your own loop; the trainer needs True"
+            )
 
     def sharded_again(self, setup: RunSetup, config: ShardingConfig) -> RunSetup:
         """Close the run's model; return the run with a new one of ``config`` that has the start values. Collective."""
@@ -647,13 +642,7 @@ class Trainer:
 
     def close(self) -> None:
         """Close what this trainer has made: the sharded model, and the configuration. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._given is not None:
-            self._setup.model.close()
-        if self._own_config is not None:
-            self._own_config.close()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         """Return this trainer. Not collective."""
@@ -661,11 +650,11 @@ class Trainer:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the trainer; after an exception that other ranks may not have raised, leave that to a later call."""
-        if error is None or isinstance(error, Preempted):
-            self.close()
+        if self._closed:
             return
         self._closed = True
+        raised = (None, None, None) if isinstance(error, Preempted) else (kind, error, trace)
         if self._given is not None:
-            self._setup.model.__exit__(kind, error, trace)
+            self._setup.model.__exit__(*raised)
         if self._own_config is not None:
-            self._own_config.__exit__(kind, error, trace)
+            self._own_config.__exit__(*raised)

@@ -19,7 +19,7 @@ from mpizero._util.checks import whole
 from mpizero._util.pytree import SampleTree
 from mpizero.checkpoint.inspect import find_checkpoint
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.comm.agreement import agree_equal, all_ranks, from_rank_0
 from mpizero.data import ArraySource, Source
 from mpizero.data.batches import choose_grains
 from mpizero.errors import ConfigError, DataError, MpizeroError
@@ -404,15 +404,12 @@ def _load_start(section: ModelSection, model: ShardedModelBase) -> str:
 
     Collective over the ranks that train.
     """
-    comm, path = model.config.communicator, ""
-    assert section.start is not None
-    with all_ranks(comm):
-        if comm.rank == 0:
-            given = Path(section.start)
-            path = str(find_checkpoint(given) if given.is_dir() else given)
-    path = comm.broadcast_object(path, 0, "start values")
+    given = Path(section.start or "")
+    found = from_rank_0(
+        model.config.communicator, lambda: find_checkpoint(given) if given.is_dir() else given, "start values"
+    )
     chosen = {name: getattr(section, f"start_{name}") for name in ("include", "exclude", "rename")}
-    report = model.load_parameters(path, **chosen)
+    report = model.load_parameters(str(found), **chosen)
     return "" if report.told else str(report)
 
 
@@ -445,18 +442,9 @@ def build_optimizer(config: Config) -> Any:
     if isinstance(section, VectorMethodSection):
         methods = {"l-bfgs": optim.LBFGS, "cg": optim.NonlinearCG, "newton-cg": optim.NewtonCG}
         return methods[section.name](**section.values("name"))
-    kinds = {
-        "sgd": optim.SGD,
-        "adam": optim.Adam,
-        "adamw": optim.AdamW,
-        "rmsprop": optim.RMSprop,
-        "lion": optim.Lion,
-        "lamb": optim.LAMB,
-        "muon": optim.Muon,
-        "soap": optim.SOAP,
-    }
+    kind = next(getattr(optim, name) for name in dir(optim) if name.lower() == section.name)
     rate = {item.name for item in fields(OptimizerSection)} - {"weight_decay"}
-    return kinds[section.name](lr=learning_rate(section, config.train.steps), **section.values(*rate))
+    return kind(lr=learning_rate(section, config.train.steps), **section.values(*rate))
 
 
 def learning_rate(section: OptimizerSection, steps: int) -> Any:

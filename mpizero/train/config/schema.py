@@ -19,6 +19,7 @@ from mpizero.checkpoint.format import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.errors import ConfigError
 from mpizero.train.config.checks import ConfigSection, choice, duration, flag, many, optional, setting, shown, text
 from mpizero.train.config.sections import (
+    KINDS,
     VECTOR_METHODS,
     VECTOR_SECTIONS,
     DataSection,
@@ -101,12 +102,8 @@ FREE_KEYS = (
     "train.prefetch",
     "train.timeout",
     "model.activation_checkpointing",
-    "data.text",
-    "data.arrays",
-    "data.hdf5",
-    "data.zarr",
-    "data.netcdf",
     "data.make",
+    *(f"data.{kind}" for kind in KINDS),
 )
 #: The setting with the step at which the learning rate schedule ends.
 LENGTH = "optimizer.schedule_steps"
@@ -407,11 +404,7 @@ _FIXED = (
     "model.name",
     "model.make",
     "model.dtype",
-    "model.freeze",
-    "model.start",
-    "model.start_include",
-    "model.start_exclude",
-    "model.start_rename",
+    *(f"model.{item.name}" for item in fields(ModelSection)),
     "optimizer.name",
     *(f"optimizer.{item.name}" for kind in VECTOR_SECTIONS.values() for item in fields(kind)),
     "train.global_batch",

@@ -13,11 +13,11 @@ from __future__ import annotations
 import datetime
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from mpizero._util.checks import Unexpected, fraction, number, positive, whole
+from mpizero._util.checks import Check, fraction, number, positive, whole
 from mpizero._util.names import nearest
 from mpizero.comm.reduce import codec_of
 from mpizero.errors import ConfigError, GridError
@@ -272,7 +272,8 @@ def arrays(value: Any) -> Any:
     """Check ``data.arrays``: it must be "digits", or a table with file paths under the keys ``x`` and ``y``."""
     if value == "digits":
         return value
-    return table("x", "y", hint=' or "digits" (scikit-learn\'s handwritten digits)')(value)
+    example = 'must be a table {x = "...", y = "..."} or "digits" (scikit-learn\'s handwritten digits)'
+    return _table(value, example, {"x": text, "y": text})
 
 
 def patterns(value: Any) -> tuple[str, ...]:
@@ -285,29 +286,21 @@ def patterns(value: Any) -> tuple[str, ...]:
     return result
 
 
-def table(*keys: str, hint: str = "") -> Any:
-    """Return a check for tables: they must have exactly the keys ``keys``, with strings that are not empty.
-
-    ``hint`` is added to the error message.
-    """
-    allowed = "must be a table {" + ", ".join(f'{key} = "..."' for key in keys) + "}" + hint
-
-    def check(value: Any) -> dict[str, str]:
-        if not isinstance(value, dict):
-            raise ValueError(allowed)
-        for key in value:
-            if key not in keys:
-                raise ValueError(f"{allowed}; {key} is unknown{nearest(key, keys)}")
-        for key in keys:
-            if key not in value:
-                raise ValueError(f"{allowed}; {key} is missing")
-            try:
-                text(value[key])
-            except ValueError as error:
-                raise ValueError(f"{allowed}; {key} {error}") from None
-        return dict(value)
-
-    return check
+def _table(value: Any, example: str, checks: Mapping[str, Check], needed: Sequence[str] = ("x", "y")) -> dict[str, Any]:
+    """Check a table by the check of each key; the error shows the ``example``, and ``needed`` are the keys it needs."""
+    if not isinstance(value, dict):
+        raise ValueError(example)
+    if unknown := [key for key in value if key not in checks]:
+        raise ValueError(f"{example}; {unknown[0]} is unknown{nearest(unknown[0], tuple(checks))}")
+    if missing := [key for key in needed if key not in value]:
+        raise ValueError(f"{example}; {missing[0]} is missing")
+    found = {}
+    for key, given in value.items():
+        try:
+            found[key] = checks[key](given)
+        except ValueError as error:
+            raise ValueError(f"{example}; {key} {allowed(error)}") from None
+    return found
 
 
 def stored(value: Any) -> dict[str, Any]:
@@ -315,21 +308,7 @@ def stored(value: Any) -> dict[str, Any]:
 
     It stays as JSON can hold it; :func:`source_arguments` makes arguments of it.
     """
-    example = 'must be a table such as {path = "*.h5", x = "x", y = "y"}'
-    if not isinstance(value, dict):
-        raise ValueError(example)
-    if unknown := [key for key in value if key not in _STORED]:
-        raise ValueError(f"{example}; {unknown[0]} is unknown{nearest(unknown[0], tuple(_STORED))}")
-    if missing := [key for key in ("path", "x", "y") if key not in value]:
-        raise ValueError(f"{example}; {missing[0]} is missing")
-    found = {}
-    for key, given in value.items():
-        try:
-            found[key] = _STORED[key](given)
-        except ValueError as error:
-            be = "must be " if isinstance(error, Unexpected) else ""
-            raise ValueError(f"{example}; {key} {be}{error}") from None
-    return found
+    return _table(value, 'must be a table such as {path = "*.h5", x = "x", y = "y"}', _STORED, ("path", "x", "y"))
 
 
 def _texts(value: Any) -> Any:

@@ -56,8 +56,8 @@ Tables = dict[str, dict[str, Any]]
 _CONFIG_LIMIT = 1 << 20
 #: All sections; that of the ensemble is read by :mod:`mpizero.cli.train` alone.
 SECTIONS = ("model", "data", "parallel", "train", "optimizer", "checkpoint", "ensemble")
-#: The classes of sections, among which one is suggested for a key that stands in the wrong section.
-_CLASSES = (TrainSection, ParallelSection, CheckpointSection, DataSection, *OPTIMIZERS.values(), *MODELS.values())
+#: The classes of sections that have a fixed set of keys.
+CLASSES = (TrainSection, ParallelSection, CheckpointSection, DataSection, *OPTIMIZERS.values(), *MODELS.values())
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def _section(kind: Any, tables: Tables, kinds: Mapping[str, Any] | None = None) 
     given = tables.get(title, {})
     known = [item.name for item in fields(kind)]
     for key in (key for key in given if key not in known):
-        having = [other for other in _CLASSES if key in {item.name for item in fields(other)}]
+        having = [other for other in CLASSES if key in {item.name for item in fields(other)}]
         owners = [name for name, other in (kinds or {}).items() if other in having]
         whose = f"not a setting of {given.get('name', 'adamw')} but of {', '.join(owners)}" if owners else "unknown key"
         hint = "" if owners else f" (did you mean '{having[0].title()}.{key}'?)" if having else nearest(key, known)
