@@ -196,7 +196,7 @@ def summary(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "step": training.get("step", own.get("step_number")),
         "loss": training.get("loss"),
-        "samples": training.get("samples", _samples(training, configuration)),
+        "samples": training.get("samples"),
         "seed": training.get("seed"),
         "optimizer": own.get("optimizer"),
         "layout": own.get("layout"),
@@ -208,15 +208,6 @@ def summary(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _samples(training: Mapping[str, Any], configuration: Mapping[str, Any]) -> int | None:
-    """Return the number of consumed samples for runs that did not save it: steps times global batch size.
-
-    Return None if the attributes ``training`` or its ``configuration`` lack one of these numbers.
-    """
-    step, batch = training.get("step"), _object(configuration.get("train")).get("global_batch")
-    return step * batch if isinstance(step, int) and isinstance(batch, int) else None
 
 
 def _table(reader: checkpoint.Reader, paths: Sequence[str], with_statistics: bool) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero._util.faults import inject
+from mpizero._util.names import nearest
 from mpizero.checkpoint import StepFolder
 from mpizero.checkpoint.manager import BEST
 from mpizero.comm.agreement import all_ranks
@@ -38,11 +39,11 @@ from mpizero.train.machine import peak_resident
 from mpizero.train.recorder import RunRecorder
 from mpizero.train.run_folder import DECISION, RunFolder, RunState, SavedCheckpoint, SavedRun, Saver, restore
 from mpizero.train.setup import (
+    OWN_METRICS,
     Improvement,
     RunSetup,
     Speed,
     TrainingResult,
-    check_metric,
     finite,
     perplexity,
     short,
@@ -137,12 +138,10 @@ def _check_best(setup: RunSetup) -> None:
     for key, value in (("checkpoint.best", best), ("train.patience", setup.loop.patience)):
         if value is not None and not (setup.validation is not None and len(setup.validation)):
             raise rejected(key, value, "needs validation samples: set data.validation > 0 with it")
-    if best is None:
-        return
-    try:
-        check_metric(best, setup.metrics)
-    except ValueError as error:
-        raise rejected("checkpoint.best", best, str(error)) from None
+    names = (*OWN_METRICS, *setup.metrics)
+    if best is not None and (name := best.removeprefix("-")) not in names:
+        known = f"no validation metric of this name{nearest(name, names)}; there are {', '.join(names)}"
+        raise rejected("checkpoint.best", best, f'{known}, and a "-" before it says that large values are good')
 
 
 def open_folder(folder: RunFolder, progress: Progress, way_on: str, *, resume: bool) -> None:

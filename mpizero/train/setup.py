@@ -12,11 +12,10 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpizero._util.names import nearest
 from mpizero.data import Source
 from mpizero.errors import ConfigError
 from mpizero.layout import AXES, Grains
@@ -385,16 +384,6 @@ class Improvement:
         self.value, self.step, self.reference = (saved.get(name) for name in ("value", "step", "reference"))
         self.stalled = int(saved.get("stalled", 0))
         return ""
-
-
-def check_metric(metric: str, known: Collection[str]) -> None:
-    """Raise :class:`ConfigError` if no validation has a metric of this name. ``known`` are the user's metrics."""
-    names = (*OWN_METRICS, *known)
-    if metric.removeprefix("-") not in names:
-        raise ConfigError(
-            f"no validation metric of this name{nearest(metric.removeprefix('-'), names)}; there are "
-            f'{", ".join(names)}, and a "-" before it says that large values are good'
-        )
 
 
 #: Number of first steps that are left out of the median speed: they compile kernels and touch memory first.

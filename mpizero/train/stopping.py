@@ -169,12 +169,10 @@ def ask_squeue(job: str) -> str:
 
     Raises
     ------
-    OSError, subprocess.SubprocessError
+    ConfigError
         If ``squeue`` cannot be run, fails or takes too long.
     """
-    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%L"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=True)
-    return found.stdout.strip()
+    return _slurm(["squeue", "--noheader", f"--jobs={job}", "--format=%L"], _PATIENCE).strip()
 
 
 def slurm_limit(environment: Mapping[str, str], ask: Callable[[str], str] = ask_squeue) -> Limit | None:
@@ -192,7 +190,7 @@ def slurm_limit(environment: Mapping[str, str], ask: Callable[[str], str] = ask_
         return Limit("SLURM_JOB_END_TIME", int(end) - time.time())
     try:
         return Limit("Slurm's", clock_seconds(ask(job)))
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except ValueError:
         return None  # "UNLIMITED", or no answer
 
 
@@ -508,9 +506,9 @@ def requeue(job: str) -> None:
     _slurm(["scontrol", "requeue", job])
 
 
-def _slurm(command: list[str]) -> str:
+def _slurm(command: list[str], patience: float = _SQUEUE_PATIENCE) -> str:
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_PATIENCE, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"{command[0]}: {error}: submit the job again") from None
     if ended.returncode:

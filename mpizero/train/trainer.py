@@ -93,13 +93,8 @@ def sources_of(source: object, validation: object, global_batch: int) -> tuple[S
     """
     if isinstance(validation, Real) and isinstance(source, Source):  # a split shuffles: a share of 0 is none
         source, validation = source.split(float(validation)) if validation else (source, None)
-    online = isinstance(source, OnlineSource)
-    for name, given in (("source", source), ("validation", validation)):
-        if (
-            not isinstance(given, Source)
-            and not (online and name == "source")
-            and not (given is None and name == "validation")
-        ):
+    for name, given, kind in (("source", source, Source | OnlineSource), ("validation", validation, Source | None)):
+        if not isinstance(given, kind):
             what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
             raise ArgumentError(
                 f"Trainer: {name} is {what}: expected a source of samples, such as mz.data.ArraySource(x, y)"

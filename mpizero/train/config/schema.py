@@ -154,6 +154,8 @@ class TrainSection(LoopSection):
 class OptimizerSection(ConfigSection):
     """Hold the settings of all optimizers with a learning rate; subclasses add their own."""
 
+    named = "optimizer"
+
     name: str = setting("adamw", choice(*STEPPING, *VECTOR_METHODS))
     lr: float = setting(3e-4, positive)
     schedule: str = setting("constant", choice("constant", "linear", "cosine"))
@@ -161,11 +163,6 @@ class OptimizerSection(ConfigSection):
     warmup: int = setting(0, whole(0))
     end: float = setting(0.0, number())
     weight_decay: float = setting(0.0, number())
-
-    @classmethod
-    def title(cls) -> str:
-        """Return the section's name in the file."""
-        return "optimizer"
 
     def check_combination(self) -> None:
         """Raise an error if ``end`` or ``schedule_steps`` is given for a constant rate, or ``end`` is above ``lr``."""
@@ -361,7 +358,6 @@ def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     ``config`` is the result of :meth:`Config.to_dict`.
     """
     flat = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
-    flat.setdefault("train.accumulate", 1)  # runs saved before there was this setting
     if flat.get("optimizer.schedule") in ("linear", "cosine"):
         flat[LENGTH] = flat.get(LENGTH) or flat.get("train.steps")
     else:

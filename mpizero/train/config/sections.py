@@ -392,11 +392,7 @@ class MadeDataSection(MakeSettings):
 
     #: The setting that is given, as in :class:`DataSection`.
     kind = "make"
-
-    @classmethod
-    def title(cls) -> str:
-        """Return the section's name in the file."""
-        return "data"
+    named = "data"
 
 
 def names_by_name(value: Any) -> dict[str, str]:
@@ -422,6 +418,8 @@ class ModelSection(ConfigSection):
         Patterns of the parameters that are not trained.
     """
 
+    named = "model"
+
     start: str | None = setting(None, optional(text))
     start_include: tuple[str, ...] | None = setting(None, optional(many(text, least=1)))
     start_exclude: tuple[str, ...] | None = setting(None, optional(many(text, least=1)))
@@ -433,11 +431,6 @@ class ModelSection(ConfigSection):
         for key in ("start_include", "start_exclude", "start_rename"):
             if getattr(self, key) is not None and self.start is None:
                 raise self.reject(key, "needs model.start, the file with start values")
-
-    @classmethod
-    def title(cls) -> str:
-        """Return the section's name in the file."""
-        return "model"
 
     @property
     def described(self) -> str:
@@ -618,14 +611,11 @@ def _bounds(value: Any) -> dict[str, list[float | None]]:
 class VectorMethodSection(ConfigSection):
     """Hold the settings that all methods of whole vectors have; subclasses add their own."""
 
+    named = "optimizer"
+
     name: str = setting("l-bfgs", choice(*VECTOR_METHODS))
     gtol: float = setting(1e-5, number())
     ftol: float = setting(0.0, number())
-
-    @classmethod
-    def title(cls) -> str:
-        """Return the section's name in the file."""
-        return "optimizer"
 
     def check_run(self, train: ConfigSection, model: ConfigSection) -> None:
         """Raise an error for settings of ``[train]`` and ``[model]`` that do not go together with these methods."""
