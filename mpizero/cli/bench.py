@@ -7,9 +7,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from mpizero.cli.options import (
+    add_config,
     add_json,
     add_layout_options,
-    add_overrides,
     add_value,
     layout_of,
     named_as_options,
@@ -41,8 +41,7 @@ def _add_memory(kinds: Any) -> None:
         "CONFIG.toml: the same of its model, data and layout.",
         epilog="Example: mpiexec -n 8 python -m mpizero bench memory --pipeline 2 --tensor 2 --strategy zero1",
     )
-    memory.add_argument("config", metavar="CONFIG.toml", nargs="?", help="measure its model and layout")
-    add_overrides(memory)
+    add_config(memory, "measure its model and layout", "?")
     memory.add_argument("--parameters", metavar="P", type=float, help="at least (default: 64e6)")
     memory.add_argument(
         "--strategies", "--strategy", metavar="A,B", help="(default: ddp,zero1,zero2,zero3; zero1 for a layout)"
@@ -65,8 +64,7 @@ def _add_checkpoint(kinds: Any) -> None:
         "fsync, pread into warm memory, a copy in memory. Works in a folder of its own, which is removed.",
         epilog="Example: mpiexec -n 8 python -m mpizero bench checkpoint --bytes 1e9 --folder /scratch",
     )
-    saved.add_argument("config", metavar="CONFIG.toml", nargs="?", help="as many bytes as its checkpoints have")
-    add_overrides(saved)
+    add_config(saved, "as many bytes as its checkpoints have", "?")
     saved.add_argument("--bytes", metavar="B", type=float, help="of all ranks (default: 1e9)")
     saved.add_argument(
         "--backend", choices=("direct", "mpio", "all"), default="all", help="(default: all that are installed)"
@@ -86,8 +84,7 @@ def _add_machine(kinds: Any) -> None:
         "size; a file. Stores the figures in a machine file, which plan and bench step read.",
         epilog="Example: mpiexec -n 8 python -m mpizero bench machine config.toml --output machine.json",
     )
-    machine.add_argument("config", metavar="CONFIG.toml", nargs="?", help="take the shapes of its gpt and its grains")
-    add_overrides(machine)
+    add_config(machine, "take the shapes of its gpt and its grains", "?")
     shapes = {"dim": 256, "batch": 8, "sequence": 128}
     for name, default in shapes.items():
         machine.add_argument(f"--{name}", metavar="N", type=int, help=f"instead of CONFIG.toml (default: {default})")
@@ -117,8 +114,7 @@ def _add_step(kinds: Any) -> None:
         "machine allows. Every other step runs without tracing, which shows what tracing costs. Nothing is saved.",
         epilog="Example: mpiexec -n 8 python -m mpizero bench step config.toml --machine machine.json --trace t.json",
     )
-    step.add_argument("config", metavar="CONFIG.toml", help="what to train")
-    add_overrides(step)
+    add_config(step, "what to train")
     add_value(step, "--steps", "N", 10, "traced steps")
     add_value(step, "--warm-up", "N", 3, "steps before")
     step.add_argument("--machine", metavar="FILE", help="what `mpizero bench machine` has measured, for floors")

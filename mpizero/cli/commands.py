@@ -246,8 +246,7 @@ def add_requeue(commands: Any, run: Run) -> None:
         epilog='Example: python -m mpizero requeue "$status" config.toml && sleep 60',
     )
     parser.add_argument("status", metavar="STATUS", type=whole_number, help="exit status of the training")
-    parser.add_argument("config", metavar="CONFIG.toml", help="what was trained; or the run's folder")
-    add_training(parser)
+    add_training(parser, "what was trained; or the run's folder")
     parser.add_argument(
         "--max-restarts", metavar="N", type=whole_number, default=50, help="at most so often (default: %(default)s)"
     )
@@ -301,4 +300,4 @@ def _checkpoints(options: argparse.Namespace) -> Path:
         return inside if inside.is_dir() else folder
     document = ConfigDocument(options.config, read_config(options.config), [*options.overrides, *options.changed])
     with document.located():
-        return Path(parse_config(document, {"train.threads": "1"}).checkpoint.folder)
+        return Path(parse_config(document, 1).checkpoint.folder)

@@ -128,7 +128,6 @@ def build_parser() -> argparse.ArgumentParser:
         "and saved; 76 hang or mismatch; 78 bad configuration or usage.",
     )
     parser.add_argument("--version", action="version", version=f"mpizero {own_version()}")
-    parser.set_defaults(comm=None)
     kinds = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parsers.add_train(kinds, _train)
     parsers.add_generate(kinds, _generate)
@@ -215,7 +214,7 @@ def _plan(options: argparse.Namespace) -> int:
     request = PlanRequest(options.ranks, options.ranks_per_node, limit, rate, machine)
     document = ConfigDocument(options.config, read_config(options.config), options.overrides)
     with document.located():
-        found = plan(parse_config(document, {"train.threads": str(options.threads)}), request)
+        found = plan(parse_config(document, options.threads), request)
         text = command.as_json(found) if options.json else command.report(found, with_timetable=options.timetable)
     show(text)
     if found.missing:

@@ -65,9 +65,15 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_training(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a training that are not in its configuration file."""
+def add_config(parser: argparse.ArgumentParser, meaning: str, nargs: str | None = None) -> None:
+    """Add the configuration file of a command, and ``--set``; with ``nargs = "?"`` it may be left out."""
+    parser.add_argument("config", metavar="CONFIG.toml", nargs=nargs, help=meaning)
     add_overrides(parser)
+
+
+def add_training(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add the configuration file of a training, and the options that are not in it."""
+    add_config(parser, meaning)
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -159,7 +165,7 @@ def read_together(options: argparse.Namespace, comm: Communicator) -> tuple[Conf
     text = from_rank_0(comm, lambda: read_config(options.config))
     changes = [*options.overrides, *getattr(options, "changed", ())]  # those of --override, which only training has
     document = ConfigDocument(options.config, text, changes)
-    return document, parse_config(document, {"train.threads": str(options.threads)})
+    return document, parse_config(document, options.threads)
 
 
 def add_train(commands: Any, run: Run) -> None:
@@ -172,8 +178,7 @@ def add_train(commands: Any, run: Run) -> None:
         "coming end of the job's time: save and exit with status 75.",
         epilog="Example: mpiexec -n 8 python -m mpizero train config.toml --set train.steps=500",
     )
-    parser.add_argument("config", metavar="CONFIG.toml", help="what to train")
-    add_training(parser)
+    add_training(parser, "what to train")
     parser.set_defaults(run=run)
 
 
@@ -252,8 +257,7 @@ def add_verify(commands: Any, run: Run) -> None:
         "where none can (groups of 3 ranks), within a tolerance.",
         epilog="Example: python -m mpizero verify config.toml --layouts '2; zero3*4; pipeline=2, data=2; tensor=2'",
     )
-    parser.add_argument("config", metavar="CONFIG.toml", help="what to train")
-    add_overrides(parser)
+    add_config(parser, "what to train")
     parser.add_argument("--layouts", metavar="'A; B'", help="which (default: all kinds on --ranks)")
     parser.add_argument("--ranks", metavar="N", type=int, help="(default: those of mpiexec, else 2 threads)")
     add_value(parser, "--steps", "K", 5)

@@ -91,12 +91,8 @@ def train(
     if config.parallel.tiles is None and (resume or resume_from is not None):
         config = config.with_tiles(tiles_of_checkpoint(folder, comm, resume_from))
     context = context or JobContext(StopSignals())
-    with context.signals, build(config, comm) as setup:
-        setup = replace(
-            setup,
-            checkpoints=replace(config.checkpoint, folder=str(folder)),
-            record=replace(setup.record, overridden=keys),
-        )
+    with context.signals, build(config, comm, overridden=keys) as setup:
+        setup = replace(setup, checkpoints=replace(config.checkpoint, folder=str(folder)))
         outcome = Trainer.of_setup(setup, context).visit(resume=resume, resume_from=resume_from)
     if isinstance(outcome, Preempted):  # raised when the model is closed
         raise outcome

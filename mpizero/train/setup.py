@@ -57,7 +57,7 @@ class RunRecord:
     ----------
     settings : dict of dict
         JSON values by section and name, saved in every checkpoint. A run resumes only with equal settings, except for
-        those that do not change the result (:func:`mpizero.train.config.schema.difference`).
+        those that do not change the result (:func:`mpizero.train.config.schema.changes`).
     about : dict
         JSON values that are saved beside the samples of skipped steps.
     fingerprint : str

@@ -334,7 +334,7 @@ def test_an_obeyed_stop_file_is_kept_under_another_name_until_the_run_goes_on(tm
 def configured(folder: Path, *overrides: str):
     """Return the tiny run of ``folder`` with some settings replaced."""
     places = (f"data.text={folder}/text.txt", f"checkpoint.folder={folder}/run/checkpoints", "train.validate_every=0")
-    return parse_config(ConfigDocument("tiny.toml", TINY, [*places, *overrides]), {})
+    return parse_config(ConfigDocument("tiny.toml", TINY, [*places, *overrides]))
 
 
 def test_a_run_stopped_in_mid_epoch_goes_on_with_other_ranks_and_stages_to_the_same_bits(tmp_path):

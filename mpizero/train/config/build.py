@@ -332,10 +332,10 @@ def classes(source: Any) -> int:
 
 
 @contextmanager
-def build(config: Config, comm: Communicator) -> Iterator[RunSetup]:
+def build(config: Config, comm: Communicator, *, overridden: tuple[str, ...] = ()) -> Iterator[RunSetup]:
     """Build the objects of a run, yield them as a :class:`RunSetup`, and free them after the ``with`` block.
 
-    Collective over ``comm``.
+    Collective over ``comm``. ``overridden`` are the settings that may differ from those of the run that is resumed.
     """
     with users_modules(config):
         with all_ranks(comm):
@@ -370,6 +370,7 @@ def build(config: Config, comm: Communicator) -> Iterator[RunSetup]:
                 units_per_sample=units,
                 description=_described(config, model, source, validation),
                 wording=COMMAND,
+                overridden=overridden,
             )
             yield RunSetup(
                 model=model,

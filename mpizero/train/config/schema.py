@@ -390,11 +390,6 @@ def described_change(key: str, values: tuple[Any, Any]) -> str:
     return f"{key} was {shown(values[0])} in the saved run and is {shown(values[1])} now{hint}"
 
 
-def difference(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> str | None:
-    """Describe the first setting that makes two configurations compute different results; None if there is none."""
-    return next((described_change(key, values) for key, values in changes(saved, wanted).items()), None)
-
-
 #: Settings on which the meaning of what is saved depends: names, shapes, element types, samples consumed.
 _FIXED = (
     "model.name",

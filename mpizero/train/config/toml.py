@@ -141,7 +141,7 @@ def read_config(name: str) -> str:
         raise ConfigError(f"{name}: not valid TOML: not UTF-8 at byte {error.start}") from None
 
 
-def parse_config(document: ConfigDocument, defaults: Mapping[str, str] | None = None) -> Config:
+def parse_config(document: ConfigDocument, threads: int | None = None) -> Config:
     """Parse and check a configuration document.
 
     Not collective.
@@ -150,9 +150,8 @@ def parse_config(document: ConfigDocument, defaults: Mapping[str, str] | None = 
     ----------
     document : ConfigDocument
         The TOML text with its overrides.
-    defaults : mapping of str to str, optional
-        Values, as TOML texts by key such as ``train.threads``, of settings that are neither in the text nor in an
-        override.
+    threads : int, optional
+        Value of ``train.threads`` if that is neither in the text nor in an override.
 
     Raises
     ------
@@ -161,10 +160,8 @@ def parse_config(document: ConfigDocument, defaults: Mapping[str, str] | None = 
     """
     tables = tables_of(document)
     with document.located():
-        for key, value in (defaults or {}).items():
-            section, _, setting = key.partition(".")
-            if isinstance(tables.get(section, {}), dict) and setting not in tables.get(section, {}):
-                _apply(tables, f"{key}={value}")
+        if threads is not None and isinstance(train := tables.setdefault("train", {}), dict):
+            train.setdefault("threads", threads)
         return config_of(tables, str(Path(document.name).parent.absolute()))
 
 
