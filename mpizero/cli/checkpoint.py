@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +47,7 @@ from mpizero.train.config.schema import Config
 from mpizero.train.config.sections import GptSection
 from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
 from mpizero.train.data_identity import data_fingerprint
-from mpizero.train.events import byte_progress
+from mpizero.train.events import byte_progress, plain
 from mpizero.train.run_folder import TRAINING
 
 
@@ -223,15 +222,7 @@ def _table(reader: checkpoint.Reader, paths: Sequence[str], with_statistics: boo
 
 def as_json(found: Any) -> str:
     """Format ``found`` as one line of JSON in printable ASCII; NaN and infinite numbers become null."""
-    return printable(json.dumps(_finite(found), allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return printable(json.dumps(plain(found, lambda value: None), allow_nan=False))
 
 
 def description(found: Mapping[str, Any]) -> str:

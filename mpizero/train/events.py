@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -59,14 +59,17 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def plain(value: Any) -> Any:
-    """Return ``value`` in JSON values: other objects as text, and numbers that are not finite too. Not collective."""
+def plain(value: Any, told: Callable[[float], Any] = str) -> Any:
+    """Return ``value`` in JSON values: other objects as text, numbers that are not finite as ``told`` returns them.
+
+    Not collective.
+    """
     if isinstance(value, Mapping):
-        return {str(name): plain(part) for name, part in value.items()}
+        return {str(name): plain(part, told) for name, part in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(part) for part in value]
+        return [plain(part, told) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return told(value)
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 

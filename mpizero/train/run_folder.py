@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpizero import checkpoint
-from mpizero._util.checks import home_path
+from mpizero._util.checks import home_path, whole
 from mpizero._util.text import notice
 from mpizero.checkpoint import RemovalFailure, StepFolder
 from mpizero.checkpoint.atomic_folder import remove_leftovers
@@ -437,17 +437,11 @@ class SavedRun:
             config = {str(name): dict(section) for name, section in dict(found["config"]).items()}
             data, held = str(found["data"]), str(found.get("validation") or "")
             code, contents = (dict(found.get(name) or {}) for name in ("code", "contents"))
-            return cls(_whole(found["step"]), state, config, data, held, code, contents)
+            return cls(whole()(found["step"]), state, config, data, held, code, contents)
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(
                 f"{path}: not written by `mpizero train` or mpizero.Trainer: it holds no training run's state"
             ) from None
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(value)
-    return value
 
 
 def saved_attributes(setup: RunSetup, step: int, state: RunState, versions: Mapping[str, str]) -> dict[str, Any]:
