@@ -170,11 +170,7 @@ class RunRecorder:
                     self._folder.check()  # names the run's folder if that has gone
                     raise
                 where = os.path.relpath(path, self._folder.root)
-                self._put(
-                    CheckpointWrite(
-                        step=saved.step, path=where, bytes=nbytes, seconds=seconds, beside=saved.beside, best=saved.best
-                    )
-                )
+                self._put(CheckpointWrite(**saved._asdict() | {"path": where, "bytes": nbytes, "seconds": seconds}))
 
     def done(self, result: TrainingResult) -> None:
         """Record on rank 0 that the run has ended. Not collective."""
