@@ -81,7 +81,6 @@ ENVIRONMENT = {
     "mpizero",
     "mpizero._util.faults",
     "mpizero._util.text",
-    "mpizero.cli.commands",  # Slurm's variables
     "mpizero.cli.main",
     "mpizero.comm.mpi",  # Slurm's variables
     "mpizero.comm.startup",

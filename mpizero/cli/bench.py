@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpizero.cli.options import add_json, add_layout_options, add_overrides, layout_of, named_as_options
-from mpizero.errors import ConfigError, ExitStatus
+from mpizero.cli.options import (
+    add_config,
+    add_json,
+    add_layout_options,
+    add_value,
+    layout_of,
+    named_as_options,
+    read_together,
+)
+from mpizero.errors import ConfigError
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
 
 
-def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
-    """Add ``mpizero bench`` and its benchmarks to the commands. Not collective.
-
-    ``run`` executes a benchmark, given the parsed options.
-    """
+def add_command(commands: Any) -> None:
+    """Add ``mpizero bench`` and its benchmarks to the commands. Not collective."""
     parser = commands.add_parser("bench", help="measure", description="Measure.")
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     _add_memory(kinds)
     _add_checkpoint(kinds)
     _add_machine(kinds)
     _add_step(kinds)
-    for kind in kinds.choices.values():
-        kind.set_defaults(run=run)
 
 
 def _add_memory(kinds: Any) -> None:
@@ -39,20 +41,19 @@ def _add_memory(kinds: Any) -> None:
         "CONFIG.toml: the same of its model, data and layout.",
         epilog="Example: mpiexec -n 8 python -m mpizero bench memory --pipeline 2 --tensor 2 --strategy zero1",
     )
-    memory.add_argument("config", metavar="CONFIG.toml", nargs="?", help="measure its model and layout")
-    add_overrides(memory)
+    add_config(memory, "measure its model and layout", "?")
     memory.add_argument("--parameters", metavar="P", type=float, help="at least (default: 64e6)")
     memory.add_argument(
         "--strategies", "--strategy", metavar="A,B", help="(default: ddp,zero1,zero2,zero3; zero1 for a layout)"
     )
     memory.add_argument("--memory", choices=("shared", "private", "both"), default="both", help="(default: both)")
-    memory.add_argument("--steps", metavar="N", type=int, default=2, help="training steps each (default: %(default)s)")
+    add_value(memory, "--steps", "N", 2, "training steps each")
     add_json(memory)
     add_layout_options(memory, schedule=True)
     memory.add_argument(
         "--micro-batches", metavar="M", type=int, help="of a replica and step, for a layout (default: 2 a stage)"
     )
-    memory.set_defaults(measure=_memory)
+    memory.set_defaults(run=_memory)
 
 
 def _add_checkpoint(kinds: Any) -> None:
@@ -63,16 +64,15 @@ def _add_checkpoint(kinds: Any) -> None:
         "fsync, pread into warm memory, a copy in memory. Works in a folder of its own, which is removed.",
         epilog="Example: mpiexec -n 8 python -m mpizero bench checkpoint --bytes 1e9 --folder /scratch",
     )
-    saved.add_argument("config", metavar="CONFIG.toml", nargs="?", help="as many bytes as its checkpoints have")
-    add_overrides(saved)
+    add_config(saved, "as many bytes as its checkpoints have", "?")
     saved.add_argument("--bytes", metavar="B", type=float, help="of all ranks (default: 1e9)")
     saved.add_argument(
         "--backend", choices=("direct", "mpio", "all"), default="all", help="(default: all that are installed)"
     )
-    saved.add_argument("--repeat", metavar="N", type=int, default=6, help="repetitions (default: %(default)s)")
+    add_value(saved, "--repeat", "N", 6, "repetitions")
     saved.add_argument("--folder", metavar="DIR", default=".", help="on the file system to measure (default: here)")
     add_json(saved)
-    saved.set_defaults(measure=_checkpoint)
+    saved.set_defaults(run=_checkpoint)
 
 
 def _add_machine(kinds: Any) -> None:
@@ -84,8 +84,7 @@ def _add_machine(kinds: Any) -> None:
         "size; a file. Stores the figures in a machine file, which plan and bench step read.",
         epilog="Example: mpiexec -n 8 python -m mpizero bench machine config.toml --output machine.json",
     )
-    machine.add_argument("config", metavar="CONFIG.toml", nargs="?", help="take the shapes of its gpt and its grains")
-    add_overrides(machine)
+    add_config(machine, "take the shapes of its gpt and its grains", "?")
     shapes = {"dim": 256, "batch": 8, "sequence": 128}
     for name, default in shapes.items():
         machine.add_argument(f"--{name}", metavar="N", type=int, help=f"instead of CONFIG.toml (default: {default})")
@@ -100,12 +99,10 @@ def _add_machine(kinds: Any) -> None:
         "--file-bytes", metavar="B", type=float, default=128e6, help="of the file; 0: no file (default: 128e6)"
     )
     machine.add_argument("--folder", metavar="DIR", default=".", help="on the file system to measure (default: here)")
-    machine.add_argument("--repeat", metavar="N", type=int, default=7, help="repetitions (default: %(default)s)")
-    machine.add_argument(
-        "--output", metavar="FILE", default="machine.json", help="the machine file (default: %(default)s)"
-    )
+    add_value(machine, "--repeat", "N", 7, "repetitions")
+    add_value(machine, "--output", "FILE", "machine.json", "the machine file")
     add_json(machine)
-    machine.set_defaults(measure=_machine)
+    machine.set_defaults(run=_machine)
 
 
 def _add_step(kinds: Any) -> None:
@@ -117,30 +114,18 @@ def _add_step(kinds: Any) -> None:
         "machine allows. Every other step runs without tracing, which shows what tracing costs. Nothing is saved.",
         epilog="Example: mpiexec -n 8 python -m mpizero bench step config.toml --machine machine.json --trace t.json",
     )
-    step.add_argument("config", metavar="CONFIG.toml", help="what to train")
-    add_overrides(step)
-    step.add_argument("--steps", metavar="N", type=int, default=10, help="traced steps (default: %(default)s)")
-    step.add_argument("--warm-up", metavar="N", type=int, default=3, help="steps before (default: %(default)s)")
+    add_config(step, "what to train")
+    add_value(step, "--steps", "N", 10, "traced steps")
+    add_value(step, "--warm-up", "N", 3, "steps before")
     step.add_argument("--machine", metavar="FILE", help="what `mpizero bench machine` has measured, for floors")
     step.add_argument(
         "--trace", metavar="FILE", help="also draw the traced steps, one row a rank, for Perfetto or chrome://tracing"
     )
     add_json(step)
-    step.set_defaults(measure=_step)
+    step.set_defaults(run=_step)
 
 
-def run(options: argparse.Namespace, world: Callable[[], Communicator], threads: int) -> int:
-    """Run the chosen benchmark on all ranks of ``world()``, print its figures, and return the exit status.
-
-    Collective over all processes. ``threads`` is the number of threads of a rank, unless the configuration file sets
-    ``train.threads``.
-    """
-    options.threads = threads
-    status: int = options.measure(options, world)
-    return status
-
-
-def _memory(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
+def _memory(options: argparse.Namespace) -> None:
     from mpizero.tools.bench import memory as layout_memory
     from mpizero.tools.bench import strategies as strategy_memory
     from mpizero.train.config.sections import STRATEGIES
@@ -150,9 +135,10 @@ def _memory(options: argparse.Namespace, world: Callable[[], Communicator]) -> i
     parameters = 64e6 if options.parameters is None else options.parameters
     request = strategy_memory.MemoryRequest.parse(parameters, strategies, options.memory, options.steps)
     if options.config is not None:
-        return _config_memory(options, request, layout, world())
+        _config_memory(options, request, layout, options.world())
+        return
     _refuse_overrides(options)
-    comm = world()
+    comm = options.world()
     with named_as_options():
         layout.check_ranks(comm.size)
     if layout.splits_model:
@@ -163,15 +149,12 @@ def _memory(options: argparse.Namespace, world: Callable[[], Communicator]) -> i
     else:
         rows = strategy_memory.measure_memory(request, comm, _tell)
         text = strategy_memory.strategies_json(rows) if options.json else strategy_memory.strategies_table(rows)
-    if comm.rank == 0:
-        print(text, flush=True)
-    return int(ExitStatus.OK)
+    _print(comm, text)
 
 
-def _config_memory(options: argparse.Namespace, request: Any, layout: Any, comm: Communicator) -> int:
-    """Measure the memory of a configuration's model, print it, and return the exit status."""
+def _config_memory(options: argparse.Namespace, request: Any, layout: Any, comm: Communicator) -> None:
+    """Measure the memory of a configuration's model, and print it."""
     from mpizero.tools.bench import memory as layout_memory
-    from mpizero.train.config.toml import read_together
 
     for name, given in (("parameters", options.parameters), ("micro_batches", options.micro_batches)):
         if given is not None:
@@ -182,13 +165,11 @@ def _config_memory(options: argparse.Namespace, request: Any, layout: Any, comm:
         raise ConfigError(
             f"{options.config} describes the layout: use --set parallel.pipeline=2 in place of --pipeline 2"
         )
-    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(options.threads)})
+    document, config = read_together(options, comm)
     with document.located():
         chosen = None if options.strategies is None else request.strategies
         tables = layout_memory.measure_config(config, chosen, request.shared, request.steps, comm, _tell)
-    if comm.rank == 0:
-        print(layout_memory.layout_json(tables) if options.json else layout_memory.layout_report(tables), flush=True)
-    return int(ExitStatus.OK)
+    _print(comm, layout_memory.layout_json(tables) if options.json else layout_memory.layout_report(tables))
 
 
 def _refuse_overrides(options: argparse.Namespace) -> None:
@@ -196,17 +177,15 @@ def _refuse_overrides(options: argparse.Namespace) -> None:
         raise ConfigError(f"--set {options.overrides[0]}: needs a CONFIG.toml")
 
 
-def _checkpoint(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
+def _checkpoint(options: argparse.Namespace) -> None:
     from mpizero.tools.bench import checkpoint
 
-    comm = world()
+    comm = options.world()
     request = checkpoint.CheckpointRequest.parse(
         _checkpoint_bytes(options, comm), options.backend, options.repeat, options.folder, comm
     )
     figures = checkpoint.measure_checkpoint(request, comm, _tell)
-    if comm.rank == 0:
-        print(checkpoint.as_json(figures) if options.json else checkpoint.report(figures), flush=True)
-    return int(ExitStatus.OK)
+    _print(comm, checkpoint.as_json(figures) if options.json else checkpoint.report(figures))
 
 
 def _checkpoint_bytes(options: argparse.Namespace, comm: Communicator) -> float:
@@ -214,58 +193,42 @@ def _checkpoint_bytes(options: argparse.Namespace, comm: Communicator) -> float:
     from mpizero.comm.agreement import all_ranks
     from mpizero.tools.bench.checkpoint import LEAST
     from mpizero.tools.bench.memory import checkpoint_bytes
-    from mpizero.train.config.toml import read_together
 
     if options.config is None:
         _refuse_overrides(options)
         return 1e9 if options.bytes is None else float(options.bytes)
     if options.bytes is not None:
         raise ConfigError(f"--bytes {options.bytes:g}: {options.config} describes the model; leave one of them out")
-    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(options.threads)})
+    document, config = read_together(options, comm)
     with document.located(), all_ranks(comm):
         return float(max(checkpoint_bytes(config), LEAST))
 
 
-def _machine(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
-    from mpizero.tools.bench import machine as machine_report
-    from mpizero.tools.bench.machine import MachineRequest, measure_machine
+def _machine(options: argparse.Namespace) -> None:
+    from mpizero.tools.bench import machine
 
-    comm = world()
+    comm = options.world()
     shapes = _shapes(options, comm)
-    counts = {name: _count(options, name) for name in ("elements", "largest", "file_bytes")}
-    request = MachineRequest(
-        shapes=shapes,
-        **counts,
-        folder=options.folder,
-        output=options.output,
-        repeat=options.repeat,
-        threads=options.threads,
-    )
-    found = measure_machine(request, comm, _tell)
-    if comm.rank == 0:
-        print(machine_report.as_json(found) if options.json else machine_report.report(found), flush=True)
-    return int(ExitStatus.OK)
+    given: dict[str, Any] = {name: getattr(options, name) for name in ("folder", "output", "repeat", "threads")}
+    given |= {name: _count(options, name) for name in ("elements", "largest", "file_bytes")}
+    found = machine.measure_machine(machine.MachineRequest(shapes=shapes, **given), comm, _tell)
+    _print(comm, machine.as_json(found) if options.json else machine.report(found))
 
 
-def _step(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
-    from mpizero.comm.agreement import all_ranks
+def _step(options: argparse.Namespace) -> None:
+    from mpizero.comm.agreement import from_rank_0
     from mpizero.tools.bench import step
     from mpizero.tools.plan.time import read_machine
-    from mpizero.train.config.toml import read_together
 
-    comm = world()
-    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(options.threads)})
+    comm = options.world()
+    document, config = read_together(options, comm)
     machine = None
     if options.machine is not None:
-        with all_ranks(comm):
-            machine = read_machine(options.machine) if comm.rank == 0 else None
-        machine = comm.broadcast_object(machine, tag="bench step")
+        machine = from_rank_0(comm, lambda: read_machine(options.machine), "bench step")
     with document.located():
         request = step.StepRequest(options.steps, options.warm_up, machine, options.trace)
         figures = step.measure_step(request, config, comm, _tell)
-    if comm.rank == 0:
-        print(step.as_json(figures) if options.json else step.report(figures), flush=True)
-    return int(ExitStatus.OK)
+    _print(comm, step.as_json(figures) if options.json else step.report(figures))
 
 
 def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
@@ -274,7 +237,6 @@ def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
     The configuration's number of threads is stored in ``options.threads``.
     """
     from mpizero.tools.bench.machine import ProductShapes
-    from mpizero.train.config.toml import read_together
 
     given = {name: getattr(options, name) for name in ("dim", "batch", "sequence", "heads")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -285,7 +247,7 @@ def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
     if given:
         name, value = next(iter(given.items()))
         raise ConfigError(f"--{name} {value}: {options.config} gives the shapes; use --set, or leave one of them out")
-    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(options.threads)})
+    document, config = read_together(options, comm)
     options.threads = config.train.threads
     with document.located():
         return ProductShapes.of(config)
@@ -301,3 +263,8 @@ def _count(options: argparse.Namespace, name: str) -> int:
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _print(comm: Communicator, text: str) -> None:
+    if comm.rank == 0:
+        print(text, flush=True)

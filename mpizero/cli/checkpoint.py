@@ -1,20 +1,19 @@
 """Execute ``mpizero checkpoint``: inspect, verify, compare, export and import checkpoints.
 
 :func:`run` executes a subcommand, whose options ``cli/options.py`` defines. The functions after the subcommands format
-what they have found: text for people, one line of JSON for programs. A :class:`CheckpointTemplate` says what an
-imported checkpoint must contain, by the example of another checkpoint or by a configuration.
+what they have found: text for people, one line of JSON for programs. A :data:`Template` says what an imported
+checkpoint must contain, by the example of another checkpoint or by a configuration.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import numpy as np
 from mpizero import checkpoint, nn
 from mpizero._util.checks import number
 from mpizero._util.text import age, aligned, amount, joined, printable, show
-from mpizero.checkpoint.convert import ImportRules, TensorFile, export, export_bytes, write_imported
+from mpizero.checkpoint.convert import Expected, ImportRules, TensorFile, export, export_bytes, write_imported
 from mpizero.checkpoint.format import PARAMETERS
 from mpizero.checkpoint.inspect import (
     BFLOAT16,
@@ -40,48 +39,47 @@ from mpizero.checkpoint.inspect import (
     matches,
     statistics,
 )
-from mpizero.cli.options import EXPORTS
-from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, DataError, ExitStatus
-from mpizero.train.config.build import build_model, build_source, needs_data
+from mpizero.cli.options import EXPORTS, Run
+from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, DataError
+from mpizero.train.config.build import build_model, build_source
 from mpizero.train.config.checks import check_option, shown
 from mpizero.train.config.schema import Config
+from mpizero.train.config.sections import GptSection
 from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
 from mpizero.train.data_identity import data_fingerprint
-from mpizero.train.events import ByteProgress
+from mpizero.train.events import byte_progress, plain
 from mpizero.train.run_folder import TRAINING
 
 
-def run(options: argparse.Namespace) -> int:
-    """Execute the subcommand that ``options.tool`` names, and return the exit status."""
+def run(options: argparse.Namespace) -> int | None:
+    """Execute the subcommand that ``options.tool`` names, and return the exit status; None is success."""
     return _TOOLS[options.tool](options)
 
 
-def _inspect(options: argparse.Namespace) -> int:
+def _inspect(options: argparse.Namespace) -> None:
     path = Path(options.path)
     if is_checkpoint(path):
         with checkpoint.open_checkpoint(path, "self") as reader:
             held = describe(reader, options)
         show(as_json(held) if options.json else description(held))
-        return int(ExitStatus.OK)
+        return
     found = listing(find_folder(path))
     if options.arrays or options.statistics or options.pattern is not None:
         raise ConfigError(f"{path}: arrays are those of one checkpoint; give one, as {found[-1].path}")
     show(listing_json(found) if options.json else listing_text(found))
-    return int(ExitStatus.OK)
 
 
-def _verify(options: argparse.Namespace) -> int:
+def _verify(options: argparse.Namespace) -> None:
     path = Path(options.path)
     if is_checkpoint(path):
         _verify_one(str(path))
-        return int(ExitStatus.OK)
+        return
     found = listing(find_folder(path))
     damaged: list[str] = []
     for listed in found if options.all else found[-1:]:
         _verify_listed(listed, damaged)
     if damaged:
         raise CheckpointError(f"{len(damaged)} of {len(found) if options.all else 1} not sound: {'; '.join(damaged)}")
-    return int(ExitStatus.OK)
 
 
 def _verify_listed(listed: ListedCheckpoint, damaged: list[str]) -> None:
@@ -97,8 +95,8 @@ def _verify_one(path: str) -> None:
         count, name = len(reader.arrays), reader.name
         total = sum(dtype.itemsize * prod(shape) for shape, dtype in reader.arrays.values())
     started = time.perf_counter()
-    with ByteProgress(total, "verify") as progress:
-        nbytes = checkpoint.verify(name, progress)
+    with byte_progress(total, "verify") as progress:
+        nbytes = checkpoint.verify(name, progress.update)
     seconds = time.perf_counter() - started
     speed = f"{amount(nbytes)}B in {seconds:.3g} s, {nbytes / seconds / 1e9:.2f} GB/s"
     show(f"{path}: sound: {count} arrays, {speed}")
@@ -110,12 +108,12 @@ def _diff(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         a, b = (stack.enter_context(checkpoint.open_checkpoint(name, "self")) for name in names)
         sizes = (prod(s) * t.itemsize for path, (s, t) in a.arrays.items() if matches(path, options.pattern))
-        progress = stack.enter_context(ByteProgress(sum(sizes), "diff"))
-        found = compare(a, b, options.tolerance, options.pattern, progress)
+        progress = stack.enter_context(byte_progress(sum(sizes), "diff"))
+        found = compare(a, b, options.tolerance, options.pattern, progress.update)
     if options.arrays_only:
         found = replace(found, attributes={})
     show(difference_json(names, found) if options.json else difference_text(names, found))
-    return int(ExitStatus.OK) if found.equal else 1
+    return int(not found.equal)
 
 
 def _format_of(out: str) -> str:
@@ -129,39 +127,35 @@ def _format_of(out: str) -> str:
     return found
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> None:
     form = options.format or _format_of(options.out)
     path = find_checkpoint(Path(options.path))
     selection = {"state": options.state, "ema": options.ema, "dtype": options.dtype, "pattern": options.pattern}
     with checkpoint.open_checkpoint(path, "self") as reader:
         total = export_bytes(reader, state=options.state, pattern=options.pattern)
-        with ByteProgress(total, "export") as progress:
-            written = {"tied": options.tied, "replace": options.force, "report": progress}
+        with byte_progress(total, "export") as progress:
+            written = {"tied": options.tied, "replace": options.force, "report": progress.update}
             items = export(reader, options.out, form, **selection, **written)
     size = sum(item.nbytes for item in items)
     show(f"{options.out}: {len(items)} arrays, {amount(size)}B, from {path}")
-    return int(ExitStatus.OK)
 
 
-def _import(options: argparse.Namespace) -> int:
+def _import(options: argparse.Namespace) -> None:
     names = [(old, new) for old, _, new in (given.partition("=") for given in options.map)]
     rules = ImportRules(names=names, drop=options.drop, transpose=options.transpose, dtype=options.dtype)
     with TensorFile(options.file) as source:
         if options.like is not None:
-            model = like(options.like)
+            attributes, expected = like(options.like)
         elif options.config is not None:
-            model = described(options.config)
+            attributes, expected = described(options.config)
         else:
-            model = CheckpointTemplate(source.attributes, None)
-        arrays = write_imported(
-            source, options.out, model.attributes, rules, expected=model.expected, replace=options.force
-        )
+            attributes, expected = source.attributes, None
+        arrays = write_imported(source, options.out, attributes, rules, expected=expected, replace=options.force)
     show(f"{options.out}: {len(arrays)} arrays, from {options.file}")
-    return int(ExitStatus.OK)
 
 
 #: The function of each subcommand.
-_TOOLS = {"inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export, "import": _import}
+_TOOLS: dict[str, Run] = {"inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export, "import": _import}
 
 #: The most attributes that a comparison prints.
 _SHOWN = 20
@@ -201,7 +195,7 @@ def summary(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "step": training.get("step", own.get("step_number")),
         "loss": training.get("loss"),
-        "samples": training.get("samples", _samples(training, configuration)),
+        "samples": training.get("samples"),
         "seed": training.get("seed"),
         "optimizer": own.get("optimizer"),
         "layout": own.get("layout"),
@@ -215,37 +209,20 @@ def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _samples(training: Mapping[str, Any], configuration: Mapping[str, Any]) -> int | None:
-    """Return the number of consumed samples for runs that did not save it: steps times global batch size.
-
-    Return None if the attributes ``training`` or its ``configuration`` lack one of these numbers.
-    """
-    step, batch = training.get("step"), _object(configuration.get("train")).get("global_batch")
-    return step * batch if isinstance(step, int) and isinstance(batch, int) else None
-
-
 def _table(reader: checkpoint.Reader, paths: Sequence[str], with_statistics: bool) -> Iterator[dict[str, Any]]:
     elements = element_types(reader)
     total = sum(prod(reader.arrays[path][0]) * reader.arrays[path][1].itemsize for path in paths)
-    with ByteProgress(total if with_statistics else 0, "statistics") as progress:
+    with byte_progress(total if with_statistics else 0, "statistics") as progress:
         for path in paths:
             shape, dtype = reader.arrays[path]
             row = {"name": path, "shape": list(shape), "dtype": elements[path], "bytes": prod(shape) * dtype.itemsize}
-            figures = asdict(statistics(reader, path, progress, elements[path])) if with_statistics else {}
+            figures = asdict(statistics(reader, path, progress.update, elements[path])) if with_statistics else {}
             yield {**row, **figures}
 
 
 def as_json(found: Any) -> str:
     """Format ``found`` as one line of JSON in printable ASCII; NaN and infinite numbers become null."""
-    return printable(json.dumps(_finite(found), allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return printable(json.dumps(plain(found, lambda value: None), allow_nan=False))
 
 
 def description(found: Mapping[str, Any]) -> str:
@@ -335,7 +312,7 @@ def difference_json(names: Sequence[str], found: CheckpointDifference) -> str:
 
 def difference_text(names: Sequence[str], found: CheckpointDifference) -> str:
     """Format the differences of two checkpoints, whose paths are ``names``, as text for people."""
-    lines = [*_named("only in A", found.missing), *_named("only in B", found.extra)]
+    lines = [f"only in A: {name}" for name in found.missing] + [f"only in B: {name}" for name in found.extra]
     lines += [f"{path}: {a} in A, {b} in B" for path, (a, b) in found.reshaped.items()]
     for one in found.arrays:
         index, (u, v) = list(one.first), (f"{value:.9g}" for value in one.values)
@@ -364,36 +341,19 @@ def difference_text(names: Sequence[str], found: CheckpointDifference) -> str:
     return joined([f"A: {names[0]}", f"B: {names[1]}", *lines])
 
 
-def _named(what: str, names: Iterable[str]) -> list[str]:
-    return [f"{what}: {name}" for name in names]
+#: What an imported checkpoint must have: its attributes (JSON values such as step and configuration), which are saved
+#: with the arrays, and shape and element type of every array, by its path in the file; None allows any arrays.
+Template = tuple[Mapping[str, Any], Expected | None]
 
 
-@dataclass(frozen=True)
-class CheckpointTemplate:
-    """Hold the attributes and arrays that an imported checkpoint must have.
-
-    Attributes
-    ----------
-    attributes : dict
-        The checkpoint's attributes (JSON values such as step and configuration), which are saved with the arrays.
-    expected : mapping or None
-        Shape and element type of every array, by its path in the file; None allows any arrays.
-    """
-
-    attributes: Mapping[str, Any]
-    expected: Mapping[str, tuple[tuple[int, ...], str]] | None
-
-
-def like(path: str) -> CheckpointTemplate:
+def like(path: str) -> Template:
     """Return a template with the attributes, array names, shapes and element types of an existing checkpoint."""
     with checkpoint.open_checkpoint(find_checkpoint(Path(path)), "self") as reader:
         elements = element_types(reader)
-        return CheckpointTemplate(
-            reader.attributes, {path: (reader.arrays[path][0], elements[path]) for path in elements}
-        )
+        return reader.attributes, {path: (reader.arrays[path][0], elements[path]) for path in elements}
 
 
-def described(name: str) -> CheckpointTemplate:
+def described(name: str) -> Template:
     """Return a template for a checkpoint at step 0 of the training that the configuration file ``name`` describes.
 
     It has the model's parameters, and no optimizer state. If the model is a GPT and its training data are missing, the
@@ -413,16 +373,14 @@ def described(name: str) -> CheckpointTemplate:
         "data": fingerprint,
     }
     element = np.dtype(model.dtype).name
-    return CheckpointTemplate(
-        {TRAINING: training}, {f"parameters/{spec.name}": (spec.shape, element) for spec in specs}
-    )
+    return {TRAINING: training}, {f"parameters/{spec.name}": (spec.shape, element) for spec in specs}
 
 
 def _build(config: Config) -> tuple[Any, str]:
     try:
         source, validation = build_source(config)
     except DataError:
-        if needs_data(config):
+        if not isinstance(config.model, GptSection):
             raise
         return build_model(config), ""
     return build_model(config, source, validation), data_fingerprint(source)

@@ -6,20 +6,20 @@ For each of them ``add_`` defines its options, and ``run_`` executes it, and loa
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from mpizero._util.text import show
-from mpizero.cli.options import add_json, add_training, whole_number
+from mpizero.cli.options import Run, add_json, add_training, whole_number
 from mpizero.errors import ConfigError, ExitStatus
 
 
-def add_new(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_new(commands: Any, run: Run) -> None:
     """Add ``mpizero new`` to the commands; ``run`` executes it, given the parsed options."""
     from mpizero.tools.projects import listed
 
@@ -36,8 +36,8 @@ def add_new(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     parser.set_defaults(run=run)
 
 
-def run_new(options: argparse.Namespace) -> int:
-    """Write a project, print how to go on, and return the exit status."""
+def run_new(options: argparse.Namespace) -> None:
+    """Write a project, and print how to go on."""
     from mpizero.tools import projects
     from mpizero.tools.projects import KINDS
 
@@ -50,10 +50,9 @@ def run_new(options: argparse.Namespace) -> int:
     build = KINDS[options.kind].build
     for command in filter(None, (f"cd {shlex.quote(options.folder)}", build, *projects.FIRST_COMMANDS)):
         show(f"  {command}")
-    return int(ExitStatus.OK)
 
 
-def add_replay(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_replay(commands: Any, run: Run) -> None:
     """Add ``mpizero replay`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "replay",
@@ -72,16 +71,15 @@ def add_replay(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     parser.set_defaults(run=run)
 
 
-def run_replay(options: argparse.Namespace) -> int:
-    """Evaluate the samples of a skipped step again, print the result, and return the exit status."""
+def run_replay(options: argparse.Namespace) -> None:
+    """Evaluate the samples of a skipped step again, and print the result."""
     from mpizero.tools import replay
 
     found = replay.replay(options.dump, options.checkpoint, lambda line: show(line, sys.stderr))
     show(replay.as_json(found) if options.json else replay.report(found))
-    return int(ExitStatus.OK)
 
 
-def add_ensemble(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_ensemble(commands: Any, run: Run) -> None:
     """Add ``mpizero ensemble`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "ensemble",
@@ -115,7 +113,7 @@ def run_ensemble(options: argparse.Namespace) -> int:
     return int(ExitStatus.OK if complete else ExitStatus.RANK_FAILED)
 
 
-def add_report(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_report(commands: Any, run: Run) -> None:
     """Add ``mpizero report`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "report",
@@ -132,15 +130,14 @@ def add_report(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     parser.set_defaults(run=run)
 
 
-def run_report(options: argparse.Namespace) -> int:
-    """Write the report, print its path, and return the exit status."""
+def run_report(options: argparse.Namespace) -> None:
+    """Write the report, and print its path."""
     from mpizero.tools.report.page import report
 
     show(str(report(options.runs, options.output, force=options.force)))
-    return int(ExitStatus.OK)
 
 
-def add_watch(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_watch(commands: Any, run: Run) -> None:
     """Add ``mpizero watch`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "watch",
@@ -183,7 +180,7 @@ _mpizero_completion() {{
 }
 
 
-def add_completion(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_completion(commands: Any, run: Run) -> None:
     """Add ``mpizero completion`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "completion",
@@ -196,8 +193,8 @@ def add_completion(commands: Any, run: Callable[[argparse.Namespace], int]) -> N
     parser.set_defaults(run=run)
 
 
-def run_completion(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Print the script for ``options.shell`` that completes what ``parser`` accepts; return the exit status.
+def run_completion(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Print the script for ``options.shell`` that completes what ``parser`` accepts.
 
     Raises
     ------
@@ -220,22 +217,13 @@ def run_completion(options: argparse.Namespace, parser: argparse.ArgumentParser)
     if options.shell == "bash":
         script = script.replace("-F _shtab_mpizero mpizero", "-F _mpizero_completion mpizero")
     sys.stdout.write(script)
-    return int(ExitStatus.OK)
 
 
 def settings() -> list[str]:
     """Return all settings of a configuration file as ``--set`` wants them: ``section.key=``."""
-    from mpizero.train.config.schema import OPTIMIZERS, Config
-    from mpizero.train.config.sections import MODELS, DataSection
+    from mpizero.train.config.toml import CLASSES
 
-    sections: dict[str, list[Any]] = {"data": [DataSection], "model": [*MODELS.values()]}
-    sections["optimizer"] = [*OPTIMIZERS.values()]
-    for field in dataclasses.fields(Config):
-        if dataclasses.is_dataclass(field.default):
-            sections.setdefault(field.name, []).append(field.default)
-    return sorted(
-        {f"{name}.{key.name}=" for name, made in sections.items() for one in made for key in dataclasses.fields(one)}
-    )
+    return sorted({f"{section.title()}.{key.name}=" for section in CLASSES for key in fields(section)})
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
@@ -248,7 +236,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from _actions(command)
 
 
-def add_requeue(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+def add_requeue(commands: Any, run: Run) -> None:
     """Add ``mpizero requeue`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "requeue",
@@ -258,8 +246,7 @@ def add_requeue(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
         epilog='Example: python -m mpizero requeue "$status" config.toml && sleep 60',
     )
     parser.add_argument("status", metavar="STATUS", type=whole_number, help="exit status of the training")
-    parser.add_argument("config", metavar="CONFIG.toml", help="what was trained; or the run's folder")
-    add_training(parser)
+    add_training(parser, "what was trained; or the run's folder")
     parser.add_argument(
         "--max-restarts", metavar="N", type=whole_number, default=50, help="at most so often (default: %(default)s)"
     )
@@ -313,4 +300,4 @@ def _checkpoints(options: argparse.Namespace) -> Path:
         return inside if inside.is_dir() else folder
     document = ConfigDocument(options.config, read_config(options.config), [*options.overrides, *options.changed])
     with document.located():
-        return Path(parse_config(document, {"train.threads": "1"}).checkpoint.folder)
+        return Path(parse_config(document, 1).checkpoint.folder)

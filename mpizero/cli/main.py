@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -20,7 +20,7 @@ from mpizero._util.launch import BY_ANY, is_first, unclear
 from mpizero._util.text import accept_all_characters, own_version, show, wants_colour
 from mpizero.cli import bench, commands
 from mpizero.cli import options as parsers
-from mpizero.cli.options import layout_of, named_as_options
+from mpizero.cli.options import Run, layout_of, named_as_options, read_together
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.train.stopping import JobContext, StopSignals
 
@@ -65,12 +65,12 @@ def main(arguments: Sequence[str] | None = None, comm: Communicator | None = Non
 
     accept_all_characters()
     options = build_parser().parse_args(arguments)
-    options.comm = comm
+    options.comm, options.world, options.threads = comm, partial(_world, comm), _threads()
     if comm is None:
         guard.current().install(keep=True)
     try:
         with _one_line_errors():
-            status: int = options.run(options)
+            status: int = options.run(options) or int(ExitStatus.OK)
             sys.stdout.flush()
     except BrokenPipeError:
         # The reader of the output has seen enough; Python would complain again when it flushes at exit.
@@ -93,14 +93,14 @@ def _one_line_errors() -> Iterator[None]:
         raise InputOutputError(f"{where}{error.strerror or error}") from error
 
 
-def _on_first_rank(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+def _on_first_rank(work: Run, options: argparse.Namespace) -> int | None:
     """Run ``work`` on rank 0 only, for commands that need one process, and return the exit status.
 
     Other ranks return at once, and MPI is not started. Under mpiexec, errors are therefore printed here: the guard
     that otherwise prints them and ends the job would try to reach the other ranks.
     """
     if not (is_first(os.environ) if options.comm is None else options.comm.rank == 0):
-        return int(ExitStatus.OK)
+        return None
     if options.comm is not None or not any(os.environ.get(name) for name in BY_ANY):
         return work(options)
     try:
@@ -128,7 +128,6 @@ def build_parser() -> argparse.ArgumentParser:
         "and saved; 76 hang or mismatch; 78 bad configuration or usage.",
     )
     parser.add_argument("--version", action="version", version=f"mpizero {own_version()}")
-    parser.set_defaults(comm=None)
     kinds = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parsers.add_train(kinds, _train)
     parsers.add_generate(kinds, _generate)
@@ -141,7 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_report(kinds, partial(_on_first_rank, commands.run_report))
     commands.add_watch(kinds, partial(_on_first_rank, commands.run_watch))
     commands.add_requeue(kinds, partial(_on_first_rank, lambda options: commands.run_requeue(options, os.environ)))
-    bench.add_command(kinds, lambda asked: bench.run(asked, lambda: _world(asked), _threads()))
+    bench.add_command(kinds)
     parsers.add_checkpoint(kinds, partial(_on_first_rank, _checkpoint))
     complete = partial(_on_first_rank, lambda options: commands.run_completion(options, parser))
     commands.add_completion(kinds, complete)
@@ -156,13 +155,10 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, started: float) -> int:
-    from mpizero.train.config.toml import read_together
-
-    comm = _world(options)
+    comm = options.world()
     if options.changed and not options.resume and options.resume_from is None:
         raise ConfigError(f"--override {options.changed[0]}: is for a run that is resumed; use --set, or add --resume")
-    given = [*options.overrides, *options.changed]
-    document, config = read_together(comm, options.config, given, {"train.threads": str(_threads())})
+    document, config = read_together(options, comm)
 
     from mpizero.cli.train import train_document
     from mpizero.train.loop import Preempted
@@ -187,7 +183,7 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
     return int(ExitStatus.OK)
 
 
-def _generate(options: argparse.Namespace) -> int:
+def _generate(options: argparse.Namespace) -> None:
     from mpizero._util.checks import whole
     from mpizero.tools.generate import Sampling, open_language_model, write
     from mpizero.train.config.checks import check_option
@@ -197,14 +193,13 @@ def _generate(options: argparse.Namespace) -> int:
     layout = layout_of(options, strategy=options.strategy)
     from threadpoolctl import threadpool_limits
 
-    comm, threads = _world(options), _threads()
+    comm, threads = options.world(), options.threads
     with (
         threadpool_limits(threads),
         named_as_options(),
         open_language_model(options.checkpoint, comm, layout, threads) as model,
     ):
         write(model, os.fsencode(options.prompt), options.length, sampling, comm)
-    return int(ExitStatus.OK)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -219,20 +214,17 @@ def _plan(options: argparse.Namespace) -> int:
     request = PlanRequest(options.ranks, options.ranks_per_node, limit, rate, machine)
     document = ConfigDocument(options.config, read_config(options.config), options.overrides)
     with document.located():
-        found = plan(parse_config(document, {"train.threads": str(_threads())}), request)
+        found = plan(parse_config(document, options.threads), request)
         text = command.as_json(found) if options.json else command.report(found, with_timetable=options.timetable)
     show(text)
     if found.missing:
         show(f"mpizero: {found.refusal}", sys.stderr)
-        return 1
-    return int(ExitStatus.OK)
+    return int(bool(found.missing))
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from mpizero.train.config.toml import read_together
-
-    comm = _world(options)
-    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(_threads())})
+    comm = options.world()
+    document, config = read_together(options, comm)
 
     from mpizero.tools.verify.command import verify
 
@@ -240,7 +232,7 @@ def _verify(options: argparse.Namespace) -> int:
         return verify(config, comm, options)
 
 
-def _checkpoint(options: argparse.Namespace) -> int:
+def _checkpoint(options: argparse.Namespace) -> int | None:
     from mpizero.cli import checkpoint
 
     return checkpoint.run(options)
@@ -252,7 +244,7 @@ def _doctor(options: argparse.Namespace) -> int:
     comm = None
     try:
         comm = _launched_world() if options.comm is None else options.comm
-        findings = doctor.examine(comm, _threads(), os.environ, clean=options.clean)
+        findings = doctor.examine(comm, options.threads, os.environ, clean=options.clean)
     except ConfigError as error:  # ranks that think they are alone: the first one speaks
         if comm is not None:
             raise
@@ -269,10 +261,10 @@ def _doctor(options: argparse.Namespace) -> int:
     return doctor.exit_status(findings)
 
 
-def _world(options: argparse.Namespace) -> Communicator:
+def _world(comm: Communicator | None) -> Communicator:
     """Return the communicator that :func:`main` was given, else one of all processes of the launcher."""
-    if options.comm is not None:
-        return cast("Communicator", options.comm)
+    if comm is not None:
+        return comm
     try:
         return _launched_world()
     except ConfigError as error:

@@ -11,16 +11,28 @@ import argparse
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpizero.errors import ConfigError
 
-Run = Callable[[argparse.Namespace], int]
+if TYPE_CHECKING:
+    from mpizero.comm import Communicator
+    from mpizero.train.config.schema import Config
+    from mpizero.train.config.toml import ConfigDocument
+
+#: What executes a command, given the parsed options: it returns the exit status, or None where it can only succeed.
+Run = Callable[[argparse.Namespace], int | None]
 _SIZES = {
     "pipeline": "stages that the model's blocks are cut into",
     "tensor": "ranks that split each layer",
     "context": "ranks that split each sequence",
 }
+
+
+def add_value(parser: Any, name: str, metavar: str, default: Any, meaning: str = "") -> None:
+    """Add an option to a parser or a group; its value has the type of ``default``, which the help tells."""
+    told = f"{meaning} (default: %(default)s)".lstrip()
+    parser.add_argument(name, metavar=metavar, type=type(default), default=default, help=told)
 
 
 def add_layout_options(parser: argparse.ArgumentParser, *, schedule: bool = False) -> None:
@@ -30,23 +42,14 @@ def add_layout_options(parser: argparse.ArgumentParser, *, schedule: bool = Fals
     """
     group = parser.add_argument_group("layout over the ranks of mpiexec")
     for name, meaning in _SIZES.items():
-        group.add_argument(f"--{name}", metavar="N", type=int, default=1, help=f"{meaning} (default: 1)")
+        add_value(group, f"--{name}", "N", 1, meaning)
     group.add_argument("--data", metavar="N", type=int, default=-1, help="replicas; -1: all remaining ranks (default)")
-    group.add_argument(
-        "--order",
-        metavar="A,B,C",
-        default="pipeline,tensor,data",
-        help="the axes, slowest first (default: %(default)s)",
-    )
+    add_value(group, "--order", "A,B,C", "pipeline,tensor,data", "the axes, slowest first")
     if schedule:
         from mpizero.layout import SCHEDULES
 
-        group.add_argument(
-            "--schedule", metavar="NAME", default="1f1b", help=f"{', '.join(SCHEDULES)} (default: %(default)s)"
-        )
-        group.add_argument(
-            "--virtual-stages", metavar="N", type=int, default=1, help="parts a stage, for interleaved (default: 1)"
-        )
+        add_value(group, "--schedule", "NAME", "1f1b", ", ".join(SCHEDULES))
+        add_value(group, "--virtual-stages", "N", 1, "parts a stage, for interleaved")
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -62,9 +65,15 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_training(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a training that are not in its configuration file."""
+def add_config(parser: argparse.ArgumentParser, meaning: str, nargs: str | None = None) -> None:
+    """Add the configuration file of a command, and ``--set``; with ``nargs = "?"`` it may be left out."""
+    parser.add_argument("config", metavar="CONFIG.toml", nargs=nargs, help=meaning)
     add_overrides(parser)
+
+
+def add_training(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add the configuration file of a training, and the options that are not in it."""
+    add_config(parser, meaning)
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -139,6 +148,26 @@ def named_as_options() -> Iterator[None]:
         raise ConfigError(text) from None
 
 
+def read_together(options: argparse.Namespace, comm: Communicator) -> tuple[ConfigDocument, Config]:
+    """Read the configuration file of a command on rank 0, and parse it, with the options that change it, on all ranks.
+
+    Collective over ``comm``. Without ``train.threads`` it has as many threads as ``options.threads``.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read, or a setting is wrong. The message names the key, file and line, and what is
+        allowed.
+    """
+    from mpizero.comm.agreement import from_rank_0
+    from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
+
+    text = from_rank_0(comm, lambda: read_config(options.config))
+    changes = [*options.overrides, *getattr(options, "changed", ())]  # those of --override, which only training has
+    document = ConfigDocument(options.config, text, changes)
+    return document, parse_config(document, options.threads)
+
+
 def add_train(commands: Any, run: Run) -> None:
     """Add ``mpizero train`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
@@ -149,8 +178,7 @@ def add_train(commands: Any, run: Run) -> None:
         "coming end of the job's time: save and exit with status 75.",
         epilog="Example: mpiexec -n 8 python -m mpizero train config.toml --set train.steps=500",
     )
-    parser.add_argument("config", metavar="CONFIG.toml", help="what to train")
-    add_training(parser)
+    add_training(parser, "what to train")
     parser.set_defaults(run=run)
 
 
@@ -165,18 +193,12 @@ def add_generate(commands: Any, run: Run) -> None:
     )
     parser.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run's folder (newest checkpoint), or one")
     parser.add_argument("--prompt", metavar="TEXT", default="", help="what the text starts with")
-    parser.add_argument("--length", metavar="N", type=int, default=200, help="bytes to write (default: %(default)s)")
-    parser.add_argument(
-        "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--top-k", metavar="K", type=int, default=40, help="choose among the K likeliest; 0: all (default: %(default)s)"
-    )
-    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of the choices (default: %(default)s)")
+    add_value(parser, "--length", "N", 200, "bytes to write")
+    add_value(parser, "--temperature", "T", 0.8, "0 takes the likeliest")
+    add_value(parser, "--top-k", "K", 40, "choose among the K likeliest; 0: all")
+    add_value(parser, "--seed", "S", 0, "of the choices")
     add_layout_options(parser)
-    parser.add_argument(
-        "--strategy", metavar="NAME", default="zero3", help="how replicas hold parameters (default: %(default)s)"
-    )
+    add_value(parser, "--strategy", "NAME", "zero3", "how replicas hold parameters")
     parser.set_defaults(run=run)
 
 
@@ -235,11 +257,10 @@ def add_verify(commands: Any, run: Run) -> None:
         "where none can (groups of 3 ranks), within a tolerance.",
         epilog="Example: python -m mpizero verify config.toml --layouts '2; zero3*4; pipeline=2, data=2; tensor=2'",
     )
-    parser.add_argument("config", metavar="CONFIG.toml", help="what to train")
-    add_overrides(parser)
+    add_config(parser, "what to train")
     parser.add_argument("--layouts", metavar="'A; B'", help="which (default: all kinds on --ranks)")
     parser.add_argument("--ranks", metavar="N", type=int, help="(default: those of mpiexec, else 2 threads)")
-    parser.add_argument("--steps", metavar="K", type=int, default=5, help="(default: %(default)s)")
+    add_value(parser, "--steps", "K", 5)
     parser.add_argument(
         "--tolerance", metavar="T", type=float, help="relative (default: 16 epsilon of the type a doubling of sums)"
     )

@@ -8,22 +8,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from mpizero._util.names import nearest
-from mpizero.checkpoint.inspect import find_checkpoint
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import agree_to_start
 from mpizero.tools.ensemble import Member, run_members
-from mpizero.train.config.build import TrainingJob, build, widths_of
+from mpizero.train.config.build import build
 from mpizero.train.config.checks import SettingError, rejected
 from mpizero.train.config.schema import Config, check_overridden
 from mpizero.train.config.toml import ConfigDocument, parse_config, tables_of
 from mpizero.train.loop import Preempted
 from mpizero.train.run_folder import RunFolder, tiles_of_checkpoint
-from mpizero.train.setup import COMMAND, RunRecord, RunSetup
 from mpizero.train.stopping import JobContext, StopSignals
 from mpizero.train.trainer import Trainer
 
@@ -95,59 +91,12 @@ def train(
     if config.parallel.tiles is None and (resume or resume_from is not None):
         config = config.with_tiles(tiles_of_checkpoint(folder, comm, resume_from))
     context = context or JobContext(StopSignals())
-    with context.signals, build(config, comm) as job:
-        setup = replace(setup_of(job, keys), checkpoints=replace(config.checkpoint, folder=str(folder)))
+    with context.signals, build(config, comm, overridden=keys) as setup:
+        setup = replace(setup, checkpoints=replace(config.checkpoint, folder=str(folder)))
         outcome = Trainer.of_setup(setup, context).visit(resume=resume, resume_from=resume_from)
     if isinstance(outcome, Preempted):  # raised when the model is closed
         raise outcome
     return outcome.to_dict()
-
-
-def setup_of(job: TrainingJob, overridden: tuple[str, ...] = ()) -> RunSetup:
-    """Return what a configured run is made of. Not collective.
-
-    ``overridden`` are the settings that may differ from those of the run that is resumed.
-    """
-    config = job.config.to_dict()
-    record = RunRecord(
-        settings=config,
-        about={"config": config, "widths": widths_of(job.model.wrapped_model), "folder": job.config.folder},
-        fingerprint=job.fingerprint,
-        validation_fingerprint=job.validation_fingerprint,
-        contents=job.contents,
-        code=job.code,
-        task=job.task,
-        units_per_sample=job.units_per_sample,
-        description=job.describe(),
-        wording=COMMAND,
-        overridden=overridden,
-    )
-    return RunSetup(
-        model=job.model,
-        source=job.source,
-        validation=job.validation,
-        loop=job.config.train,
-        checkpoints=job.config.checkpoint,
-        record=record,
-        begin=None if job.config.model.start is None else lambda: _load_start(job),
-    )
-
-
-def _load_start(job: TrainingJob) -> str:
-    """Load the start values that ``model.start`` names; return a message for rank 0, which says what was taken.
-
-    Collective over the ranks that train.
-    """
-    section, comm, path = job.config.model, job.comm, ""
-    assert section.start is not None
-    with all_ranks(comm):
-        if comm.rank == 0:
-            given = Path(section.start)
-            path = str(find_checkpoint(given) if given.is_dir() else given)
-    path = comm.broadcast_object(path, 0, "start values")
-    chosen = {"include": section.start_include, "exclude": section.start_exclude, "rename": section.start_rename}
-    report = job.model.load_parameters(path, **chosen)
-    return "" if report.told else str(report)
 
 
 #: The settings of the section.

@@ -178,6 +178,19 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False
         raise_on_all(comm, error, tag)
 
 
+def from_rank_0(comm: Communicator, function: Callable[[], R], tag: str = "all_ranks") -> R:
+    """Call ``function`` on rank 0, and return its result on every rank; if it raises an error, all ranks do.
+
+    Collective over ``comm``: as :func:`all_ranks`, and a broadcast of the result, labelled ``tag``.
+    """
+    found: R | None = None
+    with all_ranks(comm):
+        if comm.rank == 0:
+            found = function()
+    result: R = comm.broadcast_object(found, tag=tag)
+    return result
+
+
 def raise_on_all(comm: Communicator, error: Exception | None, tag: str) -> NoReturn:
     """Raise ``error`` on the ranks where it is not None, and RemoteError on the others.
 

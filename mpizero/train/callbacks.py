@@ -244,6 +244,7 @@ class CallbackRounds:
 
     def __init__(self, callbacks: Sequence[Any], model: Any) -> None:
         self._callbacks, self._model = callbacks, model
+        self._comm: Communicator = model.config.communicator
         self._called = {name: [one for one in callbacks if overrides(one, name)] for name in HOOKS}
         self._running = self._wanted = ""
         #: The reason for which a callback has stopped the run; "" if none has. The same on every rank.
@@ -298,11 +299,6 @@ class CallbackRounds:
             return restore_state((), saved)
         return self._agreed("the callbacks' load_state_dict", lambda: restore_state(self._callbacks, saved))[0]
 
-    @property
-    def _comm(self) -> Communicator:
-        comm: Communicator = self._model.config.communicator
-        return comm
-
     def _agreed(self, what: str, call: Callable[[], T]) -> tuple[T, Array]:
         """Return what ``call`` returns, and which ranks want to stop; errors as :meth:`call`. Collective."""
         try:
@@ -340,8 +336,6 @@ RESERVED = (
     "validation_loss",
     "perplexity",
     "accuracy",
-    "tokens_per_second",
-    "samples_per_second",
     "iteration",
     "iterate_loss",
     "largest_gradient",

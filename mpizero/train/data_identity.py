@@ -12,9 +12,9 @@ import numpy as np
 
 from mpizero._util.pytree import SampleTree
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
+from mpizero.comm.agreement import from_rank_0
 from mpizero.data import Source
-from mpizero.errors import DataError
+from mpizero.errors import ConfigError, DataError
 
 #: Number of samples in the hash by which a resumed run recognizes its training data.
 FINGERPRINT_SAMPLES = 64
@@ -52,13 +52,9 @@ def shared_contents(comm: Communicator, source: Any, validation: Any) -> dict[st
     Collective over ``comm``. Only rank 0 reads, some samples spread over all; samples that arrive while the model is
     trained, and data that are not there, have no entry.
     """
-    found: dict[str, Any] = {}
-    with all_ranks(comm, "data"):
-        if comm.rank == 0:
-            parts = {"training": source, "validation": validation}
-            found = {name: contents(part) for name, part in parts.items() if isinstance(part, Source) and len(part)}
-    told: dict[str, Any] = comm.broadcast_object(found, tag="data")
-    return told
+    parts = {"training": source, "validation": validation}
+    read = {name: part for name, part in parts.items() if isinstance(part, Source) and len(part)}
+    return from_rank_0(comm, lambda: {name: contents(part) for name, part in read.items()}, "data")
 
 
 def contents(source: Source) -> dict[str, Any]:
@@ -104,6 +100,16 @@ def _of_files(files: Any) -> dict[str, Any]:
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def check_data(what: str, alike: bool, saved: Any, now: Any, refused: str, elsewhere: str) -> None:
+    """Raise ConfigError if the data named ``what`` are not those of the saved run. Not collective."""
+    why = difference(saved.get(what, {}), now.get(what, {}))
+    if why or not alike:
+        told = f": {why}" if why else ""
+        raise ConfigError(
+            f"{refused}: data: the {what} samples are not those of the saved run{told}; give the same data, {elsewhere}"
+        )
 
 
 def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:

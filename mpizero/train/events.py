@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -59,14 +59,17 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def plain(value: Any) -> Any:
-    """Return ``value`` in JSON values: other objects as text, and numbers that are not finite too. Not collective."""
+def plain(value: Any, told: Callable[[float], Any] = str) -> Any:
+    """Return ``value`` in JSON values: other objects as text, numbers that are not finite as ``told`` returns them.
+
+    Not collective.
+    """
     if isinstance(value, Mapping):
-        return {str(name): plain(part) for name, part in value.items()}
+        return {str(name): plain(part, told) for name, part in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(part) for part in value]
+        return [plain(part, told) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return told(value)
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
@@ -692,8 +695,8 @@ class Progress:
             self._active = False
 
 
-class ByteProgress:
-    """Show a progress bar that counts bytes if ``stream`` is a terminal, else nothing. A call advances the bar.
+def byte_progress(total: int, label: str, stream: TextIO | None = None) -> Any:
+    """Return a progress bar that counts bytes if ``stream`` is a terminal, else shows nothing: a tqdm.
 
     Parameters
     ----------
@@ -704,25 +707,7 @@ class ByteProgress:
     stream : TextIO, optional
         The output stream. Default: standard error.
     """
+    from tqdm import tqdm
 
-    def __init__(self, total: int, label: str, stream: TextIO | None = None) -> None:
-        stream = stream if stream is not None else sys.stderr
-        self._bar: Any = None
-        if stream.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                total=total, desc=label, file=stream, unit="B", unit_scale=True, dynamic_ncols=True, leave=False
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def __call__(self, count: int) -> None:
-        """Advance the bar by ``count`` bytes."""
-        if self._bar is not None:
-            self._bar.update(count)
+    shape: dict[str, Any] = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, "leave": False}
+    return tqdm(total=total, desc=label, file=stream or sys.stderr, disable=None, **shape)

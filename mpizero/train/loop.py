@@ -2,10 +2,9 @@
 
 :func:`run_visit` runs one visit of a training, from its first or resumed step to its last, or until it is asked to
 stop; :class:`TrainingLoop` has the loop. It is helped by :class:`NumberWatch`, which keeps the samples of skipped steps
-for a replay, reports jumps of the loss and a loss that has grown much, and checks parameters for damaged memory before
-a save; by :func:`validate`, which evaluates the model on validation samples; and, where a method of whole vectors
-trains, by :class:`SameBatch`, which gives the same samples in every step, and :class:`MethodWatch`, which shows the
-last iterate to all who look.
+for a replay, and reports jumps of the loss and a loss that has grown much; by :func:`validate`, which evaluates the
+model on validation samples; and, where a method of whole vectors trains, by :class:`SameBatch`, which gives the same
+samples in every step, and :class:`MethodWatch`, which shows the last iterate to all who look.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpizero._util.faults import inject
+from mpizero._util.names import nearest
 from mpizero.checkpoint import StepFolder
 from mpizero.checkpoint.manager import BEST
 from mpizero.comm.agreement import all_ranks
@@ -31,6 +30,7 @@ from mpizero.data.batches import choose_grains, whole_batch
 from mpizero.errors import DataError, ExitStatus, MpizeroError, RemoteError, StateError
 from mpizero.layout import Grains
 from mpizero.sharding import BadSteps, StepReport
+from mpizero.sharding.forward_backward import Evaluation
 from mpizero.sharding.step_report import SkippedSteps
 from mpizero.train.callbacks import CallbackRounds, UserMetrics
 from mpizero.train.config.checks import rejected, shown
@@ -39,14 +39,14 @@ from mpizero.train.machine import peak_resident
 from mpizero.train.recorder import RunRecorder
 from mpizero.train.run_folder import DECISION, RunFolder, RunState, SavedCheckpoint, SavedRun, Saver, restore
 from mpizero.train.setup import (
+    OWN_METRICS,
     Improvement,
     RunSetup,
     Speed,
     TrainingResult,
-    check_metric,
     finite,
     perplexity,
-    shortened,
+    short,
     validation_count,
 )
 from mpizero.train.stopping import JobContext, StopDecision, StopFile, StopRequests, WallTime
@@ -138,12 +138,10 @@ def _check_best(setup: RunSetup) -> None:
     for key, value in (("checkpoint.best", best), ("train.patience", setup.loop.patience)):
         if value is not None and not (setup.validation is not None and len(setup.validation)):
             raise rejected(key, value, "needs validation samples: set data.validation > 0 with it")
-    if best is None:
-        return
-    try:
-        check_metric(best, setup.metrics)
-    except ValueError as error:
-        raise rejected("checkpoint.best", best, str(error)) from None
+    names = (*OWN_METRICS, *setup.metrics)
+    if best is not None and (name := best.removeprefix("-")) not in names:
+        known = f"no validation metric of this name{nearest(name, names)}; there are {', '.join(names)}"
+        raise rejected("checkpoint.best", best, f'{known}, and a "-" before it says that large values are good')
 
 
 def open_folder(folder: RunFolder, progress: Progress, way_on: str, *, resume: bool) -> None:
@@ -298,11 +296,11 @@ class TrainingLoop:
 
     def _start(self, resume: bool, step: int | None) -> None:
         setup = self.setup
-        start = restore(setup, self.folder, self.control, self.progress, step) if resume else None
-        if start is not None:
-            self._take(start.saved)
+        saved, newer = restore(setup, self.folder, self.control, self.progress, step) if resume else (None, [])
+        if saved is not None:
+            self._take(saved)
             if step is None:
-                self.callbacks.reason = self._decision(start.saved)
+                self.callbacks.reason = self._decision(saved)
             if self._complete:
                 self.progress.say(self._nothing_left())
         elif setup.begin is not None and (told := setup.begin()):
@@ -310,7 +308,7 @@ class TrainingLoop:
         superseded = 0
         with all_ranks(self.control):
             if self.control.rank == 0:
-                self._move_aside([] if start is None else start.newer)
+                self._move_aside(newer)
                 superseded = self.folder.continue_metrics(self.step)
         if isinstance(setup.source, Source):
             with all_ranks(self.control):
@@ -372,7 +370,7 @@ class TrainingLoop:
     def _batches(self) -> Any:
         setup, loop = self.setup, self.setup.loop
         if setup.takes_all:
-            return SameBatch(setup.source, setup.model)
+            return nullcontext(SameBatch(setup.source, setup.model))
         return batches(
             setup.source,
             setup.model,
@@ -422,7 +420,7 @@ class TrainingLoop:
             # The other ranks are in the next step already: they learn of it when that one is done.
             self._failure = error
             self.stop.fail()
-        self.progress.step(self.step, shortened([(name.replace("_per_second", "/s"), line[name]) for name in shown]))
+        self.progress.step(self.step, {name.replace("_per_second", "/s"): short(line[name]) for name in shown})
 
     def _validation_due(self) -> bool:
         loop, source = self.setup.loop, self.setup.validation
@@ -437,7 +435,8 @@ class TrainingLoop:
         return bool(every and self.step % every == 0)
 
     def _save(self, *, wait: bool) -> None:
-        self.numbers.before_save()
+        if self.setup.model.config.check_every:
+            self.setup.model.check_integrity()  # memory that is damaged must not be saved
         states = self.callbacks.saved_state()
         best = {} if self.improvement is None else self.improvement.state()
         state = RunState(self.loss, best, self.numbers.state(), states, self.callbacks.reason, self.overrides)
@@ -598,19 +597,6 @@ class NumberWatch:
         self.progress.say(f"step {step}: {told}")
         return {"loss_spike": told}
 
-    def before_save(self) -> None:
-        """Check parameters for damaged memory before a save, unless ``config.check_every`` is 0.
-
-        Collective over the run's ranks.
-
-        Raises
-        ------
-        IntegrityError
-            If values are damaged. The message names the tensor and the rank.
-        """
-        if self.setup.model.config.check_every:
-            self.setup.model.check_integrity()
-
     def _keep(self, step: int, batch: tuple[Any, Any]) -> str:
         """Write the samples of a skipped step into the run's folder; return a message about it.
 
@@ -640,41 +626,18 @@ class NumberWatch:
         return source.origin(source.sample_order(start + own.start, start + own.stop, len(source), loop.seed))
 
 
-@dataclass(frozen=True)
-class Validation:
-    """Hold sums over the validation samples, and compute mean loss, perplexity and accuracy from them.
+def validation_figures(found: Evaluation, task: str) -> dict[str, Any]:
+    """Return the mean loss and, by task, perplexity or accuracy, with their names in the step's JSON line.
 
-    Attributes
-    ----------
-    loss_sum, weight : float
-        Sums over the validation samples of all ranks.
-    correct : int or None
-        Number of right predictions; None if the model predicts no scores of classes.
-    predictions : int
-        Number of predictions from which ``correct`` was counted.
-    task : str
-        "language", "classification", "regression", or "" if it is unknown.
+    Not collective. ``found`` has the sums over the validation samples of all ranks; ``task`` is "language",
+    "classification", "regression", or "" if it is unknown.
     """
-
-    loss_sum: float
-    weight: float
-    correct: int | None
-    predictions: int
-    task: str
-
-    @property
-    def loss(self) -> float:
-        """The mean loss."""
-        return self.loss_sum / self.weight if self.weight else math.nan
-
-    def figures(self) -> dict[str, Any]:
-        """Return the loss and, by task, perplexity or accuracy, with their names in the step's JSON line."""
-        found: dict[str, Any] = {"validation_loss": finite(self.loss)}
-        if self.task == "language":
-            found["perplexity"] = finite(perplexity(self.loss)) if math.isfinite(self.loss) else None
-        elif self.task != "regression" and self.correct is not None:
-            found["accuracy"] = self.correct / self.predictions if self.predictions else None
-        return found
+    figures: dict[str, Any] = {"validation_loss": finite(found.loss)}
+    if task == "language":
+        figures["perplexity"] = finite(perplexity(found.loss)) if math.isfinite(found.loss) else None
+    elif task != "regression" and found.correct is not None:
+        figures["accuracy"] = found.accuracy
+    return figures
 
 
 def validate(setup: RunSetup) -> dict[str, Any]:
@@ -699,8 +662,8 @@ def validate(setup: RunSetup) -> dict[str, Any]:
         correct, predictions = correct + (found.correct or 0), predictions + found.predictions
         with _averaged(model, use=loop.validate_ema and bool(setup.metrics)):
             own_metrics.add(source, part, size, samples)
-    sums = Validation(loss_sum, weight, correct if scored else None, predictions, setup.record.task)
-    return {**sums.figures(), **own_metrics.figures()}
+    sums = Evaluation(loss_sum, weight, correct if scored else None, predictions)
+    return {**validation_figures(sums, setup.record.task), **own_metrics.figures()}
 
 
 @contextmanager
@@ -717,7 +680,7 @@ def _averaged(model: Any, *, use: bool) -> Iterator[None]:
 
 
 class SameBatch:
-    """Iterate over this rank's part of all samples, which is read once and is the same in every step.
+    """Give this rank's part of all samples, which is read once and is the same in every step.
 
     The first step is collective over the ranks of ``model``.
     """
@@ -729,19 +692,10 @@ class SameBatch:
         self._source, self._model = source, model
         self._samples: tuple[Any, Any] | None = None
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> tuple[Any, Any]:
         if self._samples is None:
             self._samples = whole_batch(self._source, self._model)
         return self._samples
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Do nothing: no thread reads ahead."""
 
 
 class MethodWatch:

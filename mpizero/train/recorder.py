@@ -170,11 +170,7 @@ class RunRecorder:
                     self._folder.check()  # names the run's folder if that has gone
                     raise
                 where = os.path.relpath(path, self._folder.root)
-                self._put(
-                    CheckpointWrite(
-                        step=saved.step, path=where, bytes=nbytes, seconds=seconds, beside=saved.beside, best=saved.best
-                    )
-                )
+                self._put(CheckpointWrite(**saved._asdict() | {"path": where, "bytes": nbytes, "seconds": seconds}))
 
     def done(self, result: TrainingResult) -> None:
         """Record on rank 0 that the run has ended. Not collective."""
@@ -443,22 +439,12 @@ class VisitPlan:
 
 
 def _cells(simulation: Simulation, micro_batches: int) -> list[PipelineCell]:
-    events = [
-        (stage, event)
+    cells = [
+        PipelineCell(stage, done.chunk, done.micro, done.kind, start, end)
         for stage, timed in enumerate(simulation.events)
-        for event in timed
-        if event.instruction.micro < micro_batches
+        for done, start, end in timed
+        if done.micro < micro_batches
     ]
-    forward = [event.end - event.start for _, event in events if event.instruction.kind == FORWARD]
+    forward = [cell.end - cell.start for cell in cells if cell.work == FORWARD]
     unit = sum(forward) / len(forward) or 1.0
-    return [
-        PipelineCell(
-            stage,
-            event.instruction.chunk,
-            event.instruction.micro,
-            event.instruction.kind,
-            round(event.start / unit, 4),
-            round(event.end / unit, 4),
-        )
-        for stage, event in events
-    ]
+    return [cell._replace(start=round(cell.start / unit, 4), end=round(cell.end / unit, 4)) for cell in cells]

@@ -15,15 +15,15 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpizero import checkpoint
-from mpizero._util.checks import home_path
+from mpizero._util.checks import home_path, whole
 from mpizero._util.text import notice, write_whole
 from mpizero.checkpoint import RemovalFailure, StepFolder
 from mpizero.checkpoint.atomic_folder import remove_leftovers
@@ -31,13 +31,13 @@ from mpizero.checkpoint.format import open_regular
 from mpizero.checkpoint.manager import BEST, step_folders
 from mpizero.checkpoint.writer import check_backend
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
+from mpizero.comm.agreement import all_ranks, from_rank_0
 from mpizero.comm.startup import versions
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, ExitStatus, MpizeroError
 from mpizero.sharding import state_dict
 from mpizero.sharding.saved_attributes import read_attribute, recorded_tiles
 from mpizero.train.config.schema import changes, described_change, overridable
-from mpizero.train.data_identity import difference, touched
+from mpizero.train.data_identity import check_data, touched
 from mpizero.train.events import EVENTS, METRICS, RESULT, SUPERSEDED, Progress
 from mpizero.train.setup import RunSetup, finite
 from mpizero.train.stopping import WallTime
@@ -67,49 +67,42 @@ class RunFolder:
     ----------
     checkpoints : path
         The folder of checkpoints.
+
+    Attributes
+    ----------
+    checkpoints, root : Path
+        The folder of checkpoints, and that of the run.
+    metrics, events : Path
+        Files with one line of JSON for each step, and for each event (``train/events.py``).
+    superseded : Path
+        File with the metrics of steps that were repeated after a resume, as they were the first time.
+    marker : Path
+        File that exists once the run has ended successfully; it holds the result as a line of JSON.
+    stop_file, stopped : Path
+        File that a user creates to make the run save and stop; the path to which it is renamed when the run has
+        stopped, which :meth:`open` removes.
+    bad_steps : Path
+        Folder with the samples of skipped steps.
     """
 
     def __init__(self, checkpoints: str | Path) -> None:
         self.checkpoints = home_path(checkpoints).absolute()
         self.root = self.checkpoints.parent if self.checkpoints.name == "checkpoints" else self.checkpoints
+        self.metrics, self.events, self.superseded, self.marker = (
+            self.root / name for name in (METRICS, EVENTS, SUPERSEDED, RESULT)
+        )
+        self.stop_file, self.stopped, self.bad_steps = (self.root / name for name in ("STOP", "STOPPED", "bad_steps"))
         # Without buffers: what a full disk did not take must not be tried again when files are closed.
         self._lock: FileIO | None = None
         self._appended: dict[str, FileIO] = {}
         self._taken: dict[Path, tuple[int, int]] = {}
 
-    @property
-    def metrics(self) -> Path:
-        """Path of the metrics file, which has one line of JSON for each step."""
-        return self.root / METRICS
-
-    @property
-    def events(self) -> Path:
-        """Path of the file of events, which has one line of JSON for each (``train/events.py``)."""
-        return self.root / EVENTS
-
-    @property
-    def marker(self) -> Path:
-        """Path of a file that exists once the run has ended successfully; it holds the result as a line of JSON."""
-        return self.root / RESULT
-
-    @property
-    def stop_file(self) -> Path:
-        """Return the path of the file that a user creates to make the run save and stop."""
-        return self.root / "STOP"
-
-    @property
-    def stopped(self) -> Path:
-        """Return the path to which :attr:`stop_file` is renamed when the run has stopped; :meth:`open` removes it."""
-        return self.root / "STOPPED"
-
     def obey_stop(self) -> None:
         """Rename :attr:`stop_file` to :attr:`stopped` if it exists, so that a resumed run does not stop again."""
-        try:
+        with self._naming("the file STOP cannot be renamed"):
             if os.path.lexists(self.stop_file):
                 _remove(self.stopped)
                 self.stop_file.rename(self.stopped)
-        except OSError as error:
-            raise self._failed("the file STOP cannot be renamed", error) from None
 
     def open(self) -> None:
         """Create the run's folder and the checkpoint folder, check that they are writable, and lock the run's folder.
@@ -140,17 +133,10 @@ class RunFolder:
         Without this check, a run could save into a new folder that has no lock and no metrics, or on another disk.
         """
         for folder, identity in self._taken.items():
-            try:
+            with self._naming("has been removed since the run began"):
                 same = _identity(folder) == identity
-            except OSError as error:
-                raise self._failed("has been removed since the run began", error) from None
             if not same:
                 raise RunFolderError(f"run folder {self.root}: {folder} is another folder than when the run began")
-
-    @property
-    def bad_steps(self) -> Path:
-        """Path of the folder with the samples of skipped steps."""
-        return self.root / "bad_steps"
 
     def set_aside(self) -> Path | None:
         """Move all files of an earlier run into a new folder below ``earlier``.
@@ -208,17 +194,12 @@ class RunFolder:
             raise self._failed("what an earlier run left in it cannot be moved aside", error) from None
         return home if files else place
 
-    @property
-    def superseded(self) -> Path:
-        """Path of the file with the metrics of steps that were repeated after a resume, as they were the first time."""
-        return self.root / SUPERSEDED
-
     def continue_metrics(self, step: int) -> int:
         """Move metrics of steps after ``step``, which will be repeated, to :attr:`superseded`; remove the marker.
 
         Return how many lines of steps were moved; one that was cut when a job was killed is none.
         """
-        try:
+        with self._naming("its metrics cannot be rewritten"):
             lines = [line.removesuffix(b"\n") for line in self._lines(self.metrics)]
             kept = [line for line in lines if _number_in(line, "step", math.inf) <= step]
             rest = [line for line in lines if _number_in(line, "step", math.inf) > step]
@@ -227,23 +208,15 @@ class RunFolder:
                     file.writelines(line + b"\n" for line in rest)
                 write_whole(self.metrics, b"".join(line + b"\n" for line in kept))
             self.marker.unlink(missing_ok=True)
-            return sum(_number_in(line, "step", math.inf) < math.inf for line in rest)
-        except OSError as error:
-            raise self._failed("its metrics cannot be rewritten", error) from None
-        except CheckpointError as error:
-            raise RunFolderError(f"run folder {self.root}: its metrics cannot be rewritten: {error}") from None
+        return sum(_number_in(line, "step", math.inf) < math.inf for line in rest)
 
     def continue_events(self) -> int:
         """Return the number of the visit that begins; remove a last event that was cut when a job was killed."""
-        try:
+        with self._naming("its events cannot be continued"):
             lines = self._lines(self.events)
             if lines and not lines[-1].endswith(b"\n"):  # another file, so that who follows it reads it anew
                 write_whole(self.events, b"".join(lines[:-1]))
-            return 1 + max((_number_in(line, "visit", -1) for line in lines), default=-1)
-        except OSError as error:
-            raise self._failed("its events cannot be continued", error) from None
-        except CheckpointError as error:
-            raise RunFolderError(f"run folder {self.root}: its events cannot be continued: {error}") from None
+        return 1 + max((_number_in(line, "visit", -1) for line in lines), default=-1)
 
     @staticmethod
     def _lines(path: Path) -> list[bytes]:
@@ -262,20 +235,16 @@ class RunFolder:
         self._append(EVENTS, event, "events cannot be written")
 
     def _append(self, name: str, line: Mapping[str, Any], problem: str) -> None:
-        try:
+        with self._naming(problem):
             file = self._appended.get(name)
             if file is None:
                 file = self._appended[name] = (self.root / name).open("ab", buffering=0)
             _write(file, json.dumps(line, allow_nan=False).encode() + b"\n")
-        except OSError as error:
-            raise self._failed(problem, error) from None
 
     def complete(self, result: Mapping[str, Any]) -> None:
         """Write the result into the marker file, whose existence says that the run has ended successfully."""
-        try:
+        with self._naming("the marker cannot be written"):
             write_whole(self.marker, json.dumps(result, allow_nan=False).encode() + b"\n")
-        except OSError as error:
-            raise self._failed("the marker cannot be written", error) from None
         self.obey_stop()
 
     def decision(self, step: int) -> str:
@@ -307,6 +276,16 @@ class RunFolder:
         file.seek(0)
         file.truncate()
         _write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    @contextmanager
+    def _naming(self, problem: str) -> Iterator[None]:
+        """Convert an error about a file in a ``with`` block to a :class:`RunFolderError` that tells the problem."""
+        try:
+            yield
+        except OSError as error:
+            raise self._failed(problem, error) from None
+        except CheckpointError as error:  # about a file that is no regular one
+            raise RunFolderError(f"run folder {self.root}: {problem}: {error}") from None
 
     def _failed(self, what: str, error: OSError) -> RunFolderError:
         where = f" ({error.filename})" if error.filename and str(error.filename) != str(self.root) else ""
@@ -370,7 +349,6 @@ def _number_in(line: bytes, name: str, default: float) -> Any:
 
 #: Name of the checkpoint attribute with the state of a training run.
 TRAINING = "training"
-_CHANGING = ("best", "numbers", "callbacks", "stopped", "overrides")
 
 
 @dataclass(frozen=True)
@@ -450,17 +428,11 @@ class SavedRun:
             config = {str(name): dict(section) for name, section in dict(found["config"]).items()}
             data, held = str(found["data"]), str(found.get("validation") or "")
             code, contents = (dict(found.get(name) or {}) for name in ("code", "contents"))
-            return cls(_whole(found["step"]), state, config, data, held, code, contents)
+            return cls(whole()(found["step"]), state, config, data, held, code, contents)
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(
                 f"{path}: not written by `mpizero train` or mpizero.Trainer: it holds no training run's state"
             ) from None
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(value)
-    return value
 
 
 def saved_attributes(setup: RunSetup, step: int, state: RunState, versions: Mapping[str, str]) -> dict[str, Any]:
@@ -481,32 +453,16 @@ def saved_attributes(setup: RunSetup, step: int, state: RunState, versions: Mapp
         "versions": dict(versions),
         **({"code": dict(record.code)} if record.code else {}),
     }
-    own |= {name: part for name in _CHANGING if (part := getattr(state, name))}
-    return {TRAINING: own}
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Describe the checkpoint from which a run continues.
-
-    Attributes
-    ----------
-    saved : SavedRun
-        State of the run in that checkpoint, whose arrays have been restored.
-    newer : list of StepFolder
-        The checkpoints of later steps, newest first; they are moved to another folder before training goes on.
-    """
-
-    saved: SavedRun
-    newer: list[StepFolder]
+    return {TRAINING: own | {name: part for name, part in vars(state).items() if part and name != "loss"}}
 
 
 def restore(
     setup: RunSetup, folder: RunFolder, comm: Communicator, progress: Progress, step: int | None = None
-) -> ResumePoint | None:
+) -> tuple[SavedRun | None, list[StepFolder]]:
     """Restore the newest undamaged checkpoint of a run, or the checkpoint of ``step``.
 
-    Return None if the folder holds no checkpoint. Collective over ``comm``. No file is changed. Without ``step``,
+    Return the run's state in it, and the checkpoints of later steps, newest first, which the caller moves to another
+    folder; None if the folder holds no checkpoint. Collective over ``comm``. No file is changed. Without ``step``,
     damaged newer checkpoints are skipped. A newer checkpoint that cannot be opened for another reason is an error,
     because it may be undamaged.
 
@@ -521,22 +477,22 @@ def restore(
     """
     found = checkpoint.survey(folder.checkpoints, comm)
     if step is not None:
-        start = _restore_step(setup, folder, comm, found, step)
-        progress.say(f"resuming from step {step}, as asked for{_changed_code(setup, start.saved)}")
-        return start
+        saved, newer = _restore_step(setup, folder, comm, found, step)
+        progress.say(f"resuming from step {step}, as asked for{_changed_code(setup, saved)}")
+        return saved, newer
     passed: list[StepFolder] = []
     for one in found:
         if one.sound and any(newer.unreadable for newer in passed):
             raise _refusal(setup, folder, passed, one)
-        looked, saved = _try(setup, one, comm)
-        if saved is not None:
-            progress.say(f"resuming from {one.path}{_changed_code(setup, saved)}")
-            return ResumePoint(saved, passed)
+        looked, loaded = _try(setup, one, comm)
+        if loaded is not None:
+            progress.say(f"resuming from {one.path}{_changed_code(setup, loaded)}")
+            return loaded, passed
         passed.append(looked)
     if passed:
         raise _refusal(setup, folder, passed, None)
     progress.say(f"no checkpoint in {folder.checkpoints}: starting from the beginning")
-    return None
+    return None, []
 
 
 def tiles_of_checkpoint(checkpoints: Path, comm: Communicator, step: int | None = None) -> dict[str, int] | None:
@@ -553,11 +509,7 @@ def tiles_of_checkpoint(checkpoints: Path, comm: Communicator, step: int | None 
                     return recorded_tiles(read_attribute(reader))
         return None
 
-    found = None
-    with all_ranks(comm):
-        found = look() if comm.rank == 0 else None
-    told: dict[str, int] | None = comm.broadcast_object(found, tag="tiles")
-    return told
+    return from_rank_0(comm, look, "tiles")
 
 
 def _changed_code(setup: RunSetup, saved: SavedRun) -> str:
@@ -585,7 +537,7 @@ def _try(setup: RunSetup, found: StepFolder, comm: Communicator) -> tuple[StepFo
 
 def _restore_step(
     setup: RunSetup, folder: RunFolder, comm: Communicator, found: Sequence[StepFolder], step: int
-) -> ResumePoint:
+) -> tuple[SavedRun, list[StepFolder]]:
     asked = setup.record.wording.resume_from.format(step)
     chosen = next((one for one in found if one.step == step), None)
     if chosen is None:
@@ -597,7 +549,7 @@ def _restore_step(
     looked, saved = _try(setup, chosen, comm)
     if saved is None:
         raise CheckpointError(f"{asked}: {looked.problem}")
-    return ResumePoint(saved, [one for one in found if one.step > step])
+    return saved, [one for one in found if one.step > step]
 
 
 def _refusal(
@@ -633,16 +585,6 @@ def _overrides(setup: RunSetup, saved: SavedRun, path: str, elsewhere: str) -> l
     return found
 
 
-def _check_data(what: str, alike: bool, saved: Any, now: Any, refused: str, elsewhere: str) -> None:
-    """Raise ConfigError if the data named ``what`` are not those of the saved run."""
-    why = difference(saved.get(what, {}), now.get(what, {}))
-    if why or not alike:
-        told = f": {why}" if why else ""
-        raise ConfigError(
-            f"{refused}: data: the {what} samples are not those of the saved run{told}; give the same data, {elsewhere}"
-        )
-
-
 def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
     elsewhere = f"or start in another {setup.record.wording.folder}"
     with checkpoint.open_checkpoint(path, comm) as reader:
@@ -657,7 +599,7 @@ def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
         if saved.validation and record.validation_fingerprint:  # a run may begin to validate, and may end it
             compared["validation"] = saved.validation, record.validation_fingerprint
         for what, (before, now) in compared.items():
-            _check_data(what, before == now, saved.contents, record.contents, f"cannot resume from {path}", elsewhere)
+            check_data(what, before == now, saved.contents, record.contents, f"cannot resume from {path}", elsewhere)
             if comm.rank == 0 and (told := touched(*(one.get(what, {}) for one in (saved.contents, record.contents)))):
                 notice(f"the {what} data: {told}")
         state_dict.restore(setup.model.loadable_engine, reader)

@@ -12,11 +12,10 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpizero._util.names import nearest
 from mpizero.data import Source
 from mpizero.errors import ConfigError
 from mpizero.layout import AXES, Grains
@@ -58,7 +57,7 @@ class RunRecord:
     ----------
     settings : dict of dict
         JSON values by section and name, saved in every checkpoint. A run resumes only with equal settings, except for
-        those that do not change the result (:func:`mpizero.train.config.schema.difference`).
+        those that do not change the result (:func:`mpizero.train.config.schema.changes`).
     about : dict
         JSON values that are saved beside the samples of skipped steps.
     fingerprint : str
@@ -282,15 +281,8 @@ class TrainingResult:
         }
         if self.unit == "samples":
             found["samples_per_second"] = self.speed
-        if self.overrides:
-            found["overrides"] = list(self.overrides)
-        if self.stopped:
-            found["stopped"] = self.stopped
-        if self.best is not None:
-            found["best"] = self.best
-        if self.method is not None:
-            found["method"] = self.method
-        return found
+        special = {"overrides": list(self.overrides), "stopped": self.stopped, "best": self.best, "method": self.method}
+        return found | {name: value for name, value in special.items() if value}
 
 
 #: Metrics that a validation may have without metrics of the user.
@@ -394,16 +386,6 @@ class Improvement:
         return ""
 
 
-def check_metric(metric: str, known: Collection[str]) -> None:
-    """Raise :class:`ConfigError` if no validation has a metric of this name. ``known`` are the user's metrics."""
-    names = (*OWN_METRICS, *known)
-    if metric.removeprefix("-") not in names:
-        raise ConfigError(
-            f"no validation metric of this name{nearest(metric.removeprefix('-'), names)}; there are "
-            f'{", ".join(names)}, and a "-" before it says that large values are good'
-        )
-
-
 #: Number of first steps that are left out of the median speed: they compile kernels and touch memory first.
 WARM_UP_STEPS = 3
 
@@ -454,11 +436,6 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 709 else math.inf
 
 
-def short(value: float | None, digits: int = 4) -> str:
-    """Format a number with ``digits`` significant digits; return "-" for None."""
-    return "-" if value is None else f"{value:.{digits}g}"
-
-
-def shortened(figures: Sequence[tuple[str, float | None]]) -> dict[str, str]:
-    """Format pairs of a name and a number for the progress line; return the texts by name."""
-    return {name: short(value) for name, value in figures}
+def short(value: float | None) -> str:
+    """Format a number with four significant digits; return "-" for None."""
+    return "-" if value is None else f"{value:.4g}"

@@ -56,10 +56,15 @@ class StopSignals(AbstractContextManager["StopSignals"]):
     ----------
     caught : sequence of signal
         The signals to record.
+
+    Attributes
+    ----------
+    name : str
+        Name of the first signal that was caught; "" if there was none.
     """
 
     def __init__(self, caught: Sequence[signal.Signals] = SIGNALS) -> None:
-        self._name, self._depth, self._caught, self._process = "", 0, caught, os.getpid()
+        self.name, self._depth, self._caught, self._process = "", 0, caught, os.getpid()
         self._previous: dict[int, Handler] = {}
 
     def __enter__(self) -> StopSignals:
@@ -79,14 +84,9 @@ class StopSignals(AbstractContextManager["StopSignals"]):
                 _restore(number, handler)
         self._previous.clear()
 
-    @property
-    def name(self) -> str:
-        """Name of the first signal that was caught; "" if there was none."""
-        return self._name
-
     def reason(self, rank: int) -> str:
         """Return the reason to stop, such as "SIGTERM on rank 3"; "" if no signal was caught. ``rank`` is this rank."""
-        return f"{self._name} on rank {rank}" if self._name else ""
+        return f"{self.name} on rank {rank}" if self.name else ""
 
     def ignore(self) -> None:
         """Ignore stop signals from now on, also after the ``with`` block; called when the process is about to exit.
@@ -99,7 +99,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._process:
-            self._name = self._name or signal.Signals(number).name
+            self.name = self.name or signal.Signals(number).name
         else:
             _restore(number, self._previous.get(number))
             signal.raise_signal(number)
@@ -169,12 +169,10 @@ def ask_squeue(job: str) -> str:
 
     Raises
     ------
-    OSError, subprocess.SubprocessError
+    ConfigError
         If ``squeue`` cannot be run, fails or takes too long.
     """
-    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%L"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=True)
-    return found.stdout.strip()
+    return _slurm(["squeue", "--noheader", f"--jobs={job}", "--format=%L"], _PATIENCE).strip()
 
 
 def slurm_limit(environment: Mapping[str, str], ask: Callable[[str], str] = ask_squeue) -> Limit | None:
@@ -192,7 +190,7 @@ def slurm_limit(environment: Mapping[str, str], ask: Callable[[str], str] = ask_
         return Limit("SLURM_JOB_END_TIME", int(end) - time.time())
     try:
         return Limit("Slurm's", clock_seconds(ask(job)))
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except ValueError:
         return None  # "UNLIMITED", or no answer
 
 
@@ -286,24 +284,21 @@ class StopRequests:
         Must not be used for anything else between :meth:`ask` and :meth:`answer`.
     *sources : callable
         Functions that may request a stop on this rank; other ranks may have different functions, or none.
+
+    Attributes
+    ----------
+    reason : str
+        Reason of the stop, from the lowest rank that requested it; "" before the ranks have decided to stop.
+    all_finished : bool
+        True if no rank had background work at the :meth:`ask` of the last :meth:`answer`; the same on all ranks.
     """
 
     def __init__(self, comm: Communicator, *sources: StopSource) -> None:
         self.comm, self._sources = comm, list(sources)
-        self._request, self._own, self._reason = StopDecision.GO_ON, "", ""
+        self._request, self._own, self.reason = StopDecision.GO_ON, "", ""
         self._buffer = np.zeros(2, dtype=np.int64)
         self._question: Request | None = None
-        self._finished = True
-
-    @property
-    def reason(self) -> str:
-        """Reason of the stop, from the lowest rank that requested it; "" before the ranks have decided to stop."""
-        return self._reason
-
-    @property
-    def all_finished(self) -> bool:
-        """True if no rank had background work at the :meth:`ask` of the last :meth:`answer`; the same on all ranks."""
-        return self._finished
+        self.all_finished = True
 
     def listen(self, *sources: StopSource) -> None:
         """Add functions that may request a stop on this rank.
@@ -344,11 +339,11 @@ class StopRequests:
             raise RuntimeError("answer() needs a question: call ask() first")
         self._question.wait()
         self._question = None
-        self._finished = not self._buffer[1]
+        self.all_finished = not self._buffer[1]
         request, place = divmod(int(self._buffer[0]), self.comm.size)
         if request == StopDecision.STOP:
             rank = self.comm.size - 1 - place
-            self._reason = self.comm.broadcast_object(self._own, rank, tag="stop requests")
+            self.reason = self.comm.broadcast_object(self._own, rank, tag="stop requests")
         return StopDecision(request)
 
 
@@ -511,9 +506,9 @@ def requeue(job: str) -> None:
     _slurm(["scontrol", "requeue", job])
 
 
-def _slurm(command: list[str]) -> str:
+def _slurm(command: list[str], patience: float = _SQUEUE_PATIENCE) -> str:
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_PATIENCE, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"{command[0]}: {error}: submit the job again") from None
     if ended.returncode:

@@ -93,13 +93,8 @@ def sources_of(source: object, validation: object, global_batch: int) -> tuple[S
     """
     if isinstance(validation, Real) and isinstance(source, Source):  # a split shuffles: a share of 0 is none
         source, validation = source.split(float(validation)) if validation else (source, None)
-    online = isinstance(source, OnlineSource)
-    for name, given in (("source", source), ("validation", validation)):
-        if (
-            not isinstance(given, Source)
-            and not (online and name == "source")
-            and not (given is None and name == "validation")
-        ):
+    for name, given, kind in (("source", source, Source | OnlineSource), ("validation", validation, Source | None)):
+        if not isinstance(given, kind):
             what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
             raise ArgumentError(
                 f"Trainer: {name} is {what}: expected a source of samples, such as mz.data.ArraySource(x, y)"
@@ -147,14 +142,6 @@ def check_sharded(model: ShardedModelBase, given: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"Trainer: the ranks of this {type(model).__name__} train copies of their own (LocalSGDOptimizer), of "
             "which a checkpoint keeps only the mean, so no run could be resumed exactly; write the loop yourself"
-        )
-
-
-def check_config(config: ShardingConfig) -> None:
-    """Raise ConfigError if ``config.auto_sync_gradients`` is False. Not collective."""
-    if not config.auto_sync_gradients:
-        raise ConfigError(
-            "Trainer: auto_sync_gradients=False leaves the update to your own loop; the trainer needs True"
         )
 
 
@@ -292,7 +279,10 @@ class TrainerArguments:
             check_sharded(self.model, given)
         elif self.optimizer is None:
             raise ConfigError("Trainer: optimizer is missing: give one, such as optimizer=mz.AdamW(1e-3)")
-        check_config(ranks)
+        if not ranks.auto_sync_gradients:
+            raise ConfigError(
+                "Trainer: auto_sync_gradients=False leaves the update to your own loop; the trainer needs True"
+            )
 
     def sharded_again(self, setup: RunSetup, config: ShardingConfig) -> RunSetup:
         """Close the run's model; return the run with a new one of ``config`` that has the start values. Collective."""
@@ -647,13 +637,7 @@ class Trainer:
 
     def close(self) -> None:
         """Close what this trainer has made: the sharded model, and the configuration. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._given is not None:
-            self._setup.model.close()
-        if self._own_config is not None:
-            self._own_config.close()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         """Return this trainer. Not collective."""
@@ -661,11 +645,11 @@ class Trainer:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the trainer; after an exception that other ranks may not have raised, leave that to a later call."""
-        if error is None or isinstance(error, Preempted):
-            self.close()
+        if self._closed:
             return
         self._closed = True
+        raised = (None, None, None) if isinstance(error, Preempted) else (kind, error, trace)
         if self._given is not None:
-            self._setup.model.__exit__(kind, error, trace)
+            self._setup.model.__exit__(*raised)
         if self._own_config is not None:
-            self._own_config.__exit__(kind, error, trace)
+            self._own_config.__exit__(*raised)

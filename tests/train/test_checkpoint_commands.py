@@ -17,6 +17,7 @@ import pytest
 
 import mpizero as mz
 from mpizero import checkpoint
+from mpizero.comm import as_communicator
 from mpizero.errors import ExitStatus, MpizeroError
 from tests.train.conftest import ThreadCommands
 
@@ -37,7 +38,7 @@ class Told:
 @pytest.fixture
 def tool(trained, tmp_path, capsys, monkeypatch):
     """Run commands in this process, which is faster than in their own, in a folder with a copy of a trained run."""
-    from mpizero.cli.main import build_parser
+    from mpizero.cli.main import main
 
     source = trained[0].folder
     for name in ("run", "text.txt", "tiny.toml"):
@@ -49,8 +50,7 @@ def tool(trained, tmp_path, capsys, monkeypatch):
     def run(*words: str) -> Told:
         capsys.readouterr()
         try:
-            options = build_parser().parse_args([*words])
-            status, error = options.run(options), ""
+            status, error = main(words, as_communicator("self")), ""
         except MpizeroError as failure:
             status, error = int(failure.status), str(failure)
         except SystemExit as ended:

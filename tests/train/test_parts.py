@@ -18,10 +18,11 @@ import pytest
 
 from mpizero.comm.startup import one_process
 from mpizero.errors import ConfigError
+from mpizero.sharding.forward_backward import Evaluation
 from mpizero.tools.bench.strategies import MemoryRequest, sent_formula, wide_mlp
 from mpizero.tools.generate import FirstRankWriter, LanguageModel, Sampling, write
-from mpizero.train.events import ByteProgress, Progress
-from mpizero.train.loop import Validation
+from mpizero.train.events import Progress, byte_progress
+from mpizero.train.loop import validation_figures
 from mpizero.train.machine import peak_growth, peak_resident, proportional, proportional_growth, resident
 from mpizero.train.run_folder import RunFolder, RunFolderError
 from mpizero.train.setup import Speed, perplexity
@@ -77,10 +78,11 @@ def test_a_short_run_has_a_speed_too_and_a_run_without_steps_none():
 
 
 def test_validation_figures_fit_the_task():
-    assert set(Validation(2.0, 4.0, None, 0, "language").figures()) == {"validation_loss", "perplexity"}
-    assert Validation(2.0, 4.0, 3, 4, "classification").figures() == {"validation_loss": 0.5, "accuracy": 0.75}
-    assert Validation(2.0, 4.0, None, 0, "regression").figures() == {"validation_loss": 0.5}
-    assert json.dumps(Validation(float("nan"), 4.0, None, 0, "language").figures(), allow_nan=False)
+    assert set(validation_figures(Evaluation(2.0, 4.0, None), "language")) == {"validation_loss", "perplexity"}
+    scores = validation_figures(Evaluation(2.0, 4.0, 3, 4), "classification")
+    assert scores == {"validation_loss": 0.5, "accuracy": 0.75}
+    assert validation_figures(Evaluation(2.0, 4.0, None), "regression") == {"validation_loss": 0.5}
+    assert json.dumps(validation_figures(Evaluation(float("nan"), 4.0, None), "language"), allow_nan=False)
     assert perplexity(1e4) == float("inf")
 
 
@@ -235,9 +237,9 @@ def test_a_bar_over_bytes_is_shown_on_a_terminal_only(monkeypatch):
     quiet, terminal = io.StringIO(), io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     for stream in (quiet, terminal):
-        with ByteProgress(2_000_000, "verify", stream) as progress:
-            progress(500_000)
-            progress(1_500_000)
+        with byte_progress(2_000_000, "verify", stream) as progress:
+            progress.update(500_000)
+            progress.update(1_500_000)
     assert quiet.getvalue() == ""
     assert "verify:" in terminal.getvalue()
     assert "2.00M" in terminal.getvalue()

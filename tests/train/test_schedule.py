@@ -11,7 +11,7 @@ import pytest
 from mpizero.cli.train import train
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ConfigError
-from mpizero.train.config.schema import Config, difference
+from mpizero.train.config.schema import Config, changes, described_change
 from mpizero.train.config.toml import config_of
 
 
@@ -79,14 +79,14 @@ def test_a_constant_rate_takes_more_steps_as_before(data):
 def test_runs_saved_before_there_was_the_setting_have_the_length_of_their_steps(data):
     saved = configuration(data, 10, schedule="linear").to_dict()
     del saved["optimizer"]["schedule_steps"]
-    assert difference(saved, configuration(data, 10, schedule="linear").to_dict()) is None
-    assert difference(saved, configuration(data, 30, schedule="linear", schedule_steps=10).to_dict()) is None
-    told = difference(saved, configuration(data, 30, schedule="linear").to_dict())
+    assert not changes(saved, configuration(data, 10, schedule="linear").to_dict())
+    assert not changes(saved, configuration(data, 30, schedule="linear", schedule_steps=10).to_dict())
+    told = described_change(*next(iter(changes(saved, configuration(data, 30, schedule="linear").to_dict()).items())))
     assert "schedule_steps" in told
     assert "was 10" in told
     constant = configuration(data, 10).to_dict()
     del constant["optimizer"]["schedule_steps"]
-    assert difference(constant, configuration(data, 30).to_dict()) is None
+    assert not changes(constant, configuration(data, 30).to_dict())
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def options(**given):
 def config(tmp_path, monkeypatch):
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
-    return parse_config(ConfigDocument("tiny.toml", TINY, ["train.clip=0.1"]), {})
+    return parse_config(ConfigDocument("tiny.toml", TINY, ["train.clip=0.1"]))
 
 
 def test_a_difference_is_printed_and_the_status_is_1(config, monkeypatch, capsys):
@@ -172,7 +172,7 @@ def test_a_model_that_is_wrong_on_one_process_too_is_said_before_any_layout(conf
 
 
 def test_without_names_the_configurations_own_layout_comes_first(tmp_path):
-    config = parse_config(ConfigDocument("tiny.toml", TINY, ["parallel.strategy=ddp", "parallel.ranks_per_node=1"]), {})
+    config = parse_config(ConfigDocument("tiny.toml", TINY, ["parallel.strategy=ddp", "parallel.ranks_per_node=1"]))
     model = SimpleNamespace(blocks=dict.fromkeys("abc"), loss=None, dtype=None, seed=0)
     layouts = choose(config, model, as_communicator(None), None, 2)
     assert str(layouts[0]) == "ddp*2, ranks_per_node=1"
@@ -192,7 +192,7 @@ def test_without_names_the_configurations_own_layout_comes_first(tmp_path):
 )
 def test_without_names_each_layout_is_listed_once(settings):
     document = ConfigDocument("tiny.toml", TINY, [f"parallel.{setting}" for setting in settings])
-    config = parse_config(document, {})
+    config = parse_config(document)
     model = SimpleNamespace(blocks=dict.fromkeys("abc"), loss=None, dtype=None, seed=0)
     names = [str(layout) for layout in choose(config, model, as_communicator(None), None, 2)]
     assert len(set(names)) == len(names)
@@ -202,7 +202,7 @@ def test_without_names_each_layout_is_listed_once(settings):
 def test_what_a_layout_assigns_otherwise_is_in_its_name():
     document = ConfigDocument("tiny.toml", TINY, ["parallel.grain_assignment=dynamic"])
     model = SimpleNamespace(blocks=dict.fromkeys("abc"), loss=None, dtype=None, seed=0)
-    own, *others = choose(parse_config(document, {}), model, as_communicator(None), None, 2)
+    own, *others = choose(parse_config(document), model, as_communicator(None), None, 2)
     assert str(own) == "zero2*2, grain_assignment=dynamic"
     assert Layout.parse(str(own)).parallel.grain_assignment == "dynamic"
     assert "zero2*2" in map(str, others)
@@ -216,7 +216,7 @@ def test_layouts_that_are_named_twice_are_compared_once():
 
 @pytest.mark.parametrize(("name", "groups"), [("adamw", True), ("muon", False)])
 def test_tensor_groups_are_left_out_where_an_optimizer_updates_whole_tensors(name, groups):
-    config = parse_config(ConfigDocument("tiny.toml", TINY, [f"optimizer.name={name}"]), {})
+    config = parse_config(ConfigDocument("tiny.toml", TINY, [f"optimizer.name={name}"]))
     model = SimpleNamespace(blocks=dict.fromkeys("abc"), loss=None, dtype=None, seed=0)
     layouts = choose(config, model, as_communicator(None), None, 2)
     assert any(layout.parallel.tensor > 1 for layout in layouts) == groups

@@ -39,9 +39,10 @@ from mpizero.tools.bench.machine import node_leaders, ranks_per_node, slowest
 from mpizero.tools.doctor import counted
 from mpizero.tools.plan.command import PlanRequest, plan
 from mpizero.tools.plan.time import Machine
-from mpizero.train.config.build import TrainingJob, build
+from mpizero.train.config.build import build
 from mpizero.train.config.checks import check_option
 from mpizero.train.config.schema import Config
+from mpizero.train.setup import RunSetup
 
 _MICROSECONDS = 1e6
 
@@ -182,15 +183,15 @@ def measure_step(
     """
     config.parallel.check_ranks(comm.size)
     floors = _floors(request, config, comm)
-    with build(config, comm) as job:
-        grid = job.model.engine.grid
+    with build(config, comm) as setup:
+        grid = setup.model.engine.grid
         several = [c for c in (grid.world, *grid.communicators) if c.size > 1]
         first, offset = leaders(several, grid.world), clock_offset(comm)
-        plain, watched, spans = _train(request, job, tell)
+        plain, watched, spans = _train(request, setup, tell)
         own = tuple(StepSpans(a + offset, b + offset, spans_of(found, offset, first)) for a, b, found in spans)
         ranks: list[tuple[StepSpans, ...]] = comm.allgather_object(own, "bench step")
         places = tuple(comm.allgather_object(grid.here._asdict(), "bench step"))
-        described = job.describe()
+        described = setup.described()
     latest = waits(ranks)
     tables = [[phases_of(step, latest) for step in steps] for steps in ranks]
     phases = tuple(_phases(table, floors[rank] if floors else {}) for rank, table in enumerate(tables))
@@ -220,28 +221,28 @@ def _floors(request: StepRequest, config: Config, comm: Communicator) -> Sequenc
 
 
 def _train(
-    request: StepRequest, job: TrainingJob, tell: Callable[[str], None]
+    request: StepRequest, setup: RunSetup, tell: Callable[[str], None]
 ) -> tuple[list[float], list[float], list[tuple[float, float, list[TimeSpan]]]]:
     """Train, and return the seconds of steps without tracing, of traced steps, and the traced spans. Collective.
 
     The third list has the start, the end and the spans of every traced step, by this rank's clock.
     """
-    train, model = job.config.train, job.model
+    train, model, comm = setup.loop, setup.model, setup.comm
     total = request.warm_up + 2 * request.steps
-    stream = batches(job.source, model, train.global_batch, seed=train.seed, steps=total)
+    stream = batches(setup.source, model, train.global_batch, seed=train.seed, steps=total)
     plain, watched, spans = list[float](), list[float](), list[tuple[float, float, list[TimeSpan]]]()
     for number, (x, y) in enumerate(stream):
-        if number == request.warm_up and job.comm.rank == 0:
-            tell(f"{job.describe()}; {request.steps} steps of each kind")
+        if number == request.warm_up and comm.rank == 0:
+            tell(f"{setup.described()}; {request.steps} steps of each kind")
         look = number >= request.warm_up and (number - request.warm_up) % 2 == 1
-        job.comm.barrier("bench step")
+        comm.barrier("bench step")
         start = time.monotonic()
         with traced(model.engine) if look else nullcontext() as timeline:
             model.train(x, y)
         stop = time.monotonic()
         if timeline is not None:
             spans.append((start, stop, timeline.take()))
-        took = slowest(job.comm, stop - start)
+        took = slowest(comm, stop - start)
         if number >= request.warm_up:
             (watched if look else plain).append(took)
     return plain, watched, spans

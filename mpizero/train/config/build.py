@@ -1,24 +1,25 @@
 """Build the objects of a run from its configuration: data, model, optimizer, sharding.
 
 :func:`build_source` opens the data, :func:`build_model` makes the model, and :func:`build` puts it on the ranks with
-its optimizer, and yields all as a :class:`TrainingJob`.
+its optimizer, and yields all as a :class:`~mpizero.train.setup.RunSetup`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpizero import data, nn, optim
 from mpizero._util.checks import whole
 from mpizero._util.pytree import SampleTree
+from mpizero.checkpoint.inspect import find_checkpoint
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.comm.agreement import agree_equal, all_ranks, from_rank_0
 from mpizero.data import ArraySource, Source
 from mpizero.data.batches import choose_grains
 from mpizero.errors import ConfigError, DataError, MpizeroError
@@ -41,10 +42,9 @@ from mpizero.train.config.sections import (
     VectorMethodSection,
     source_arguments,
 )
+from mpizero.train.config.toml import UserFunction, importable
 from mpizero.train.data_identity import data_fingerprint, shared_contents
-
-if TYPE_CHECKING:
-    from mpizero.train.config.toml import UserFunction
+from mpizero.train.setup import COMMAND, RunRecord, RunSetup
 
 #: What a model may be for, which says what is told of its validation.
 TASKS = ("language", "classification", "regression")
@@ -56,8 +56,6 @@ def user_functions(config: Config) -> dict[str, UserFunction]:
 
     Not collective.
     """
-    from mpizero.train.config.toml import UserFunction
-
     sections = {"model": config.model, "data": config.data}
     return {
         name: UserFunction(name, section.make, Path(config.folder))
@@ -71,8 +69,6 @@ def users_modules(config: Config) -> AbstractContextManager[None]:
 
     Not collective.
     """
-    from mpizero.train.config.toml import importable
-
     return importable(*user_functions(config).values())
 
 
@@ -243,34 +239,13 @@ def make_model(config: Config, widths: Sequence[int] | None) -> Any:
     DataError
         If the model is an MLP and ``widths`` are not two numbers.
     """
-    section, seed = config.model, config.train.seed
+    section = config.model
+    own = section.values("name", *(item.name for item in fields(ModelSection))) | {"seed": config.train.seed}
     if isinstance(section, GptSection):
-        gpt = nn.GPT(
-            dim=section.dim,
-            layers=section.layers,
-            heads=section.heads,
-            sequence=section.sequence,
-            dropout=section.dropout,
-            tied=section.tied,
-            activation_checkpointing=section.activation_checkpointing,
-            dtype=section.dtype,
-            seed=seed,
-        )
-        return _frozen(section, gpt)
-    assert isinstance(section, MlpSection)
+        return _frozen(section, nn.GPT(**own))
     if not isinstance(widths, list | tuple) or len(widths) != 2:
         raise DataError(f"an mlp takes features and outputs from its data, got {widths!r}")
-    mlp = nn.MLP(
-        widths[0],
-        section.hidden,
-        widths[1],
-        activation=section.activation,
-        task=section.task,
-        loss=section.loss,
-        dtype=section.dtype,
-        seed=seed,
-    )
-    return _frozen(section, mlp)
+    return _frozen(section, nn.MLP(widths[0], own.pop("hidden"), widths[1], **own))
 
 
 def model_and_sample(config: Config) -> tuple[Config, Any, Any, Any]:
@@ -285,11 +260,6 @@ def model_and_sample(config: Config) -> tuple[Config, Any, Any, Any]:
     source, validation = build_source(config)
     config = with_batch(config, source)
     return config, build_model(config, source, validation), *source.samples(np.arange(1))
-
-
-def needs_data(config: Config) -> bool:
-    """Tell whether the model cannot be built without the data. Not collective."""
-    return not isinstance(config.model, GptSection)
 
 
 def task_of(model: Any) -> str:
@@ -310,7 +280,7 @@ def units_per_sample(task: str, source: Source) -> int:
     return int(first.size)
 
 
-def widths_of(model: Any) -> tuple[int, int] | None:
+def _widths_of(model: Any) -> tuple[int, int] | None:
     """Return the ``widths`` with which :func:`make_model` makes a model of this size; None for a GPT.
 
     Not collective.
@@ -361,77 +331,11 @@ def classes(source: Any) -> int:
     return largest + 1
 
 
-@dataclass(frozen=True)
-class TrainingJob:
-    """Hold the built objects of a run.
-
-    Attributes
-    ----------
-    config : Config
-        The configuration of the run.
-    comm : Communicator
-        The ranks that train.
-    source, validation : Source
-        The samples for training, and the samples held back for validation.
-    sharding : ShardingConfig
-        How the ranks compute, communicate and share memory.
-    model, optimizer : ShardedModelBase, its optimizer
-        The sharded model and its optimizer, ready to train.
-    name : str
-        Name of the model in messages.
-    task : str
-        "language", "classification" or "regression"; "" if it is not known.
-    units_per_sample : int
-        Number of tokens in a sample for a language model, else 1.
-    fingerprint : str
-        Hash of the training data, by which a resumed run checks that it has the same data.
-    validation_fingerprint : str
-        The same of the validation samples; "" if there are none.
-    contents : dict
-        What identifies the contents of both (:func:`~mpizero.train.data_identity.shared_contents`).
-    code : mapping of str to str
-        Hashes of the files of the user's functions that made model and data, by file name; empty if there are none.
-    """
-
-    config: Config
-    comm: Communicator
-    source: Any
-    validation: Any
-    sharding: ShardingConfig
-    model: Any
-    optimizer: Any
-    name: str
-    task: str
-    units_per_sample: int
-    fingerprint: str
-    validation_fingerprint: str
-    contents: dict[str, Any]
-    code: Mapping[str, str] = field(default_factory=dict)
-
-    def describe(self) -> str:
-        """Describe the run in one line: model, layout, numbers of samples, grains.
-
-        Not collective.
-        """
-        train, parallel, sharing = self.config.train, self.config.parallel, self.model.batch_group.size
-        grains = Grains(train.global_batch, self.model.grain_size(train.global_batch))
-        who = "replicas" if parallel.splits_model else "ranks"
-        count = grains.count
-        idle = f"; {who} {count} to {sharing - 1} have no grain and only help" if sharing > count else ""
-        return (
-            f"{self.name} with {self.model.parameter_count:,} parameters, "
-            f"{parallel.describe(self.comm.size)}{self.model.engine.told_exactness}; "
-            f"{len(self.source):,} training and {len(self.validation):,} validation samples; "
-            f"{train.global_batch} a step in {grains.described(train.accumulate)}{idle}"
-            f"{self.model.engine.compute_device.describe()}"
-        )
-
-
 @contextmanager
-def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
-    """Build the objects of a run, yield them as a :class:`TrainingJob`, and free them after the ``with`` block.
+def build(config: Config, comm: Communicator, *, overridden: tuple[str, ...] = ()) -> Iterator[RunSetup]:
+    """Build the objects of a run, yield them as a :class:`RunSetup`, and free them after the ``with`` block.
 
-    Collective over ``comm``.
+    Collective over ``comm``. ``overridden`` are the settings that may differ from those of the run that is resumed.
     """
     with users_modules(config):
         with all_ranks(comm):
@@ -454,23 +358,60 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
             with all_ranks(comm):
                 choose_grains(model, source, config.train.global_batch)
             model.reserve(config.train.global_batch)
-            yield TrainingJob(
-                config=config,
-                comm=comm,
-                source=source,
-                validation=validation,
-                sharding=sharding,
-                model=model,
-                optimizer=model.optimizer,
-                name=config.model.described,
-                task=task,
-                units_per_sample=units,
+            settings = config.to_dict()
+            record = RunRecord(
+                settings=settings,
+                about={"config": settings, "widths": _widths_of(model.wrapped_model), "folder": config.folder},
                 fingerprint=fingerprint,
                 validation_fingerprint=held,
                 contents=contents,
                 code=code,
+                task=task,
+                units_per_sample=units,
+                description=_described(config, model, source, validation),
+                wording=COMMAND,
+                overridden=overridden,
+            )
+            yield RunSetup(
+                model=model,
+                source=source,
+                validation=validation,
+                loop=config.train,
+                checkpoints=config.checkpoint,
+                record=record,
+                begin=None if config.model.start is None else lambda: _load_start(config.model, model),
             )
         sharding.close()
+
+
+def _described(config: Config, model: ShardedModelBase, source: Any, validation: Any) -> str:
+    """Describe a run in one line: model, layout, numbers of samples, grains. Not collective."""
+    train, parallel, sharing = config.train, config.parallel, model.batch_group.size
+    grains = Grains(train.global_batch, model.grain_size(train.global_batch))
+    who = "replicas" if parallel.splits_model else "ranks"
+    count = grains.count
+    idle = f"; {who} {count} to {sharing - 1} have no grain and only help" if sharing > count else ""
+    return (
+        f"{config.model.described} with {model.parameter_count:,} parameters, "
+        f"{parallel.describe(model.config.communicator.size)}{model.engine.told_exactness}; "
+        f"{len(source):,} training and {len(validation):,} validation samples; "
+        f"{train.global_batch} a step in {grains.described(train.accumulate)}{idle}"
+        f"{model.engine.compute_device.describe()}"
+    )
+
+
+def _load_start(section: ModelSection, model: ShardedModelBase) -> str:
+    """Load the start values that ``model.start`` names; return a message for rank 0, which says what was taken.
+
+    Collective over the ranks that train.
+    """
+    given = Path(section.start or "")
+    found = from_rank_0(
+        model.config.communicator, lambda: find_checkpoint(given) if given.is_dir() else given, "start values"
+    )
+    chosen = {name: getattr(section, f"start_{name}") for name in ("include", "exclude", "rename")}
+    report = model.load_parameters(str(found), **chosen)
+    return "" if report.told else str(report)
 
 
 def _check_bounds(config: Config, optimizer: Any, model: Any) -> None:
@@ -501,20 +442,10 @@ def build_optimizer(config: Config) -> Any:
     section = config.optimizer
     if isinstance(section, VectorMethodSection):
         methods = {"l-bfgs": optim.LBFGS, "cg": optim.NonlinearCG, "newton-cg": optim.NewtonCG}
-        return methods[section.name](**{k.name: getattr(section, k.name) for k in fields(section) if k.name != "name"})
-    kinds = {
-        "sgd": optim.SGD,
-        "adam": optim.Adam,
-        "adamw": optim.AdamW,
-        "rmsprop": optim.RMSprop,
-        "lion": optim.Lion,
-        "lamb": optim.LAMB,
-        "muon": optim.Muon,
-        "soap": optim.SOAP,
-    }
+        return methods[section.name](**section.values("name"))
+    kind = next(getattr(optim, name) for name in dir(optim) if name.lower() == section.name)
     rate = {item.name for item in fields(OptimizerSection)} - {"weight_decay"}
-    own = {item.name: getattr(section, item.name) for item in fields(section) if item.name not in rate}
-    return kinds[section.name](lr=learning_rate(section, config.train.steps), **own)
+    return kind(lr=learning_rate(section, config.train.steps), **section.values(*rate))
 
 
 def learning_rate(section: OptimizerSection, steps: int) -> Any:
@@ -544,14 +475,7 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
 
     Not collective.
     """
-    train, parallel = config.train, config.parallel
-    return ShardingConfig(
-        comm=comm,
-        gradient_compression=train.gradient_compression,
-        grain_assignment=parallel.grain_assignment,
-        share_node_memory=parallel.share_node_memory,
-        ranks_per_node=parallel.ranks_per_node,
-        bucket_mb=parallel.bucket_mb,
-        check_every=train.check_every,
-        **computing_settings(config),
-    )
+    own = {name: getattr(config.train, name) for name in ("gradient_compression", "check_every")}
+    names = ("grain_assignment", "share_node_memory", "ranks_per_node", "bucket_mb")
+    own |= {name: getattr(config.parallel, name) for name in names}
+    return ShardingConfig(comm=comm, **own, **computing_settings(config))

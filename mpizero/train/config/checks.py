@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from mpizero._util.checks import Check, Unexpected, positive
 from mpizero._util.names import nearest
@@ -67,10 +67,13 @@ def check_option(option: str, value: object, check: Check) -> None:
 class ConfigSection:
     """Serve as base class of all sections: the constructor checks every field by the check declared with it."""
 
+    #: The section's name in the file; "" takes it from the class's name.
+    named: ClassVar[str] = ""
+
     @classmethod
     def title(cls) -> str:
         """Return the section's name in the file."""
-        return cls.__name__.removesuffix("Section").lower()
+        return cls.named or cls.__name__.removesuffix("Section").lower()
 
     def __post_init__(self) -> None:
         """Call every field's check, store the value that it returns, and then call :meth:`check_combination`."""
@@ -88,6 +91,10 @@ class ConfigSection:
     def to_dict(self) -> dict[str, Any]:
         """Return every setting, defaults included, as JSON values by key."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    def values(self, *without: str) -> dict[str, Any]:
+        """Return the settings as they are used, by key, but for those named."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in without}
 
     def reject(self, key: str, allowed: str) -> SettingError:
         """Return the error about the wrong setting ``key`` of this section; ``allowed`` says what is allowed."""

@@ -19,6 +19,7 @@ from mpizero.checkpoint.format import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.errors import ConfigError
 from mpizero.train.config.checks import ConfigSection, choice, duration, flag, many, optional, setting, shown, text
 from mpizero.train.config.sections import (
+    KINDS,
     VECTOR_METHODS,
     VECTOR_SECTIONS,
     DataSection,
@@ -101,12 +102,8 @@ FREE_KEYS = (
     "train.prefetch",
     "train.timeout",
     "model.activation_checkpointing",
-    "data.text",
-    "data.arrays",
-    "data.hdf5",
-    "data.zarr",
-    "data.netcdf",
     "data.make",
+    *(f"data.{kind}" for kind in KINDS),
 )
 #: The setting with the step at which the learning rate schedule ends.
 LENGTH = "optimizer.schedule_steps"
@@ -157,6 +154,8 @@ class TrainSection(LoopSection):
 class OptimizerSection(ConfigSection):
     """Hold the settings of all optimizers with a learning rate; subclasses add their own."""
 
+    named = "optimizer"
+
     name: str = setting("adamw", choice(*STEPPING, *VECTOR_METHODS))
     lr: float = setting(3e-4, positive)
     schedule: str = setting("constant", choice("constant", "linear", "cosine"))
@@ -164,11 +163,6 @@ class OptimizerSection(ConfigSection):
     warmup: int = setting(0, whole(0))
     end: float = setting(0.0, number())
     weight_decay: float = setting(0.0, number())
-
-    @classmethod
-    def title(cls) -> str:
-        """Return the section's name in the file."""
-        return "optimizer"
 
     def check_combination(self) -> None:
         """Raise an error if ``end`` or ``schedule_steps`` is given for a constant rate, or ``end`` is above ``lr``."""
@@ -364,7 +358,6 @@ def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     ``config`` is the result of :meth:`Config.to_dict`.
     """
     flat = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
-    flat.setdefault("train.accumulate", 1)  # runs saved before there was this setting
     if flat.get("optimizer.schedule") in ("linear", "cosine"):
         flat[LENGTH] = flat.get(LENGTH) or flat.get("train.steps")
     else:
@@ -397,21 +390,12 @@ def described_change(key: str, values: tuple[Any, Any]) -> str:
     return f"{key} was {shown(values[0])} in the saved run and is {shown(values[1])} now{hint}"
 
 
-def difference(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> str | None:
-    """Describe the first setting that makes two configurations compute different results; None if there is none."""
-    return next((described_change(key, values) for key, values in changes(saved, wanted).items()), None)
-
-
 #: Settings on which the meaning of what is saved depends: names, shapes, element types, samples consumed.
 _FIXED = (
     "model.name",
     "model.make",
     "model.dtype",
-    "model.freeze",
-    "model.start",
-    "model.start_include",
-    "model.start_exclude",
-    "model.start_rename",
+    *(f"model.{item.name}" for item in fields(ModelSection)),
     "optimizer.name",
     *(f"optimizer.{item.name}" for kind in VECTOR_SECTIONS.values() for item in fields(kind)),
     "train.global_batch",

@@ -13,11 +13,11 @@ from __future__ import annotations
 import datetime
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from mpizero._util.checks import Unexpected, fraction, number, positive, whole
+from mpizero._util.checks import Check, fraction, number, positive, whole
 from mpizero._util.names import nearest
 from mpizero.comm.reduce import codec_of
 from mpizero.errors import ConfigError, GridError
@@ -101,11 +101,6 @@ def _decoded(value: Any) -> Any:
     if list(value) == [_TOML]:
         return tomllib.loads(f"value = {value[_TOML]}")["value"]
     return {key: _decoded(item) for key, item in value.items()}
-
-
-def keys_listed(arguments: Mapping[str, Any]) -> str:
-    """Return arguments as text, such as "width = 64, depth = 2"."""
-    return ", ".join(f"{key} = {shown(value)}" for key, value in arguments.items())
 
 
 def compression(value: Any) -> str | None:
@@ -242,11 +237,6 @@ class ParallelSection(ConfigSection):
             fit = ", ".join(str(n) for n in numbers if fits_tiles(self.tensor, n))
             raise self.reject("tiles", f"its number for the tensor axis must divide model.heads = {heads}; {fit} do")
 
-    def check_sequence(self, model: str) -> None:
-        """Raise an error if the layout has a context group; called if the model, named ``model``, has no sequences."""
-        if self.context > 1:
-            raise self.reject("context", f"must be 1: model.name = {shown(model)} has no sequence to cut")
-
     def reject_split(self, allowed: str) -> SettingError:
         """Return the error about the first axis that splits the model; ``allowed`` says what is allowed."""
         return self.reject(next(axis for axis in _SPLITTING if getattr(self, axis) > 1), allowed)
@@ -267,13 +257,6 @@ class ParallelSection(ConfigSection):
         rest = {name: getattr(parallel_layout, name) for name in ("order", "schedule", "virtual_stages", "cuts")}
         return {**sizes, **rest, "zero_stage": self.zero_stage}
 
-    def figures(self, ranks: int) -> dict[str, Any]:
-        """Return the size of each axis by its name, and the schedule's name (None without a pipeline).
-
-        ``ranks`` is the number of ranks of the job. The result is printed by ``mpizero train``.
-        """
-        return {**self.axes(ranks).sizes, "schedule": self.schedule if self.pipeline > 1 else None}
-
     def describe(self, ranks: int) -> str:
         """Describe the layout of a job of ``ranks`` ranks, such as "pipeline 2 x tensor 1 x data 2, 1f1b, zero1"."""
         if not self.splits_model:
@@ -289,7 +272,8 @@ def arrays(value: Any) -> Any:
     """Check ``data.arrays``: it must be "digits", or a table with file paths under the keys ``x`` and ``y``."""
     if value == "digits":
         return value
-    return table("x", "y", hint=' or "digits" (scikit-learn\'s handwritten digits)')(value)
+    example = 'must be a table {x = "...", y = "..."} or "digits" (scikit-learn\'s handwritten digits)'
+    return _table(value, example, {"x": text, "y": text})
 
 
 def patterns(value: Any) -> tuple[str, ...]:
@@ -302,29 +286,21 @@ def patterns(value: Any) -> tuple[str, ...]:
     return result
 
 
-def table(*keys: str, hint: str = "") -> Any:
-    """Return a check for tables: they must have exactly the keys ``keys``, with strings that are not empty.
-
-    ``hint`` is added to the error message.
-    """
-    allowed = "must be a table {" + ", ".join(f'{key} = "..."' for key in keys) + "}" + hint
-
-    def check(value: Any) -> dict[str, str]:
-        if not isinstance(value, dict):
-            raise ValueError(allowed)
-        for key in value:
-            if key not in keys:
-                raise ValueError(f"{allowed}; {key} is unknown{nearest(key, keys)}")
-        for key in keys:
-            if key not in value:
-                raise ValueError(f"{allowed}; {key} is missing")
-            try:
-                text(value[key])
-            except ValueError as error:
-                raise ValueError(f"{allowed}; {key} {error}") from None
-        return dict(value)
-
-    return check
+def _table(value: Any, example: str, checks: Mapping[str, Check], needed: Sequence[str] = ("x", "y")) -> dict[str, Any]:
+    """Check a table by the check of each key; the error shows the ``example``, and ``needed`` are the keys it needs."""
+    if not isinstance(value, dict):
+        raise ValueError(example)
+    if unknown := [key for key in value if key not in checks]:
+        raise ValueError(f"{example}; {unknown[0]} is unknown{nearest(unknown[0], tuple(checks))}")
+    if missing := [key for key in needed if key not in value]:
+        raise ValueError(f"{example}; {missing[0]} is missing")
+    found = {}
+    for key, given in value.items():
+        try:
+            found[key] = checks[key](given)
+        except ValueError as error:
+            raise ValueError(f"{example}; {key} {allowed(error)}") from None
+    return found
 
 
 def stored(value: Any) -> dict[str, Any]:
@@ -332,21 +308,7 @@ def stored(value: Any) -> dict[str, Any]:
 
     It stays as JSON can hold it; :func:`source_arguments` makes arguments of it.
     """
-    example = 'must be a table such as {path = "*.h5", x = "x", y = "y"}'
-    if not isinstance(value, dict):
-        raise ValueError(example)
-    if unknown := [key for key in value if key not in _STORED]:
-        raise ValueError(f"{example}; {unknown[0]} is unknown{nearest(unknown[0], tuple(_STORED))}")
-    if missing := [key for key in ("path", "x", "y") if key not in value]:
-        raise ValueError(f"{example}; {missing[0]} is missing")
-    found = {}
-    for key, given in value.items():
-        try:
-            found[key] = _STORED[key](given)
-        except ValueError as error:
-            be = "must be " if isinstance(error, Unexpected) else ""
-            raise ValueError(f"{example}; {key} {be}{error}") from None
-    return found
+    return _table(value, 'must be a table such as {path = "*.h5", x = "x", y = "y"}', _STORED, ("path", "x", "y"))
 
 
 def _texts(value: Any) -> Any:
@@ -430,11 +392,7 @@ class MadeDataSection(MakeSettings):
 
     #: The setting that is given, as in :class:`DataSection`.
     kind = "make"
-
-    @classmethod
-    def title(cls) -> str:
-        """Return the section's name in the file."""
-        return "data"
+    named = "data"
 
 
 def names_by_name(value: Any) -> dict[str, str]:
@@ -460,6 +418,8 @@ class ModelSection(ConfigSection):
         Patterns of the parameters that are not trained.
     """
 
+    named = "model"
+
     start: str | None = setting(None, optional(text))
     start_include: tuple[str, ...] | None = setting(None, optional(many(text, least=1)))
     start_exclude: tuple[str, ...] | None = setting(None, optional(many(text, least=1)))
@@ -471,11 +431,6 @@ class ModelSection(ConfigSection):
         for key in ("start_include", "start_exclude", "start_rename"):
             if getattr(self, key) is not None and self.start is None:
                 raise self.reject(key, "needs model.start, the file with start values")
-
-    @classmethod
-    def title(cls) -> str:
-        """Return the section's name in the file."""
-        return "model"
 
     @property
     def described(self) -> str:
@@ -582,7 +537,8 @@ class MlpSection(NamedModelSection):
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
         """Raise an error if there are more stages than blocks, or a context group."""
         parallel.check_blocks(self.block_count)
-        parallel.check_sequence(self.described)
+        if parallel.context > 1:
+            raise parallel.reject("context", f"must be 1: model.name = {shown(self.name)} has no sequence to cut")
 
     def check_data(self, data: DataSection | MadeDataSection) -> None:
         """Raise an error if the data are text."""
@@ -655,14 +611,11 @@ def _bounds(value: Any) -> dict[str, list[float | None]]:
 class VectorMethodSection(ConfigSection):
     """Hold the settings that all methods of whole vectors have; subclasses add their own."""
 
+    named = "optimizer"
+
     name: str = setting("l-bfgs", choice(*VECTOR_METHODS))
     gtol: float = setting(1e-5, number())
     ftol: float = setting(0.0, number())
-
-    @classmethod
-    def title(cls) -> str:
-        """Return the section's name in the file."""
-        return "optimizer"
 
     def check_run(self, train: ConfigSection, model: ConfigSection) -> None:
         """Raise an error for settings of ``[train]`` and ``[model]`` that do not go together with these methods."""

@@ -31,8 +31,6 @@ from typing import Any
 from mpizero._util.checks import home_path
 from mpizero._util.names import nearest
 from mpizero._util.text import is_users, users_line
-from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.train.config.checks import SettingError, rejected, shown
 from mpizero.train.config.schema import (
@@ -58,8 +56,8 @@ Tables = dict[str, dict[str, Any]]
 _CONFIG_LIMIT = 1 << 20
 #: All sections; that of the ensemble is read by :mod:`mpizero.cli.train` alone.
 SECTIONS = ("model", "data", "parallel", "train", "optimizer", "checkpoint", "ensemble")
-#: The classes of sections, among which one is suggested for a key that stands in the wrong section.
-_CLASSES = (TrainSection, ParallelSection, CheckpointSection, DataSection, *OPTIMIZERS.values(), *MODELS.values())
+#: The classes of sections that have a fixed set of keys.
+CLASSES = (TrainSection, ParallelSection, CheckpointSection, DataSection, *OPTIMIZERS.values(), *MODELS.values())
 
 
 @dataclass(frozen=True)
@@ -143,27 +141,7 @@ def read_config(name: str) -> str:
         raise ConfigError(f"{name}: not valid TOML: not UTF-8 at byte {error.start}") from None
 
 
-def read_together(
-    comm: Communicator, name: str, overrides: Sequence[str], preset: Mapping[str, str]
-) -> tuple[ConfigDocument, Config]:
-    """Read a configuration file on rank 0 and parse it on all ranks; return the document and the configuration.
-
-    Collective over ``comm``. ``preset`` has values, as TOML texts by key such as ``train.threads``, of settings that
-    are neither in the file nor in ``overrides``.
-
-    Raises
-    ------
-    ConfigError
-        If the file cannot be read, or a setting is wrong. The message names the key, file and line, and what is
-        allowed.
-    """
-    with all_ranks(comm):
-        text = read_config(name) if comm.rank == 0 else ""
-    document = ConfigDocument(name, comm.broadcast_object(text), overrides)
-    return document, parse_config(document, preset)
-
-
-def parse_config(document: ConfigDocument, defaults: Mapping[str, str] | None = None) -> Config:
+def parse_config(document: ConfigDocument, threads: int | None = None) -> Config:
     """Parse and check a configuration document.
 
     Not collective.
@@ -172,9 +150,8 @@ def parse_config(document: ConfigDocument, defaults: Mapping[str, str] | None = 
     ----------
     document : ConfigDocument
         The TOML text with its overrides.
-    defaults : mapping of str to str, optional
-        Values, as TOML texts by key such as ``train.threads``, of settings that are neither in the text nor in an
-        override.
+    threads : int, optional
+        Value of ``train.threads`` if that is neither in the text nor in an override.
 
     Raises
     ------
@@ -183,10 +160,8 @@ def parse_config(document: ConfigDocument, defaults: Mapping[str, str] | None = 
     """
     tables = tables_of(document)
     with document.located():
-        for key, value in (defaults or {}).items():
-            section, _, setting = key.partition(".")
-            if isinstance(tables.get(section, {}), dict) and setting not in tables.get(section, {}):
-                _apply(tables, f"{key}={value}")
+        if threads is not None and isinstance(train := tables.setdefault("train", {}), dict):
+            train.setdefault("threads", threads)
         return config_of(tables, str(Path(document.name).parent.absolute()))
 
 
@@ -294,7 +269,7 @@ def _section(kind: Any, tables: Tables, kinds: Mapping[str, Any] | None = None) 
     given = tables.get(title, {})
     known = [item.name for item in fields(kind)]
     for key in (key for key in given if key not in known):
-        having = [other for other in _CLASSES if key in {item.name for item in fields(other)}]
+        having = [other for other in CLASSES if key in {item.name for item in fields(other)}]
         owners = [name for name, other in (kinds or {}).items() if other in having]
         whose = f"not a setting of {given.get('name', 'adamw')} but of {', '.join(owners)}" if owners else "unknown key"
         hint = "" if owners else f" (did you mean '{having[0].title()}.{key}'?)" if having else nearest(key, known)

@@ -13,7 +13,8 @@ from mpizero import checkpoint
 from mpizero._util.names import NAME_LIMIT, NAME_PARTS, SLOT_LIMIT, check_names, fault_of, nearest
 from mpizero.checkpoint import LocalArray
 from mpizero.checkpoint.convert import ImportRules, TensorFile, export, write_imported
-from mpizero.cli.main import build_parser
+from mpizero.cli.main import main
+from mpizero.comm import as_communicator
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.testing import run_in_threads
 
@@ -87,8 +88,7 @@ def saved(tmp_path_factory):
 
 def command(capsys, *words):
     capsys.readouterr()
-    options = build_parser().parse_args(["checkpoint", *map(str, words)])
-    status = options.run(options)
+    status = main(["checkpoint", *map(str, words)], as_communicator("self"))
     return status, capsys.readouterr().out
 
 

@@ -230,12 +230,13 @@ def test_what_cannot_be_measured_is_refused(arguments, said, tmp_path, monkeypat
 
     monkeypatch.chdir(tmp_path)
     commands = argparse.ArgumentParser().add_subparsers()
-    bench.add_command(commands, lambda options: 0)
+    bench.add_command(commands)
     options = commands.choices["bench"].parse_args(["machine", *arguments])
 
     def refused(comm):
+        options.world, options.threads = lambda: comm, 1
         with pytest.raises(ConfigError) as caught:
-            bench.run(options, lambda: comm, 1)
+            options.run(options)
         return str(caught.value)
 
     assert said in run_in_threads(1, refused)[0]

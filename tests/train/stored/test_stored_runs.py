@@ -43,7 +43,7 @@ def fitted(kind, folder, ranks, *, resume=False, steps=STEPS, method=None):
     def command(comm):
         given = [f"train.steps={steps}", f"checkpoint.folder={folder}/checkpoints"]
         document = ConfigDocument(str(STORED / "line.toml"), (STORED / "line.toml").read_text(encoding="utf-8"), given)
-        return train(parse_config(document, {}), comm, resume=resume)["parameters_sha256"]
+        return train(parse_config(document), comm, resume=resume)["parameters_sha256"]
 
     def trainer(comm):
         config = mz.ShardingConfig(comm=comm, micro_batch=2, ema=None if kind == "vectors" else 0.5)
