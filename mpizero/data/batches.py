@@ -23,7 +23,7 @@ from mpizero._util.text import notice_once
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.communicator import Communicator
 from mpizero.data.online import OnlineBatches, OnlineSource
-from mpizero.data.source import Indices, Source, TransformedSource
+from mpizero.data.source import Indices, Source, TransformedSource, epochs
 from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.layout.batch import Grains
 from mpizero.types import Run
@@ -194,14 +194,11 @@ class Batches:
         Samples of different epochs are read by separate calls. ``start`` is the number of samples consumed before the
         global batch, ``place`` that of the batch's samples before this rank's.
         """
-        length, done, parts = len(self._source), 0, list[Any]()
-        while done < order.size or not parts:
-            first = place + done
-            epoch, inside = divmod(start + first, length)
-            count = min(order.size - done, length - inside)
-            run = Run(True, self._seed, start // self._batch, first, count=count, epoch=epoch)
-            parts.append(self._source.samples(order[done : done + count], run=run))
-            done += count
+        first, length, parts = start + place, len(self._source), list[Any]()
+        for epoch, part in [*epochs(first, first + order.size, length)] or [(first // length, slice(0, 0))]:
+            count = part.stop - part.start
+            run = Run(True, self._seed, start // self._batch, place + part.start, count=count, epoch=epoch)
+            parts.append(self._source.samples(order[part], run=run))
         x, y = join(parts)
         return x, y
 
@@ -345,24 +342,16 @@ def batches(
     [((1000, 64), 1000, 0), ((1000, 64), 2000, 0)]
     """
     settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed, "prefetch": prefetch}
-    return _agreed_batches(source, config, group, settings)
-
-
-def _agreed_batches(
-    source: Source | OnlineSource,
-    config: BatchConfig | BatchModel,
-    group: Communicator | None,
-    settings: dict[str, Any],
-) -> Batches | OnlineBatches:
     comm, group = ranks_of(config, group)
     with all_ranks(comm):
         _check_arguments(source, comm, settings)
     agree_equal(comm, lambda: _described_arguments(source, settings), "agree batches")
     if isinstance(source, OnlineSource):
-        return OnlineBatches(source, config, settings["global_batch"], settings["steps"], settings["consumed"], group)
+        return OnlineBatches(source, config, global_batch, steps, consumed, group)
     with all_ranks(comm):
-        choose_grains(config, source, settings["global_batch"])
-    return Batches(source, config, **settings, group=group).tell_cost(comm)
+        choose_grains(config, source, global_batch)
+    made = Batches(source, config, global_batch, seed, steps, consumed, group=group, prefetch=prefetch)
+    return made.tell_cost(comm)
 
 
 def _check_arguments(source: Source | OnlineSource, comm: Communicator, settings: dict[str, Any]) -> None:
@@ -372,16 +361,10 @@ def _check_arguments(source: Source | OnlineSource, comm: Communicator, settings
         if hasattr(source, "__getitem__") or hasattr(source, "__iter__"):
             hint = "; of arrays or tensors make mz.data.ArraySource(x, y), of samples that are read one by one a Source"
         raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}{hint}")
-    checks = {
-        "global_batch": whole(1),
-        "seed": whole_seed,
-        "steps": whole(0),
-        "consumed": whole(0),
-        "prefetch": whole(0),
-    }
+    checks = {"global_batch": whole(1), "seed": whole_seed}
     for name, value in settings.items():
         if value is not None or name != "steps":
-            require(name, value, checks[name])
+            require(name, value, checks.get(name, whole(0)))
     if isinstance(source, OnlineSource):
         source.check_ranks(comm)
         if settings["prefetch"]:

@@ -21,8 +21,18 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.model_group import BlockLocks
 from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
-from mpizero.data.source import Indices, Source, room_in_memory
-from mpizero.errors import ConfigError, DataError, StateError
+from mpizero.data.source import (
+    Indices,
+    Source,
+    WrappedSource,
+    check_source,
+    check_unchanging,
+    epoch_words,
+    epochs,
+    room_in_memory,
+    sample_block,
+)
+from mpizero.errors import DataError, StateError
 from mpizero.kernels import cpu
 from mpizero.types import Array
 
@@ -31,7 +41,7 @@ BLOCK_BYTES = 4 << 20
 _ALIGNMENT = 64
 
 
-class CachedSource(Source):
+class CachedSource(WrappedSource):
     """Provide the samples of another source from a copy in the node's shared memory; made by :func:`cached`.
 
     A block of neighbouring samples (at least one chunk of a file) is read by the rank of the node that needs one of its
@@ -61,15 +71,13 @@ class CachedSource(Source):
     """
 
     def __init__(self, source: Source, comm: Communicator, limit: int | None) -> None:
-        self.source, self.blocks_read, self.nbytes = source, 0, 0
-        self.in_order, self.default_validation = source.in_order, source.default_validation
+        super().__init__(source)
+        self.blocks_read = self.nbytes = 0
         self._node = comm.split_node(name="cache")
         self._closed, self._window, self._locks = False, None, None
         self._mutex = threading.Lock()
         with all_ranks(comm, "cache"):
-            self._tree = SampleTree.of(**dict(zip("xy", source.samples([0]), strict=True)))
-            if self._tree.uncut:
-                raise DataError(f"cached: {type(source).__name__} has samples that are no arrays: {self._tree.uncut}")
+            self._tree = sample_block(source, 0, 1, f"cached: {type(source).__name__} has")
             self._block = self._samples_per_block()
             blocks = -(-len(source) // self._block)
             sizes = [leaf.nbytes * len(source) for leaf in self._tree.leaves]
@@ -104,9 +112,6 @@ class CachedSource(Source):
             start += -(-size // _ALIGNMENT) * _ALIGNMENT
         return arrays, memory[start : start + blocks]
 
-    def __len__(self) -> int:
-        return len(self.source)
-
     def read(self, indices: Indices) -> tuple[Any, Any]:
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
         if self._closed:
@@ -127,9 +132,8 @@ class CachedSource(Source):
         assert self._locks is not None
         with self._mutex, self._locks.hold(block):
             if not self._ready[block]:
-                own = slice(block * self._block, min((block + 1) * self._block, len(self.source)))
-                x, y = self.source.samples(np.arange(own.start, own.stop))
-                found = SampleTree.of(x=x, y=y)
+                found = sample_block(self.source, block * self._block, self._block, "cached:")
+                own = slice(block * self._block, block * self._block + found.count())
                 if found.form != self._tree.form:
                     raise DataError(
                         f"cached: samples {own.start} to {own.stop - 1} are {found.form}, sample 0 is "
@@ -141,14 +145,6 @@ class CachedSource(Source):
                 self.blocks_read += 1
             self._seen[block] = True
 
-    def origin(self, indices: Indices) -> Indices:
-        """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
-        return self.source.origin(indices)
-
-    def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
-        """Return the indices at positions ``start:stop`` of the order of the other source."""
-        return self.source.sample_order(start, stop, length, seed)
-
     @property
     def block_samples(self) -> int:
         """Number of samples that must be read together: 1 from the copy, or else that of the source."""
@@ -157,10 +153,6 @@ class CachedSource(Source):
     def describe(self) -> dict[str, Any]:
         """Return what the source of the samples returns: a copy is the same data."""
         return self.source.describe()
-
-    def contents(self) -> dict[str, Any]:
-        """Return what identifies the contents of the other source."""
-        return self.source.contents()
 
     def __enter__(self) -> Self:
         return self
@@ -222,22 +214,16 @@ def cached(source: Source, config: BatchConfig | BatchModel, limit: int | None =
     """
     comm, _ = ranks_of(config, None)
     with all_ranks(comm, "cache"):
-        if not isinstance(source, Source):
-            raise DataError(f"cached: expected a source of samples such as Hdf5Source, got {type(source).__name__}")
+        check_source(source, "cached", like=" such as Hdf5Source")
         if limit is not None:
             require("limit", limit, whole(0, of=" of bytes"))
-        if source.takes_run:
-            raise ConfigError(
-                f"cached: {type(source).__name__} makes other samples in every epoch: cache the source below it"
-            )
-        if not len(source):
-            raise DataError("cached: the source has no samples")
+        check_unchanging(source, "cached", "makes other samples in every epoch: cache the source below it")
     agree_equal(comm, lambda: {"the arguments of cached": {**source.describe(), "limit": limit}}, "agree cache")
     return CachedSource(source, comm, limit)
 
 
 @explains
-class BlockShuffledSource(Source):
+class BlockShuffledSource(WrappedSource):
     """Provide the samples of another source, which batches shuffle by blocks; a rank holds a few blocks in memory.
 
     In each epoch the blocks of neighbouring samples come in a random order, and the samples of ``blocks`` successive
@@ -281,28 +267,22 @@ class BlockShuffledSource(Source):
     (array([5, 3]), 1)
     """
 
-    in_order = True
-
     def __init__(self, source: Source, blocks: int = 16, block: int | None = None) -> None:
-        if not isinstance(source, Source):
-            raise DataError(f"BlockShuffledSource: expected a source of samples, got {type(source).__name__}")
-        if source.takes_run:
-            raise ConfigError(
-                f"BlockShuffledSource: {type(source).__name__} makes other samples in every epoch: shuffle the source "
-                "below it"
-            )
-        if not len(source):
-            raise DataError("BlockShuffledSource: the source has no samples")
-        self.source, self.blocks_read = source, 0
+        check_source(source, "BlockShuffledSource")
+        fault = "makes other samples in every epoch: shuffle the source below it"
+        check_unchanging(source, "BlockShuffledSource", fault)
+        super().__init__(source)
+        self.in_order, self.blocks_read = True, 0
         self.blocks = require("blocks", blocks, whole(1))
         self.block = source.block_samples if block is None else require("block", block, whole(1))
-        self.default_validation = source.default_validation
         self._held: OrderedDict[int, SampleTree] = OrderedDict()
         self._form = ""
         self._mutex = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self.source)
+    @property
+    def block_samples(self) -> int:
+        """Number of samples that must be read together: 1, for whole blocks are held."""
+        return 1
 
     def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
         """Return the indices at positions ``start:stop`` of :func:`block_order`."""
@@ -335,31 +315,20 @@ class BlockShuffledSource(Source):
         while len(self._held) >= self.blocks:
             self._held.popitem(last=False)
         first = number * self.block
-        rows = np.arange(first, min(first + self.block, len(self.source)))
-        tree = SampleTree.of(**dict(zip("xy", self.source.samples(rows), strict=True)))
-        if tree.uncut:
-            raise DataError(f"BlockShuffledSource: samples that are no arrays: {tree.uncut}")
+        tree = sample_block(self.source, first, self.block, "BlockShuffledSource:")
         self._form = self._form or tree.form
         if tree.form != self._form:
             raise DataError(
-                f"BlockShuffledSource: samples {first} to {int(rows[-1])} are {tree.form}, samples read before are "
-                f"{self._form}: all must have the same shapes and types"
+                f"BlockShuffledSource: samples {first} to {first + tree.count() - 1} are {tree.form}, samples read "
+                f"before are {self._form}: all must have the same shapes and types"
             )
         self.blocks_read += 1
         self._held[number] = tree
         return tree
 
-    def origin(self, indices: Indices) -> Indices:
-        """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
-        return self.source.origin(indices)
-
     def describe(self) -> dict[str, Any]:
         """Return the sizes that determine the order, and the fingerprint of the other source."""
         return {"shuffled by blocks": (self.block, self.blocks), "of": self.source.fingerprint}
-
-    def contents(self) -> dict[str, Any]:
-        """Return what identifies the contents of the other source."""
-        return self.source.contents()
 
 
 def block_order(start: int, stop: int, length: int, seed: int, *, block: int, blocks: int) -> Indices:
@@ -372,26 +341,15 @@ def block_order(start: int, stop: int, length: int, seed: int, *, block: int, bl
     ``length`` elements. Not collective.
     """
     order = np.arange(start, stop, dtype=np.int64)
-    done = 0
-    while done < order.size:
-        epoch, inside = divmod(start + done, length)
-        epoch_stop = min(order.size, done + length - inside)
-        order[done:epoch_stop] -= epoch * length
-        _permute(order[done:epoch_stop], length, _epoch_key(seed, epoch), block, blocks)
-        done = epoch_stop
+    for epoch, part in epochs(start, stop, length):
+        order[part] -= epoch * length
+        low, high = epoch_words(seed, epoch, _PURPOSE)
+        _permute(order[part], length, low | high << 32, block, blocks)
     return order
 
 
-#: Part of the key of the random numbers, so that they differ from all others of the same seed; never to be changed.
+#: Part of the key of the random numbers: see :func:`mpizero.data.source.epoch_words`.
 _PURPOSE = 0xB10C
-
-
-def _epoch_key(seed: int, epoch: int) -> int:
-    """Return the seed of all permutations of an epoch."""
-    words = np.empty(4, np.uint32)
-    counter = np.array([epoch & 0xFFFFFFFF, epoch >> 32, _PURPOSE, 0], np.uint32)
-    cpu.reduction.philox(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), words)
-    return int(words[0]) | int(words[1]) << 32
 
 
 def _permute(places: Indices, length: int, key: int, block: int, blocks: int) -> None:

@@ -32,6 +32,7 @@ from mpizero._util.checks import flag, require, whole
 from mpizero._util.names import explains
 from mpizero._util.pytree import leaves_of, map_leaves, paths_of
 from mpizero.data.source import (
+    OPEN_FILES,
     FileState,
     Indices,
     MappedArray,
@@ -315,9 +316,6 @@ def _axes(name: str, given: Any, axes: int) -> dict[int, int]:
     return dict(sorted(given.items()))
 
 
-#: Largest number of files that stay open at a time; the others are opened again when needed.
-OPEN_FILES = 64
-
 #: One name gives an array, a sequence of names a dictionary by name, a mapping from keys a dictionary by key.
 Names = str | Sequence[str] | Mapping[str, str]
 
@@ -511,12 +509,8 @@ class FileSource(Source):
     def describe(self) -> dict[str, Any]:
         """Return the names of the files without their folders; names, shapes and dtypes of the arrays; the windows."""
         found: dict[str, Any] = {"kind": self.kind, "files": [os.path.basename(path) for path in self.paths]}
-        for path, (_, array) in zip(
-            (path for path, _ in paths_of(x=self.names[0], y=self.names[1])),
-            paths_of(x=self._joined[0], y=self._joined[1]),
-            strict=True,
-        ):
-            found[path] = ([part.label.rpartition(": ")[2] for part in array.parts[:1]], array.shape, array.dtype.str)
+        for path, array in paths_of(x=self._joined[0], y=self._joined[1]):
+            found[path] = ([array.parts[0].label.rpartition(": ")[2]], array.shape, array.dtype.str)
         windows = self.windows
         found["windows"] = (windows.axis, sorted(windows.lengths.items()), sorted(windows.strides.items()), self.lead)
         return found

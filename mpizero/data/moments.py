@@ -13,12 +13,11 @@ import numpy as np
 
 from mpizero._util.checks import require, whole
 from mpizero._util.names import explains
-from mpizero._util.pytree import SampleTree
 from mpizero._util.text import write_whole
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
-from mpizero.data.source import Source
-from mpizero.errors import ConfigError, DataError
+from mpizero.data.source import Source, check_source, check_unchanging, sample_block
+from mpizero.errors import DataError
 from mpizero.layout.flat import Partition
 from mpizero.layout.sum_tree import Program, TreeNode, merge
 from mpizero.types import Array
@@ -165,14 +164,10 @@ def statistics(source: Source, config: BatchConfig | BatchModel, channel: int | 
     """
     comm, _ = ranks_of(config, None)
     with all_ranks(comm, "statistics"):
-        if not isinstance(source, Source):
-            raise DataError(f"statistics: expected a source of samples, got {type(source).__name__}")
+        check_source(source, "statistics")
         if channel is not None:
             require("channel", channel, whole(0))
-        if source.takes_run:
-            raise ConfigError(f"statistics: {type(source).__name__} changes samples at random: give its source")
-        if not len(source):
-            raise DataError("statistics: the source has no samples")
+        check_unchanging(source, "statistics", "changes samples at random: give its source")
     given = {"source": source.describe(), "channel": channel}
     agree_equal(comm, lambda: {"the arguments of statistics": given}, "agree statistics")
     total = -(-len(source) // LEAF)
@@ -196,19 +191,14 @@ def statistics(source: Source, config: BatchConfig | BatchModel, channel: int | 
 def _leaf(source: Source, leaf: int, channel: int | None) -> dict[str, Moments]:
     """Return the moments of each array of the samples of a leaf, by path."""
     first = leaf * LEAF
-    x, y = source.samples(np.arange(first, min(first + LEAF, len(source))))
-    tree = SampleTree.of(x=x, y=y)
-    if tree.uncut:
-        raise DataError(f"statistics: samples that are no arrays: {tree.uncut}")
     found = {}
-    for path, values in tree.named:
+    for path, values in sample_block(source, first, LEAF, "statistics:").named:
         if values.dtype.kind == "c":
             raise DataError(f"statistics: {path} has complex numbers: give its real and imaginary parts as two arrays")
-        has_channels = channel is not None and values.ndim > channel + 1
         if not (finite := np.isfinite(values)).all():
             bad = first + int(np.argwhere(~finite)[0][0])
             raise DataError(f"statistics: {path} of sample {bad} has elements that are NaN or infinite")
-        found[path] = Moments.of(values, channel + 1 if channel is not None and has_channels else None)
+        found[path] = Moments.of(values, channel + 1 if channel is not None and values.ndim > channel + 1 else None)
     return found
 
 

@@ -71,15 +71,31 @@ def sample_order(start: int, stop: int, length: int, seed: int) -> Indices:
     array([0, 3, 1, 0])
     """
     order = np.arange(start, stop, dtype=np.int64)
-    done = 0
-    while done < order.size:
-        epoch, inside = divmod(start + done, length)
-        count = min(order.size - done, length - inside)
-        part = order[done : done + count]
-        part -= epoch * length
-        cpu.reduction.permutation(part, length, seed, epoch)
-        done += count
+    for epoch, part in epochs(start, stop, length):
+        order[part] -= epoch * length
+        cpu.reduction.permutation(order[part], length, seed, epoch)
     return order
+
+
+def epochs(start: int, stop: int, length: int) -> Iterator[tuple[int, slice]]:
+    """Yield the epochs to which positions ``start:stop`` belong, and where those of each lie among them."""
+    done = start
+    while done < stop:
+        epoch = done // length
+        end = min(stop, (epoch + 1) * length)
+        yield epoch, slice(done - start, end - start)
+        done = end
+
+
+def epoch_words(seed: int, epoch: int, purpose: int) -> tuple[int, int]:
+    """Return two numbers of 32 bits, by Philox, from which the random numbers of an epoch are made.
+
+    ``purpose`` makes them differ from all others of the same seed; it is never to be changed.
+    """
+    words = np.empty(4, np.uint32)
+    counter = np.array([epoch & 0xFFFFFFFF, epoch >> 32, purpose, 0], np.uint32)
+    cpu.reduction.philox(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), words)
+    return int(words[0]), int(words[1])
 
 
 class Source(ABC):
@@ -247,11 +263,62 @@ class Source(ABC):
         return Subset(self, 0, len(self) - held), Subset(self, len(self) - held, len(self))
 
 
+def check_source(source: Any, by: str, *, like: str = "") -> None:
+    """Raise DataError, which names ``by``, if ``source`` is no source of samples ``like`` one."""
+    if not isinstance(source, Source):
+        raise DataError(f"{by}: expected a source of samples{like}, got {type(source).__name__}")
+
+
+def check_unchanging(source: Source, by: str, fault: str) -> None:
+    """Raise an error, which names ``by``, if a source changes samples, a ``fault`` with a way out, or has none."""
+    if source.takes_run:
+        raise ConfigError(f"{by}: {type(source).__name__} {fault}")
+    if not len(source):
+        raise DataError(f"{by}: the source has no samples")
+
+
+def sample_block(source: Source, first: int, count: int, by: str) -> SampleTree:
+    """Return ``count`` neighbouring samples, fewer at the end; raise DataError that begins with ``by`` if no arrays."""
+    x, y = source.samples(np.arange(first, min(first + count, len(source))))
+    tree = SampleTree.of(x=x, y=y)
+    if tree.uncut:
+        raise DataError(f"{by} samples that are no arrays: {tree.uncut}")
+    return tree
+
+
 #: Key of the permutation that chooses validation samples; part of the format of a run, never to be changed.
 SPLIT_SEED = 0x5EED
 
 
-class Subset(Source):
+class WrappedSource(Source):
+    """Provide the samples of another source; subclasses choose, change, keep or shuffle them."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.in_order, self.default_validation = source.in_order, source.default_validation
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def origin(self, indices: Indices) -> Indices:
+        """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
+        return self.source.origin(indices)
+
+    def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
+        """Return the indices at positions ``start:stop`` of the order that the other source has for so many samples."""
+        return self.source.sample_order(start, stop, length, seed)
+
+    @property
+    def block_samples(self) -> int:
+        """Number of samples that the other source stores together."""
+        return self.source.block_samples
+
+    def contents(self) -> dict[str, Any]:
+        """Return what identifies the contents of the other source."""
+        return self.source.contents()
+
+
+class Subset(WrappedSource):
     """Provide the samples at positions ``start:stop`` of a source.
 
     Positions are counted in the source's own order if ``in_order`` is true, otherwise in the order of a fixed random
@@ -275,11 +342,8 @@ class Subset(Source):
     """
 
     def __init__(self, source: Source, start: int, stop: int) -> None:
-        self.source = source
-        self.start = start
-        self.stop = stop
-        self.in_order = source.in_order
-        self.default_validation = source.default_validation
+        super().__init__(source)
+        self.start, self.stop = start, stop
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -298,15 +362,6 @@ class Subset(Source):
         """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
         return self.source.origin(self._places(indices))
 
-    def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
-        """Return the indices at positions ``start:stop`` of the order that the other source has for so many samples."""
-        return self.source.sample_order(start, stop, length, seed)
-
-    @property
-    def block_samples(self) -> int:
-        """Number of samples that the other source stores together."""
-        return self.source.block_samples
-
     @property
     def in_page_cache(self) -> bool:
         """Tell whether the kernel keeps the samples of the other source in memory."""
@@ -322,12 +377,8 @@ class Subset(Source):
         """Return the range of positions and the fingerprint of the source that holds the samples."""
         return {"subset": (self.start, self.stop), "of": self.source.fingerprint}
 
-    def contents(self) -> dict[str, Any]:
-        """Return what identifies the contents of the other source."""
-        return self.source.contents()
 
-
-#: Part of the key of the random numbers, so that they differ from all others of the same seed; never to be changed.
+#: Part of the key of the random numbers: see :func:`epoch_words`.
 _PURPOSE = 0x7A45
 
 
@@ -354,10 +405,7 @@ class SampleRandom:
     """
 
     def __init__(self, seed: int, epoch: int, sample: int) -> None:
-        words = np.empty(4, np.uint32)
-        counter = np.array([epoch & 0xFFFFFFFF, epoch >> 32, _PURPOSE, 0], np.uint32)
-        cpu.reduction.philox(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), words)
-        self._key = (int(words[0]), int(words[1]))
+        self._key = epoch_words(seed, epoch, _PURPOSE)
         self._sample, self._blocks = sample, 0
 
     def uniform(
@@ -394,7 +442,7 @@ class SampleRandom:
 
 
 @explains
-class TransformedSource(Source):
+class TransformedSource(WrappedSource):
     """Provide the samples of another source, changed by a function.
 
     Parameters
@@ -430,15 +478,11 @@ class TransformedSource(Source):
     """
 
     def __init__(self, source: Source, function: Callable[[Any, Any, SampleRandom | None], tuple[Any, Any]]) -> None:
-        if not isinstance(source, Source):
-            raise DataError(f"TransformedSource: expected a source of samples, got {type(source).__name__}")
+        check_source(source, "TransformedSource")
         if not callable(function):
             raise ConfigError(f"function={function!r}: expected a function of x, y and random")
-        self.source, self.function = source, function
-        self.in_order, self.default_validation = source.in_order, source.default_validation
-
-    def __len__(self) -> int:
-        return len(self.source)
+        super().__init__(source)
+        self.function = function
 
     def read(self, indices: Indices, *, run: Run = EVALUATE) -> Any:
         """Return the changed samples ``(x, y)`` of ``indices``, in the order of ``indices``."""
@@ -466,26 +510,9 @@ class TransformedSource(Source):
         """The function's name."""
         return getattr(self.function, "__qualname__", type(self.function).__name__)
 
-    def origin(self, indices: Indices) -> Indices:
-        """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
-        return self.source.origin(indices)
-
-    def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
-        """Return the indices at positions ``start:stop`` of the order of the other source."""
-        return self.source.sample_order(start, stop, length, seed)
-
-    @property
-    def block_samples(self) -> int:
-        """Number of samples that the other source stores together."""
-        return self.source.block_samples
-
     def describe(self) -> dict[str, Any]:
         """Return the fingerprints of the function, with the values that it uses, and of the other source."""
         return {"transformed by": Fingerprint().digest(self.function).hex(), "of": self.source.fingerprint}
-
-    def contents(self) -> dict[str, Any]:
-        """Return what identifies the contents of the other source."""
-        return self.source.contents()
 
 
 def check_samples(values: Array, name: str) -> Array:
@@ -702,23 +729,19 @@ def with_more_files(path: str, opened: Callable[[], T]) -> T:
     DataError
         If more files are open than the system lets this process have.
     """
-    try:
-        return opened()
-    except (OSError, DataError) as error:
-        if not _too_many(error):
-            raise
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    try:
-        return opened()
-    except (OSError, DataError) as error:
-        if not _too_many(error):
-            raise
+    most = soft if soft == resource.RLIM_INFINITY else max(soft, wanted)
+    for limit in (soft, most):
+        if limit != soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            return opened()
+        except (OSError, DataError) as error:
+            if not _too_many(error):
+                raise
     raise DataError(
-        f"{path}: too many open files, this process may have {soft}: raise the limit in the job's script (ulimit -n, "
+        f"{path}: too many open files, this process may have {most}: raise the limit in the job's script (ulimit -n, "
         f"at most {'any number' if hard == resource.RLIM_INFINITY else hard} here), or join files"
     )
 
