@@ -74,7 +74,7 @@ class CachedSource(WrappedSource):
         super().__init__(source)
         self.blocks_read = self.nbytes = 0
         self._node = comm.split_node(name="cache")
-        self._closed, self._window, self._locks = False, None, None
+        self._closed, self._window = False, None
         self._mutex = threading.Lock()
         with all_ranks(comm, "cache"):
             self._tree = sample_block(source, 0, 1, f"cached: {type(source).__name__} has")
@@ -129,7 +129,6 @@ class CachedSource(WrappedSource):
 
         Taking the lock also orders this rank's loads after the stores of the rank that has read the block.
         """
-        assert self._locks is not None
         with self._mutex, self._locks.hold(block):
             if not self._ready[block]:
                 found = sample_block(self.source, block * self._block, self._block, "cached:")
@@ -167,9 +166,8 @@ class CachedSource(WrappedSource):
         if self._closed:
             return
         self._closed, self._arrays, self._ready = True, [], np.empty(0, np.uint8)
-        if self._locks is not None:
-            self._locks.close()
         if self._window is not None:
+            self._locks.close()
             self._window.close()
         self._node.close()
 

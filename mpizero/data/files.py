@@ -3,7 +3,7 @@
 A :class:`FileArray` is an array in one file, a :class:`JoinedArray` those of several files as if they were one.
 :class:`Windows` computes which elements of an array are sample i: a slice along one axis, or a window along several.
 :class:`FileSource` is the base class; its subclasses open the files of one format. HDF5 chunks that are compressed by
-gzip are read with a faster decompressor than HDF5's (:class:`DeflatedArray`). :func:`decoded` gives arrays as the
+gzip are read with a faster decompressor than HDF5's (:class:`DeflatedArray`). :class:`Named` gives arrays as the
 attributes say that NetCDF and xarray give them: unpacked, unsigned, with missing elements.
 """
 
@@ -433,7 +433,7 @@ class FileSource(Source):
         return self._opened(path)[name][0]
 
     def _check_shapes(self, first: JoinedArray) -> None:
-        """Raise DataError if an array differs from ``first`` along an axis by which samples are counted."""
+        """Raise DataError if an axis by which samples are counted is not that of ``first``, in size or by name."""
         for array in leaves_of(self._joined):
             for axis in self.windows.counts:
                 if axis < len(array.shape) and array.shape[axis] != first.shape[axis]:
@@ -441,18 +441,13 @@ class FileSource(Source):
                         f"{first.label} has {first.shape[axis]} samples and {array.label} has {array.shape[axis]}: "
                         f"needed is the same number along axis {axis}"
                     )
-                self._check_axis(axis, array, first)
-
-    @staticmethod
-    def _check_axis(axis: int, array: JoinedArray, first: JoinedArray) -> None:
-        """Raise DataError if the axis of the samples in one array is another one of ``first``, by its name."""
-        name = array.axes[axis] if axis < len(array.axes) else ""
-        if name in first.axes and name != first.axes[axis]:
-            place = first.axes.index(name)
-            raise DataError(
-                f"{array.label} has samples along {name!r}, which is axis {place} of {first.label}, not axis {axis}: "
-                "write arrays whose axes have the same order"
-            )
+                name = array.axes[axis] if axis < len(array.axes) else ""
+                if name in first.axes and name != first.axes[axis]:
+                    place = first.axes.index(name)
+                    raise DataError(
+                        f"{array.label} has samples along {name!r}, which is axis {place} of {first.label}, not axis "
+                        f"{axis}: write arrays whose axes have the same order"
+                    )
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -591,7 +586,9 @@ class Hdf5Source(FileSource):
         file, mapped_files = open_hdf5(path), dict[str, MappedFile]()
         found = {}
         for name in dict.fromkeys(leaves_of(self.names)):
-            dataset = _with_raw_files_in(self.folder, dataset_of(file, path, name))
+            dataset = dataset_of(file, path, name)
+            if dataset.external:  # its bytes are in files that HDF5 would look for in the program's folder of the day
+                dataset = _reopened(dataset, "set_efile_prefix", self.folder)
             if dataset.is_virtual:
                 dataset = _with_parts_in(self.folder, dataset, f"{path}: dataset {name!r}")
             _unlock(dataset.file)  # where a link leads to another
@@ -704,14 +701,12 @@ def _check_conventions(file: Any, path: str, name: str, dataset: Any) -> None:
         )
 
 
-def _with_raw_files_in(folder: str, dataset: Any) -> Any:
-    """Return a dataset whose bytes are in other files, which HDF5 would look for in the program's folder of the day."""
+def _reopened(dataset: Any, setting: str, folder: str) -> Any:
+    """Return a dataset that is opened again, with ``folder`` as the value of a ``setting`` of HDF5 for other files."""
     import h5py
 
-    if not dataset.external:
-        return dataset
     file, name, access = dataset.file, dataset.name.encode(), h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-    access.set_efile_prefix(os.fsencode(folder))
+    getattr(access, setting)(os.fsencode(folder))
     dataset.id.close()
     return h5py.Dataset(h5py.h5d.open(file.id, name, access))
 
@@ -722,8 +717,6 @@ def _with_parts_in(folder: str, dataset: Any, label: str) -> Any:
     A fill value that is NaN tells it by itself. HDF5 looks for parts where HDF5_VDS_PREFIX says, beside the dataset's
     file, and then in the program's folder of the day, in whose place ``folder`` comes.
     """
-    import h5py
-
     beside, moved = os.path.dirname(os.path.abspath(dataset.file.filename)), False
     prefix = os.fsdecode(dataset.id.get_access_plist().get_virtual_prefix())  # that of HDF5_VDS_PREFIX
     told = dataset.dtype.kind == "f" and np.isnan(dataset.fillvalue)
@@ -738,12 +731,7 @@ def _with_parts_in(folder: str, dataset: Any, label: str) -> Any:
                 f"{label} is virtual, and its part {name}: {inside!r} is not there: HDF5 would give "
                 f"{dataset.fillvalue} in its place; mend the file, or let its fill value be NaN"
             )
-    if not moved:
-        return dataset
-    file, path, access = dataset.file, dataset.name.encode(), h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-    access.set_virtual_prefix(os.fsencode(folder))
-    dataset.id.close()
-    return h5py.Dataset(h5py.h5d.open(file.id, path, access))
+    return _reopened(dataset, "set_virtual_prefix", folder) if moved else dataset
 
 
 def _has(path: str, name: str) -> bool:
@@ -813,7 +801,7 @@ class DeflatedArray:
 
     def __init__(self, dataset: Any, shuffled: bool) -> None:
         self._dataset, self._rows = dataset, dataset.chunks[0]
-        self.shape, self.ndim, self.dtype = dataset.shape, dataset.ndim, dataset.dtype
+        self.shape, self.dtype = dataset.shape, dataset.dtype
         size = prod(dataset.chunks) * self.dtype.itemsize
         self._chunk = lru_cache(maxsize=KEPT // size)(partial(_inflate, dataset, shuffled, size))
 
@@ -832,9 +820,6 @@ class DeflatedArray:
             plain = plain and filters.pop(0)[2] == (dataset.dtype.itemsize,)
         known = [kind for kind, *_ in filters] == [h5py.h5z.FILTER_DEFLATE]
         return cls(dataset, shuffled) if plain and known else None
-
-    def __len__(self) -> int:
-        return int(self.shape[0])
 
     def __getitem__(self, where: tuple[slice, ...]) -> Array:
         """Return the elements of a tuple of slices."""
@@ -915,7 +900,7 @@ class NetcdfSource(FileSource):
             chunk = variable.chunks[0] if variable.chunks else max(1, *shape[:1])
             known = {"axes": variable.dimensions, "keep": file}  # a variable does not hold its file open
             label = f"{path}: variable {name!r}"
-            found[name] = (decoded(variable, dict(variable.attrs), label, _unwritten(variable), **known), chunk)
+            found[name] = (Named(variable, dict(variable.attrs), label, _unwritten(variable), **known), chunk)
         return found
 
 
@@ -990,7 +975,7 @@ class ZarrSource(FileSource):
                 raise DataError(f"{path}: {what}; it has {', '.join(sorted(group.keys())[:10]) or 'nothing'}")
             attributes = _zarr_attributes(array)
             axes = getattr(array.metadata, "dimension_names", None) or attributes.get("_ARRAY_DIMENSIONS")
-            known = decoded(array, attributes, f"{path}: array {name!r}", axes=axes)
+            known = Named(array, attributes, f"{path}: array {name!r}", axes=axes)
             found[name] = (known, array.chunks[0] if array.ndim else 1)
         return found
 
@@ -1007,16 +992,8 @@ def _zarr_attributes(array: Any) -> dict[str, Any]:
 FILLS, PACKED, UNSIGNED = ("_FillValue", "missing_value"), ("scale_factor", "add_offset"), "_Unsigned"
 
 
-def decoded(
-    values: Any,
-    attributes: Mapping[str, Any],
-    label: str,
-    default: Any = None,
-    *,
-    axes: Sequence[str | None] | None = None,
-    keep: Any = None,
-) -> Named:
-    """Return an array of a file so that reading it gives the numbers that are meant.
+class Named:
+    """An array of a file, which is read as the numbers that are meant, with the names of its axes.
 
     Parameters
     ----------
@@ -1033,35 +1010,36 @@ def decoded(
     keep : object, optional
         What the array needs as long as it is read, such as its file.
 
-    Raises
-    ------
-    DataError
-        If an attribute cannot be followed; the message names it.
-    """
-    given = {name: attributes[name] for name in (*FILLS, *PACKED, UNSIGNED) if name in attributes}
-    if default is not None and "_FillValue" not in given:
-        given["_FillValue"] = default
-    means_bool = attributes.get("dtype") == "bool" and values.dtype.kind in "iu"
-    meant = _Decoded(values, given, label, means_bool) if given or means_bool else values
-    return Named(meant, axes, attributes, keep)
-
-
-class Named:
-    """An array of a file with the names of its axes, which also says in what its numbers are measured.
-
     Attributes
     ----------
     axes : tuple of str
         The names; () if the file has none.
     measured : mapping of str to str
         Those of the attributes ``units`` and ``calendar`` that the array has.
+
+    Raises
+    ------
+    DataError
+        If an attribute cannot be followed; the message names it.
     """
 
     def __init__(
-        self, values: Any, axes: Sequence[str | None] | None, attributes: Mapping[str, Any], keep: Any
+        self,
+        values: Any,
+        attributes: Mapping[str, Any],
+        label: str,
+        default: Any = None,
+        *,
+        axes: Sequence[str | None] | None = None,
+        keep: Any = None,
     ) -> None:
-        self._values, self._keep = values, keep
-        self.shape, self.dtype, self.ndim = tuple(values.shape), values.dtype, len(values.shape)
+        given = {name: attributes[name] for name in (*FILLS, *PACKED, UNSIGNED) if name in attributes}
+        if default is not None:
+            given.setdefault("_FillValue", default)
+        means_bool = attributes.get("dtype") == "bool" and values.dtype.kind in "iu"
+        self._keep = keep
+        self._values = _Decoded(values, given, label, means_bool) if given or means_bool else values
+        self.shape, self.dtype = tuple(values.shape), self._values.dtype
         self.axes = tuple(axes) if axes and all(isinstance(axis, str) for axis in axes) else ()
         self.measured = {
             name: _attribute_text(attributes[name]) for name in ("units", "calendar") if name in attributes
@@ -1081,7 +1059,6 @@ class _Decoded:
 
     def __init__(self, values: Any, given: Mapping[str, Any], label: str, means_bool: bool) -> None:
         self._values = values
-        self.shape, self.ndim = tuple(values.shape), len(values.shape)
         stored = np.dtype(values.dtype)
         self._stored = _signed(stored, given.get(UNSIGNED), label)
         self._missing = [one for name in FILLS if name in given for one in _fills(given[name], stored, name, label)]

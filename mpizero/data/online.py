@@ -36,6 +36,7 @@ import numpy as np
 
 from mpizero._util.checks import native, number, require, unmasked_samples, whole
 from mpizero._util.names import explains
+from mpizero.checkpoint.atomic_folder import sync_folder
 from mpizero.checkpoint.format import read_regular
 from mpizero.comm import Communicator, Request, as_communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
@@ -804,11 +805,7 @@ def _write(folder: Path, name: str, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(folder / name)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(str(folder))
 
 
 #: Pause between two looks into the folder, in seconds.

@@ -881,13 +881,13 @@ class MappedArray:
         self, file: MappedFile, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...], *, by_columns: bool = False
     ) -> None:
         self.file, self._offset = file, offset
-        self.shape, self.ndim, self.dtype = shape, len(shape), dtype
+        self.shape, self.dtype = shape, dtype
         self._array: Array = np.ndarray(shape, dtype, file.memory, offset, order="F" if by_columns else "C")
         self._page = offset - offset % mmap.ALLOCATIONGRANULARITY  # regions begin at a page
         self._first = offset - self._page
         self._row = self._array.nbytes // shape[0]
         end = self._first + self._array.nbytes
-        by_rows = not by_columns or self.ndim == 1  # otherwise no row lies in one place
+        by_rows = not by_columns or len(shape) == 1  # otherwise no row lies in one place
         self._run = max(1, -(-RUN // max(1, self._row))) if by_rows else shape[0] + 1
         self._unread = np.full(-(-end // REGION), by_rows and end <= room_in_memory())
 
