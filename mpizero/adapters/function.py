@@ -139,10 +139,10 @@ class FunctionModel:
             _check_names(what, names, parameters)
         if both := sorted(set(frozen) & set(averaged)):
             raise ConfigError(f"frozen and averaged both name {both}: a frozen parameter is not changed by any step")
-        if not callable(loss_and_grad):
-            raise ConfigError(f"loss_and_grad must be a function, got {loss_and_grad!r}")
-        if predict is not None and not callable(predict):
-            raise ConfigError(f"predict must be a function, got {predict!r}")
+        functions = {"loss_and_grad": loss_and_grad, "loss": loss, "predict": predict, "product": product}
+        for what, function in functions.items():
+            if not callable(function) and (function is not None or what == "loss_and_grad"):
+                raise ConfigError(f"{what} must be a function, got {function!r}")
         self.parameters = MappingProxyType(arrays)
         self.dtype = np.dtype(precisions.pop())
         self.frozen, self.averaged = frozenset(frozen), frozenset(averaged)
@@ -151,15 +151,11 @@ class FunctionModel:
         _check_arguments(loss_and_grad, in_place=self.in_place)
         self.loss_and_grad, self.seed = loss_and_grad, checks.require("seed", seed, checks.seed)
         if loss is not None:
-            if not callable(loss):
-                raise ConfigError(f"loss must be a function, got {loss!r}")
             takes_run(loss, "loss", "parameters", "batch")
             self.loss, self.has_loss = loss, True
         if predict is not None:
             self.predict = predict
         if product is not None:
-            if not callable(product):
-                raise ConfigError(f"product must be a function, got {product!r}")
             takes_run(product, "product", "parameters", "batch", "direction")
             self.product = product
 

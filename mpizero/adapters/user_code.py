@@ -24,9 +24,11 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from math import ceil
+from time import perf_counter
 from types import CellType, FrameType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -356,25 +358,22 @@ class PassTimes:
         self._all: dict[tuple[int, int], float] = {}
         self._one: dict[int, float] = {}
 
-    def timed(self, block: int, samples: int, seconds: float) -> bool:
-        """Add a pass of block number ``block``; tell whether one of a single sample is to be timed beside it."""
+    def add(self, block: int, samples: int, seconds: float, one: Callable[[], object]) -> None:
+        """Add a pass of block number ``block``; where it counts, time ``one`` beside it, which passes a single sample.
+
+        Its errors are ignored: not all code takes a single sample, and not every array has them on its first axis.
+        """
         key = block, samples
         if samples < 2 or self._passes.get(key, 0) >= _LEFT_OUT + _TIMED:
-            return False
+            return
         self._passes[key] = self._passes.get(key, 0) + 1
-        if self._passes[key] <= _LEFT_OUT:
-            return False
-        self._all[key] = min(seconds, self._all.get(key, seconds))
-        return True
-
-    @property
-    def first(self) -> bool:
-        """Tell whether no pass of a single sample was timed yet."""
-        return not self._one
-
-    def one_timed(self, block: int, seconds: float) -> None:
-        """Add a pass of a single sample."""
-        self._one[block] = min(seconds, self._one.get(block, seconds))
+        if self._passes[key] > _LEFT_OUT:
+            self._all[key] = min(seconds, self._all.get(key, seconds))
+            with suppress(Exception):
+                start = perf_counter()
+                one()
+                alone = perf_counter() - start
+                self._one[block] = min(alone, self._one.get(block, alone))
 
     @property
     def seconds(self) -> PassSeconds | None:

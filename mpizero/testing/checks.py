@@ -28,6 +28,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import communicator_of, one_process
 from mpizero.comm.threads import run_in_threads
 from mpizero.errors import ArgumentError, ConfigError
+from mpizero.layout.flat import value_at
 from mpizero.nn.layer import fresh_integers
 from mpizero.nn.models import nest, run_on
 from mpizero.nn.virtual_ranks import TiledBlock, tiled_model
@@ -533,7 +534,7 @@ def _whole_passes(model: BlockModel, params: Mapping[str, Any], batch: Any, run:
         block, above = model.blocks[name], dy
         grads = _new_gradients(block, model.dtype)
         dy = block.backward(params[name], cache, above, grads)
-        found[name] = _Pass(x, y, above, dy, {spec.name: _at(grads, spec.name) for spec in _trained(block)})
+        found[name] = _Pass(x, y, above, dy, {spec.name: value_at(grads, spec.name) for spec in _trained(block)})
     return dict(reversed(found.items()))
 
 
@@ -554,7 +555,7 @@ class _Recorder:
     def backward(self, params: Any, cache: Any, dy: Any, grads: Any) -> Any:
         dx = self.form.backward(params, cache, dy, grads)
         self.seen |= _leaves("gradient of the input", dx)
-        self.seen |= {f"gradient of {spec.name!r}": _at(grads, spec.name).copy() for spec in _trained(self.form)}
+        self.seen |= {f"gradient of {spec.name!r}": value_at(grads, spec.name).copy() for spec in _trained(self.form)}
         return dx
 
 
@@ -604,7 +605,7 @@ class _BlockCheck:
         self._close("backward_input", _leaves(place, dx), _leaves(place, known.dx), known)
         for name, expected in known.gradients.items():
             place = f"gradient of {name!r}"
-            self._close("backward_weights", [(place, _at(grads, name))], [(place, expected)], known)
+            self._close("backward_weights", [(place, value_at(grads, name))], [(place, expected)], known)
 
     def _equal(self, recorders: list[_Recorder], method: str, which: Callable[[str], bool]) -> None:
         """Require that the tensor tiles of each context tile give the same bits of what must be whole on each."""
@@ -666,10 +667,3 @@ def _new_gradients(layer: Any, dtype: Any) -> dict[str, Any]:
     """Return arrays of NaN for the gradients of a layer, nested by name."""
     arrays = {spec.name: np.full(spec.shape, np.nan, spec.element_type(dtype)) for spec in layer.specs()}
     return nest([*arrays.items(), *fresh_integers(layer).items()])
-
-
-def _at(tree: Any, name: str) -> Array:
-    for step in name.split("."):
-        tree = tree[step]
-    found: Array = tree
-    return found

@@ -26,17 +26,15 @@ import numpy as np
 
 from mpizero._util.names import nearest
 from mpizero.adapters.jax.function import (
-    CheckedGrains,
+    FirstGrains,
     FlatProgram,
     ParameterTree,
     TracedFunction,
-    check_grain,
     check_rows,
     check_traces,
     count,
     descending,
     flat_program,
-    host_view,
     is_variable,
     key_data,
     make_key,
@@ -47,6 +45,7 @@ from mpizero.adapters.jax.function import (
 )
 from mpizero.adapters.user_code import PassTimes, derived_seed
 from mpizero.errors import ConfigError, UnsupportedError
+from mpizero.layout.flat import value_at
 from mpizero.nn.layer import Layer, Operations
 from mpizero.types import EVALUATE, Array, ParameterSpec, Params, Run
 
@@ -121,10 +120,6 @@ class CompiledBlock:
         self._alone = jax.jit(self._applied)
         self._checked = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the object itself, which every copy of the model can use."""
-        return self
-
     @property
     def compilations(self) -> int:
         """For how many shapes of inputs the forward and backward pass were compiled."""
@@ -143,7 +138,7 @@ class CompiledBlock:
         """Return the output for ``x`` without a key, as read-only arrays, and what :meth:`backward_input` needs."""
         inputs, structure = jax.tree_util.tree_flatten(x)
         with self.apply.traced(without_key=True):
-            y = jax.tree_util.tree_map(host_view, self._alone(parameters, x, None))
+            y = jax.tree_util.tree_map(np.asarray, self._alone(parameters, x, None))
         return y, Kept(inputs, structure, None, None)
 
     def forward(self, parameters: list[Array], x: Any, key: Array | None) -> tuple[Any, Kept]:
@@ -154,7 +149,7 @@ class CompiledBlock:
             self._checked = check_rows(self.apply, lambda part: self._alone(parameters, part, None), x)
         found = program.forward(parameters, inputs, key)
         count = len(program.outputs)
-        y = jax.tree_util.tree_unflatten(program.output, map(host_view, found[:count]))
+        y = jax.tree_util.tree_unflatten(program.output, map(np.asarray, found[:count]))
         return y, Kept(inputs, structure, key, found[count:])
 
     def backward_input(self, parameters: list[Array], kept: Kept, dy: Any) -> tuple[Any, list[Any]]:
@@ -174,7 +169,7 @@ class CompiledBlock:
         count = len(program.differentiated)
         gradients: list[Any] = [None] * len(inputs)
         for number, gradient in zip(program.differentiated, found[:count], strict=True):
-            gradients[number] = host_view(gradient)
+            gradients[number] = np.asarray(gradient)
         dx = jax.tree_util.tree_unflatten(structure, gradients) if count else None
         return dx, [*values, *given, *found[count:]]
 
@@ -182,7 +177,7 @@ class CompiledBlock:
         """Return the gradients of the trained parameters, in their order, as read-only arrays."""
         half = self._program(parameters, kept.inputs, kept.structure, kept.key).weights
         known = [*parameters, *kept.inputs, *pending]
-        return [host_view(gradient) for gradient in half.function([known[number] for number in half.takes])]
+        return [np.asarray(gradient) for gradient in half.function([known[number] for number in half.takes])]
 
     # ------------------------------------------------------------------ compiling
 
@@ -359,7 +354,7 @@ class JaxBlock(Layer):
         found = iter(self._compiled.backward_weights(self._leaves(params), cache, pending))
         for spec in self.parameters:
             if spec.trainable:
-                _array_at(grads, spec.name)[...] = next(found)
+                value_at(grads, spec.name)[...] = next(found)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the output for one sample of ``shape``; that of the input where it cannot be traced."""
@@ -377,14 +372,7 @@ class JaxBlock(Layer):
         raise UnsupportedError("a block written in JAX does not count its operations")
 
     def _leaves(self, params: Params) -> list[Array]:
-        return [_array_at(params, spec.name) for spec in self.parameters]
-
-
-def _array_at(tree: Params, name: str) -> Any:
-    found: Any = tree
-    for part in name.split("."):
-        found = found[part]
-    return found
+        return [value_at(params, spec.name) for spec in self.parameters]
 
 
 @dataclass(frozen=True, eq=False)
@@ -394,7 +382,7 @@ class JaxLoss:
     loss: Callable[..., Any]
     dtype: np.dtype[Any]
     _traced: TracedFunction = field(repr=False)
-    _checked: CheckedGrains = field(default_factory=CheckedGrains, init=False, repr=False)
+    _first: FirstGrains = field(init=False, repr=False)
     _gradient: Callable[..., Any] = field(init=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -404,14 +392,13 @@ class JaxLoss:
     def __post_init__(self) -> None:
         gradient = jax.jit(jax.value_and_grad(self._value, has_aux=True, allow_int=True))
         object.__setattr__(self, "_gradient", gradient)
+        object.__setattr__(self, "_first", FirstGrains(self._traced, self._value, gradient))
 
     def forward(self, prediction: Any, target: Any) -> tuple[float, float, Any]:
         """Return the sum of the losses, the weight, and the gradient of the sum."""
         y = samples(target, self.dtype, "y")
         with self._traced.traced():
-            if not self._checked.enough:
-                given: dict[str, Any] = {"parameters": (), "batch": (prediction, y)}
-                check_grain(self._checked, self._traced, self._value, self._gradient, **given)
+            self._first.check((), (prediction, y))
             (loss, weight), gradient = self._gradient(prediction, y)
         return float(loss), float(count(y) if weight is None else weight), gradient
 
@@ -421,7 +408,7 @@ class JaxLoss:
         def scaled(leaf: Any) -> Any:
             if leaf.dtype == jax.dtypes.float0:
                 return None
-            values = host_view(leaf)
+            values = np.asarray(leaf)
             return values if scale == 1.0 else values * values.dtype.type(scale)
 
         return jax.tree_util.tree_map(scaled, cache)
@@ -455,51 +442,42 @@ class CompiledLoss:
         self._fixed = [name for name in tree.names if name in frozen]
         self._gradient = jax.jit(self._with_gradient)
         self._forward = jax.jit(self._value)
-        self._checked = CheckedGrains()
         #: How often the loss with its gradient was traced and compiled.
         self.compilations = 0
         #: Times the first passes.
         self.times = PassTimes()
         self._alone = jax.jit(jax.value_and_grad(self._value, has_aux=True))  # for passes of no effect
+        self._first = FirstGrains(loss, self._value, self._alone)
         self._compiled_in = 0.0
 
     def loss_and_grad(
         self, parameters: Mapping[str, Array], batch: tuple[Any, Any], run: Run = EVALUATE
     ) -> tuple[float, Mapping[str, Array], float]:
         """Return the sum of the losses, its gradient by name, and the weight; the arrays are read-only."""
-        start, (x, y) = perf_counter(), self._samples(batch)
-        trained, fixed, key = self._part(parameters, self._trained), self._part(parameters, self._fixed), None
-        if self.loss.takes_key and run.training:
-            key = key_data(run, 0)
+        start = perf_counter()
+        trained, fixed, x, y, key = given = self._arguments(parameters, batch, run)
         with self.loss.traced(without_key=key is None):
-            if not self._checked.enough:
-                given: dict[str, Any] = {"parameters": (trained, fixed), "batch": (x, y), "key": (key,)}
-                check_grain(self._checked, self.loss, self._value, self._alone, **given)
-            (loss, weight), gradients = self._gradient(trained, fixed, x, y, key)
-        found = {name: host_view(gradients[name]) for name in self._trained}
+            self._first.check((trained, fixed), (x, y), (key,))
+            (loss, weight), gradients = self._gradient(*given)
+        found = {name: np.asarray(gradients[name]) for name in self._trained}
         total, seconds = float(loss), perf_counter() - start
         self._compiled_in = self._compiled_in or seconds
-        if run.training and self.times.timed(0, run.count, seconds) and self._compiled_in < _MOST_COMPILING:
-            self._time_one(trained, fixed, *jax.tree_util.tree_map(lambda leaf: leaf[:1], (x, y)), key)
-        return total, found, _weight(weight, batch, run)
+        if run.training and self._compiled_in < _MOST_COMPILING:
 
-    def _time_one(self, *arguments: Any) -> None:
-        """Time a pass of a single sample, which has no effect; the first time after one that compiles it."""
-        if self.times.first:
-            jax.block_until_ready(self._alone(*arguments))
-        start = perf_counter()
-        jax.block_until_ready(self._alone(*arguments))
-        self.times.one_timed(0, perf_counter() - start)
+            def one() -> None:  # compiled in the first pass, which takes longer than those that count
+                x_one, y_one = jax.tree_util.tree_map(lambda leaf: leaf[:1], (x, y))
+                jax.block_until_ready(self._alone(trained, fixed, x_one, y_one, key))
+
+            self.times.add(0, run.count, seconds, one)
+        return total, found, _weight(weight, batch, run)
 
     def loss_alone(
         self, parameters: Mapping[str, Array], batch: tuple[Any, Any], run: Run = EVALUATE
     ) -> tuple[float, float]:
         """Return the sum of the losses and the weight."""
-        x, y = self._samples(batch)
-        trained, fixed = self._part(parameters, self._trained), self._part(parameters, self._fixed)
-        key = key_data(run, 0) if self.loss.takes_key and run.training else None
-        with self.loss.traced(without_key=key is None):
-            loss, weight = self._forward(trained, fixed, x, y, key)
+        given = self._arguments(parameters, batch, run)
+        with self.loss.traced(without_key=given[-1] is None):
+            loss, weight = self._forward(*given)
         return float(loss), _weight(weight, batch, run)
 
     def lowered(self, parameters: Mapping[str, Array], x: Any, y: Any) -> Any:
@@ -507,20 +485,13 @@ class CompiledLoss:
 
         Only shapes and types of the arguments count.
         """
-        key = key_data(Run(True, 0, 0, 0), 0) if self.loss.takes_key else None
-        trained, fixed = self._part(parameters, self._trained), self._part(parameters, self._fixed)
-        return self._alone.lower(trained, fixed, *self._samples((x, y)), key)
+        return self._alone.lower(*self._arguments(parameters, (x, y), Run(True, 0, 0, 0)))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the object itself, which every copy of the model can use."""
-        return self
-
-    def _samples(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        return samples(batch[0], self._dtype, "x"), samples(batch[1], self._dtype, "y")
-
-    @staticmethod
-    def _part(parameters: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
-        return {name: parameters[name] for name in names}
+    def _arguments(self, parameters: Mapping[str, Array], batch: tuple[Any, Any], run: Run) -> tuple[Any, ...]:
+        """Return what the compiled functions take: trained and fixed parameters, samples, and what makes a key."""
+        trained, fixed = ({name: parameters[name] for name in names} for names in (self._trained, self._fixed))
+        key = key_data(run, 0) if self.loss.takes_key and run.training else None
+        return trained, fixed, samples(batch[0], self._dtype, "x"), samples(batch[1], self._dtype, "y"), key
 
     def _with_gradient(self, *arguments: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
         self.compilations += 1
@@ -568,14 +539,10 @@ def read_blocks(parameters: Any, blocks: Any) -> dict[str, Block]:
         raise ConfigError(f"JaxModel: the blocks are {list(named)}, parameters are given for {has}")
     found = {}
     for name, block in named.items():
-        if given is not None and callable(block):
-            pair = (given[name], block)
-        elif given is None and isinstance(block, tuple | list) and len(block) == 2 and callable(block[1]):
-            pair = (block[0], block[1])
-        elif given is not None:
-            raise ConfigError(f"JaxModel: block {name!r} is {block!r:.60}: give its function, or parameters=None")
-        else:
-            raise ConfigError(f"JaxModel: block {name!r} is {block!r:.60}: blocks are {_PAIRS}")
+        pair = block if given is None else (given[name], block)
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and callable(pair[1])):
+            way = f"blocks are {_PAIRS}" if given is None else "give its function, or parameters=None"
+            raise ConfigError(f"JaxModel: block {name!r} is {block!r:.60}: {way}")
         found[str(name)] = Block(pair[0], TracedFunction(pair[1], f"apply of block {name!r}", "parameters", "x"))
     return found
 

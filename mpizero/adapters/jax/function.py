@@ -3,7 +3,7 @@
 :class:`TracedFunction` is a user's function of JAX arrays; it explains the errors that the function raises while JAX
 traces it. :class:`ParameterTree` names the arrays of a pytree, of which mpizero must be able to train each.
 :class:`FlatProgram` takes a program of JAX apart: it evaluates some of its equations, and finds those that given values
-need. :func:`check_grain` checks what a loss returns and, on the first samples, that it is a sum that a trace holds
+need. :class:`FirstGrains` checks what a loss returns on the first samples: that it is a sum that a trace holds
 whole; :func:`check_rows` does so for a block.
 
 [Note: threads of XLA] JAX starts its CPU client when it first computes, and the client keeps as many threads as the
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from mpizero._util.checks import named
 from mpizero._util.names import shown
 from mpizero._util.text import users_line
 from mpizero.adapters.user_code import derived_seed, hidden_state, line_that_changes, shared_generators
@@ -220,16 +221,7 @@ def _sample(leaf: Any, dtype: np.dtype[Any], what: Any) -> Any:
 
 def count(*trees: Any) -> int:
     """Return the number of samples: the length of the first array that has an axis; 1 if there is none."""
-    return next((len(leaf) for leaf in _leaves(*trees) if getattr(leaf, "ndim", 0)), 1)
-
-
-def _leaves(*trees: Any) -> Iterator[Any]:
-    return (leaf for tree in trees for leaf in jax.tree_util.tree_leaves(tree))
-
-
-def to_numpy(tree: Any) -> Any:
-    """Return a pytree with NumPy arrays of its own in the place of JAX's, which NumPy could not write to."""
-    return jax.tree_util.tree_map(np.array, tree)
+    return next((len(leaf) for leaf in jax.tree_util.tree_leaves(trees) if getattr(leaf, "ndim", 0)), 1)
 
 
 def descending(gradient: Any) -> Any:
@@ -240,11 +232,6 @@ def descending(gradient: Any) -> Any:
 def real_type(dtype: Any) -> np.dtype[Any]:
     """Return the type of real and imaginary parts of a complex dtype, and a real dtype itself. Not collective."""
     return np.dtype(np.finfo(dtype).dtype)
-
-
-def host_view(array: Any) -> Array:
-    """Return the values of an array of JAX on the CPU as a read-only NumPy array, without a copy."""
-    return np.asarray(array)
 
 
 @dataclass(frozen=True)
@@ -377,13 +364,7 @@ class TracedFunction:
     @property
     def shown(self) -> str:
         """The function's name, file and line, for messages."""
-        function = inspect.unwrap(getattr(self.function, "func", self.function))
-        code = getattr(function, "__code__", None)
-        if code is None:
-            return self.name
-        own = getattr(function, "__qualname__", self.name).rpartition("<locals>.")[2]
-        place = f"{own} at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
-        return place if own == self.name else f"{self.name} ({place})"
+        return named(self.function, self.name)
 
     def __call__(self, *arguments: Any, key: Any) -> Any:
         """Return what the function returns; ``key`` is passed on if it takes one."""
@@ -490,68 +471,68 @@ def _no_number(value: Any, kinds: str) -> str | None:
 _MOST_GRAINS = 4
 
 
-@dataclass
-class CheckedGrains:
-    """Hold how many grains of a loss have been checked, and whether it computes in 16 bits."""
-
-    grains: int = 0
-    half_precision: bool = False
-
-    @property
-    def enough(self) -> bool:
-        """Tell whether no further grain is to be checked."""
-        return self.grains >= _MOST_GRAINS
-
-
 #: The same for parameters of 32 bits that were converted to 64, of which a function may convert some back.
 _DOUBLED = 1e-6
 
 
-def check_grain(
-    checked: CheckedGrains,
-    loss: TracedFunction,
-    value: Callable[..., tuple[Any, Any]],
-    computed: Callable[..., Any],
-    *,
-    parameters: tuple[Any, ...],
-    batch: tuple[Any, Any],
-    key: tuple[Any, ...] = (),
-) -> None:
-    """Check a loss on one of its first grains, together and in two parts, and count it where that was possible.
+@dataclass
+class FirstGrains:
+    """Check a loss on its first grains, together and in two parts.
 
-    ``value`` is the function that is compiled. It takes ``parameters``, the trees of samples of ``batch``, and what
-    makes a key, if there is one; ``computed`` returns also its gradient, that of the first of these trees.
-
-    Raises
-    ------
-    UnsupportedError
-        If two traces of the loss differ: it drew random numbers or used a variable that changes.
-    LayoutError
-        If loss, weight or gradient are not the sums over the samples.
+    Attributes
+    ----------
+    loss : TracedFunction
+        The loss.
+    value, computed : callable
+        ``value`` is the function that is compiled. It takes parameters, the trees of samples of a batch, and what makes
+        a key, if there is one; ``computed`` returns also its gradient, that of the first of these trees.
+    grains : int
+        How many were checked.
+    half_precision : bool
+        Whether the loss computes in 16 bits.
     """
-    if not checked.grains:
-        checked.half_precision = check_traces(loss, value, (*parameters, *batch, *key))
-    samples = count(*batch)
-    if any(jnp.shape(leaf)[:1] != (samples,) for leaf in jax.tree_util.tree_leaves(batch)):
-        return
-    checked.grains += 1
-    trees = parts_of(batch, samples)
-    bits = jnp.finfo(jax.tree_util.tree_leaves((parameters, batch))[0].dtype).bits
-    try:  # in double precision, a small term is no rounding
-        with jax.enable_x64(True):
-            found = _found(computed, _doubled(parameters), map(_doubled, trees), key)
-        within = _APART[64] if bits == 64 else _DOUBLED
-    except Exception:
-        try:
-            found, within = _found(computed, parameters, trees, key), _APART[bits]
+
+    loss: TracedFunction
+    value: Callable[..., tuple[Any, Any]]
+    computed: Callable[..., Any]
+    grains: int = 0
+    half_precision: bool = False
+
+    def check(self, parameters: tuple[Any, ...], batch: tuple[Any, Any], key: tuple[Any, ...] = ()) -> None:
+        """Check a grain, and count it where that was possible; nothing once enough were checked.
+
+        Raises
+        ------
+        UnsupportedError
+            If two traces of the loss differ: it drew random numbers or used a variable that changes.
+        LayoutError
+            If loss, weight or gradient are not the sums over the samples.
+        """
+        if self.grains >= _MOST_GRAINS:
+            return
+        if not self.grains:
+            self.half_precision = check_traces(self.loss, self.value, (*parameters, *batch, *key))
+        samples = count(*batch)
+        if any(jnp.shape(leaf)[:1] != (samples,) for leaf in jax.tree_util.tree_leaves(batch)):
+            return
+        self.grains += 1
+        trees = parts_of(batch, samples)
+        bits = jnp.finfo(jax.tree_util.tree_leaves((parameters, batch))[0].dtype).bits
+        try:  # in double precision, a small term is no rounding
+            with jax.enable_x64(True):
+                found = _found(self.computed, _doubled(parameters), map(_doubled, trees), key)
+            within = _APART[64] if bits == 64 else _DOUBLED
         except Exception:
-            if loss.takes_key:
-                return  # it needs its key, and draws other numbers for other samples
-            raise
-    within = _APART[16] if checked.half_precision else within
-    numbers = [np.array([one.loss, one.weight]) for one in found]
-    _check_sums(loss, numbers[0], numbers[1:], samples, within)
-    _check_gradients(loss, found, samples, within, add=bool(parameters))
+            try:
+                found, within = _found(self.computed, parameters, trees, key), _APART[bits]
+            except Exception:
+                if self.loss.takes_key:
+                    return  # it needs its key, and draws other numbers for other samples
+                raise
+        within = _APART[16] if self.half_precision else within
+        numbers = [np.array([one.loss, one.weight]) for one in found]
+        _check_sums(self.loss, numbers[0], numbers[1:], samples, within)
+        _check_gradients(self.loss, found, samples, within, add=bool(parameters))
 
 
 def parts_of(tree: Any, samples: int) -> list[Any]:

@@ -24,7 +24,6 @@ from mpizero.adapters.jax.function import (
     require_precision,
     require_threads,
     samples,
-    to_numpy,
 )
 from mpizero.adapters.user_code import EfficientSamples, PassTimes, PassWork
 from mpizero.errors import ConfigError
@@ -196,17 +195,14 @@ class _Called:
         """Return what the method returns."""
         return self._method(parameters, batch, run)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the object itself, whose compiled functions every copy of the model can use."""
-        return self
-
 
 def _predictor(predict: Callable[..., Any], tree: ParameterTree, dtype: np.dtype[Any]) -> Callable[..., Any]:
     function = TracedFunction(predict, "predict", "parameters", "x")
 
     def predicted(parameters: Mapping[str, Array], x: Any) -> Any:
         with function.traced(without_key=True):
-            return to_numpy(compiled([parameters[name] for name in tree.names], samples(x, dtype, "x")))
+            found = compiled([parameters[name] for name in tree.names], samples(x, dtype, "x"))
+            return jax.tree_util.tree_map(np.array, found)  # a copy, which can be written to
 
     compiled = jax.jit(lambda leaves, x: function(tree.build(leaves), x, key=None))
     return predicted

@@ -12,8 +12,9 @@ number and the place in it, and read from the newly gathered parameters.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
 
@@ -47,10 +48,10 @@ from mpizero.adapters.torch.call import (
     torch_pass,
 )
 from mpizero.adapters.torch.originals import OwnForward
-from mpizero.adapters.torch.passes import Allocations, ModuleCall, Passed, array_of
+from mpizero.adapters.torch.passes import Allocations, ModuleCall, Passed
 from mpizero.adapters.user_code import PassTimes
 from mpizero.errors import ConfigError, LayoutError
-from mpizero.layout.flat import joined
+from mpizero.layout.flat import value_at, joined
 from mpizero.nn.layer import Layer
 from mpizero.types import EVALUATE, INTEGER_DTYPES, IntegerSpec, ParameterSpec, Params, Run
 
@@ -353,19 +354,16 @@ class TorchBlock(Layer):
             inputs, weights = whole_backward(graph, given)
             self._write(grads, weights, cache)
             dx = self._input_gradient(cache, inputs)
-        if self.times.timed(self.call.number, cache.run.count, cache.seconds + perf_counter() - start):
-            self._time_one(params, cache, dy)
+        seconds = cache.seconds + perf_counter() - start
+        self.times.add(self.call.number, cache.run.count, seconds, partial(self._pass_one, params, cache, dy))
         return dx
 
-    def _time_one(self, params: Params, cache: _Recorded, dy: Any) -> None:
-        """Time a pass of the first sample alone, which has no effect."""
-        with suppress(Exception):  # not every module takes a single sample, and not every array has them first
-            x, dy = (map_leaves(lambda leaf: _first_of(leaf, cache.run.count), tree) for tree in (cache.x, dy))
-            one, start = _Recorded(x, replace(cache.run, count=0)), perf_counter()
-            graph, given = self._graph(params, one, dy)
-            with torch_pass(self.call.settings), self.call.placed(params):
-                whole_backward(graph, given)
-            self.times.one_timed(self.call.number, perf_counter() - start)
+    def _pass_one(self, params: Params, cache: _Recorded, dy: Any) -> None:
+        """Make a pass of the first sample alone, which has no effect."""
+        x, dy = (map_leaves(lambda leaf: _first_of(leaf, cache.run.count), tree) for tree in (cache.x, dy))
+        graph, given = self._graph(params, _Recorded(x, replace(cache.run, count=0)), dy)
+        with torch_pass(self.call.settings), self.call.placed(params):
+            whole_backward(graph, given)
 
     def backward_input(self, params: Params, cache: Any, dy: Any) -> tuple[Any, Any]:
         """Return the gradient of the input, or None, and what :meth:`backward_weights` needs. Not collective."""
@@ -456,16 +454,16 @@ class TorchBlock(Layer):
         tensors, passed = self.call.tensors, cache.passed
         assert passed is not None
         for integer, number in zip(tensors.integer_specs, passed.numbers, strict=True):
-            put(array_of(grads, integer.name), number)
+            put(value_at(grads, integer.name), number)
         gradients, statistics = iter(weights), iter(passed.averages)
         for spec in tensors.specs:
             value = next(statistics) if spec.averaged else next(gradients) if spec.optimized else None
             if not spec.trainable:
                 continue
             if value is not None:
-                put(array_of(grads, spec.name), value)
+                put(value_at(grads, spec.name), value)
             elif spec.name in tensors.unused:
-                array_of(grads, spec.name)[...] = 0
+                value_at(grads, spec.name)[...] = 0
             else:
                 raise LayoutError(
                     f"{self.call.shown}: the loss does not depend on parameter {spec.name!r}, so it has no "

@@ -13,9 +13,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from time import perf_counter
 from types import FrameType
 from typing import Any, Self
@@ -480,11 +480,13 @@ class JointFunctions:
         start = perf_counter()
         passed, found = self._differentiated(parameters, batch, run)
         self._write(gradients, found, passed)
-        if run.training and self.times.timed(0, run.count, perf_counter() - start):
-            with suppress(Exception):  # not every module takes a single sample
-                start, one = perf_counter(), map_leaves(lambda leaf: leaf[:1], batch)
-                self._differentiated(parameters, one, replace(run, count=0))
-                self.times.one_timed(0, perf_counter() - start)
+        if run.training:
+            seconds, alone = perf_counter() - start, replace(run, count=0)
+
+            def one() -> None:
+                self._differentiated(parameters, map_leaves(itemgetter(slice(1)), batch), alone)
+
+            self.times.add(0, run.count, seconds, one)
         loss, weight = passed.output
         return float(loss.detach()), float(weight)
 

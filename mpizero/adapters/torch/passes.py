@@ -43,6 +43,7 @@ from mpizero.adapters.torch.first_pass import MOST_ADDED, Copies, FirstLoss, Fir
 from mpizero.adapters.torch.originals import Originals
 from mpizero.adapters.user_code import EfficientSamples, PassWork, derived_seed
 from mpizero.errors import ConfigError, DataError, LayoutError
+from mpizero.layout.flat import value_at
 from mpizero.types import Array, Params, Run
 
 
@@ -137,7 +138,7 @@ class ModuleCall:
 
     def values(self, params: Params) -> list[torch.Tensor]:
         """Return tensors that share the memory of the arrays in ``params`` of all that is stored. Not collective."""
-        return [as_tensor(array_of(params, spec.name)) for spec in self.tensors.specs]
+        return [as_tensor(value_at(params, spec.name)) for spec in self.tensors.specs]
 
     @contextmanager
     def placed(self, params: Params) -> Iterator[None]:
@@ -225,7 +226,7 @@ class ModuleCall:
 
     def _numbers(self, params: Params) -> list[torch.Tensor]:
         """Return copies of the buffers of whole numbers, where the parameters are."""
-        numbers = [as_tensor(array_of(params, spec.name)) for spec in self.tensors.integer_specs]
+        numbers = [as_tensor(value_at(params, spec.name)) for spec in self.tensors.integer_specs]
         device = self._device(self.values(params)) if numbers else None
         return [number.to(device, copy=True) for number in numbers]
 
@@ -269,14 +270,6 @@ class ModuleCall:
             )
         self._seen.changes_input |= changed
         self._seen.modes.add(self.module.training)
-
-
-def array_of(tree: Mapping[str, Any], name: str) -> Array:
-    """Return the array that has a dotted name in nested dictionaries. Not collective."""
-    found: Any = tree
-    for part in name.split("."):
-        found = found[part]
-    return found  # type: ignore[no-any-return]
 
 
 class _Kernels(TorchDispatchMode):  # type: ignore[misc]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 import pytest
 
+from mpizero.adapters import user_code
 from mpizero.adapters.user_code import EfficientSamples, PassTimes, PassWork
 from mpizero.layout.batch import GrainRule
 from mpizero.sharding.batch import described_grains, faster_grain
@@ -70,14 +73,25 @@ def test_a_clock_that_makes_no_sense_says_nothing() -> None:
     assert faster_grain(rule, 32, 1, 8, 8.0, 0.5) is None
 
 
-def test_times_are_known_when_every_block_was_timed_with_and_without_the_other_samples() -> None:
+def test_times_are_known_when_every_block_was_timed_with_and_without_the_other_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(user_code, "perf_counter", count(step=0.25).__next__)
     times = PassTimes()
     for number in range(5):
         assert times.seconds is None
         for block in (0, 1):
-            if times.timed(block, 8, 1.0 + number):
-                times.one_timed(block, 0.25)
+            times.add(block, 8, 1.0 + number, lambda: None)
     assert times.seconds == (8, 6.0, 0.5)  # the first two passes are left out
-    assert not times.timed(0, 8, 0.1)
+    refused: list[int] = []
+    times.add(0, 8, 0.1, lambda: refused.append(8))
+    times.add(0, 1, 0.1, lambda: refused.append(1))
+    assert not refused
     assert times.seconds == (8, 6.0, 0.5)
-    assert not times.timed(0, 1, 0.1)
+
+
+def test_code_that_takes_no_single_sample_has_no_times_and_no_error() -> None:
+    times = PassTimes()
+    for _ in range(5):
+        times.add(0, 8, 1.0, lambda: [].pop())
+    assert times.seconds is None
