@@ -861,13 +861,13 @@ def test_products_on_a_gpu_may_be_deterministic() -> None:
 
 def test_buffers_that_stay_in_the_module_go_to_where_the_parameters_are() -> None:
     """PyTorch's device "meta" stands for the GPU."""
-    from mpizero.adapters.torch.call import bring, held_buffers
+    from mpizero.adapters.torch.call import bring, held_by
 
     net = nn.Module()
     net.first = nn.Module()
     net.first.register_buffer("mask", torch.ones(3), persistent=False)
     net.first.register_buffer("same", net.first.mask)
-    bring(list(held_buffers(net).values()), torch.device("meta"))
+    bring(list(held_by(net, "_buffers").values()), torch.device("meta"))
     assert net.first.mask.is_meta
     assert net.first.same is net.first.mask
 

@@ -15,6 +15,7 @@ autograd cannot compute its part alone. The input half then computes all gradien
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,9 +28,10 @@ from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpizero import kernels
-from mpizero._util.pytree import leaves_of
+from mpizero._util.pytree import leaves_of, map_leaves
 from mpizero.errors import DataError, LayoutError
 from mpizero.nn.transformer import CausalSelfAttention
 from mpizero.types import Array
@@ -100,6 +102,22 @@ def put(view: Array, tensor: torch.Tensor) -> None:
 def gradient_leaves(tree: Any) -> list[torch.Tensor]:
     """Return the leaves of a tree of tensors that may have a gradient: floating-point and complex numbers."""
     return [leaf for leaf in leaves_of(tree) if leaf.is_floating_point() or leaf.is_complex()]
+
+
+def gradients_like(tree: Any, found: Gradients) -> Any:
+    """Return the gradients of :func:`gradient_leaves` as a tree of arrays like ``tree``, which is one of arrays, too.
+
+    It has zeros where none was found, and None for leaves that have none. Not collective.
+    """
+    left = iter(found)
+
+    def gradient(leaf: Any) -> Any:
+        if getattr(getattr(leaf, "dtype", None), "kind", "") not in ("f", "c"):
+            return None
+        tensor = next(left)
+        return np.zeros_like(leaf) if tensor is None else as_array(tensor)
+
+    return map_leaves(gradient, tree)
 
 
 #: A gradient for each weight; None for those that the outputs do not depend on.
@@ -275,6 +293,15 @@ def half_times(graph: Pass, gradients: Sequence[torch.Tensor]) -> HalfTimes:
     ended = thread_time()
     equal = all(a is b or torch.equal(a, b) for a, b in zip([*inputs, *weights], halves, strict=True))
     return HalfTimes(divided - begun, halfway - divided, ended - halfway, equal)
+
+
+class Kernels(TorchDispatchMode):  # type: ignore[misc]
+    """See, in a ``with`` block, the kernels that PyTorch calls."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep PyTorch's compiler out of the calls only if it is imported, which takes as long as PyTorch itself."""
+        return "torch._dynamo" in sys.modules
 
 
 class OwnKernels(TorchFunctionMode):  # type: ignore[misc]

@@ -33,25 +33,18 @@ from mpizero.adapters.torch.autograd import (
     as_array,
     as_tensor,
     gradient_leaves,
+    gradients_like,
     half_times,
     input_half,
-    put,
     weight_half,
     whole_backward,
 )
-from mpizero.adapters.torch.call import (
-    BlockTensors,
-    Held,
-    held_buffers,
-    held_parameters,
-    running_statistics,
-    torch_pass,
-)
+from mpizero.adapters.torch.call import BlockTensors, Held, held_by, running_statistics, torch_pass
 from mpizero.adapters.torch.originals import OwnForward
 from mpizero.adapters.torch.passes import Allocations, ModuleCall, Passed
 from mpizero.adapters.user_code import PassTimes
 from mpizero.errors import ConfigError, LayoutError
-from mpizero.layout.flat import value_at, joined
+from mpizero.layout.flat import joined
 from mpizero.nn.layer import Layer
 from mpizero.types import EVALUATE, INTEGER_DTYPES, IntegerSpec, ParameterSpec, Params, Run
 
@@ -148,7 +141,7 @@ class Describer:
 
     def describe(self, block: str, module: torch.nn.Module) -> BlockTensors:
         """Return what the module of a block holds. Not collective."""
-        parameters = held_parameters(module)
+        parameters = held_by(module, "_parameters")
         stored, specs = list(parameters.values()), []
         for identity, one in parameters.items():
             whole = joined(block, one.name)
@@ -156,7 +149,7 @@ class Describer:
             tied, trainable = None if home == whole else home, one.trainable and identity not in self._frozen
             specs.append(ParameterSpec(one.name, one.shape, decay=len(one.shape) > 1, trainable=trainable, tied=tied))
         integers, numbers, kept = [], [], []
-        for identity, one in held_buffers(module).items():
+        for identity, one in held_by(module, "_buffers").items():
             whole, dtype = joined(block, one.name), str(one.now.dtype).removeprefix("torch.")
             averaged, saved = identity in self._running or whole in self._averaged, whole in self._order
             if refusal := self._refusal(averaged, saved, dtype, self._homes.setdefault(identity, block), block):
@@ -243,22 +236,6 @@ class _Recorded:
     seconds: float = 0.0
 
 
-@dataclass
-class _Halves:
-    """Hold what the first divided backward passes have shown.
-
-    Attributes
-    ----------
-    wrong : bool
-        Whether a pass must not be divided.
-    times : list of HalfTimes
-        The times of each.
-    """
-
-    wrong: bool = False
-    times: list[HalfTimes] = field(default_factory=list)
-
-
 #: Largest time of both halves of a backward pass over that of the whole of which nothing is said, the seconds by which
 #: both must exceed it, and the number of passes that are measured.
 MOST_OF_HALVES, LEAST_EXCESS, MEASURED = 1.15, 5e-3, 5
@@ -284,7 +261,7 @@ class TorchBlock(Layer):
     own_forward: OwnForward | None = None
     recomputed: bool = False
     times: PassTimes = field(default_factory=PassTimes)
-    _halves: _Halves = field(default_factory=_Halves)
+    _halves: list[HalfTimes] = field(default_factory=list)
     #: Counts the arrays of a pass for the planner.
     allocations: ClassVar[Any] = Allocations
 
@@ -352,7 +329,7 @@ class TorchBlock(Layer):
         with torch_pass(self.call.settings), self.call.placed(params):
             self._check_kept(graph, given, cache)
             inputs, weights = whole_backward(graph, given)
-            self._write(grads, weights, cache)
+            self.call.write(grads, weights, cache.passed, f"{self.call.shown}: the loss")
             dx = self._input_gradient(cache, inputs)
         seconds = cache.seconds + perf_counter() - start
         self.times.add(self.call.number, cache.run.count, seconds, partial(self._pass_one, params, cache, dy))
@@ -371,7 +348,7 @@ class TorchBlock(Layer):
         with torch_pass(self.call.settings), self.call.placed(params):
             self._check_kept(graph, given, cache)
             self._look_at_halves(graph, given, cache.run)
-            if self._halves.wrong:
+            if self._undivided:
                 inputs, weights = whole_backward(graph, given)
                 pending = PendingWeights((), {}, (), weights)
             else:
@@ -383,7 +360,8 @@ class TorchBlock(Layer):
         if cache.saved is not None:
             cache.saved.tensors = self.call.values(params)
         with torch_pass(self.call.settings), self.call.placed(params):
-            self._write(grads, weight_half(cache.graph, pending), cache)
+            weights = weight_half(cache.graph, pending)
+            self.call.write(grads, weights, cache.passed, f"{self.call.shown}: the loss")
 
     def _check_kept(self, graph: Pass, given: Sequence[torch.Tensor], cache: _Recorded) -> None:
         """Raise :class:`LayoutError` if the backward pass reads the memory that parameters had in the forward pass."""
@@ -403,6 +381,11 @@ class TorchBlock(Layer):
                 "tensors by ctx.save_for_backward(weight), not as ctx.weight = weight"
             )
 
+    @property
+    def _undivided(self) -> bool:
+        """Tell whether a pass must not be divided: its halves have computed something else than the whole."""
+        return bool(self._halves) and not self._halves[-1].equal
+
     def _look_at_halves(self, graph: Pass, given: Sequence[torch.Tensor], run: Run) -> None:
         """Measure the first backward passes of a training, and say if their halves take much longer than the whole.
 
@@ -410,13 +393,12 @@ class TorchBlock(Layer):
         nothing: a busy machine would.
         """
         seen = self._halves
-        if not run.count or seen.wrong or len(seen.times) == MEASURED or not graph.outputs or not graph.weights:
+        if not run.count or self._undivided or len(seen) == MEASURED or not graph.outputs or not graph.weights:
             return
-        seen.times.append(half_times(graph, given))
-        seen.wrong = not seen.times[-1].equal  # a hook on a tensor, for example, would run in both halves
-        best = min(seen.times, key=lambda times: times.ratio)
+        seen.append(half_times(graph, given))  # unequal where a hook on a tensor, for example, runs in both halves
+        best = min(seen, key=lambda times: times.ratio)
         longer = best.ratio > MOST_OF_HALVES and best.inputs + best.weights - best.whole > LEAST_EXCESS
-        if longer and not seen.wrong and len(seen.times) == MEASURED:
+        if longer and not self._undivided and len(seen) == MEASURED:
             notice(
                 f"a zero-bubble schedule divides the backward pass, and for {self.call.shown} both halves took "
                 f"{best.ratio:.2f} times as long as the whole, at best of {MEASURED} ({best.inputs * 1e3:.2f} ms for "
@@ -436,39 +418,8 @@ class TorchBlock(Layer):
         return cache.graph._replace(outputs=[t for t, _ in used]), [as_tensor(gradient) for _, gradient in used]
 
     def _input_gradient(self, cache: _Recorded, found: Gradients) -> Any:
-        """Return the gradients of the input as a tree like the input, with None for leaves that have none."""
-        if not self.call.number:
-            return None
-        left = iter(found)
-
-        def gradient(leaf: Any) -> Any:
-            if getattr(getattr(leaf, "dtype", None), "kind", "") not in ("f", "c"):
-                return None
-            tensor = next(left)
-            return np.zeros_like(leaf) if tensor is None else as_array(tensor)
-
-        return map_leaves(gradient, cache.x)
-
-    def _write(self, grads: Params, weights: Gradients, cache: _Recorded) -> None:
-        """Write the gradients of parameters and the new values of buffers to ``grads``."""
-        tensors, passed = self.call.tensors, cache.passed
-        assert passed is not None
-        for integer, number in zip(tensors.integer_specs, passed.numbers, strict=True):
-            put(value_at(grads, integer.name), number)
-        gradients, statistics = iter(weights), iter(passed.averages)
-        for spec in tensors.specs:
-            value = next(statistics) if spec.averaged else next(gradients) if spec.optimized else None
-            if not spec.trainable:
-                continue
-            if value is not None:
-                put(value_at(grads, spec.name), value)
-            elif spec.name in tensors.unused:
-                value_at(grads, spec.name)[...] = 0
-            else:
-                raise LayoutError(
-                    f"{self.call.shown}: the loss does not depend on parameter {spec.name!r}, so it has no "
-                    "gradient: freeze it (frozen=), or name it in unused= if only some samples use it"
-                )
+        """Return the gradients of the input as a tree like the input; None of samples, which need none."""
+        return gradients_like(cache.x, found) if self.call.number else None
 
 
 def _first_of(array: Any, count: int) -> Any:

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -128,21 +128,12 @@ def without_values(module: torch.nn.Module) -> torch.nn.Module:
     return twin
 
 
-def held_parameters(module: torch.nn.Module, prefix: str = "") -> dict[int, Held]:
-    """Return the parameters of a module by the identity of the tensor, in the order of ``state_dict()``."""
-    return _held(module, prefix, "_parameters")
-
-
-def held_buffers(module: torch.nn.Module, prefix: str = "") -> dict[int, Held]:
-    """Return the buffers of a module by the identity of the tensor, in the order of ``state_dict()``."""
-    return _held(module, prefix, "_buffers")
-
-
-def _held(module: torch.nn.Module, prefix: str, kind: str) -> dict[int, Held]:
+def held_by(module: torch.nn.Module, kind: Literal["_parameters", "_buffers"]) -> dict[int, Held]:
+    """Return what a module holds by the identity of the tensor, in the order of ``state_dict()``. Not collective."""
     places: dict[int, list[Place]] = {}
     names: dict[int, tuple[str, torch.Tensor]] = {}
-    for path, inner in module.named_modules(prefix=prefix, remove_duplicate=False):
-        held = getattr(inner, kind)
+    for path, inner in module.named_modules(remove_duplicate=False):
+        held: dict[str, Any] = getattr(inner, kind)
         for key, tensor in held.items():
             if tensor is None:
                 continue
@@ -241,23 +232,19 @@ def bring(held: Sequence[Held], device: torch.device) -> None:
                 place[key] = moved
 
 
-def chosen_blocks(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Module]:
-    """Return the submodules that ``blocks`` chooses, by their names in ``module``, in order. Not collective.
+def chosen_blocks(module: torch.nn.Module, blocks: Any) -> list[str]:
+    """Return the names in ``module`` of the submodules that ``blocks`` chooses, in order. Not collective.
 
     ``blocks`` is an ``nn.Sequential``, or a list of submodules and of names with wildcards.
     """
     known = dict(module.named_modules(remove_duplicate=False))
     name_of = {id(inner): name for name, inner in reversed(known.items())}
-    if isinstance(blocks, torch.nn.Sequential | torch.nn.ModuleList):
-        listed: list[Any] = list(blocks)
-    elif isinstance(blocks, list | tuple):
-        listed = list(blocks)
-    else:
+    if not isinstance(blocks, torch.nn.Sequential | torch.nn.ModuleList | list | tuple):
         raise ConfigError(
             f"TorchModel: blocks is an nn.Sequential, or a list of submodules or of their names, got {blocks!r:.80}"
         )
-    found: dict[str, torch.nn.Module] = {}
-    for one in listed:
+    found: list[str] = []
+    for one in blocks:
         if isinstance(one, str):
             names = [name for name in known if name and name.count(".") == one.count(".") and fnmatchcase(name, one)]
             if not names:
@@ -272,7 +259,7 @@ def chosen_blocks(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Mo
         for name in names:
             if name in found:
                 raise ConfigError(f"TorchModel: blocks names {name!r} twice")
-            found[name] = known[name]
+            found.append(name)
     if not found:
         raise ConfigError("TorchModel: blocks is empty: name at least one submodule, or leave it out")
     return found
@@ -409,13 +396,9 @@ def use_gpu() -> None:
         ) from error
 
 
-def round_in_one_way() -> None:
-    """Ask MKL and cuBLAS, if they were not used yet, to round in one way wherever arrays lie. Not collective.
-
-    Values that the environment has already are left as they are.
-    """
-    os.environ.setdefault("MKL_CBWR", "AUTO")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# So MKL and cuBLAS, if they were not used yet, round in one way wherever arrays lie. What the environment says stays.
+os.environ.setdefault("MKL_CBWR", "AUTO")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def check_rounding() -> None:
@@ -443,9 +426,6 @@ def _placed(array: np.ndarray, offset: int) -> np.ndarray:
     view = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     view[...] = array
     return view
-
-
-round_in_one_way()
 
 
 def called(module: torch.nn.Module, x: Any) -> Any:

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from math import isfinite
 from operator import itemgetter
@@ -339,6 +340,13 @@ def seeded() -> Iterator[Callable[[], None]]:
         again()
 
 
+def _line(state: Callable[[], Any], action: Callable[[], Any]) -> str:
+    """Return for messages the user's line in ``action`` after which ``state()`` is another; "" if there is none."""
+    with seeded():
+        line = line_that_changes(state, action)
+    return "" if line is None else f" ({line})"
+
+
 #: Number of shapes of samples, in training and in evaluation, whose first pass is looked at.
 MOST_SHAPES = 4
 #: Most bytes of a single sample that is computed twice at once with all that a backward pass needs.
@@ -370,6 +378,8 @@ class FirstPass:
         Follows samples from block to block in parts; None: they are not compared.
     random, changes_input : bool
         Whether the module has drawn random numbers, and whether it has changed its input in place.
+    modes : set of bool
+        Whether the passes that were completed were in training.
     sums : bool
         Whether the output is a loss and its weight, which must add up over the parts.
     seen : set
@@ -383,6 +393,7 @@ class FirstPass:
     random: bool = False
     changes_input: bool = False
     sums: bool = False
+    modes: set[bool] = field(default_factory=set)
     seen: set[Any] = field(default_factory=set)
     _followed: bool = False
 
@@ -423,17 +434,22 @@ class FirstPass:
         ignored = {buffer.name for buffer in new.tensors.kept}  # each pass looks at these
         kept, left = ({p: d for p, d in state.items() if p not in ignored} for state in (kept, left))
 
-        def traced(state: Callable[[ModuleCopy], Any]) -> str:
-            with seeded():
-                run = fresh()
-                line = line_that_changes(lambda: state(run), lambda: run.outcome(x, **modes))
-            return "" if line is None else f" ({line})"
-
         if drawing is not None:
-            raise LayoutError(_draws(self.shown, drawing, traced(lambda run: shared_generators())))
+            line = _line(shared_generators, partial(fresh().outcome, x, **modes))
+            raise LayoutError(
+                f"{self.shown} draws random numbers of {drawing}{line}, which would depend on the rank that computes "
+                "it: draw them in the module with PyTorch's own generator (torch.rand, torch.nn.functional.dropout), "
+                "which mpizero seeds"
+            )
         if (path := differing(kept, left)) is not None:
-            line = traced(lambda run: part_of(hidden_state(**{"": run.module}), path))
-            raise LayoutError(_keeps(self.shown, path, line))
+            run = fresh()
+            line = _line(lambda: part_of(hidden_state(**{"": run.module}), path), partial(run.outcome, x, **modes))
+            raise LayoutError(
+                f"{self.shown} changes its attribute {path!r} in its forward pass{line}: what it keeps outside of "
+                "buffers depends on which rank runs it, and is not saved; make it a buffer (a statistic of the samples "
+                "is named in averaged=), or compute it from the samples; random numbers come from PyTorch's own "
+                "generator, which mpizero seeds"
+            )
         if (what := _difference(one, other)) is not None:
             raise LayoutError(
                 f"{self.shown} computes another {what} when it runs again on the same samples: it keeps something from "
@@ -467,9 +483,11 @@ class FirstPass:
             "gradients": training and not large,
             "of_input": self.number > 0,
         }
-        ways = [_wide(one)] if self.sums and _is_narrow(one) else []
+        ways: list[tuple[ModuleCopy, Callable[[Any], Any]]] = [(one, _same)]
+        if self.sums and any(value.dtype == torch.float32 for value in one.values):
+            ways.insert(0, (replace(one, values=list(map(in_double, one.values))), _wide_tree))
         with seeded() as again:
-            graphs = next(filter(None, (_in_parts(way, parts, again, modes) for way in (*ways, (one, _same)))), None)
+            graphs = next(filter(None, (_in_parts(*way, parts, again, modes) for way in ways)), None)
             if graphs is None:  # a last grain may be as small as a part, but need not; noise is another in each part
                 self.trial.output(self.number, None)
                 return
@@ -536,25 +554,18 @@ class FirstPass:
                 )
 
 
-def _is_narrow(one: ModuleCopy) -> bool:
-    return any(value.dtype == torch.float32 for value in one.values)
-
-
-def _wide(one: ModuleCopy) -> tuple[ModuleCopy, Callable[[Any], Any]]:
-    """Return a copy with parameters in double precision, and the function that converts samples to it."""
-    values = [in_double(value) for value in one.values]
-    return replace(one, values=values), lambda tree: map_leaves(in_double, tree)
-
-
 def _same(tree: Any) -> Any:
     return tree
 
 
 def _in_parts(
-    way: tuple[ModuleCopy, Callable[[Any], Any]], parts: InParts, again: Callable[[], None], modes: Mapping[str, bool]
+    one: ModuleCopy,
+    converted: Callable[[Any], Any],
+    parts: InParts,
+    again: Callable[[], None],
+    modes: Mapping[str, bool],
 ) -> list[CopyGraph] | None:
     """Run passes for all samples and for both parts; None where the module raises an error, or draws noise."""
-    one, converted = way
     graphs = []
     try:
         for tree in parts:
@@ -594,21 +605,6 @@ def _equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
         elif a.shape != b.shape or not bool(((a == b) | ((a != a) & (b != b))).all()):
             return False
     return True
-
-
-def _draws(shown: str, generator: str, line: str) -> str:
-    return (
-        f"{shown} draws random numbers of {generator}{line}, which would depend on the rank that computes it: draw "
-        "them in the module with PyTorch's own generator (torch.rand, torch.nn.functional.dropout), which mpizero seeds"
-    )
-
-
-def _keeps(shown: str, path: str, line: str) -> str:
-    return (
-        f"{shown} changes its attribute {path!r} in its forward pass{line}: what it keeps outside of buffers depends "
-        "on which rank runs it, and is not saved; make it a buffer (a statistic of the samples is named in averaged=), "
-        "or compute it from the samples; random numbers come from PyTorch's own generator, which mpizero seeds"
-    )
 
 
 class _Found(NamedTuple):
@@ -693,22 +689,17 @@ class FirstLoss:
                 "loss(prediction, target, module), which is given the module that is trained"
             )
 
-        def traced(look: Callable[[], Any]) -> str:
-            with seeded():
-                line = line_that_changes(look, lambda: self._found(prediction, target))
-            return "" if line is None else f" ({line})"
-
+        once = partial(self._found, prediction, target)
         if drawing is not None:
-            raise self.draws(
-                drawing, traced(lambda: (shared_generators(), [state.tolist() for state in random_state()]))
-            )
+            line = _line(lambda: (shared_generators(), [one.tolist() for one in random_state()]), once)
+            raise self.draws(drawing, line)
         if (path := differing(kept, left)) is not None:
-            line = traced(lambda: part_of(state(), path))
+            line = _line(lambda: part_of(state(), path), once)
             raise LayoutError(
                 f"{self.shown} changes {path!r} in each call{line}: what it keeps depends on the rank that calls it, "
                 "and is not saved; compute from prediction and target"
             )
-        if one.loss != other.loss and one.loss == one.loss or not _equal_gradients(one, other):
+        if one.loss != other.loss and one.loss == one.loss or not _equal(one.gradient, other.gradient):
             raise LayoutError(
                 f"{self.shown} returns something else when it is called again with the same samples ({one.loss:.6g}, "
                 f"then {other.loss:.6g}): it keeps something from call to call, or draws random numbers"
@@ -782,11 +773,6 @@ class FirstLoss:
                 found = gradients_of([loss], leaves, [torch.ones_like(loss)])
         gradient = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
         return _Found(float(loss.detach()), weight, gradient)
-
-
-def _equal_gradients(one: _Found, other: _Found) -> bool:
-    pairs = zip(one.gradient, other.gradient, strict=True)
-    return all(bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
 
 
 def _become_larger(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> bool:

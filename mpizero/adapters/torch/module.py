@@ -29,7 +29,7 @@ from mpizero._util.checks import named
 from mpizero._util.names import explains
 from mpizero._util.pytree import map_leaves
 from mpizero._util.text import Line, is_users, notice
-from mpizero.adapters.torch.autograd import as_array, as_tensor, gradient_leaves, put
+from mpizero.adapters.torch.autograd import Gradients, as_array, as_tensor, gradient_leaves
 from mpizero.adapters.torch.blocks import Describer, TorchBlock, chosen_names
 from mpizero.adapters.torch.call import (
     BlockTensors,
@@ -167,10 +167,14 @@ class TorchModel:
         self._trial = Trial() if compare_forward else None
         chosen = {"": self._module}
         besides = given_besides(loss)
-        check_alone(besides, blocks, activation_checkpointing)
+        if besides and (blocks is not None or activation_checkpointing):
+            raise ConfigError(
+                f"TorchModel: the loss has a parameter {besides[0]}, so module and loss run together: leave blocks and "
+                "activation_checkpointing out, or the parameter"
+            )
         if blocks is not None:
-            twins = _twins(given, self._module, blocks)
-            chosen = chosen_blocks(self._module, twins)
+            known = dict(self._module.named_modules(remove_duplicate=False))
+            chosen = {name: known[name] for name in chosen_blocks(given, blocks)}
             check_all_held(self._module, chosen)
         own = OwnForward(self._made, tuple(chosen), self._settings) if blocks is not None and compare_forward else None
         again = chosen_names(list(chosen), "activation_checkpointing", activation_checkpointing, "block")
@@ -233,7 +237,7 @@ class TorchModel:
     @property
     def random_by_grain(self) -> bool:
         """Tell whether passes so far have drawn random numbers, which depend on where the grains begin."""
-        return any(call.random for call in self._calls.values())
+        return any(call.first_pass.random for call in self._calls.values())
 
     @property
     def other_names(self) -> dict[str, str]:
@@ -391,20 +395,6 @@ def _takes_nothing(function: Any) -> bool:
     return True
 
 
-def _twins(given: torch.nn.Module, twin: torch.nn.Module, blocks: Any) -> Any:
-    """Return ``blocks`` with each submodule of the given module replaced by the one of its twin."""
-    pairs = {id(a): b for (_, a), (_, b) in zip(_all(given), _all(twin), strict=True)}
-    if isinstance(blocks, torch.nn.Sequential | torch.nn.ModuleList):
-        blocks = list(blocks)
-    if isinstance(blocks, list | tuple):
-        return [pairs.get(id(one), one) if isinstance(one, torch.nn.Module) else one for one in blocks]
-    return blocks
-
-
-def _all(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    return list(module.named_modules(remove_duplicate=False))
-
-
 #: The keywords by which a loss is given more than prediction and target.
 KEYWORDS = ("module", "x")
 
@@ -417,15 +407,6 @@ def given_besides(loss: Callable[..., Any]) -> tuple[str, ...]:
         return ()
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(one.name for one in parameters[2:] if one.name in KEYWORDS and one.kind in kinds)
-
-
-def check_alone(besides: tuple[str, ...], blocks: Any, activation_checkpointing: Any) -> None:
-    """Raise :class:`ConfigError` if there are blocks, though the loss is given ``besides``. Not collective."""
-    if besides and (blocks is not None or activation_checkpointing):
-        raise ConfigError(
-            f"TorchModel: the loss has a parameter {besides[0]}, so module and loss run together: leave blocks and "
-            "activation_checkpointing out, or the parameter"
-        )
 
 
 class ModuleAndLoss(torch.nn.Module):  # type: ignore[misc]
@@ -479,7 +460,7 @@ class JointFunctions:
         """Write gradients and new values of buffers to ``gradients``; return the sum of losses and its weight."""
         start = perf_counter()
         passed, found = self._differentiated(parameters, batch, run)
-        self._write(gradients, found, passed)
+        self.together.write(nested(dict(gradients)), found, passed, self.shown)
         if run.training:
             seconds, alone = perf_counter() - start, replace(run, count=0)
 
@@ -490,38 +471,19 @@ class JointFunctions:
         loss, weight = passed.output
         return float(loss.detach()), float(weight)
 
-    def _differentiated(
-        self, parameters: Mapping[str, Array], batch: Any, run: Run
-    ) -> tuple[Passed, dict[str, torch.Tensor | None]]:
-        """Return the results of a pass, and the gradients of the loss by name."""
+    def _differentiated(self, parameters: Mapping[str, Array], batch: Any, run: Run) -> tuple[Passed, Gradients]:
+        """Return the results of a pass, and the gradients of the loss by the parameters that have one."""
         call, params = self.together, nested(dict(parameters))
         specs = call.tensors.specs
         with call.prepared(run), torch.enable_grad():
             given = call.given(params)
-            weights = {s.name: t.requires_grad_() for t, s in zip(given, specs, strict=True) if s.optimized}
+            weights = [t.requires_grad_() for t, s in zip(given, specs, strict=True) if s.optimized]
             passed = call(params, given, map_leaves(as_tensor, batch), run)
             loss, _ = passed.output
             if not loss.requires_grad:
                 raise LayoutError(f"{self.shown} returned a loss that depends on no parameter: does it use .detach()?")
             with call.placed(params):
-                found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-        return passed, dict(zip(weights, found, strict=True))
-
-    def _write(self, gradients: Mapping[str, Array], found: Mapping[str, Any], passed: Passed) -> None:
-        tensors, statistics = self.together.tensors, iter(passed.averages)
-        for integer, number in zip(tensors.integer_specs, passed.numbers, strict=True):
-            put(gradients[integer.name], number)
-        for spec in tensors.specs:
-            value = next(statistics) if spec.averaged else found.get(spec.name)
-            if value is not None:
-                put(gradients[spec.name], value)
-            elif spec.name in tensors.unused:
-                gradients[spec.name][...] = 0
-            elif spec.optimized:
-                raise LayoutError(
-                    f"{self.shown} does not depend on parameter {spec.name!r}, so it has no gradient: freeze it "
-                    "(frozen=), or name it in unused= if only some samples use it"
-                )
+                return passed, torch.autograd.grad(loss, weights, allow_unused=True)
 
     def loss(self, parameters: Mapping[str, Array], batch: Any, run: Run = EVALUATE) -> tuple[float, float]:
         """Return the sum of losses and its weight."""

@@ -21,13 +21,12 @@ from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mpizero._util.checks import named
 from mpizero._util.pytree import map_leaves, paths_of
 from mpizero._util.text import is_users
-from mpizero.adapters.torch.autograd import as_tensor
+from mpizero.adapters.torch.autograd import Kernels, as_tensor
 from mpizero.adapters.torch.call import TorchSettings, arguments_of, begin_training, called, torch_pass
 from mpizero.adapters.user_code import derived_seed
 from mpizero.errors import ConfigError, LayoutError, MpizeroError
@@ -63,19 +62,13 @@ def check_functions(module: torch.nn.Module) -> None:
     for path, inner in module.named_modules():
         for key, value in vars(inner).items():
             for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,):
-                if (found := next((v for v in _referred(one) if id(v) in names), None)) is not None:
-                    told = names[id(found)]
+                if (told := next((names[id(v)] for v in values_of(one) if id(v) in names), None)) is not None:
                     raise ConfigError(
                         f"TorchModel: {f'{path}.{key}' if path else key} holds the function {one.__qualname__}, which "
                         f"refers to {f'submodule {told!r}' if told else 'the module'}: the module is copied, its "
                         "functions are not, so it would compute with the start values for ever; make it a method, or "
                         "let it take the module as an argument, as hooks do"
                     )
-
-
-def _referred(function: Any) -> list[Any]:
-    """Return the modules that a function refers to."""
-    return [value for value in values_of(function) if isinstance(value, torch.nn.Module)]
 
 
 def values_of(function: Any) -> list[Any]:
@@ -190,17 +183,12 @@ class Originals:
         return Reads({_address(tensor): name for name, tensor in kept if tensor is not None})
 
 
-class Reads(TorchDispatchMode):  # type: ignore[misc]
+class Reads(Kernels):
     """Note the first operation on one of some tensors, whose names are given by their addresses."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
         self._names, self.found = {address: name for address, name in names.items() if address}, ""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Keep PyTorch's compiler out of :meth:`__torch_dispatch__` only if it is imported, which takes seconds."""
-        return "torch._dynamo" in sys.modules
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""

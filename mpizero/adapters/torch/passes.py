@@ -7,7 +7,6 @@ work, and the memory that they make. :class:`TorchLoss` is a function or module 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,14 +16,22 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from mpizero._util.checks import named
 from mpizero._util.pytree import leaves_of, map_leaves
 from mpizero._util.text import users_line
-from mpizero.adapters.torch.autograd import Placed, as_array, as_tensor, gradient_leaves, gradients_of
+from mpizero.adapters.torch.autograd import (
+    Gradients,
+    Kernels,
+    Placed,
+    as_tensor,
+    gradient_leaves,
+    gradients_like,
+    gradients_of,
+    put,
+)
 from mpizero.adapters.torch.call import (
     UNDIFFERENTIATED,
     BlockTensors,
@@ -44,7 +51,7 @@ from mpizero.adapters.torch.originals import Originals
 from mpizero.adapters.user_code import EfficientSamples, PassWork, derived_seed
 from mpizero.errors import ConfigError, DataError, LayoutError
 from mpizero.layout.flat import value_at
-from mpizero.types import Array, Params, Run
+from mpizero.types import Params, Run
 
 
 class Passed(NamedTuple):
@@ -64,22 +71,6 @@ class Passed(NamedTuple):
     given: list[torch.Tensor]
     averages: list[torch.Tensor]
     numbers: list[torch.Tensor]
-
-
-@dataclass
-class _Seen:
-    """Hold what earlier passes have shown.
-
-    Attributes
-    ----------
-    modes : set of bool
-        Whether they were in training.
-    changes_input : bool
-        Whether the module changes its input in place.
-    """
-
-    modes: set[bool] = field(default_factory=set)
-    changes_input: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +106,6 @@ class ModuleCall:
     training: tuple[tuple[torch.nn.Module, bool], ...]
     first_pass: FirstPass
     uses_data: bool
-    _seen: _Seen = field(default_factory=_Seen)
     _copies: Copies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -127,14 +117,9 @@ class ModuleCall:
         return type(self.module).__name__
 
     @property
-    def random(self) -> bool:
-        """Tell whether passes so far have drawn random numbers."""
-        return self.first_pass.random
-
-    @property
     def new(self) -> bool:
         """Tell whether no pass in the present mode was completed yet."""
-        return self.module.training not in self._seen.modes
+        return self.module.training not in self.first_pass.modes
 
     def values(self, params: Params) -> list[torch.Tensor]:
         """Return tensors that share the memory of the arrays in ``params`` of all that is stored. Not collective."""
@@ -185,20 +170,15 @@ class ModuleCall:
         own, new = self.tensors, self.new
         numbers = self._numbers(params)
         self._look(given, numbers, x, run)
-        x = x if not new and not self._seen.changes_input else map_leaves(torch.clone, x)
+        x = x if not new and not self.first_pass.changes_input else map_leaves(torch.clone, x)
         watched = self._watched(given)
-        versions = [tensor._version for _, _, tensor in watched]
         inputs = [(leaf, leaf._version) for leaf in leaves_of(x)]
         with in_places((*own.stored, *own.integers), [*given, *numbers]):
             with self.settings.functions():
                 output = called(self.module, x)
             averages = [one.now.detach() for one, spec in zip(own.stored, own.specs, strict=True) if spec.averaged]
             numbers = [one.now for one in own.integers]
-            changed = [
-                one
-                for (one, _, before), version in zip(watched, versions, strict=True)
-                if one.now is not before or before._version != version
-            ]
+            changed = [one for one, tensor, v in watched if one.now is not tensor or tensor._version != v]
         if odd := [leaf for leaf in leaves_of(output) if not isinstance(leaf, torch.Tensor)]:
             raise DataError(
                 f"{self.shown} returned a {type(odd[0]).__name__}: a block returns tensors, alone or in tuples, lists "
@@ -206,11 +186,37 @@ class ModuleCall:
             )
         if new:
             before = dict(zip(map(id, own.stored), self.values(params), strict=True))
-            changed += [one for one, _, now in watched if id(one) in before and not torch.equal(now, before[id(one)])]
+            changed += [one for one, now, _ in watched if id(one) in before and not torch.equal(now, before[id(one)])]
         if changed:
             raise self._change_of(changed[0])
         self._note_input(any(leaf._version != version for leaf, version in inputs))
         return Passed(output, given, averages, numbers)
+
+    def write(self, grads: Params, weights: Gradients, passed: Passed, loss: str) -> None:
+        """Write the gradients of parameters, and the new values of buffers, to the arrays ``grads``.
+
+        Raises
+        ------
+        LayoutError
+            If a parameter has no gradient; ``loss`` says of what.
+        """
+        own = self.tensors
+        for integer, number in zip(own.integer_specs, passed.numbers, strict=True):
+            put(value_at(grads, integer.name), number)
+        gradients, statistics = iter(weights), iter(passed.averages)
+        for spec in own.specs:
+            value = next(statistics) if spec.averaged else next(gradients) if spec.optimized else None
+            if not spec.trainable:
+                continue
+            if value is not None:
+                put(value_at(grads, spec.name), value)
+            elif spec.name in own.unused:
+                value_at(grads, spec.name)[...] = 0
+            else:
+                raise LayoutError(
+                    f"{loss} does not depend on parameter {spec.name!r}, so it has no gradient: freeze it (frozen=), "
+                    "or name it in unused= if only some samples use it"
+                )
 
     def on_zeros(self, x: Any, dtype: np.dtype[Any], mode: AbstractContextManager[Any]) -> Any:
         """Return what a copy of the module returns for ``x`` in training, where all that is stored is zero.
@@ -241,17 +247,17 @@ class ModuleCall:
         kind = self.first_pass.new_kind(x, training=training, counted=run.count > 0)
         if kind is not None:
             self.first_pass.check(self._copies.maker(given, numbers), x, training=training)
-            self._seen.changes_input |= self.first_pass.changes_input
         if self.first_pass.follows(run.count, new=kind is not None):
             self.first_pass.follow(self._copies.maker(given, numbers), x, run.count, training=training)
         if kind is not None:
             self.first_pass.seen.add(kind)
 
-    def _watched(self, given: Sequence[torch.Tensor]) -> list[tuple[Held, bool, torch.Tensor]]:
-        """Return what no forward pass may change: what it is, whether it is stored, and the tensor in its place."""
+    def _watched(self, given: Sequence[torch.Tensor]) -> list[tuple[Held, torch.Tensor, int]]:
+        """Return what no forward pass may change: what it is, the tensor in its place, and the tensor's version."""
         own = self.tensors
         stored = zip(own.stored, own.specs, given, strict=True)
-        return [(one, True, t) for one, spec, t in stored if not spec.averaged] + [(k, False, k.now) for k in own.kept]
+        tensors = [(one, t) for one, spec, t in stored if not spec.averaged] + [(one, one.now) for one in own.kept]
+        return [(one, tensor, tensor._version) for one, tensor in tensors]
 
     def _change_of(self, one: Held) -> LayoutError:
         if one.name in self.tensors.parameters:
@@ -263,22 +269,13 @@ class ModuleCall:
 
     def _note_input(self, changed: bool) -> None:
         """Remember whether the first pass has changed its input in place; refuse it if a later pass is the first to."""
-        if changed and not self.new and not self._seen.changes_input:
+        if changed and not self.new and not self.first_pass.changes_input:
             raise LayoutError(
                 f"{self.shown} changes its input in place, which it did not at first: samples and the output of the "
                 "block before are overwritten; leave out inplace=True, or compute with a copy"
             )
-        self._seen.changes_input |= changed
-        self._seen.modes.add(self.module.training)
-
-
-class _Kernels(TorchDispatchMode):  # type: ignore[misc]
-    """See, in a ``with`` block, the kernels that PyTorch calls."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Keep PyTorch's compiler out of the calls only if it is imported, which takes as long as PyTorch itself."""
-        return "torch._dynamo" in sys.modules
+        self.first_pass.changes_input |= changed
+        self.first_pass.modes.add(self.module.training)
 
 
 def efficient_samples(calls: Sequence[ModuleCall], dtype: np.dtype[Any]) -> EfficientSamples:
@@ -302,7 +299,7 @@ def _work(calls: Sequence[ModuleCall], dtype: np.dtype[Any], x: Any, y: Any) -> 
 _BOTH = 3
 
 
-class _Counter(_Kernels):
+class _Counter(Kernels):
     """Count the kernels that PyTorch calls in forward passes, and their work, times :data:`_BOTH`."""
 
     def __init__(self) -> None:
@@ -325,7 +322,7 @@ class _Counter(_Kernels):
         return output
 
 
-class Allocations(_Kernels):
+class Allocations(Kernels):
     """Count, in a ``with`` block, the bytes of the tensors that operations of PyTorch make and that are still used.
 
     What an operation takes for itself and gives back before it ends is :attr:`unseen`.
@@ -449,15 +446,7 @@ class TorchLoss:
                     "use .detach(), .item() or torch.no_grad()?"
                 )
             found = gradients_of([loss], leaves, [torch.full_like(loss, scale)])
-        left = iter(zip(leaves, found, strict=True))
-
-        def gradient(leaf: Any) -> Array | None:
-            if leaf.dtype.kind not in "fc":
-                return None
-            tensor, value = next(left)
-            return as_array(torch.zeros_like(tensor) if value is None else value)
-
-        return map_leaves(gradient, prediction)
+        return gradients_like(prediction, found)
 
     def value(self, prediction: Any, target: Any, **given: Any) -> tuple[torch.Tensor, float]:
         """Call the function, with what it is ``given`` besides; return the sum as a tensor, and the weight."""
