@@ -27,7 +27,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
@@ -142,9 +142,8 @@ def _taken(values: Any, what: str) -> Array:
     return native(np.asarray(unmasked_samples(values, what)))
 
 
-@dataclass
-class Arrivals:
-    """Hold what has arrived from the producers, and what has become of them.
+class Receiver(ABC):
+    """Receive samples on rank 0 of the trainers; no method waits.
 
     Attributes
     ----------
@@ -154,36 +153,21 @@ class Arrivals:
         The producers that will send no more.
     failures : dict
         The errors of those that have failed, by producer.
-    """
-
-    samples: list[Sample] = field(default_factory=list)
-    ended: set[str] = field(default_factory=set)
-    failures: dict[str, str] = field(default_factory=dict)
-
-
-class Receiver(ABC):
-    """Receive samples on rank 0 of the trainers; no method waits.
-
-    Attributes
-    ----------
-    arrivals : Arrivals
-        What has arrived.
+    complete : bool
+        Whether all producers have ended and all of their samples are in ``samples``.
     first_end_stops : bool
         Whether no samples are taken after the first end of a producer.
     """
 
     def __init__(self) -> None:
-        self.arrivals = Arrivals()
-        self.first_end_stops = False
+        self.samples: list[Sample] = []
+        self.ended: set[str] = set()
+        self.failures: dict[str, str] = {}
+        self.complete = self.first_end_stops = False
 
     @abstractmethod
     def poll(self, wanted: int) -> bool:
-        """Take in what has arrived, until ``arrivals`` has ``wanted`` samples; tell whether anything has."""
-
-    @property
-    @abstractmethod
-    def complete(self) -> bool:
-        """True if all producers have ended and all of their samples are in ``arrivals``."""
+        """Take in what has arrived, until ``samples`` has ``wanted``; tell whether anything has."""
 
     @abstractmethod
     def waits_for(self) -> str:
@@ -226,13 +210,13 @@ class _Line:
         self.name, self.ended, self.error, self.told = f"rank {rank}", False, "", False
         self._comm, self._rank, self._form = comm, rank, form
         self.samples: deque[Sample] = deque()
-        self._answers: list[Request] = []
+        self.answers: list[Request] = []  # that have not left yet
         self._buffer = message(form)
         self._request: Request = comm.irecv(self._buffer, rank, SAMPLE)
 
     def receive(self) -> bool:
         """Take in one message if it has arrived; tell whether it has."""
-        self._answers = [one for one in self._answers if not one.test()]
+        self.answers = [one for one in self.answers if not one.test()]
         if self.ended or not self._request.test():
             return False
         kind, number = self._buffer[:HEADER].view(np.int64).tolist()
@@ -251,13 +235,7 @@ class _Line:
         if self.told:
             return
         self.told = what == STOPPED
-        self._answers.append(self._comm.isend(np.array([what]), self._rank, ANSWER))
-
-    @property
-    def answered(self) -> bool:
-        """True if all answers have left."""
-        self._answers = [one for one in self._answers if not one.test()]
-        return not self._answers
+        self.answers.append(self._comm.isend(np.array([what]), self._rank, ANSWER))
 
 
 class MessageReceiver(Receiver):
@@ -273,14 +251,13 @@ class MessageReceiver(Receiver):
         self._turn = 0
 
     def poll(self, wanted: int) -> bool:
-        """Take in what has arrived, until ``arrivals`` has ``wanted`` samples; tell whether anything has."""
+        """Take in what has arrived, until ``samples`` has ``wanted``; tell whether anything has."""
         found = [line.receive() for line in self._lines]
-        for line in self._lines:
-            if line.error:
-                self.arrivals.failures[line.name] = line.error
-        while len(self.arrivals.samples) < wanted and (chosen := self._next()) is not None:
-            self.arrivals.samples.append(chosen.samples.popleft())
+        self.failures |= {line.name: line.error for line in self._lines if line.error}
+        while len(self.samples) < wanted and (chosen := self._next()) is not None:
+            self.samples.append(chosen.samples.popleft())
             chosen.answer(TAKEN)
+        self.complete = all(line.ended and not line.samples for line in self._lines)
         return any(found)
 
     def _next(self) -> _Line | None:
@@ -290,18 +267,13 @@ class MessageReceiver(Receiver):
             if not line.samples:
                 if not line.ended:
                     return None
-                self.arrivals.ended.add(line.name)
+                self.ended.add(line.name)
                 if self.first_end_stops:
                     return None
             self._turn = (self._turn + 1) % len(self._lines)
             if line.samples:
                 return line
         return None
-
-    @property
-    def complete(self) -> bool:
-        """True if all producers have ended and all of their samples are in ``arrivals``."""
-        return all(line.ended and not line.samples for line in self._lines)
 
     def waits_for(self) -> str:
         """Return a text that names the producers that have not ended."""
@@ -320,7 +292,7 @@ class MessageReceiver(Receiver):
         for line in self._lines:
             line.receive()
             line.samples.clear()
-        return all([line.ended and line.answered for line in self._lines])
+        return all(line.ended and not line.answers for line in self._lines)
 
 
 #: Longest pause between two looks at what has arrived, in seconds.
@@ -528,7 +500,7 @@ class OnlineSource:
                 continue
             self._ended = taken < count
             if self.comm.rank == 0:
-                found = self._receiver_here.arrivals.samples
+                found = self._receiver_here.samples
                 self._last, found[:taken] = found[:taken], []
                 self._record()
                 return self._last
@@ -565,19 +537,18 @@ class OnlineSource:
         while True:
             came = receiver.poll(count)
             any_came |= came
-            arrivals = receiver.arrivals
-            if arrivals.failures and self._on_error == "raise":
-                name, text = next(iter(arrivals.failures.items()))
+            if receiver.failures and self._on_error == "raise":
+                name, text = next(iter(receiver.failures.items()))
                 raise DataError(f"the producer {name} has failed: {text}")
-            if len(arrivals.samples) >= count:
+            if len(receiver.samples) >= count:
                 return any_came, count
-            if receiver.complete or (self._on_end == "stop" and arrivals.ended):
-                return any_came, len(arrivals.samples)
+            if receiver.complete or (self._on_end == "stop" and receiver.ended):
+                return any_came, len(receiver.samples)
             now = time.monotonic()
             if now - heard > self._timeout and not any_came:
                 raise DataError(
                     f"no sample has arrived for {now - heard:.0f} s (timeout={self._timeout:g}), "
-                    f"{len(arrivals.samples)} of {count} of the next batch are there; not ended: "
+                    f"{len(receiver.samples)} of {count} of the next batch are there; not ended: "
                     f"{receiver.waits_for()}: let it end by close(), or give a longer timeout"
                 )
             if now > until:
@@ -939,23 +910,22 @@ class SpoolReceiver(Receiver):
         self._held: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _STOP_FILE).unlink(missing_ok=True)
-        self._complete = False
 
     def poll(self, wanted: int) -> bool:
-        """Take in what has arrived, until ``arrivals`` has ``wanted`` samples; tell whether anything has."""
+        """Take in what has arrived, until ``samples`` has ``wanted``; tell whether anything has."""
         self._see_ends()  # before the samples: what a producer has written before its end is seen below
         new = [one for one in _samples_in(self._folder) if one[2] not in self._held]
-        for ordinal, producer, name in new[: max(0, wanted - len(self.arrivals.samples))]:
-            self.arrivals.samples.append(Sample(producer, ordinal, *self._read(name)))
+        for ordinal, producer, name in new[: max(0, wanted - len(self.samples))]:
+            self.samples.append(Sample(producer, ordinal, *self._read(name)))
             self._held.add(name)
-        self._complete = len(self.arrivals.ended) >= self._count and not new
+        self.complete = len(self.ended) >= self._count and not new
         return bool(new)
 
     def _see_ends(self) -> None:
         ended = {path.stem: path for path in self._folder.glob("*.end")}
-        self.arrivals.ended = set(ended)
+        self.ended = set(ended)
         texts = {name: _untrusted(path, lambda path: read_regular(path, MOST_TEXT)) for name, path in ended.items()}
-        self.arrivals.failures = {name: text.decode(errors="replace") for name, text in texts.items() if text}
+        self.failures = {name: text.decode(errors="replace") for name, text in texts.items() if text}
 
     def _read(self, name: str) -> tuple[Any, Any]:
         path = self._folder / name
@@ -966,14 +936,9 @@ class SpoolReceiver(Receiver):
             raise DataError(f"{path}: not a readable sample: it has no array {min(missing)!r}")
         return self._form.checked(found["x"], found["y"], str(path))
 
-    @property
-    def complete(self) -> bool:
-        """True if all producers have ended and all of their samples are in ``arrivals``."""
-        return self._complete
-
     def waits_for(self) -> str:
         """Return a text that names the producers that have not ended."""
-        return f"{self._count - len(self.arrivals.ended)} of {self._count} producers of {self._folder}"
+        return f"{self._count - len(self.ended)} of {self._count} producers of {self._folder}"
 
     def release(self, samples: list[Sample]) -> None:
         """Remove the files of samples on which all ranks have trained."""
