@@ -84,16 +84,19 @@ def line_that_changes(state: Callable[[], Any], action: Callable[[], Any]) -> Li
 
     None stands for no such line. Errors of ``action`` are ignored.
     """
-    before, found = state(), list[Line]()
-    last: list[Line | None] = [None]
+    before, last, found = state(), None, None
+
+    def look() -> None:
+        nonlocal found
+        if found is None and last is not None and state() != before:
+            found = last
 
     def followed(frame: FrameType, event: str, argument: Any) -> Any:
-        if not found:
-            if last[0] is not None and state() != before:
-                found.append(last[0])
-            at = frame.f_back if event == "return" and frame.f_back is not None else frame  # the rest of its line runs
-            if is_users(at.f_code.co_filename):
-                last[0] = Line(at.f_code.co_filename, at.f_lineno, at.f_code.co_name)
+        nonlocal last
+        look()
+        at = frame.f_back if event == "return" and frame.f_back is not None else frame  # the rest of its line runs
+        if is_users(at.f_code.co_filename):
+            last = Line(at.f_code.co_filename, at.f_lineno, at.f_code.co_name)
         return followed
 
     def entered(frame: FrameType, event: str, argument: Any) -> Any:
@@ -107,9 +110,8 @@ def line_that_changes(state: Callable[[], Any], action: Callable[[], Any]) -> Li
         pass
     finally:
         sys.settrace(tracer)
-    if not found and last[0] is not None and state() != before:
-        found.append(last[0])
-    return next(iter(found), None)
+    look()
+    return found
 
 
 #: Most levels of objects inside of objects, and most values, that are looked at; bytes of an array that are all read.

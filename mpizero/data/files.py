@@ -166,9 +166,8 @@ class JoinedArray:
         for part in parts:
             if len(part.shape) <= axis:
                 raise DataError(f"{part.label} has shape {part.shape}: it has no axis {axis} along which samples lie")
-            fits = [a == b for a, b in zip(part.shape, first.shape, strict=False)]
-            fits[axis] = True
-            if len(part.shape) != len(first.shape) or not all(fits) or part.dtype != first.dtype:
+            besides = (one.shape[:axis] + one.shape[axis + 1 :] for one in (part, first))
+            if len(set(besides)) > 1 or part.dtype != first.dtype:
                 raise DataError(
                     f"{part.label} has {part.dtype} of shape {part.shape}, {first.label} {first.dtype} of shape "
                     f"{first.shape}: files that are joined differ along axis {axis} only"
@@ -478,11 +477,10 @@ class FileSource(Source):
         if self.windows.are_rows:
             found = array.rows(indices + shift)
         else:
-            blocks = [array.block(self.windows.block(i, array.shape, shift)) for i in indices.tolist()]
             shape = tuple(part.stop - part.start for part in self.windows.block(0, array.shape))
             found = np.empty((indices.size, *shape), array.dtype)
-            for row, block in zip(found, blocks, strict=True):
-                row[...] = block
+            for row, sample in zip(found, indices.tolist(), strict=True):
+                row[...] = array.block(self.windows.block(sample, array.shape, shift))
             if self.windows.axis not in self.windows.lengths:
                 found = found.reshape(indices.size, *np.delete(shape, self.windows.axis))
         if not self.allow_nan and found.size and found.dtype.kind in "fc" and np.isnan(found.min()):

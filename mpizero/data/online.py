@@ -36,6 +36,7 @@ import numpy as np
 
 from mpizero._util.checks import native, number, require, unmasked_samples, whole
 from mpizero._util.names import explains
+from mpizero._util.text import write_whole
 from mpizero.checkpoint.atomic_folder import sync_folder
 from mpizero.checkpoint.format import read_regular
 from mpizero.comm import Communicator, Request, as_communicator
@@ -768,15 +769,10 @@ class OnlineJob:
 _STOP_FILE = "TRAINING_HAS_ENDED"
 
 
-def _write(folder: Path, name: str, data: bytes) -> None:
+def _write(path: Path, data: bytes) -> None:
     """Write a file that is whole and durable when it appears under its name."""
-    temporary = folder / f".{name}.tmp"
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / name)
-    sync_folder(str(folder))
+    write_whole(path, data)
+    sync_folder(str(path.parent))
 
 
 #: Pause between two looks into the folder, in seconds.
@@ -857,7 +853,7 @@ class SpoolProducer:
         self._last = max(self._last + 1, time.time_ns())
         buffer = io.BytesIO()
         np.savez(buffer, x=x, y=y)
-        _write(self._folder, f"{self.name}-{self._last:020d}.npz", buffer.getvalue())
+        _write(self._folder / f"{self.name}-{self._last:020d}.npz", buffer.getvalue())
         return True
 
     @property
@@ -868,7 +864,7 @@ class SpoolProducer:
         """Tell the trainers that no more samples come, because of ``error`` if there is one."""
         if not self._closed:
             self._closed = True
-            _write(self._folder, self._end_file.name, error.encode())
+            _write(self._end_file, error.encode())
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -949,7 +945,7 @@ class SpoolReceiver(Receiver):
 
     def stop(self) -> None:
         """Tell the producers that nobody trains any more."""
-        _write(self._folder, _STOP_FILE, b"")
+        _write(self._folder / _STOP_FILE, b"")
 
     def gone(self) -> bool:
         """Return True: producers of other jobs are not waited for."""

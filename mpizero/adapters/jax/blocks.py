@@ -43,7 +43,7 @@ from mpizero.adapters.jax.function import (
     samples,
     sum_and_weight,
 )
-from mpizero.adapters.user_code import PassTimes, derived_seed
+from mpizero.adapters.user_code import PassTimes
 from mpizero.errors import ConfigError, UnsupportedError
 from mpizero.layout.flat import value_at
 from mpizero.nn.layer import Layer, Operations
@@ -568,9 +568,8 @@ class StartValues(Mapping[str, Array]):
         block, number = self._blocks[name], list(self._blocks).index(name)
         tree = block.parameters
         if callable(tree):
-            seed = derived_seed(Run(seed=self._seed, step=-1), number)
             try:
-                tree = tree(jax.random.fold_in(jax.random.key(seed & 0xFFFFFFFF), seed >> 32 & 0xFFFFFFFF))
+                tree = tree(make_key(key_data(Run(seed=self._seed, step=-1), number)))
             except TypeError as error:
                 error.add_note(f"In block {name!r}: init is called as init(key), and returns a pytree of parameters")
                 raise

@@ -144,15 +144,11 @@ SINGLE = "value"
 
 def dotted(path: Sequence[Any]) -> str:
     """Return a path of JAX as a name: keys, indices and attributes, joined by dots."""
-    steps = []
-    for step in path:
-        for attribute in ("key", "idx", "name"):
-            if hasattr(step, attribute):
-                steps.append(str(getattr(step, attribute)))
-                break
-        else:
-            steps.append(str(step).strip(".[]'\""))
-    return ".".join(steps) or SINGLE
+    steps = (
+        next((getattr(step, name) for name in ("key", "idx", "name") if hasattr(step, name)), str(step).strip(".[]'\""))
+        for step in path
+    )
+    return ".".join(map(str, steps)) or SINGLE
 
 
 def _check_leaf(leaf: Any, what: str) -> None:

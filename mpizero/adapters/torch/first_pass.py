@@ -13,7 +13,6 @@ them, but for what random numbers and statistics of a grain change: in evaluatio
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from functools import partial
 from itertools import count
 from math import isfinite
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -155,7 +155,7 @@ class _Chain:
 class Trial:
     """Follow the first samples through the blocks of a model to its loss, together and in two parts.
 
-    Each thread that is a rank follows samples of its own.
+    Each thread that is a rank follows samples of its own. ``done`` is also True where they are not to be compared.
     """
 
     done: bool = False
@@ -198,19 +198,23 @@ class Trial:
         return found
 
 
-class Outcome(NamedTuple):
-    """Hold what a pass has computed: output, gradients of parameters and input by name, new values of buffers."""
-
-    output: Any
-    gradients: dict[str, torch.Tensor | None]
-    buffers: dict[str, torch.Tensor]
-    changes_input: bool
-
-
 class CopyGraph(NamedTuple):
-    """Hold a forward pass with its graph: the output, and the tensors whose gradients are wanted by name.
+    """Hold what a pass has computed.
 
-    ``half_precision`` says whether a function of PyTorch has returned numbers of 16 bits in it.
+    Attributes
+    ----------
+    output : object
+        What the module returned.
+    ends : dict
+        The tensors whose gradients are wanted, of parameters and input by name.
+    buffers : dict
+        New values of buffers by name.
+    changes_input : bool
+        Whether the module has changed its input in place.
+    half_precision : bool
+        Whether a function of PyTorch has returned numbers of 16 bits.
+    gradients : dict
+        The gradients of the ends, where there was a backward pass.
     """
 
     output: Any
@@ -218,6 +222,7 @@ class CopyGraph(NamedTuple):
     buffers: dict[str, torch.Tensor]
     changes_input: bool
     half_precision: bool
+    gradients: Mapping[str, torch.Tensor | None] = MappingProxyType({})
 
 
 class _Kinds(TorchFunctionMode):  # type: ignore[misc]
@@ -268,11 +273,11 @@ class ModuleCopy:
         buffers = {name: value for name, value in now.items() if name in names}
         return CopyGraph(output, ends, buffers, changed, kinds.half_precision)
 
-    def outcome(self, x: Any, **modes: bool) -> Outcome:
-        """Run the module forward and, if there are ``gradients``, backward."""
+    def outcome(self, x: Any, **modes: bool) -> CopyGraph:
+        """Run the module forward and, if there are ``gradients``, backward; the graph is not kept."""
         graph = self.run(x, **modes)
         output = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, graph.output)
-        return Outcome(output, self.gradients(graph), graph.buffers, graph.changes_input)
+        return graph._replace(output=output, ends={}, gradients=self.gradients(graph))
 
     def gradients(
         self, graph: CopyGraph, leaves: Sequence[torch.Tensor] | None = None, *, linear: bool = False
@@ -293,37 +298,6 @@ class ModuleCopy:
             given = [torch.ones_like(t) if linear else torch.cos(t.detach()).conj() for t in leaves]
             found = gradients_of(leaves, list(graph.ends.values()), given)
         return dict(zip(graph.ends, found, strict=True))
-
-
-@dataclass(eq=False)
-class Copies:
-    """Make copies of a block's module as it was before its first pass.
-
-    Parameters
-    ----------
-    module, tensors, modes
-        The module, what it holds, and whether each of its submodules is in training mode.
-    settings : TorchSettings
-        Settings of the process during a pass.
-    """
-
-    module: torch.nn.Module
-    tensors: BlockTensors
-    modes: Sequence[tuple[torch.nn.Module, bool]]
-    settings: TorchSettings
-    _first: tuple[torch.nn.Module, BlockTensors, Any] | None = None
-
-    def maker(self, values: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor]) -> Callable[[], ModuleCopy]:
-        """Return a function that makes a copy for passes with these values of what is stored. Not collective."""
-        if self._first is None:  # a pass may leave what cannot be copied, such as a tensor with its graph
-            self._first = copy.deepcopy((self.module, self.tensors, self.modes))
-        first = self._first
-
-        def fresh() -> ModuleCopy:
-            module, tensors, modes = copy.deepcopy(first)
-            return ModuleCopy(module, tensors, modes, self.settings, values, numbers)
-
-        return fresh
 
 
 @contextmanager
@@ -374,8 +348,8 @@ class FirstPass:
         Number of the block in the model.
     originals : Originals
         The tensors of the module that the block's one is a copy of.
-    trial : Trial or None
-        Follows samples from block to block in parts; None: they are not compared.
+    trial : Trial
+        Follows samples from block to block in parts.
     random, changes_input : bool
         Whether the module has drawn random numbers, and whether it has changed its input in place.
     modes : set of bool
@@ -389,7 +363,7 @@ class FirstPass:
     shown: str
     number: int
     originals: Originals
-    trial: Trial | None
+    trial: Trial
     random: bool = False
     changes_input: bool = False
     sums: bool = False
@@ -458,19 +432,13 @@ class FirstPass:
 
     def follows(self, count: int, *, new: bool) -> bool:
         """Tell whether ``count`` samples are to be computed in parts: where they are ``new``, or were not before."""
-        return self.trial is not None and not self.trial.done and count > 0 and (new or not self._followed)
-
-    def returned(self, output: Any) -> None:
-        """Note what the block returned for the samples."""
-        if self.trial is not None:
-            self.trial.returned(self.number, output)
+        return not self.trial.done and count > 0 and (new or not self._followed)
 
     def follow(self, fresh: Callable[[], ModuleCopy], x: Any, count: int, *, training: bool) -> None:
         """Compute ``count`` samples together and in two parts; raise :class:`LayoutError` if that is not the same.
 
         Samples for which the module raises an error are left out. Not collective.
         """
-        assert self.trial is not None
         self._followed = True
         parts, one = self.trial.input(self.number, x, count), fresh()
         if parts is None or _sees_grains(one.module):
@@ -483,11 +451,12 @@ class FirstPass:
             "gradients": training and not large,
             "of_input": self.number > 0,
         }
-        ways: list[tuple[ModuleCopy, Callable[[Any], Any]]] = [(one, _same)]
+        ways = [(one, parts)]
         if self.sums and any(value.dtype == torch.float32 for value in one.values):
-            ways.insert(0, (replace(one, values=list(map(in_double, one.values))), _wide_tree))
+            wide = replace(one, values=list(map(in_double, one.values)))
+            ways.insert(0, (wide, InParts(*(map_leaves(in_double, tree) for tree in parts))))
         with seeded() as again:
-            graphs = next(filter(None, (_in_parts(*way, parts, again, modes) for way in ways)), None)
+            graphs = next(filter(None, (_in_parts(*way, again, modes) for way in ways)), None)
             if graphs is None:  # a last grain may be as small as a part, but need not; noise is another in each part
                 self.trial.output(self.number, None)
                 return
@@ -559,11 +528,7 @@ def _same(tree: Any) -> Any:
 
 
 def _in_parts(
-    one: ModuleCopy,
-    converted: Callable[[Any], Any],
-    parts: InParts,
-    again: Callable[[], None],
-    modes: Mapping[str, bool],
+    one: ModuleCopy, parts: InParts, again: Callable[[], None], modes: Mapping[str, bool]
 ) -> list[CopyGraph] | None:
     """Run passes for all samples and for both parts; None where the module raises an error, or draws noise."""
     graphs = []
@@ -571,7 +536,7 @@ def _in_parts(
         for tree in parts:
             again()
             before = random_state()
-            graphs.append(one.run(converted(tree), **modes))
+            graphs.append(one.run(tree, **modes))
             if drawn_since(before):
                 return None
     except Exception:
@@ -585,7 +550,7 @@ def _sees_grains(module: torch.nn.Module) -> bool:
     return any(isinstance(inner, kind) and not inner.track_running_stats for inner in module.modules())
 
 
-def _difference(one: Outcome, other: Outcome) -> str | None:
+def _difference(one: CopyGraph, other: CopyGraph) -> str | None:
     """Return the first thing that two passes have computed differently."""
     pairs = [("output", leaves_of(one.output), leaves_of(other.output))]
     for kind in ("gradients", "buffers"):

@@ -164,7 +164,7 @@ class TorchModel:
         self._module = without_values(given)
         if given is module:
             LeftBehind(module, self._originals)
-        self._trial = Trial() if compare_forward else None
+        self._trial = Trial(done=not compare_forward)
         chosen = {"": self._module}
         besides = given_besides(loss)
         if besides and (blocks is not None or activation_checkpointing):

@@ -7,6 +7,7 @@ work, and the memory that they make. :class:`TorchLoss` is a function or module 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -46,7 +47,7 @@ from mpizero.adapters.torch.call import (
     set_random_state,
     torch_pass,
 )
-from mpizero.adapters.torch.first_pass import MOST_ADDED, Copies, FirstLoss, FirstPass, Trial, parts_of, seeded
+from mpizero.adapters.torch.first_pass import MOST_ADDED, FirstLoss, FirstPass, ModuleCopy, Trial, parts_of, seeded
 from mpizero.adapters.torch.originals import Originals
 from mpizero.adapters.user_code import EfficientSamples, PassWork, derived_seed
 from mpizero.errors import ConfigError, DataError, LayoutError
@@ -73,7 +74,7 @@ class Passed(NamedTuple):
     numbers: list[torch.Tensor]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ModuleCall:
     """Call a module with tensors that share the memory of given arrays in the places of its parameters.
 
@@ -106,10 +107,8 @@ class ModuleCall:
     training: tuple[tuple[torch.nn.Module, bool], ...]
     first_pass: FirstPass
     uses_data: bool
-    _copies: Copies = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_copies", Copies(self.module, self.tensors, self.training, self.settings))
+    #: What copies are made of: module, what it holds and modes before its first pass.
+    _before: tuple[Any, BlockTensors, Any] | None = field(default=None, init=False)
 
     @property
     def shown(self) -> str:
@@ -226,7 +225,7 @@ class ModuleCall:
         kinds = (dtype, np.result_type(dtype, np.complex64))
         values = [as_tensor(np.zeros(spec.shape, kinds[spec.complex])) for spec in self.tensors.specs]
         numbers = [as_tensor(np.zeros(spec.shape, spec.dtype)) for spec in self.tensors.integer_specs]
-        fresh = self._copies.maker(values, numbers)()
+        fresh = self._fresh(values, numbers)
         with torch_pass(self.settings), seeded(), mode:
             return fresh.run(x, training=True, gradients=False, of_input=False).output
 
@@ -243,14 +242,21 @@ class ModuleCall:
 
     def _look(self, given: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor], x: Any, run: Run) -> None:
         """Let copies of the module make the first passes on samples of new shapes."""
-        training = self.module.training
+        training, fresh = self.module.training, partial(self._fresh, given, numbers)
         kind = self.first_pass.new_kind(x, training=training, counted=run.count > 0)
         if kind is not None:
-            self.first_pass.check(self._copies.maker(given, numbers), x, training=training)
+            self.first_pass.check(fresh, x, training=training)
         if self.first_pass.follows(run.count, new=kind is not None):
-            self.first_pass.follow(self._copies.maker(given, numbers), x, run.count, training=training)
+            self.first_pass.follow(fresh, x, run.count, training=training)
         if kind is not None:
             self.first_pass.seen.add(kind)
+
+    def _fresh(self, values: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor]) -> ModuleCopy:
+        """Return a copy of the module as it was before its first pass, for passes with these values."""
+        if self._before is None:  # a pass may leave what cannot be copied, such as a tensor with its graph
+            self._before = copy.deepcopy((self.module, self.tensors, self.training))
+        module, tensors, modes = copy.deepcopy(self._before)
+        return ModuleCopy(module, tensors, modes, self.settings, values, numbers)
 
     def _watched(self, given: Sequence[torch.Tensor]) -> list[tuple[Held, torch.Tensor, int]]:
         """Return what no forward pass may change: what it is, the tensor in its place, and the tensor's version."""
@@ -387,7 +393,7 @@ class TorchLoss:
     function: Callable[..., Any]
     settings: TorchSettings
     originals: Originals
-    trial: Trial | None = None
+    trial: Trial = field(default_factory=Trial)
     _first: FirstLoss = field(init=False)
     #: Counts the arrays of a pass for the planner.
     allocations: ClassVar[Any] = Allocations
@@ -424,8 +430,7 @@ class TorchLoss:
                 self._first.seen.add(kind)
             if self._first.is_wanted(new=kind is not None) and self._adds_up(prediction, given, wanted):
                 self._first.added = True
-                if self.trial is not None:
-                    self.trial.done = True
+                self.trial.done = True
             leaves = gradient_leaves(given)
             for leaf in leaves:
                 leaf.requires_grad_()
@@ -484,7 +489,6 @@ class TorchLoss:
     def _adds_up(self, given: Any, prediction: Any, target: Any) -> bool:
         """Compare the loss of samples with those of their parts; tell whether it was possible. Not collective."""
         count = self._count(prediction, target)
-        trial = self.trial or Trial()
         wanted = parts_of(target, count, changed=False)
-        ways = trial.prediction(given, prediction, count)
+        ways = self.trial.prediction(given, prediction, count)
         return wanted is not None and any(n == count and self._first.adds_up(way, wanted, count) for way, n in ways)
