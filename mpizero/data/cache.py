@@ -32,7 +32,7 @@ from mpizero.data.source import (
     room_in_memory,
     sample_block,
 )
-from mpizero.errors import DataError, StateError
+from mpizero.errors import StateError
 from mpizero.kernels import cpu
 from mpizero.types import Array
 
@@ -131,13 +131,9 @@ class CachedSource(WrappedSource):
         """
         with self._mutex, self._locks.hold(block):
             if not self._ready[block]:
-                found = sample_block(self.source, block * self._block, self._block, "cached:")
-                own = slice(block * self._block, block * self._block + found.count())
-                if found.form != self._tree.form:
-                    raise DataError(
-                        f"cached: samples {own.start} to {own.stop - 1} are {found.form}, sample 0 is "
-                        f"{self._tree.form}: all must have the same shapes and types"
-                    )
+                first, like = block * self._block, ("sample 0 is", self._tree.form)
+                found = sample_block(self.source, first, self._block, "cached:", like)
+                own = slice(first, first + found.count())
                 for array, leaf in zip(self._arrays, found.leaves, strict=True):
                     array[own] = leaf
                 self._ready[block] = 1
@@ -313,13 +309,9 @@ class BlockShuffledSource(WrappedSource):
         while len(self._held) >= self.blocks:
             self._held.popitem(last=False)
         first = number * self.block
-        tree = sample_block(self.source, first, self.block, "BlockShuffledSource:")
-        self._form = self._form or tree.form
-        if tree.form != self._form:
-            raise DataError(
-                f"BlockShuffledSource: samples {first} to {first + tree.count() - 1} are {tree.form}, samples read "
-                f"before are {self._form}: all must have the same shapes and types"
-            )
+        like = "samples read before are", self._form
+        tree = sample_block(self.source, first, self.block, "BlockShuffledSource:", like)
+        self._form = tree.form
         self.blocks_read += 1
         self._held[number] = tree
         return tree

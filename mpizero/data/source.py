@@ -277,12 +277,24 @@ def check_unchanging(source: Source, by: str, fault: str) -> None:
         raise DataError(f"{by}: the source has no samples")
 
 
-def sample_block(source: Source, first: int, count: int, by: str) -> SampleTree:
-    """Return ``count`` neighbouring samples, fewer at the end; raise DataError that begins with ``by`` if no arrays."""
+def sample_block(source: Source, first: int, count: int, by: str, like: tuple[str, str] = ("", "")) -> SampleTree:
+    """Return ``count`` neighbouring samples, fewer at the end of the source.
+
+    Raises
+    ------
+    DataError
+        If samples are no arrays, or not ``like`` earlier ones: what those are in words, and their form if it is known.
+        The message begins with ``by``.
+    """
     x, y = source.samples(np.arange(first, min(first + count, len(source))))
     tree = SampleTree.of(x=x, y=y)
     if tree.uncut:
         raise DataError(f"{by} samples that are no arrays: {tree.uncut}")
+    if like[1] and tree.form != like[1]:
+        raise DataError(
+            f"{by} samples {first} to {first + tree.count() - 1} are {tree.form}, {like[0]} {like[1]}: all must have "
+            "the same shapes and types"
+        )
     return tree
 
 

@@ -375,24 +375,18 @@ class JaxBlock(Layer):
         return [value_at(params, spec.name) for spec in self.parameters]
 
 
-@dataclass(frozen=True, eq=False)
 class JaxLoss:
     """Compute a user's loss ``loss(prediction, y)``, and its gradient."""
 
-    loss: Callable[..., Any]
-    dtype: np.dtype[Any]
-    _traced: TracedFunction = field(repr=False)
-    _first: FirstGrains = field(init=False, repr=False)
-    _gradient: Callable[..., Any] = field(init=False, repr=False)
+    def __init__(self, loss: Callable[..., Any], dtype: np.dtype[Any]) -> None:
+        self.loss, self.dtype = loss, dtype
+        self._traced = TracedFunction(loss, "loss", "prediction", "y")
+        self._gradient = jax.jit(jax.value_and_grad(self._value, has_aux=True, allow_int=True))
+        self._first = FirstGrains(self._traced, self._value, self._gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the loss itself, which holds no values."""
         return self
-
-    def __post_init__(self) -> None:
-        gradient = jax.jit(jax.value_and_grad(self._value, has_aux=True, allow_int=True))
-        object.__setattr__(self, "_gradient", gradient)
-        object.__setattr__(self, "_first", FirstGrains(self._traced, self._value, gradient))
 
     def forward(self, prediction: Any, target: Any) -> tuple[float, float, Any]:
         """Return the sum of the losses, the weight, and the gradient of the sum."""

@@ -527,8 +527,43 @@ class FirstGrains:
                 raise
         within = _APART[16] if self.half_precision else within
         numbers = [np.array([one.loss, one.weight]) for one in found]
-        _check_sums(self.loss, numbers[0], numbers[1:], samples, within)
-        _check_gradients(self.loss, found, samples, within, add=bool(parameters))
+        self._check_sums(numbers[0], numbers[1:], samples, within)
+        self._check_gradients(found, samples, within, add=bool(parameters))
+
+    def _check_sums(self, whole: Array, halves: list[Array], samples: int, within: float) -> None:
+        if not np.isfinite([whole, *halves]).all():
+            return  # told by the step itself, with the tensor
+        apart = abs(whole - sum(halves))
+        allowed = within * np.maximum(abs(whole), sum(map(abs, halves)))
+        of, samples = "halves" if samples > 1 else "parts", max(samples, 2)
+        for at, what in enumerate(("loss", "weight")):
+            if apart[at] <= allowed[at] or not allowed[at]:
+                continue
+            a, b = halves[0][at], halves[1][at]
+            why = _TERM
+            if what == "weight":
+                why = "a weight that does not grow with the samples: return their number"
+            elif min(a, b) - allowed[at] <= whole[at] <= max(a, b) + allowed[at]:  # also of one with a mask or weights
+                why = "a mean over the samples: return their sum, jax.numpy.sum(losses)"
+            raise LayoutError(
+                f"{self.loss.shown}: the {what} of the first {samples} samples is {whole[at]:.6g}, of their two {of} "
+                f"{a:.6g} + {b:.6g}; probably {why}"
+            )
+
+    def _check_gradients(self, found: list[_Found], samples: int, within: float, *, add: bool) -> None:
+        """Raise ``LayoutError`` if gradients of the parts do not ``add`` up, or as rows do not make, the whole one."""
+        whole, first, second = (one.gradient for one in found)
+        largest = max((float(np.max(np.abs(leaf), initial=0)) for leaf in whole), default=0.0)
+        for a, b, c in zip(whole, first, second, strict=True):
+            other = b + c if add else np.concatenate([b, c])
+            size = max(float(np.max(np.abs(a), initial=0)), 1e-2 * largest)
+            if not (np.isfinite(a).all() and np.isfinite(other).all()):
+                continue
+            if (apart := float(np.max(np.abs(a - other), initial=0))) > 10 * within * size:
+                raise LayoutError(
+                    f"{self.loss.shown}: the gradient for the first {max(samples, 2)} samples and that for two parts "
+                    f"of them differ by {apart:.3g}, its largest element is {size:.3g}; probably {_TERM}"
+                )
 
 
 def parts_of(tree: Any, samples: int) -> list[Any]:
@@ -562,45 +597,6 @@ def _found(computed: Any, parameters: tuple[Any, ...], trees: Iterable[Any], key
 def _doubled(tree: Any) -> Any:
     kinds = {"float32": "float64", "complex64": "complex128"}
     return jax.tree_util.tree_map(lambda leaf: np.asarray(leaf, kinds.get(str(leaf.dtype), leaf.dtype)), tree)
-
-
-def _check_sums(
-    loss: TracedFunction, whole: np.ndarray[Any, Any], halves: list[np.ndarray[Any, Any]], samples: int, within: float
-) -> None:
-    if not np.isfinite([whole, *halves]).all():
-        return  # told by the step itself, with the tensor
-    apart = abs(whole - sum(halves))
-    allowed = within * np.maximum(abs(whole), sum(map(abs, halves)))
-    of, samples = "halves" if samples > 1 else "parts", max(samples, 2)
-    for at, what in enumerate(("loss", "weight")):
-        if apart[at] <= allowed[at] or not allowed[at]:
-            continue
-        a, b = halves[0][at], halves[1][at]
-        why = _TERM
-        if what == "weight":
-            why = "a weight that does not grow with the samples: return their number"
-        elif min(a, b) - allowed[at] <= whole[at] <= max(a, b) + allowed[at]:  # also of one with a mask or weights
-            why = "a mean over the samples: return their sum, jax.numpy.sum(losses)"
-        raise LayoutError(
-            f"{loss.shown}: the {what} of the first {samples} samples is {whole[at]:.6g}, of their two {of} "
-            f"{a:.6g} + {b:.6g}; probably {why}"
-        )
-
-
-def _check_gradients(loss: TracedFunction, found: list[_Found], samples: int, within: float, *, add: bool) -> None:
-    """Raise ``LayoutError`` if gradients of the parts do not ``add`` up, or are not those of rows, to the whole one."""
-    whole, first, second = (one.gradient for one in found)
-    largest = max((float(np.max(np.abs(leaf), initial=0)) for leaf in whole), default=0.0)
-    for a, b, c in zip(whole, first, second, strict=True):
-        other = b + c if add else np.concatenate([b, c])
-        size = max(float(np.max(np.abs(a), initial=0)), 1e-2 * largest)
-        if not (np.isfinite(a).all() and np.isfinite(other).all()):
-            continue
-        if (apart := float(np.max(np.abs(a - other), initial=0))) > 10 * within * size:
-            raise LayoutError(
-                f"{loss.shown}: the gradient for the first {max(samples, 2)} samples and that for two parts of them "
-                f"differ by {apart:.3g}, its largest element is {size:.3g}; probably {_TERM}"
-            )
 
 
 def check_rows(apply: TracedFunction, computed: Callable[[Any], Any], x: Any) -> bool:

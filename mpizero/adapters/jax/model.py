@@ -151,7 +151,7 @@ class JaxModel:
         require_precision(dict.fromkeys(start, self.dtype), "JaxModel: parameters")
         self.loss = loss
         if not callable(getattr(loss, "forward", None)):
-            self.loss = JaxLoss(loss, self.dtype, TracedFunction(loss, "loss", "prediction", "y"))
+            self.loss = JaxLoss(loss, self.dtype)
         self.start_values = start
         self.random_by_grain = any(block.apply.takes_key for block in read.values())
 

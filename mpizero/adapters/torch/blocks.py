@@ -128,11 +128,10 @@ class Describer:
         unused: Collection[str],
         averaged: Collection[str],
     ) -> None:
-        parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
         held = dict(module.named_parameters(remove_duplicate=False))  # a tied one has several names
-        self._frozen = {id(held[name]) for name in chosen_names(parameters, "frozen", frozen)}
-        self._unused = {id(held[name]) for name in chosen_names(parameters, "unused", unused)}
+        self._frozen = {id(held[name]) for name in chosen_names(list(held), "frozen", frozen)}
+        self._unused = {id(held[name]) for name in chosen_names(list(held), "unused", unused)}
         self._averaged = chosen_names(buffers, "averaged", averaged, "buffer")
         self._dtype, self._order = dtype, tuple(module.state_dict())
         self._running = running_statistics(module)

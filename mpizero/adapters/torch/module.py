@@ -188,10 +188,10 @@ class TorchModel:
         #: Finds from counted work with how many samples a grain's fixed cost is small.
         self.efficient_samples = efficient_samples(tuple(self._calls.values()), self.dtype)
         describer.forget_values()
-        if besides:
-            self._be_function(ModuleAndLoss(self._module, TorchLoss(loss, self._settings, self._originals), besides))
-            return
         self.loss: Any = TorchLoss(loss, self._settings, self._originals, self._trial)
+        if besides:
+            self._be_function(ModuleAndLoss(self._module, self.loss, besides))
+            return
         #: Blocks by name, in the order in which they run.
         self.blocks: Mapping[str, TorchBlock] = {
             name: TorchBlock(call, own if call.number == 0 else None, name in again, self.times)

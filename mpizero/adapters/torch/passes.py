@@ -383,37 +383,32 @@ class Allocations(Kernels):
         self.now -= self._sizes.pop(address, 0)
 
 
-@dataclass(frozen=True, eq=False)
 class TorchLoss:
     """Call ``function(prediction, target)``, which returns a sum over samples, or that and its weight.
 
     Without a weight, it is the number of samples. On the first batches it is looked at by :class:`FirstLoss`.
     """
 
-    function: Callable[..., Any]
-    settings: TorchSettings
-    originals: Originals
-    trial: Trial = field(default_factory=Trial)
-    _first: FirstLoss = field(init=False)
     #: Counts the arrays of a pass for the planner.
     allocations: ClassVar[Any] = Allocations
 
-    def __post_init__(self) -> None:
-        if isinstance(self.function, type):
+    def __init__(self, function: Any, settings: TorchSettings, originals: Originals, trial: Trial) -> None:
+        if isinstance(function, type):
             raise ConfigError(
-                f"TorchModel: loss is the class {self.function.__name__}: make one of it, "
-                f"{self.function.__name__}(reduction='sum')"
+                f"TorchModel: loss is the class {function.__name__}: make one of it, "
+                f"{function.__name__}(reduction='sum')"
             )
-        if not callable(self.function):
-            raise ConfigError(f"TorchModel: loss is a function of prediction and target, got {self.function!r:.80}")
-        if isinstance(self.function, torch.nn.Module) and any(True for _ in self.function.parameters()):
+        if not callable(function):
+            raise ConfigError(f"TorchModel: loss is a function of prediction and target, got {function!r:.80}")
+        if isinstance(function, torch.nn.Module) and any(True for _ in function.parameters()):
             raise ConfigError("TorchModel: the loss has parameters, which would stay: put them into the module")
-        if (reduction := getattr(self.function, "reduction", "sum")) != "sum":
+        if (reduction := getattr(function, "reduction", "sum")) != "sum":
             raise ConfigError(
-                f"TorchModel: the loss {type(self.function).__name__} has reduction={reduction!r}: it must be a sum "
-                "over samples, reduction='sum'; mpizero divides the sum of the global batch by its weight"
+                f"TorchModel: the loss {type(function).__name__} has reduction={reduction!r}: it must be a sum over "
+                "samples, reduction='sum'; mpizero divides the sum of the global batch by its weight"
             )
-        object.__setattr__(self, "_first", FirstLoss(self.function, self.value, self.originals))
+        self.function, self.settings, self.trial = function, settings, trial
+        self._first = FirstLoss(function, self.value, originals)
 
     @property
     def fingerprint(self) -> Any:
