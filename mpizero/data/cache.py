@@ -78,7 +78,9 @@ class CachedSource(WrappedSource):
         self._mutex = threading.Lock()
         with all_ranks(comm, "cache"):
             self._tree = sample_block(source, 0, 1, f"cached: {type(source).__name__} has")
-            self._block = self._samples_per_block()
+            own = max(1, source.block_samples)
+            enough = -(-BLOCK_BYTES // max(1, sum(leaf.nbytes for leaf in self._tree.leaves)))
+            self._block = -(-enough // own) * own
             blocks = -(-len(source) // self._block)
             sizes = [leaf.nbytes * len(source) for leaf in self._tree.leaves]
             needed = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes) + blocks
@@ -97,11 +99,6 @@ class CachedSource(WrappedSource):
             self._seen = np.zeros(blocks, bool)
         elif comm.rank == 0:
             notice(f"cached: {needed} bytes of samples, a node has room for {room}: every rank reads the files itself")
-
-    def _samples_per_block(self) -> int:
-        own = max(1, self.source.block_samples)
-        enough = -(-BLOCK_BYTES // max(1, sum(leaf.nbytes for leaf in self._tree.leaves)))
-        return -(-enough // own) * own
 
     def _views(self, memory: Array, blocks: int) -> tuple[list[Array], Array]:
         """Return the arrays of all samples in ``memory``, and one byte for each block, 1 when it has been read."""

@@ -652,11 +652,7 @@ def check_traces(function: TracedFunction, value: Callable[..., Any], given: tup
 
     first, second = traced(), traced()
     if str(first) != str(second) or not all(map(_same, first.consts, second.consts)):
-
-        def state() -> Any:
-            return shared_generators(), hidden_state(function=function.function)
-
-        line = line_that_changes(state, traced)
+        line = line_that_changes(lambda: (shared_generators(), hidden_state(function=function.function)), traced)
         at = "" if line is None else f", {line}"
         raise UnsupportedError(
             f"{function.shown}{at}: computes something else when it is traced again: it draws numbers from "

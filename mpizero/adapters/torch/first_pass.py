@@ -636,10 +636,7 @@ class FirstLoss:
 
     def check(self, prediction: Any, target: Any) -> None:
         """Raise :class:`LayoutError` where a second call does something else than the first. Not collective."""
-
-        def state() -> dict[str, bytes]:
-            return hidden_state(loss=self.function)
-
+        state = partial(hidden_state, loss=self.function)
         with seeded(), self.originals.reads() as reads:
             one, kept = self._found(prediction, target), state()
             generators, drawn = shared_generators(), random_state()
