@@ -20,7 +20,7 @@ import numpy as np
 from mpizero._util.checks import require, whole
 from mpizero._util.text import notice, write_whole
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.comm.agreement import agree_equal, all_ranks, from_rank_0
 from mpizero.comm.startup import communicator_of
 from mpizero.errors import ArgumentError, CollectiveError, ConfigError, DataError, MemberError, PeerFailure
 from mpizero.guard.reports import describe_error
@@ -124,9 +124,7 @@ def run_members(
             member = Member(number, group, member_folder(root, number))
             status = _run(function, member, keeps_going=on_failure == "continue")
             _wait_for_all(world)
-        with all_ranks(world):
-            found = summarize_members(root, members) if world.rank == 0 else None
-        summary: dict[str, Any] = world.broadcast_object(found, tag="members")
+        summary = from_rank_0(world, lambda: summarize_members(root, members), "members")
         ended = dict(world.allgather_object((number, status), "members"))
     _raise_unless_complete(summary["members"], ended)
     return summary

@@ -22,7 +22,7 @@ from mpizero._util.checks import number, whole
 from mpizero._util.text import printable
 from mpizero.checkpoint.inspect import find_checkpoint
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
+from mpizero.comm.agreement import all_ranks, from_rank_0
 from mpizero.errors import CheckpointError
 from mpizero.sharding import HybridShardedModel, ShardingConfig, state_dict
 from mpizero.train.config.checks import SettingError, check_option
@@ -181,9 +181,7 @@ def open_language_model(
         If the layout does not fit the ranks or the model.
     """
     layout.check_ranks(comm.size)
-    with all_ranks(comm):
-        found = str(find_checkpoint(Path(path))) if comm.rank == 0 else ""
-    home = comm.broadcast_object(found)
+    home = from_rank_0(comm, lambda: str(find_checkpoint(Path(path))))
     with ExitStack() as stack:
         with checkpoint.open_checkpoint(home, comm) as reader:
             with all_ranks(comm):

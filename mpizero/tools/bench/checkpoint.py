@@ -29,7 +29,7 @@ from mpizero.checkpoint.format import Manifest
 from mpizero.checkpoint.reader import FileByteSource, read_manifest
 from mpizero.checkpoint.writer import check_backend
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
+from mpizero.comm.agreement import from_rank_0
 from mpizero.errors import ConfigError
 from mpizero.layout import Partition, Span
 from mpizero.tools.bench.machine import drop_cached, read_part, together, write_part
@@ -327,9 +327,8 @@ def measure_checkpoint(
 
     Collective over ``comm``. On rank 0, ``tell`` is called with a line of text before each repetition.
     """
-    with all_ranks(comm):
-        made = tempfile.mkdtemp(prefix=".bench-checkpoint-", dir=request.folder) if comm.rank == 0 else None
-    folder = Path(comm.broadcast_object(made, tag="bench checkpoint"))
+    made = from_rank_0(comm, lambda: tempfile.mkdtemp(prefix=".bench-checkpoint-", dir=request.folder))
+    folder = Path(made)
     try:
         bench = _Bench(request, comm, folder)
         peaks = bench.peaks()  # also warms up

@@ -32,7 +32,7 @@ from mpizero._util.checks import whole
 from mpizero._util.numbers import Measurement
 from mpizero._util.text import amount, columns
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
+from mpizero.comm.agreement import all_ranks, from_rank_0
 from mpizero.comm.reduce import program_array
 from mpizero.comm.startup import mpi_facts, versions
 from mpizero.errors import ConfigError
@@ -503,9 +503,7 @@ class FileBenchmark:
 
     def __init__(self, comm: Communicator, nbytes: int, folder: str) -> None:
         self.comm, self.nbytes = comm, nbytes
-        with all_ranks(comm):
-            made = tempfile.mkdtemp(prefix=".bench-machine-", dir=folder) if comm.rank == 0 else ""
-        self.folder = Path(comm.broadcast_object(made, tag="bench"))
+        self.folder = Path(from_rank_0(comm, lambda: tempfile.mkdtemp(prefix=".bench-machine-", dir=folder), "bench"))
         self.path = self.folder / "file"
         part = Partition(nbytes, comm.size).shard(comm.rank)
         self.start = part.start

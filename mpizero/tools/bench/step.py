@@ -19,7 +19,7 @@ from mpizero._util.checks import whole
 from mpizero._util.numbers import Measurement
 from mpizero._util.text import columns
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
+from mpizero.comm.agreement import all_ranks, from_rank_0
 from mpizero.comm.communicator import MESSAGE, TimeSpan
 from mpizero.data import batches
 from mpizero.errors import ConfigError
@@ -211,13 +211,12 @@ def _floors(request: StepRequest, config: Config, comm: Communicator) -> Sequenc
     if request.machine is None:
         return None
     per_node = ranks_per_node(node_leaders(comm))
-    found: Sequence[dict[str, float]] | None = None
-    with all_ranks(comm):
-        if comm.rank == 0:
-            floors = plan(config, PlanRequest(comm.size, per_node, machine=request.machine)).floors
-            found = None if floors is None else floors.by_rank
-    everyone: Sequence[dict[str, float]] | None = comm.broadcast_object(found, tag="bench step")
-    return everyone
+
+    def least() -> Sequence[dict[str, float]] | None:
+        floors = plan(config, PlanRequest(comm.size, per_node, machine=request.machine)).floors
+        return None if floors is None else floors.by_rank
+
+    return from_rank_0(comm, least, "bench step")
 
 
 def _train(

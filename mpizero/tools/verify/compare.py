@@ -28,7 +28,7 @@ import numpy as np
 from mpizero._util.numbers import Rounding, largest
 from mpizero._util.pytree import SampleTree
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
+from mpizero.comm.agreement import all_ranks, from_rank_0
 from mpizero.comm.startup import communicator_of, default_world
 from mpizero.comm.threads import run_in_threads
 from mpizero.errors import ConfigError
@@ -890,13 +890,7 @@ def _silent(layout: str, step: int) -> None:
 
 
 def _on_first(world: Communicator | None, function: Callable[[], Any]) -> Any:
-    if world is None:
-        return function()
-    value = None
-    with all_ranks(world, "one process"):
-        if world.rank == 0:
-            value = function()
-    return world.broadcast_object(value)
+    return function() if world is None else from_rank_0(world, function)
 
 
 def _run(comparison: LayoutComparison, world: Communicator | None) -> Verdict:
