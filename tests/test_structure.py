@@ -129,6 +129,7 @@ EXEMPT: dict[str, str] = {
     "mpizero.__main__": "the entry of python -m mpizero",
     "mpizero._util.faults": "what only tests use stands apart",
     "mpizero._util.numbers": "it loads NumPy, which the texts of errors must not need",
+    "mpizero.kernels.memory": "loops that move memory, which no layer and no optimizer needs, of a few lines each",
     "mpizero.optim.schedules": "an idea of its own, which no optimizer needs",
 }
 

@@ -51,7 +51,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -277,11 +277,38 @@ class DividedKernel(Kernel):
 
 
 class Intrinsic(ABC):
-    """Represent an operation of the processor that Python lacks; a kernel calls an instance like a function."""
+    """Represent an operation of the processor that Python lacks; a kernel calls an instance like a function.
 
-    @abstractmethod
+    A subclass sets ``arguments``, the number of arguments of a call.
+    """
+
+    arguments: ClassVar[int]
+
     def compiled(self) -> Any:
         """Return the numba ``intrinsic`` that compiled kernels call instead of this object."""
+        from numba import types as numba_types
+        from numba.extending import intrinsic
+
+        def generate(context: Any, *given: Any) -> Any:
+            self.generate(context, *given)
+            return context.get_dummy_value()
+
+        def declare(typing: Any, *kinds: Any) -> Any:
+            array, whole = numba_types.Array, numba_types.intp
+            return numba_types.void(*(kind if isinstance(kind, array) else whole for kind in kinds)), generate
+
+        names = ("typing", *(f"argument{number}" for number in range(self.arguments)))
+        vars(declare)["__signature__"] = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
+        )
+        return intrinsic(declare)
+
+    @abstractmethod
+    def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
+        """Write the operation as LLVM code, by what numba gives a code generator.
+
+        Arguments that are no arrays are integers of 64 bits.
+        """
 
     @abstractmethod
     def __call__(self, *args: Any) -> Any:
@@ -569,25 +596,16 @@ LINE, AHEAD = 64, 4096
 class _Fetch(Intrinsic):
     """Prefetch the cache line that holds element ``place`` of a contiguous array."""
 
+    arguments = 2
+
     def __call__(self, array: Any, place: int) -> None:
         """Do nothing, because Python cannot prefetch."""
 
-    def compiled(self) -> Any:
-        """Return the numba intrinsic: it makes LLVM's prefetch instruction, for reading, into all caches."""
-        from numba import types
-        from numba.extending import intrinsic
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            array, place = args
-            data = context.make_array(signature.args[0])(context, builder, array).data
-            fetch_line(builder, builder.gep(data, [place]))
-            return context.get_dummy_value()
-
-        @intrinsic  # type: ignore[untyped-decorator]
-        def fetch(typing: Any, array: Any, place: Any) -> Any:
-            return types.void(array, types.intp), generate
-
-        return fetch
+    def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
+        """Write LLVM's prefetch instruction, for reading, into all caches."""
+        array, place = args
+        data = context.make_array(signature.args[0])(context, builder, array).data
+        fetch_line(builder, builder.gep(data, [place]))
 
 
 def fetch_line(builder: Any, pointer: Any, *, written: bool = False) -> None:

@@ -58,6 +58,8 @@ class SumsTile(Intrinsic):
     read: element ``at + (p & mask) * step + (p & ~mask) * line``.
     """
 
+    arguments = 15
+
     def __init__(self, rows: int) -> None:
         self.rows = rows
 
@@ -70,33 +72,17 @@ class SumsTile(Intrinsic):
             place = flat(c)[c_at + i * c_step :][:columns]
             place[...] = row[:columns] if first else place + row[:columns]
 
-    def compiled(self) -> Any:
-        """Return the numba intrinsic."""
-        from numba import types
-        from numba.extending import intrinsic
-
-        n = types.intp
-
-        @intrinsic  # type: ignore[untyped-decorator]
-        def tile(
-            typing: Any, a: Any, a_at: Any, b: Any, b_at: Any, depth: Any, c: Any, c_at: Any, c_step: Any,
-            columns: Any, first: Any, ahead: Any, at: Any, mask: Any, step: Any, line: Any,
-        ) -> Any:  # fmt: skip
-            return types.void(a, n, b, n, n, c, n, n, n, n, ahead, n, n, n, n), generate
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            write = _Vectors(context, builder, signature)
-            a, b, c, ahead = (write.pointer(args, i) for i in (0, 2, 5, 10))
-            depth, c_step, columns, first, mask, step, line = (args[i] for i in (4, 7, 8, 9, 12, 13, 14))
-            outputs = [[write.moved(c, i, c_step, k) for k in range(_ACROSS)] for i in range(self.rows)]
-            for i in range(self.rows):
-                write.prefetch(outputs[i][0], written=True)
-                write.prefetch(outputs[i][-1], written=True)
-            sums = self._loop(write, a, b, depth, (ahead, mask, step, line))
-            self._store(write, outputs, sums, columns, builder.icmp_signed("!=", first, write.number(0)))
-            return context.get_dummy_value()
-
-        return tile
+    def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
+        """Write the operation as LLVM code."""
+        write = _Vectors(context, builder, signature)
+        a, b, c, ahead = (write.pointer(args, i) for i in (0, 2, 5, 10))
+        depth, c_step, columns, first, mask, step, line = (args[i] for i in (4, 7, 8, 9, 12, 13, 14))
+        outputs = [[write.moved(c, i, c_step, k) for k in range(_ACROSS)] for i in range(self.rows)]
+        for i in range(self.rows):
+            write.prefetch(outputs[i][0], written=True)
+            write.prefetch(outputs[i][-1], written=True)
+        sums = self._loop(write, a, b, depth, (ahead, mask, step, line))
+        self._store(write, outputs, sums, columns, builder.icmp_signed("!=", first, write.number(0)))
 
     @staticmethod
     def _store(write: _Vectors, outputs: list[list[Any]], sums: list[list[Any]], columns: Any, first: Any) -> None:
@@ -179,6 +165,8 @@ class VectorTranspose(Intrinsic):
     stored for every p, in ascending order; what it has beyond the block's rows is 0.
     """
 
+    arguments = 6
+
     def __init__(self, rows: int = 0) -> None:
         self.rows = rows
 
@@ -194,36 +182,25 @@ class VectorTranspose(Intrinsic):
             for i in range(self._height(lanes)):
                 vector[i] = source[at + i * step + p]
 
-    def compiled(self) -> Any:
-        """Return the numba intrinsic."""
-        from numba import types
-        from numba.extending import intrinsic
-
-        n = types.intp
-
-        @intrinsic  # type: ignore[untyped-decorator]
-        def transpose(typing: Any, x: Any, at: Any, step: Any, out: Any, out_at: Any, out_step: Any) -> Any:
-            return types.void(x, n, n, out, n, n), generate
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            write = _Vectors(context, builder, signature)
-            x, out = write.pointer(args, 0), write.pointer(args, 3)
-            height = self._height(write.lanes)
-            vectors = [write.load(write.moved(x, i, args[2])) for i in range(height)]
-            vectors += [write.zeros] * (write.lanes - height)
-            half = write.lanes // 2
-            for _ in range(write.lanes.bit_length() - 1):  # after each round, rows lie one bit of their number further
-                pairs = [(vectors[i], vectors[i + half]) for i in range(half)]
-                vectors = [write.interleaved(*pair, high=high) for pair in pairs for high in (False, True)]
-            for p, vector in enumerate(vectors):
-                write.store(vector, write.moved(out, p, args[5]))
-            return context.get_dummy_value()
-
-        return transpose
+    def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
+        """Write the operation as LLVM code."""
+        write = _Vectors(context, builder, signature)
+        x, out = write.pointer(args, 0), write.pointer(args, 3)
+        height = self._height(write.lanes)
+        vectors = [write.load(write.moved(x, i, args[2])) for i in range(height)]
+        vectors += [write.zeros] * (write.lanes - height)
+        half = write.lanes // 2
+        for _ in range(write.lanes.bit_length() - 1):  # after each round, rows lie one bit of their number further
+            pairs = [(vectors[i], vectors[i + half]) for i in range(half)]
+            vectors = [write.interleaved(*pair, high=high) for pair in pairs for high in (False, True)]
+        for p, vector in enumerate(vectors):
+            write.store(vector, write.moved(out, p, args[5]))
 
 
 class VectorCopy(Intrinsic):
     """Copy ``count`` elements, or as many as a tile has columns, by vectors: ``copy(x, at, out, out_at)``."""
+
+    arguments = 4
 
     def __init__(self, count: int | None = None) -> None:
         self.count = count
@@ -233,24 +210,11 @@ class VectorCopy(Intrinsic):
         count = self.count or tile_columns(x.itemsize)
         out[out_at : out_at + count] = flat(x)[at : at + count]
 
-    def compiled(self) -> Any:
-        """Return the numba intrinsic."""
-        from numba import types
-        from numba.extending import intrinsic
-
-        n = types.intp
-
-        @intrinsic  # type: ignore[untyped-decorator]
-        def copy(typing: Any, x: Any, at: Any, out: Any, out_at: Any) -> Any:
-            return types.void(x, n, out, n), generate
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            write = _Vectors(context, builder, signature)
-            kind = write.of(self.count or _ACROSS * write.lanes)
-            write.store(write.load(write.pointer(args, 0), kind), write.pointer(args, 2))
-            return context.get_dummy_value()
-
-        return copy
+    def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
+        """Write the operation as LLVM code."""
+        write = _Vectors(context, builder, signature)
+        kind = write.of(self.count or _ACROSS * write.lanes)
+        write.store(write.load(write.pointer(args, 0), kind), write.pointer(args, 2))
 
 
 class _Vectors:

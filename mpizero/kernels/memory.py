@@ -28,57 +28,39 @@ class _StoreLine(Intrinsic):
     The address of byte ``place`` of ``target`` must be a multiple of ``LINE``.
     """
 
+    arguments = 3
+
     def __call__(self, target: Array, place: int, source: Array) -> None:
         """Copy the bytes in Python, through the cache."""
         target[place : place + LINE] = source[place : place + LINE]
 
-    def compiled(self) -> Any:
-        """Return the numba intrinsic: it makes an unaligned load and a store that is marked as nontemporal."""
+    def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
+        """Write an unaligned load and a store that is marked as nontemporal."""
         from llvmlite import ir
-        from numba import types
-        from numba.extending import intrinsic
 
         line = ir.VectorType(ir.IntType(8), LINE)
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            to, place, from_ = args
-            here, there = (
-                builder.bitcast(
-                    builder.gep(context.make_array(kind)(context, builder, array).data, [place]), line.as_pointer()
-                )
-                for kind, array in ((signature.args[2], from_), (signature.args[0], to))
+        to, place, from_ = args
+        here, there = (
+            builder.bitcast(
+                builder.gep(context.make_array(kind)(context, builder, array).data, [place]), line.as_pointer()
             )
-            stored = builder.store(builder.load(here, align=1), there, align=LINE)
-            stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-            return context.get_dummy_value()
-
-        @intrinsic  # type: ignore[untyped-decorator]
-        def store_line(typing: Any, target: Any, place: Any, source: Any) -> Any:
-            return types.void(target, types.intp, source), generate
-
-        return store_line
+            for kind, array in ((signature.args[2], from_), (signature.args[0], to))
+        )
+        stored = builder.store(builder.load(here, align=1), there, align=LINE)
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
 
 
 class _Fence(Intrinsic):
     """Order the stores of a thread: other threads see all stores before the fence earlier than any store after it."""
 
+    arguments = 0
+
     def __call__(self) -> None:
         """Do nothing, because Python needs no fence."""
 
-    def compiled(self) -> Any:
-        """Return the numba intrinsic: it makes a sequentially consistent fence."""
-        from numba import types
-        from numba.extending import intrinsic
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            builder.fence("seq_cst")
-            return context.get_dummy_value()
-
-        @intrinsic  # type: ignore[untyped-decorator]
-        def fence(typing: Any) -> Any:
-            return types.void(), generate
-
-        return fence
+    def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
+        """Write a sequentially consistent fence."""
+        builder.fence("seq_cst")
 
 
 _store_line, _fence = _StoreLine(), _Fence()
