@@ -64,12 +64,14 @@ class CommunicatorGroup:
     ----------
     comm : Communicator
         The ranks; its ``counters`` hold the bytes that this rank has sent.
+    rank, size : int
+        Number of this rank in the group, and number of its ranks.
     counts : Counter of str to int
         Number of calls of each method on this rank.
     """
 
     def __init__(self, comm: Communicator, node_comm: Communicator | None = None) -> None:
-        self.comm = comm
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.counts: Counter[str] = Counter()
         self._message_group = MessageGroup(comm)
         self._window: WindowGroup | None = None
@@ -80,16 +82,6 @@ class CommunicatorGroup:
     def __repr__(self) -> str:
         """Return the class and the communicator as text. Not collective."""
         return f"{type(self).__name__}({self.comm!r})"
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank in the group."""
-        return self.comm.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks of the group."""
-        return self.comm.size
 
     @property
     def private_bytes(self) -> int:

@@ -140,12 +140,7 @@ class ExactExchange:
     def __init__(
         self, peers: Communicator, codec: Codec | None = None, scratch: Scratch = fresh, elements: int | None = None
     ) -> None:
-        self.peers, self.codec, self.scratch, self._elements = peers, codec, scratch, elements
-
-    @property
-    def elements(self) -> int | None:
-        """Number of elements in flight at once; None is :data:`EXCHANGE_ELEMENTS`."""
-        return self._elements
+        self.peers, self.codec, self.scratch, self.elements = peers, codec, scratch, elements
 
     def pieces(self, rows: RowsToSum) -> Iterator[RowRange]:
         """Exchange partial sums, and yield a RowRange for each part of the elements that this rank owns.
