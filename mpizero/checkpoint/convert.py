@@ -35,7 +35,7 @@ import numpy as np
 from mpizero._util.names import fits
 from mpizero._util.text import list_few
 from mpizero.checkpoint import npz
-from mpizero.checkpoint.atomic_folder import TEMPORARY, as_bytes, fill_file, sync_folder, write_at
+from mpizero.checkpoint.atomic_folder import TEMPORARY, as_bytes, fill_file, opened, sync_folder, write_at
 from mpizero.checkpoint.format import (
     OPTIMIZER,
     PARAMETERS,
@@ -153,7 +153,6 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        library()
         self.tensors, metadata = _read_header(self.path)
         self.attributes = _attributes_in(metadata)
         self._bytes: Array | None = np.asarray(np.memmap(self.path, np.uint8, "r")) if self.tensors else None
@@ -173,8 +172,8 @@ class TensorFile:
 
 
 def _read_header(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    header, size = _header_bytes(path)
     safetensors = library()
+    header, size = _header_bytes(path)
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -266,15 +265,12 @@ def write_hdf5(
     marks = {"attributes": np.bytes_(canonical_json(dict(attributes), "attributes").encode())}
     skeleton = build({item.name: (item.shape, item.dtype) for item in items}, marks=marks)
     fill_file(path, skeleton)
-    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with opened(path, os.O_WRONLY) as file:
         for item in items:
             place = skeleton.offsets[item.name]
             for part in values(item):
                 write_at(file, as_bytes(part), place, path)
                 place += part.nbytes
-    finally:
-        os.close(file)
 
 
 @contextmanager
@@ -296,11 +292,8 @@ def new_file(path: str | os.PathLike[str], replace: bool) -> Iterator[str]:
     temporary = os.path.join(parent, f"{TEMPORARY}{name}.{socket.gethostname()}.{os.getpid()}")
     try:
         yield temporary
-        handle = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        with opened(temporary, os.O_RDONLY) as file:
+            os.fsync(file)
         check_free(target, replace)
         os.rename(temporary, target)
     except BaseException as error:
@@ -353,14 +346,8 @@ class ExportedArray:
 Values = Callable[[ExportedArray], Iterator[Array]]
 
 
-class ExportWriter(Protocol):
-    """Define the signature of the functions that write arrays into a new file at ``path``."""
-
-    def __call__(
-        self, path: str, items: Sequence[ExportedArray], values: Values, attributes: Mapping[str, Any]
-    ) -> None:
-        """Write the arrays ``items``, whose values ``values(item)`` yields, and the attributes of the checkpoint."""
-
+#: Type of a function that writes arrays, whose values the third argument yields, and attributes into a new file.
+ExportWriter = Callable[[str, Sequence[ExportedArray], Values, Mapping[str, Any]], None]
 
 #: The function that writes each format, and whether the format has bfloat16.
 FORMATS: dict[str, tuple[ExportWriter, bool]] = {

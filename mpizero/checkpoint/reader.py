@@ -8,12 +8,12 @@ reads a whole checkpoint in one process: it compares all checksums, and checks t
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from glob import escape, glob
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -71,7 +71,7 @@ class FileByteSource(ByteSource):
         if (found := os.fstat(self._file).st_size) != nbytes:
             self.close()
             raise CheckpointDamagedError(f"{path}: {found} bytes instead of {nbytes}: truncated or damaged")
-        with contextlib.suppress(OSError):  # advice only: read far ahead of pieces that fit a core's cache
+        with suppress(OSError):  # advice only: read far ahead of pieces that fit a core's cache
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def read_into(self, offset: int, view: memoryview) -> None:
@@ -137,11 +137,8 @@ def read_manifest(folder: str) -> tuple[bytes, Manifest]:
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from None
     state = os.path.join(folder, STATE_NAME)
-    source = FileByteSource(state, manifest.state_bytes)
-    try:
+    with closing(FileByteSource(state, manifest.state_bytes)) as source:
         check_structure(source, manifest, state)
-    finally:
-        source.close()
     return data, manifest
 
 
@@ -520,9 +517,8 @@ def verify_checksums(where: str, report: Callable[[int], object] | None = None) 
     """
     _, manifest = read_manifest(where)
     state = os.path.join(where, STATE_NAME)
-    source = FileByteSource(state, manifest.state_bytes)
     buffer = memoryview(bytearray(BLOCK))
-    try:
+    with closing(FileByteSource(state, manifest.state_bytes)) as source:
         for path, stored in manifest.arrays.items():
             for start, stop in cut(0, stored.nbytes):
                 part = buffer[: stop - start]
@@ -532,8 +528,6 @@ def verify_checksums(where: str, report: Callable[[int], object] | None = None) 
                     raise CheckpointDamagedError(f"{which}: checksum mismatch in bytes {start} to {stop - 1}")
                 if report is not None:
                     report(len(part))
-    finally:
-        source.close()
     return manifest
 
 
@@ -559,17 +553,15 @@ def _compare_with_hdf5(state: str, manifest: Manifest) -> None:
     """
     import h5py
 
-    source = FileByteSource(state, manifest.state_bytes)
-    try:
-        with h5py.File(_View(source, manifest.state_bytes), "r") as file:
-            _compare_group(file, "", manifest.arrays, state)
-    except CheckpointError:
-        raise
-    except Exception as error:  # what HDF5 and h5py raise for a crafted file is of many kinds
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{state}: HDF5 cannot read it: {type(error).__name__}: {reason:.200}") from None
-    finally:
-        source.close()
+    with closing(FileByteSource(state, manifest.state_bytes)) as source:
+        try:
+            with h5py.File(_View(source, manifest.state_bytes), "r") as file:
+                _compare_group(file, "", manifest.arrays, state)
+        except CheckpointError:
+            raise
+        except Exception as error:  # what HDF5 and h5py raise for a crafted file is of many kinds
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{state}: HDF5 cannot read it: {type(error).__name__}: {reason:.200}") from None
 
 
 def _compare_group(group: Any, prefix: str, arrays: Mapping[str, StoredArray], state: str) -> None:

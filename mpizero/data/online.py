@@ -36,6 +36,8 @@ import numpy as np
 
 from mpizero._util.checks import native, number, require, unmasked_samples, whole
 from mpizero._util.names import explains
+from mpizero._util.text import write_whole
+from mpizero.checkpoint.atomic_folder import sync_folder
 from mpizero.checkpoint.format import read_regular
 from mpizero.comm import Communicator, Request, as_communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
@@ -798,17 +800,8 @@ _STOP_FILE = "TRAINING_HAS_ENDED"
 
 def _write(folder: Path, name: str, data: bytes) -> None:
     """Write a file that is whole and durable when it appears under its name."""
-    temporary = folder / f".{name}.tmp"
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / name)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_whole(folder / name, data)
+    sync_folder(folder)
 
 
 #: Pause between two looks into the folder, in seconds.
