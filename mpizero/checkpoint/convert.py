@@ -22,13 +22,14 @@ import json
 import os
 import re
 import socket
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -680,17 +681,22 @@ def loadable(element: str | None, target: str) -> bool:
     return element == target or (element in FLOATING and target in FLOATING)
 
 
-class ParameterFile(Protocol):
-    """Provide the parameters of a file by name."""
+@dataclass(frozen=True)
+class ParameterFile(ABC):
+    """Provide the parameters of a file by name.
 
-    @property
-    def path(self) -> str:
-        """The path of the file."""
+    Attributes
+    ----------
+    path : str
+        The path of the file.
+    arrays : mapping
+        Shape and element type (None for one that cannot be read) of each parameter by name.
+    """
 
-    @property
-    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], str | None]]:
-        """Shape and element type (None for one that cannot be read) of each parameter by name."""
+    path: str
+    arrays: Mapping[str, tuple[tuple[int, ...], str | None]]
 
+    @abstractmethod
     def read(self, requests: Sequence[LocalArray]) -> None:
         """Fill the pieces of each request, whose path is a parameter's name, and convert its elements.
 
@@ -700,18 +706,10 @@ class ParameterFile(Protocol):
 
 
 @dataclass(frozen=True)
-class _CheckpointParameters:
+class _CheckpointParameters(ParameterFile):
     """Read the parameters of an open checkpoint; every value is verified by its checksum."""
 
     reader: Reader
-    path: str
-    arrays: Mapping[str, tuple[tuple[int, ...], str | None]]
-
-    @classmethod
-    def of(cls, reader: Reader) -> _CheckpointParameters:
-        elements = element_types(reader)
-        found = {short_name(p): (reader.arrays[p][0], elements[p]) for p in elements if p.startswith(PARAMETERS)}
-        return cls(reader, reader.name, found)
 
     def read(self, requests: Sequence[LocalArray]) -> None:
         """Fill the pieces of all requests from the checkpoint; ranges of another type are read into new memory."""
@@ -731,47 +729,18 @@ class _CheckpointParameters:
 
 
 @dataclass(frozen=True)
-class _SafetensorsParameters:
-    """Read tensors of a memory-mapped safetensors file."""
+class _FileParameters(ParameterFile):
+    """Read tensors of a memory-mapped safetensors file, or arrays of an ``.npz`` file, of which a rank holds one."""
 
-    file: TensorFile
-
-    @property
-    def path(self) -> str:
-        return self.file.path
-
-    @property
-    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], str | None]]:
-        return {name: (tensor.shape, tensor.element) for name, tensor in self.file.tensors.items()}
+    file: TensorFile | NpzFile
 
     def read(self, requests: Sequence[LocalArray]) -> None:
         """Copy the ranges of all requests out of the file."""
         for request in requests:
-            for start, values in request.pieces:
-                given = self.file.values(request.path)[start : start + values.size]
-                _convert_into(self, request.path, np.require(given, requirements="A"), values)
-
-
-@dataclass(frozen=True)
-class _NpzParameters:
-    """Read arrays of an ``.npz`` file, of which a rank holds one at a time."""
-
-    file: NpzFile
-
-    @property
-    def path(self) -> str:
-        return self.file.path
-
-    @property
-    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], str | None]]:
-        return {name: (shape, dtype.name) for name, (shape, dtype) in self.file.arrays.items()}
-
-    def read(self, requests: Sequence[LocalArray]) -> None:
-        """Read each requested array, and copy its ranges."""
-        for request in requests:
             whole = self.file.values(request.path)
             for start, values in request.pieces:
-                _convert_into(self, request.path, whole[start : start + values.size], values)
+                given = np.require(whole[start : start + values.size], requirements="A")
+                _convert_into(self, request.path, given, values)
 
 
 def _convert_into(file: ParameterFile, name: str, given: Array, out: Array) -> None:
@@ -811,13 +780,20 @@ def open_parameters(path: str | os.PathLike[str], comm: Communicator) -> Iterato
         kind = "checkpoint" if os.path.isdir(name) else _kind_of(name)
     if kind == "checkpoint":
         with open_checkpoint(name, comm) as reader:
-            yield _CheckpointParameters.of(reader)
+            elements = element_types(reader)
+            found = {short_name(p): (reader.arrays[p][0], elements[p]) for p in elements if p.startswith(PARAMETERS)}
+            yield _CheckpointParameters(reader.name, found, reader)
         return
-    opened: list[TensorFile | NpzFile] = []
+    files: list[TensorFile | NpzFile] = []
     with all_ranks(comm, "parameter file"):
-        opened.append(NpzFile(os.path.realpath(name)) if kind == "npz" else TensorFile(name))
-    with opened[0] as file:
-        yield _NpzParameters(file) if isinstance(file, NpzFile) else _SafetensorsParameters(file)
+        files.append(NpzFile(os.path.realpath(name)) if kind == "npz" else TensorFile(name))
+    arrays: dict[str, tuple[tuple[int, ...], str | None]]
+    with files[0] as file:
+        if isinstance(file, NpzFile):
+            arrays = {name: (shape, dtype.name) for name, (shape, dtype) in file.arrays.items()}
+        else:
+            arrays = {name: (tensor.shape, tensor.element) for name, tensor in file.tensors.items()}
+        yield _FileParameters(file.path, arrays, file)
 
 
 def _kind_of(name: str) -> str:

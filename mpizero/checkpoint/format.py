@@ -20,6 +20,7 @@ import json
 import os
 import stat
 import sys
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -331,22 +332,22 @@ class SeekableFile(io.RawIOBase):
         self.nbytes = nbytes
         self._position = 0
 
-    def seekable(self) -> bool:
-        """Return True, because h5py asks whether it can seek."""
-        return True
-
-    def readable(self) -> bool:
-        """Return True, because h5py asks whether it can read."""
-        return True
-
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         """Move to a position in the file, and return it in bytes from the start of the file."""
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.nbytes}[whence]
         return self._position
 
-    def tell(self) -> int:
-        """Return the position in bytes from the start of the file."""
-        return self._position
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """Fill ``buffer`` with the bytes at the position, and move it; return their number."""
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self.nbytes - self._position))
+        self.fill(view[:count])
+        self._position += count
+        return count
+
+    @abstractmethod
+    def fill(self, view: memoryview) -> None:
+        """Fill ``view`` with the bytes of the file that begin at the position."""
 
 
 class _Recording(SeekableFile):
@@ -369,12 +370,8 @@ class _Recording(SeekableFile):
         self.nbytes = max(self.nbytes, self._position)
         return len(written)
 
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self.nbytes - self._position))
-        view[:count] = self.regions([(self._position, count)])[0]
-        self._position += count
-        return count
+    def fill(self, view: memoryview) -> None:
+        view[:] = self.regions([(self._position, len(view))])[0]
 
     def truncate(self, size: int | None = None, /) -> int:
         self.nbytes = self._position if size is None else size

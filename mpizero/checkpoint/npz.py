@@ -86,9 +86,7 @@ UNSOUND = (
     EOFError,
     MemoryError,
     OverflowError,
-    RecursionError,
-    NotImplementedError,
-    RuntimeError,
+    RuntimeError,  # a RecursionError and a NotImplementedError, too
     SyntaxError,
     tokenize.TokenError,
     struct.error,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from glob import escape, glob
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -45,9 +45,6 @@ from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
 from mpizero.errors import CheckpointDamagedError, CheckpointError, CheckpointMissingError, ConfigError, RemoteError
 from mpizero.types import Array
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 
 class ByteSource(ABC):
@@ -538,12 +535,8 @@ class _View(SeekableFile):
         super().__init__(nbytes)
         self._source = source
 
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self.nbytes - self._position))
-        self._source.read_into(self._position, view[:count])
-        self._position += count
-        return count
+    def fill(self, view: memoryview) -> None:
+        self._source.read_into(self._position, view)
 
 
 def _compare_with_hdf5(state: str, manifest: Manifest) -> None:

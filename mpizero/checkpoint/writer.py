@@ -628,30 +628,24 @@ def to_bytes(arrays: Sequence[LocalArray], attributes: Mapping[str, Any], comm: 
     >>> data[1:4], data == checkpoint.to_bytes([whole], {"step": 3}, comm="self")
     (b'HDF', True)
     """
-    with communicator_of(comm) as world:
-        return _to_bytes(world, arrays, attributes)
-
-
-def _to_bytes(world: Communicator, arrays: Sequence[LocalArray], attributes: Mapping[str, Any]) -> bytes:
     prefix = "the model was not serialized"
-    agreement = agree_on_arrays(world, arrays, attributes, lambda _: prefix)
-    local, table = agreement.local, agreement.table
-    skeleton = on_root(world, prefix, lambda: build(table))
-    with agreed(world, prefix):
-        image = np.zeros(skeleton.nbytes, np.uint8)
+    with communicator_of(comm) as world:
+        _, local, table, *_ = agree_on_arrays(world, arrays, attributes, lambda _: prefix)
+        skeleton = on_root(world, prefix, lambda: build(table))
+        with agreed(world, prefix):
+            image = np.zeros(skeleton.nbytes, np.uint8)
+        gathered = world.allgather_object(checksums(local), tag="checkpoint checksums")
+        values = {(a.path, start * v.itemsize): as_bytes(v) for a in local for start, v in a.pieces}
+        for rank, listed in enumerate(gathered):
+            for piece in listed:
+                begin = skeleton.offsets[piece.path]
+                target = image[begin + piece.start : begin + piece.stop]
+                if rank == world.rank:
+                    target[:] = np.frombuffer(values[piece.path, piece.start], np.uint8)
+                world.broadcast(target, root=rank, tag=piece.path)
+    structure = 0
     for offset, data in skeleton.structure:
         image[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
-    gathered = world.allgather_object(checksums(local), tag="checkpoint checksums")
-    values = {(a.path, start * v.itemsize): as_bytes(v) for a in local for start, v in a.pieces}
-    for rank, listed in enumerate(gathered):
-        for piece in listed:
-            begin = skeleton.offsets[piece.path]
-            target = image[begin + piece.start : begin + piece.stop]
-            if rank == world.rank:
-                target[:] = np.frombuffer(values[piece.path, piece.start], np.uint8)
-            world.broadcast(target, root=rank, tag=piece.path)
-    structure = 0
-    for _, data in skeleton.structure:
         structure = crc32(data, structure)
     manifest = encode(describe(table, skeleton, structure, gathered, attributes))
     return b"".join((image.data, manifest, len(manifest).to_bytes(8, "little"), MAGIC))
