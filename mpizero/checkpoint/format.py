@@ -24,12 +24,12 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpizero._util.checks import is_whole
+from mpizero._util.checks import is_whole, strict_json
 from mpizero._util.names import PATH_LIMIT, PATH_PARTS, fault_of, nested_in, shown
 from mpizero._util.numbers import crc32_combine
 from mpizero.errors import ArgumentError, CheckpointDamagedError, CheckpointError, CheckpointVersionError, ConfigError
@@ -360,9 +360,6 @@ class _Recording(SeekableFile):
         super().__init__()
         self.writes: list[tuple[int, bytes]] = []
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: ReadableBuffer, /) -> int:
         written = bytes(data)
         self.writes.append((self._position, written))
@@ -555,42 +552,9 @@ def parse(data: bytes) -> Any:
     """
     if (memory := memory_of(data)) > MEMORY_LIMIT:
         raise ValueError(f"would take {memory} bytes of memory, at most {MEMORY_LIMIT} are allowed")
-    try:
-        found = json.loads(
-            data.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite, parse_int=_bounded
-        )
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error!s:.200}") from None
-    if depth_of(found) > DEPTH_LIMIT:
+    if depth_of(found := strict_json(data)) > DEPTH_LIMIT:
         raise ValueError(f"nested more than {DEPTH_LIMIT} levels deep")
     return found
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
-
-
-def _finite(number: str) -> float:
-    if not isfinite(value := float(number)):
-        raise ValueError("a number is too large")
-    return value
-
-
-#: The most characters of an integer: those of the largest float64, with a sign.
-_INTEGER = 310
-
-
-def _bounded(number: str) -> int:
-    if len(number) > _INTEGER or abs(value := int(number)) > sys.float_info.max:
-        raise ValueError("a number is too large")
-    return value
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number")
 
 
 def memory_of(data: bytes) -> int:

@@ -417,7 +417,7 @@ class Gathering:
 
 
 def begin_gather(
-    peers: Communicator, send: Sequence[Array], target: Array, spans: Sequence[Sequence[Span]], tag: str = "gather"
+    peers: Communicator, send: Sequence[Array], target: Array, spans: Sequence[Sequence[Span]]
 ) -> Gathering:
     """Start an all-gather: each peer sends the values of its spans, and every peer receives them in ``target``.
 
@@ -428,17 +428,10 @@ def begin_gather(
     ----------
     peers, send, target, spans
         As for :func:`gather_spans`. Every peer has the same number of spans; some may be empty.
-    tag : str
-        Name of the messages in counters and reports.
     """
     columns = [(values, [group[place] for group in spans]) for place, values in enumerate(send)]
-    return Gathering(
-        [
-            peers.igather_spans(values, target, column, tag)
-            for values, column in columns
-            if any(span.size for span in column)
-        ]
-    )
+    filled = [(values, column) for values, column in columns if any(span.size for span in column)]
+    return Gathering([peers.igather_spans(values, target, column, "gather") for values, column in filled])
 
 
 def gather_spans(

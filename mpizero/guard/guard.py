@@ -37,12 +37,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
 
 from mpizero._util.launch import RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark, ranks_of_node
 from mpizero._util.names import nearest
+from mpizero._util.text import PACKAGE
 from mpizero.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -243,7 +243,7 @@ class JobExit:
             if self.peers.groups:
                 with contextlib.suppress(mpi.Exception):
                     agree_range(mpi, [group.control for group in self.peers.groups], _NORMAL, early_exit.look)
-            if self.mismatch_watch is not None and (error := self.mismatch_watch.compare_at_exit()):
+            if self.mismatch_watch is not None and (error := self.mismatch_watch.search(0.0)):
                 self._end_mismatch(error)
         self.supervisor.stop()
         if self._requested[0] not in (None, 0):  # the launcher ends the others then
@@ -596,9 +596,6 @@ def current() -> Guard:
     return _GUARD
 
 
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-
-
 class PythonHooks:
     """Replace the error hooks of ``sys`` and ``threading``, and ``sys.exit``, and register a function with ``atexit``.
 
@@ -699,7 +696,7 @@ class PythonHooks:
 
 def _passes_through_here(trace: TracebackType | None) -> bool:
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        if trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
             return True
         trace = trace.tb_next
     return False

@@ -375,14 +375,6 @@ class MismatchWatch:
             time.sleep(0.01)
         return self._explain(key) if key else None
 
-    def compare_at_exit(self) -> CollectiveMismatch | None:
-        """Compare this rank's calls, at the end of its program, with the last known calls of the node's other ranks.
-
-        Returns the error that says how they differ; None if no difference is found.
-        """
-        key = self._differing(None)
-        return self._explain(key) if key else None
-
     def ignore(self, trace: CallTrace) -> None:
         """Stop reporting mismatches on the communicator of ``trace`` and its subgroups: the caller raises an error."""
         self._reported.update(entry.key for entry in self._register.inside(trace))

@@ -127,7 +127,17 @@ class StatusBoard:
 
     def read_one(self, rank: int) -> Slot | None:
         """Return the last status slot of one rank of the node; None if it has written none. Not collective."""
-        return self._read_slot(self.ranks.index(rank))
+        start = _SLOT * (self.ranks.index(rank) + 1)
+        for _ in range(100):
+            version, length = _HEADER.unpack_from(self._map, start)
+            data = self._map[start + _HEADER.size : start + _HEADER.size + length]
+            if version == 0:
+                return None
+            if version % 2 == 0 and _HEADER.unpack_from(self._map, start)[0] == version:
+                with contextlib.suppress(ValueError):
+                    slot: Slot = json.loads(data)
+                    return slot
+        return None
 
     def request_records(self, key: str) -> None:
         """Ask all ranks of the board to write their last calls on a communicator into their next slots.
@@ -139,19 +149,6 @@ class StatusBoard:
     def requested_key(self) -> str:
         """Return the key last passed to :meth:`request_records` on any rank; "" if there is none. Not collective."""
         return bytes(self._map[_ASKED : _ASKED + _KEY]).rstrip(b"\0").decode(errors="replace")
-
-    def _read_slot(self, index: int) -> Slot | None:
-        start = _SLOT * (index + 1)
-        for _ in range(100):
-            version, length = _HEADER.unpack_from(self._map, start)
-            data = self._map[start + _HEADER.size : start + _HEADER.size + length]
-            if version == 0:
-                return None
-            if version % 2 == 0 and _HEADER.unpack_from(self._map, start)[0] == version:
-                with contextlib.suppress(ValueError):
-                    slot: Slot = json.loads(data)
-                    return slot
-        return None
 
     def claim(self) -> bool:
         """Return True on the first rank of the node that calls this, else False. Not collective.
