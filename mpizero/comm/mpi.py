@@ -68,8 +68,8 @@ _HEADER = 8
 _Blocks = tuple[Array, Sequence[int], Sequence[int]]
 
 
-def _starts(counts: Sequence[int]) -> list[int]:
-    return list(accumulate(counts, initial=0))[:-1]
+def _in_turn(array: Array, counts: Sequence[int]) -> _Blocks:
+    return array, counts, list(accumulate(counts, initial=0))[:-1]
 
 
 class MpiCommunicator(Communicator):
@@ -230,12 +230,10 @@ class MpiCommunicator(Communicator):
         return self._start((leaves, sizes, [0] * self.size), (arrives, counts, starts))
 
     def _alltoallv(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:
-        starts, others = _starts(send_counts), _starts(recv_counts)
-        self._exchange((send, send_counts, starts), (recv, recv_counts, others))
+        self._exchange(_in_turn(send, send_counts), _in_turn(recv, recv_counts))
 
     def _ialltoallv(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Request:
-        starts, others = _starts(send_counts), _starts(recv_counts)
-        return self._start((send, send_counts, starts), (recv, recv_counts, others))
+        return self._start(_in_turn(send, send_counts), _in_turn(recv, recv_counts))
 
     def _reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
         self._waiting.meet(self._comm)
@@ -367,7 +365,7 @@ class MpiCommunicator(Communicator):
 
     def _to_all(self, send: Array, recv: Array, counts: Sequence[int]) -> tuple[_Blocks, _Blocks]:
         """Return send and receive blocks of an all-to-all in which rank i sends its ``counts[i]`` elements to all."""
-        return (send, [send.size] * self.size, [0] * self.size), (recv, counts, _starts(counts))
+        return (send, [send.size] * self.size, [0] * self.size), _in_turn(recv, counts)
 
     def _start(self, send: _Blocks, recv: _Blocks) -> Request:
         return self._request(self._blocks(self._comm.Ialltoallw, send, recv), (send, recv))

@@ -66,7 +66,7 @@ from mpizero.guard.heartbeat import (
 )
 from mpizero.guard.remote_status import PeerGroups
 from mpizero.guard.reports import await_delivery, describe_error, format_error, user_message, write_stderr
-from mpizero.guard.status import Slot, is_working, open_startup_board, scratch_folders
+from mpizero.guard.status import Slot, StartupBoard, is_working, scratch_folders
 
 #: Seconds after its failure in which a rank's process is ended by force, whatever MPI does.
 HARD_STOP = 4.0
@@ -397,8 +397,11 @@ class Guard(JobExit):
             self.rank = self.peers.rank = launched_rank(os.environ)
             folder = next((folder for folder in scratch_folders() if os.access(folder, os.W_OK)), "")
             size = Launch.of(os.environ).size or 1
-            name, warn_once = job_name(os.environ), self.supervisor.warn_once
-            self.peers.startup_board = open_startup_board(name, self.rank, size, folder, warn_once)
+            try:
+                name = job_name(os.environ)
+                self.peers.startup_board = StartupBoard(name, self.rank, size, folder) if name else None
+            except OSError as error:
+                self.supervisor.warn_once(error)
             self._start_heartbeat()
         for word in sorted(self.debug.difference(DEBUGGED)):
             raise ConfigError(

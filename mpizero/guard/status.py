@@ -312,20 +312,6 @@ def is_working(slot: Slot) -> bool:
     return slot["state"] == "working" and Path(f"/proc/{slot['pid']}").exists()
 
 
-def open_startup_board(
-    name: str, rank: int, size: int, folder: str, warn_once: Callable[[BaseException], None]
-) -> StartupBoard | None:
-    """Open the startup board of a job; return None if the job's ``name`` is "", or if the board cannot be opened.
-
-    In the second case ``warn_once`` is called with the error.
-    """
-    try:
-        return StartupBoard(name, rank, size, folder) if name else None
-    except OSError as error:
-        warn_once(error)
-        return None
-
-
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) .*:")
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
