@@ -2,9 +2,10 @@
 
 A check is a function that returns the value to use, or raises :class:`Unexpected` with a text of what is expected.
 :func:`require` turns that exception into the error that users see. Configuration files and command line options use the
-same checks, but word their messages themselves. Below the checks of numbers and arrays stand those of a user's own
-functions: with which arguments they are called (:func:`takes_run`), and whether what they return is a loss, a weight or
-a gradient; errors name the function, its file and its line.
+same checks, but word their messages themselves. :func:`strict_json` parses what other machines and files say. Below the
+checks of numbers and arrays stand those of a user's own functions: with which arguments they are called
+(:func:`takes_run`), and whether what they return is a loss, a weight or a gradient; errors name the function, its file
+and its line.
 """
 
 from __future__ import annotations

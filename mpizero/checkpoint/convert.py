@@ -25,11 +25,11 @@ import socket
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -128,7 +128,7 @@ class Tensor:
         return _TYPES.get(self.code)
 
 
-class TensorFile:
+class TensorFile(AbstractContextManager["TensorFile"]):
     """Read tensors of a memory-mapped safetensors file; its header is checked before any tensor is read.
 
     Parameters
@@ -157,9 +157,6 @@ class TensorFile:
         self.tensors, metadata = _read_header(self.path)
         self.attributes = _attributes_in(metadata)
         self._bytes: Array | None = np.asarray(np.memmap(self.path, np.uint8, "r")) if self.tensors else None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._bytes = None

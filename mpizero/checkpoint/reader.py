@@ -13,10 +13,10 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from glob import escape, glob
 from math import prod
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -295,7 +295,7 @@ def _block_length(stored: StoredArray, start: int) -> int:
     return min(origin + BLOCK, stored.nbytes) - origin
 
 
-class Reader:
+class Reader(AbstractContextManager["Reader"]):
     """Read arrays of an open checkpoint; made by :func:`open_checkpoint` or :func:`mpizero.checkpoint.from_bytes`.
 
     Attributes
@@ -331,9 +331,6 @@ class Reader:
         self._source = source
         self._blocks = BlockReader(source, manifest.arrays)
         self._owns_comm = owns_comm
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()

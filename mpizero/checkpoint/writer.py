@@ -16,9 +16,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -384,7 +385,7 @@ def _sync_and_compare(
                 advance(stop - start)
 
 
-class TemporaryFolder:
+class TemporaryFolder(AbstractContextManager["TemporaryFolder"]):
     """Make the temporary folder of one save, on rank 0, and remove it on exit unless it has become the checkpoint.
 
     This is a context manager. Leaving its ``with`` block is not collective.
@@ -408,9 +409,6 @@ class TemporaryFolder:
         self._comm, self._replace, self._process = comm, replace, os.getpid()
         self.state = ""
         self.folder: LockedFolder | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

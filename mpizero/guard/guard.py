@@ -430,7 +430,7 @@ class Guard(JobExit):
             self.supervisor.remove(heartbeat.look)
         if self.shows_stacks:
             self.shows_stacks = False
-            stop_showing_stacks()
+            faulthandler.unregister(_SIGNAL)
         self.peers.close()
         if self._c_exit_hook is not None:
             self._c_exit_hook.close()
@@ -751,11 +751,6 @@ def show_stacks_when_asked() -> bool:
             faulthandler.register(_SIGNAL, file=sys.__stderr__ or 2, all_threads=True)
             return True
     return False
-
-
-def stop_showing_stacks() -> None:
-    """End what :func:`show_stacks_when_asked` has begun."""
-    faulthandler.unregister(_SIGNAL)
 
 
 def ask_for_stacks(process: int) -> None:

@@ -38,7 +38,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from mpizero._util.checks import strict_json
 from mpizero.guard.status import Slot, StartupBoard, StatusBoard, encode, is_working, open_status_board
@@ -627,7 +627,7 @@ class TcpQuery:
             self._out = memoryview(step)
 
 
-class TcpQueries:
+class TcpQueries(contextlib.AbstractContextManager["TcpQueries"]):
     """Run at most ``limit`` queries concurrently; a new query beyond the limit ends the oldest one."""
 
     def __init__(self, limit: int) -> None:
@@ -668,9 +668,6 @@ class TcpQueries:
         for query in [query for query in self._live if query.deadline <= now]:
             self._end(query)
         return servers
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for query in tuple(self._live):

@@ -40,7 +40,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from mpizero._util.text import Line, is_users
 
@@ -345,7 +345,7 @@ def all_stacks() -> dict[int, list[Line]]:
     text = ""
     with contextlib.suppress(OSError), anonymous_file() as file:
         faulthandler.dump_traceback(file)
-        text = os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+        text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
     found: dict[int, list[Line]] = {}
     lines: list[Line] = []
     for row in text.splitlines():
@@ -381,9 +381,8 @@ def scratch_folders() -> Iterator[str]:
         yield tempfile.gettempdir()
 
 
-@contextlib.contextmanager
-def anonymous_file() -> Iterator[int]:
-    """Open an empty temporary file for a ``with`` block, yield its descriptor, and remove it at the end of the block.
+def anonymous_file() -> IO[bytes]:
+    """Return an empty temporary file, which is removed when it is closed.
 
     The file is made by ``os.memfd_create``, or in one of :func:`scratch_folders` if that does not work.
 
@@ -392,19 +391,11 @@ def anonymous_file() -> Iterator[int]:
     OSError
         If the file cannot be made in any folder.
     """
-    with contextlib.ExitStack() as stack:
-        yield _open(stack)
-
-
-def _open(stack: contextlib.ExitStack) -> int:
-    if (create := getattr(os, "memfd_create", None)) is not None:
-        with contextlib.suppress(OSError):  # a kernel older than the C library
-            file: int = create("mpizero")
-            stack.callback(os.close, file)
-            return file
+    with contextlib.suppress(OSError, AttributeError):  # a kernel or a Python older than this C library
+        return os.fdopen(os.memfd_create("mpizero"), "r+b", buffering=0)
     import tempfile
 
     for folder in scratch_folders():
         with contextlib.suppress(OSError):
-            return stack.enter_context(tempfile.TemporaryFile(dir=folder)).fileno()
+            return tempfile.TemporaryFile(dir=folder)
     raise OSError("no folder for a temporary file")
