@@ -3,7 +3,7 @@
 :func:`agreed` and :func:`on_root` end a step of a save or load alike on all ranks. :func:`create_locked_folder` makes a
 hidden folder beside the target, :func:`fill_file` makes the state file in it, and :func:`commit` syncs it to disk and
 renames it. The lock on the hidden folder tells a save in progress from the leftovers of a killed one, which
-:func:`remove_leftovers` clears. :func:`write_whole` does for a single file what :func:`commit` does for a folder.
+:func:`remove_leftovers` clears.
 
 :func:`store_directly` is the back end "direct": every rank writes its values into the HDF5 file by system calls,
 without HDF5. :func:`join_parts` combines the checksums of what the ranks have written into those of whole blocks.
