@@ -271,13 +271,11 @@ def contiguous(x: Array) -> Array:
 
     Not collective.
     """
-    found: Array = namespace(x).ascontiguousarray(native(x))
-    return found
+    return namespace(x).ascontiguousarray(native(x))
 
 
 def _copy(x: Array) -> Array:
-    copied: Array = namespace(x).array(x, order="C")
-    return copied
+    return namespace(x).array(x, order="C")
 
 
 def _cube(x: Array, axis: int) -> Array:
@@ -417,8 +415,7 @@ class MessageGroup:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.nbytes < nbytes:
             buffer = self._buffers[name] = self._empty(nbytes, np.uint8)
-        view: Array = buffer[:nbytes].view(dtype)
-        return view
+        return buffer[:nbytes].view(dtype)
 
 
 #: Bytes of a cache line, on which every array starts.
