@@ -2,14 +2,16 @@
 
 A check is a function that returns the value to use, or raises :class:`Unexpected` with a text of what is expected.
 :func:`require` turns that exception into the error that users see. Configuration files and command line options use the
-same checks, but word their messages themselves. Below the checks of numbers and arrays stand those of a user's own
-functions: with which arguments they are called (:func:`takes_run`), and whether what they return is a loss, a weight or
-a gradient; errors name the function, its file and its line.
+same checks, but word their messages themselves. :func:`strict_json` parses what other machines and files say. Below the
+checks of numbers and arrays stand those of a user's own functions: with which arguments they are called
+(:func:`takes_run`), and whether what they return is a loss, a weight or a gradient; errors name the function, its file
+and its line.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import os
 import sys
@@ -18,7 +20,7 @@ from contextlib import suppress
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,6 +131,50 @@ def flag(value: Any) -> bool:
     if not isinstance(value, bool | np.bool):
         raise Unexpected("True or False")
     return bool(value)
+
+
+def strict_json(data: bytes) -> Any:
+    """Parse JSON in UTF-8 that is not trusted, and return its value.
+
+    Raises
+    ------
+    ValueError
+        If ``data`` is not JSON, contains a number beyond the range of float64 or a key twice, or is nested deeper than
+        the parser can go.
+    """
+    try:
+        return json.loads(
+            data.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite, parse_int=_bounded
+        )
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error!s:.200}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError("a number is too large")
+    return value
+
+
+#: The most characters of an integer: those of the largest float64, with a sign.
+_INTEGER = 310
+
+
+def _bounded(number: str) -> int:
+    if len(number) > _INTEGER or abs(value := int(number)) > sys.float_info.max:
+        raise ValueError("a number is too large")
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number")
 
 
 #: What to give in place of a masked array that takes no mask beside it.
@@ -300,20 +346,19 @@ def loss_and_weight(
     """
     if type(loss) is float and type(weight) is float and weight >= 0:  # as usual: every micro-batch comes here
         return loss, weight
-    found_loss, found_weight = _number(loss), _number(weight)
     at = "" if given is None else f" of {samples_text(given)}"
     if getattr(function, "__name__", "") == "forward":
         name = f"{type(getattr(function, '__self__', None)).__name__}.forward"
-    if found_loss is None:
-        raise LayoutError(
-            f"{named(function, name)} returned {_described(loss)} as the loss{at}: expected one real number, the sum "
-            "of the samples' losses"
-        )
-    if found_weight is None:
-        raise LayoutError(
-            f"{named(function, name)} returned {_described(weight)} as the weight{at}: expected one real number, "
-            f"{_WEIGHT}"
-        )
+
+    def real(what: str, value: Any, expected: str) -> float:
+        if (found := _number(value)) is None:
+            raise LayoutError(
+                f"{named(function, name)} returned {_described(value)} as the {what}{at}: expected one real number, "
+                f"{expected}"
+            )
+        return found
+
+    found_loss, found_weight = real("loss", loss, "the sum of the samples' losses"), real("weight", weight, _WEIGHT)
     if found_weight < 0:
         raise DataError(
             f"{named(function, name)} returned {found_weight:g} as the weight{at}: expected a number >= 0, {_WEIGHT}"

@@ -44,6 +44,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpizero._util.text import PACKAGE
+
 PLAIN = frozenset({bool, int, float, complex, str, bytes, bytearray, type(None), type(Ellipsis), type(NotImplemented)})
 #: Classes of modules that are not imported for this alone, which would take 5 ms: who has such a value has the module.
 _RARE = (("decimal", "Decimal"), ("fractions", "Fraction"), ("uuid", "UUID"))
@@ -471,7 +473,7 @@ def all_plain(value: Any) -> bool:
     return isinstance(value, list | tuple | deque) and PLAIN.issuperset(map(type, value))
 
 
-_OWN, _STANDARD = str(Path(__file__).parents[1]) + os.sep, str(Path(os.__file__).parent) + os.sep
+_STANDARD = str(Path(os.__file__).parent) + os.sep
 #: Methods that change the object they are called on. A variable that a function changes in this way is its own memory
 #: (a counter, a cache) and is not compared between ranks.
 _CHANGES = (
@@ -494,7 +496,7 @@ def is_users(file: str | None, module: str) -> bool:
     """
     if file is None or file.startswith("<"):
         return module == "__main__"
-    return not (file.startswith((_OWN, _STANDARD)) or "-packages" + os.sep in file)
+    return not (file.startswith((*PACKAGE, _STANDARD)) or "-packages" + os.sep in file)
 
 
 def variables(code: types.CodeType) -> tuple[set[str], set[str]]:

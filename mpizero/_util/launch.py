@@ -10,6 +10,7 @@ import os
 import stat
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 #: Variables that hold the rank, set for MPI by the launchers of MPICH and Open MPI, and by srun with PMI or PMIx.
@@ -267,8 +268,7 @@ def _ancestors(environment: Mapping[str, str]) -> tuple[list[int], int | None]:
 def _has_mpi(process: int) -> bool:
     """Tell whether a process has loaded mpi4py's library."""
     try:
-        with open(f"/proc/{process}/maps", "rb") as file:
-            return b"/mpi4py/" in file.read()
+        return b"/mpi4py/" in Path(f"/proc/{process}/maps").read_bytes()
     except OSError:
         return False
 
@@ -276,8 +276,7 @@ def _has_mpi(process: int) -> bool:
 def _command(process: int) -> str:
     """Return the command line of a process with its process ID, for messages."""
     try:
-        with open(f"/proc/{process}/cmdline", "rb") as file:
-            words = os.fsdecode(file.read()).replace("\0", " ").strip()
+        words = os.fsdecode(Path(f"/proc/{process}/cmdline").read_bytes()).replace("\0", " ").strip()
     except OSError:
         words = ""
     return " ".join(filter(None, ["process", str(process), f"({words[:100]})" if words else ""]))
@@ -285,11 +284,9 @@ def _command(process: int) -> str:
 
 def _variables(process: int) -> dict[str, str]:
     """Return the environment variables that a process was started with."""
-    with open(f"/proc/{process}/environ", "rb") as file:
-        entries = (os.fsdecode(entry).partition("=") for entry in file.read().split(b"\0"))
-        return {name: value for name, _, value in entries}
+    entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return {name: value for name, _, value in (os.fsdecode(entry).partition("=") for entry in entries)}
 
 
 def _stat(process: int) -> list[str]:
-    with open(f"/proc/{process}/stat") as file:
-        return file.read().rpartition(")")[2].split()
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

@@ -266,16 +266,9 @@ def _fault_of_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     return ""
 
 
-def unknown_names(module: str, known: Sequence[str]) -> Callable[[str], Any]:
-    """Return a function to use as the ``__getattr__`` of ``module``.
-
-    The function raises :class:`UnknownNameError` for every name, and suggests the most similar name of ``known``.
-    """
-
-    def missing(name: str) -> Any:
-        raise UnknownNameError(f"module {module!r} has no attribute {name!r}{nearest(name, known)}")
-
-    return missing
+def unknown_name(module: str, name: str, known: Iterable[str]) -> UnknownNameError:
+    """Return the error of a name that ``module`` does not have, with the most similar name of ``known``."""
+    return UnknownNameError(f"module {module!r} has no attribute {name!r}{nearest(name, known)}")
 
 
 #: What PyTorch's modules and optimizers have, and sharded ones have not, with what takes its place.
@@ -357,11 +350,10 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
             if name.startswith("__"):  # inspect asks so while it goes through a namespace, which must not change
                 raise AttributeError(f"module {package!r} has no attribute {name!r}")
             if not name.isidentifier() or find_spec(f"{package}.{name}") is None:
-                return import_module("mpizero._util.names").unknown_names(package, names)(name)
+                raise unknown_name(package, name, names)
             # ``from package import module`` asks for the name first, so no similar name is searched for: that is slow.
             alike = "".join(f"; did you mean {public!r}?" for public in names if public.lower() == name)
-            text = f"module {package!r} has no public name {name!r}, which is a module of it{alike}"
-            raise import_module("mpizero.errors").UnknownNameError(text)
+            raise UnknownNameError(f"module {package!r} has no public name {name!r}, which is a module of it{alike}")
         if homes[name] == package:
             return import_module(f"{package}.{name}")
         value = getattr(import_module(homes[name]), name)

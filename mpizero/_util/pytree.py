@@ -168,7 +168,7 @@ def _node(value: Any) -> _Node | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return _Node(kind, [f".{name}" for name in value._fields], list(value), type(value)._make)  # type: ignore[attr-defined]
     if isinstance(value, tuple | list):
-        return _Node(kind, [f"[{i}]" for i in range(len(value))], list(value), partial(_sequence, value))
+        return _Node(kind, [f"[{i}]" for i in range(len(value))], list(value), type(value))
     if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
         names = list(vars(value)) if isinstance(value, SimpleNamespace) else [field.name for field in fields(value)]
         held = [getattr(value, name) for name in names]
@@ -183,10 +183,6 @@ def _mapping(like: Mapping[Any, Any], keys: list[Any], children: list[Any]) -> A
     twin = copy(like)
     twin.update(held)
     return twin
-
-
-def _sequence(like: Any, children: list[Any]) -> Any:
-    return type(like)(children)
 
 
 def _record(like: Any, names: list[str], children: list[Any]) -> Any:

@@ -94,7 +94,7 @@ def wants_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
 TRACEBACK = "MPIZERO_TRACEBACK"
 
 #: Folder of the library, as it may stand in the file names of code objects: with symbolic links and resolved.
-_PACKAGE = tuple({f"{path}{os.sep}" for path in (Path(__file__).parents[1], Path(__file__).resolve().parents[1])})
+PACKAGE = tuple({f"{path}{os.sep}" for path in (Path(__file__).parents[1], Path(__file__).resolve().parents[1])})
 #: Folders of Python's standard library and of the commands that packages install; nothing is imported to find them,
 #: because a rank that fails may have no file left to open.
 _LIBRARY = f"{sys.platlibdir}/python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -121,7 +121,7 @@ class Line(NamedTuple):
 
 def is_users(file: str) -> bool:
     """Tell whether a source file is the user's: outside of Python, of mpizero and of all installed packages."""
-    others = (*_PACKAGE, *_PYTHON, "<frozen", "<mapped")
+    others = (*PACKAGE, *_PYTHON, "<frozen", "<mapped")
     return not file.startswith(others) and not any(part in file for part in _INSTALLED)
 
 
@@ -134,7 +134,7 @@ def users_line(trace: TracebackType | None) -> Line | None:
     lines = list(_lines(trace))
     if own := [line for line in lines if is_users(line.file)]:
         return own[-1]
-    entry = next((place for place, line in enumerate(lines) if line.file.startswith(_PACKAGE)), 0)
+    entry = next((place for place, line in enumerate(lines) if line.file.startswith(PACKAGE)), 0)
     caller = lines[entry - 1] if entry else None
     return caller if caller and any(part in caller.file for part in _INSTALLED) else None
 
@@ -150,7 +150,7 @@ def stacklevel() -> int:
         files.append(frame.f_code.co_filename)
         frame = frame.f_back
     users = (depth for depth, file in enumerate(files) if is_users(file) and file != _GENERATED)
-    callers = (depth for depth, file in enumerate(files) if not file.startswith(_PACKAGE))
+    callers = (depth for depth, file in enumerate(files) if not file.startswith(PACKAGE))
     return 1 + next(users, next(callers, 0))
 
 

@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from mpizero._util.names import unknown_names
+from mpizero._util.names import unknown_name
 from mpizero.adapters.function import FunctionModel
 from mpizero.errors import ConfigError
 
@@ -14,7 +14,7 @@ _LIBRARIES = ("jax", "torch")
 def __getattr__(name: str) -> ModuleType:
     """Import the adapter to another library when it is first used."""
     if name not in _LIBRARIES:
-        unknown_names(__name__, [*__all__, *_LIBRARIES])(name)
+        raise unknown_name(__name__, name, [*__all__, *_LIBRARIES])
     try:
         return import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:

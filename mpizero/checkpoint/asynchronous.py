@@ -328,17 +328,7 @@ def begin(
     ...         print(reader.read_whole("parameters/weight")[1])
     [3. 4. 5.]
     """
-    return _begin(
-        comm,
-        SnapshotBuffer() if buffer is None else buffer,
-        replace,
-        lambda world, repeated: make_plan(world, folder, arrays, attributes, alignment, repeated),
-    )
-
-
-def _begin(
-    comm: object, buffer: SnapshotBuffer, replace: bool, planned: Callable[[Communicator, RepeatedSave], SavePlan]
-) -> PendingSave:
+    buffer = SnapshotBuffer() if buffer is None else buffer
     with ExitStack() as comm_stack, ExitStack() as local:
         world = comm_stack.enter_context(communicator_of(comm))
         temporary, copied = local.enter_context(TemporaryFolder(world, replace)), list[LocalArray]()
@@ -351,12 +341,11 @@ def _begin(
             copy(wanted)
             return temporary.open(target, buffer.layout.skeleton) if world.rank == 0 else ""
 
-        plan = planned(world, RepeatedSave(buffer.layout, start))
+        plan = make_plan(world, folder, arrays, attributes, alignment, RepeatedSave(buffer.layout, start))
         # No rank writes before all have copied: writing would slow down the ranks that are still copying.
         temporary.agree(plan, lambda: copy(plan.local))
-        writing = WriterThread(
-            temporary.state, copied, plan.offsets, f"rank {world.rank} writes {plan.target}", world.trace
-        )
+        thread = f"rank {world.rank} writes {plan.target}"
+        writing = WriterThread(temporary.state, copied, plan.offsets, thread, world.trace)
         buffer.keep(writing.join)
         local.callback(writing.stop)
         return PendingSave(world, plan, temporary, writing, (local.pop_all(), comm_stack.pop_all()))

@@ -277,16 +277,13 @@ def fill_file(path: str, skeleton: Skeleton) -> None:
     if space.f_bavail * space.f_frsize < skeleton.nbytes:
         free = space.f_bavail * space.f_frsize
         raise OSError(errno.ENOSPC, f"{skeleton.nbytes} bytes are needed, {free} are free", path)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
         try:
             os.ftruncate(file, skeleton.nbytes)
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from None
         for offset, data in skeleton.structure:
             write_at(file, memoryview(data), offset, path)
-    finally:
-        os.close(file)
 
 
 def commit(folder: LockedFolder, manifest: bytes, state: int) -> None:
@@ -297,8 +294,7 @@ def commit(folder: LockedFolder, manifest: bytes, state: int) -> None:
     """
     inject("save.manifest")
     path = os.path.join(folder.path, MANIFEST_NAME)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
         write_at(file, memoryview(manifest), 0, path)
         os.fsync(file)
         os.fsync(folder.lock)
@@ -306,8 +302,6 @@ def commit(folder: LockedFolder, manifest: bytes, state: int) -> None:
         written = {STATE_NAME: os.fstat(state), MANIFEST_NAME: os.fstat(file)}
         inject("save.commit")
         _give_name(folder, written)
-    finally:
-        os.close(file)
     for old in (folder.path, _path_of_replaced(folder.target)):
         shutil.rmtree(old, ignore_errors=True)  # committed: what cannot be removed now, the next save removes
 
@@ -358,14 +352,11 @@ def _check_in_place(path: str, written: os.stat_result) -> None:
     Another host may have removed the file, because it took the temporary folder for a leftover of a killed save.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with opened(path, os.O_RDONLY) as file:
+            found = os.fstat(file)
     except OSError as error:
         told = f"{path}: {error.strerror}, after it was written: did another job remove it?"
         raise CheckpointIOError(error.errno, told, path) from None
-    try:
-        found = os.fstat(file)
-    finally:
-        os.close(file)
     if not os.path.samestat(found, written) or found.st_size != written.st_size:
         raise CheckpointError(f"{path}: is not the file that was written: does another job save to the same folder?")
 
@@ -436,19 +427,13 @@ def _remove_if_unused(path: str, ours: bool) -> bool:
 
     ``ours`` says that a lock on the folder would be visible to this process, so an unlocked folder is not in use.
     """
-    try:
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return True  # gone meanwhile, or not a folder of ours
-    try:
+    with suppress(OSError), opened(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
         locked = try_lock(folder)
         if locked is False:
             return False
         if (ours and locked) or not _is_recent(path):
             shutil.rmtree(path, ignore_errors=True)
-        return True
-    finally:
-        os.close(folder)
+    return True  # also where it is gone meanwhile, or not a folder of ours
 
 
 #: Seconds for which a temporary folder of another host is not removed: its lock may be invisible on this host.
@@ -530,13 +515,20 @@ def make_folders(path: str) -> None:
     sync_folder(parent)
 
 
-def sync_folder(path: str) -> None:
+def sync_folder(path: str | os.PathLike[str]) -> None:
     """Sync a folder to disk, so that the names of its files survive a power failure."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(os.path.realpath(path), os.O_RDONLY | os.O_DIRECTORY) as folder:
         os.fsync(folder)
+
+
+@contextmanager
+def opened(path: str, flags: int) -> Iterator[int]:
+    """Open a file or folder, but no link, by a system call for a ``with`` block, and yield its descriptor."""
+    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        yield file
     finally:
-        os.close(folder)
+        os.close(file)
 
 
 def write_at(file: int, data: memoryview, offset: int, path: str) -> None:

@@ -22,20 +22,21 @@ import json
 import os
 import re
 import socket
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 
 from mpizero._util.names import fits
 from mpizero._util.text import list_few
 from mpizero.checkpoint import npz
-from mpizero.checkpoint.atomic_folder import TEMPORARY, as_bytes, fill_file, sync_folder, write_at
+from mpizero.checkpoint.atomic_folder import TEMPORARY, as_bytes, fill_file, opened, sync_folder, write_at
 from mpizero.checkpoint.format import (
     OPTIMIZER,
     PARAMETERS,
@@ -127,7 +128,7 @@ class Tensor:
         return _TYPES.get(self.code)
 
 
-class TensorFile:
+class TensorFile(AbstractContextManager["TensorFile"]):
     """Read tensors of a memory-mapped safetensors file; its header is checked before any tensor is read.
 
     Parameters
@@ -153,13 +154,9 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        library()
         self.tensors, metadata = _read_header(self.path)
         self.attributes = _attributes_in(metadata)
         self._bytes: Array | None = np.asarray(np.memmap(self.path, np.uint8, "r")) if self.tensors else None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._bytes = None
@@ -173,8 +170,8 @@ class TensorFile:
 
 
 def _read_header(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    header, size = _header_bytes(path)
     safetensors = library()
+    header, size = _header_bytes(path)
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -266,15 +263,12 @@ def write_hdf5(
     marks = {"attributes": np.bytes_(canonical_json(dict(attributes), "attributes").encode())}
     skeleton = build({item.name: (item.shape, item.dtype) for item in items}, marks=marks)
     fill_file(path, skeleton)
-    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with opened(path, os.O_WRONLY) as file:
         for item in items:
             place = skeleton.offsets[item.name]
             for part in values(item):
                 write_at(file, as_bytes(part), place, path)
                 place += part.nbytes
-    finally:
-        os.close(file)
 
 
 @contextmanager
@@ -296,11 +290,8 @@ def new_file(path: str | os.PathLike[str], replace: bool) -> Iterator[str]:
     temporary = os.path.join(parent, f"{TEMPORARY}{name}.{socket.gethostname()}.{os.getpid()}")
     try:
         yield temporary
-        handle = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        with opened(temporary, os.O_RDONLY) as file:
+            os.fsync(file)
         check_free(target, replace)
         os.rename(temporary, target)
     except BaseException as error:
@@ -353,14 +344,8 @@ class ExportedArray:
 Values = Callable[[ExportedArray], Iterator[Array]]
 
 
-class ExportWriter(Protocol):
-    """Define the signature of the functions that write arrays into a new file at ``path``."""
-
-    def __call__(
-        self, path: str, items: Sequence[ExportedArray], values: Values, attributes: Mapping[str, Any]
-    ) -> None:
-        """Write the arrays ``items``, whose values ``values(item)`` yields, and the attributes of the checkpoint."""
-
+#: Type of a function that writes arrays, whose values the third argument yields, and attributes into a new file.
+ExportWriter = Callable[[str, Sequence[ExportedArray], Values, Mapping[str, Any]], None]
 
 #: The function that writes each format, and whether the format has bfloat16.
 FORMATS: dict[str, tuple[ExportWriter, bool]] = {
@@ -693,17 +678,22 @@ def loadable(element: str | None, target: str) -> bool:
     return element == target or (element in FLOATING and target in FLOATING)
 
 
-class ParameterFile(Protocol):
-    """Provide the parameters of a file by name."""
+@dataclass(frozen=True)
+class ParameterFile(ABC):
+    """Provide the parameters of a file by name.
 
-    @property
-    def path(self) -> str:
-        """The path of the file."""
+    Attributes
+    ----------
+    path : str
+        The path of the file.
+    arrays : mapping
+        Shape and element type (None for one that cannot be read) of each parameter by name.
+    """
 
-    @property
-    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], str | None]]:
-        """Shape and element type (None for one that cannot be read) of each parameter by name."""
+    path: str
+    arrays: Mapping[str, tuple[tuple[int, ...], str | None]]
 
+    @abstractmethod
     def read(self, requests: Sequence[LocalArray]) -> None:
         """Fill the pieces of each request, whose path is a parameter's name, and convert its elements.
 
@@ -713,18 +703,10 @@ class ParameterFile(Protocol):
 
 
 @dataclass(frozen=True)
-class _CheckpointParameters:
+class _CheckpointParameters(ParameterFile):
     """Read the parameters of an open checkpoint; every value is verified by its checksum."""
 
     reader: Reader
-    path: str
-    arrays: Mapping[str, tuple[tuple[int, ...], str | None]]
-
-    @classmethod
-    def of(cls, reader: Reader) -> _CheckpointParameters:
-        elements = element_types(reader)
-        found = {short_name(p): (reader.arrays[p][0], elements[p]) for p in elements if p.startswith(PARAMETERS)}
-        return cls(reader, reader.name, found)
 
     def read(self, requests: Sequence[LocalArray]) -> None:
         """Fill the pieces of all requests from the checkpoint; ranges of another type are read into new memory."""
@@ -744,47 +726,18 @@ class _CheckpointParameters:
 
 
 @dataclass(frozen=True)
-class _SafetensorsParameters:
-    """Read tensors of a memory-mapped safetensors file."""
+class _FileParameters(ParameterFile):
+    """Read tensors of a memory-mapped safetensors file, or arrays of an ``.npz`` file, of which a rank holds one."""
 
-    file: TensorFile
-
-    @property
-    def path(self) -> str:
-        return self.file.path
-
-    @property
-    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], str | None]]:
-        return {name: (tensor.shape, tensor.element) for name, tensor in self.file.tensors.items()}
+    file: TensorFile | NpzFile
 
     def read(self, requests: Sequence[LocalArray]) -> None:
         """Copy the ranges of all requests out of the file."""
         for request in requests:
-            for start, values in request.pieces:
-                given = self.file.values(request.path)[start : start + values.size]
-                _convert_into(self, request.path, np.require(given, requirements="A"), values)
-
-
-@dataclass(frozen=True)
-class _NpzParameters:
-    """Read arrays of an ``.npz`` file, of which a rank holds one at a time."""
-
-    file: NpzFile
-
-    @property
-    def path(self) -> str:
-        return self.file.path
-
-    @property
-    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], str | None]]:
-        return {name: (shape, dtype.name) for name, (shape, dtype) in self.file.arrays.items()}
-
-    def read(self, requests: Sequence[LocalArray]) -> None:
-        """Read each requested array, and copy its ranges."""
-        for request in requests:
             whole = self.file.values(request.path)
             for start, values in request.pieces:
-                _convert_into(self, request.path, whole[start : start + values.size], values)
+                given = np.require(whole[start : start + values.size], requirements="A")
+                _convert_into(self, request.path, given, values)
 
 
 def _convert_into(file: ParameterFile, name: str, given: Array, out: Array) -> None:
@@ -824,13 +777,20 @@ def open_parameters(path: str | os.PathLike[str], comm: Communicator) -> Iterato
         kind = "checkpoint" if os.path.isdir(name) else _kind_of(name)
     if kind == "checkpoint":
         with open_checkpoint(name, comm) as reader:
-            yield _CheckpointParameters.of(reader)
+            elements = element_types(reader)
+            found = {short_name(p): (reader.arrays[p][0], elements[p]) for p in elements if p.startswith(PARAMETERS)}
+            yield _CheckpointParameters(reader.name, found, reader)
         return
-    opened: list[TensorFile | NpzFile] = []
+    files: list[TensorFile | NpzFile] = []
     with all_ranks(comm, "parameter file"):
-        opened.append(NpzFile(os.path.realpath(name)) if kind == "npz" else TensorFile(name))
-    with opened[0] as file:
-        yield _NpzParameters(file) if isinstance(file, NpzFile) else _SafetensorsParameters(file)
+        files.append(NpzFile(os.path.realpath(name)) if kind == "npz" else TensorFile(name))
+    arrays: dict[str, tuple[tuple[int, ...], str | None]]
+    with files[0] as file:
+        if isinstance(file, NpzFile):
+            arrays = {name: (shape, dtype.name) for name, (shape, dtype) in file.arrays.items()}
+        else:
+            arrays = {name: (tensor.shape, tensor.element) for name, tensor in file.tensors.items()}
+        yield _FileParameters(file.path, arrays, file)
 
 
 def _kind_of(name: str) -> str:

@@ -20,15 +20,16 @@ import json
 import os
 import stat
 import sys
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpizero._util.checks import is_whole
+from mpizero._util.checks import is_whole, strict_json
 from mpizero._util.names import PATH_LIMIT, PATH_PARTS, fault_of, nested_in, shown
 from mpizero._util.numbers import crc32_combine
 from mpizero.errors import ArgumentError, CheckpointDamagedError, CheckpointError, CheckpointVersionError, ConfigError
@@ -331,22 +332,22 @@ class SeekableFile(io.RawIOBase):
         self.nbytes = nbytes
         self._position = 0
 
-    def seekable(self) -> bool:
-        """Return True, because h5py asks whether it can seek."""
-        return True
-
-    def readable(self) -> bool:
-        """Return True, because h5py asks whether it can read."""
-        return True
-
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         """Move to a position in the file, and return it in bytes from the start of the file."""
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.nbytes}[whence]
         return self._position
 
-    def tell(self) -> int:
-        """Return the position in bytes from the start of the file."""
-        return self._position
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """Fill ``buffer`` with the bytes at the position, and move it; return their number."""
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self.nbytes - self._position))
+        self.fill(view[:count])
+        self._position += count
+        return count
+
+    @abstractmethod
+    def fill(self, view: memoryview) -> None:
+        """Fill ``view`` with the bytes of the file that begin at the position."""
 
 
 class _Recording(SeekableFile):
@@ -359,9 +360,6 @@ class _Recording(SeekableFile):
         super().__init__()
         self.writes: list[tuple[int, bytes]] = []
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: ReadableBuffer, /) -> int:
         written = bytes(data)
         self.writes.append((self._position, written))
@@ -369,12 +367,8 @@ class _Recording(SeekableFile):
         self.nbytes = max(self.nbytes, self._position)
         return len(written)
 
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self.nbytes - self._position))
-        view[:count] = self.regions([(self._position, count)])[0]
-        self._position += count
-        return count
+    def fill(self, view: memoryview) -> None:
+        view[:] = self.regions([(self._position, len(view))])[0]
 
     def truncate(self, size: int | None = None, /) -> int:
         self.nbytes = self._position if size is None else size
@@ -558,42 +552,9 @@ def parse(data: bytes) -> Any:
     """
     if (memory := memory_of(data)) > MEMORY_LIMIT:
         raise ValueError(f"would take {memory} bytes of memory, at most {MEMORY_LIMIT} are allowed")
-    try:
-        found = json.loads(
-            data.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite, parse_int=_bounded
-        )
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error!s:.200}") from None
-    if depth_of(found) > DEPTH_LIMIT:
+    if depth_of(found := strict_json(data)) > DEPTH_LIMIT:
         raise ValueError(f"nested more than {DEPTH_LIMIT} levels deep")
     return found
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
-
-
-def _finite(number: str) -> float:
-    if not isfinite(value := float(number)):
-        raise ValueError("a number is too large")
-    return value
-
-
-#: The most characters of an integer: those of the largest float64, with a sign.
-_INTEGER = 310
-
-
-def _bounded(number: str) -> int:
-    if len(number) > _INTEGER or abs(value := int(number)) > sys.float_info.max:
-        raise ValueError("a number is too large")
-    return value
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number")
 
 
 def memory_of(data: bytes) -> int:

@@ -14,9 +14,9 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 
@@ -86,9 +86,7 @@ UNSOUND = (
     EOFError,
     MemoryError,
     OverflowError,
-    RecursionError,
-    NotImplementedError,
-    RuntimeError,
+    RuntimeError,  # a RecursionError and a NotImplementedError, too
     SyntaxError,
     tokenize.TokenError,
     struct.error,
@@ -97,7 +95,7 @@ UNSOUND = (
 )
 
 
-class NpzFile:
+class NpzFile(AbstractContextManager["NpzFile"]):
     """Read arrays of an ``.npz`` file of numbers one at a time; parameters and errors are as for :func:`read_arrays`.
 
     Attributes
@@ -121,9 +119,6 @@ class NpzFile:
         except BaseException:
             self._file.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._file.close()

@@ -8,15 +8,15 @@ reads a whole checkpoint in one process: it compares all checksums, and checks t
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from glob import escape, glob
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,9 +46,6 @@ from mpizero.comm.communicator import Communicator
 from mpizero.errors import CheckpointDamagedError, CheckpointError, CheckpointMissingError, ConfigError, RemoteError
 from mpizero.types import Array
 
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
 
 class ByteSource(ABC):
     """Define how readers of a checkpoint get the bytes of ``state.h5``."""
@@ -71,7 +68,7 @@ class FileByteSource(ByteSource):
         if (found := os.fstat(self._file).st_size) != nbytes:
             self.close()
             raise CheckpointDamagedError(f"{path}: {found} bytes instead of {nbytes}: truncated or damaged")
-        with contextlib.suppress(OSError):  # advice only: read far ahead of pieces that fit a core's cache
+        with suppress(OSError):  # advice only: read far ahead of pieces that fit a core's cache
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def read_into(self, offset: int, view: memoryview) -> None:
@@ -137,11 +134,8 @@ def read_manifest(folder: str) -> tuple[bytes, Manifest]:
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from None
     state = os.path.join(folder, STATE_NAME)
-    source = FileByteSource(state, manifest.state_bytes)
-    try:
+    with closing(FileByteSource(state, manifest.state_bytes)) as source:
         check_structure(source, manifest, state)
-    finally:
-        source.close()
     return data, manifest
 
 
@@ -301,7 +295,7 @@ def _block_length(stored: StoredArray, start: int) -> int:
     return min(origin + BLOCK, stored.nbytes) - origin
 
 
-class Reader:
+class Reader(AbstractContextManager["Reader"]):
     """Read arrays of an open checkpoint; made by :func:`open_checkpoint` or :func:`mpizero.checkpoint.from_bytes`.
 
     Attributes
@@ -337,9 +331,6 @@ class Reader:
         self._source = source
         self._blocks = BlockReader(source, manifest.arrays)
         self._owns_comm = owns_comm
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
@@ -520,9 +511,8 @@ def verify_checksums(where: str, report: Callable[[int], object] | None = None) 
     """
     _, manifest = read_manifest(where)
     state = os.path.join(where, STATE_NAME)
-    source = FileByteSource(state, manifest.state_bytes)
     buffer = memoryview(bytearray(BLOCK))
-    try:
+    with closing(FileByteSource(state, manifest.state_bytes)) as source:
         for path, stored in manifest.arrays.items():
             for start, stop in cut(0, stored.nbytes):
                 part = buffer[: stop - start]
@@ -532,8 +522,6 @@ def verify_checksums(where: str, report: Callable[[int], object] | None = None) 
                     raise CheckpointDamagedError(f"{which}: checksum mismatch in bytes {start} to {stop - 1}")
                 if report is not None:
                     report(len(part))
-    finally:
-        source.close()
     return manifest
 
 
@@ -544,12 +532,8 @@ class _View(SeekableFile):
         super().__init__(nbytes)
         self._source = source
 
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self.nbytes - self._position))
-        self._source.read_into(self._position, view[:count])
-        self._position += count
-        return count
+    def fill(self, view: memoryview) -> None:
+        self._source.read_into(self._position, view)
 
 
 def _compare_with_hdf5(state: str, manifest: Manifest) -> None:
@@ -559,17 +543,15 @@ def _compare_with_hdf5(state: str, manifest: Manifest) -> None:
     """
     import h5py
 
-    source = FileByteSource(state, manifest.state_bytes)
-    try:
-        with h5py.File(_View(source, manifest.state_bytes), "r") as file:
-            _compare_group(file, "", manifest.arrays, state)
-    except CheckpointError:
-        raise
-    except Exception as error:  # what HDF5 and h5py raise for a crafted file is of many kinds
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{state}: HDF5 cannot read it: {type(error).__name__}: {reason:.200}") from None
-    finally:
-        source.close()
+    with closing(FileByteSource(state, manifest.state_bytes)) as source:
+        try:
+            with h5py.File(_View(source, manifest.state_bytes), "r") as file:
+                _compare_group(file, "", manifest.arrays, state)
+        except CheckpointError:
+            raise
+        except Exception as error:  # what HDF5 and h5py raise for a crafted file is of many kinds
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{state}: HDF5 cannot read it: {type(error).__name__}: {reason:.200}") from None
 
 
 def _compare_group(group: Any, prefix: str, arrays: Mapping[str, StoredArray], state: str) -> None:

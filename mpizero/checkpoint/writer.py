@@ -16,9 +16,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from mpizero.checkpoint.atomic_folder import (
     fill_file,
     join_parts,
     on_root,
+    opened,
     portable_error,
     raise_first,
     store_directly,
@@ -225,29 +227,32 @@ def agree_on_arrays(
     folders that rank 0 has made remain, even if the save fails.
     """
     known = KnownLayout() if again is None else again.layout
-    checked, request, opened = _Checked([], [], ""), None, None
+    request, state = None, None
     with CapturedError() as own:
-        checked = _check_arrays(arrays, attributes)
-        as_before = known.claims == checked.claims and known.place == (comm.rank, comm.size)
-        request = _SaveRequest(None if as_before else checked.claims, known.number, crc32(checked.attributes.encode()))
+        local = [check_array(array) for array in arrays]
+        if not isinstance(attributes, dict):
+            raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
+        text, mine = canonical_json(attributes, "attributes"), list(map(Claim.of, local))
+        as_before = known.claims == mine and known.place == (comm.rank, comm.size)
+        request = _SaveRequest(None if as_before else mine, known.number, crc32(text.encode()))
         if as_before and again is not None:
-            opened = again.start(where, checked.local)
-    gathered = comm.allgather_object((where, own.portable, request, opened), tag="checkpoint")
+            state = again.start(where, local)
+    gathered = comm.allgather_object((where, own.portable, request, state), tag="checkpoint")
     target = gathered[0][0]
     raise_first([error for _, error, _, _ in gathered], prefix(target), own.error)
     requests = [request for _, _, request, _ in gathered]
     differing = [rank for rank, request in enumerate(requests) if request.attributes != requests[0].attributes]
     if differing:
         raise CheckpointError(f"{prefix(target)}: attributes of rank {differing[0]} differ from those of rank 0")
-    copied = json.loads(checked.attributes)
+    copied = json.loads(text)
     if all(request.claims is None for request in requests) and len({request.number for request in requests}) == 1:
-        return Agreement(target, checked.local, known.table, copied, known.number, gathered[0][3])
+        return Agreement(target, local, known.table, copied, known.number, gathered[0][3])
     claims = [request.claims for request in requests]
     if None in claims:
-        claims = comm.allgather_object(checked.claims, "checkpoint")
+        claims = comm.allgather_object(mine, "checkpoint")
     with agreed(comm, prefix(target)):
         table = merge(claims)
-    return Agreement(target, checked.local, table, copied, crc32(repr(claims).encode()), None)
+    return Agreement(target, local, table, copied, crc32(repr(claims).encode()), None)
 
 
 class _SaveRequest(NamedTuple):
@@ -261,21 +266,6 @@ class _SaveRequest(NamedTuple):
     claims: list[Claim] | None
     number: int
     attributes: int
-
-
-class _Checked(NamedTuple):
-    """Hold the checked arrays of a rank, the claims made from them, and the attributes as JSON text."""
-
-    local: list[LocalArray]
-    claims: list[Claim]
-    attributes: str
-
-
-def _check_arrays(arrays: Sequence[LocalArray], attributes: object) -> _Checked:
-    local = [check_array(array) for array in arrays]
-    if not isinstance(attributes, dict):
-        raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
-    return _Checked(local, [Claim.of(array) for array in local], canonical_json(attributes, "attributes"))
 
 
 def check_available(comm: Communicator) -> None:
@@ -347,8 +337,7 @@ def _write_halves(file: str, arrays: Sequence[LocalArray], offsets: Mapping[str,
 
     Not collective. It is a few bytes for each piece.
     """
-    handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with opened(file, os.O_RDWR) as handle:
         for array in arrays:
             for first, values in array.pieces:
                 if values.dtype == array.dtype or not values.size:
@@ -357,8 +346,6 @@ def _write_halves(file: str, arrays: Sequence[LocalArray], offsets: Mapping[str,
                 for at in ends:
                     begin = offsets[array.path] + (first + at) * values.itemsize
                     write_at(handle, as_bytes(values[at : at + 1]), begin, f"{file}: array {array.path!r}")
-    finally:
-        os.close(handle)
 
 
 #: The largest number of bytes in one HDF5 write: MPI-IO counts in 32 bits.
@@ -384,8 +371,7 @@ def _write(handle: Any, array: LocalArray, advance: Callable[[int], object]) -> 
 def _sync_and_compare(
     file: str, sums: Sequence[PieceSums], offsets: Mapping[str, int], advance: Callable[[int], object]
 ) -> None:
-    handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with opened(file, os.O_RDWR) as handle:
         inject("save.sync", handle)
         for piece in sums:
             sync_range(handle, offsets[piece.path] + piece.start, piece.stop - piece.start, advance)
@@ -397,11 +383,9 @@ def _sync_and_compare(
                         f"{file}: array {piece.path!r}, bytes {start} to {stop - 1}: MPI-IO wrote something else"
                     )
                 advance(stop - start)
-    finally:
-        os.close(handle)
 
 
-class TemporaryFolder:
+class TemporaryFolder(AbstractContextManager["TemporaryFolder"]):
     """Make the temporary folder of one save, on rank 0, and remove it on exit unless it has become the checkpoint.
 
     This is a context manager. Leaving its ``with`` block is not collective.
@@ -425,9 +409,6 @@ class TemporaryFolder:
         self._comm, self._replace, self._process = comm, replace, os.getpid()
         self.state = ""
         self.folder: LockedFolder | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -500,15 +481,12 @@ def publish(comm: Communicator, plan: SavePlan, temporary: TemporaryFolder, sums
     def finish() -> None:
         if temporary.folder is None or plan.skeleton is None:
             return
-        state = os.open(temporary.state, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
+        with opened(temporary.state, os.O_RDONLY) as state:
             structure = _checked_structure(state, temporary.state, plan.skeleton)
             manifest = describe(plan.table, plan.skeleton, structure, gathered, plan.attributes)
             if temporary.folder.replace and os.path.lexists(plan.target) and not temporary.may_replace(plan.target):
                 raise CheckpointError("a sound checkpoint has taken the place of the damaged one: choose another name")
             commit(temporary.folder, encode(manifest), state)
-        finally:
-            os.close(state)
 
     on_root(comm, plan.prefix, finish)
 
@@ -610,16 +588,13 @@ def write(
     {'loss': 0.5} [0. 1. 2.]
     """
     with communicator_of(comm) as world:
-        _store(world, make_plan(world, folder, arrays, attributes, alignment), backend, replace)
-
-
-def _store(world: Communicator, plan: SavePlan, backend: str, replace: bool) -> None:
-    with agreed(world, plan.prefix):
-        check_backend(world, backend)
-    with TemporaryFolder(world, replace) as temporary:
-        temporary.agree(plan)
-        sums = _BACKENDS[backend](world, temporary.state, plan.local, plan.offsets, plan.prefix)
-        publish(world, plan, temporary, sums)
+        plan = make_plan(world, folder, arrays, attributes, alignment)
+        with agreed(world, plan.prefix):
+            check_backend(world, backend)
+        with TemporaryFolder(world, replace) as temporary:
+            temporary.agree(plan)
+            sums = _BACKENDS[backend](world, temporary.state, plan.local, plan.offsets, plan.prefix)
+            publish(world, plan, temporary, sums)
 
 
 def check_backend(comm: Communicator, backend: str) -> None:
@@ -651,30 +626,24 @@ def to_bytes(arrays: Sequence[LocalArray], attributes: Mapping[str, Any], comm: 
     >>> data[1:4], data == checkpoint.to_bytes([whole], {"step": 3}, comm="self")
     (b'HDF', True)
     """
-    with communicator_of(comm) as world:
-        return _to_bytes(world, arrays, attributes)
-
-
-def _to_bytes(world: Communicator, arrays: Sequence[LocalArray], attributes: Mapping[str, Any]) -> bytes:
     prefix = "the model was not serialized"
-    agreement = agree_on_arrays(world, arrays, attributes, lambda _: prefix)
-    local, table = agreement.local, agreement.table
-    skeleton = on_root(world, prefix, lambda: build(table))
-    with agreed(world, prefix):
-        image = np.zeros(skeleton.nbytes, np.uint8)
+    with communicator_of(comm) as world:
+        _, local, table, *_ = agree_on_arrays(world, arrays, attributes, lambda _: prefix)
+        skeleton = on_root(world, prefix, lambda: build(table))
+        with agreed(world, prefix):
+            image = np.zeros(skeleton.nbytes, np.uint8)
+        gathered = world.allgather_object(checksums(local), tag="checkpoint checksums")
+        values = {(a.path, start * v.itemsize): as_bytes(v) for a in local for start, v in a.pieces}
+        for rank, listed in enumerate(gathered):
+            for piece in listed:
+                begin = skeleton.offsets[piece.path]
+                target = image[begin + piece.start : begin + piece.stop]
+                if rank == world.rank:
+                    target[:] = np.frombuffer(values[piece.path, piece.start], np.uint8)
+                world.broadcast(target, root=rank, tag=piece.path)
+    structure = 0
     for offset, data in skeleton.structure:
         image[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
-    gathered = world.allgather_object(checksums(local), tag="checkpoint checksums")
-    values = {(a.path, start * v.itemsize): as_bytes(v) for a in local for start, v in a.pieces}
-    for rank, listed in enumerate(gathered):
-        for piece in listed:
-            begin = skeleton.offsets[piece.path]
-            target = image[begin + piece.start : begin + piece.stop]
-            if rank == world.rank:
-                target[:] = np.frombuffer(values[piece.path, piece.start], np.uint8)
-            world.broadcast(target, root=rank, tag=piece.path)
-    structure = 0
-    for _, data in skeleton.structure:
         structure = crc32(data, structure)
     manifest = encode(describe(table, skeleton, structure, gathered, attributes))
     return b"".join((image.data, manifest, len(manifest).to_bytes(8, "little"), MAGIC))

@@ -190,21 +190,21 @@ class Transport(ABC):
         label = f" {tag!r}" if tag != "" else ""
         return CollectiveError(f"[rank {self.rank}] {operation}{label} on {self.name!r}{what}: {reason}")
 
-    def _call(self, call: Signature, primitive: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, call: Signature, primitive: Callable[..., T], *arguments: Any) -> T:
         """Record a collective in the trace, then run ``primitive(*arguments)`` and return its result.
 
         ``call`` is the record: operation, tag, and all else that must be the same on all ranks.
         """
         return self._run(call[0], call[1], self.trace.begin(call), primitive, *arguments)
 
-    def _count(self, operation: str, tag: str, primitive: Callable[..., Any], *arguments: Any) -> Any:
+    def _count(self, operation: str, tag: str, primitive: Callable[..., T], *arguments: Any) -> T:
         """Count a collective in the trace without recording it, then run ``primitive(*arguments)``; return its result.
 
         See [Note: counted calls].
         """
         return self._run(operation, tag, self.trace.count(), primitive, *arguments)
 
-    def _run(self, operation: str, tag: str, sequence: int, primitive: Callable[..., Any], *arguments: Any) -> Any:
+    def _run(self, operation: str, tag: str, sequence: int, primitive: Callable[..., T], *arguments: Any) -> T:
         """Run ``primitive(*arguments)`` and return its result; meanwhile the trace shows the call as the current one.
 
         Errors of the message library are converted to CollectiveError.
@@ -363,8 +363,7 @@ class Communicator(Transport):
 
     def ibarrier(self, tag: str = "") -> Request:
         """Start a barrier: the request ends when all ranks have called this. Collective over the communicator."""
-        request: Request = self._call(("ibarrier", tag), self._ibarrier)
-        return request
+        return self._call(("ibarrier", tag), self._ibarrier)
 
     def node_barrier(self, shared: SharedMemory, tag: str = "", *, counted: bool = False) -> None:
         """Make what every rank wrote to ``shared`` before the call visible to every rank after it.
@@ -385,8 +384,7 @@ class Communicator(Transport):
     def ibroadcast(self, buffer: Array, root: int = 0, tag: str = "") -> Request:
         """Start :meth:`broadcast`, which uses ``buffer`` until the request ends. Collective over the communicator."""
         call = self._count_broadcast("ibroadcast", tag, buffer, root)
-        request: Request = self._call(call, self._ibroadcast, buffer, root)
-        return request
+        return self._call(call, self._ibroadcast, buffer, root)
 
     def allgather(self, send: Array, recv: Array, tag: str = "") -> None:
         """Concatenate ``send`` of all ranks, in rank order, into ``recv`` of every rank.
@@ -403,8 +401,7 @@ class Communicator(Transport):
         Collective over the communicator.
         """
         call = self._count_allgather("iallgather", tag, send, recv)
-        request: Request = self._call(call, self._iallgather, send, recv)
-        return request
+        return self._call(call, self._iallgather, send, recv)
 
     def allgatherv(self, send: Array, recv: Array, counts: Sequence[int], tag: str = "") -> None:
         """Concatenate ``send`` of all ranks, in rank order, into ``recv``; rank i sends ``counts[i]`` elements.
@@ -421,8 +418,7 @@ class Communicator(Transport):
         Collective over the communicator.
         """
         call = self._count_allgatherv("iallgatherv", tag, send, recv, counts)
-        request: Request = self._call(call, self._iallgatherv, send, recv, counts)
-        return request
+        return self._call(call, self._iallgatherv, send, recv, counts)
 
     def igather_spans(self, send: Array, recv: Array, spans: Sequence[Span], tag: str = "") -> Request:
         """Start to gather ``send`` of every rank into ``recv`` of every rank: rank i's into the elements ``spans[i]``.
@@ -431,12 +427,16 @@ class Communicator(Transport):
         a view of this rank's span of ``recv``; otherwise it is copied there at once. Neither array may be written, nor
         the spans of other ranks in ``recv`` read, before the request has ended.
         """
-        call = self._count_gather_spans("igather_spans", tag, send, recv, spans)
+        check_pair(self, "igather_spans", tag, send, recv)
+        check_places(self, "igather_spans", tag, recv, spans)
+        counts = tuple(span.size for span in spans)
+        check_own_block(self, "igather_spans", tag, send, counts)
+        self.counters.add(send.nbytes * (self.size - 1), tag)
         place = recv.reshape(-1)[spans[self.rank].start : spans[self.rank].stop]
         if send.size and send.ctypes.data != place.ctypes.data:
             place[:] = send.reshape(-1)
-        request: Request = self._call(call, self._igather_spans, send, recv, spans)
-        return request
+        call = ("igather_spans", tag, send.dtype.char, counts)
+        return self._call(call, self._igather_spans, send, recv, spans)
 
     def alltoallv(
         self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], tag: str = ""
@@ -458,8 +458,7 @@ class Communicator(Transport):
         Collective over the communicator.
         """
         call = self._count_alltoallv("ialltoallv", tag, send, send_counts, recv, recv_counts)
-        request: Request = self._call(call, self._ialltoallv, send, recv, send_counts, recv_counts)
-        return request
+        return self._call(call, self._ialltoallv, send, recv, send_counts, recv_counts)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], tag: str = "") -> None:
         """Sum ``send`` over the ranks, in an order that MPI chooses, and write this rank's block of it to ``recv``.
@@ -487,8 +486,7 @@ class Communicator(Transport):
     def iallreduce(self, buffer: Array, op: str = "sum", tag: str = "") -> Request:
         """Start :meth:`allreduce`, which uses ``buffer`` until the request ends. Collective over the communicator."""
         call = self._count_allreduce("iallreduce", tag, buffer, op)
-        request: Request = self._call(call, self._iallreduce, buffer, op)
-        return request
+        return self._call(call, self._iallreduce, buffer, op)
 
     def allgather_object(self, value: Any, tag: str = "") -> list[Any]:
         """Return a list of the ``value`` of every rank, in rank order. Collective over the communicator.
@@ -513,8 +511,7 @@ class Communicator(Transport):
         Collective over the communicator. The watchdog supervises the call like a collective of this class;
         ``operation`` is the name of the function in its reports.
         """
-        result: T = self._call((operation, tag), function)
-        return result
+        return self._call((operation, tag), function)
 
     # ------------------------------------------------------------------ point to point
 
@@ -531,14 +528,12 @@ class Communicator(Transport):
         self._check_message("isend", buffer, peer, tag)
         if peer != self.rank:
             self.counters.add(buffer.nbytes, POINT_TO_POINT)
-        request: Request = self._run("isend", str(tag), self.trace.started, self._isend, buffer, peer, tag)
-        return request
+        return self._run("isend", str(tag), self.trace.started, self._isend, buffer, peer, tag)
 
     def irecv(self, buffer: Array, peer: int, tag: int = 0) -> Request:
         """Start :meth:`recv`; ``buffer`` must not be used before the request has ended. Not collective."""
         self._check_message("irecv", buffer, peer, tag)
-        request: Request = self._run("irecv", str(tag), self.trace.started, self._irecv, buffer, peer, tag)
-        return request
+        return self._run("irecv", str(tag), self.trace.started, self._irecv, buffer, peer, tag)
 
     # ------------------------------------------------------------------ groups
 
@@ -551,8 +546,7 @@ class Communicator(Transport):
         if not 0 <= color < 2**31:
             raise self.error("split", name, f"color must be in 0..2**31-1, got {color}")
         label = name or f"{self.name}/{color}"
-        group: Communicator = self._call(("split", ""), self._split, color, self.rank if key is None else key, label)
-        return group
+        return self._call(("split", ""), self._split, color, self.rank if key is None else key, label)
 
     def split_node(self, ranks_per_node: int | None = None, name: str = "") -> Communicator:
         """Return a communicator of the ranks that share memory with this rank, in rank order.
@@ -563,8 +557,7 @@ class Communicator(Transport):
         if ranks_per_node is not None and ranks_per_node < 1:
             raise self.error("split_node", name, f"ranks_per_node must be >= 1 or None, got {ranks_per_node}")
         label = name or f"{self.name}/node"
-        group: Communicator = self._call(("split_node", "", ranks_per_node), self._split_node, ranks_per_node, label)
-        return group
+        return self._call(("split_node", "", ranks_per_node), self._split_node, ranks_per_node, label)
 
     def allocate_shared(self, nbytes: int, tag: str = "") -> SharedMemory:
         """Allocate zeroed memory of ``nbytes`` bytes that every rank of the communicator can read and write.
@@ -582,8 +575,7 @@ class Communicator(Transport):
             )
         if nbytes < 0:
             raise self.error("allocate_shared", tag, f"nbytes must be >= 0, got {nbytes}")
-        shared: SharedMemory = self._call(("allocate_shared", tag), self._allocate_shared, nbytes)
-        return shared
+        return self._call(("allocate_shared", tag), self._allocate_shared, nbytes)
 
     def traces(self) -> list[CallTrace]:
         """Return the traces of the ranks of this communicator that run in this process. Not collective.
@@ -648,16 +640,6 @@ class Communicator(Transport):
         check_own_block(self, operation, tag, send, counts)
         self.counters.add(send.nbytes * (self.size - 1), tag)
         return operation, tag, send.dtype.char, tuple(counts)
-
-    def _count_gather_spans(
-        self, operation: str, tag: str, send: Array, recv: Array, spans: Sequence[Span]
-    ) -> Signature:
-        check_pair(self, operation, tag, send, recv)
-        check_places(self, operation, tag, recv, spans)
-        counts = tuple(span.size for span in spans)
-        check_own_block(self, operation, tag, send, counts)
-        self.counters.add(send.nbytes * (self.size - 1), tag)
-        return operation, tag, send.dtype.char, counts
 
     def _count_alltoallv(
         self, operation: str, tag: str, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]

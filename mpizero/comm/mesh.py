@@ -85,7 +85,7 @@ class ProcessGrid(NodeOrder):
     nodes: tuple[tuple[int, ...], ...]
     position: tuple[int, ...]
     _ranks_per_node: int | None = field(default=None, repr=False)
-    _made: dict[str, CommunicatorGroup] = field(default_factory=dict, repr=False, compare=False)
+    _made: dict[str, CommunicatorGroup] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def create(
@@ -138,10 +138,9 @@ class ProcessGrid(NodeOrder):
             host.close()
         position = node_major(nodes)
         peers = alone if len(nodes) == 1 else data.split(node.rank, key=position[data.rank], name="peers")
-        batch, pipeline, tensor = groups["batch"], groups["pipeline"], groups["tensor"]
-        context, model, here = groups["context"], groups["model"], axes.coordinates(world.rank)
+        here = axes.coordinates(world.rank)
         return cls(
-            world, axes, here, data, batch, pipeline, tensor, context, model, node, peers, nodes, position,
+            world, axes, here, **groups, node=node, peers=peers, nodes=nodes, position=position,
             _ranks_per_node=ranks_per_node,
         )  # fmt: skip
 

@@ -23,10 +23,11 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -64,12 +65,14 @@ class CommunicatorGroup:
     ----------
     comm : Communicator
         The ranks; its ``counters`` hold the bytes that this rank has sent.
+    rank, size : int
+        Number of this rank in the group, and number of its ranks.
     counts : Counter of str to int
         Number of calls of each method on this rank.
     """
 
     def __init__(self, comm: Communicator, node_comm: Communicator | None = None) -> None:
-        self.comm = comm
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.counts: Counter[str] = Counter()
         self._message_group = MessageGroup(comm)
         self._window: WindowGroup | None = None
@@ -80,16 +83,6 @@ class CommunicatorGroup:
     def __repr__(self) -> str:
         """Return the class and the communicator as text. Not collective."""
         return f"{type(self).__name__}({self.comm!r})"
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank in the group."""
-        return self.comm.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks of the group."""
-        return self.comm.size
 
     @property
     def private_bytes(self) -> int:
@@ -278,13 +271,11 @@ def contiguous(x: Array) -> Array:
 
     Not collective.
     """
-    found: Array = namespace(x).ascontiguousarray(native(x))
-    return found
+    return namespace(x).ascontiguousarray(native(x))
 
 
 def _copy(x: Array) -> Array:
-    copied: Array = namespace(x).array(x, order="C")
-    return copied
+    return namespace(x).array(x, order="C")
 
 
 def _cube(x: Array, axis: int) -> Array:
@@ -424,8 +415,7 @@ class MessageGroup:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.nbytes < nbytes:
             buffer = self._buffers[name] = self._empty(nbytes, np.uint8)
-        view: Array = buffer[:nbytes].view(dtype)
-        return view
+        return buffer[:nbytes].view(dtype)
 
 
 #: Bytes of a cache line, on which every array starts.
@@ -435,18 +425,8 @@ FIRST_HALF = 1 << 16
 #: With at least so many ranks and bytes, each rank sums one part and then copies the whole sum, which needs a second
 #: barrier. Below, every rank sums the whole array for itself.
 SHARED_SUM_RANKS, SHARED_SUM_BYTES = 4, 1 << 18
-#: Number of different calls whose views of the window are cached.
+#: Number of different calls, of an operation with a dtype and shapes, whose views of the window and numbers are cached.
 _REMEMBERED = 512
-
-
-class _Place(NamedTuple):
-    """Hold the array views that a call uses in each half of the window, and the number that identifies the call.
-
-    A call is an operation with a dtype and shapes; repeated calls reuse the views.
-    """
-
-    signature: int
-    halves: tuple[tuple[Array, ...], tuple[Array, ...]]
 
 
 class WindowGroup:
@@ -473,7 +453,7 @@ class WindowGroup:
         self._capacity = -1
         self._half = 0
         self._signatures: tuple[Array, ...] = ()
-        self._places: dict[tuple[object, ...], _Place] = {}
+        self._views: dict[tuple[object, ...], list[tuple[Array, ...]]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -552,33 +532,30 @@ class WindowGroup:
 
         ``call`` identifies the call: the operation, the dtype character and the sizes.
         """
-        place = self._places.get(call)
-        if place is None:
+        halves = self._views.get(call)
+        if halves is None:
             if not self._has_room:
                 return None
             sizes = [int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape in shapes]
             starts = list(accumulate((-(-size // LINE) * LINE for size in sizes), initial=0))
             if starts[-1] > self._capacity and not self._grow(call, starts[-1], tag):
                 return None
-            if len(self._places) >= _REMEMBERED:
-                self._places.clear()
+            if len(self._views) >= _REMEMBERED:
+                self._views.clear()
             assert self._memory is not None
-            halves = []
+            halves = self._views[call] = []
             for half in range(2):
                 room = self._memory.buffer[2 * self._size * LINE + half * self._capacity :]
                 parts = zip(starts, sizes, shapes, strict=False)
                 halves.append(tuple(room[start:][:size].view(dtype).reshape(shape) for start, size, shape in parts))
-            place = self._places[call] = _Place(_signature(call), (halves[0], halves[1]))
-        return place.halves[self._half]
+        return halves[self._half]
 
     def _compare(self, call: tuple[object, ...], tag: str) -> None:
         """Wait at the barrier until every rank has written, and switch to the other half of the window.
 
         Raises on every rank if the ranks have written different calls; ``call`` is as for :meth:`_open`.
         """
-        place = self._places.get(call)
-        number = _signature(call) if place is None else place.signature
-        numbers = self._signatures[self._half]
+        number, numbers = _signature(call), self._signatures[self._half]
         self._half ^= 1
         numbers[self._rank] = number
         self._barrier(tag)
@@ -620,13 +597,14 @@ class WindowGroup:
 
     def _drop(self) -> None:
         memory, self._memory = self._memory, None
-        self._places.clear()
+        self._views.clear()
         self._signatures = ()
         self._capacity = -1
         if memory is not None:
             memory.close()
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def _signature(call: tuple[object, ...]) -> int:
     """Return a 56-bit hash of a call, the same in every process."""
     return int.from_bytes(blake2b(repr(call).encode(), digest_size=7).digest(), "little")

@@ -23,9 +23,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, repeat
 from time import monotonic, sleep
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -47,6 +47,8 @@ from mpizero.guard.reports import SHARED_FOLDER, taken_by_leftovers
 from mpizero.layout import Span
 from mpizero.types import Array
 
+T = TypeVar("T")
+
 #: Most bytes of one message; longer ones go in pieces. Open MPI 4 counts bytes in 32 bits, MPI before 4 displacements.
 MESSAGE_LIMIT = 1 << 30
 #: The tag of the pieces of long blocks; user tags are below :data:`mpizero.comm.communicator.TAG_LIMIT`.
@@ -66,8 +68,8 @@ _HEADER = 8
 _Blocks = tuple[Array, Sequence[int], Sequence[int]]
 
 
-def _starts(counts: Sequence[int]) -> list[int]:
-    return list(accumulate(counts, initial=0))[:-1]
+def _in_turn(array: Array, counts: Sequence[int]) -> _Blocks:
+    return array, counts, list(accumulate(counts, initial=0))[:-1]
 
 
 class MpiCommunicator(Communicator):
@@ -142,16 +144,15 @@ class MpiCommunicator(Communicator):
         if holder.mismatch_watch is not None:
             holder.mismatch_watch.ignore(self.trace)
         mine = {e.key: (e.trace.name, e.trace.records()) for e in holder.register.inside(self.trace)}
-        found = first_mismatch(self.allgather_object((holder.rank, mine), "contract"))
-        return found or self.error("contract", "", "the ranks have called different collectives")
+        return first_mismatch(self.allgather_object((holder.rank, mine), "contract")) or super().mismatch()
 
-    def _call(self, call: Signature, primitive: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, call: Signature, primitive: Callable[..., T], *arguments: Any) -> T:
         sequence = self.trace.begin(call)
         if self._verifier is not None:
             primitive = partial(self._verified, self._verifier, primitive)
         return self._run(call[0], call[1], sequence, primitive, *arguments)
 
-    def _count(self, operation: str, tag: str, primitive: Callable[..., Any], *arguments: Any) -> Any:
+    def _count(self, operation: str, tag: str, primitive: Callable[..., T], *arguments: Any) -> T:
         if self._verifier is not None:
             return self._call((operation, tag), primitive, *arguments)
         return super()._count(operation, tag, primitive, *arguments)
@@ -229,12 +230,10 @@ class MpiCommunicator(Communicator):
         return self._start((leaves, sizes, [0] * self.size), (arrives, counts, starts))
 
     def _alltoallv(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:
-        starts, others = _starts(send_counts), _starts(recv_counts)
-        self._exchange((send, send_counts, starts), (recv, recv_counts, others))
+        self._exchange(_in_turn(send, send_counts), _in_turn(recv, recv_counts))
 
     def _ialltoallv(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Request:
-        starts, others = _starts(send_counts), _starts(recv_counts)
-        return self._start((send, send_counts, starts), (recv, recv_counts, others))
+        return self._start(_in_turn(send, send_counts), _in_turn(recv, recv_counts))
 
     def _reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
         self._waiting.meet(self._comm)
@@ -294,9 +293,8 @@ class MpiCommunicator(Communicator):
         return self._request([self._comm.Isend(spec(p), peer, tag) for p in self._pieces(buffer)], buffer)
 
     def _irecv(self, buffer: Array, peer: int, tag: int) -> Request:
-        return MpiReceive(
-            self, self._waiting, [self._comm.Irecv(spec(p), peer, tag) for p in self._pieces(buffer)], buffer
-        )
+        requests = [self._comm.Irecv(spec(p), peer, tag) for p in self._pieces(buffer)]
+        return MpiRequest(self, self._waiting, requests, buffer, received=buffer)
 
     # ------------------------------------------------------------------ groups
 
@@ -367,7 +365,7 @@ class MpiCommunicator(Communicator):
 
     def _to_all(self, send: Array, recv: Array, counts: Sequence[int]) -> tuple[_Blocks, _Blocks]:
         """Return send and receive blocks of an all-to-all in which rank i sends its ``counts[i]`` elements to all."""
-        return (send, [send.size] * self.size, [0] * self.size), (recv, counts, _starts(counts))
+        return (send, [send.size] * self.size, [0] * self.size), _in_turn(recv, counts)
 
     def _start(self, send: _Blocks, recv: _Blocks) -> Request:
         return self._request(self._blocks(self._comm.Ialltoallw, send, recv), (send, recv))
@@ -506,23 +504,35 @@ class Waiting:
 class MpiRequest(Request):
     """Wait for the MPI requests of one operation, and keep its buffers alive until they have ended.
 
-    An operation has several requests if its buffer was cut into several messages.
+    An operation has several requests if its buffer was cut into several messages. Of a receive, ``received`` is the
+    buffer: the request raises if the message is shorter, which MPI itself accepts.
     """
 
-    __slots__ = ("_buffers", "_communicator", "_operation", "_requests", "_sequence", "_tag", "_waiting")
+    __slots__ = (
+        "_buffers", "_communicator", "_operation", "_received", "_requests", "_sequence", "_statuses", "_tag",
+        "_waiting",
+    )  # fmt: skip
 
-    def __init__(self, communicator: Transport, waiting: Waiting, requests: list[MPI.Request], buffers: object) -> None:
+    def __init__(
+        self,
+        communicator: Transport,
+        waiting: Waiting,
+        requests: list[MPI.Request],
+        buffers: object,
+        received: Array | None = None,
+    ) -> None:
         trace = communicator.trace
         self._communicator = communicator
         self._waiting = waiting
         self._requests = requests
-        self._buffers = buffers
+        self._buffers, self._received = buffers, received
+        self._statuses = None if received is None else [MPI.Status() for _ in requests]
         self._operation, self._tag, self._sequence = trace.operation, trace.tag, trace.sequence
 
     def wait(self) -> None:
         """Wait until the operation has ended on this rank; a second call returns at once."""
         if self._requests:
-            self._communicator._run(self._operation, self._tag, self._sequence, self._wait_all)
+            self._communicator._run(self._operation, self._tag, self._sequence, self._wait_all, self._received)
             self._release()
 
     def test(self) -> bool:
@@ -533,51 +543,29 @@ class MpiRequest(Request):
 
     def _ended(self) -> bool:
         try:
-            return MPI.Request.Testall(self._requests)
+            ended = MPI.Request.Testall(self._requests, self._statuses)
         except MPI.Exception as error:
-            raise self._communicator._failure(self._operation, self._tag, error) from error
+            raise self._communicator._failure(self._operation, self._tag, error, self._received) from error
+        if ended:
+            self._check()
+        return ended
 
-    def _wait_all(self) -> None:
-        for request in self._requests:  # Waitall would say only "error code in status"
-            self._waiting.end(request)
+    def _wait_all(self, _: object) -> None:
+        for request, status in zip(self._requests, self._statuses or repeat(None), strict=False):
+            self._waiting.end(request, status)  # Waitall would say only "error code in status"
+        self._check()
+
+    def _check(self) -> None:
+        buffer = self._received
+        if buffer is None or self._statuses is None:
+            return
+        if (arrived := sum(s.Get_elements(MPI.BYTE) for s in self._statuses)) != buffer.nbytes:
+            reason = f"expected {buffer.nbytes} bytes, the message has {arrived}"
+            raise self._communicator.error(self._operation, self._tag, reason, buffer)
 
     def _release(self) -> None:
         self._requests = []
-        self._buffers = None
-
-
-class MpiReceive(MpiRequest):
-    """Wait for a receive, and raise if the message is shorter than the buffer; MPI itself accepts shorter messages."""
-
-    __slots__ = ()
-
-    def wait(self) -> None:
-        """Wait until the whole buffer has been received; a second call returns at once."""
-        if self._requests:
-            self._communicator._run(self._operation, self._tag, self._sequence, self._wait_full, self._buffers)
-            self._release()
-
-    def _ended(self) -> bool:
-        statuses = [MPI.Status() for _ in self._requests]
-        try:
-            ended = MPI.Request.Testall(self._requests, statuses)
-        except MPI.Exception as error:
-            raise self._communicator._failure(self._operation, self._tag, error, self._buffers) from error
-        if ended:
-            self._check(statuses)
-        return ended
-
-    def _wait_full(self, _: object) -> None:
-        statuses = [MPI.Status() for _ in self._requests]
-        for request, status in zip(self._requests, statuses, strict=True):
-            self._waiting.end(request, status)
-        self._check(statuses)
-
-    def _check(self, statuses: list[MPI.Status]) -> None:
-        buffer = cast("Array", self._buffers)
-        if (arrived := sum(s.Get_elements(MPI.BYTE) for s in statuses)) != buffer.nbytes:
-            reason = f"expected {buffer.nbytes} bytes, the message has {arrived}"
-            raise self._communicator.error(self._operation, self._tag, reason, buffer)
+        self._buffers = self._received = None
 
 
 #: Windows start on a cache line.
@@ -646,14 +634,11 @@ def _take(memory: Array) -> OSError | None:
     """
     done = 0
     try:
-        file = os.open(_ZEROS, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with os.fdopen(os.open(_ZEROS, os.O_RDONLY | os.O_CLOEXEC), "rb", buffering=0) as file:
             while done < memory.size:
-                if (read := os.readv(file, [memory[done:].data])) == 0:
+                if not (read := file.readinto(memory[done:].data)):
                     raise OSError(errno.ENODATA, "it ends, so it is not the device", _ZEROS)
                 done += read
-        finally:
-            os.close(file)
     except OSError as error:
         return error
     return None

@@ -24,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class ArrayShape(NamedTuple):
         """Bytes of the array."""
         return prod(self.dims) * np.dtype(self.dtype).itemsize
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Return dtype and shape, such as ``float32[4, 7]``."""
         return f"{self.dtype}{list(self.dims)}"
 
@@ -109,14 +110,9 @@ class TreeForm:
 
     def __str__(self) -> str:
         """Return the shapes of the arrays, for error messages."""
-        shapes = iter(self.shapes)
-        return (
-            str(next(shapes))
-            if self.structure == "*"
-            else str(map_leaves(lambda _: _Shown(next(shapes)), self.template))
-        )
+        return str(self.build(self.shapes))
 
-    def build(self, arrays: Sequence[Array | None]) -> Any:
+    def build(self, arrays: Sequence[object]) -> Any:
         """Return the tree of this form that has the given arrays, which are in its order. Not collective."""
         return map_leaves(lambda number: arrays[number], self.template)
 
@@ -140,20 +136,6 @@ class TreeForm:
     def unpacked(cls, data: bytes) -> Self:
         """Return the form that :meth:`packed` has turned into ``data``. Not collective."""
         return cls(*pickle.loads(data))
-
-
-class _Shown(str):
-    """Hold text that ``repr`` shows without quotes."""
-
-    __slots__ = ()
-
-    def __new__(cls, value: object) -> _Shown:
-        """Return the text of ``value``."""
-        return super().__new__(cls, str(value))
-
-    def __repr__(self) -> str:
-        """Return the text itself."""
-        return str(self)
 
 
 def packable(value: Any, what: str) -> TreeForm:
@@ -420,53 +402,48 @@ class GpuAwareP2P(PipelineP2P):
         return self.device.empty(prod(dims), dtype).reshape(dims)
 
 
-class _LayerGroup:
+class _LayerGroup(ABC):
     """Hold the group of ranks that layers are split over, and the GPU of this rank.
 
-    Methods of subclasses take GPU arrays and return GPU arrays, or take host arrays and return host arrays.
+    Methods take GPU arrays and return GPU arrays, or take host arrays and return host arrays.
     """
 
     def __init__(self, group: Group, device: Device) -> None:
         self._group, self._device = group, device
+        self.rank, self.size = group.rank, group.size
 
-    @property
-    def rank(self) -> int:
-        """Number of this rank in the group."""
-        return self._group.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks of the group."""
-        return self._group.size
-
-
-class HostStagedGroup(_LayerGroup):
-    """Sum, gather and shift GPU arrays of layers through host memory; implements :class:`mpizero.types.Group`."""
-
-    def _like(self, x: Array, result: Array) -> Array:
-        return result if isinstance(x, np.ndarray) else self._device.put(result)
+    @abstractmethod
+    def _call(self, method: str, x: Array, *arguments: Any) -> Array: ...
 
     def all_reduce(self, x: Array, tag: str = "") -> Array:
         """Return the elementwise sum of ``x`` over the ranks. Collective over the group."""
-        return self._like(x, self._group.all_reduce(to_host(x), tag))
+        return self._call("all_reduce", x, tag)
 
     def all_max(self, x: Array, tag: str = "") -> Array:
         """Return the elementwise maximum of ``x`` over the ranks. Collective over the group."""
-        return self._like(x, self._group.all_max(to_host(x), tag))
+        return self._call("all_max", x, tag)
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
         """Return ``x`` of all ranks, concatenated along ``axis``.
 
         Collective over the group. ``x`` of rank i has length ``sizes[i]`` along ``axis``.
         """
-        return self._like(x, self._group.all_gather(to_host(x), axis, sizes, tag))
+        return self._call("all_gather", x, axis, sizes, tag)
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
         """Return this rank's block, of length ``sizes[rank]`` along ``axis``, of the sum of ``x`` over the ranks.
 
         Collective over the group.
         """
-        return self._like(x, self._group.reduce_scatter(to_host(x), axis, sizes, tag))
+        return self._call("reduce_scatter", x, axis, sizes, tag)
+
+
+class HostStagedGroup(_LayerGroup):
+    """Sum, gather and shift GPU arrays of layers through host memory; implements :class:`mpizero.types.Group`."""
+
+    def _call(self, method: str, x: Array, *arguments: Any) -> Array:
+        result: Array = getattr(self._group, method)(to_host(x), *arguments)
+        return result if isinstance(x, np.ndarray) else self._device.put(result)
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
         """Start to send ``arrays`` to rank + ``by`` and to receive arrays of the same shapes from rank - ``by``.
@@ -503,27 +480,9 @@ class GpuAwareLayerGroup(_LayerGroup):
     def _for(self, x: Array) -> Group:
         return self._group if isinstance(x, np.ndarray) else self._devices
 
-    def all_reduce(self, x: Array, tag: str = "") -> Array:
-        """Return the elementwise sum of ``x`` over the ranks. Collective over the group."""
-        return self._for(x).all_reduce(x, tag)
-
-    def all_max(self, x: Array, tag: str = "") -> Array:
-        """Return the elementwise maximum of ``x`` over the ranks. Collective over the group."""
-        return self._for(x).all_max(x, tag)
-
-    def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return ``x`` of all ranks, concatenated along ``axis``.
-
-        Collective over the group. ``x`` of rank i has length ``sizes[i]`` along ``axis``.
-        """
-        return self._for(x).all_gather(x, axis, sizes, tag)
-
-    def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return this rank's block, of length ``sizes[rank]`` along ``axis``, of the sum of ``x`` over the ranks.
-
-        Collective over the group.
-        """
-        return self._for(x).reduce_scatter(x, axis, sizes, tag)
+    def _call(self, method: str, x: Array, *arguments: Any) -> Array:
+        result: Array = getattr(self._for(x), method)(x, *arguments)
+        return result
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
         """Start to send ``arrays`` to rank + ``by`` and to receive arrays of the same shapes from rank - ``by``.

@@ -140,12 +140,7 @@ class ExactExchange:
     def __init__(
         self, peers: Communicator, codec: Codec | None = None, scratch: Scratch = fresh, elements: int | None = None
     ) -> None:
-        self.peers, self.codec, self.scratch, self._elements = peers, codec, scratch, elements
-
-    @property
-    def elements(self) -> int | None:
-        """Number of elements in flight at once; None is :data:`EXCHANGE_ELEMENTS`."""
-        return self._elements
+        self.peers, self.codec, self.scratch, self.elements = peers, codec, scratch, elements
 
     def pieces(self, rows: RowsToSum) -> Iterator[RowRange]:
         """Exchange partial sums, and yield a RowRange for each part of the elements that this rank owns.
@@ -422,7 +417,7 @@ class Gathering:
 
 
 def begin_gather(
-    peers: Communicator, send: Sequence[Array], target: Array, spans: Sequence[Sequence[Span]], tag: str = "gather"
+    peers: Communicator, send: Sequence[Array], target: Array, spans: Sequence[Sequence[Span]]
 ) -> Gathering:
     """Start an all-gather: each peer sends the values of its spans, and every peer receives them in ``target``.
 
@@ -433,17 +428,10 @@ def begin_gather(
     ----------
     peers, send, target, spans
         As for :func:`gather_spans`. Every peer has the same number of spans; some may be empty.
-    tag : str
-        Name of the messages in counters and reports.
     """
     columns = [(values, [group[place] for group in spans]) for place, values in enumerate(send)]
-    return Gathering(
-        [
-            peers.igather_spans(values, target, column, tag)
-            for values, column in columns
-            if any(span.size for span in column)
-        ]
-    )
+    filled = [(values, column) for values, column in columns if any(span.size for span in column)]
+    return Gathering([peers.igather_spans(values, target, column, "gather") for values, column in filled])
 
 
 def gather_spans(

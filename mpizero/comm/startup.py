@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from mpizero._util.launch import Launch, is_rank, is_several, place_of, standing, unclear
+from mpizero._util.launch import Launch, is_rank, is_several, place_of, standing, unclear, whole_number
 from mpizero._util.text import installed_version, stacklevel
 from mpizero.comm.agreement import agree_equal
 from mpizero.comm.communicator import Communicator
@@ -233,16 +233,11 @@ def communicator_of(comm: Any = None) -> Iterator[Communicator]:
     try:
         yield world
     except (CollectiveError, PeerFailure):
-        raise  # the other ranks may never close it
-    except BaseException:
-        _close(world, comm)
+        comm = world  # the other ranks may never close it
         raise
-    _close(world, comm)
-
-
-def _close(world: Communicator, comm: object) -> None:
-    if world is not comm:
-        world.close()
+    finally:
+        if world is not comm:
+            world.close()
 
 
 #: Packages whose versions are compared. HDF5 is part of the h5py package.
@@ -299,6 +294,8 @@ _FILES = {
     2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
+#: What Slurm says that it has granted: MiB of a node, MiB of a processor, and processors of a node.
+_GRANTED = ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
 #: Limits of version 1 from here on mean none.
 _NONE = 1 << 60
 
@@ -329,15 +326,11 @@ def _of_groups(proc: Path) -> Iterator[int]:
     """Yield what each control group with a limit leaves, from the one of this process up to the topmost one."""
     for version, top, own in _memory_groups(proc):
         limit_name, used_name, dropped = _FILES[version]
-        folder = top / own
-        while True:
+        for folder in [above for above in (top / own, *(top / own).parents) if above.is_relative_to(top)]:
             limit, used = _number(folder / limit_name), _number(folder / used_name)
             if limit is not None and used is not None and limit < _NONE:
                 told = dict(line.split() for line in _lines(folder / "memory.stat") if line.count(" ") == 1)
                 yield limit - used + sum(int(told.get(name, 0)) for name in dropped)
-            if folder == top or top not in folder.parents:
-                break
-            folder = folder.parent
 
 
 def _memory_groups(proc: Path) -> Iterator[tuple[int, Path, str]]:
@@ -367,17 +360,13 @@ def _of_slurm(proc: Path, environment: Mapping[str, str]) -> Iterator[int]:
 
     Slurm may only watch it, and not limit it by a control group.
     """
-    each = _whole(environment.get("SLURM_MEM_PER_CPU")) * _whole(environment.get("SLURM_CPUS_ON_NODE"))
-    granted = _whole(environment.get("SLURM_MEM_PER_NODE")) or each
+    of_node, of_cpu, cpus = (whole_number(environment, name) or 0 for name in _GRANTED)
+    granted = of_node or of_cpu * cpus
     fields = next(_lines(proc / "self" / "statm"), "").split()
     if granted and len(fields) > 1:
         tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
         resident = int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
         yield (granted << 20) - resident * (int(tasks[0]) if tasks else 1)
-
-
-def _whole(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else 0
 
 
 def _number(path: Path) -> int | None:

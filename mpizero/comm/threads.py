@@ -17,6 +17,7 @@ those that wait for it.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import Lock
@@ -262,8 +263,7 @@ class InMemoryCommunicator(Communicator):
         return list(self._swap(payload))
 
     def _broadcast_bytes(self, payload: bytes | None, root: int) -> bytes:
-        result: bytes = self._swap(payload)[root]
-        return result
+        return bytes(self._swap(payload)[root])
 
     # ------------------------------------------------------------------ point to point
 
@@ -343,10 +343,7 @@ class _Group:
         self.traces: dict[int, CallTrace] = {}
 
     def box(self, sender: int, receiver: int, tag: int) -> Mailbox:
-        key = (sender, receiver, tag)
-        if (box := self.mail.get(key)) is None:
-            box = self.mail[key] = Mailbox(sender)
-        return box
+        return self.mail.setdefault((sender, receiver, tag), Mailbox(sender))
 
 
 class _ThreadRequest(Request):
@@ -567,30 +564,27 @@ class Exchange(Arrival):
 class Mailbox:
     """Hold the messages from one sender to one receiver with one tag; the k-th receive gets the k-th message."""
 
-    __slots__ = ("_awaited", "_claimed", "_messages", "_sent", "sender")
+    __slots__ = ("_awaited", "_messages", "sender")
 
     def __init__(self, sender: int) -> None:
         self.sender = sender
-        self._messages: dict[int, Array] = {}
-        self._awaited: dict[int, Receipt] = {}
-        self._sent = self._claimed = 0
+        self._messages: deque[Array] = deque()
+        self._awaited: deque[Receipt] = deque()
 
     def put(self, message: Array) -> Receipt | None:
         """Add a message; return the receipt of the receive that waits for it, or None. The caller holds the lock."""
-        receipt = self._awaited.pop(self._sent, None)
-        if receipt is None:
-            self._messages[self._sent] = message
-        else:
-            receipt.message = message
-        self._sent += 1
+        if not self._awaited:
+            self._messages.append(message)
+            return None
+        receipt = self._awaited.popleft()
+        receipt.message = message
         return receipt
 
     def claim(self) -> Receipt:
         """Return the receipt of the next receive. The caller holds the lock."""
-        receipt = Receipt(self.sender, self._messages.pop(self._claimed, None))
+        receipt = Receipt(self.sender, self._messages.popleft() if self._messages else None)
         if not receipt.complete:
-            self._awaited[self._claimed] = receipt
-        self._claimed += 1
+            self._awaited.append(receipt)
         return receipt
 
 

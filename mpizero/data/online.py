@@ -772,7 +772,7 @@ _STOP_FILE = "TRAINING_HAS_ENDED"
 def _write(path: Path, data: bytes) -> None:
     """Write a file that is whole and durable when it appears under its name."""
     write_whole(path, data)
-    sync_folder(str(path.parent))
+    sync_folder(path.parent)
 
 
 #: Pause between two looks into the folder, in seconds.

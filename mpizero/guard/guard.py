@@ -37,12 +37,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
 
 from mpizero._util.launch import RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark, ranks_of_node
 from mpizero._util.names import nearest
+from mpizero._util.text import PACKAGE
 from mpizero.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -66,7 +66,7 @@ from mpizero.guard.heartbeat import (
 )
 from mpizero.guard.remote_status import PeerGroups
 from mpizero.guard.reports import await_delivery, describe_error, format_error, user_message, write_stderr
-from mpizero.guard.status import Slot, is_working, open_startup_board, scratch_folders
+from mpizero.guard.status import Slot, StartupBoard, is_working, scratch_folders
 
 #: Seconds after its failure in which a rank's process is ended by force, whatever MPI does.
 HARD_STOP = 4.0
@@ -243,7 +243,7 @@ class JobExit:
             if self.peers.groups:
                 with contextlib.suppress(mpi.Exception):
                     agree_range(mpi, [group.control for group in self.peers.groups], _NORMAL, early_exit.look)
-            if self.mismatch_watch is not None and (error := self.mismatch_watch.compare_at_exit()):
+            if self.mismatch_watch is not None and (error := self.mismatch_watch.search(0.0)):
                 self._end_mismatch(error)
         self.supervisor.stop()
         if self._requested[0] not in (None, 0):  # the launcher ends the others then
@@ -397,8 +397,11 @@ class Guard(JobExit):
             self.rank = self.peers.rank = launched_rank(os.environ)
             folder = next((folder for folder in scratch_folders() if os.access(folder, os.W_OK)), "")
             size = Launch.of(os.environ).size or 1
-            name, warn_once = job_name(os.environ), self.supervisor.warn_once
-            self.peers.startup_board = open_startup_board(name, self.rank, size, folder, warn_once)
+            try:
+                name = job_name(os.environ)
+                self.peers.startup_board = StartupBoard(name, self.rank, size, folder) if name else None
+            except OSError as error:
+                self.supervisor.warn_once(error)
             self._start_heartbeat()
         for word in sorted(self.debug.difference(DEBUGGED)):
             raise ConfigError(
@@ -427,7 +430,7 @@ class Guard(JobExit):
             self.supervisor.remove(heartbeat.look)
         if self.shows_stacks:
             self.shows_stacks = False
-            stop_showing_stacks()
+            faulthandler.unregister(_SIGNAL)
         self.peers.close()
         if self._c_exit_hook is not None:
             self._c_exit_hook.close()
@@ -596,9 +599,6 @@ def current() -> Guard:
     return _GUARD
 
 
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-
-
 class PythonHooks:
     """Replace the error hooks of ``sys`` and ``threading``, and ``sys.exit``, and register a function with ``atexit``.
 
@@ -699,7 +699,7 @@ class PythonHooks:
 
 def _passes_through_here(trace: TracebackType | None) -> bool:
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        if trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
             return True
         trace = trace.tb_next
     return False
@@ -751,11 +751,6 @@ def show_stacks_when_asked() -> bool:
             faulthandler.register(_SIGNAL, file=sys.__stderr__ or 2, all_threads=True)
             return True
     return False
-
-
-def stop_showing_stacks() -> None:
-    """End what :func:`show_stacks_when_asked` has begun."""
-    faulthandler.unregister(_SIGNAL)
 
 
 def ask_for_stacks(process: int) -> None:

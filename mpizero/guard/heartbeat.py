@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -375,14 +376,6 @@ class MismatchWatch:
             time.sleep(0.01)
         return self._explain(key) if key else None
 
-    def compare_at_exit(self) -> CollectiveMismatch | None:
-        """Compare this rank's calls, at the end of its program, with the last known calls of the node's other ranks.
-
-        Returns the error that says how they differ; None if no difference is found.
-        """
-        key = self._differing(None)
-        return self._explain(key) if key else None
-
     def ignore(self, trace: CallTrace) -> None:
         """Stop reporting mismatches on the communicator of ``trace`` and its subgroups: the caller raises an error."""
         self._reported.update(entry.key for entry in self._register.inside(trace))
@@ -514,10 +507,11 @@ def waits_for_this_rank(register: CommunicatorRegistry, other: int, slot: Slot) 
     return ""
 
 
+@dataclass
 class EarlyExit:
     """Wait at the end of this rank's program for the other ranks; end the job if they cannot finish without this rank.
 
-    Parameters
+    Attributes
     ----------
     peers, register
         The status boards and the communicators of this process.
@@ -529,17 +523,12 @@ class EarlyExit:
         Ends the job; it is called with the reason.
     """
 
-    def __init__(
-        self,
-        peers: PeerGroups,
-        register: CommunicatorRegistry,
-        status: Any,
-        patience: float,
-        end: Callable[[str], None],
-    ) -> None:
-        self._peers, self._register, self._status, self._patience = peers, register, status, patience
-        self._end = end
-        self._looked = 0.0
+    peers: PeerGroups
+    register: CommunicatorRegistry
+    status: Any
+    patience: float
+    end: Callable[[str], None]
+    _looked: float = 0.0
 
     def look(self, waited: float) -> bool:
         """End the job if other ranks cannot finish without this one; else return False. Not collective.
@@ -550,7 +539,7 @@ class EarlyExit:
         if waited - self._looked >= _LOOK_FOR_EXITS:
             self._looked = waited
             if reason := self.reason_to_end(waited):
-                self._end(reason)
+                self.end(reason)
         return False
 
     def reason_to_end(self, waited: float) -> str:
@@ -560,22 +549,22 @@ class EarlyExit:
         """
         if waited < BLOCKED:
             return ""
-        slots = self._peers.read_all(rarely=True)
-        everyone = self._peers.read_startup_board() | slots
-        for rank in sorted(set(everyone).difference({self._peers.rank})):
+        slots = self.peers.read_all(rarely=True)
+        everyone = self.peers.read_startup_board() | slots
+        for rank in sorted(set(everyone).difference({self.peers.rank})):
             slot = everyone[rank]
-            if reason := waits_for_this_rank(self._register, rank, slot) or self._awaits(rank, slot):
+            if reason := waits_for_this_rank(self.register, rank, slot) or self._awaits(rank, slot):
                 return reason
-        if not self._peers.groups:
+        if not self.peers.groups:
             return ""
-        if waited > _ALONE and self._status not in (None, 0):
-            return f"with exit status {self._status!r}, and the others go on"
+        if waited > _ALONE and self.status not in (None, 0):
+            return f"with exit status {self.status!r}, and the others go on"
         return self._standstill(slots)
 
     def wait(self) -> None:
         """Wait until no other rank on the startup board of this node is working or starting. Not collective."""
         begun = time.monotonic()
-        while self._peers.others_work(waited := time.monotonic() - begun):
+        while self.peers.others_work(waited := time.monotonic() - begun):
             self.look(waited)
             time.sleep(_LOOK_FOR_EXITS)
 
@@ -584,8 +573,8 @@ class EarlyExit:
 
         ``slot`` is the last status slot of rank ``other``.
         """
-        known = self._register.counts()
-        making, own = slot.get("making", {}), self._peers.rank
+        known = self.register.counts()
+        making, own = slot.get("making", {}), self.peers.rank
         for key, name, _, operation, _, since in slot["calls"]:
             lasts = operation == MAKING and since >= BLOCKED
             if lasts and key not in known and any(first <= own <= last for first, last in making.get(key, ())):
@@ -598,7 +587,7 @@ class EarlyExit:
         That is so if all ranks of its communicator wait for messages too or have reached the end of their programs.
         """
         waiting = {rank: members for rank, slot in slots.items() if (members := self._messages_of(slot))}
-        idle = {self._peers.rank, *waiting, *(rank for rank, slot in slots.items() if slot["state"] == "leaving")}
+        idle = {self.peers.rank, *waiting, *(rank for rank, slot in slots.items() if slot["state"] == "leaving")}
         if not waiting or not idle.issuperset(*waiting.values()):
             return ""
         rank = min(waiting)
@@ -610,7 +599,7 @@ class EarlyExit:
         Returns () if it does not wait so long for a message.
         """
         for key, _, _, operation, _, since in slot["calls"]:
-            if operation in _MESSAGES and since > self._patience and (entry := self._register.find(key)):
+            if operation in _MESSAGES and since > self.patience and (entry := self.register.find(key)):
                 return entry.members
         return ()
 

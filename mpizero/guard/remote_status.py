@@ -30,7 +30,6 @@ import contextlib
 import errno
 import fcntl
 import hmac
-import json
 import secrets
 import selectors
 import socket
@@ -39,9 +38,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, TypeVar
 
+from mpizero._util.checks import strict_json
 from mpizero.guard.status import Slot, StartupBoard, StatusBoard, encode, is_working, open_status_board
 
 T = TypeVar("T")
@@ -80,7 +79,7 @@ class PeerGroup:
 class PeerGroups:
     """Hold the peer groups of this process, and read and write the status boards of all these groups.
 
-    A status slot is a dictionary that a rank writes about itself; ``_KINDS`` lists its keys.
+    A status slot is a dictionary that a rank writes about itself; ``_FORMS`` lists its keys.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -143,11 +142,6 @@ class PeerGroups:
             group.close()
             if free:
                 group.control.Free()
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """World ranks of all peer groups of this process, without this rank."""
-        return tuple(sorted({rank for group in self.groups for rank in group.members} - {self.rank}))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -513,31 +507,24 @@ def _addresses(names: Sequence[str]) -> Iterator[str]:
 
 #: Most bytes of one rank's slot in a message: a slot of a status board, with its age and rank.
 SLOT_LIMIT = 33_000
-_SECONDS = (int, float)
-#: Types of the entries of a slot; an entry may be missing.
-_KINDS: Mapping[str, type | tuple[type, ...]] = {
+_SECONDS = int | float
+#: Forms of the entries of a slot, see :func:`_has_form`; an entry may be missing.
+_FORMS: Mapping[str, Any] = {
     "age": _SECONDS,
     "still": _SECONDS,
     "pid": int,
     "place": str,
     "state": str,
     "library": str,
-    "calls": list,
-    "joint_tasks": list,
-    "transfers": list,
-    "marks": dict,
-    "making": dict,
+    "calls": [(str, str, int, str, str, _SECONDS)],
+    "joint_tasks": [(str, int, str, _SECONDS)],
+    "transfers": [(str, int, _SECONDS)],
+    "marks": {"": (int, int)},
+    "making": {"": [(int, int)]},
     "records": dict,
 }
 #: Entries that no slot may lack.
 _ALWAYS = frozenset({"age", "place", "state", "still", "calls", "joint_tasks", "marks"})
-#: Entries that are lists of lists, with the types in each inner list.
-_ROWS: Mapping[str, tuple[type | tuple[type, ...], ...]] = {
-    "calls": (str, str, int, str, str, _SECONDS),
-    "joint_tasks": (str, int, str, _SECONDS),
-    "transfers": (str, int, _SECONDS),
-}
-_TWO_COUNTS = (int, int)
 
 
 def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
@@ -551,10 +538,7 @@ def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Sl
     ValueError
         If ``data`` are not valid slots, or contain a slot of a rank that is not in ``ranks``.
     """
-    try:
-        found = json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_small)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
+    found = strict_json(data)
     if not isinstance(found, dict) or not {str(rank) for rank in ranks}.issuperset(found):
         raise ValueError("not slots of these ranks")
     for slot in found.values():
@@ -565,41 +549,24 @@ def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Sl
 def _check(slot: Any) -> None:
     if not isinstance(slot, dict) or not _ALWAYS.issubset(slot):
         raise ValueError("not a slot")
-    for name in _KINDS.keys() & slot.keys():
-        if not _is(slot[name], _KINDS[name]):
-            raise ValueError(f"{name} is of another type")
-    for name, kinds in _ROWS.items():
-        if not all(_consists(row, kinds) for row in slot.get(name, ())):
-            raise ValueError(f"{name} has other cells")
-    making = slot.get("making", {}).values()
-    if not all(_consists(mark, _TWO_COUNTS) for mark in slot["marks"].values()):
-        raise ValueError("marks are of another type")
-    if not all(isinstance(found, list) and all(_consists(pair, _TWO_COUNTS) for pair in found) for found in making):
-        raise ValueError("ranges of ranks are of another type")
+    for name in _FORMS.keys() & slot.keys():
+        if not _has_form(slot[name], _FORMS[name]):
+            raise ValueError(f"{name} is of another form")
 
 
-def _consists(row: Any, kinds: tuple[type | tuple[type, ...], ...]) -> bool:
-    return isinstance(row, list) and len(row) == len(kinds) and all(map(_is, row, kinds))
+def _has_form(value: Any, form: Any) -> bool:
+    """Tell whether a value of JSON has a form.
 
-
-def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _finite(number: str) -> float:
-    if not isfinite(value := float(number)):
-        raise ValueError("a number is too large")
-    return value
-
-
-def _small(number: str) -> int:
-    if len(number) > 24:
-        raise ValueError("a number is too large")
-    return int(number)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
+    That is a type; a list of one form, for a list of any length; a tuple of forms, for a list of as many values; or a
+    dictionary of one form, for one with any keys.
+    """
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_has_form(item, form[0]) for item in value)
+    if isinstance(form, tuple):
+        return isinstance(value, list) and len(value) == len(form) and all(map(_has_form, value, form))
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(_has_form(item, form[""]) for item in value.values())
+    return isinstance(value, form) and not isinstance(value, bool)
 
 
 #: Generator that plays one side of a query. It yields bytes, to send them, or an integer, to receive that many bytes;
@@ -660,7 +627,7 @@ class TcpQuery:
             self._out = memoryview(step)
 
 
-class TcpQueries:
+class TcpQueries(contextlib.AbstractContextManager["TcpQueries"]):
     """Run at most ``limit`` queries concurrently; a new query beyond the limit ends the oldest one."""
 
     def __init__(self, limit: int) -> None:
@@ -701,9 +668,6 @@ class TcpQueries:
         for query in [query for query in self._live if query.deadline <= now]:
             self._end(query)
         return servers
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for query in tuple(self._live):

@@ -40,7 +40,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from mpizero._util.text import Line, is_users
 
@@ -127,7 +127,17 @@ class StatusBoard:
 
     def read_one(self, rank: int) -> Slot | None:
         """Return the last status slot of one rank of the node; None if it has written none. Not collective."""
-        return self._read_slot(self.ranks.index(rank))
+        start = _SLOT * (self.ranks.index(rank) + 1)
+        for _ in range(100):
+            version, length = _HEADER.unpack_from(self._map, start)
+            data = self._map[start + _HEADER.size : start + _HEADER.size + length]
+            if version == 0:
+                return None
+            if version % 2 == 0 and _HEADER.unpack_from(self._map, start)[0] == version:
+                with contextlib.suppress(ValueError):
+                    slot: Slot = json.loads(data)
+                    return slot
+        return None
 
     def request_records(self, key: str) -> None:
         """Ask all ranks of the board to write their last calls on a communicator into their next slots.
@@ -139,19 +149,6 @@ class StatusBoard:
     def requested_key(self) -> str:
         """Return the key last passed to :meth:`request_records` on any rank; "" if there is none. Not collective."""
         return bytes(self._map[_ASKED : _ASKED + _KEY]).rstrip(b"\0").decode(errors="replace")
-
-    def _read_slot(self, index: int) -> Slot | None:
-        start = _SLOT * (index + 1)
-        for _ in range(100):
-            version, length = _HEADER.unpack_from(self._map, start)
-            data = self._map[start + _HEADER.size : start + _HEADER.size + length]
-            if version == 0:
-                return None
-            if version % 2 == 0 and _HEADER.unpack_from(self._map, start)[0] == version:
-                with contextlib.suppress(ValueError):
-                    slot: Slot = json.loads(data)
-                    return slot
-        return None
 
     def claim(self) -> bool:
         """Return True on the first rank of the node that calls this, else False. Not collective.
@@ -315,20 +312,6 @@ def is_working(slot: Slot) -> bool:
     return slot["state"] == "working" and Path(f"/proc/{slot['pid']}").exists()
 
 
-def open_startup_board(
-    name: str, rank: int, size: int, folder: str, warn_once: Callable[[BaseException], None]
-) -> StartupBoard | None:
-    """Open the startup board of a job; return None if the job's ``name`` is "", or if the board cannot be opened.
-
-    In the second case ``warn_once`` is called with the error.
-    """
-    try:
-        return StartupBoard(name, rank, size, folder) if name else None
-    except OSError as error:
-        warn_once(error)
-        return None
-
-
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) .*:")
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
@@ -362,7 +345,7 @@ def all_stacks() -> dict[int, list[Line]]:
     text = ""
     with contextlib.suppress(OSError), anonymous_file() as file:
         faulthandler.dump_traceback(file)
-        text = os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+        text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
     found: dict[int, list[Line]] = {}
     lines: list[Line] = []
     for row in text.splitlines():
@@ -398,9 +381,8 @@ def scratch_folders() -> Iterator[str]:
         yield tempfile.gettempdir()
 
 
-@contextlib.contextmanager
-def anonymous_file() -> Iterator[int]:
-    """Open an empty temporary file for a ``with`` block, yield its descriptor, and remove it at the end of the block.
+def anonymous_file() -> IO[bytes]:
+    """Return an empty temporary file, which is removed when it is closed.
 
     The file is made by ``os.memfd_create``, or in one of :func:`scratch_folders` if that does not work.
 
@@ -409,19 +391,11 @@ def anonymous_file() -> Iterator[int]:
     OSError
         If the file cannot be made in any folder.
     """
-    with contextlib.ExitStack() as stack:
-        yield _open(stack)
-
-
-def _open(stack: contextlib.ExitStack) -> int:
-    if (create := getattr(os, "memfd_create", None)) is not None:
-        with contextlib.suppress(OSError):  # a kernel older than the C library
-            file: int = create("mpizero")
-            stack.callback(os.close, file)
-            return file
+    with contextlib.suppress(OSError, AttributeError):  # a kernel or a Python older than this C library
+        return os.fdopen(os.memfd_create("mpizero"), "r+b", buffering=0)
     import tempfile
 
     for folder in scratch_folders():
         with contextlib.suppress(OSError):
-            return stack.enter_context(tempfile.TemporaryFile(dir=folder)).fileno()
+            return tempfile.TemporaryFile(dir=folder)
     raise OSError("no folder for a temporary file")
