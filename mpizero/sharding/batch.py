@@ -34,10 +34,10 @@ from mpizero.guard.call_trace import MODULUS
 from mpizero.guard.reports import by_ranks
 from mpizero.layout import Grains
 from mpizero.layout.batch import GrainRule, contiguous_shares, grain_part_number, node_blocks
-from mpizero.layout.flat import FlatLayout, joined
+from mpizero.layout.flat import FlatLayout, flat_names, joined
 from mpizero.layout.mesh import GROUPS
 from mpizero.layout.sum_tree import claim_parts, rows_of_part
-from mpizero.sharding.params import COMPUTING_ADVICE, IntegerState, Memory, flat_names, on_all_ranks, refused
+from mpizero.sharding.params import COMPUTING_ADVICE, IntegerState, Memory, on_all_ranks, refused
 from mpizero.sharding.step_report import NonFinite
 from mpizero.types import Array, as_reals
 

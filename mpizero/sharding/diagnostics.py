@@ -47,12 +47,11 @@ from mpizero.comm.agreement import all_ranks, record_call
 from mpizero.comm.communicator import MESSAGE, CommunicatorCall, Timeline, TimeSpan
 from mpizero.comm.startup import versions
 from mpizero.errors import CheckpointError, ConfigError, DataError
-from mpizero.layout.flat import Unit, joined
+from mpizero.layout.flat import Unit, flat_names
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.forward_backward import BlackBoxEvaluator, BlockEvaluator, Evaluator
 from mpizero.sharding.grad_reduce import GradientViews
 from mpizero.sharding.model import ShardedModelBase
-from mpizero.sharding.params import flat_names
 from mpizero.sharding.step_report import NonFinite, StepReport
 from mpizero.types import EVALUATE, Array, Loss, Params, Run
 
@@ -561,9 +560,9 @@ class _Trace:
 
     def note_gradients(self, block: str, views: Any) -> None:
         """Record the statistics of the gradients of a block's trainable parameters."""
-        for name, view in flat_names(views):
-            if joined(block, name) not in self._frozen:
-                self.note("gradient", joined(block, name), view)
+        for name, view in flat_names(views, block):
+            if name not in self._frozen:
+                self.note("gradient", name, view)
 
     def _evaluator(self) -> Evaluator:
         engine = self.engine

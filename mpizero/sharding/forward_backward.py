@@ -36,13 +36,13 @@ from mpizero.comm import ProcessGrid
 from mpizero.comm.communicator import Timeline
 from mpizero.errors import CollectiveError, DataError, LayoutError, PeerFailure, UnsupportedError
 from mpizero.kernels import all_finite, to_host
-from mpizero.layout.flat import Unit, joined
+from mpizero.layout.flat import Unit, flat_names
 from mpizero.nn.layer import add_location, call_located
 from mpizero.sharding.batch import GlobalBatch, GrainScalars
 from mpizero.sharding.device import ComputeDevice
 from mpizero.sharding.grad_reduce import Job, apart
 from mpizero.sharding.integrity import FunctionGradients, WriteCheck
-from mpizero.sharding.params import ParameterProvider, ParameterStore, flat_names
+from mpizero.sharding.params import ParameterProvider, ParameterStore
 from mpizero.sharding.partition import PartitionedModel
 from mpizero.types import EVALUATE, Array, BlackBoxModel, BlockModel, Run
 
@@ -293,7 +293,7 @@ class BlackBoxEvaluator:
         left, function = deque(reversed(self.units)), self._function
         params = self._parameters()
         try:
-            places = {unit.index: _named(target(unit)) for unit in self.units if self.in_place}
+            places = {unit.index: tuple(flat_names(target(unit))) for unit in self.units if self.in_place}
             views = {name: view for place in places.values() for name, view in place}
             begun = self.store.timeline.begin()
             loss, grads, weight = self._loss_and_grad(params, x, y, run, views)
@@ -303,7 +303,7 @@ class BlackBoxEvaluator:
             if not writes:
                 check_names(function, grads, self.trained, self.frozen | self.integers)
             while left:
-                for name, view in () if writes else places.get(left[0].index) or _named(target(left[0])):
+                for name, view in () if writes else places.get(left[0].index) or flat_names(target(left[0])):
                     if name in self.integers:
                         take_integers(function, name, grads.get(name, view), view, run)
                     elif name not in self.frozen:
@@ -386,11 +386,11 @@ class BlackBoxEvaluator:
         with ExitStack() as stack:
             if not self.store.sharded:
                 provided = [(unit, stack.enter_context(self.store.unshard(unit))) for unit in self.units]
-                return {n: a for unit, params in provided for n, a in _named(params)}
+                return {n: a for unit, params in provided for n, a in flat_names(params)}
             found: dict[str, Any] = {}
             for unit, following in with_next(self.units):
                 with self.store.unshard(unit, following) as params:
-                    found.update((n, _read_only(a.copy())) for n, a in _named(params))
+                    found.update((n, _read_only(a.copy())) for n, a in flat_names(params))
                 self.store.memory.barrier("black box")
             return found
 
@@ -493,10 +493,6 @@ def _explained(function: str, kept: str = "") -> Iterator[None]:
             told = f"The arrays that {function} gets are read-only{kept}"
             error.add_note(f"{told}: let it copy what it changes, x = x.copy()")
         raise
-
-
-def _named(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(joined(b, n), array) for b, tree in params.items() for n, array in flat_names(tree)]
 
 
 #: Returns the ``Run`` of a forward pass, from the index of its first sample and the number of samples.

@@ -36,10 +36,10 @@ from mpizero._util.numbers import crc32
 from mpizero.comm import ProcessGrid
 from mpizero.errors import IntegrityError, LayoutError
 from mpizero.kernels import to_host
-from mpizero.layout.flat import joined
+from mpizero.layout.flat import flat_names, joined
 from mpizero.nn.layer import Layer
 from mpizero.sharding.batch import everyone_of
-from mpizero.sharding.params import ParameterStore, flat_names
+from mpizero.sharding.params import ParameterStore
 from mpizero.sharding.update import Updater
 from mpizero.sharding.whole_tensors import home_of
 from mpizero.types import Array, ParameterSpec, Part, as_reals

@@ -53,12 +53,12 @@ from mpizero.guard.reports import SHARED_FOLDER, taken_by_leftovers
 from mpizero.kernels.memory import PAGE
 from mpizero.layout import Span
 from mpizero.layout.batch import DEFAULT_GRAINS, claimed_rows, contiguous_shares
-from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, joined, nested, united, views
+from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, by_global_name, joined, nested, united, views
 from mpizero.layout.mesh import GROUPS
 from mpizero.layout.sum_tree import rows_plan
 from mpizero.nn.layer import integers_of, start_integers
 from mpizero.sharding.config import Placement, ShardingConfig, claims_grains, gathers_units, wave_slots
-from mpizero.types import Array, IntegerSpec, ParameterSpec
+from mpizero.types import Array, ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -1048,7 +1048,7 @@ class IntegerState:
         self._own = {block: specs for block, specs in self.whole.items() if block in here}
         self.values: dict[str, Array] = {}
         self._written: dict[str, Array] = {}
-        for name, spec in named_integers(self._own).items():
+        for name, spec in by_global_name(self._own).items():
             self.values[name], self._written[name] = (np.zeros(spec.shape, spec.dtype) for _ in range(2))
         self._found: dict[str, Array] = {}
         self._from: tuple[int, int] = (0, 0)
@@ -1172,12 +1172,7 @@ class IntegerState:
         found: dict[str, Array] = {}
         for held in self.grid.model.allgather_object(self.values, "integers"):
             found |= held
-        return {name: found[name].copy() for name in named_integers(self.whole)}
-
-
-def named_integers(integers: dict[str, tuple[IntegerSpec, ...]]) -> dict[str, IntegerSpec]:
-    """Return integer arrays, given by block, by their global names. Not collective."""
-    return {joined(block, spec.name): spec for block, specs in integers.items() for spec in specs}
+        return {name: found[name].copy() for name in by_global_name(self.whole)}
 
 
 def _differ(name: str, how: str) -> LayoutError:
@@ -1193,15 +1188,6 @@ def _samples(first: int, count: int) -> str:
 
 def _shown(value: Array) -> str:
     return str(value.tolist()) if value.size <= 4 else f"{value.reshape(-1)[:4].tolist()} and {value.size - 4} more"
-
-
-def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
-    """Yield the dotted name, beginning with ``prefix``, and the array of every entry of a nested dictionary."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flat_names(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def fits_shared_memory(

@@ -28,7 +28,7 @@ from mpizero._util.pytree import leaves_of
 from mpizero.comm import Communicator, InMemoryCommunicator, ProcessGrid
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.layout import Axes, balanced_chunks, chunk_stages
-from mpizero.layout.flat import FlatLayout, joined
+from mpizero.layout.flat import FlatLayout, by_global_name, joined
 from mpizero.layout.stages import explicit_cuts
 from mpizero.nn.layer import call_located, integers_of
 from mpizero.nn.models import run_on
@@ -454,7 +454,7 @@ class PartitionedModel:
         """
         every = blocks_of(self.split)
         here = [block for chunk in self.chunks_of(stage) for block in self.cuts[chunk]]
-        homes = {joined(block, spec.name): spec for block in every for spec in every[block]}
+        homes = by_global_name(every)
         held = {joined(block, spec.name) for block in here for spec in every[block] if spec.tied is None}
         guests: dict[str, str] = {}
         result: dict[str, tuple[ParameterSpec, ...]] = {}
@@ -602,8 +602,8 @@ def averaged_names(model: Any) -> list[str]:
 
     Not collective.
     """
-    every = ((joined(block, spec.name), spec) for block, specs in blocks_of(model).items() for spec in specs)
-    return [name for name, spec in every if spec.averaged and spec.trainable]
+    every = by_global_name(blocks_of(model))
+    return [name for name, spec in every.items() if spec.averaged and spec.trainable]
 
 
 def optimized_names(model: Any) -> list[str]:
@@ -611,12 +611,8 @@ def optimized_names(model: Any) -> list[str]:
 
     Tied uses of a parameter are not listed.
     """
-    return [
-        joined(block, spec.name)
-        for block, specs in blocks_of(model).items()
-        for spec in specs
-        if spec.tied is None and spec.optimized
-    ]
+    every = by_global_name(blocks_of(model))
+    return [name for name, spec in every.items() if spec.tied is None and spec.optimized]
 
 
 #: What results of most layouts are equal to.
@@ -789,7 +785,7 @@ def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) 
         described |= {f"block {name!r}" if name else "the only block": one for name, one in model.blocks.items()}
         described["the order of layers"] = {name: _below(layer) for name, layer in model.blocks.items()}
         described |= {"the loss": model.loss, "the seed": model.seed}
-    names = {joined(block, spec.name): spec for block, specs in blocks.items() for spec in specs}
+    names = by_global_name(blocks)
     described["the parameter table"] = {"dtype": np.dtype(model.dtype), **names}
     described["the order of parameters"] = list(names)  # of a mapping made from a set it differs by process
     given = getattr(model, "start_values", None)

@@ -28,7 +28,7 @@ from mpizero.errors import CollectiveError, ConfigError, LayoutError, PeerFailur
 from mpizero.guard import guard
 from mpizero.kernels import to_host
 from mpizero.layout import Instruction, Schedule, build_schedule
-from mpizero.layout.flat import joined, nested
+from mpizero.layout.flat import by_global_name, joined, nested
 from mpizero.nn.arrays import StartValues, start_values_of
 from mpizero.nn.layer import call_located, fresh_integers
 from mpizero.sharding.batch import GrainScalars
@@ -518,7 +518,7 @@ def measure_blocks(model: BlockModel, x: Array, y: Array, repeats: int = 3) -> d
             f"{type(model).__name__} is a black box: only models of blocks can be measured block by block"
         )
     specs, run = blocks_of(model), Run(training=True, seed=model.seed)
-    homes = {joined(block, spec.name): spec for block in specs for spec in specs[block]}
+    homes = by_global_name(specs)
     found: dict[str, BlockTimes] = {}
     fill = start_values_of(model)
     value: Any = x
