@@ -188,9 +188,9 @@ class Engine(PlacedModel):
             with self.timeline.span("reduction"):
                 reduced = self._reduced(self.reducer, divisors)
             return self.apply(reduced, totals.mean)
-        operands = self.reducer.operands()
+        rows, program, out = self.reducer.operands()
         with self.timeline.span("optimizer"):
-            updater.update_fused(operands.rows, operands.program, divisors, operands.out, self.config.threads)
+            updater.update_fused(rows, program, divisors, out, self.config.threads)
         self.store.publish(exchange=self.placement.shard_optimizer, later=True)
         return None, ()
 

@@ -1,7 +1,7 @@
 """Keep the gradients of a step in buffers, and sum them over the ranks of the data group.
 
-The engine runs the :class:`Job` objects of a :class:`GradientReducer`, which write gradients, and then asks for their
-sum. Two classes implement it. :class:`WaveBuffer` keeps the gradients of one unit, and sums them into the shards of the
+The engine runs the :class:`Job` objects of a buffer, which write gradients, and then asks for their sum. There are two
+kinds. :class:`WaveBuffer` keeps the gradients of one unit, and sums them into the shards of the
 ranks as soon as the unit's backward pass ends (ZeRO-2 and 3). :class:`RowBuffer` keeps gradients in rows; a row is one
 copy of the whole gradient vector. It serves DDP and ZeRO-1, and any strategy for gradients that are not reduced yet.
 Rows are summed at the end of a step or, by :class:`OverlappedReduction`, during its backward pass. Both sum by the same
@@ -43,14 +43,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpizero import kernels
 from mpizero._util.pytree import map_leaves
+from mpizero.comm import ProcessGrid
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.reduce import (
     Arriving,
@@ -72,7 +73,7 @@ from mpizero.errors import StateError
 from mpizero.layout import Partition, Span
 from mpizero.layout.batch import claimed_rows, contiguous_owners, contiguous_shares, wave_owners
 from mpizero.layout.flat import FlatLayout, Unit, united, views
-from mpizero.layout.sum_tree import Folding, FoldStep, RowsPlan, Wave, WavePlan, rows_plan, wave_plan
+from mpizero.layout.sum_tree import Folding, FoldStep, RowsPlan, Wave, rows_plan, wave_plan
 from mpizero.sharding.batch import Divisors, GlobalBatch, Grain, NodeClaims
 from mpizero.sharding.config import Placement, ScratchUse, gradient_codec, overlaps_reduction, wave_slots
 from mpizero.sharding.integrity import GradientDict
@@ -114,67 +115,23 @@ class Job(NamedTuple):
     ended: Callable[[Unit, str], None] | None = None
     in_scratch: bool = False
 
+    @property
+    def samples(self) -> tuple[Any, Any, int]:
+        """The micro-batch: inputs, targets, and the index of the first sample in the global batch."""
+        assert self.grain is not None
+        return self.grain.micro_batches[self.number]
 
-class SumOperands(NamedTuple):
-    """Hold the arrays from which a fused update, one that also sums the gradients, reads them.
-
-    Attributes
-    ----------
-    rows : 2-D array
-        Partial sums of gradients, one in each row. ``UpdatePiece.gradient`` is an index into a row.
-    program : int32 array
-        The tree program: says which rows are added in which order.
-    out : 1-D array
-        One of the rows, to which an optimizer that needs norms (LAMB) writes its update directions.
-    """
-
-    rows: Array
-    program: Array
-    out: Array
+    @property
+    def place(self) -> tuple[int, int]:
+        """The index of the micro-batch's first sample in the global batch, and its number of samples."""
+        assert self.grain is not None
+        return self.grain.place(self.number)
 
 
-class GradientReducer(Protocol):
-    """Hold the gradients of a step and sum them over the ranks of the data group."""
-
-    #: Whether grains are assigned in waves.
-    waves: bool
-
-    def owners(self, count: int) -> list[int]:
-        """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it. Not collective."""
-
-    def reserve(self, count: int) -> None:
-        """Allocate the memory that a batch of ``count`` grains needs. Collective over all ranks."""
-
-    def jobs(self, batch: GlobalBatch, *, summed: bool) -> Iterable[Job]:
-        """Return this rank's jobs in a step, each to be run before the next one is asked for.
-
-        Collective over all ranks if there was no batch of as many grains before. ``summed`` tells whether :meth:`sum`
-        or :meth:`operands` is called after the jobs; then the reduction may begin while they run.
-        """
-
-    def poll(self) -> None:
-        """Let partial sums that are in flight between peers progress. Not collective."""
-
-    def finish(self) -> None:
-        """Wait for the sums over peers that jobs have begun to compute. Collective over the data group."""
-
-    def operands(self) -> SumOperands:
-        """Return the arrays that a fused update sums; call it only if no partial sums have to be sent to peers.
-
-        Collective over the data group.
-        """
-
-    def sum(self, divisors: Divisors) -> Array:
-        """Sum the gradients of the ranges that this rank owns, divide them by ``divisors``, and return them.
-
-        Collective over the data group.
-        """
-
-    def replicate(self) -> None:
-        """If all peers keep the whole optimizer state, send the sums of every peer to all of them.
-
-        Collective over the data group.
-        """
+#: What a fused update, one that also sums the gradients, takes: the 2-D array of partial sums, one in each row
+#: (``UpdatePiece.gradient`` is an index into a row); the tree program, which says which rows are added in which order;
+#: and a row to which an optimizer that needs norms (LAMB) writes its update directions.
+Operands = tuple[Array, Array, Array]
 
 
 class GradientViews:
@@ -266,19 +223,10 @@ class MicroBatchSum:
 KEPT_PLANS = 16
 
 
-def forget_plans(plans: dict[int, Any]) -> None:
-    """Empty ``plans``, those of sizes of batches, if there are ``KEPT_PLANS``: other sizes may come without end.
-
-    Not collective.
-    """
-    if len(plans) >= KEPT_PLANS:
-        plans.clear()
-
-
 class WaveBuffer:
     """Keep the gradients of the current unit in a slot, and the sums over this rank's shard in a stack.
 
-    Implements :class:`GradientReducer`. A slot is a shared window with one row for each rank of the node. A node of
+    A slot is a shared window with one row for each rank of the node. A node of
     several ranks has two slots: one is filled while the other is summed. The stack is an array of a few rows, each as
     long as this rank's shard of the gradients. A row holds a partial sum (a node of the tree over grains) that is not
     added to another yet.
@@ -316,7 +264,7 @@ class WaveBuffer:
             self.stack = self.memory.private("gradients", (1, self.share.gradient_size), self.dtype)
         self._micro_batches = MicroBatchSum(self.memory, self.layout.gradient_size, self.dtype, accumulate)
         self._named = views
-        self._plans: dict[int, WavePlan] = {}
+        self._planned = lru_cache(KEPT_PLANS)(partial(wave_plan, groups=self.grid.group_sizes))
         self._views: dict[tuple[int, int], Any] = {}
         self._next = self._root = 0
         self._in_flight: _InFlight | None = None
@@ -333,13 +281,10 @@ class WaveBuffer:
     def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
         """Return this rank's jobs of all waves; for a wave in which it has no grain, jobs without samples.
 
-        Collective over the data group, and so are the jobs.
+        Collective over the data group, and so are the jobs, which sum the gradients whether ``summed`` or not.
         """
         self.finish()  # of a step that an error has broken off on all ranks
-        if batch.count not in self._plans:
-            forget_plans(self._plans)
-            self._plans[batch.count] = wave_plan(batch.count, self.grid.group_sizes)
-        plan = self._plans[batch.count]
+        plan = self._planned(batch.count)
         self._root = plan.root
         if self.stack.shape[0] < plan.rows:
             self.memory.release("gradients", self.stack)
@@ -354,11 +299,6 @@ class WaveBuffer:
                 done = partial(self._done, grain, number, wave)
                 jobs.append(Job(grain if number < count else None, number, self._target, done, self._parts))
         return jobs
-
-    @property
-    def in_flight(self) -> bool:
-        """Tell whether partial sums of a unit are in flight between peers. Not collective."""
-        return self._in_flight is not None
 
     def poll(self) -> None:
         """Let partial sums that are in flight between peers progress. Not collective."""
@@ -375,12 +315,12 @@ class WaveBuffer:
             for piece in found.arriving.pieces():
                 self._merge(piece, found.base + piece.position, found.programs, found.arrivals)
 
-    def operands(self) -> SumOperands:
-        """Return the stack, and the tree program that reads the row with the final sums of this rank's shard.
+    def operands(self) -> Operands:
+        """Return the stack, the tree program that reads the row with the final sums of this rank's shard, and that row.
 
         Not collective.
         """
-        return SumOperands(self.stack, program_array((self._root,)), self.stack[self._root])
+        return self.stack, program_array((self._root,)), self.stack[self._root]
 
     def sum(self, divisors: Divisors) -> Array:
         """Divide the final sums of this rank's shard by ``divisors``, and return them. Not collective."""
@@ -483,7 +423,7 @@ class _InFlight(NamedTuple):
 class RowBuffer:
     """Add up the gradients of this rank's grains in rows: a row is one copy of the whole gradient vector.
 
-    Implements :class:`GradientReducer`. The rows of all ranks of a node are in one shared window. The sum over all
+    The rows of all ranks of a node are in one shared window. The sum over all
     ranks is written to this rank's first row, or to the array that ``shard`` returns.
 
     [Note: scratch] A grain whose gradient is added to a row at once (a right child in the tree) needs no row of its
@@ -541,7 +481,7 @@ class RowBuffer:
         apart = 1 if scratch else accumulate  # with scratch memory, micro-batches are added in their grain's row
         self._micro_batches = MicroBatchSum(allocator, self.layout.gradient_size, self.dtype, apart)
         self._views: dict[tuple[int | None, int, str | None], Any] = {}  # by row, unit and block; None is all blocks
-        self._plans: dict[int, RowsPlan] = {}
+        self._planned = lru_cache(KEPT_PLANS)(partial(_rows_plan, self.grid, scratch=scratch == "grains"))
         self._reserved: set[int] = set()
         self._plan: RowsPlan | None = None
         self.claims = claims
@@ -690,10 +630,13 @@ class RowBuffer:
 
     # ------------------------------------------------------------------ sums
 
-    def operands(self) -> SumOperands:
-        """Return the rows of all ranks of the node, which a fused update sums. Collective over the node."""
+    def operands(self) -> Operands:
+        """Return the rows of all ranks of the node, the program that sums them, and this rank's first row.
+
+        Collective over the node.
+        """
         self._meet()
-        return SumOperands(self.window, program_array(self._current().root), self.row(0))
+        return self.window, program_array(self._current().root), self.row(0)
 
     def sum(self, divisors: Divisors) -> Array:
         """Sum the rows of all ranks over the ranges that this rank owns, divide by ``divisors``, and return the result.
@@ -758,14 +701,6 @@ class RowBuffer:
             raise StateError("no gradient exists yet: call train or compute_gradients first")
         return self._plan
 
-    def _planned(self, count: int) -> RowsPlan:
-        """Return the plan that says in which order, and by which ranks, the gradients of ``count`` grains are added."""
-        if count not in self._plans:
-            shares, groups = contiguous_shares(self.grid, count), self.grid.group_sizes
-            forget_plans(self._plans)
-            self._plans[count] = rows_plan(shares, groups, count, scratch=self._scratch_use == "grains")
-        return self._plans[count]
-
     # ------------------------------------------------------------------ memory
 
     def reserve(self, count: int) -> None:
@@ -796,6 +731,15 @@ class RowBuffer:
             if held.size:
                 self.allocator.free_shared("gradients", (held,))
             (self._storage,) = self.allocator.shared("gradients", [(needed, self.stride)], self.dtype)
+
+
+def _rows_plan(grid: ProcessGrid, count: int, *, scratch: bool) -> RowsPlan:
+    """Return the plan that says in which order, and by which ranks, the gradients of ``count`` grains are added."""
+    return rows_plan(contiguous_shares(grid, count), grid.group_sizes, count, scratch=scratch)
+
+
+#: The two buffers, which the engine uses alike.
+GradientReducer = WaveBuffer | RowBuffer
 
 
 def _nothing(unit: Unit) -> None:
@@ -845,11 +789,6 @@ class OverlappedReduction:
                 self._ends[entry.block] = max(self._ends[entry.block], end)
         self._exchanging: tuple[Bucket, Arriving] | None = None
         self._gatherings: list[Gathering] = []
-
-    @property
-    def in_flight(self) -> int:
-        """The number of exchanges and all-gathers that may still be in flight. Not collective."""
-        return (self._exchanging is not None) + len(self._gatherings)
 
     def ended(self, blocks: Sequence[str]) -> None:
         """Record that this rank's sums of ``blocks`` are complete, and begin to exchange the buckets that are so now.
