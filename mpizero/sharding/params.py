@@ -37,6 +37,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -56,7 +57,7 @@ from mpizero.layout.batch import DEFAULT_GRAINS, claimed_rows, contiguous_shares
 from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, by_global_name, joined, nested, united, views
 from mpizero.layout.mesh import GROUPS
 from mpizero.layout.sum_tree import rows_plan
-from mpizero.nn.layer import integers_of, start_integers
+from mpizero.nn.layer import integers_of
 from mpizero.sharding.config import Placement, ShardingConfig, claims_grains, gathers_units, wave_slots
 from mpizero.types import Array, ParameterSpec
 
@@ -86,6 +87,15 @@ class Share:
     def offsets(self) -> tuple[int, ...]:
         """For each unit, where the owned range begins in the concatenation of the owned ranges of all units."""
         return _running([span.size for span in self.spans])
+
+    def pieces(self) -> Iterator[tuple[ParameterUse, Span, int]]:
+        """Yield each parameter of which the rank owns elements, their range, and their place in the concatenation.
+
+        The range is one of the flat vector of all parameters.
+        """
+        for span, offset in zip(self.spans, self.offsets, strict=True):
+            for entry, part in self.layout.pieces(span):
+                yield entry, part, offset + part.start - span.start
 
     @cached_property
     def gradient_spans(self) -> tuple[tuple[Span, ...], ...]:
@@ -206,21 +216,16 @@ def update_pieces(
     pieces: list[UpdatePiece] = []
     state = 0
     for number, share in enumerate(shares):
-        layout = share.layout
-        for unit, span in zip(layout.units, share.spans, strict=True):
-            for entry, part in layout.pieces(span):
-                if not entry.spec.trainable:
-                    continue
-                inside = part.start - entry.offset
-                store = part.start
-                if store_bases is not None:
-                    store = store_bases[number] + share.offsets[unit.index] + part.start - span.start
-                uses = tuple(_locate(share, use, inside, in_rows) for use in layout.uses.get(entry.spec.name, ()))
-                gradient = _locate(share, entry, inside, in_rows)
-                averaged = entry.spec.averaged
-                place = (-1, -1) if averaged else (state, groups[entry.spec])
-                pieces.append(UpdatePiece(entry, part, store, gradient, uses, *place))
-                state += 0 if averaged else part.size
+        for entry, part, place in share.pieces():
+            if not entry.spec.trainable:
+                continue
+            inside = part.start - entry.offset
+            store = part.start if store_bases is None else store_bases[number] + place
+            uses = tuple(_locate(share, use, inside, in_rows) for use in share.layout.uses.get(entry.spec.name, ()))
+            gradient = _locate(share, entry, inside, in_rows)
+            kept = (-1, -1) if entry.spec.averaged else (state, groups[entry.spec])
+            pieces.append(UpdatePiece(entry, part, store, gradient, uses, *kept))
+            state += 0 if entry.spec.averaged else part.size
     return tuple(pieces)
 
 
@@ -232,11 +237,7 @@ def _locate(share: Share, entry: ParameterUse, inside: int, in_rows: bool) -> in
 
 
 def _running(sizes: Sequence[int]) -> tuple[int, ...]:
-    starts, total = [], 0
-    for size in sizes:
-        starts.append(total)
-        total += size
-    return tuple(starts)
+    return tuple(accumulate(sizes, initial=0))[:-1]
 
 
 def whole_last(pieces: Sequence[UpdatePiece], whole: Container[str]) -> tuple[UpdatePiece, ...]:
@@ -259,25 +260,20 @@ def runs_of(pieces: Sequence[UpdatePiece]) -> tuple[UpdateRun, ...]:
     """
     runs: list[UpdateRun] = []
     for piece in pieces:
-        run = UpdateRun(piece.store, piece.gradient, piece.state, piece.size, piece.group)
-        if runs and _follows(runs[-1], run):
-            runs[-1] = runs[-1]._replace(size=runs[-1].size + run.size)
+        begins = (piece.store, piece.gradient, piece.state)
+        if runs and piece.group == runs[-1].group and begins == tuple(at + runs[-1].size for at in runs[-1][:3]):
+            runs[-1] = runs[-1]._replace(size=runs[-1].size + piece.size)
         else:
-            runs.append(run)
+            runs.append(UpdateRun(*begins, piece.size, piece.group))
     return tuple(runs)
 
 
-def _follows(first: UpdateRun, second: UpdateRun) -> bool:
-    ends = (first.store + first.size, first.gradient + first.size, first.state + first.size, first.group)
-    return ends == (second.store, second.gradient, second.state, second.group)
-
-
-def paged(nbytes: int) -> int:
+def paged(nbytes: int, page: int = PAGE) -> int:
     """Round ``nbytes`` up to whole memory pages: arrays that different ranks write begin on pages of their own.
 
     Not collective.
     """
-    return -(-nbytes // PAGE) * PAGE
+    return -(-nbytes // page) * page
 
 
 #: Advice in errors: how to need less memory for model state, and for computing.
@@ -811,11 +807,9 @@ class ParameterStore:
 
         with all_ranks(self.grid.world, "start values"), needing("start values", STATE_ADVICE):
             fill = start_values_of(model)
-            for unit, span in zip(self.layout.units, self.share.spans, strict=True):
-                out = self.owned(unit.index)
-                for entry, part in self.layout.pieces(span):
-                    target = out[part.start - span.start : part.stop - span.start]
-                    fill(entry.spec, part.start - entry.offset, part.stop - entry.offset, target)
+            for entry, part, _ in self.share.pieces():
+                target = self.owned(entry.unit)[slice(*part.shift(-self.share.spans[entry.unit].start))]
+                fill(entry.spec, part.start - entry.offset, part.stop - entry.offset, target)
         self.publish()
 
     def gathered(self, unit: Unit) -> Array:
@@ -836,9 +830,19 @@ class ParameterStore:
         Collective over the data group.
         """
         self.memory.barrier("fill")  # who still reads, reads the old values
-        for unit in self.layout.units:
-            span = self.share.spans[unit.index]
-            self.owned(unit.index)[:] = values[span.start : span.stop]
+        for unit, span in enumerate(self.share.spans):
+            self.owned(unit)[:] = values[span.start : span.stop]
+        self.publish()
+
+    def fill_owned(self, values: Array) -> None:
+        """Set all parameters; ``values`` are those of this rank's shard, concatenated.
+
+        Collective over the data group.
+        """
+        self.memory.barrier("fill")  # who still reads, reads the old values
+        for unit, offset in enumerate(self.share.offsets):
+            out = self.owned(unit)
+            out[:] = values[offset : offset + out.size]
         self.publish()
 
     def copy_from(self, other: ParameterStore) -> None:
@@ -1052,10 +1056,6 @@ class IntegerState:
             self.values[name], self._written[name] = (np.zeros(spec.shape, spec.dtype) for _ in range(2))
         self._found: dict[str, Array] = {}
         self._from: tuple[int, int] = (0, 0)
-
-    def begin(self, model: Any) -> None:
-        """Set all arrays to the start values of ``model``. Not collective."""
-        self.set(start_integers(model))
 
     def set(self, given: Mapping[str, Array]) -> None:
         """Set arrays of this stage to those of ``given``, which may have others, too. Not collective."""
