@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from heapq import heapreplace
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -327,11 +328,7 @@ class FlatLayout:
     @cached_property
     def gradient_bases(self) -> tuple[int, ...]:
         """For each unit, the number of gradient elements of all units before it."""
-        bases, total = [], 0
-        for unit in self.units:
-            bases.append(total)
-            total += unit.gradients
-        return tuple(bases)
+        return tuple(accumulate((unit.gradients for unit in self.units), initial=0))[:-1]
 
     @cached_property
     def averages(self) -> tuple[Span, ...]:

@@ -53,7 +53,7 @@ from mpizero.sharding.forward_backward import BlackBoxEvaluator, BlockEvaluator,
 from mpizero.sharding.grad_reduce import GradientViews
 from mpizero.sharding.model import ShardedModelBase
 from mpizero.sharding.step_report import NonFinite, StepReport
-from mpizero.types import EVALUATE, Array, Loss, Params, Run
+from mpizero.types import EVALUATE, Array, Loss, Params, Run, as_reals
 
 FORMAT, VERSION = "mpizero bad step", 1
 #: The largest ``step.json``, in bytes, that is read.
@@ -427,8 +427,7 @@ class ReplayedArray:
     @classmethod
     def of(cls, what: str, name: str, values: Any) -> ReplayedArray:
         """Compute the statistics of ``values``; a complex value counts as two numbers. Not collective."""
-        flat = np.asarray(values).reshape(-1)
-        flat = flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+        flat = as_reals(np.asarray(values))
         finite = flat if flat.dtype.kind in "iub" else flat[np.isfinite(flat)]
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (np.nan, np.nan)
         norm = float(np.sqrt(np.square(finite, dtype=np.float64).sum()))

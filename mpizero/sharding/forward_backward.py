@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -163,15 +163,20 @@ class BlockEvaluator:
         loss, weight, _ = self.criterion.forward(prediction, y)
         return *loss_and_weight(self.criterion.forward, loss, weight), prediction
 
-    @contextmanager
-    def using_loss(self, loss: Any) -> Iterator[None]:
+    def using_loss(self, loss: Any) -> AbstractContextManager[None]:
         """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
-        own = self.criterion
-        self.criterion = own if loss is None else loss
-        try:
-            yield
-        finally:
-            self.criterion = own
+        return replaced_criterion(self, loss)
+
+
+@contextmanager
+def replaced_criterion(owner: Any, loss: Any) -> Iterator[None]:
+    """Replace the attribute ``criterion`` of ``owner`` by ``loss`` inside the context, unless it is None."""
+    own = owner.criterion
+    owner.criterion = own if loss is None else loss
+    try:
+        yield
+    finally:
+        owner.criterion = own
 
 
 class _Passage:
@@ -340,16 +345,14 @@ class BlackBoxEvaluator:
 
     def _parameters(self) -> dict[str, Any]:
         """Return all parameters by name: views of the store, or copies if they are sharded. Collective if sharded."""
-        with ExitStack() as stack:
-            if not self.store.sharded:
-                provided = [(unit, stack.enter_context(self.store.unshard(unit))) for unit in self.units]
-                return {n: a for unit, params in provided for n, a in flat_names(params)}
-            found: dict[str, Any] = {}
-            for unit, following in with_next(self.units):
-                with self.store.unshard(unit, following) as params:
-                    found.update((n, _read_only(a.copy())) for n, a in flat_names(params))
+        found: dict[str, Any] = {}
+        for unit, following in with_next(self.units):
+            with self.store.unshard(unit, following) as params:
+                for name, array in flat_names(params):
+                    found[name] = _read_only(array.copy()) if self.store.sharded else array
+            if self.store.sharded:
                 self.store.memory.barrier("black box")
-            return found
+        return found
 
     def _unread_gradients(self) -> dict[str, Array]:
         """Return arrays for gradients that nobody reads: of a function in place that computes a loss. Not collective.

@@ -144,11 +144,12 @@ class GlobalView:
         """
         held = self._held()
         for unit in self.layout.units:
-            yield self._unit(unit, held)
-
-    def unit(self, unit: Unit) -> Array:
-        """Return the values of one unit of :attr:`layout` as a new 1-D array. Collective over the world."""
-        return self._unit(unit, self._held())
+            if self._split:
+                values = np.empty(unit.span.size, self.store.dtype)
+                self._assemble(unit, held, values)
+            else:
+                values = self.store.gathered(unit)
+            yield values
 
     def named(self, values: Array) -> dict[str, Array]:
         """Return copies of all parameters by name; ``values`` is a vector of the whole model's. Not collective."""
@@ -168,13 +169,6 @@ class GlobalView:
         for unit in self.layout.units:
             self._assemble(unit, self._views(held), whole[unit.span.start : unit.span.stop])
         return whole
-
-    def _unit(self, unit: Unit, held: Held) -> Array:
-        if not self._split:
-            return self.store.gathered(unit)
-        out = np.empty(unit.span.size, self.store.dtype)
-        self._assemble(unit, held, out)
-        return out
 
     def _held(self) -> Held:
         """Return a function that returns the values of a parameter of this rank's layout, by name.

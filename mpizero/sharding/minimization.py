@@ -188,7 +188,7 @@ class _Minimization:
 
     def run(self, maxiter: int, maxfun: int) -> MinimizeResult:
         """Return the result; the model's parameters are those of the last iterate then."""
-        self._model.engine.place_trial()
+        self._model.engine.place(iterate=False)
         message = self._reached(maxiter, maxfun)  # a checkpoint may hold the last iteration
         while self._progress.stage != "done" and not message:
             before = self._progress.iterations
@@ -198,7 +198,7 @@ class _Minimization:
                 message = "the callback has raised StopIteration"
             else:
                 message = self._reached(maxiter, maxfun)
-        self._model.engine.place_iterate()
+        self._model.engine.place(iterate=True)
         return self._result(self._progress.message or message)
 
     def _product(self) -> AbstractContextManager[None]:
@@ -226,12 +226,12 @@ class _Minimization:
         if self._callback is None:
             return False
         stop, comm = False, self._model.config.communicator
-        self._model.engine.place_iterate()
+        self._model.engine.place(iterate=True)
         try:
             self._callback(self._result(self._progress.message))
         except StopIteration:
             stop = True
-        self._model.engine.place_trial()
+        self._model.engine.place(iterate=False)
         return bool(agree_on_call(comm, (stop,))[:, 0].any())
 
     def _result(self, message: str) -> MinimizeResult:

@@ -56,7 +56,7 @@ from mpizero.layout import Span
 from mpizero.layout.batch import DEFAULT_GRAINS, claimed_rows, contiguous_shares
 from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, by_global_name, joined, nested, united, views
 from mpizero.layout.mesh import GROUPS
-from mpizero.layout.sum_tree import rows_plan
+from mpizero.layout.sum_tree import RowsPlan, rows_plan
 from mpizero.nn.layer import integers_of
 from mpizero.sharding.config import Placement, ShardingConfig, claims_grains, gathers_units, wave_slots
 from mpizero.types import Array, ParameterSpec
@@ -210,7 +210,7 @@ def update_pieces(
     store_bases : sequence of int or None
         For each shard, the index of its first element in a sharded store; None for a store that holds all parameters.
     in_rows : bool
-        Whether the reduced gradient is a row, a copy of the whole gradient vector. Otherwise it is an array of only the
+        Whether the reduced gradient is a row, as long as the gradient vector. Otherwise it is an array of only the
         gradients that the rank owns.
     """
     pieces: list[UpdatePiece] = []
@@ -436,11 +436,7 @@ class Memory:
 
     def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
         """Return a new array of zeros for this rank alone, and count its bytes under ``kind``. Not collective."""
-        with self._wanted(kind, shape, dtype):
-            array = np.zeros(shape, dtype)
-        self.private_bytes[kind] += array.nbytes
-        self._note_peak()
-        return array
+        return self._counted(kind, np.zeros, shape, dtype)
 
     def release(self, kind: str, array: Array) -> None:
         """Stop counting the bytes of a private array; the caller then drops its last reference. Not collective."""
@@ -459,17 +455,16 @@ class Memory:
             if held is not None:
                 self.release("exchange buffers", held)
                 self._scratch.pop(name)
-            with self._wanted("exchange buffers", nbytes, np.uint8):
-                held = self._scratch[name] = np.empty(nbytes, np.uint8)
-            self.private_bytes["exchange buffers"] += nbytes
-            self._note_peak()
+            held = self._scratch[name] = self._counted("exchange buffers", np.empty, nbytes, np.uint8)
         return held[:nbytes].view(dtype)
 
-    @contextmanager
-    def _wanted(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Iterator[None]:
+    def _counted(self, kind: str, make: Callable[..., Array], shape: int | tuple[int, ...], dtype: Any) -> Array:
         size = prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(dtype).itemsize
         with needing(f"{kind}: {size} bytes wanted, {self.rank_bytes} held", STATE_ADVICE):
-            yield
+            array = make(shape, dtype)
+        self.private_bytes[kind] += array.nbytes
+        self._note_peak()
+        return array
 
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
         """Return new arrays of zeros, one for each shape, that all ranks of the node read and write, in one window.
@@ -1216,9 +1211,9 @@ def fits_shared_memory(
     placement : Placement
         The row of the placement table.
     config : ShardingConfig
-        The settings. If ``micro_batch`` is None, the check counts as many rows (copies of the whole gradient vector)
-        as any batch of up to 16 grains can need. Otherwise it counts one row. If the first step needs more rows and
-        they do not fit, :mod:`mpizero.sharding.parameter_access` handles that.
+        The settings. If ``micro_batch`` is None, the check counts as many rows as any batch of up to 16 grains can need
+        ([Note: words] of ``sharding/grad_reduce.py``). Otherwise it counts one row. If the first step needs more rows
+        and they do not fit, :mod:`mpizero.sharding.parameter_access` handles that.
     scratch : bool
         Whether gradients that are added to a row at once have no row of their own.
     in_place : bool
@@ -1289,8 +1284,13 @@ def _window_bytes(
     return parameters + rows * grid.node.size * window(layout.gradient_size)
 
 
+def grid_rows_plan(grid: ProcessGrid, count: int, *, scratch: bool) -> RowsPlan:
+    """Return the plan that says in which order, and by which ranks, the gradients of ``count`` grains are added."""
+    return rows_plan(contiguous_shares(grid, count), grid.group_sizes, count, scratch=scratch)
+
+
 def _rows(grid: ProcessGrid, config: ShardingConfig, *, scratch: bool, claims: bool) -> int:
-    """Return how many copies of the whole gradient vector to count for each rank before the first batch is known.
+    """Return how many rows to count for each rank before the first batch is known.
 
     That is the most that a batch of up to 16 grains can need, or 1 if the user has set ``micro_batch``. If the first
     batch needs more than is left, the model is moved out of shared memory then.
@@ -1298,7 +1298,5 @@ def _rows(grid: ProcessGrid, config: ShardingConfig, *, scratch: bool, claims: b
     if config.micro_batch is not None:
         return 1
     counts = [grid.context.size * count for count in range(1, DEFAULT_GRAINS + 1)]
-    shares, groups = [contiguous_shares(grid, count) for count in counts], grid.group_sizes
-    plans = [rows_plan(own, groups, count, scratch=scratch) for own, count in zip(shares, counts, strict=True)]
-    claimed = [claimed_rows(grid, count) for count in counts] if claims else []
-    return int(np.max([plan.rows for plan in plans] + claimed))
+    planned = [grid_rows_plan(grid, count, scratch=scratch).rows for count in counts]
+    return max(planned + ([claimed_rows(grid, count) for count in counts] if claims else []))

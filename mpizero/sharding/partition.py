@@ -142,20 +142,12 @@ def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
     if not isinstance(model, BlackBoxModel):
         check_model(model)
     frozen, averaged = frozenset(getattr(model, "frozen", ())), frozenset(getattr(model, "averaged", ()))
-    parameters = {
-        name: (
-            ParameterSpec(
-                "",
-                np.shape(a),
-                Init(),
-                np.ndim(a) > 1,
-                name not in frozen,
-                averaged=name in averaged,
-                complex=np.iscomplexobj(a),
-            ),
-        )
-        for name, a in model.parameters.items()
-    }
+
+    def spec(name: str, array: Array) -> ParameterSpec:
+        shape, trained, parts = np.shape(array), name not in frozen, np.iscomplexobj(array)
+        return ParameterSpec("", shape, Init(), len(shape) > 1, trained, averaged=name in averaged, complex=parts)
+
+    parameters = {name: (spec(name, array),) for name, array in model.parameters.items()}
     return parameters | {name: () for name in integers_of(model)}
 
 
@@ -216,12 +208,12 @@ class ParallelLayout:
         It is ``tiles``, if that is the size of the tensor axis times a power of two (1 included); otherwise, and with
         ``tiles=None``, it is the size.
         """
-        return self._tiles_of("tensor")
+        return self.all_tiles["tensor"]
 
     @property
     def context_tiles(self) -> int:
         """Number of parts of the sequence by which layers compute, found like :attr:`tensor_tiles`."""
-        return self._tiles_of("context")
+        return self.all_tiles["context"]
 
     @property
     def asked_tiles(self) -> dict[str, int]:
@@ -232,11 +224,8 @@ class ParallelLayout:
     @property
     def all_tiles(self) -> dict[str, int]:
         """The numbers :attr:`tensor_tiles` and :attr:`context_tiles` by axis."""
-        return {axis: self._tiles_of(axis) for axis in TILED_AXES}
-
-    def _tiles_of(self, axis: str) -> int:
-        size, asked = int(getattr(self, axis)), self.asked_tiles[axis]
-        return asked if fits_tiles(size, asked) else size
+        sizes = {"tensor": self.tensor, "context": self.context}
+        return {axis: n if fits_tiles(sizes[axis], n) else sizes[axis] for axis, n in self.asked_tiles.items()}
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -744,9 +733,7 @@ def _problem(model: Any, axis: str) -> str:
 
 
 def _has_split(model: BlockModel) -> bool:
-    if callable(getattr(model, "split", None)):
-        return True
-    return any(_splits(layer) for layer in model.blocks.values())
+    return callable(getattr(model, "split", None)) or any(map(_splits, model.blocks.values()))
 
 
 def _splits(layer: Any) -> bool:

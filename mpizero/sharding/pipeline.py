@@ -12,8 +12,8 @@ neither the number of stages nor the schedule changes a bit of the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ from mpizero.sharding.forward_backward import (
     SequentialRunner,
     WatchedJob,
     agreeable_errors,
+    replaced_criterion,
     with_next,
 )
 from mpizero.sharding.grad_reduce import Job
@@ -355,15 +356,9 @@ class PipelineRunner(Runner):
         self.store.progress.poll()
         return value
 
-    @contextmanager
-    def using_loss(self, loss: Any) -> Iterator[None]:
+    def using_loss(self, loss: Any) -> AbstractContextManager[None]:
         """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
-        own = self.criterion
-        self.criterion = own if loss is None else self.partitioned.own_loss(loss)
-        try:
-            yield
-        finally:
-            self.criterion = own
+        return replaced_criterion(self, self.partitioned.own_loss(loss))
 
     # ------------------------------------------------------------------ messages
 
@@ -499,11 +494,7 @@ def _parameters(
     for spec in specs:
         name = spec.tied or joined(block, spec.name)
         flat = np.empty(spec.size, model.dtype)
-        fill(_named(homes[name], name), 0, spec.size, flat)
+        fill(replace(homes[name], name=name), 0, spec.size, flat)
         params[spec.name], grads[spec.name] = spec.view(flat), spec.view(np.empty_like(flat))
     integers = fresh_integers(model.blocks[block])
     return nested(params | integers), nested(grads | integers)
-
-
-def _named(spec: ParameterSpec, name: str) -> ParameterSpec:
-    return ParameterSpec(name, spec.shape, spec.init, complex=spec.complex)

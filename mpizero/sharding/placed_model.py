@@ -109,8 +109,6 @@ class PlacedModel:
         if self.block_model and not config.is_guest:
             keep_freed_memory()
         self.dtype = np.dtype(model.dtype)
-        if self.dtype not in (np.float32, np.float64):
-            raise ConfigError(f"parameters of type {self.dtype} are not supported: use float32 or float64")
         self._find_part(parallel_layout, private=private)
         self._scratch = scratch_use(config, self.grid.pipeline.size, by_block=self.block_model)
         used = {"scratch": self._scratch == "grains", "in_place": writes_in_place(model)}
@@ -218,7 +216,7 @@ class PlacedModel:
             config.accumulate,
             by_block=self.block_model,
             scratch=self._scratch,
-            shard=None if waves is None else waves.first_row,
+            shard=None if waves is None else waves.first_level,
             claims=self.claims,
         )
         self.reducer: GradientReducer = waves or self.rows

@@ -50,7 +50,7 @@ class UpdateScope:
     replicated : bool
         Whether every node keeps the whole optimizer state (DDP); otherwise each rank keeps the state of its own shard.
     in_rows : bool
-        Whether the reduced gradient is a row, a copy of the whole gradient vector. Otherwise it is an array of only the
+        Whether the reduced gradient is a row, as long as the gradient vector. Otherwise it is an array of only the
         ranges that this rank owns.
     global_sums : GlobalSums or None
         Adds sums of squares over the ranks that hold other parts of the model; None if the model is not split.
@@ -463,11 +463,6 @@ class TensorTree:
         self.grid, self._layout = grid, layout
         share = Share(layout, grid.data.rank, grid.data.size)
         self.own = [p for p in pieces if p.span.intersect(share.spans[p.entry.unit]) == p.span]
-
-    @property
-    def counts(self) -> list[int]:
-        """Number of sums that each rank of the data group computes."""
-        return self._all_sums[0]
 
     @cached_property
     def _tiles(self) -> dict[str, tuple[PartRows, ...]]:
