@@ -143,26 +143,13 @@ def minimize(
     ...     print(result.x.round(6), result.success)
     [1. 2.] True
     """
-    terms = {"bounds": bounds, "regularization": regularization}
-    return _minimized(model, data, callback, resume, dict(options or {}), method=method, **terms)
-
-
-def _minimized(
-    model: ShardedModelBase,
-    data: Any,
-    callback: Callable[[MinimizeResult], object] | None,
-    resume: str | Path | None,
-    options: dict[str, Any],
-    **chosen: Any,
-) -> MinimizeResult:
-    """Check what :func:`minimize` was given, and minimize. Collective over the model's ranks."""
     if not isinstance(model, ParameterAccess):
         raise ArgumentError(
             f"minimize takes a placed model, such as ZeRO1Model(model, config); got {type(model).__name__}"
         )
     comm = model.config.communicator
     with all_ranks(comm):
-        limits, optimizer = _settings(model.wrapped_model, **chosen, options=options)
+        limits, optimizer = _settings(model.wrapped_model, method, bounds, regularization, dict(options or {}))
         source = _as_source(data)
     agree_equal(comm, lambda: {"maxiter and maxfun": limits}, "minimize")
     agree_arrays(comm, "minimize", lambda: {"the number of samples": len(source), **compared_samples(source)})
