@@ -17,11 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from heapq import heapreplace
+from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mpizero.errors import LayoutError
-from mpizero.types import Array, ParameterSpec
+from mpizero.types import Array, IntegerSpec, ParameterSpec
+
+#: What a block declares: parameters or integer arrays.
+_Spec = TypeVar("_Spec", ParameterSpec, IntegerSpec)
 
 
 class Span(NamedTuple):
@@ -324,11 +328,7 @@ class FlatLayout:
     @cached_property
     def gradient_bases(self) -> tuple[int, ...]:
         """For each unit, the number of gradient elements of all units before it."""
-        bases, total = [], 0
-        for unit in self.units:
-            bases.append(total)
-            total += unit.gradients
-        return tuple(bases)
+        return tuple(accumulate((unit.gradients for unit in self.units), initial=0))[:-1]
 
     @cached_property
     def averages(self) -> tuple[Span, ...]:
@@ -507,6 +507,24 @@ class _Builder:
 def joined(block: str, name: str) -> str:
     """Return the global name ``block.name`` of a block's parameter, without the dot if one of the two is empty."""
     return f"{block}.{name}" if block and name else block or name
+
+
+def by_global_name(blocks: Mapping[str, Sequence[_Spec]]) -> dict[str, _Spec]:
+    """Return the parameters or integer arrays that blocks declare by their global names, in declared order."""
+    return {joined(block, spec.name): spec for block, specs in blocks.items() for spec in specs}
+
+
+def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
+    """Yield the dotted name, beginning with ``prefix``, and the array of every entry of a nested dictionary.
+
+    It undoes :func:`nested`. A ``prefix`` such as the name of a block and the names below it are :func:`joined`.
+    """
+    for name, value in tree.items():
+        whole = joined(prefix, name)
+        if isinstance(value, Mapping):
+            yield from flat_names(value, whole)
+        else:
+            yield whole, value
 
 
 def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 :func:`redistribute` begins a step: it checks the batches of all ranks, cuts them into grains and sends samples to the
 ranks that compute them. With :class:`NodeClaims` the ranks of a node share the samples of its grains, and claim them
 one part after the other. At the end of the passes :class:`GrainScalars` exchanges the loss, weight and finiteness of
-every grain, and compares the learning rates, in one small allgather. :class:`GrainNotices` says how a model of PyTorch
-or JAX, whose grains have a fixed cost, is cut into grains, and which would be faster.
+every grain, and compares the learning rates, in one small allgather.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure
 from mpizero.guard.call_trace import MODULUS
 from mpizero.guard.reports import by_ranks
 from mpizero.layout import Grains
-from mpizero.layout.batch import GrainRule, contiguous_shares, grain_part_number, node_blocks
-from mpizero.layout.flat import FlatLayout, joined
+from mpizero.layout.batch import contiguous_shares, grain_part_number, node_blocks
+from mpizero.layout.flat import FlatLayout, flat_names, joined
 from mpizero.layout.mesh import GROUPS
 from mpizero.layout.sum_tree import claim_parts, rows_of_part
-from mpizero.sharding.params import COMPUTING_ADVICE, IntegerState, Memory, flat_names, on_all_ranks, refused
+from mpizero.sharding.params import COMPUTING_ADVICE, IntegerState, Memory, on_all_ranks, paged, refused
 from mpizero.sharding.step_report import NonFinite
 from mpizero.types import Array, as_reals
 
@@ -360,20 +359,14 @@ class _Transfer:
     def exchange(self, comm: Communicator, array: Array) -> Array:
         if self.in_place:
             return np.ascontiguousarray(array)  # as after an exchange: BLAS may round other strides differently
-        per_sample = int(np.prod(array.shape[1:], dtype=np.int64))
+        nbytes = prod(array.shape[1:]) * array.itemsize  # of a sample
         parts = [array[part] for group in self.sends for part in group]
         send = np.ascontiguousarray(np.concatenate([array[:0], *parts])).reshape(-1)
-        send_counts = [sum(s.stop - s.start for s in group) * per_sample for group in self.sends]
-        recv_counts = [count * per_sample for count in self.receives]
-        recv = np.empty(sum(recv_counts), array.dtype)
-        comm.alltoallv(
-            send.view(np.uint8),
-            [n * array.itemsize for n in send_counts],
-            recv.view(np.uint8),
-            [n * array.itemsize for n in recv_counts],
-            "samples",
-        )
-        return recv.reshape(sum(self.receives), *array.shape[1:])
+        sent = [sum(s.stop - s.start for s in group) * nbytes for group in self.sends]
+        received = [count * nbytes for count in self.receives]
+        whole = np.empty((sum(self.receives), *array.shape[1:]), array.dtype)
+        comm.alltoallv(send.view(np.uint8), sent, whole.reshape(-1).view(np.uint8), received, "samples")
+        return whole
 
     def cut(self, tree: SampleTree, held: Sequence[int], accumulate: int) -> dict[int, Grain]:
         """Cut samples into grains of ``accumulate`` micro-batches; return the grains by their number.
@@ -402,11 +395,8 @@ def starts_of(parts: int, sizes: Sequence[int]) -> list[int]:
 
     The table has a whole number of int64: the number of parts that have been claimed, then the claimant of each.
     """
-    return list(accumulate((_aligned(size) for size in sizes), initial=_aligned(8 * (1 + parts))))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    table, *rest = (paged(size, _ALIGNMENT) for size in (8 * (1 + parts), *sizes))
+    return list(accumulate(rest, initial=table))
 
 
 class NodeClaims:
@@ -769,7 +759,11 @@ class GrainScalars:
     def _same_rate(self, rates: Array) -> None:
         bits = np.ascontiguousarray(rates).view(np.int64)  # NaN, the rate of a user's optimizer, equals itself
         if (bits != bits[0]).any():
-            raise rates_differ(self._step, rates)
+            raise ConfigError(
+                f"the learning rate of step {self._step} differs between ranks: "
+                f"{by_ranks([repr(float(rate)) for rate in rates])}; lr must be a function of the step alone, the same "
+                "on every rank: not of time, random numbers or the rank"
+            )
 
     def _named(self) -> tuple[NonFinite, ...]:
         """Return the non-finite grains of all ranks, each described by its first non-finite value.
@@ -821,93 +815,6 @@ def check_weight(weight: float) -> None:
         raise DataError(f"the global batch has weight {weight:g}: every target in it is ignored; expected more than 0")
 
 
-def rates_differ(step: int, rates: Array) -> ConfigError:
-    """Return the error to raise if ``rates``, the learning rates of all ranks, are not equal. Not collective."""
-    return ConfigError(
-        f"the learning rate of step {step} differs between ranks: {by_ranks([repr(float(rate)) for rate in rates])}; "
-        "lr must be a function of the step alone, the same on every rank: not of time, random numbers or the rank"
-    )
-
-
 def everyone_of(grid: ProcessGrid) -> Communicator:
     """Return a communicator of all ranks: the data group if it has all ranks, else the world. Not collective."""
     return grid.data if grid.data.size == grid.world.size else grid.world
-
-
-#: How much less than the time now another ``micro_batch`` must take for a line about it.
-_WORTH = 0.9
-#: Steps after which no advice comes any more.
-_MOST_STEPS = 20
-
-
-class GrainNotices:
-    """Print, in the first steps of a model of PyTorch or JAX, what its grains are and what they mean.
-
-    ``ranks`` is the number of ranks that share a global batch.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks, self._steps, self._advised = ranks, 0, False
-
-    def after_step(self, rule: GrainRule, samples: int, model: Any) -> None:
-        """Print what there is to say after a step of a global batch of ``samples`` samples. Not collective."""
-        self._steps += 1
-        if self._steps == 1:
-            if rule.coarse:
-                notice(described_grains(rule, samples, type(model).__name__))
-            if hasattr(model, "batch_norm_notice") and (text := model.batch_norm_notice(rule.micro_size(samples))):
-                notice(text)
-            return
-        waits = rule.coarse and not self._advised and self._steps <= _MOST_STEPS
-        if waits and (seconds := model.times.seconds) is not None:
-            self._advised = True
-            if text := faster_grain(rule, samples, self._ranks, *seconds):
-                notice(text)
-
-
-def described_grains(rule: GrainRule, samples: int, model: str) -> str:
-    """Return a line about the default grains of a global batch of ``samples`` samples."""
-    grains = rule.grains(samples)
-    return (
-        f"{samples} samples a step in {grains.described(rule.accumulate)} (by default, from the operations of the "
-        f"{model}; micro_batch sets it): work for at most {_ranks(grains.count)}"
-    )
-
-
-def faster_grain(rule: GrainRule, samples: int, ranks: int, passed: int, seconds: float, one: float) -> str | None:
-    """Return a line about the ``micro_batch`` that would save most, if it saves more than a tenth.
-
-    Parameters
-    ----------
-    rule : GrainRule
-        The rule of the grains now.
-    samples, ranks : int
-        Number of samples of a global batch, and of ranks that share it.
-    passed : int
-        Number of samples of a timed pass, at least 2.
-    seconds, one : float
-        Seconds of a pass of ``passed`` samples, and of one sample.
-    """
-    each = (seconds - one) / (passed - 1)
-    fixed = one - each
-    if each <= 0 or fixed <= 0:
-        return None
-
-    def step(micro: int) -> float:
-        waves = -(-Grains(samples, micro * rule.accumulate).count // ranks)
-        return waves * rule.accumulate * (fixed + each * micro)
-
-    now = rule.micro_size(samples)
-    best = min((1 << power for power in range((samples // rule.accumulate).bit_length())), key=step, default=now)
-    if step(best) >= _WORTH * step(now):
-        return None
-    count = Grains(samples, best * rule.accumulate).count
-    return (
-        f"a pass of {passed} samples took {seconds * 1e3:.3g} ms, one of a single sample {one * 1e3:.3g} ms: with "
-        f"micro_batch={best} in place of {now} the passes of a step would take about {step(best) / step(now):.2f} of "
-        f"the time on {_ranks(ranks)}; a batch is work for at most {_ranks(count)} then, with other (equally good) bits"
-    )
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"

@@ -36,11 +36,11 @@ from mpizero.errors import ConfigError
 from mpizero.guard.guard import ProcessSetting
 from mpizero.kernels.gpu import Device, found, open_device
 from mpizero.kernels.matmul import library
-from mpizero.layout.flat import Unit, united, views
+from mpizero.layout.flat import Unit, flat_names, united, views
 from mpizero.sharding.config import ShardingConfig, keeps_gradients_on_device
 from mpizero.sharding.grad_reduce import Job
 from mpizero.sharding.integrity import GradientDict
-from mpizero.sharding.params import Allocator, Memory, MessageProgress, ParameterProvider, ParameterStore, flat_names
+from mpizero.sharding.params import Allocator, Memory, MessageProgress, ParameterProvider, ParameterStore
 from mpizero.types import Array, Group
 
 

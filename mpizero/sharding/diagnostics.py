@@ -47,14 +47,13 @@ from mpizero.comm.agreement import all_ranks, record_call
 from mpizero.comm.communicator import MESSAGE, CommunicatorCall, Timeline, TimeSpan
 from mpizero.comm.startup import versions
 from mpizero.errors import CheckpointError, ConfigError, DataError
-from mpizero.layout.flat import Unit, joined
+from mpizero.layout.flat import Unit, flat_names
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.forward_backward import BlackBoxEvaluator, BlockEvaluator, Evaluator
 from mpizero.sharding.grad_reduce import GradientViews
 from mpizero.sharding.model import ShardedModelBase
-from mpizero.sharding.params import flat_names
 from mpizero.sharding.step_report import NonFinite, StepReport
-from mpizero.types import EVALUATE, Array, Loss, Params, Run
+from mpizero.types import EVALUATE, Array, Loss, Params, Run, as_reals
 
 FORMAT, VERSION = "mpizero bad step", 1
 #: The largest ``step.json``, in bytes, that is read.
@@ -428,8 +427,7 @@ class ReplayedArray:
     @classmethod
     def of(cls, what: str, name: str, values: Any) -> ReplayedArray:
         """Compute the statistics of ``values``; a complex value counts as two numbers. Not collective."""
-        flat = np.asarray(values).reshape(-1)
-        flat = flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+        flat = as_reals(np.asarray(values))
         finite = flat if flat.dtype.kind in "iub" else flat[np.isfinite(flat)]
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (np.nan, np.nan)
         norm = float(np.sqrt(np.square(finite, dtype=np.float64).sum()))
@@ -561,9 +559,9 @@ class _Trace:
 
     def note_gradients(self, block: str, views: Any) -> None:
         """Record the statistics of the gradients of a block's trainable parameters."""
-        for name, view in flat_names(views):
-            if joined(block, name) not in self._frozen:
-                self.note("gradient", joined(block, name), view)
+        for name, view in flat_names(views, block):
+            if name not in self._frozen:
+                self.note("gradient", name, view)
 
     def _evaluator(self) -> Evaluator:
         engine = self.engine

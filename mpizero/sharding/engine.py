@@ -29,7 +29,6 @@ from mpizero.sharding.batch import (
     NOTHING_MORE,
     Divisors,
     GlobalBatch,
-    GrainNotices,
     NodeClaims,
     Totals,
     check_weight,
@@ -41,7 +40,7 @@ from mpizero.sharding.forward_backward import Evaluation, evaluate
 from mpizero.sharding.grad_reduce import GradientReducer
 from mpizero.sharding.params import UpdatePiece
 from mpizero.sharding.placed_model import PlacedModel
-from mpizero.sharding.step_report import Outcome, StepReport
+from mpizero.sharding.step_report import GrainNotices, Outcome, StepReport
 from mpizero.sharding.update import Updater
 from mpizero.types import Array, Run
 
@@ -188,9 +187,9 @@ class Engine(PlacedModel):
             with self.timeline.span("reduction"):
                 reduced = self._reduced(self.reducer, divisors)
             return self.apply(reduced, totals.mean)
-        operands = self.reducer.operands()
+        rows, program, out = self.reducer.operands()
         with self.timeline.span("optimizer"):
-            updater.update_fused(operands.rows, operands.program, divisors, operands.out, self.config.threads)
+            updater.update_fused(rows, program, divisors, out, self.config.threads)
         self.store.publish(exchange=self.placement.shard_optimizer, later=True)
         return None, ()
 
@@ -290,15 +289,8 @@ class Engine(PlacedModel):
         """Return the contiguous ranges of optimized parameters that this rank owns by the shard rule."""
         return tuple(self._bound().trees.own)
 
-    def place_iterate(self) -> None:
-        """Set the parameters to the last iterate of the method of whole vectors, after an evaluation."""
-        self._place(iterate=True)
-
-    def place_trial(self) -> None:
-        """Set the parameters to those at which the method of whole vectors wants the next evaluation."""
-        self._place(iterate=False)
-
-    def _place(self, *, iterate: bool) -> None:
+    def place(self, *, iterate: bool) -> None:
+        """Set the parameters to the last iterate of the method of whole vectors, or to those of its next evaluation."""
         self.store.wait()
         self.memory.barrier("place")  # ranks that still read parameters read the old ones
         method = self._bound().method

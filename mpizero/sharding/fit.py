@@ -286,11 +286,7 @@ class BestParameters:
             assert self._whole is not None
             self._model.set_parameters(self._whole)
             return
-        store = self._model.engine.store
-        store.memory.barrier("best")  # other ranks may still read the old values in the shared window
-        for unit, span, offset in zip(store.layout.units, store.share.spans, store.share.offsets, strict=True):
-            store.owned(unit.index)[:] = self._owned[offset : offset + span.size]
-        store.publish()
+        self._model.engine.store.fill_owned(self._owned)
         self._model.engine.begin_average()
         self._model.invalidate_cache()
 

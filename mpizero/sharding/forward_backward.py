@@ -1,7 +1,7 @@
 """Run forward and backward passes: of one micro-batch by an evaluator, of a step's micro-batches by a runner.
 
-An :class:`Evaluator` computes loss and gradients of one micro-batch, with parameters that the store provides unit by
-unit: :class:`BlockEvaluator` for a model of blocks, :class:`BlackBoxEvaluator` for a function of all parameters at
+An evaluator computes loss and gradients of one micro-batch, with parameters that the store provides unit by unit:
+:class:`BlockEvaluator` for a model of blocks, :class:`BlackBoxEvaluator` for a function of all parameters at
 once. A :class:`Runner` gives it a step's micro-batches, here one after the other (:class:`SequentialRunner`);
 ``sharding/pipeline.py`` has the runner of a pipeline. :class:`WatchedJob` looks at every gradient when it is complete.
 :func:`evaluate` computes losses without training.
@@ -13,11 +13,12 @@ raised, still takes part in all gathers and reductions, and errors are raised on
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,16 +34,15 @@ from mpizero._util.checks import (
 )
 from mpizero._util.pytree import as_arrays, map_arrays, map_leaves
 from mpizero.comm import ProcessGrid
-from mpizero.comm.communicator import Timeline
 from mpizero.errors import CollectiveError, DataError, LayoutError, PeerFailure, UnsupportedError
 from mpizero.kernels import all_finite, to_host
-from mpizero.layout.flat import Unit, joined
+from mpizero.layout.flat import Unit, flat_names
 from mpizero.nn.layer import add_location, call_located
 from mpizero.sharding.batch import GlobalBatch, GrainScalars
 from mpizero.sharding.device import ComputeDevice
 from mpizero.sharding.grad_reduce import Job, apart
 from mpizero.sharding.integrity import FunctionGradients, WriteCheck
-from mpizero.sharding.params import ParameterProvider, ParameterStore, flat_names
+from mpizero.sharding.params import ParameterProvider, ParameterStore
 from mpizero.sharding.partition import PartitionedModel
 from mpizero.types import EVALUATE, Array, BlackBoxModel, BlockModel, Run
 
@@ -53,48 +53,6 @@ UnitDone = Callable[[Unit], None]
 #: Called when a block's gradients are complete, before those of its whole unit, with the gradient of the block's input;
 #: returns the latter, to be passed to the block before. Black boxes never call it.
 BlockEnded = Callable[[Unit, str, Any], Any]
-
-
-class Evaluator(Protocol):
-    """Run a model's forward and backward passes with parameters that a store provides unit by unit."""
-
-    @property
-    def store(self) -> ParameterProvider:
-        """The object that provides the parameters."""
-
-    def gradients(
-        self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
-    ) -> tuple[float, float]:
-        """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
-
-        Parameters
-        ----------
-        x, y : array or nested structure
-            Samples and targets of the micro-batch.
-        run : Run
-            What the forward pass gets besides ``x``.
-        target : callable
-            Returns the views that the gradients of a unit are written to.
-        done : callable
-            Called with each unit when all its gradients are written.
-        ended : callable, optional
-            Called with each unit and block when the gradients of the block are written.
-        """
-
-    def absent(self, done: UnitDone) -> None:
-        """Join the gathers and reductions of a micro-batch that other ranks compute while this rank has none.
-
-        ``done`` is called for every unit, as by :meth:`gradients`.
-        """
-
-    def predict(self, x: Any) -> Any:
-        """Return the model's output for ``x``; if ``x`` is None, only join the gathers, and return None."""
-
-    def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
-        """Return the sum of losses, the weight and the prediction, without computing gradients."""
-
-    def using_loss(self, loss: Any) -> AbstractContextManager[None]:
-        """Use ``loss`` instead of the model's own loss inside the context."""
 
 
 class BlockEvaluator:
@@ -124,12 +82,24 @@ class BlockEvaluator:
         """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
 
         Collective if sharded. If a layer raises, this rank first joins the remaining collectives, then raises the
-        error. :meth:`Evaluator.gradients` describes the parameters.
+        error.
+
+        Parameters
+        ----------
+        x, y : array or nested structure
+            Samples and targets of the micro-batch.
+        run : Run
+            What the forward pass gets besides ``x``.
+        target : callable
+            Returns the views that the gradients of a unit are written to.
+        done : callable
+            Called with each unit when all its gradients are written.
+        ended : callable, optional
+            Called with each unit and block when the gradients of the block are written.
         """
         caches: dict[str, Any] = {}
-        d: Any
-        passed, clock = _Passage(self.store, self.units, done), self.store.timeline
-        try:
+        clock = self.store.timeline
+        with _Passage(self.store, self.units, done) as passed:
             run = self.run_on(x, run)
             for unit in self.units:
                 with passed.unit(unit) as params:
@@ -143,13 +113,11 @@ class BlockEvaluator:
                             raise
                         clock.end("forward", block, begun)
                         self.store.progress.poll()
-            begun = clock.begin()
-            loss, weight, cache = self.criterion.forward(x, y)
-            loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
-            clock.end("forward", "loss", begun)
-            begun = clock.begin()
-            d = self.criterion.backward(cache, self.loss_scale())
-            clock.end("backward", "loss", begun)
+            with clock.span("forward", "loss"):
+                loss, weight, cache = self.criterion.forward(x, y)
+                loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
+            with clock.span("backward", "loss"):
+                d: Any = self.criterion.backward(cache, self.loss_scale())
             for unit in reversed(self.units):
                 with passed.unit(unit) as params:
                     grads = target(unit)
@@ -166,11 +134,6 @@ class BlockEvaluator:
                         if ended is not None:
                             d = ended(unit, block, d)
                 passed.done(unit)
-        except (CollectiveError, PeerFailure):
-            raise
-        except Exception:
-            passed.finish()
-            raise
         return loss, weight
 
     def absent(self, done: UnitDone) -> None:
@@ -179,8 +142,7 @@ class BlockEvaluator:
 
     def predict(self, x: Any, run: Run = EVALUATE) -> Any:
         """Return the last block's output for ``x``; if ``x`` is None, only join the gathers. Collective if sharded."""
-        passed = _Passage(self.store, self.units, None)
-        try:
+        with _Passage(self.store, self.units, None) as passed:
             run = EVALUATE if x is None else self.run_on(x, run)
             for unit in self.units:
                 with passed.unit(unit) as params:
@@ -188,11 +150,6 @@ class BlockEvaluator:
                         if x is not None:
                             x, _ = call_located("block", block, self.blocks[block].forward, params[block], x, run)
                             self.store.progress.poll()
-        except (CollectiveError, PeerFailure):
-            raise
-        except Exception:
-            passed.finish()
-            raise
         return x
 
     def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
@@ -206,23 +163,28 @@ class BlockEvaluator:
         loss, weight, _ = self.criterion.forward(prediction, y)
         return *loss_and_weight(self.criterion.forward, loss, weight), prediction
 
-    @contextmanager
-    def using_loss(self, loss: Any) -> Iterator[None]:
+    def using_loss(self, loss: Any) -> AbstractContextManager[None]:
         """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
-        own = self.criterion
-        self.criterion = own if loss is None else loss
-        try:
-            yield
-        finally:
-            self.criterion = own
+        return replaced_criterion(self, loss)
+
+
+@contextmanager
+def replaced_criterion(owner: Any, loss: Any) -> Iterator[None]:
+    """Replace the attribute ``criterion`` of ``owner`` by ``loss`` inside the context, unless it is None."""
+    own = owner.criterion
+    owner.criterion = own if loss is None else loss
+    try:
+        yield
+    finally:
+        owner.criterion = own
 
 
 class _Passage:
     """Track the collectives that a rank still has to join in one forward and backward pass.
 
     They are the gathers of the units' parameters, and the reductions when a unit's backward pass ends. A rank whose
-    computation fails, or that has no micro-batch, still joins all of them, so that no other rank waits for it. If
-    ``done`` is None, there is a forward pass only.
+    computation fails, or that has no micro-batch, still joins all of them, so that no other rank waits for it: as a
+    context, it does so where the computation in it raises. If ``done`` is None, there is a forward pass only.
     """
 
     def __init__(self, store: ParameterProvider, units: Sequence[Unit], done: UnitDone | None) -> None:
@@ -230,6 +192,13 @@ class _Passage:
         backward = list(reversed(units)) if done is not None else []
         self.gathers = deque([*units, *backward])
         self.ends = deque(backward)
+
+    def __enter__(self) -> _Passage:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, CollectiveError | PeerFailure):
+            self.finish()
 
     def unit(self, unit: Unit) -> AbstractContextManager[dict[str, Any]]:
         """Gather ``unit`` and begin to gather the unit after it; return a context that yields the unit's parameters.
@@ -287,34 +256,27 @@ class BlackBoxEvaluator:
     ) -> tuple[float, float]:
         """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
 
-        Collective if sharded. :meth:`Evaluator.gradients` describes the parameters. ``ended`` is never called, because
-        the function returns all gradients together.
+        Collective if sharded. :meth:`BlockEvaluator.gradients` describes the parameters. ``ended`` is never called,
+        because the function returns all gradients together.
         """
-        left, function = deque(reversed(self.units)), self._function
-        params = self._parameters()
-        try:
-            places = {unit.index: _named(target(unit)) for unit in self.units if self.in_place}
+        params, function = self._parameters(), self._function
+        with _Passage(self.store, self.units, done) as passed:
+            passed.gathers.clear()  # the function has all parameters
+            places = {unit.index: tuple(flat_names(target(unit))) for unit in self.units if self.in_place}
             views = {name: view for place in places.values() for name, view in place}
-            begun = self.store.timeline.begin()
-            loss, grads, weight = self._loss_and_grad(params, x, y, run, views)
-            self.store.timeline.end("backward", "loss and gradient", begun)
+            with self.store.timeline.span("backward", "loss and gradient"):
+                loss, grads, weight = self._loss_and_grad(params, x, y, run, views)
             del params
             writes = self.in_place and self._direction is None
             if not writes:
                 check_names(function, grads, self.trained, self.frozen | self.integers)
-            while left:
-                for name, view in () if writes else places.get(left[0].index) or _named(target(left[0])):
+            for unit in reversed(self.units):
+                for name, view in () if writes else places.get(unit.index) or flat_names(target(unit)):
                     if name in self.integers:
                         take_integers(function, name, grads.get(name, view), view, run)
                     elif name not in self.frozen:
                         view[...] = gradient(function, name, grads[name], view, run)
-                done(left.popleft())
-        except (CollectiveError, PeerFailure):
-            raise
-        except Exception:
-            for unit in left:
-                done(unit)
-            raise
+                passed.done(unit)
         return loss, weight
 
     def absent(self, done: UnitDone) -> None:
@@ -383,16 +345,14 @@ class BlackBoxEvaluator:
 
     def _parameters(self) -> dict[str, Any]:
         """Return all parameters by name: views of the store, or copies if they are sharded. Collective if sharded."""
-        with ExitStack() as stack:
-            if not self.store.sharded:
-                provided = [(unit, stack.enter_context(self.store.unshard(unit))) for unit in self.units]
-                return {n: a for unit, params in provided for n, a in _named(params)}
-            found: dict[str, Any] = {}
-            for unit, following in with_next(self.units):
-                with self.store.unshard(unit, following) as params:
-                    found.update((n, _read_only(a.copy())) for n, a in _named(params))
+        found: dict[str, Any] = {}
+        for unit, following in with_next(self.units):
+            with self.store.unshard(unit, following) as params:
+                for name, array in flat_names(params):
+                    found[name] = _read_only(array.copy()) if self.store.sharded else array
+            if self.store.sharded:
                 self.store.memory.barrier("black box")
-            return found
+        return found
 
     def _unread_gradients(self) -> dict[str, Array]:
         """Return arrays for gradients that nobody reads: of a function in place that computes a loss. Not collective.
@@ -448,6 +408,10 @@ class BlackBoxEvaluator:
         return loss, result[0], weight
 
 
+#: What runs a model for one micro-batch.
+Evaluator = BlockEvaluator | BlackBoxEvaluator
+
+
 def with_next(units: Iterable[Unit]) -> Iterator[tuple[Unit, Unit | None]]:
     """Yield each unit together with the unit after it; the last unit comes with None. Not collective."""
     listed = list(units)
@@ -495,10 +459,6 @@ def _explained(function: str, kept: str = "") -> Iterator[None]:
         raise
 
 
-def _named(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(joined(b, n), array) for b, tree in params.items() for n, array in flat_names(tree)]
-
-
 #: Returns the ``Run`` of a forward pass, from the index of its first sample and the number of samples.
 RunOf = Callable[[int, int], Run]
 
@@ -516,32 +476,84 @@ def agreeable_errors(grid: ProcessGrid) -> tuple[type[Exception], ...]:
     return (DataError,) if grid.context.size == 1 else ()
 
 
-class Runner(Protocol):
-    """Run the forward and backward passes of a training step, and the forward passes of evaluation and prediction."""
+class Runner(ABC):
+    """Run the forward and backward passes of a training step, and the forward passes of evaluation and prediction.
 
-    #: The types of layer errors that are raised later, when all ranks agree.
-    agreeable: tuple[type[Exception], ...]
+    Parameters
+    ----------
+    partitioned : PartitionedModel
+        This rank's part of the model.
+    store : ParameterProvider
+        Provides the parameters, on the device where the layers compute.
+    scalars : GrainScalars
+        Collects losses, weights and failures.
+    counts : bool
+        Whether this rank records the losses that it computes in ``scalars``. The ranks of a tensor group compute equal
+        losses, and only one of them records them.
+    agreeable : tuple of type
+        The types of layer errors that are raised later, on all ranks together; see :func:`agreeable_errors`.
+    compute_device : ComputeDevice
+        The device where the layers compute.
+    marks : WriteCheck, optional
+        Checks that layers write all of their gradients; not checked if not given.
+    """
 
+    def __init__(
+        self,
+        partitioned: PartitionedModel,
+        store: ParameterProvider,
+        scalars: GrainScalars,
+        *,
+        counts: bool,
+        agreeable: tuple[type[Exception], ...],
+        compute_device: ComputeDevice,
+        marks: WriteCheck | None = None,
+    ) -> None:
+        self.partitioned, self.store, self.scalars, self.counts = partitioned, store, scalars, counts
+        self.agreeable, self.compute_device, self.marks = agreeable, compute_device, marks
+
+    @abstractmethod
     def run(self, jobs: Iterable[Job], run_of: RunOf) -> None:
-        """Run the forward and backward passes of all jobs, and record losses, weights and errors in the scalars.
+        """Run the forward and backward pass of every job, and record losses, weights and errors in the scalars.
 
-        ``run_of`` takes the index of a micro-batch's first sample and its number of samples, and returns its ``Run``.
+        Each job is one micro-batch. ``run_of`` takes the index of a micro-batch's first sample and its number of
+        samples, and returns the ``Run`` of its pass. Collective over the data group if gradients or parameters are
+        sharded, and over the pipeline.
         """
 
-    def ready(self) -> None:
-        """Wait until all updated parameters that other ranks send have arrived. Collective over the data group."""
-
+    @abstractmethod
     def predict(self, x: Any) -> Any:
-        """Return the whole prediction for this rank's ``x``; if ``x`` is None, only join collectives; return None."""
+        """Return the whole prediction for this rank's ``x``, on the host; if ``x`` is None, only join collectives.
 
+        Collective over the data group if parameters are sharded, and over the ranks of a replica.
+        """
+
+    @abstractmethod
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
         """Return the sum of losses, the weight and the prediction of a micro-batch, without computing gradients.
 
-        A rank that does not compute them, because another stage does or ``x`` is None, returns 0.0, 0.0 and None.
+        A rank that does not compute them, because another stage does or ``x`` is None, returns 0.0, 0.0 and None. The
+        prediction is on the host; in a context group it has this rank's positions of the sequences only. Collective
+        over the data group if parameters are sharded, and over the ranks of a replica.
         """
 
+    @abstractmethod
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
-        """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one."""
+        """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
+
+    def ready(self) -> None:
+        """Wait until all updated parameters that other ranks send have arrived. Collective over the data group."""
+        self.store.wait()
+
+    def count(self, job: Job, loss: float, weight: float) -> None:
+        """Record the sum of losses and the weight of a job, if this rank does that. Not collective."""
+        if self.counts and job.grain is not None:
+            self.scalars.add(job.grain.number, loss, weight)
+
+    def end_marks(self) -> None:
+        """End a step of the check that layers write their gradients. Not collective."""
+        if self.marks is not None:
+            self.marks.end(failed=self.scalars.error is not None)
 
 
 class WatchedJob:
@@ -550,17 +562,10 @@ class WatchedJob:
     The job's samples, and the views that layers write its gradients to, are on the device where the layers compute.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        scalars: GrainScalars,
-        timeline: Timeline,
-        compute_device: ComputeDevice,
-        marks: WriteCheck | None,
-    ) -> None:
-        self.job, self.scalars, self.timeline = compute_device.put_job(job), scalars, timeline
-        self.compute_device = compute_device
-        self._marks = marks if marks is not None and marks.on else None
+    def __init__(self, job: Job, runner: Runner) -> None:
+        self.job, self.scalars = runner.compute_device.put_job(job), runner.scalars
+        self.timeline, self.compute_device = runner.store.timeline, runner.compute_device
+        self._marks = runner.marks if runner.marks is not None and runner.marks.on else None
         self._written: dict[int, Any] = {}
         self._ended: set[str] = set()
 
@@ -592,22 +597,19 @@ class WatchedJob:
         Blocks that have been reported before are left out. Nothing is checked if :meth:`target` was not called for the
         unit, because a layer has raised before.
         """
-        begun = self.timeline.begin()
-        written = self._written.pop(unit.index, {})
-        if written:
-            self.compute_device.done(unit, written)
-        for block, views in reversed(written.items()):  # the last one came first
-            if block not in self._ended:
-                self._end(unit, block, views)
-        self.job.done(unit)
-        self.timeline.end("local sums", unit, begun)
+        with self.timeline.span("local sums", unit):
+            written = self._written.pop(unit.index, {})
+            if written:
+                self.compute_device.done(unit, written)
+            for block, views in reversed(written.items()):  # the last one came first
+                if block not in self._ended:
+                    self._end(unit, block, views)
+            self.job.done(unit)
 
     def _end(self, unit: Unit, block: str, views: Any) -> None:
         self._check(unit, block, views)
         self._weight_averages(block, views)
-        if self.job.grain is not None and (
-            unlike := self.scalars.integers.take(block, *self.job.grain.place(self.job.number))
-        ):
+        if self.job.grain is not None and (unlike := self.scalars.integers.take(block, *self.job.place)):
             self.scalars.fail_later(unlike)
         self._ended.add(block)
         if self.job.ended is not None:
@@ -622,7 +624,7 @@ class WatchedJob:
             return
         values = dict(flat_names(views))
         for view in (values[name] for name in names):
-            view *= view.dtype.type(grain.place(self.job.number)[1])
+            view *= view.dtype.type(self.job.place[1])
         self.scalars.check(grain.number, block, {name: values[name] for name in names})  # the product may be infinite
 
     def _check(self, unit: Unit, block: str, views: Any) -> None:
@@ -642,94 +644,48 @@ class WatchedJob:
             self.scalars.watch(self.job.grain.number, self.job.number, block, views)
 
 
-class SequentialRunner:
+class SequentialRunner(Runner):
     """Run one micro-batch after the other through all blocks of the model, without a pipeline.
 
-    Parameters
-    ----------
-    evaluator : Evaluator
-        Runs the model forward and backward for one micro-batch.
-    scalars : GrainScalars
-        Collects losses, weights and failures.
-    partitioned : PartitionedModel
-        Joins the parts of a prediction that the ranks of a tensor or context group have computed.
-    counts : bool
-        Whether this rank records its losses in ``scalars``. The ranks of a tensor group compute equal losses, and only
-        one of them records them.
-    agreeable : tuple of type
-        The types of layer errors that are raised later, on all ranks together; see :func:`agreeable_errors`.
-    compute_device : ComputeDevice, optional
-        The device where the evaluator computes; the host if not given.
-    marks : WriteCheck, optional
-        Checks that layers write all of their gradients; not checked if not given.
+    ``evaluator`` runs the model forward and backward for one micro-batch. The other parameters are :class:`Runner`'s.
     """
 
     def __init__(
-        self,
-        evaluator: Evaluator,
-        scalars: GrainScalars,
-        partitioned: PartitionedModel,
-        *,
-        counts: bool = True,
-        agreeable: tuple[type[Exception], ...] = (Exception,),
-        compute_device: ComputeDevice | None = None,
-        marks: WriteCheck | None = None,
+        self, evaluator: Evaluator, partitioned: PartitionedModel, scalars: GrainScalars, **settings: Any
     ) -> None:
-        self.evaluator, self.scalars, self.partitioned = evaluator, scalars, partitioned
-        self.counts, self.agreeable, self.compute_device = counts, agreeable, compute_device or ComputeDevice()
-        self.marks = marks
+        super().__init__(partitioned, evaluator.store, scalars, **settings)
+        self.evaluator = evaluator
 
     def run(self, jobs: Iterable[Job], run_of: RunOf) -> None:
-        """Run the forward and backward pass of every job, one after the other; each job is one micro-batch.
-
-        Collective over the data group if gradients or parameters are sharded. Losses, weights and errors are recorded
-        in the scalars. ``run_of`` takes the index of a micro-batch's first sample and its number of samples, and
-        returns the ``Run`` of its pass.
-        """
+        """Run the forward and backward pass of every job, one after the other; see :meth:`Runner.run`."""
         for job in jobs:
             if job.grain is None or self.scalars.error is not None:
                 self.evaluator.absent(job.done)
             else:
-                timeline = self.evaluator.store.timeline
-                self._compute(WatchedJob(job, self.scalars, timeline, self.compute_device, self.marks), run_of)
-        if self.marks is not None:
-            self.marks.end(failed=self.scalars.error is not None)
+                self._compute(WatchedJob(job, self), run_of)
+        self.end_marks()
         self.ready()  # also for parameters that no job has read: other ranks of the node may wait for this one
 
     def _compute(self, watched: WatchedJob, run_of: RunOf) -> None:
-        grain, number = watched.job.grain, watched.job.number
-        assert grain is not None
-        x, y, _ = grain.micro_batches[number]
+        x, y, _ = watched.job.samples
         try:
             ended = watched.ended if self.compute_device.tells_blocks else None
-            run = run_of(*grain.place(number))
+            run = run_of(*watched.job.place)
             loss, weight = self.evaluator.gradients(x, y, run, watched.target, watched.done, ended)
-            if self.counts:
-                self.scalars.add(grain.number, loss, weight)
+            self.count(watched.job, loss, weight)
         except Exception as error:  # the evaluator went on to take part in everything: all ranks come to agree
             if not isinstance(error, self.agreeable):
                 raise
             self.scalars.fail(error)
 
-    def ready(self) -> None:
-        """Wait until all updated parameters that other ranks send have arrived. Collective over the data group."""
-        self.evaluator.store.wait()
-
     def predict(self, x: Any) -> Any:
-        """Return the whole prediction for this rank's ``x``, on the host; if ``x`` is None, only join the gathers.
-
-        Collective over the data group if parameters are sharded, and over the tensor and context group.
-        """
+        """Return the whole prediction for this rank's ``x``; see :meth:`Runner.predict`."""
         own = None if x is None else self.compute_device.put(self.partitioned.own_places(as_arrays(x)))
         prediction = self.evaluator.predict(own)
         return None if x is None else map_leaves(to_host, self.partitioned.whole_prediction(prediction))
 
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
-        """Return the sum of losses, the weight and the prediction of a micro-batch, without computing gradients.
-
-        Collective over the data group if parameters are sharded, and over the tensor and context group. The prediction
-        is on the host; in a context group it has this rank's positions of the sequences only.
-        """
+        """Return the sum of losses, the weight and the prediction of a micro-batch; see :meth:`Runner.loss`."""
         loss, weight, prediction = self.evaluator.loss(self.compute_device.put(x), self.compute_device.put(y), run)
         if prediction is None:
             return loss, weight, None

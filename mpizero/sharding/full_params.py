@@ -17,7 +17,6 @@ import numpy as np
 
 from mpizero.comm import ProcessGrid
 from mpizero.errors import LayoutError
-from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout, ParameterUse, Unit
 from mpizero.layout.mesh import GROUPS, Coordinates
 from mpizero.layout.tensor_parts import part_rows, part_runs, part_shape, put_rows, take_rows
@@ -133,13 +132,8 @@ class GlobalView:
     def vector(self) -> Array:
         """Return a new 1-D array of all parameters of the whole model, in declared order. Collective over the world."""
         whole = np.empty(self.layout.size, self.store.dtype)
-        held = self._held()
-        for unit in self.layout.units:
-            out = whole[unit.span.start : unit.span.stop]
-            if self._split:
-                self._assemble(unit, held, out)
-            else:
-                out[:] = self.store.gathered(unit)
+        for unit, values in zip(self.layout.units, self.units(), strict=True):
+            whole[unit.span.start : unit.span.stop] = values
         return whole
 
     def units(self) -> Iterator[Array]:
@@ -150,11 +144,12 @@ class GlobalView:
         """
         held = self._held()
         for unit in self.layout.units:
-            yield self._unit(unit, held)
-
-    def unit(self, unit: Unit) -> Array:
-        """Return the values of one unit of :attr:`layout` as a new 1-D array. Collective over the world."""
-        return self._unit(unit, self._held())
+            if self._split:
+                values = np.empty(unit.span.size, self.store.dtype)
+                self._assemble(unit, held, values)
+            else:
+                values = self.store.gathered(unit)
+            yield values
 
     def named(self, values: Array) -> dict[str, Array]:
         """Return copies of all parameters by name; ``values`` is a vector of the whole model's. Not collective."""
@@ -174,13 +169,6 @@ class GlobalView:
         for unit in self.layout.units:
             self._assemble(unit, self._views(held), whole[unit.span.start : unit.span.stop])
         return whole
-
-    def _unit(self, unit: Unit, held: Held) -> Array:
-        if not self._split:
-            return self.store.gathered(unit)
-        out = np.empty(unit.span.size, self.store.dtype)
-        self._assemble(unit, held, out)
-        return out
 
     def _held(self) -> Held:
         """Return a function that returns the values of a parameter of this rank's layout, by name.
@@ -245,11 +233,7 @@ class GlobalView:
         if not self._split:
             self.store.fill(values)
             return
-        store = self.store
-        store.memory.barrier("fill")  # who still reads, reads the old values
-        for unit, span in zip(store.layout.units, store.share.spans, strict=True):
-            self._fill_range(values, span, store.owned(unit.index))
-        store.publish()
+        self.store.fill_owned(self.owned(values))
 
     def owned(self, values: Array) -> Array:
         """Return the elements of ``values`` that belong to this rank's shard, concatenated. Not collective.
@@ -258,15 +242,11 @@ class GlobalView:
         """
         share = self.store.share
         found = np.empty(share.size, values.dtype)
-        for span, offset in zip(share.spans, share.offsets, strict=True):
-            self._fill_range(values, span, found[offset : offset + span.size])
+        for entry, part, place in share.pieces():
+            home = self.home(entry.spec).span
+            target = found[place : place + part.size]
+            take(entry.spec, values[home.start : home.stop], part.start - entry.offset, target)
         return found
-
-    def _fill_range(self, values: Array, span: Span, out: Array) -> None:
-        """Fill ``out``, the range ``span`` of this rank's layout, from a vector of the whole model's parameters."""
-        for entry, part in self.store.layout.pieces(span):
-            home, target = self.home(entry.spec), out[part.start - span.start : part.stop - span.start]
-            take(entry.spec, values[home.span.start : home.span.stop], part.start - entry.offset, target)
 
     # ------------------------------------------------------------------ questions (not collective)
 

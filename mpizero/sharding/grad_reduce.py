@@ -1,51 +1,32 @@
 """Keep the gradients of a step in buffers, and sum them over the ranks of the data group.
 
-The engine runs the :class:`Job` objects of a :class:`GradientReducer`, which write gradients, and then asks for their
-sum. Two classes implement it. :class:`WaveBuffer` keeps the gradients of one unit, and sums them into the shards of the
-ranks as soon as the unit's backward pass ends (ZeRO-2 and 3). :class:`RowBuffer` keeps gradients in rows; a row is one
-copy of the whole gradient vector. It serves DDP and ZeRO-1, and any strategy for gradients that are not reduced yet.
-Rows are summed at the end of a step or, by :class:`OverlappedReduction`, during its backward pass. Both sum by the same
-tree, so the bits are the same. :class:`GradientExchange` sends their partial sums between peers, compressed or not, and
-keeps what compression has left out (error feedback).
+The module has three parts, in this order. :class:`WaveBuffer` keeps the gradients of one unit, and sums them into the
+shards of the ranks as soon as the unit's backward pass ends (ZeRO-2 and 3). :class:`RowBuffer` keeps whole gradients.
+It serves DDP and ZeRO-1, and any strategy for gradients that are not reduced yet. It sums them at the end of a step or,
+by :class:`OverlappedReduction`, during its backward pass. :class:`GradientExchange` sends the partial sums of both
+between peers, compressed or not, and keeps what compression has left out (error feedback). Both buffers sum by the same
+tree, so the bits are the same.
 
-[Note: residuals] A compressed message leaves out a part of every value. The sender keeps this part, the residual, and
-adds it to the value in its next message. A rank keeps residuals of the partial sums that it sends to the other peers,
-an array for each of them. With replicated optimizer state it also sends its own range of the reduced gradient to all
-peers, and keeps residuals of it. A step changes only a copy of the residuals. The copy replaces them when the
-parameters have been updated, so a skipped step leaves the residuals unchanged.
+The engine runs the :class:`Job` objects of a buffer, which write gradients, and then asks the buffer for their sum.
 
-[Note: units of means] What a step leaves out is a part of its mean, whatever the next batch weighs. So residuals are
-kept in units of the mean gradient: partial sums divided by the total weight and the loss scale. A step multiplies them
-by its own divisor. Rows are sent when that is known. Waves are sent before the ranks have agreed on it: they take the
-weight that a sample had in the last step, and what that gave too much or too little stays in the residuals. The sum of
-all messages plus the residual, in means, is therefore that of all mean gradients with any weights.
-
-[Note: copies] A compressed value depends on its neighbours in a message, on who owns it, and on what earlier messages
-left out. A parameter of which other ranks hold a copy that they update themselves (on another pipeline stage, or
-unsplit in a tensor group) has other neighbours there. Its gradients are sent exactly, so that copies stay equal; those
-of averaged parameters, which are values and no gradients, are too.
-
-[Note: buckets of rows] A row is cut into buckets from its end, because the backward pass goes from the last block to
-the first. A bucket's partial sums are exchanged as soon as every block in it has finished its backward pass on all
-ranks of the node; a barrier of the node makes sure of that. Each peer sums an equal part of the bucket. (A reduction at
-the end of a step lets each peer sum the elements of its shard instead. But all elements of one bucket may be in one
-shard, and then all ranks would send to one peer.) Then each peer sends its part of the sums to all peers, into their
-first rows. One exchange of partial sums is in flight at a time, and any number of all-gathers of sums, because these
-need no buffers. Every element is added in the order of the tree, so it does not matter which rank adds it.
+[Note: words] The gradient vector is the gradients of all units, one unit after the other. A *row* is memory for one
+copy of it. A :class:`WaveBuffer` has no rows: its *slots* hold the gradients of one unit, and its *stack* has *levels*,
+each as long as this rank's shard of the gradient vector.
 
 [Note: buckets] A bucket is the part of the gradients that is in flight between peers at once: one segment of the
-exchange in ``comm/reduce.py``. The bucket size decides into how many messages an exchange is cut, and how much of
-one unit's gradients can be sent during the backward pass of the next unit. It changes neither the number of bytes sent
-nor the results. All ranks use the same size in the same step, so they cut an exchange into equally many segments.
+exchange in ``comm/reduce.py``. The bucket size decides into how many messages an exchange is cut, and how much of one
+unit's gradients can be sent during the backward pass of the next unit. It changes neither the number of bytes sent nor
+the results. All ranks use the same size in the same step, so they cut an exchange into equally many segments.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial, reduce
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from operator import add
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,13 +51,13 @@ from mpizero.comm.reduce import (
 )
 from mpizero.errors import StateError
 from mpizero.layout import Partition, Span
-from mpizero.layout.batch import claimed_rows, contiguous_owners, contiguous_shares, wave_owners
+from mpizero.layout.batch import claimed_rows, contiguous_owners, wave_owners
 from mpizero.layout.flat import FlatLayout, Unit, united, views
-from mpizero.layout.sum_tree import Folding, FoldStep, RowsPlan, Wave, WavePlan, rows_plan, wave_plan
+from mpizero.layout.sum_tree import Folding, FoldStep, RowsPlan, Wave, rows_plan, wave_plan
 from mpizero.sharding.batch import Divisors, GlobalBatch, Grain, NodeClaims
 from mpizero.sharding.config import Placement, ScratchUse, gradient_codec, overlaps_reduction, wave_slots
 from mpizero.sharding.integrity import GradientDict
-from mpizero.sharding.params import Allocator, IntegerState, ParameterStore, Share, on_all_ranks, paged
+from mpizero.sharding.params import Allocator, IntegerState, ParameterStore, Share, grid_rows_plan, on_all_ranks, paged
 from mpizero.types import Array
 
 
@@ -114,67 +95,23 @@ class Job(NamedTuple):
     ended: Callable[[Unit, str], None] | None = None
     in_scratch: bool = False
 
+    @property
+    def samples(self) -> tuple[Any, Any, int]:
+        """The micro-batch: inputs, targets, and the index of the first sample in the global batch."""
+        assert self.grain is not None
+        return self.grain.micro_batches[self.number]
 
-class SumOperands(NamedTuple):
-    """Hold the arrays from which a fused update, one that also sums the gradients, reads them.
-
-    Attributes
-    ----------
-    rows : 2-D array
-        Partial sums of gradients, one in each row. ``UpdatePiece.gradient`` is an index into a row.
-    program : int32 array
-        The tree program: says which rows are added in which order.
-    out : 1-D array
-        One of the rows, to which an optimizer that needs norms (LAMB) writes its update directions.
-    """
-
-    rows: Array
-    program: Array
-    out: Array
+    @property
+    def place(self) -> tuple[int, int]:
+        """The index of the micro-batch's first sample in the global batch, and its number of samples."""
+        assert self.grain is not None
+        return self.grain.place(self.number)
 
 
-class GradientReducer(Protocol):
-    """Hold the gradients of a step and sum them over the ranks of the data group."""
-
-    #: Whether grains are assigned in waves.
-    waves: bool
-
-    def owners(self, count: int) -> list[int]:
-        """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it. Not collective."""
-
-    def reserve(self, count: int) -> None:
-        """Allocate the memory that a batch of ``count`` grains needs. Collective over all ranks."""
-
-    def jobs(self, batch: GlobalBatch, *, summed: bool) -> Iterable[Job]:
-        """Return this rank's jobs in a step, each to be run before the next one is asked for.
-
-        Collective over all ranks if there was no batch of as many grains before. ``summed`` tells whether :meth:`sum`
-        or :meth:`operands` is called after the jobs; then the reduction may begin while they run.
-        """
-
-    def poll(self) -> None:
-        """Let partial sums that are in flight between peers progress. Not collective."""
-
-    def finish(self) -> None:
-        """Wait for the sums over peers that jobs have begun to compute. Collective over the data group."""
-
-    def operands(self) -> SumOperands:
-        """Return the arrays that a fused update sums; call it only if no partial sums have to be sent to peers.
-
-        Collective over the data group.
-        """
-
-    def sum(self, divisors: Divisors) -> Array:
-        """Sum the gradients of the ranges that this rank owns, divide them by ``divisors``, and return them.
-
-        Collective over the data group.
-        """
-
-    def replicate(self) -> None:
-        """If all peers keep the whole optimizer state, send the sums of every peer to all of them.
-
-        Collective over the data group.
-        """
+#: What a fused update, one that also sums the gradients, takes: a 2-D array of partial sums, which are rows or levels
+#: (``UpdatePiece.gradient`` is an index into one); the tree program, which says which are added in which order; and the
+#: one to which an optimizer that needs norms (LAMB) writes its update directions.
+Operands = tuple[Array, Array, Array]
 
 
 class GradientViews:
@@ -266,22 +203,12 @@ class MicroBatchSum:
 KEPT_PLANS = 16
 
 
-def forget_plans(plans: dict[int, Any]) -> None:
-    """Empty ``plans``, those of sizes of batches, if there are ``KEPT_PLANS``: other sizes may come without end.
-
-    Not collective.
-    """
-    if len(plans) >= KEPT_PLANS:
-        plans.clear()
-
-
 class WaveBuffer:
     """Keep the gradients of the current unit in a slot, and the sums over this rank's shard in a stack.
 
-    Implements :class:`GradientReducer`. A slot is a shared window with one row for each rank of the node. A node of
-    several ranks has two slots: one is filled while the other is summed. The stack is an array of a few rows, each as
-    long as this rank's shard of the gradients. A row holds a partial sum (a node of the tree over grains) that is not
-    added to another yet.
+    A slot is a shared window with one place for each rank of the node. A node of several ranks has two slots: one is
+    filled while the other is summed. The stack is an array of a few levels, each as long as this rank's shard of the
+    gradients. A level holds a partial sum (a node of the tree over grains) that is not added to another yet.
 
     [Note: in place] A black box that writes its gradients in place is given those of all units at once. There is one
     slot then, in which the gradients of all units lie one after the other. When the last unit of a wave has been
@@ -316,7 +243,7 @@ class WaveBuffer:
             self.stack = self.memory.private("gradients", (1, self.share.gradient_size), self.dtype)
         self._micro_batches = MicroBatchSum(self.memory, self.layout.gradient_size, self.dtype, accumulate)
         self._named = views
-        self._plans: dict[int, WavePlan] = {}
+        self._planned = lru_cache(KEPT_PLANS)(partial(wave_plan, groups=self.grid.group_sizes))
         self._views: dict[tuple[int, int], Any] = {}
         self._next = self._root = 0
         self._in_flight: _InFlight | None = None
@@ -333,13 +260,10 @@ class WaveBuffer:
     def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
         """Return this rank's jobs of all waves; for a wave in which it has no grain, jobs without samples.
 
-        Collective over the data group, and so are the jobs.
+        Collective over the data group, and so are the jobs, which sum the gradients whether ``summed`` or not.
         """
         self.finish()  # of a step that an error has broken off on all ranks
-        if batch.count not in self._plans:
-            forget_plans(self._plans)
-            self._plans[batch.count] = wave_plan(batch.count, self.grid.group_sizes)
-        plan = self._plans[batch.count]
+        plan = self._planned(batch.count)
         self._root = plan.root
         if self.stack.shape[0] < plan.rows:
             self.memory.release("gradients", self.stack)
@@ -354,11 +278,6 @@ class WaveBuffer:
                 done = partial(self._done, grain, number, wave)
                 jobs.append(Job(grain if number < count else None, number, self._target, done, self._parts))
         return jobs
-
-    @property
-    def in_flight(self) -> bool:
-        """Tell whether partial sums of a unit are in flight between peers. Not collective."""
-        return self._in_flight is not None
 
     def poll(self) -> None:
         """Let partial sums that are in flight between peers progress. Not collective."""
@@ -375,12 +294,12 @@ class WaveBuffer:
             for piece in found.arriving.pieces():
                 self._merge(piece, found.base + piece.position, found.programs, found.arrivals)
 
-    def operands(self) -> SumOperands:
-        """Return the stack, and the tree program that reads the row with the final sums of this rank's shard.
+    def operands(self) -> Operands:
+        """Return the stack, the tree program that reads the level with this rank's final sums, and that level.
 
         Not collective.
         """
-        return SumOperands(self.stack, program_array((self._root,)), self.stack[self._root])
+        return self.stack, program_array((self._root,)), self.stack[self._root]
 
     def sum(self, divisors: Divisors) -> Array:
         """Divide the final sums of this rank's shard by ``divisors``, and return them. Not collective."""
@@ -393,18 +312,18 @@ class WaveBuffer:
     def replicate(self) -> None:
         """Do nothing: each rank has the optimizer state of its shard only, and needs no other sums. Not collective."""
 
-    def first_row(self) -> Array:
-        """Return the first row of the stack, as memory for the sums of gradients that a :class:`RowBuffer` collects.
+    def first_level(self) -> Array:
+        """Return the first level of the stack, as memory for the sums of gradients that a :class:`RowBuffer` collects.
 
         Not collective.
         """
-        row: Array = self.stack[0]
-        return row
+        level: Array = self.stack[0]
+        return level
 
     # ------------------------------------------------------------------ a unit
 
     def _current(self, unit: Unit) -> Array:
-        """Return a view of this rank's row of the current slot, as long as the gradients of ``unit``."""
+        """Return a view of this rank's place in the current slot, as long as the gradients of ``unit``."""
         first = self.layout.gradient_bases[unit.index] if self._in_place else 0
         place: Array = self.slots[self._next][self.grid.node.rank][first : first + unit.gradients]
         return place
@@ -426,9 +345,8 @@ class WaveBuffer:
         if number == self.accumulate - 1:
             if grain is not None:
                 self._micro_batches.finish(target, base)
-            begun = self.timeline.begin()
-            self._reduce(unit, wave)
-            self.timeline.end("reduction", unit, begun)
+            with self.timeline.span("reduction", unit):
+                self._reduce(unit, wave)
 
     def _reduce(self, unit: Unit, wave: Wave) -> None:
         """Sum the gradients of ``unit`` from all ranks' grains of this wave into the stacks of the ranks that own them.
@@ -444,7 +362,7 @@ class WaveBuffer:
         rows = self.slots[self._next]
         ranges = [(s.row_spans if self._in_place else s.gradient_spans.__getitem__)(unit.index) for s in self.shares]
         base = self.share.gradient_offsets[unit.index]
-        programs = [(row, program_array(program)) for row, program in wave.merges]
+        programs = [(level, program_array(program)) for level, program in wave.merges]
         residuals = self.exchange.residuals(unit.index)
         exact = [s if self._in_place else s.shift(-self.layout.gradient_bases[unit.index]) for s in self.exchange.exact]
         to_sum = RowsToSum(rows, ranges, wave.group_programs, "unit gradients", residuals, exact)
@@ -462,8 +380,8 @@ class WaveBuffer:
     def _merge(self, piece: RowRange, at: int, programs: Sequence[tuple[int, Array]], arrivals: int) -> None:
         fused = kernels.backend(self.stack).update
         rows = piece.rows[:arrivals]
-        for row, program in programs:
-            out = self.stack[row, at : at + piece.size]
+        for level, program in programs:
+            out = self.stack[level, at : at + piece.size]
             fused.tree_sum(rows, piece.first, self.stack, at, program, self._one, out, 0, piece.size)
 
 
@@ -471,7 +389,7 @@ class _InFlight(NamedTuple):
     """Hold partial sums of a unit's gradients that are in flight, and how they are added to this rank's stack.
 
     ``base`` is the index, in this rank's shard, of the unit's first element. ``programs`` are pairs of the number of a
-    row of the stack and the tree program that computes the row. ``arrivals`` is the number of partial sums that arrive.
+    level of the stack and the tree program that computes it. ``arrivals`` is the number of partial sums that arrive.
     """
 
     arriving: Arriving
@@ -481,10 +399,10 @@ class _InFlight(NamedTuple):
 
 
 class RowBuffer:
-    """Add up the gradients of this rank's grains in rows: a row is one copy of the whole gradient vector.
+    """Add up the gradients of this rank's grains in rows, each as long as the gradient vector ([Note: words]).
 
-    Implements :class:`GradientReducer`. The rows of all ranks of a node are in one shared window. The sum over all
-    ranks is written to this rank's first row, or to the array that ``shard`` returns.
+    The rows of all ranks of a node are in one shared window. The sum over all ranks is written to this rank's first
+    row, or to the array that ``shard`` returns.
 
     [Note: scratch] A grain whose gradient is added to a row at once (a right child in the tree) needs no row of its
     own, if its blocks end their backward passes one after the other. Then all blocks write their gradients to the same
@@ -541,7 +459,7 @@ class RowBuffer:
         apart = 1 if scratch else accumulate  # with scratch memory, micro-batches are added in their grain's row
         self._micro_batches = MicroBatchSum(allocator, self.layout.gradient_size, self.dtype, apart)
         self._views: dict[tuple[int | None, int, str | None], Any] = {}  # by row, unit and block; None is all blocks
-        self._plans: dict[int, RowsPlan] = {}
+        self._planned = lru_cache(KEPT_PLANS)(partial(grid_rows_plan, self.grid, scratch=scratch == "grains"))
         self._reserved: set[int] = set()
         self._plan: RowsPlan | None = None
         self.claims = claims
@@ -560,7 +478,7 @@ class RowBuffer:
         return contiguous_owners(self.grid, count)
 
     def row(self, number: int) -> Array:
-        """Return row ``number`` of this rank: one copy of the whole gradient vector. Not collective."""
+        """Return row ``number`` of this rank. Not collective."""
         row: Array = self.window[self._place(number)]
         return row[: self.layout.gradient_size]
 
@@ -597,7 +515,7 @@ class RowBuffer:
             jobs += self._jobs_of(batch.grains[step.grain], step)
         if self.overlapped is not None and jobs:
             jobs[-1] = self._overlapping(jobs[-1], self.overlapped)
-        absent = Job(None, 0, _no_target, _nothing, lambda unit, block: _no_target(unit))
+        absent = Job(None, 0, _nothing, _nothing, lambda unit, block: ())
         return jobs + [absent] * (self.rounds(batch.count) - len(jobs))
 
     def _claimed_jobs(self, batch: GlobalBatch) -> Iterator[Job]:
@@ -690,10 +608,13 @@ class RowBuffer:
 
     # ------------------------------------------------------------------ sums
 
-    def operands(self) -> SumOperands:
-        """Return the rows of all ranks of the node, which a fused update sums. Collective over the node."""
+    def operands(self) -> Operands:
+        """Return the rows of all ranks of the node, the program that sums them, and this rank's first row.
+
+        Collective over the node.
+        """
         self._meet()
-        return SumOperands(self.window, program_array(self._current().root), self.row(0))
+        return self.window, program_array(self._current().root), self.row(0)
 
     def sum(self, divisors: Divisors) -> Array:
         """Sum the rows of all ranks over the ranges that this rank owns, divide by ``divisors``, and return the result.
@@ -729,11 +650,8 @@ class RowBuffer:
 
     def local_sum(self) -> Array:
         """Return the sum of the gradients of this rank's grains, as a new array like a row. Not collective."""
-        held = [row for _, row in self._current().folds[self.grid.place].held]
-        total = np.zeros(self.layout.gradient_size, self.dtype)
-        for number, row in enumerate(held):
-            total = self.row(row).copy() if number == 0 else total + self.row(row)
-        return total
+        rows = [self.row(row) for _, row in self._current().folds[self.grid.place].held]
+        return reduce(add, rows[1:], rows[0].copy()) if rows else np.zeros(self.layout.gradient_size, self.dtype)
 
     def _meet(self) -> None:
         """Wait until the rows of all ranks of the node are complete. Collective over the node."""
@@ -757,14 +675,6 @@ class RowBuffer:
         if self._plan is None:
             raise StateError("no gradient exists yet: call train or compute_gradients first")
         return self._plan
-
-    def _planned(self, count: int) -> RowsPlan:
-        """Return the plan that says in which order, and by which ranks, the gradients of ``count`` grains are added."""
-        if count not in self._plans:
-            shares, groups = contiguous_shares(self.grid, count), self.grid.group_sizes
-            forget_plans(self._plans)
-            self._plans[count] = rows_plan(shares, groups, count, scratch=self._scratch_use == "grains")
-        return self._plans[count]
 
     # ------------------------------------------------------------------ memory
 
@@ -798,16 +708,25 @@ class RowBuffer:
             (self._storage,) = self.allocator.shared("gradients", [(needed, self.stride)], self.dtype)
 
 
+#: The two buffers, which the engine uses alike.
+GradientReducer = WaveBuffer | RowBuffer
+
+
 def _nothing(unit: Unit) -> None:
-    """Do nothing: a job without samples has no gradients to add."""
-
-
-def _no_target(unit: Unit) -> Any:
-    raise RuntimeError("an absent grain has no gradient")
+    """Do nothing: gradients are added block by block, and a job without samples has none."""
 
 
 class OverlappedReduction:
     """Sum the rows of one step over the peers, bucket by bucket, while blocks end their backward pass.
+
+    [Note: buckets of rows] A row is cut into buckets from its end, because the backward pass goes from the last block
+    to the first. A bucket's partial sums are exchanged as soon as every block in it has finished its backward pass on
+    all ranks of the node; a barrier of the node makes sure of that. Each peer sums an equal part of the bucket. (A
+    reduction at the end of a step lets each peer sum the elements of its shard instead. But all elements of one bucket
+    may be in one shard, and then all ranks would send to one peer.) Then each peer sends its part of the sums to all
+    peers, into their first rows. One exchange of partial sums is in flight at a time, and any number of all-gathers of
+    sums, because these need no buffers. Every element is added in the order of the tree, so it does not matter which
+    rank adds it.
 
     Parameters
     ----------
@@ -846,11 +765,6 @@ class OverlappedReduction:
         self._exchanging: tuple[Bucket, Arriving] | None = None
         self._gatherings: list[Gathering] = []
 
-    @property
-    def in_flight(self) -> int:
-        """The number of exchanges and all-gathers that may still be in flight. Not collective."""
-        return (self._exchanging is not None) + len(self._gatherings)
-
     def ended(self, blocks: Sequence[str]) -> None:
         """Record that this rank's sums of ``blocks`` are complete, and begin to exchange the buckets that are so now.
 
@@ -882,16 +796,13 @@ class OverlappedReduction:
         self._gatherings.clear()
 
     def _begin(self, bucket: Bucket) -> None:
-        begun = self._timeline.begin()
-        self._arrive()
-        self._memory.barrier("rows")
-        windows: list[list[tuple[int, Span]]] = [[] for _ in bucket.parts]
-        for window, part in zip(windows, bucket.parts, strict=True):
-            window += [(0, span) for span in part if span.size]
-        if any(windows):
-            segment = Segment(self._rows, windows, self._counts, self._sums, "gradients")
-            self._exchanging = bucket, self._exchange.begin_segment(segment)
-        self._timeline.end("reduction", "bucket", begun)
+        with self._timeline.span("reduction", "bucket"):
+            self._arrive()
+            self._memory.barrier("rows")
+            windows = [[(0, span) for span in part if span.size] for part in bucket.parts]
+            if any(windows):
+                segment = Segment(self._rows, windows, self._counts, self._sums, "gradients")
+                self._exchanging = bucket, self._exchange.begin_segment(segment)
 
     def _arrive(self) -> None:
         """Wait for the exchange in flight, add up its partial sums, and begin to send this rank's sums to all peers."""
@@ -969,6 +880,24 @@ def _shared_evenly(spans: Sequence[Span], peers: int) -> tuple[tuple[Span, ...],
 
 class GradientExchange(ExactExchange):
     """Send partial sums of gradients to the peers that own the elements, compressed as the configuration says.
+
+    [Note: residuals] A compressed message leaves out a part of every value. The sender keeps this part, the residual,
+    and adds it to the value in its next message. A rank keeps residuals of the partial sums that it sends to the other
+    peers, an array for each of them. With replicated optimizer state it also sends its own range of the reduced
+    gradient to all peers, and keeps residuals of it. A step changes only a copy of the residuals. The copy replaces
+    them when the parameters have been updated, so a skipped step leaves the residuals unchanged.
+
+    [Note: units of means] What a step leaves out is a part of its mean, whatever the next batch weighs. So residuals
+    are kept in units of the mean gradient: partial sums divided by the total weight and the loss scale. A step
+    multiplies them by its own divisor. Rows are sent when that is known. Waves are sent before the ranks have agreed on
+    it: they take the weight that a sample had in the last step, and what that gave too much or too little stays in the
+    residuals. The sum of all messages plus the residual, in means, is therefore that of all mean gradients with any
+    weights.
+
+    [Note: copies] A compressed value depends on its neighbours in a message, on who owns it, and on what earlier
+    messages left out. A parameter of which other ranks hold a copy that they update themselves (on another pipeline
+    stage, or unsplit in a tensor group) has other neighbours there. Its gradients are sent exactly, so that copies stay
+    equal; those of averaged parameters, which are values and no gradients, are too.
 
     Parameters
     ----------
@@ -1113,7 +1042,7 @@ class GradientExchange(ExactExchange):
     # ------------------------------------------------------------------ reduced gradients
 
     def replicate(self, row: Array, spans: Sequence[Sequence[Span]]) -> None:
-        """All-gather a row, a copy of the whole gradient vector: send the ranges that each peer owns to all peers.
+        """All-gather a row: send the ranges that each peer owns to all peers.
 
         Collective over the peers. ``spans`` holds the ranges of every peer.
         """

@@ -36,10 +36,10 @@ from mpizero._util.numbers import crc32
 from mpizero.comm import ProcessGrid
 from mpizero.errors import IntegrityError, LayoutError
 from mpizero.kernels import to_host
-from mpizero.layout.flat import joined
+from mpizero.layout.flat import flat_names, joined
 from mpizero.nn.layer import Layer
 from mpizero.sharding.batch import everyone_of
-from mpizero.sharding.params import ParameterStore, flat_names
+from mpizero.sharding.params import ParameterStore
 from mpizero.sharding.update import Updater
 from mpizero.sharding.whole_tensors import home_of
 from mpizero.types import Array, ParameterSpec, Part, as_reals
@@ -154,12 +154,12 @@ class Integrity:
             On every rank, if memory is corrupted. The message names the damaged tensors, elements and ranks.
         """
         now, taken = self._hashes(), self._taken
-        known = taken is not None and taken[0] == self.store.version
-        changed = now != taken[1] if known and taken is not None else np.zeros(now.size, bool)
+        changed = now != taken[1] if taken and taken[0] == self.store.version else np.zeros(now.size, bool)
         plan = self._planned()
         gathered = np.empty(sum(plan.counts), np.uint32)
         self.everyone.allgatherv(np.concatenate([now, changed.astype(np.uint32)]), gathered, plan.counts, "integrity")
-        hashes, marks = self._unpacked(gathered, plan)
+        halves = [part.reshape(2, -1) for part in np.split(gathered, np.cumsum(plan.counts)[:-1])]
+        hashes, marks = [hashes for hashes, _ in halves], [marks for _, marks in halves]
         damaged = [(rank, place) for rank, mark in enumerate(marks) for place in np.flatnonzero(mark).tolist()]
         differing = [copies for copies in plan.copies if len({int(hashes[r][p]) for r, p in copies}) > 1]
         if damaged or differing:
@@ -198,11 +198,10 @@ class Integrity:
         """Yield every range of state that this rank updates, with a view of its values."""
         store, updater = self.store, self._updater
         for share in (store.share,) if store.sharded else store.peer_shares:
-            for unit, span in zip(store.layout.units, share.spans, strict=True):
-                shift = store.base + share.offsets[unit.index] - span.start if store.sharded else 0
-                for entry, part in store.layout.pieces(span):
-                    values = store.values[part.start + shift : part.stop + shift]
-                    yield from _named("parameters", entry.spec, part.start - entry.offset, values)
+            for entry, part, place in share.pieces():
+                start = store.base + place if store.sharded else part.start
+                values = store.values[start : start + part.size]
+                yield from _named("parameters", entry.spec, part.start - entry.offset, values)
         if updater is None:
             return
         for slot in sorted(updater.state):
@@ -211,16 +210,6 @@ class Integrity:
                 yield from _named(f"optimizer/{slot}", piece.spec, piece.start, values)
 
     # ------------------------------------------------------------------ comparison
-
-    def _unpacked(self, gathered: Array, plan: _Plan) -> tuple[list[Array], list[Array]]:
-        """Split the gathered numbers by rank, and return two lists with an array for each rank.
-
-        The first has the hashes of the rank's ranges. The second has 1 for each range that differs from its last hash,
-        and 0 for the others.
-        """
-        parts = np.split(gathered, np.cumsum(plan.counts)[:-1])
-        halves = [(part[: part.size // 2], part[part.size // 2 :]) for part in parts]
-        return [first for first, _ in halves], [second for _, second in halves]
 
     def _report(
         self,
@@ -235,11 +224,10 @@ class Integrity:
         ``differing`` has a list of such pairs for each range whose copies are not equal.
         """
         hosts = self.everyone.allgather_object(os.uname().nodename, "integrity")
-        lines = []
-        for rank, place in damaged:
-            lines.append(
-                f"{_place(plan.ranges[rank][place])} changed on rank {rank} ({hosts[rank]}) between two updates"
-            )
+        lines = [
+            f"{_place(plan.ranges[rank][place])} changed on rank {rank} ({hosts[rank]}) between two updates"
+            for rank, place in damaged
+        ]
         for copies in differing:
             if set(copies) & set(damaged):
                 continue  # the cause is known
@@ -290,18 +278,14 @@ def _minority(values: dict[int, int], hosts: Sequence[str]) -> str:
 _MARKS: dict[int, tuple[Any, int]] = {4: (np.uint32, 0x7FCA5C3E), 8: (np.uint64, 0x7FFA5C3E9B71D42F)}
 
 
-def mark(view: Any) -> None:
-    """Set all elements of a gradient, an array of the host or of a GPU, to the mark. Not collective."""
+def mark(view: Any, *, ends: bool = False) -> None:
+    """Set all elements of a gradient, an array of the host or of a GPU, to the mark; or only the first and the last.
+
+    Not collective.
+    """
     reals = as_reals(view)
     bits, value = _MARKS[reals.dtype.itemsize]
-    reals.view(bits)[...] = value
-
-
-def mark_ends(view: Any) -> None:
-    """Set the first and the last element of a gradient to the mark. Not collective."""
-    reals = as_reals(view)
-    bits, value = _MARKS[reals.dtype.itemsize]
-    reals.view(bits)[:: max(1, reals.size - 1)] = value
+    reals.view(bits)[:: max(1, reals.size - 1) if ends else 1] = value
 
 
 def marks_left(view: Any) -> int:
@@ -388,7 +372,7 @@ class WriteCheck:
         """Mark the gradients of a unit; ``views`` are nested views by block. Not collective."""
         for block, tree in views.items():
             for _, view in self._trained(block, tree):
-                (mark if self._first else mark_ends)(view)
+                mark(view, ends=not self._first)
         self._looked = True
 
     def missed(self, block: str, views: Any) -> LayoutError | None:

@@ -143,26 +143,13 @@ def minimize(
     ...     print(result.x.round(6), result.success)
     [1. 2.] True
     """
-    terms = {"bounds": bounds, "regularization": regularization}
-    return _minimized(model, data, callback, resume, dict(options or {}), method=method, **terms)
-
-
-def _minimized(
-    model: ShardedModelBase,
-    data: Any,
-    callback: Callable[[MinimizeResult], object] | None,
-    resume: str | Path | None,
-    options: dict[str, Any],
-    **chosen: Any,
-) -> MinimizeResult:
-    """Check what :func:`minimize` was given, and minimize. Collective over the model's ranks."""
     if not isinstance(model, ParameterAccess):
         raise ArgumentError(
             f"minimize takes a placed model, such as ZeRO1Model(model, config); got {type(model).__name__}"
         )
     comm = model.config.communicator
     with all_ranks(comm):
-        limits, optimizer = _settings(model.wrapped_model, **chosen, options=options)
+        limits, optimizer = _settings(model.wrapped_model, method, bounds, regularization, dict(options or {}))
         source = _as_source(data)
     agree_equal(comm, lambda: {"maxiter and maxfun": limits}, "minimize")
     agree_arrays(comm, "minimize", lambda: {"the number of samples": len(source), **compared_samples(source)})
@@ -188,7 +175,7 @@ class _Minimization:
 
     def run(self, maxiter: int, maxfun: int) -> MinimizeResult:
         """Return the result; the model's parameters are those of the last iterate then."""
-        self._model.engine.place_trial()
+        self._model.engine.place(iterate=False)
         message = self._reached(maxiter, maxfun)  # a checkpoint may hold the last iteration
         while self._progress.stage != "done" and not message:
             before = self._progress.iterations
@@ -198,7 +185,7 @@ class _Minimization:
                 message = "the callback has raised StopIteration"
             else:
                 message = self._reached(maxiter, maxfun)
-        self._model.engine.place_iterate()
+        self._model.engine.place(iterate=True)
         return self._result(self._progress.message or message)
 
     def _product(self) -> AbstractContextManager[None]:
@@ -226,12 +213,12 @@ class _Minimization:
         if self._callback is None:
             return False
         stop, comm = False, self._model.config.communicator
-        self._model.engine.place_iterate()
+        self._model.engine.place(iterate=True)
         try:
             self._callback(self._result(self._progress.message))
         except StopIteration:
             stop = True
-        self._model.engine.place_trial()
+        self._model.engine.place(iterate=False)
         return bool(agree_on_call(comm, (stop,))[:, 0].any())
 
     def _result(self, message: str) -> MinimizeResult:

@@ -39,14 +39,14 @@ from mpizero.errors import (
     UnsupportedError,
 )
 from mpizero.layout import Span
-from mpizero.layout.flat import FlatLayout, ParameterUse, joined, nested
+from mpizero.layout.flat import FlatLayout, ParameterUse, by_global_name, joined, nested
 from mpizero.nn.layer import start_value
 from mpizero.optim.elementwise import state_size, state_specs, tensor_state_size
 from mpizero.sharding import state_dict
 from mpizero.sharding.batch import Totals
 from mpizero.sharding.config import Placement, ShardingConfig, placement
 from mpizero.sharding.engine import Engine
-from mpizero.sharding.params import Share, UpdatePiece, named_integers, tell_private
+from mpizero.sharding.params import Share, UpdatePiece, tell_private
 from mpizero.sharding.partition import (
     ParallelLayout,
     blocks_of,
@@ -523,7 +523,7 @@ class ParameterAccess(ABC):
             raise LayoutError(
                 f"load_named takes arrays by name, got {type(arrays).__name__}: for one vector use set_parameters"
             )
-        held = named_integers(self.engine.integers.whole)
+        held = by_global_name(self.engine.integers.whole)
         missing, unknown = sorted(entries.keys() - arrays.keys()), sorted(arrays.keys() - entries.keys() - held.keys())
         if missing or unknown:
             hint = nearest(unknown[0], missing or entries) if unknown else ""

@@ -37,6 +37,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -53,12 +54,12 @@ from mpizero.guard.reports import SHARED_FOLDER, taken_by_leftovers
 from mpizero.kernels.memory import PAGE
 from mpizero.layout import Span
 from mpizero.layout.batch import DEFAULT_GRAINS, claimed_rows, contiguous_shares
-from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, joined, nested, united, views
+from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, by_global_name, joined, nested, united, views
 from mpizero.layout.mesh import GROUPS
-from mpizero.layout.sum_tree import rows_plan
-from mpizero.nn.layer import integers_of, start_integers
+from mpizero.layout.sum_tree import RowsPlan, rows_plan
+from mpizero.nn.layer import integers_of
 from mpizero.sharding.config import Placement, ShardingConfig, claims_grains, gathers_units, wave_slots
-from mpizero.types import Array, IntegerSpec, ParameterSpec
+from mpizero.types import Array, ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,15 @@ class Share:
     def offsets(self) -> tuple[int, ...]:
         """For each unit, where the owned range begins in the concatenation of the owned ranges of all units."""
         return _running([span.size for span in self.spans])
+
+    def pieces(self) -> Iterator[tuple[ParameterUse, Span, int]]:
+        """Yield each parameter of which the rank owns elements, their range, and their place in the concatenation.
+
+        The range is one of the flat vector of all parameters.
+        """
+        for span, offset in zip(self.spans, self.offsets, strict=True):
+            for entry, part in self.layout.pieces(span):
+                yield entry, part, offset + part.start - span.start
 
     @cached_property
     def gradient_spans(self) -> tuple[tuple[Span, ...], ...]:
@@ -200,27 +210,22 @@ def update_pieces(
     store_bases : sequence of int or None
         For each shard, the index of its first element in a sharded store; None for a store that holds all parameters.
     in_rows : bool
-        Whether the reduced gradient is a row, a copy of the whole gradient vector. Otherwise it is an array of only the
+        Whether the reduced gradient is a row, as long as the gradient vector. Otherwise it is an array of only the
         gradients that the rank owns.
     """
     pieces: list[UpdatePiece] = []
     state = 0
     for number, share in enumerate(shares):
-        layout = share.layout
-        for unit, span in zip(layout.units, share.spans, strict=True):
-            for entry, part in layout.pieces(span):
-                if not entry.spec.trainable:
-                    continue
-                inside = part.start - entry.offset
-                store = part.start
-                if store_bases is not None:
-                    store = store_bases[number] + share.offsets[unit.index] + part.start - span.start
-                uses = tuple(_locate(share, use, inside, in_rows) for use in layout.uses.get(entry.spec.name, ()))
-                gradient = _locate(share, entry, inside, in_rows)
-                averaged = entry.spec.averaged
-                place = (-1, -1) if averaged else (state, groups[entry.spec])
-                pieces.append(UpdatePiece(entry, part, store, gradient, uses, *place))
-                state += 0 if averaged else part.size
+        for entry, part, place in share.pieces():
+            if not entry.spec.trainable:
+                continue
+            inside = part.start - entry.offset
+            store = part.start if store_bases is None else store_bases[number] + place
+            uses = tuple(_locate(share, use, inside, in_rows) for use in share.layout.uses.get(entry.spec.name, ()))
+            gradient = _locate(share, entry, inside, in_rows)
+            kept = (-1, -1) if entry.spec.averaged else (state, groups[entry.spec])
+            pieces.append(UpdatePiece(entry, part, store, gradient, uses, *kept))
+            state += 0 if entry.spec.averaged else part.size
     return tuple(pieces)
 
 
@@ -232,11 +237,7 @@ def _locate(share: Share, entry: ParameterUse, inside: int, in_rows: bool) -> in
 
 
 def _running(sizes: Sequence[int]) -> tuple[int, ...]:
-    starts, total = [], 0
-    for size in sizes:
-        starts.append(total)
-        total += size
-    return tuple(starts)
+    return tuple(accumulate(sizes, initial=0))[:-1]
 
 
 def whole_last(pieces: Sequence[UpdatePiece], whole: Container[str]) -> tuple[UpdatePiece, ...]:
@@ -259,25 +260,20 @@ def runs_of(pieces: Sequence[UpdatePiece]) -> tuple[UpdateRun, ...]:
     """
     runs: list[UpdateRun] = []
     for piece in pieces:
-        run = UpdateRun(piece.store, piece.gradient, piece.state, piece.size, piece.group)
-        if runs and _follows(runs[-1], run):
-            runs[-1] = runs[-1]._replace(size=runs[-1].size + run.size)
+        begins = (piece.store, piece.gradient, piece.state)
+        if runs and piece.group == runs[-1].group and begins == tuple(at + runs[-1].size for at in runs[-1][:3]):
+            runs[-1] = runs[-1]._replace(size=runs[-1].size + piece.size)
         else:
-            runs.append(run)
+            runs.append(UpdateRun(*begins, piece.size, piece.group))
     return tuple(runs)
 
 
-def _follows(first: UpdateRun, second: UpdateRun) -> bool:
-    ends = (first.store + first.size, first.gradient + first.size, first.state + first.size, first.group)
-    return ends == (second.store, second.gradient, second.state, second.group)
-
-
-def paged(nbytes: int) -> int:
+def paged(nbytes: int, page: int = PAGE) -> int:
     """Round ``nbytes`` up to whole memory pages: arrays that different ranks write begin on pages of their own.
 
     Not collective.
     """
-    return -(-nbytes // PAGE) * PAGE
+    return -(-nbytes // page) * page
 
 
 #: Advice in errors: how to need less memory for model state, and for computing.
@@ -440,11 +436,7 @@ class Memory:
 
     def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
         """Return a new array of zeros for this rank alone, and count its bytes under ``kind``. Not collective."""
-        with self._wanted(kind, shape, dtype):
-            array = np.zeros(shape, dtype)
-        self.private_bytes[kind] += array.nbytes
-        self._note_peak()
-        return array
+        return self._counted(kind, np.zeros, shape, dtype)
 
     def release(self, kind: str, array: Array) -> None:
         """Stop counting the bytes of a private array; the caller then drops its last reference. Not collective."""
@@ -463,17 +455,16 @@ class Memory:
             if held is not None:
                 self.release("exchange buffers", held)
                 self._scratch.pop(name)
-            with self._wanted("exchange buffers", nbytes, np.uint8):
-                held = self._scratch[name] = np.empty(nbytes, np.uint8)
-            self.private_bytes["exchange buffers"] += nbytes
-            self._note_peak()
+            held = self._scratch[name] = self._counted("exchange buffers", np.empty, nbytes, np.uint8)
         return held[:nbytes].view(dtype)
 
-    @contextmanager
-    def _wanted(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Iterator[None]:
+    def _counted(self, kind: str, make: Callable[..., Array], shape: int | tuple[int, ...], dtype: Any) -> Array:
         size = prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(dtype).itemsize
         with needing(f"{kind}: {size} bytes wanted, {self.rank_bytes} held", STATE_ADVICE):
-            yield
+            array = make(shape, dtype)
+        self.private_bytes[kind] += array.nbytes
+        self._note_peak()
+        return array
 
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
         """Return new arrays of zeros, one for each shape, that all ranks of the node read and write, in one window.
@@ -811,11 +802,9 @@ class ParameterStore:
 
         with all_ranks(self.grid.world, "start values"), needing("start values", STATE_ADVICE):
             fill = start_values_of(model)
-            for unit, span in zip(self.layout.units, self.share.spans, strict=True):
-                out = self.owned(unit.index)
-                for entry, part in self.layout.pieces(span):
-                    target = out[part.start - span.start : part.stop - span.start]
-                    fill(entry.spec, part.start - entry.offset, part.stop - entry.offset, target)
+            for entry, part, _ in self.share.pieces():
+                target = self.owned(entry.unit)[slice(*part.shift(-self.share.spans[entry.unit].start))]
+                fill(entry.spec, part.start - entry.offset, part.stop - entry.offset, target)
         self.publish()
 
     def gathered(self, unit: Unit) -> Array:
@@ -836,9 +825,19 @@ class ParameterStore:
         Collective over the data group.
         """
         self.memory.barrier("fill")  # who still reads, reads the old values
-        for unit in self.layout.units:
-            span = self.share.spans[unit.index]
-            self.owned(unit.index)[:] = values[span.start : span.stop]
+        for unit, span in enumerate(self.share.spans):
+            self.owned(unit)[:] = values[span.start : span.stop]
+        self.publish()
+
+    def fill_owned(self, values: Array) -> None:
+        """Set all parameters; ``values`` are those of this rank's shard, concatenated.
+
+        Collective over the data group.
+        """
+        self.memory.barrier("fill")  # who still reads, reads the old values
+        for unit, offset in enumerate(self.share.offsets):
+            out = self.owned(unit)
+            out[:] = values[offset : offset + out.size]
         self.publish()
 
     def copy_from(self, other: ParameterStore) -> None:
@@ -1048,14 +1047,10 @@ class IntegerState:
         self._own = {block: specs for block, specs in self.whole.items() if block in here}
         self.values: dict[str, Array] = {}
         self._written: dict[str, Array] = {}
-        for name, spec in named_integers(self._own).items():
+        for name, spec in by_global_name(self._own).items():
             self.values[name], self._written[name] = (np.zeros(spec.shape, spec.dtype) for _ in range(2))
         self._found: dict[str, Array] = {}
         self._from: tuple[int, int] = (0, 0)
-
-    def begin(self, model: Any) -> None:
-        """Set all arrays to the start values of ``model``. Not collective."""
-        self.set(start_integers(model))
 
     def set(self, given: Mapping[str, Array]) -> None:
         """Set arrays of this stage to those of ``given``, which may have others, too. Not collective."""
@@ -1172,12 +1167,7 @@ class IntegerState:
         found: dict[str, Array] = {}
         for held in self.grid.model.allgather_object(self.values, "integers"):
             found |= held
-        return {name: found[name].copy() for name in named_integers(self.whole)}
-
-
-def named_integers(integers: dict[str, tuple[IntegerSpec, ...]]) -> dict[str, IntegerSpec]:
-    """Return integer arrays, given by block, by their global names. Not collective."""
-    return {joined(block, spec.name): spec for block, specs in integers.items() for spec in specs}
+        return {name: found[name].copy() for name in by_global_name(self.whole)}
 
 
 def _differ(name: str, how: str) -> LayoutError:
@@ -1193,15 +1183,6 @@ def _samples(first: int, count: int) -> str:
 
 def _shown(value: Array) -> str:
     return str(value.tolist()) if value.size <= 4 else f"{value.reshape(-1)[:4].tolist()} and {value.size - 4} more"
-
-
-def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
-    """Yield the dotted name, beginning with ``prefix``, and the array of every entry of a nested dictionary."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flat_names(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def fits_shared_memory(
@@ -1230,9 +1211,9 @@ def fits_shared_memory(
     placement : Placement
         The row of the placement table.
     config : ShardingConfig
-        The settings. If ``micro_batch`` is None, the check counts as many rows (copies of the whole gradient vector)
-        as any batch of up to 16 grains can need. Otherwise it counts one row. If the first step needs more rows and
-        they do not fit, :mod:`mpizero.sharding.parameter_access` handles that.
+        The settings. If ``micro_batch`` is None, the check counts as many rows as any batch of up to 16 grains can need
+        ([Note: words] of ``sharding/grad_reduce.py``). Otherwise it counts one row. If the first step needs more rows
+        and they do not fit, :mod:`mpizero.sharding.parameter_access` handles that.
     scratch : bool
         Whether gradients that are added to a row at once have no row of their own.
     in_place : bool
@@ -1303,8 +1284,13 @@ def _window_bytes(
     return parameters + rows * grid.node.size * window(layout.gradient_size)
 
 
+def grid_rows_plan(grid: ProcessGrid, count: int, *, scratch: bool) -> RowsPlan:
+    """Return the plan that says in which order, and by which ranks, the gradients of ``count`` grains are added."""
+    return rows_plan(contiguous_shares(grid, count), grid.group_sizes, count, scratch=scratch)
+
+
 def _rows(grid: ProcessGrid, config: ShardingConfig, *, scratch: bool, claims: bool) -> int:
-    """Return how many copies of the whole gradient vector to count for each rank before the first batch is known.
+    """Return how many rows to count for each rank before the first batch is known.
 
     That is the most that a batch of up to 16 grains can need, or 1 if the user has set ``micro_batch``. If the first
     batch needs more than is left, the model is moved out of shared memory then.
@@ -1312,7 +1298,5 @@ def _rows(grid: ProcessGrid, config: ShardingConfig, *, scratch: bool, claims: b
     if config.micro_batch is not None:
         return 1
     counts = [grid.context.size * count for count in range(1, DEFAULT_GRAINS + 1)]
-    shares, groups = [contiguous_shares(grid, count) for count in counts], grid.group_sizes
-    plans = [rows_plan(own, groups, count, scratch=scratch) for own, count in zip(shares, counts, strict=True)]
-    claimed = [claimed_rows(grid, count) for count in counts] if claims else []
-    return int(np.max([plan.rows for plan in plans] + claimed))
+    planned = [grid_rows_plan(grid, count, scratch=scratch).rows for count in counts]
+    return max(planned + ([claimed_rows(grid, count) for count in counts] if claims else []))

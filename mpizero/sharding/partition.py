@@ -28,7 +28,7 @@ from mpizero._util.pytree import leaves_of
 from mpizero.comm import Communicator, InMemoryCommunicator, ProcessGrid
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.layout import Axes, balanced_chunks, chunk_stages
-from mpizero.layout.flat import FlatLayout, joined
+from mpizero.layout.flat import FlatLayout, by_global_name, joined
 from mpizero.layout.stages import explicit_cuts
 from mpizero.nn.layer import call_located, integers_of
 from mpizero.nn.models import run_on
@@ -142,20 +142,12 @@ def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
     if not isinstance(model, BlackBoxModel):
         check_model(model)
     frozen, averaged = frozenset(getattr(model, "frozen", ())), frozenset(getattr(model, "averaged", ()))
-    parameters = {
-        name: (
-            ParameterSpec(
-                "",
-                np.shape(a),
-                Init(),
-                np.ndim(a) > 1,
-                name not in frozen,
-                averaged=name in averaged,
-                complex=np.iscomplexobj(a),
-            ),
-        )
-        for name, a in model.parameters.items()
-    }
+
+    def spec(name: str, array: Array) -> ParameterSpec:
+        shape, trained, parts = np.shape(array), name not in frozen, np.iscomplexobj(array)
+        return ParameterSpec("", shape, Init(), len(shape) > 1, trained, averaged=name in averaged, complex=parts)
+
+    parameters = {name: (spec(name, array),) for name, array in model.parameters.items()}
     return parameters | {name: () for name in integers_of(model)}
 
 
@@ -216,12 +208,12 @@ class ParallelLayout:
         It is ``tiles``, if that is the size of the tensor axis times a power of two (1 included); otherwise, and with
         ``tiles=None``, it is the size.
         """
-        return self._tiles_of("tensor")
+        return self.all_tiles["tensor"]
 
     @property
     def context_tiles(self) -> int:
         """Number of parts of the sequence by which layers compute, found like :attr:`tensor_tiles`."""
-        return self._tiles_of("context")
+        return self.all_tiles["context"]
 
     @property
     def asked_tiles(self) -> dict[str, int]:
@@ -232,11 +224,8 @@ class ParallelLayout:
     @property
     def all_tiles(self) -> dict[str, int]:
         """The numbers :attr:`tensor_tiles` and :attr:`context_tiles` by axis."""
-        return {axis: self._tiles_of(axis) for axis in TILED_AXES}
-
-    def _tiles_of(self, axis: str) -> int:
-        size, asked = int(getattr(self, axis)), self.asked_tiles[axis]
-        return asked if fits_tiles(size, asked) else size
+        sizes = {"tensor": self.tensor, "context": self.context}
+        return {axis: n if fits_tiles(sizes[axis], n) else sizes[axis] for axis, n in self.asked_tiles.items()}
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -454,7 +443,7 @@ class PartitionedModel:
         """
         every = blocks_of(self.split)
         here = [block for chunk in self.chunks_of(stage) for block in self.cuts[chunk]]
-        homes = {joined(block, spec.name): spec for block in every for spec in every[block]}
+        homes = by_global_name(every)
         held = {joined(block, spec.name) for block in here for spec in every[block] if spec.tied is None}
         guests: dict[str, str] = {}
         result: dict[str, tuple[ParameterSpec, ...]] = {}
@@ -602,8 +591,8 @@ def averaged_names(model: Any) -> list[str]:
 
     Not collective.
     """
-    every = ((joined(block, spec.name), spec) for block, specs in blocks_of(model).items() for spec in specs)
-    return [name for name, spec in every if spec.averaged and spec.trainable]
+    every = by_global_name(blocks_of(model))
+    return [name for name, spec in every.items() if spec.averaged and spec.trainable]
 
 
 def optimized_names(model: Any) -> list[str]:
@@ -611,12 +600,8 @@ def optimized_names(model: Any) -> list[str]:
 
     Tied uses of a parameter are not listed.
     """
-    return [
-        joined(block, spec.name)
-        for block, specs in blocks_of(model).items()
-        for spec in specs
-        if spec.tied is None and spec.optimized
-    ]
+    every = by_global_name(blocks_of(model))
+    return [name for name, spec in every.items() if spec.tied is None and spec.optimized]
 
 
 #: What results of most layouts are equal to.
@@ -748,9 +733,7 @@ def _problem(model: Any, axis: str) -> str:
 
 
 def _has_split(model: BlockModel) -> bool:
-    if callable(getattr(model, "split", None)):
-        return True
-    return any(_splits(layer) for layer in model.blocks.values())
+    return callable(getattr(model, "split", None)) or any(map(_splits, model.blocks.values()))
 
 
 def _splits(layer: Any) -> bool:
@@ -789,7 +772,7 @@ def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) 
         described |= {f"block {name!r}" if name else "the only block": one for name, one in model.blocks.items()}
         described["the order of layers"] = {name: _below(layer) for name, layer in model.blocks.items()}
         described |= {"the loss": model.loss, "the seed": model.seed}
-    names = {joined(block, spec.name): spec for block, specs in blocks.items() for spec in specs}
+    names = by_global_name(blocks)
     described["the parameter table"] = {"dtype": np.dtype(model.dtype), **names}
     described["the order of parameters"] = list(names)  # of a mapping made from a set it differs by process
     given = getattr(model, "start_values", None)

@@ -12,8 +12,8 @@ neither the number of stages nor the schedule changes a bit of the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from mpizero.errors import CollectiveError, ConfigError, LayoutError, PeerFailur
 from mpizero.guard import guard
 from mpizero.kernels import to_host
 from mpizero.layout import Instruction, Schedule, build_schedule
-from mpizero.layout.flat import joined, nested
+from mpizero.layout.flat import by_global_name, joined, nested
 from mpizero.nn.arrays import StartValues, start_values_of
 from mpizero.nn.layer import call_located, fresh_integers
 from mpizero.sharding.batch import GrainScalars
@@ -42,10 +42,11 @@ from mpizero.sharding.forward_backward import (
     SequentialRunner,
     WatchedJob,
     agreeable_errors,
+    replaced_criterion,
     with_next,
 )
 from mpizero.sharding.grad_reduce import Job
-from mpizero.sharding.integrity import WriteCheck, check_function, check_layers
+from mpizero.sharding.integrity import check_function, check_layers
 from mpizero.sharding.params import ParameterProvider, ParameterStore
 from mpizero.sharding.partition import PartitionedModel, blocks_of
 from mpizero.types import EVALUATE, Array, BlockModel, ParameterSpec, Run
@@ -73,13 +74,13 @@ def make_runner(
         box = BlackBoxEvaluator(partitioned.local, store)
         if box.in_place:
             kinds["marks"] = check_function(partitioned.local.loss_and_grad, scalars.frozen, always=always)
-        return SequentialRunner(box, scalars, partitioned, **kinds)
+        return SequentialRunner(box, partitioned, scalars, **kinds)
     kinds["marks"] = check_layers(partitioned.local.blocks, scalars.frozen, always=always)
     provider = device.parameter_provider(store)
     if grid.pipeline.size > 1:
-        return PipelineRunner(partitioned, provider, grid.pipeline, scalars, loss_scale, **kinds)
+        return PipelineRunner(grid.pipeline, loss_scale, partitioned, provider, scalars, **kinds)
     evaluator = BlockEvaluator(partitioned.local, provider, loss_scale, partitioned.run_on)
-    return SequentialRunner(evaluator, scalars, partitioned, **kinds)
+    return SequentialRunner(evaluator, partitioned, scalars, **kinds)
 
 
 #: Number of instructions, the current one included, whose receives are posted early.
@@ -104,45 +105,24 @@ class _Flight:
     loss: Any = None
 
 
-class PipelineRunner:
+class PipelineRunner(Runner):
     """Execute the instructions of a pipeline schedule for this rank's stage.
 
-    Parameters
-    ----------
-    partitioned : PartitionedModel
-        This rank's chunks.
-    store : ParameterProvider
-        Provides the chunks' parameters, on the device where the layers compute.
-    comm : Communicator
-        The ranks of this pipeline; rank i is stage i.
-    scalars : GrainScalars
-        Collects losses, weights and failures.
-    loss_scale : callable
-        Returns the current loss scale.
-    counts : bool
-        Whether this rank records its losses in ``scalars`` if it has the last chunk. The ranks of a tensor group
-        compute equal losses, and only one of them records them.
-    agreeable, compute_device, marks
-        As in :class:`~mpizero.sharding.forward_backward.SequentialRunner`.
+    ``comm`` has the ranks of this pipeline; rank i is stage i. ``loss_scale`` returns the current loss scale. The other
+    parameters are :class:`~mpizero.sharding.forward_backward.Runner`'s.
     """
 
     def __init__(
         self,
+        comm: Communicator,
+        loss_scale: Callable[[], float],
         partitioned: PartitionedModel,
         store: ParameterProvider,
-        comm: Communicator,
         scalars: GrainScalars,
-        loss_scale: Callable[[], float],
-        *,
-        counts: bool = True,
-        agreeable: tuple[type[Exception], ...] = (Exception,),
-        compute_device: ComputeDevice | None = None,
-        marks: WriteCheck | None = None,
+        **settings: Any,
     ) -> None:
-        self.partitioned, self.store, self.comm, self.scalars = partitioned, store, comm, scalars
-        self.loss_scale, self.counts, self.agreeable = loss_scale, counts, agreeable
-        self.criterion, self.marks = partitioned.local.loss, marks
-        self.compute_device = compute_device or ComputeDevice()
+        super().__init__(partitioned, store, scalars, **settings)
+        self.comm, self.loss_scale, self.criterion = comm, loss_scale, partitioned.local.loss
         self.pipeline_p2p = self.compute_device.pipeline_p2p(comm)
         store.progress.register("pipeline", self.pipeline_p2p.progress)
         self.stage_of = partitioned.parallel_layout.chunks
@@ -159,14 +139,10 @@ class PipelineRunner:
     # ------------------------------------------------------------------ a step
 
     def run(self, jobs: Iterable[Job], run_of: RunOf) -> None:
-        """Run the forward and backward passes of all jobs, and record losses, weights and errors in the scalars.
-
-        Collective over the pipeline, and over the data group if parameters or gradients are sharded. ``run_of`` takes
-        the index of a micro-batch's first sample and its number of samples, and returns the ``Run`` of its pass.
-        """
+        """Run the forward and backward passes of all jobs in the order of the schedule; see :meth:`.Runner.run`."""
         jobs, self._flights = list(jobs), {}
         self.ready()  # stages wait for each other in ways that ranks of a node must not
-        watched = [WatchedJob(job, self.scalars, self.store.timeline, self.compute_device, self.marks) for job in jobs]
+        watched = [WatchedJob(job, self) for job in jobs]
         if not jobs:
             return
         # What a schedule pads is absent on every stage and every replica: nothing of it needs to be done.
@@ -179,21 +155,15 @@ class PipelineRunner:
             self.store.timeline.end("schedule", instruction, begun)
             self.store.progress.poll()
         self.pipeline_p2p.finish()
-        if self.marks is not None:
-            self.marks.end(failed=self.scalars.error is not None)
+        self.end_marks()
 
     def _execute(self, instruction: Instruction, watched: WatchedJob, run_of: RunOf) -> None:
-        chunk, micro = instruction.chunk, instruction.micro
         if watched.job.grain is None:
             self._absent(instruction, watched)
         elif instruction.kind == "forward":
-            self._forward(chunk, micro, watched, run_of)
-        elif instruction.kind == "backward":
-            self._backward(chunk, micro, watched)
-        elif instruction.kind == "backward_input":
-            self._backward_input(chunk, micro, watched)
+            self._forward(instruction.chunk, instruction.micro, watched, run_of)
         else:
-            self._backward_weights(chunk, micro, watched)
+            self._backward(instruction, watched)
 
     def _absent(self, instruction: Instruction, watched: WatchedJob) -> None:
         """Join the gathers and reductions of an instruction on a micro-batch that only other replicas have."""
@@ -202,26 +172,21 @@ class PipelineRunner:
         for unit, following in with_next(units if forward else reversed(units)):
             with self.store.unshard(unit, following):
                 pass
-            if instruction.kind in ("backward", "backward_weights"):
+            if instruction.kind not in ("forward", "backward_input"):
                 watched.done(unit)
 
     def _forward(self, chunk: int, micro: int, watched: WatchedJob, run_of: RunOf) -> None:
-        x, y, run = *self._samples(watched)[:2], run_of(*self._place(watched))
+        (x, y, _), run = watched.job.samples, run_of(*watched.job.place)
         flight = self._flights[chunk, micro] = _Flight(self.scalars.fail)
         self.most_caches = max(self.most_caches, len(self._flights))
         value = self._pass_forward(chunk, micro, x, self.partitioned.run_on(x, run), flight)
         if chunk == len(self.stage_of) - 1:
             with self._computing(flight) as working:
                 if working:
-                    begun = self.store.timeline.begin()
-                    loss, weight, flight.loss = self.criterion.forward(value, y)
-                    loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
-                    self.store.timeline.end("forward", "loss", begun)
-                    self._count(watched, loss, weight)
-
-    def _count(self, watched: WatchedJob, loss: float, weight: float) -> None:
-        if self.counts and watched.job.grain is not None:
-            self.scalars.add(watched.job.grain.number, loss, weight)
+                    with self.store.timeline.span("forward", "loss"):
+                        loss, weight, flight.loss = self.criterion.forward(value, y)
+                        loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
+                    self.count(watched.job, loss, weight)
 
     def _pass_forward(self, chunk: int, micro: int, x: Any, run: Run, flight: _Flight) -> Any:
         """Receive a chunk's input, run the chunk forward, send its output to the next chunk, and return the output.
@@ -236,7 +201,7 @@ class PipelineRunner:
         for unit, following in with_next(self.units[chunk]):
             with self.store.unshard(unit, following) as params, self._computing(flight) as working:
                 for block in unit.blocks if working else ():
-                    value, cache = self._call("forward", block, "forward", params[block], value, run)
+                    value, cache = self._call(block, "forward", params[block], value, run)
                     if run.training:
                         flight.caches[block] = cache
         if chunk < len(self.stage_of) - 1:
@@ -251,80 +216,71 @@ class PipelineRunner:
         """
         with self._computing(flight) as working:
             if working:
-                forward = route.kind == "forward"
-                block = (
-                    self.partitioned.cuts[route.border - 1][-1]
-                    if forward
-                    else self.partitioned.cuts[route.border + 1][0]
-                )
-                what = f"what {'forward' if forward else 'the backward pass'} of block {block!r} returns"
+                if route.kind == "forward":
+                    what, block = "forward", self.partitioned.cuts[route.border - 1][-1]
+                else:
+                    what, block = "the backward pass", self.partitioned.cuts[route.border + 1][0]
+                what = f"what {what} of block {block!r} returns"
                 self.pipeline_p2p.check(route, key_of(x), value, what)
         self.pipeline_p2p.send(route, micro, key_of(x), peer, None if flight.failed else value)
 
-    def _backward(self, chunk: int, micro: int, watched: WatchedJob) -> None:
-        """Compute the gradients of a chunk's input and weights from the gradient of its output, unit by unit.
+    def _backward(self, instruction: Instruction, watched: WatchedJob) -> None:
+        """Compute the gradients of a chunk's input, of its weights, or of both from that of its output, unit by unit.
 
         The gradient of the output is received from the next chunk, that of the input is sent to the chunk before. The
         last chunk begins with the loss.
         """
-        flight, d = self._begin_backward(chunk, micro, watched)
+        kind, chunk, micro = instruction.kind, instruction.chunk, instruction.micro
+        flight, weights = self._flights[chunk, micro], kind != "backward_input"
+        d = self._begin_backward(chunk, micro, watched, flight) if kind in _BACKWARD_KINDS else None
         for unit, following in with_next(reversed(self.units[chunk])):
             with self.store.unshard(unit, following) as params, self._computing(flight) as working:
-                grads = watched.target(unit) if working else {}
+                grads = watched.target(unit) if working and weights else {}
                 for block in reversed(unit.blocks) if working else ():
-                    cache = flight.caches.pop(block)
-                    d = self._call("backward", block, "backward", params[block], cache, d, grads[block])
-            watched.done(unit)
-        self._send_back(chunk, micro, watched, d)
-        del self._flights[chunk, micro]
+                    d = self._block_backward(kind, block, params[block], d, grads.get(block), flight)
+            if weights:
+                watched.done(unit)
+        if kind in _BACKWARD_KINDS:
+            self._send_back(chunk, micro, watched, d)
+        if weights:
+            del self._flights[chunk, micro]
 
-    def _backward_input(self, chunk: int, micro: int, watched: WatchedJob) -> None:
-        flight, d = self._begin_backward(chunk, micro, watched)
-        for unit, following in with_next(reversed(self.units[chunk])):
-            with self.store.unshard(unit, following) as params, self._computing(flight) as working:
-                for block in reversed(unit.blocks) if working else ():
-                    given = params[block], flight.caches[block], d
-                    d, flight.pending[block] = self._call("backward", block, "backward_input", *given)
-        self._send_back(chunk, micro, watched, d)
+    def _block_backward(self, kind: str, block: str, params: Any, d: Any, grads: Any, flight: _Flight) -> Any:
+        """Call the method ``kind`` of a block's layer, and return the gradient of its input, if that is computed."""
+        if kind == "backward":
+            return self._call(block, kind, params, flight.caches.pop(block), d, grads)
+        if kind == "backward_input":
+            d, flight.pending[block] = self._call(block, kind, params, flight.caches[block], d)
+            return d
+        return self._call(block, kind, params, flight.caches.pop(block), flight.pending.pop(block), grads)
 
-    def _backward_weights(self, chunk: int, micro: int, watched: WatchedJob) -> None:
-        flight = self._flights.pop((chunk, micro))
-        for unit, following in with_next(reversed(self.units[chunk])):
-            with self.store.unshard(unit, following) as params, self._computing(flight) as working:
-                grads = watched.target(unit) if working else {}
-                for block in reversed(unit.blocks) if working else ():
-                    given = params[block], flight.caches.pop(block), flight.pending.pop(block), grads[block]
-                    self._call("backward", block, "backward_weights", *given)
-            watched.done(unit)
-
-    def _call(self, phase: str, block: str, method: str, *args: Any) -> Any:
-        """Call ``method`` of a block's layer with ``args``, record its time under ``phase``, and return its result."""
+    def _call(self, block: str, method: str, *args: Any) -> Any:
+        """Call ``method`` of a block's layer with ``args``, record its time, and return its result."""
         clock, bound = self.store.timeline, getattr(self.partitioned.local.blocks[block], method)
         begun = clock.begin()
         result = call_located("block", block, bound, *args)
-        clock.end(phase, block, begun)
+        clock.end("forward" if method == "forward" else "backward", block, begun)
         self.store.progress.poll()
         return result
 
-    def _begin_backward(self, chunk: int, micro: int, watched: WatchedJob) -> tuple[_Flight, Any]:
-        flight, d = self._flights[chunk, micro], None
+    def _begin_backward(self, chunk: int, micro: int, watched: WatchedJob, flight: _Flight) -> Any:
+        d = None
         if chunk < len(self.stage_of) - 1:
-            key = key_of(self._samples(watched)[0])
+            key = key_of(watched.job.samples[0])
             d = self.pipeline_p2p.receive(Route("backward", chunk), micro, key, self.stage_of[chunk + 1])
             flight.failed = flight.failed or d is None
-            return flight, d
+            return d
         with self._computing(flight) as working:
             if working:
-                begun = self.store.timeline.begin()
-                d = self.criterion.backward(flight.loss, self.loss_scale())
-                self.store.timeline.end("backward", "loss", begun)
+                with self.store.timeline.span("backward", "loss"):
+                    d = self.criterion.backward(flight.loss, self.loss_scale())
         flight.loss = None
-        return flight, d
+        return d
 
     def _send_back(self, chunk: int, micro: int, watched: WatchedJob, d: Any) -> None:
         if chunk == 0:
             return
-        flight, x = self._flights[chunk, micro], self._samples(watched)[0]
+        flight, x = self._flights[chunk, micro], watched.job.samples[0]
         with self._computing(flight) as working:
             if working and not leaves_of(d):
                 first, before = self.partitioned.cuts[chunk][0], self.partitioned.cuts[chunk - 1][-1]
@@ -332,16 +288,6 @@ class PipelineRunner:
                     f"no gradient reaches block {before!r}: {first!r} after it returns none for its input"
                 )
         self._send(Route("backward", chunk - 1), micro, x, self.stage_of[chunk - 1], d, flight)
-
-    @staticmethod
-    def _samples(watched: WatchedJob) -> tuple[Any, Any, int]:
-        assert watched.job.grain is not None
-        return watched.job.grain.micro_batches[watched.job.number]
-
-    @staticmethod
-    def _place(watched: WatchedJob) -> tuple[int, int]:
-        assert watched.job.grain is not None
-        return watched.job.grain.place(watched.job.number)
 
     @contextmanager
     def _computing(self, flight: _Flight) -> Iterator[bool]:
@@ -352,18 +298,12 @@ class PipelineRunner:
         """
         try:
             yield not flight.failed
-        except (CollectiveError, PeerFailure):
-            raise
         except Exception as error:
-            if not isinstance(error, self.agreeable):
+            if isinstance(error, CollectiveError | PeerFailure) or not isinstance(error, self.agreeable):
                 raise
             flight.fail(error)
             flight.failed = True
             flight.caches.clear()
-
-    def ready(self) -> None:
-        """Wait until all updated parameters that other ranks send have arrived. Collective over the data group."""
-        self.store.wait()
 
     # ------------------------------------------------------------------ forward alone
 
@@ -416,15 +356,9 @@ class PipelineRunner:
         self.store.progress.poll()
         return value
 
-    @contextmanager
-    def using_loss(self, loss: Any) -> Iterator[None]:
+    def using_loss(self, loss: Any) -> AbstractContextManager[None]:
         """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
-        own = self.criterion
-        self.criterion = own if loss is None else self.partitioned.own_loss(loss)
-        try:
-            yield
-        finally:
-            self.criterion = own
+        return replaced_criterion(self, self.partitioned.own_loss(loss))
 
     # ------------------------------------------------------------------ messages
 
@@ -432,7 +366,7 @@ class PipelineRunner:
         job = jobs[instruction.micro]
         if job.grain is None:
             return
-        key = key_of(job.grain.micro_batches[job.number][0])
+        key = key_of(job.samples[0])
         chunk = instruction.chunk
         if instruction.kind == "forward" and chunk > 0:
             self.pipeline_p2p.post(Route("forward", chunk), instruction.micro, key, self.stage_of[chunk - 1])
@@ -518,7 +452,7 @@ def measure_blocks(model: BlockModel, x: Array, y: Array, repeats: int = 3) -> d
             f"{type(model).__name__} is a black box: only models of blocks can be measured block by block"
         )
     specs, run = blocks_of(model), Run(training=True, seed=model.seed)
-    homes = {joined(block, spec.name): spec for block in specs for spec in specs[block]}
+    homes = by_global_name(specs)
     found: dict[str, BlockTimes] = {}
     fill = start_values_of(model)
     value: Any = x
@@ -560,11 +494,7 @@ def _parameters(
     for spec in specs:
         name = spec.tied or joined(block, spec.name)
         flat = np.empty(spec.size, model.dtype)
-        fill(_named(homes[name], name), 0, spec.size, flat)
+        fill(replace(homes[name], name=name), 0, spec.size, flat)
         params[spec.name], grads[spec.name] = spec.view(flat), spec.view(np.empty_like(flat))
     integers = fresh_integers(model.blocks[block])
     return nested(params | integers), nested(grads | integers)
-
-
-def _named(spec: ParameterSpec, name: str) -> ParameterSpec:
-    return ParameterSpec(name, spec.shape, spec.init, complex=spec.complex)

@@ -22,6 +22,7 @@ from mpizero.comm.communicator import Timeline
 from mpizero.errors import ConfigError, SharedMemoryError
 from mpizero.layout.flat import FlatLayout
 from mpizero.nn.arrays import keep_freed_memory
+from mpizero.nn.layer import start_integers
 from mpizero.optim.elementwise import LossScaleState, averaging
 from mpizero.sharding.batch import GrainScalars, NodeClaims
 from mpizero.sharding.config import (
@@ -104,12 +105,10 @@ class PlacedModel:
         if callable(told := getattr(model, "set_sharding_config", None)):
             with all_ranks(config.communicator, "model's own settings"):
                 told(config)
-        self.compute_device = self._opened_device(device)
+        self.compute_device = ComputeDevice() if config.device == "cpu" else open_gpu(config, self.block_model, device)
         if self.block_model and not config.is_guest:
             keep_freed_memory()
         self.dtype = np.dtype(model.dtype)
-        if self.dtype not in (np.float32, np.float64):
-            raise ConfigError(f"parameters of type {self.dtype} are not supported: use float32 or float64")
         self._find_part(parallel_layout, private=private)
         self._scratch = scratch_use(config, self.grid.pipeline.size, by_block=self.block_model)
         used = {"scratch": self._scratch == "grains", "in_place": writes_in_place(model)}
@@ -140,16 +139,10 @@ class PlacedModel:
         self.half_loaded: HalfLoaded | None = None
         self._begin_values()
 
-    def _opened_device(self, number: int | None) -> ComputeDevice:
-        """Return what this rank computes on; collective over ``config.comm`` if ``config.device`` says a GPU."""
-        if self.config.device == "cpu":
-            return ComputeDevice()
-        return open_gpu(self.config, self.block_model, number)
-
     def _begin_values(self) -> None:
         self.store.begin(self.model)
         with all_ranks(self.grid.world, "start values"):
-            self.integers.begin(self.model)
+            self.integers.set(start_integers(self.model))
 
     def _find_part(self, parallel_layout: ParallelLayout | None, *, private: bool) -> None:
         """Set ``grid``, ``partitioned`` and ``layout``: the groups of ranks, and this rank's part of the model.
@@ -223,7 +216,7 @@ class PlacedModel:
             config.accumulate,
             by_block=self.block_model,
             scratch=self._scratch,
-            shard=None if waves is None else waves.first_row,
+            shard=None if waves is None else waves.first_level,
             claims=self.claims,
         )
         self.reducer: GradientReducer = waves or self.rows

@@ -22,10 +22,9 @@ from mpizero.checkpoint import LocalArray
 from mpizero.checkpoint.format import short_name
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.errors import CheckpointError, ConfigError
-from mpizero.layout.flat import joined
+from mpizero.layout.flat import by_global_name
 from mpizero.optim import elementwise
 from mpizero.sharding import saved_attributes
-from mpizero.sharding.params import named_integers
 from mpizero.sharding.partition import blocks_of
 from mpizero.sharding.saved_attributes import (
     AXES,
@@ -86,7 +85,7 @@ def parameter_arrays(engine: Engine) -> list[HeldArray]:
 def _integer_arrays(engine: Engine, *, held: bool) -> list[HeldArray]:
     """Return the integer arrays of the model; with ``held``, all of each whose block is on this rank's stage."""
     found = []
-    for name, spec in named_integers(engine.integers.whole).items():
+    for name, spec in by_global_name(engine.integers.whole).items():
         told, value = ParameterSpec(name, spec.shape, trainable=False), engine.integers.values.get(name)
         stored = spec.stored_dtype
         pieces = [] if value is None or not held else [HeldPiece(told, 0, value.reshape(-1).view(stored))]
@@ -177,8 +176,8 @@ def attributes(engine: Engine) -> dict[str, Any]:
 
 def _other_names(model: Any) -> dict[str, str]:
     """Return the names of all tied uses of parameters, each with the name of the parameter."""
-    specs = ((block, spec) for block, found in blocks_of(model).items() for spec in found)
-    tied = {joined(block, spec.name): spec.tied for block, spec in specs if spec.tied is not None}
+    specs = by_global_name(blocks_of(model))
+    tied = {name: spec.tied for name, spec in specs.items() if spec.tied is not None}
     return tied | dict(getattr(model, "other_names", {}))
 
 
@@ -389,7 +388,7 @@ def copy_state(source: Engine, target: Engine) -> None:
 def _check_model(engine: Engine, reader: ArrayReader) -> None:
     prefix = "parameters/"
     found = {path[len(prefix) :]: shape for path, (shape, _) in reader.arrays.items() if path.startswith(prefix)}
-    integers = named_integers(engine.integers.whole)
+    integers = by_global_name(engine.integers.whole)
     wanted = {e.spec.name: e.spec.shape for e in engine.whole.layout.parameters}
     wanted |= {name: spec.shape for name, spec in integers.items()}
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())

@@ -18,7 +18,6 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.comm import ProcessGrid
-from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.sum_tree import Program, TreeNode, cover, evaluate, leaves_program, merge
 from mpizero.layout.tensor_parts import PartRows, elements_within, row_runs, take_rows, tile_rows
@@ -51,7 +50,7 @@ class UpdateScope:
     replicated : bool
         Whether every node keeps the whole optimizer state (DDP); otherwise each rank keeps the state of its own shard.
     in_rows : bool
-        Whether the reduced gradient is a row, a copy of the whole gradient vector. Otherwise it is an array of only the
+        Whether the reduced gradient is a row, as long as the gradient vector. Otherwise it is an array of only the
         ranges that this rank owns.
     global_sums : GlobalSums or None
         Adds sums of squares over the ranks that hold other parts of the model; None if the model is not split.
@@ -107,7 +106,7 @@ class Updater:
         self.method: VectorRun | None = None  # what a method of whole vectors has reached
         self.step_count = 0
         self.last_rate: float | None = None  # of the last step; None if it is not known
-        self._known_rate: tuple[int, float] | None = None
+        self._known_rate = -1, 0.0  # the step whose rate is known, and the rate
         self.dtype = store.dtype
         #: Exchanges and updates whole tensors; None if the optimizer needs none.
         self.tensors = WholeTensors(optimizer, store, plan, self.pieces) if optimizer.needs_whole_tensors else None
@@ -125,7 +124,10 @@ class Updater:
         """
         if slot not in self.optimizer.slots:
             return self.tensors.kept[slot] if self.tensors else []
-        return sharded_pieces(self.trees.own if own else self.pieces, self.state[slot].size)
+        # Pieces of whole tensors, which only the average has, begin after all others: see whole_last.
+        pieces, size = self.trees.own if own else self.pieces, self.state[slot].size
+        held = (piece for piece in pieces if piece.state + piece.size <= size)
+        return [StatePiece(p.entry.spec, p.span.start - p.entry.offset, p.state, p.size) for p in held]
 
     def release(self) -> None:
         """Stop counting the bytes of the optimizer state; the caller then drops the updater. Not collective."""
@@ -165,8 +167,8 @@ class Updater:
 
         It is not asked for again, because a user's function may return another rate each time.
         """
-        known = self._known_rate is not None and self._known_rate[0] == self.step_count
-        return self._known_rate[1] if known and self._known_rate is not None else self.ask_rate()
+        step, rate = self._known_rate
+        return rate if step == self.step_count else self.ask_rate()
 
     def _made(self) -> None:
         """Count one optimizer step, and record its learning rate."""
@@ -186,7 +188,7 @@ class Updater:
         Parameters
         ----------
         rows, program, out
-            As in :class:`~mpizero.sharding.grad_reduce.SumOperands`.
+            As in ``Operands`` of ``sharding/grad_reduce.py``.
         divisors : Divisors
             What sums of gradients, and of averaged parameters, are divided by.
         threads : int
@@ -292,9 +294,9 @@ class Updater:
     def _square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
         """Return, for every optimized parameter of the model, by name, the sum of squares of its elements.
 
-        Collective over all ranks. ``values`` and ``starts`` are those of :meth:`TensorTree.square_sums`.
+        Collective over all ranks. ``values`` and ``starts`` are those of :meth:`TensorTree.sums`.
         """
-        return self.over_ranks(self.trees.square_sums(values, starts))
+        return self.over_ranks(self.trees.sums((values,), starts))
 
     def over_ranks(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
         """Return, for every optimized parameter of the model, the sum of its tiles' values, given those of this rank.
@@ -436,16 +438,6 @@ def state_sizes(
     return sizes | {slot: tensors.size(slot) if tensors else 0 for slot in tensor_slots(optimizer)}
 
 
-def sharded_pieces(pieces: Iterable[UpdatePiece], size: int) -> list[StatePiece]:
-    """Return which elements of a slot's arrays a rank keeps of ``pieces``, which follow the shard rule. Not collective.
-
-    ``size`` is the number of elements that the rank keeps of the slot. Pieces of whole tensors, which only the average
-    has, begin after it (:func:`~mpizero.sharding.params.whole_last`).
-    """
-    held = (piece for piece in pieces if piece.state + piece.size <= size)
-    return [StatePiece(p.entry.spec, p.span.start - p.entry.offset, p.state, p.size) for p in held]
-
-
 class TensorTree:
     """Sum the squares of each parameter's elements in float64, in the order of a binary tree over the elements.
 
@@ -470,12 +462,7 @@ class TensorTree:
     def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
         self.grid, self._layout = grid, layout
         share = Share(layout, grid.data.rank, grid.data.size)
-        self.own = [piece for piece in pieces if _inside(piece.span, share.spans[piece.entry.unit])]
-
-    @property
-    def counts(self) -> list[int]:
-        """Number of sums that each rank of the data group computes."""
-        return self._all_sums[0]
+        self.own = [p for p in pieces if p.span.intersect(share.spans[p.entry.unit]) == p.span]
 
     @cached_property
     def _tiles(self) -> dict[str, tuple[PartRows, ...]]:
@@ -499,7 +486,7 @@ class TensorTree:
                 place += len(nodes)
                 counts[rank] += len(nodes)
         programs = {
-            name: tuple(_root(arrivals[name, tile], rows.size) for tile, rows in enumerate(held))
+            name: tuple(next((p for _, p in merge(arrivals[name, t], r.size)), ()) for t, r in enumerate(held))
             for name, held in self._tiles.items()
         }
         return counts, programs
@@ -525,20 +512,12 @@ class TensorTree:
                 place += len(nodes)
         return np.array(cuts, np.int64).reshape(-1, 4).T, strided
 
-    def square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
+    def sums(self, arrays: tuple[Array, ...], starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """Return, for every optimized parameter of the layout, by name, the sum of squares of each tile's elements.
 
-        A parameter without tiles has one sum. Collective over the data group. ``values`` holds this rank's elements;
-        those of piece ``own[i]`` begin at index ``starts[i]``.
+        Of two arrays these are their dot products. A parameter without tiles has one sum. Collective over the data
+        group. An array holds this rank's elements; those of piece ``own[i]`` begin at index ``starts[i]``.
         """
-        return self._sums((values,), starts)
-
-    def dots(self, x: Array, y: Array, starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
-        """Return the dot products of each tile's elements in two arrays, like :meth:`square_sums` of one."""
-        return self._sums((x, y), starts)
-
-    def _sums(self, arrays: tuple[Array, ...], starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
-        """Return the sums of squares of one array, or the dot products of two. Collective over the data group."""
         (counts, programs), ((piece, place, first, stop), strided) = self._all_sums, self._own_sums
         local = np.empty(counts[self.grid.data.rank], np.float64)
         begin, found = np.array(starts, np.int64)[piece], np.empty(piece.size, np.float64)
@@ -558,23 +537,12 @@ def _tree_sums(arrays: tuple[Array, ...], starts: Array, stops: Array, out: Arra
     (reduction.tree_square_sums if len(arrays) == 1 else reduction.tree_dots)(*arrays, starts, stops, out)
 
 
-def _inside(span: Span, other: Span) -> bool:
-    return other.start <= span.start and span.stop <= other.stop
-
-
 def _held(share: Share, tiles: Mapping[str, Sequence[PartRows]]) -> Iterator[tuple[str, int, tuple[TreeNode, ...]]]:
     """Yield name, tile and subtrees of each sum that a rank computes, in the order in which it sends them."""
-    for span in share.spans:
-        for entry, part in share.layout.pieces(span):
-            if entry.spec.optimized:
-                for tile, rows in enumerate(tiles[entry.spec.name]):
-                    held = elements_within(rows, part.start - entry.offset, part.stop - entry.offset)
-                    yield entry.spec.name, tile, cover(held.start, held.stop, rows.size)
-
-
-def _root(held: Sequence[tuple[TreeNode, Program]], total: int) -> Program:
-    whole = merge(held, total)
-    return whole[0][1] if whole else ()
+    for entry, part, _ in share.pieces():
+        for tile, rows in enumerate(tiles.get(entry.spec.name, ())):
+            held = elements_within(rows, part.start - entry.offset, part.stop - entry.offset)
+            yield entry.spec.name, tile, cover(held.start, held.stop, rows.size)
 
 
 #: Elements of a tile that is not contiguous which are copied at once, a power of two: so many stay in a CPU's cache.

@@ -177,9 +177,8 @@ class ShardedVectors:
 
     def dot(self, a: str, b: str) -> float:
         """Return the dot product of two vectors. Collective over all ranks."""
-        trees, first, second = self._updater.trees, self._updater.state[a], self._updater.state[b]
-        sums = trees.square_sums(first, self._starts) if a == b else trees.dots(first, second, self._starts)
-        return float(sum(self._updater.over_ranks(sums).values()))
+        arrays = tuple(self._updater.state[slot] for slot in dict.fromkeys((a, b)))
+        return float(sum(self._updater.over_ranks(self._updater.trees.sums(arrays, self._starts)).values()))
 
     def copy(self, source: str, target: str) -> None:
         """Copy one vector to another. Not collective."""

@@ -199,28 +199,30 @@ class TensorPlan:
         """Return the numbers of the tensors that data rank ``rank`` owns."""
         return [number for number, owner in enumerate(self.owners) if owner == rank]
 
-    def gathers(self, rank: int) -> Sequence[Move]:
-        """Return the elements of gradients that data rank ``rank`` sends to owners or, as one, gets from holders."""
-        return self._gathers.get(rank, ())
-
-    def returns(self, rank: int) -> Sequence[Move]:
-        """Return the elements of updated tensors that data rank ``rank`` gets from owners or sends as one."""
-        return self._returns.get(rank, ())
-
     @cached_property
-    def _gathers(self) -> dict[int, list[Move]]:
-        return _by_rank(
+    def gathers(self) -> list[list[Move]]:
+        """The elements of gradients that each data rank sends to owners or, as one, gets from holders."""
+        return self._by_rank(
             Move(number, span, self._source(self.owners[number], shard), self.owners[number])
             for number, shard, span in self._parts
         )
 
     @cached_property
-    def _returns(self) -> dict[int, list[Move]]:
-        return _by_rank(
+    def returns(self) -> list[list[Move]]:
+        """The elements of updated tensors that each data rank gets from owners or sends as one."""
+        return self._by_rank(
             Move(number, span, self.owners[number], target)
             for number, shard, span in self._parts
             for target in self._holders[shard]
         )
+
+    def _by_rank(self, moves: Iterable[Move]) -> list[list[Move]]:
+        """Return, for each rank, the moves in which it takes part, in their order."""
+        found: list[list[Move]] = [[] for _ in self._holders]
+        for move in moves:
+            for rank in {move.source, move.target}:
+                found[rank].append(move)
+        return found
 
     def _source(self, owner: int, shard: int) -> int:
         """Return the holder of a shard that sends its elements to ``owner``: itself, or one on its node if there is."""
@@ -250,15 +252,6 @@ class TensorPlan:
 def tensor_cost(optimizer: Any, shape: tuple[int, ...]) -> int:
     """Return the floating-point operations that an optimizer tells for the update of a tensor, after a check."""
     return require(f"{optimizer_name(optimizer)}.cost({shape})", optimizer.cost(shape), whole())
-
-
-def _by_rank(moves: Iterable[Move]) -> dict[int, list[Move]]:
-    """Return, for each rank, the moves in which it takes part, in their order."""
-    found: dict[int, list[Move]] = {}
-    for move in moves:
-        for rank in {move.source, move.target}:
-            found.setdefault(rank, []).append(move)
-    return found
 
 
 def _check(optimizer: Any, spec: ParameterSpec) -> None:
@@ -306,7 +299,7 @@ class TensorExchange:
         Return new flat arrays for the tensors that this rank owns, by number, complete when the requests have ended.
         """
         whole = {number: np.empty(self.plan.tensors[number].spec.size, values.dtype) for number in self.owned}
-        moves = self.plan.gathers(self.data.rank)
+        moves = self.plan.gathers[self.data.rank]
         return whole, self._exchange(moves, tag, self._in_pieces(values, place_of), self._inside(whole))
 
     def begin_parameters(self, tag: int) -> tuple[dict[int, Array], list[Request]]:
@@ -319,7 +312,7 @@ class TensorExchange:
 
     def send_back(self, whole: Mapping[int, Array], values: Array, place_of: PlaceOf, tag: int) -> None:
         """Write the elements of owned tensors to the pieces in ``values`` of all ranks that hold them."""
-        moves = self.plan.returns(self.data.rank)
+        moves = self.plan.returns[self.data.rank]
         for request in self._exchange(moves, tag, self._inside(whole), self._in_pieces(values, place_of)):
             request.wait()
 
@@ -433,7 +426,7 @@ class TieExchange:
                     arrived.setdefault(use, []).append((common, buffer))
                     requests.append(world.irecv(buffer, peer, tag))
                 elif use.stage == self.number:
-                    buffer = _copied(self._gradient(tie, use, common, reduced))
+                    buffer = kernels.to_host(self._gradient(tie, use, common, reduced).copy())
                     sent.append(buffer)
                     requests.append(world.isend(buffer, peer, tag))
         return arrived, requests
@@ -493,11 +486,6 @@ class _Tie(NamedTuple):
     uses: tuple[Use, ...]
     holders: tuple[_Holder, ...]
     mine: Span
-
-
-def _copied(values: Array) -> Array:
-    """Return a copy, on the host, of an array on the host or on a GPU."""
-    return values.copy() if isinstance(values, np.ndarray) else kernels.to_host(values)
 
 
 def home_trainable(name: str, layouts: Mapping[int, FlatLayout]) -> bool:

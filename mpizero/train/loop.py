@@ -763,13 +763,13 @@ class MethodWatch:
         """Set the parameters to those of the next trial, before the first step of this call. Collective."""
         self._shown = None
         if self.progress is not None:
-            self._model.engine.place_trial()
+            self._model.engine.place(iterate=False)
             self._model.invalidate_cache()
 
     def show_iterate(self) -> None:
         """Set the parameters to the last iterate, until :meth:`go_on`. Collective."""
         if self.progress is not None and self._shown is None:
-            self._model.engine.place_iterate()
+            self._model.engine.place(iterate=True)
             self._model.invalidate_cache()
             self._shown = self._model.engine.store.version
 

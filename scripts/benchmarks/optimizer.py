@@ -107,8 +107,8 @@ class Exchanges:
         divisors = Divisors(*[np.array([RANKS], np.float32)] * 2)
 
         def run() -> None:
-            operands = engine.rows.operands()
-            engine.updater.update_fused(operands.rows, operands.program, divisors, operands.out, 1)
+            rows, program, out = engine.rows.operands()
+            engine.updater.update_fused(rows, program, divisors, out, 1)
             engine.store.publish(exchange=engine.placement.shard_optimizer)
 
         return run

@@ -351,7 +351,7 @@ SITES = (
     ),
     Mutant(
         "pipeline-stale-cache",
-        "PipelineRunner._backward_weights",
+        "PipelineRunner._block_backward",
         "flight.caches.pop(block), flight.pending.pop(block)",
         "flight.pending[block], flight.pending.pop(block)",
         ("test_every_schedule_with_every_zero_stage_has_the_bits_of_one_process[0]",),

@@ -158,7 +158,7 @@ def train_with_sums_on_their_way():
     finish = reducer.finish
 
     def meet():
-        if model.engine.step_number == 3 and reducer.in_flight and COMM.rank == VICTIM:
+        if model.engine.step_number == 3 and reducer._in_flight is not None and COMM.rank == VICTIM:
             note_fault()
             FAULTS[FAULT.removesuffix("_amid_sums")]()
         finish()

@@ -10,11 +10,12 @@ import numpy as np
 
 import mpizero as mz
 from mpizero.comm.model_group import CommunicatorGroup
+from mpizero.layout.flat import flat_names
 from mpizero.sharding import grad_reduce
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.forward_backward import WatchedJob
 from mpizero.sharding.grad_reduce import RowBuffer
-from mpizero.sharding.params import ParameterStore, flat_names
+from mpizero.sharding.params import ParameterStore
 from mpizero.sharding.update import Updater
 from mpizero.testing import Finding, compare_layouts
 from mpizero.types import Run

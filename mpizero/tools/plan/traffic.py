@@ -100,7 +100,7 @@ class RankTraffic:
     def updated_in_tensors(self) -> int:
         """Number of those elements that are parts of whole tensors."""
         rank = self.grid.data.rank
-        return sum(move.span.size for move in self.tensors.returns(rank) if move.target == rank)
+        return sum(move.span.size for move in self.tensors.returns[rank] if move.target == rank)
 
     @cached_property
     def jobs(self) -> tuple[int, ...]:
@@ -239,7 +239,7 @@ class RankTraffic:
         rank, size, item = self.grid.data.rank, self.grid.world.size, self.training.itemsize
         gathered, returned = (
             total_sent(one_call(m.span.size * item) for m in moves if m.source == rank != m.target)
-            for moves in (self.tensors.gathers(rank), self.tensors.returns(rank))
+            for moves in (self.tensors.gathers[rank], self.tensors.returns[rank])
         )
         return gathered.times(2 if self.sharded else 1) + returned + one_call(2 * (size - 1) // size)
 

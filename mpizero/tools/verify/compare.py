@@ -34,7 +34,7 @@ from mpizero.comm.threads import run_in_threads
 from mpizero.errors import ConfigError
 from mpizero.kernels import to_host
 from mpizero.layout import Grains
-from mpizero.layout.flat import FlatLayout, ParameterUse, joined
+from mpizero.layout.flat import FlatLayout, ParameterUse, flat_names
 from mpizero.optim import SGD
 from mpizero.sharding import ShardingConfig, StepReport
 from mpizero.sharding.batch import Totals
@@ -42,7 +42,7 @@ from mpizero.sharding.engine import Engine
 from mpizero.sharding.full_params import take
 from mpizero.sharding.model import ShardedModelBase
 from mpizero.sharding.parameter_access import gather_pieces, gather_slot, slot_entries
-from mpizero.sharding.params import UpdatePiece, flat_names
+from mpizero.sharding.params import UpdatePiece
 from mpizero.sharding.partition import own_reasons, shown_tiles
 from mpizero.sharding.update import Updater
 from mpizero.tools.verify import verdicts
@@ -306,8 +306,7 @@ class ObservedTraining:
         sums, parts = dict[str, Array](), dict[PartKey, Array]()
 
         def watch(grain: int, number: int, block: str, views: Any) -> None:
-            for name, view in flat_names(views):
-                use = joined(block, name)
+            for use, view in flat_names(views, block):
                 if use in entries:
                     values = to_host(view).reshape(-1) / scale
                     sums[use] = sums[use] + values if use in sums else values

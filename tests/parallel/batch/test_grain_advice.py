@@ -10,7 +10,7 @@ import pytest
 from mpizero.adapters import user_code
 from mpizero.adapters.user_code import EfficientSamples, PassTimes, PassWork
 from mpizero.layout.batch import GrainRule
-from mpizero.sharding.batch import described_grains, faster_grain
+from mpizero.sharding.step_report import described_grains, faster_grain
 
 
 @pytest.mark.parametrize("batch", [*range(1, 40), 128, 1000])

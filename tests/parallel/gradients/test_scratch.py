@@ -14,10 +14,11 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import LayoutError, RemoteError
+from mpizero.layout.flat import flat_names
 from mpizero.nn import Frozen
 from mpizero.nn.layer import Layer
 from mpizero.sharding import placed_model
-from mpizero.sharding.params import flat_names, paged
+from mpizero.sharding.params import paged
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE, Init, ParameterSpec
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, hard_function, mlp, part, sharded, tokens, vectors

@@ -136,7 +136,7 @@ def run(comm: Any, way: Way, dtype: str, given: dict[str, Array], grads: dict[st
     sums = GlobalSums(grid, layout, names) if grid.model.size > 1 else None
     updater = Updater(mz.LAMB(lr=0.3), store, UpdateScope(not row.shard_optimizer, True, sums))
     squares = ShardSizes(layout, grid.data.size).squares
-    parallel_assert(comm, [squares(rank) for rank in range(grid.data.size)] == updater.trees.counts, "planned")
+    parallel_assert(comm, [squares(rank) for rank in range(grid.data.size)] == updater.trees._all_sums[0], "planned")
     reduced = np.concatenate([selected(e.spec, grads[e.spec.name]) for e in layout.parameters])
     found = updater._square_sums(reduced, [piece.gradient for piece in updater.trees.own])
     norm, _ = updater.norm(reduced)

@@ -448,18 +448,18 @@ def test_owners_get_each_element_once_and_holders_get_it_back(nodes, replicated)
     shards = [layout.shards(rank, len(ranks))[0] for rank in ranks]
     for number, entry in enumerate(plan.tensors):
         owner, wanted = plan.owners[number], list(range(*entry.span))
-        gathered = [m for m in plan.gathers(owner) if m.tensor == number and m.target == owner]
+        gathered = [m for m in plan.gathers[owner] if m.tensor == number and m.target == owner]
         assert sorted(i for move in gathered for i in range(*move.span)) == wanted
         for move in gathered:
-            assert move in plan.gathers(move.source)
+            assert move in plan.gathers[move.source]
             if replicated:  # within a node
                 assert any({move.source, owner} <= set(node) for node in nodes)
         for rank in ranks:
             peers = [r for r in ranks if _place(r, nodes) == _place(rank, nodes)] if replicated else [rank]
             held = sorted(i for r in peers for i in range(*shards[r]) if i in wanted)
-            back = [m for m in plan.returns(rank) if m.tensor == number and m.target == rank]
+            back = [m for m in plan.returns[rank] if m.tensor == number and m.target == rank]
             assert sorted(i for move in back for i in range(*move.span)) == held
-            assert all(move in plan.returns(owner) for move in back)
+            assert all(move in plan.returns[owner] for move in back)
 
 
 def _place(rank: int, nodes: Any) -> int:

@@ -216,8 +216,6 @@ def has_start_values(comm: Any, spread: Spread, models: Sequence[Any] = MODELS) 
         parallel_assert(comm, whole.vector().tobytes() == expected.tobytes(), "vector")
         units = list(whole.units())
         parallel_assert(comm, np.concatenate(units).tobytes() == expected.tobytes(), "units")
-        for unit, values in zip(whole.layout.units, units, strict=True):
-            parallel_assert(comm, whole.unit(unit).tobytes() == values.tobytes(), f"unit {unit.index}")
         named = whole.named(whole.vector())
         initial = initial_parameters(model)
         parallel_assert(comm, list(named) == list(initial))
