@@ -134,17 +134,12 @@ def bind(model: BlockModel, named: Mapping[str, Array]) -> dict[str, dict[str, A
                 f"it is {array.dtype} of shape {tuple(array.shape)}"
             )
     return {
-        block: nest(
-            [(spec.name, named[spec.tied or joined(block, spec.name)]) for spec in layer.specs()]
-            + [(spec.name, integers[joined(block, spec.name)]) for spec in layer_integers(layer)]
+        block: nested(
+            {spec.name: named[spec.tied or joined(block, spec.name)] for spec in layer.specs()}
+            | {spec.name: integers[joined(block, spec.name)] for spec in layer_integers(layer)}
         )
         for block, layer in model.blocks.items()
     }
-
-
-def nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Turn dotted names into nested dictionaries: ``("a.b", 1)`` becomes ``{"a": {"b": 1}}``. Not collective."""
-    return nested(dict(items))
 
 
 def _require_equal_names(wanted: set[str], given: set[str]) -> None:
@@ -288,8 +283,8 @@ def _backward(
     """Run a block's backward pass into its arrays of ``uses``; ``kept`` are its parameters and its cache."""
     if dy is None:
         raise LayoutError(f"no gradient reaches block {block!r}: the block after it returns none for its input")
-    own = ((spec.name, uses[joined(block, spec.name)]) for spec in layer.specs() if spec.trainable)
-    grads = nest([*own, *fresh_integers(layer).items()])
+    own = {spec.name: uses[joined(block, spec.name)] for spec in layer.specs() if spec.trainable}
+    grads = nested(own | fresh_integers(layer))
     dx: Array | None = call_located("block", block, layer.backward, *kept, dy, grads)
     return dx
 

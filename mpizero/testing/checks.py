@@ -28,9 +28,9 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import communicator_of, one_process
 from mpizero.comm.threads import run_in_threads
 from mpizero.errors import ArgumentError, ConfigError
-from mpizero.layout.flat import value_at
+from mpizero.layout.flat import nested, value_at
 from mpizero.nn.layer import fresh_integers
-from mpizero.nn.models import nest, run_on
+from mpizero.nn.models import run_on
 from mpizero.nn.virtual_ranks import TiledBlock, tiled_model
 from mpizero.sharding import HybridShardedModel, ShardingConfig
 from mpizero.sharding.partition import TILED_AXES, fits_tiles
@@ -666,4 +666,4 @@ def _trained(layer: Any) -> Iterator[ParameterSpec]:
 def _new_gradients(layer: Any, dtype: Any) -> dict[str, Any]:
     """Return arrays of NaN for the gradients of a layer, nested by name."""
     arrays = {spec.name: np.full(spec.shape, np.nan, spec.element_type(dtype)) for spec in layer.specs()}
-    return nest([*arrays.items(), *fresh_integers(layer).items()])
+    return nested(arrays | fresh_integers(layer))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.nn.models import nest
+from mpizero.layout.flat import nested
 from mpizero.types import EVALUATE
 
 STEP = 1e-5
@@ -22,13 +22,13 @@ def random_parameters(layer, rng, dtype=np.float64):
     views = {name: value.view() for name, value in flat.items()}
     for view in views.values():
         view.flags.writeable = False
-    return flat, nest(views.items())
+    return flat, nested(dict(views.items()))
 
 
 def gradient_slots(layer, dtype=np.float64):
     """Gradient views filled with NaN, so that anything not overwritten shows."""
     flat = {spec.name: np.full(spec.shape, np.nan, dtype) for spec in layer.specs() if spec.trainable}
-    return flat, nest(flat.items())
+    return flat, nested(dict(flat.items()))
 
 
 def central_difference(function, array):

@@ -125,14 +125,14 @@ def test_later_places_do_not_change_earlier_outputs(rng, nested_block):
 
 @pytest.fixture
 def nested_block(rng):
-    from mpizero.nn.models import nest
+    from mpizero.layout.flat import nested
 
     block = TransformerBlock(4, 2)
-    return block, nest((spec.name, rng.normal(size=spec.shape)) for spec in block.specs())
+    return block, nested(dict((spec.name, rng.normal(size=spec.shape)) for spec in block.specs()))
 
 
 def test_checkpointed_gradients_have_the_same_bits(rng):
-    from mpizero.nn.models import nest
+    from mpizero.layout.flat import nested
 
     plain = TransformerBlock(8, 2, dropout=0.2, site=4)
     values = [(spec.name, rng.normal(size=spec.shape).astype(np.float32)) for spec in plain.specs()]
@@ -140,8 +140,8 @@ def test_checkpointed_gradients_have_the_same_bits(rng):
     results = []
     for layer in (plain, Checkpointed(plain)):
         grads = {spec.name: np.full(spec.shape, np.nan, np.float32) for spec in layer.specs()}
-        y, cache = layer.forward(nest(values), x, TRAINING)
-        dx = layer.backward(nest(values), cache, dy, nest(grads.items()))
+        y, cache = layer.forward(nested(dict(values)), x, TRAINING)
+        dx = layer.backward(nested(dict(values)), cache, dy, nested(dict(grads.items())))
         results.append([y, dx, *grads.values()])
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -194,13 +194,13 @@ def test_dropout_outside_training_is_the_identity():
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("frozen",)])
 def test_an_empty_batch_has_zero_gradients(name, rng):
-    from mpizero.nn.models import nest
+    from mpizero.layout.flat import nested
 
     layer, shape = LAYERS[name]
-    params = nest((spec.name, rng.normal(size=spec.shape)) for spec in layer.specs())
+    params = nested(dict((spec.name, rng.normal(size=spec.shape)) for spec in layer.specs()))
     grads = {spec.name: np.full(spec.shape, np.nan) for spec in layer.specs()}
     y, cache = layer.forward(params, np.empty((0, *shape[1:])), TRAINING)
-    dx = layer.backward(params, cache, np.empty(y.shape), nest(grads.items()))
+    dx = layer.backward(params, cache, np.empty(y.shape), nested(dict(grads.items())))
     assert dx.shape == (0, *shape[1:])
     assert all((gradient == 0).all() for gradient in grads.values())
 

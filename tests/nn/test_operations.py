@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels import matmul
+from mpizero.layout.flat import nested
 from mpizero.nn import (
     GPT,
     MLP,
@@ -27,7 +28,7 @@ from mpizero.nn import (
     model_operations,
     split_model,
 )
-from mpizero.nn.models import nest, run_on
+from mpizero.nn.models import run_on
 from mpizero.types import EVALUATE, ParameterSpec, Run
 from tests.nn.tensor import Apart, Counted, on_ranks
 
@@ -80,7 +81,7 @@ def spent_by_block(model, x, y):
         d, pending = layer.backward_input(params[name], caches[name], d)
         spent[name].append(Counted.spent())
         slots = [(n[len(name) + 1 :], g) for n, g in grads.items() if n.startswith(f"{name}.")]
-        layer.backward_weights(params[name], caches[name], pending, nest(slots))
+        layer.backward_weights(params[name], caches[name], pending, nested(dict(slots)))
         spent[name].append(Counted.spent())
     return {name: Operations(*counts) for name, counts in spent.items()}
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpizero.errors import DataError
+from mpizero.layout.flat import nested
 from mpizero.nn import (
     GELU,
     CausalSelfAttention,
@@ -27,7 +28,6 @@ from mpizero.nn import (
     TokenEmbedding,
     TransformerBlock,
 )
-from mpizero.nn.models import nest
 from mpizero.nn.tensor_parallel import SplitCrossEntropy
 from mpizero.types import Run
 from tests.nn.tensor import Apart, Counting, assembled, on_ranks, taken
@@ -58,14 +58,14 @@ TABLES = {
 
 def passes(layer, values, x, dy, run=TRAINING):
     """Output, input gradient and gradients of a layer; halves apart, as pipelines call them."""
-    params = nest((spec.name, taken(values[spec.name], spec.part)) for spec in layer.specs())
+    params = nested(dict((spec.name, taken(values[spec.name], spec.part)) for spec in layer.specs()))
     grads = {s.name: np.full(s.shape, np.nan, x.dtype if x.dtype.kind == "f" else float) for s in layer.specs()}
     kept = x.copy(), dy.copy()
     y, cache = layer.forward(params, x, run)
     dx, pending = layer.backward_input(params, cache, dy)
     trainable = [(s.name, grads[s.name]) for s in layer.specs() if s.trainable]
     assert all(np.isnan(gradient).all() for _, gradient in trainable), "the input half writes no gradients"
-    layer.backward_weights(params, cache, pending, nest(trainable))
+    layer.backward_weights(params, cache, pending, nested(dict(trainable)))
     assert x.tobytes() == kept[0].tobytes()
     assert dy.tobytes() == kept[1].tobytes()
     return y, dx, dict(trainable)

@@ -8,6 +8,7 @@ import pytest
 from mpizero import FunctionModel
 from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.errors import ConfigError, DataError
+from mpizero.layout.flat import nested
 from mpizero.nn import (
     GPT,
     MLP,
@@ -29,7 +30,6 @@ from mpizero.nn import (
     split_model,
     whole_prediction,
 )
-from mpizero.nn.models import nest
 from mpizero.nn.tensor_parallel import Copy, Reduce
 from mpizero.testing import parallel_assert
 from mpizero.types import BlockModel, ParameterSpec, Part, Run
@@ -262,7 +262,7 @@ def test_one_reduction_each_way_for_a_column_row_pair():
             d, pending = layer.backward_input(params[name], caches[name], d)
             assert counting.clear() == inputs[name], f"{name} backward, inputs"
             slots = [(n[len(name) + 1 :], g) for n, g in grads.items() if n.startswith(f"{name}.")]
-            layer.backward_weights(params[name], caches[name], pending, nest(slots))
+            layer.backward_weights(params[name], caches[name], pending, nested(dict(slots)))
             assert counting.clear() == weights[name], f"{name} backward, weights"
 
     on_ranks(2, work)

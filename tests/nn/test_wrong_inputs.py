@@ -10,7 +10,7 @@ import pytest
 
 from mpizero import nn
 from mpizero.errors import DataError
-from mpizero.nn.models import nest
+from mpizero.layout.flat import nested
 from mpizero.types import Run
 
 VECTORS = np.linspace(-1, 1, 80, dtype=np.float32).reshape(2, 5, 8)
@@ -77,7 +77,7 @@ def model_of(layer):
 def test_a_layer_takes_an_input_or_names_itself_and_what_it_was_given(layer, kind):
     x, model = INPUTS[kind], model_of(layer)
     params = nn.bind(model, nn.initial_parameters(model))["encoder.2"]
-    grads = nest([(spec.name, np.empty(spec.shape, np.float32)) for spec in layer.specs()])
+    grads = nested(dict([(spec.name, np.empty(spec.shape, np.float32)) for spec in layer.specs()]))
     said = ""
     try:
         y, cache = layer.forward(params, x, Run(training=True))

@@ -9,7 +9,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError, LayoutError, UnsupportedError
-from mpizero.nn.models import nest
+from mpizero.layout.flat import nested
 from mpizero.testing import run_in_threads
 from mpizero.types import Run
 
@@ -62,7 +62,7 @@ def network(hidden=residual):
 
 def leaves(layer, values):
     """A block's parameters as its layer takes them, each in memory of its own."""
-    return nest((spec.name, np.array(value)) for spec, value in zip(layer.specs(), values, strict=True))
+    return nested(dict((spec.name, np.array(value)) for spec, value in zip(layer.specs(), values, strict=True)))
 
 
 def digest(sharded):

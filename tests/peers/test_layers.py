@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpizero.layout.flat import nested
 from mpizero.nn import (
     GELU,
     CausalSelfAttention,
@@ -21,7 +22,6 @@ from mpizero.nn import (
     Tanh,
     TransformerBlock,
 )
-from mpizero.nn.models import nest
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -91,10 +91,10 @@ def test_outputs_and_all_gradients_are_pytorch_s(name, dtype, rng):
     x = rng.normal(0, 2, shape).astype(dtype)
     theirs = torch.from_numpy(x.copy()).requires_grad_()
     wanted = twin(theirs)
-    y, cache = layer.forward(nest(flat.items()), x)
+    y, cache = layer.forward(nested(dict(flat.items())), x)
     dy = rng.normal(size=y.shape).astype(dtype)
     wanted.backward(torch.from_numpy(dy.copy()))
-    dx = layer.backward(nest(flat.items()), cache, dy, nest(gradients.items()))
+    dx = layer.backward(nested(dict(flat.items())), cache, dy, nested(dict(gradients.items())))
     assert_close(y, wanted.detach().numpy())
     assert_close(dx, theirs.grad.numpy())
     for name, parameter in zip(names, twin.parameters(), strict=True):

@@ -23,9 +23,9 @@ from mpizero._util.names import nearest
 from mpizero._util.pytree import SampleTree, leaves_of, map_arrays, map_leaves, paths_of
 from mpizero._util.text import users_line
 from mpizero.errors import DataError, LayoutError
-from mpizero.layout.flat import joined
+from mpizero.layout.flat import joined, nested
 from mpizero.nn.layer import fresh_integers, start_integers
-from mpizero.nn.models import bind, evaluate, initial_parameters, model_specs, nest, run_on
+from mpizero.nn.models import bind, evaluate, initial_parameters, model_specs, run_on
 from mpizero.sharding.forward_backward import writable
 from mpizero.sharding.integrity import mark, marks_left
 from mpizero.sharding.partition import blocks_of
@@ -448,7 +448,7 @@ class CheckedBlocks:
             dy = self.model.loss.backward(cache, scale)
             for block, layer, cache in reversed(caches):
                 views = {spec.name: spec.view(np.full(spec.size, fill, self.dtype)) for spec in layer.specs()}
-                grads = nest([*views.items(), *fresh_integers(layer).items()])
+                grads = nested(views | fresh_integers(layer))
                 if halves:
                     dy, pending = layer.backward_input(params[block], cache, dy)
                     layer.backward_weights(params[block], cache, pending, grads)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mpizero.comm.model_group import CommunicatorGroup
+from mpizero.layout.flat import nested
 from mpizero.nn import (
     GPT,
     CausalSelfAttention,
@@ -21,7 +22,6 @@ from mpizero.nn import (
     loss_and_gradients,
 )
 from mpizero.nn.context_parallel import RingSelfAttention
-from mpizero.nn.models import nest
 from mpizero.testing import run_in_threads, taylor_test
 from mpizero.types import EVALUATE, Run
 from tests.traced import traced_peak
@@ -46,8 +46,8 @@ def parameters(layer, rng, dtype=np.float64):
 
 def whole_pass(layer, flat, x, dy, run=EVALUATE):
     grads = {name: np.full_like(value, np.nan) for name, value in flat.items()}
-    y, cache = layer.forward(nest(flat.items()), x, run)
-    return y, layer.backward(nest(flat.items()), cache, dy, nest(grads.items())), grads
+    y, cache = layer.forward(nested(dict(flat.items())), x, run)
+    return y, layer.backward(nested(dict(flat.items())), cache, dy, nested(dict(grads.items()))), grads
 
 
 def ring_pass(layer, flat, x, dy, ranks, run=EVALUATE):
@@ -130,13 +130,13 @@ def test_halves_of_the_backward_pass_make_the_whole(rng, small_tiles):
     def work(group):
         layer = RingSelfAttention(4, 2, dropout=0.3, group=group)
         flat = parameters(layer, np.random.default_rng(0))
-        params = nest(flat.items())
+        params = nested(dict(flat.items()))
         _, dx, grads = whole_pass(layer, flat, x, dy, TRAINING)
         halves = {name: np.full_like(value, np.nan) for name, value in flat.items()}
         kept_x, kept_dy, cache = x.copy(), dy.copy(), layer.forward(params, x, TRAINING)[1]
         half_dx, pending = layer.backward_input(params, cache, dy)
         assert all(np.isnan(g).all() for g in halves.values())
-        layer.backward_weights(params, cache, pending, nest(halves.items()))
+        layer.backward_weights(params, cache, pending, nested(dict(halves.items())))
         np.testing.assert_array_equal(dx, half_dx)
         for name, gradient in grads.items():
             np.testing.assert_array_equal(gradient, halves[name])
