@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpizero import data, nn, optim
 from mpizero._util.checks import whole
 from mpizero._util.pytree import SampleTree
-from mpizero.checkpoint.inspect import find_checkpoint
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_equal, all_ranks, from_rank_0
 from mpizero.data import ArraySource, Source
@@ -42,9 +41,11 @@ from mpizero.train.config.sections import (
     VectorMethodSection,
     source_arguments,
 )
-from mpizero.train.config.toml import UserFunction, importable
 from mpizero.train.data_identity import data_fingerprint, shared_contents
 from mpizero.train.setup import COMMAND, RunRecord, RunSetup
+
+if TYPE_CHECKING:
+    from mpizero.train.config.toml import UserFunction
 
 #: What a model may be for, which says what is told of its validation.
 TASKS = ("language", "classification", "regression")
@@ -56,6 +57,8 @@ def user_functions(config: Config) -> dict[str, UserFunction]:
 
     Not collective.
     """
+    from mpizero.train.config.toml import UserFunction  # the trainer of a program needs no TOML
+
     sections = {"model": config.model, "data": config.data}
     return {
         name: UserFunction(name, section.make, Path(config.folder))
@@ -69,6 +72,8 @@ def users_modules(config: Config) -> AbstractContextManager[None]:
 
     Not collective.
     """
+    from mpizero.train.config.toml import importable
+
     return importable(*user_functions(config).values())
 
 
@@ -405,6 +410,8 @@ def _load_start(section: ModelSection, model: ShardedModelBase) -> str:
 
     Collective over the ranks that train.
     """
+    from mpizero.checkpoint.inspect import find_checkpoint
+
     given = Path(section.start or "")
     found = from_rank_0(
         model.config.communicator, lambda: find_checkpoint(given) if given.is_dir() else given, "start values"
