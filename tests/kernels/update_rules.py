@@ -15,4 +15,4 @@ UPDATES: dict[str, tuple[int, list[float]]] = {
     "ema": (0, [0.3]),
 }
 #: Those that a kernel of its own also computes in one pass with the sum of a tree's rows.
-IN_ONE_PASS = ("sgd", "momentum", "adam", "adamw", "rmsprop", "lion")
+IN_ONE_PASS = tuple(name for name in UPDATES if not name.startswith("lamb") and name != "ema")

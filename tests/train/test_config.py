@@ -347,9 +347,9 @@ def test_what_is_wrong_with_a_file_is_said_with_its_place(text, message):
 
 
 def test_a_key_of_another_optimizer_says_whose_it_is():
-    assert "not a setting of lion but of adam, adamw, lamb, rmsprop" in failure(
-        GPT, "optimizer.name=lion", "optimizer.eps=1e-8"
-    ).replace("rmsprop, lamb", "lamb, rmsprop")
+    text = failure(GPT, "optimizer.name=lion", "optimizer.eps=1e-8")
+    owners = text.partition("not a setting of lion but of ")[2].partition(";")[0].split(", ")
+    assert {"adam", "adamw", "lamb", "rmsprop"} <= set(owners)
 
 
 @pytest.mark.parametrize("override", ["steps=3", "train.steps", "=3", "train..steps=3", "train.steps=[1"])
