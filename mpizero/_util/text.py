@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
+from threading import get_ident
 from types import TracebackType
 from typing import NamedTuple, TextIO
 from unicodedata import category
@@ -238,7 +239,7 @@ def duration(seconds: float) -> str:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file that is whole whenever it is read, whatever ends this process or the machine; else leave nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}.tmp")  # threads may be ranks
     try:
         with temporary.open("wb") as file:
             file.write(data)

@@ -543,11 +543,12 @@ class WindowGroup:
             if len(self._views) >= _REMEMBERED:
                 self._views.clear()
             assert self._memory is not None
-            halves = self._views[call] = []
+            halves = []
             for half in range(2):
                 room = self._memory.buffer[2 * self._size * LINE + half * self._capacity :]
                 parts = zip(starts, sizes, shapes, strict=False)
                 halves.append(tuple(room[start:][:size].view(dtype).reshape(shape) for start, size, shape in parts))
+            self._views[call] = halves
         return halves[self._half]
 
     def _compare(self, call: tuple[object, ...], tag: str) -> None:

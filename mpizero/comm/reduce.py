@@ -1,8 +1,9 @@
 """Sum gradients over the data ranks in the order of the binary tree over grains, gather parameters, compress messages.
 
-A *row* is one copy of the whole gradient vector: the gradient of one or several grains. A *group* is either the ranks
-of one node, which share a window with the rows of all these ranks, or a single rank with private memory. *Peers* are
-the ranks with the same number in their groups. Each element of the sum has one *owner*, the rank that needs it.
+A *row* is memory for one copy of the whole gradient vector: the gradient of one or several grains. A *group* is either
+the ranks of one node, which share a window with the rows of all these ranks, or a single rank with private memory.
+*Peers* are the ranks with the same number in their groups. Each element of the sum has one *owner*, the rank that needs
+it.
 
 With one group nothing is sent: each owner reads the rows of all ranks in the window. With several groups, each rank
 first adds rows of its own group, over the ranges of elements that its peers own. The peers then exchange these partial

@@ -17,6 +17,7 @@ import numpy as np
 
 from mpizero.comm import ProcessGrid
 from mpizero.errors import LayoutError
+from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout, ParameterUse, Unit
 from mpizero.layout.mesh import GROUPS, Coordinates
 from mpizero.layout.tensor_parts import part_rows, part_runs, part_shape, put_rows, take_rows
@@ -233,7 +234,11 @@ class GlobalView:
         if not self._split:
             self.store.fill(values)
             return
-        self.store.fill_owned(self.owned(values))
+        self.store.memory.barrier("fill")  # who still reads, reads the old values
+        for entry, part, _ in self.store.share.pieces():
+            owned, start = self.store.owned(entry.unit), self.store.share.spans[entry.unit].start
+            self._take(entry, part, values, owned[part.start - start : part.stop - start])
+        self.store.publish()
 
     def owned(self, values: Array) -> Array:
         """Return the elements of ``values`` that belong to this rank's shard, concatenated. Not collective.
@@ -243,10 +248,13 @@ class GlobalView:
         share = self.store.share
         found = np.empty(share.size, values.dtype)
         for entry, part, place in share.pieces():
-            home = self.home(entry.spec).span
-            target = found[place : place + part.size]
-            take(entry.spec, values[home.start : home.stop], part.start - entry.offset, target)
+            self._take(entry, part, values, found[place : place + part.size])
         return found
+
+    def _take(self, entry: ParameterUse, part: Span, values: Array, out: Array) -> None:
+        """Fill ``out``, the range ``part`` of a parameter, from a vector of the whole model's parameters."""
+        home = self.home(entry.spec).span
+        take(entry.spec, values[home.start : home.stop], part.start - entry.offset, out)
 
     # ------------------------------------------------------------------ questions (not collective)
 

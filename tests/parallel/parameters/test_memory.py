@@ -131,3 +131,21 @@ def test_a_window_that_is_not_the_newest_can_be_freed() -> None:
         memory.close()
 
     run_in_threads(2, allocate)
+
+
+def test_setting_the_parameters_of_a_split_model_takes_no_copy_of_its_shard() -> None:
+    """What could fail on one rank alone would leave the other ranks' parameters set."""
+
+    def run(comm: Any) -> None:
+        with mz.ShardingConfig(comm=comm) as config, mz.TensorParallelModel(wide(), config) as model:
+            values = model.get_parameters()
+            comm.barrier()
+            if comm.rank:
+                for _ in range(2):
+                    model.engine.whole.fill(values)
+            else:
+                assert (
+                    traced_peak(lambda: model.engine.whole.fill(values), tries=2) < model.local_parameter_shard.nbytes
+                )
+
+    run_in_threads(2, run)
