@@ -821,7 +821,7 @@ class SpoolProducer:
         self._folder = Path(folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._end_file.unlink(missing_ok=True)
-        for left in self._folder.glob(f".{name}-*.tmp"):  # by a process of this name that was killed
+        for left in self._folder.glob(f".{name}[-.]*.tmp"):  # by a process of this name that was killed
             left.unlink(missing_ok=True)
         self._last = max((number for number, _ in self._files()), default=0)
         self._closed = False

@@ -540,9 +540,9 @@ def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_at(tree: Any, name: str) -> Any:
-    """Return what nested dictionaries have under a dotted name, or None if they have nothing there."""
+    """Return what nested dictionaries have under a dotted name; KeyError if they have nothing there. Not collective."""
     for part in name.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
+        tree = tree[part]
     return tree
 
 

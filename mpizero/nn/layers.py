@@ -18,7 +18,7 @@ from mpizero import kernels
 from mpizero._util.checks import positive, require, whole
 from mpizero._util.names import explains, nearest
 from mpizero.errors import ConfigError
-from mpizero.layout.flat import value_at
+from mpizero.layout.flat import flat_names, value_at
 from mpizero.nn.arrays import as_rows, matmul, namespace, require_floats, sum_rows, vector
 from mpizero.nn.layer import (
     Affine,
@@ -667,9 +667,9 @@ class PartlyFrozen(FrozenNames, Wrapper):
 
 def completed(params: Params, grads: Params, names: tuple[str, ...]) -> Params:
     """Return ``grads`` with a new array for each parameter of ``names`` that has none. Not collective."""
-    found = grads
+    found, given = grads, dict(flat_names(grads))
     for name in names:
-        if value_at(found, name) is None:
+        if given.get(name) is None:
             like = value_at(params, name)
             found = _with(found, name.split("."), namespace(like).empty_like(like))
     return found

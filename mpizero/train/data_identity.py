@@ -53,8 +53,11 @@ def shared_contents(comm: Communicator, source: Any, validation: Any) -> dict[st
     trained, and data that are not there, have no entry.
     """
     parts = {"training": source, "validation": validation}
-    read = {name: part for name, part in parts.items() if isinstance(part, Source) and len(part)}
-    return from_rank_0(comm, lambda: {name: contents(part) for name, part in read.items()}, "data")
+
+    def read() -> dict[str, Any]:
+        return {name: contents(part) for name, part in parts.items() if isinstance(part, Source) and len(part)}
+
+    return from_rank_0(comm, read, "data")
 
 
 def contents(source: Source) -> dict[str, Any]:

@@ -176,3 +176,18 @@ def test_a_slow_source_is_compared_at_as_many_samples_as_both_have_read(monkeypa
 def test_checkpoints_of_older_versions_are_compared_as_before():
     assert not difference({}, contents(Own(Y)))
     assert not touched({}, contents(Own(Y)))
+
+
+def test_only_rank_0_looks_into_the_data_and_its_error_is_everybodys():
+    class Gone(Own):
+        def __len__(self):
+            raise OSError("the file is gone")
+
+    def found(comm, failing):
+        return data_identity.shared_contents(comm, (Gone if comm.rank == failing else Own)(Y), None)
+
+    (first, second) = run_in_threads(2, lambda comm: found(comm, 1))
+    assert first == second
+    assert list(first) == ["training"]
+    with pytest.raises(OSError, match="the file is gone"):
+        run_in_threads(2, lambda comm: found(comm, 0))

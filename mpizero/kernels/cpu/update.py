@@ -248,10 +248,14 @@ def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
 def _both_kernels(
     formula: Callable[..., Any], arrays: str, update: Callable[..., None], tree: Callable[..., None]
 ) -> tuple[Kernel, Kernel]:
-    """Make the two kernels of an optimizer's formula, which are named by it, from their functions."""
+    """Make the two kernels of an optimizer's formula, which are named by it, from their functions.
+
+    They update the arrays in place; ``hyper`` holds the formula's scalars in the order in which it unpacks them. The
+    second kernel sums and divides rows of gradients first.
+    """
     for function, name in ((update, formula.__name__), (tree, f"{formula.__name__}_tree")):
         function.__name__ = function.__qualname__ = name
-        function.__doc__ = formula.__doc__
+        function.__doc__ = f"Update parameters in place as ``formulas.{formula.__name__}`` says."
     plain = kernel(f"void(T[::1], const T[::1], {arrays}, const T[::1], i8, i8)")(update)
     return plain, _tree_kernel(f"T[::1], {arrays}")(tree)
 

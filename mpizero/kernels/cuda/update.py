@@ -135,10 +135,14 @@ def sgd_tree(
 def _both_kernels(
     formula: Callable[..., Any], arrays: str, update: Callable[..., None], tree: Callable[..., None]
 ) -> tuple[CudaKernel, CudaKernel]:
-    """Make the two kernels of an optimizer's formula, which are named by it, from their functions."""
+    """Make the two kernels of an optimizer's formula, which are named by it, from their functions.
+
+    They update the arrays in place; ``hyper`` holds the formula's scalars in the order in which it unpacks them. The
+    second kernel sums and divides rows of gradients first.
+    """
     for function, name in ((update, formula.__name__), (tree, f"{formula.__name__}_tree")):
         function.__name__ = function.__qualname__ = name
-        function.__doc__ = formula.__doc__
+        function.__doc__ = f"Update parameters in place as ``formulas.{formula.__name__}`` says."
     rest = f"{arrays}, const T[::1], i8, i8"
     plain = kernel(f"void(T[::1], const T[::1], {rest})")(update)
     return plain, kernel(f"void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], {rest})")(tree)
