@@ -2,7 +2,7 @@
 
 :func:`printable` escapes control characters, so that any text can be printed safely. :func:`users_line` finds the line
 of the user's own code in a traceback, so that error messages can name it. Then come formats of numbers, ages and
-tables, and :func:`write_whole`, which writes a file.
+tables, and :func:`write_atomic`, which writes a file.
 
 Versions of installed packages are read from the names of the folders that describe them: installers name these after
 name and version (PEP 376). Importing ``importlib.metadata`` instead takes 30 ms of processor time, because it imports
@@ -237,8 +237,8 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is whole whenever it is read, whatever ends this process or the machine; else leave nothing."""
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file atomically: whoever reads it finds all of it or what was there, whatever ends this process."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}.tmp")  # threads may be ranks
     try:
         with temporary.open("wb") as file:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpizero._util.checks import require, whole
 from mpizero._util.names import explains
-from mpizero._util.text import write_whole
+from mpizero._util.text import write_atomic
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
 from mpizero.data.source import Source, check_source, check_unchanging, sample_block
@@ -103,7 +103,7 @@ class Statistics:
         found: dict[str, Any] = {"format": FORMAT, "samples": self.samples}
         for name in ("mean", "std", "least", "most"):
             found[name] = {array: values.tolist() for array, values in getattr(self, name).items()}
-        write_whole(Path(path), json.dumps(found, indent=1).encode())
+        write_atomic(Path(path), json.dumps(found, indent=1).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

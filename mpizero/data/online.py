@@ -36,7 +36,7 @@ import numpy as np
 
 from mpizero._util.checks import native, number, require, unmasked_samples, whole
 from mpizero._util.names import explains
-from mpizero._util.text import write_whole
+from mpizero._util.text import write_atomic
 from mpizero.checkpoint.atomic_folder import sync_folder
 from mpizero.checkpoint.format import read_regular
 from mpizero.comm import Communicator, Request, as_communicator
@@ -771,7 +771,7 @@ _STOP_FILE = "TRAINING_HAS_ENDED"
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file that is whole and durable when it appears under its name."""
-    write_whole(path, data)
+    write_atomic(path, data)
     sync_folder(path.parent)
 
 

@@ -15,6 +15,7 @@ digit. Conversions to bfloat16 and float16 work on the bits, as integers, and ro
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,28 +23,34 @@ import numpy as np
 from mpizero.kernels.special_functions import exp2_single, exponential, hyperbolic_tangent
 
 Scalar = Any
-#: A tuple of scalars: kernels read them from their array ``hyper`` once, by :func:`five` to :func:`eight`.
+#: A tuple of scalars: kernels read them from their array ``hyper`` once, by :func:`first_five` to :func:`first_eight`.
 Scalars = Any
 
 
-def five(hyper: Any) -> Scalars:
+def name_kernel(kernel: Callable[..., Any], name: str, doc: str) -> None:
+    """Give a function that is made for a formula the name by which kernels are found and cached, and a docstring."""
+    kernel.__name__ = kernel.__qualname__ = name
+    kernel.__doc__ = doc
+
+
+def first_five(hyper: Any) -> Scalars:
     """Return the first five scalars."""
     return hyper[0], hyper[1], hyper[2], hyper[3], hyper[4]
 
 
-def six(hyper: Any) -> Scalars:
+def first_six(hyper: Any) -> Scalars:
     """Return the first six scalars."""
-    return *five(hyper), hyper[5]
+    return *first_five(hyper), hyper[5]
 
 
-def seven(hyper: Any) -> Scalars:
+def first_seven(hyper: Any) -> Scalars:
     """Return the first seven scalars."""
-    return *six(hyper), hyper[6]
+    return *first_six(hyper), hyper[6]
 
 
-def eight(hyper: Any) -> Scalars:
+def first_eight(hyper: Any) -> Scalars:
     """Return the first eight scalars."""
-    return *seven(hyper), hyper[7]
+    return *first_seven(hyper), hyper[7]
 
 
 def sgd(w: Scalar, g: Scalar, lr: Scalar, decay: Scalar) -> Scalar:

@@ -79,17 +79,10 @@ class Pending(NamedTuple):
 
 @explains
 class ParameterAccess(ABC):
-    """Construct, describe and close a sharded model.
+    """Construct, describe and close a sharded model, read and set its parameters.
 
-    Construction, and every method that is not marked otherwise, is collective over ``config.comm``. The model holds
-    windows and communicators: close it, or use it as a context manager.
-
-    Parameters
-    ----------
-    wrapped_model : BlockModel or BlackBoxModel
-        The model to train. It is never changed: the sharded model holds the parameters.
-    config : ShardingConfig
-        The ranks and how they work together.
+    Every method that is not marked otherwise is collective over ``config.comm``. The parameters of the constructor are
+    those of :class:`ShardedModelBase`, but for the optimizer.
 
     Raises
     ------

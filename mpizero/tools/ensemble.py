@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mpizero._util.checks import require, whole
-from mpizero._util.text import notice, write_whole
+from mpizero._util.text import notice, write_atomic
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_equal, all_ranks, from_rank_0
 from mpizero.comm.startup import communicator_of
@@ -209,7 +209,7 @@ def member_folder(run: str | Path, number: int) -> Path:
 def write_outcome(folder: Path, outcome: Mapping[str, Any]) -> None:
     """Write the outcome of a member into its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / OUTCOME, json.dumps(outcome, indent=1).encode())
+    write_atomic(folder / OUTCOME, json.dumps(outcome, indent=1).encode())
 
 
 def summarize_members(run: str | Path, members: int | None = None) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def summarize_members(run: str | Path, members: int | None = None) -> dict[str, 
         "counts": {status: statuses.count(status) for status in (COMPLETE, FAILED, UNFINISHED)},
         "figures": _figures([one["result"] for one in found if one["status"] == COMPLETE]),
     }
-    write_whole(Path(run) / SUMMARY, json.dumps(summary, indent=1).encode())
+    write_atomic(Path(run) / SUMMARY, json.dumps(summary, indent=1).encode())
     return summary
 
 

@@ -59,17 +59,17 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def plain(value: Any, told: Callable[[float], Any] = str) -> Any:
-    """Return ``value`` in JSON values: other objects as text, numbers that are not finite as ``told`` returns them.
+def plain(value: Any, non_finite: Callable[[float], Any] = str) -> Any:
+    """Return ``value`` in JSON values: other objects as text, infinite and NaN numbers as ``non_finite`` returns them.
 
     Not collective.
     """
     if isinstance(value, Mapping):
-        return {str(name): plain(part, told) for name, part in value.items()}
+        return {str(name): plain(part, non_finite) for name, part in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(part, told) for part in value]
+        return [plain(part, non_finite) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return told(value)
+        return non_finite(value)
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 

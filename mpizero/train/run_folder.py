@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpizero import checkpoint
 from mpizero._util.checks import home_path, whole
-from mpizero._util.text import notice, write_whole
+from mpizero._util.text import notice, write_atomic
 from mpizero.checkpoint import RemovalFailure, StepFolder
 from mpizero.checkpoint.atomic_folder import remove_leftovers
 from mpizero.checkpoint.format import open_regular
@@ -99,7 +99,7 @@ class RunFolder:
 
     def obey_stop(self) -> None:
         """Rename :attr:`stop_file` to :attr:`stopped` if it exists, so that a resumed run does not stop again."""
-        with self._naming("the file STOP cannot be renamed"):
+        with self._errors_say("the file STOP cannot be renamed"):
             if os.path.lexists(self.stop_file):
                 _remove(self.stopped)
                 self.stop_file.rename(self.stopped)
@@ -133,7 +133,7 @@ class RunFolder:
         Without this check, a run could save into a new folder that has no lock and no metrics, or on another disk.
         """
         for folder, identity in self._taken.items():
-            with self._naming("has been removed since the run began"):
+            with self._errors_say("has been removed since the run began"):
                 same = _identity(folder) == identity
             if not same:
                 raise RunFolderError(f"run folder {self.root}: {folder} is another folder than when the run began")
@@ -199,23 +199,23 @@ class RunFolder:
 
         Return how many lines of steps were moved; one that was cut when a job was killed is none.
         """
-        with self._naming("its metrics cannot be rewritten"):
+        with self._errors_say("its metrics cannot be rewritten"):
             lines = [line.removesuffix(b"\n") for line in self._lines(self.metrics)]
             kept = [line for line in lines if _number_in(line, "step", math.inf) <= step]
             rest = [line for line in lines if _number_in(line, "step", math.inf) > step]
             if rest:
                 with self.superseded.open("ab") as file:
                     file.writelines(line + b"\n" for line in rest)
-                write_whole(self.metrics, b"".join(line + b"\n" for line in kept))
+                write_atomic(self.metrics, b"".join(line + b"\n" for line in kept))
             self.marker.unlink(missing_ok=True)
         return sum(_number_in(line, "step", math.inf) < math.inf for line in rest)
 
     def continue_events(self) -> int:
         """Return the number of the visit that begins; remove a last event that was cut when a job was killed."""
-        with self._naming("its events cannot be continued"):
+        with self._errors_say("its events cannot be continued"):
             lines = self._lines(self.events)
             if lines and not lines[-1].endswith(b"\n"):  # another file, so that who follows it reads it anew
-                write_whole(self.events, b"".join(lines[:-1]))
+                write_atomic(self.events, b"".join(lines[:-1]))
         return 1 + max((_number_in(line, "visit", -1) for line in lines), default=-1)
 
     @staticmethod
@@ -235,7 +235,7 @@ class RunFolder:
         self._append(EVENTS, event, "events cannot be written")
 
     def _append(self, name: str, line: Mapping[str, Any], problem: str) -> None:
-        with self._naming(problem):
+        with self._errors_say(problem):
             file = self._appended.get(name)
             if file is None:
                 file = self._appended[name] = (self.root / name).open("ab", buffering=0)
@@ -243,8 +243,8 @@ class RunFolder:
 
     def complete(self, result: Mapping[str, Any]) -> None:
         """Write the result into the marker file, whose existence says that the run has ended successfully."""
-        with self._naming("the marker cannot be written"):
-            write_whole(self.marker, json.dumps(result, allow_nan=False).encode() + b"\n")
+        with self._errors_say("the marker cannot be written"):
+            write_atomic(self.marker, json.dumps(result, allow_nan=False).encode() + b"\n")
         self.obey_stop()
 
     def decision(self, step: int) -> str:
@@ -278,7 +278,7 @@ class RunFolder:
         _write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     @contextmanager
-    def _naming(self, problem: str) -> Iterator[None]:
+    def _errors_say(self, problem: str) -> Iterator[None]:
         """Convert an error about a file in a ``with`` block to a :class:`RunFolderError` that tells the problem."""
         try:
             yield

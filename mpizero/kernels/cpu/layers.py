@@ -461,7 +461,7 @@ def _conversion_kernel(types: str, convert: Callable[..., Any]) -> Kernel:
         for i in range(x.size):
             out[i] = convert(x[i])
 
-    apply.__qualname__, apply.__doc__ = convert.__name__, convert.__doc__
+    formulas.name_kernel(apply, convert.__name__, f"Write ``formulas.{convert.__name__}`` of each element to ``out``.")
     return kernel(f"void({types})")(apply)
 
 

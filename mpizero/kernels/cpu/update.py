@@ -39,7 +39,7 @@ _lamb_direction = formulas.lamb_direction
 _lamb_apply = formulas.lamb_apply
 _ema = formulas.ema
 _add_scaled = formulas.add_scaled
-_eight = formulas.eight
+_first_eight = formulas.first_eight
 
 
 @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
@@ -62,7 +62,7 @@ def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: 
     [decay, beta1, rest1, beta2, rest2, first, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, first = 1 /
     (1 - beta1**step) and correction = 1 / sqrt(1 - beta2**step).
     """
-    scalars = _eight(hyper)
+    scalars = _first_eight(hyper)
     w, g, m, v = w[start:stop], g[start:stop], m[start:stop], v[start:stop]
     for i in range(w.size):
         g[i], m[i], v[i] = _lamb_direction(w[i], g[i], m[i], v[i], scalars)
@@ -253,14 +253,14 @@ def _both_kernels(
     They update the arrays in place; ``hyper`` holds the formula's scalars in the order in which it unpacks them. The
     second kernel sums and divides rows of gradients first.
     """
-    for function, name in ((update, formula.__name__), (tree, f"{formula.__name__}_tree")):
-        function.__name__ = function.__qualname__ = name
-        function.__doc__ = f"Update parameters in place as ``formulas.{formula.__name__}`` says."
+    doc = f"Update parameters in place as ``formulas.{formula.__name__}`` says."
+    formulas.name_kernel(update, formula.__name__, doc)
+    formulas.name_kernel(tree, f"{formula.__name__}_tree", f"{doc[:-1]}, with the sum of rows of gradients.")
     plain = kernel(f"void(T[::1], const T[::1], {arrays}, const T[::1], i8, i8)")(update)
     return plain, _tree_kernel(f"T[::1], {arrays}")(tree)
 
 
-def _one_average_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[Kernel, Kernel]:
+def _one_state_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[Kernel, Kernel]:
     """Make the kernels that update ``w[start:stop]`` and ``m`` by a formula: with the gradient ``g``, or with a sum."""
 
     def update(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
@@ -278,8 +278,8 @@ def _one_average_kernels(formula: Callable[..., Any], scalars_of: Callable[..., 
     return _both_kernels(formula, "T[::1]", update, tree)
 
 
-def _two_averages_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[Kernel, Kernel]:
-    """Make the kernels that update ``w[start:stop]``, ``m`` and ``v``, as :func:`_one_average_kernels` does."""
+def _two_state_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[Kernel, Kernel]:
+    """Make the kernels that update ``w[start:stop]``, ``m`` and ``v``, as :func:`_one_state_kernels` does."""
 
     def update(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
         scalars = scalars_of(hyper)
@@ -296,11 +296,11 @@ def _two_averages_kernels(formula: Callable[..., Any], scalars_of: Callable[...,
     return _both_kernels(formula, "T[::1], T[::1]", update, tree)
 
 
-momentum, momentum_tree = _one_average_kernels(formulas.momentum, formulas.six)
-adam, adam_tree = _two_averages_kernels(formulas.adam, formulas.eight)
-adamw, adamw_tree = _two_averages_kernels(formulas.adamw, formulas.eight)
-rmsprop, rmsprop_tree = _one_average_kernels(formulas.rmsprop, formulas.five)
-lion, lion_tree = _one_average_kernels(formulas.lion, formulas.seven)
+momentum, momentum_tree = _one_state_kernels(formulas.momentum, formulas.first_six)
+adam, adam_tree = _two_state_kernels(formulas.adam, formulas.first_eight)
+adamw, adamw_tree = _two_state_kernels(formulas.adamw, formulas.first_eight)
+rmsprop, rmsprop_tree = _one_state_kernels(formulas.rmsprop, formulas.first_five)
+lion, lion_tree = _one_state_kernels(formulas.lion, formulas.first_seven)
 
 
 @_tree_kernel("const T[::1], T[::1], T[::1], T[::1]")
@@ -313,7 +313,7 @@ def lamb_direction_tree(
     scalars that ``optimizer.lamb_direction`` needs. The decorator replaces ``total`` by the arguments ``rows``,
     ``first``, ``program`` and ``divisor``.
     """
-    scalars = _eight(hyper)
+    scalars = _first_eight(hyper)
     w, u, m, v = w[start:stop], u[start:stop], m[start:stop], v[start:stop]
     for i in range(w.size):
         u[i], m[i], v[i] = _lamb_direction(w[i], _gradient(total, i), m[i], v[i], scalars)

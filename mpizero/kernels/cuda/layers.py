@@ -341,7 +341,7 @@ def _conversion_kernel(types: str, convert: Callable[..., Any]) -> CudaKernel:
         for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
             out[i] = convert(x[i])
 
-    apply.__qualname__, apply.__doc__ = convert.__name__, convert.__doc__
+    formulas.name_kernel(apply, convert.__name__, f"Write ``formulas.{convert.__name__}`` of each element to ``out``.")
     return kernel(f"void({types})")(apply)
 
 

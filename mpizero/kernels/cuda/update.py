@@ -23,7 +23,7 @@ _lamb_direction = formulas.lamb_direction
 _lamb_apply = formulas.lamb_apply
 _ema = formulas.ema
 _add_scaled = formulas.add_scaled
-_eight = formulas.eight
+_first_eight = formulas.first_eight
 
 
 @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
@@ -43,7 +43,7 @@ def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: 
 
     The arguments are those of :func:`mpizero.kernels.cpu.update.lamb_direction`.
     """
-    scalars = _eight(hyper)
+    scalars = _first_eight(hyper)
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         g[i], m[i], v[i] = _lamb_direction(w[i], g[i], m[i], v[i], scalars)
 
@@ -140,15 +140,15 @@ def _both_kernels(
     They update the arrays in place; ``hyper`` holds the formula's scalars in the order in which it unpacks them. The
     second kernel sums and divides rows of gradients first.
     """
-    for function, name in ((update, formula.__name__), (tree, f"{formula.__name__}_tree")):
-        function.__name__ = function.__qualname__ = name
-        function.__doc__ = f"Update parameters in place as ``formulas.{formula.__name__}`` says."
+    doc = f"Update parameters in place as ``formulas.{formula.__name__}`` says."
+    formulas.name_kernel(update, formula.__name__, doc)
+    formulas.name_kernel(tree, f"{formula.__name__}_tree", f"{doc[:-1]}, with the sum of rows of gradients.")
     rest = f"{arrays}, const T[::1], i8, i8"
     plain = kernel(f"void(T[::1], const T[::1], {rest})")(update)
     return plain, kernel(f"void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], {rest})")(tree)
 
 
-def _one_average_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[CudaKernel, CudaKernel]:
+def _one_state_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[CudaKernel, CudaKernel]:
     """Make the kernels that update ``w[start:stop]`` and ``m`` by a formula: with the gradient ``g``, or with a sum."""
 
     def update(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
@@ -169,8 +169,8 @@ def _one_average_kernels(formula: Callable[..., Any], scalars_of: Callable[..., 
     return _both_kernels(formula, "T[::1]", update, tree)
 
 
-def _two_averages_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[CudaKernel, CudaKernel]:
-    """Make the kernels that update ``w[start:stop]``, ``m`` and ``v``, as :func:`_one_average_kernels` does."""
+def _two_state_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[CudaKernel, CudaKernel]:
+    """Make the kernels that update ``w[start:stop]``, ``m`` and ``v``, as :func:`_one_state_kernels` does."""
 
     def update(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
         scalars = scalars_of(hyper)
@@ -199,11 +199,11 @@ def _two_averages_kernels(formula: Callable[..., Any], scalars_of: Callable[...,
     return _both_kernels(formula, "T[::1], T[::1]", update, tree)
 
 
-momentum, momentum_tree = _one_average_kernels(formulas.momentum, formulas.six)
-adam, adam_tree = _two_averages_kernels(formulas.adam, formulas.eight)
-adamw, adamw_tree = _two_averages_kernels(formulas.adamw, formulas.eight)
-rmsprop, rmsprop_tree = _one_average_kernels(formulas.rmsprop, formulas.five)
-lion, lion_tree = _one_average_kernels(formulas.lion, formulas.seven)
+momentum, momentum_tree = _one_state_kernels(formulas.momentum, formulas.first_six)
+adam, adam_tree = _two_state_kernels(formulas.adam, formulas.first_eight)
+adamw, adamw_tree = _two_state_kernels(formulas.adamw, formulas.first_eight)
+rmsprop, rmsprop_tree = _one_state_kernels(formulas.rmsprop, formulas.first_five)
+lion, lion_tree = _one_state_kernels(formulas.lion, formulas.first_seven)
 
 
 @kernel(
@@ -229,7 +229,7 @@ def lamb_direction_tree(
     """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
-    scalars = _eight(hyper)
+    scalars = _first_eight(hyper)
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         g = _fold(rows, first + i, rows, first + i, program, stack) / by
         u[i], m[i], v[i] = _lamb_direction(w[i], g, m[i], v[i], scalars)

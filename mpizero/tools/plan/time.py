@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 
 from mpizero._util.checks import Check, Unexpected, flag, positive, whole
 from mpizero._util.numbers import Measurement
-from mpizero._util.text import printable, write_whole
+from mpizero._util.text import printable, write_atomic
 from mpizero.checkpoint.format import parse
 from mpizero.errors import DataError
 from mpizero.layout.sum_tree import Program
@@ -278,7 +278,7 @@ def _shared(one: float, every: float, measured: int, wanted: int) -> float:
 def write_machine(path: str, machine: Machine) -> None:
     """Write a machine file; an older file of this name is replaced atomically. Not collective."""
     document = {"format": FORMAT, "version": VERSION, **asdict(machine)}
-    write_whole(Path(path), (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
+    write_atomic(Path(path), (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read_machine(path: str) -> Machine:

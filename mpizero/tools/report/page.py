@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mpizero._util.checks import home_path
-from mpizero._util.text import PREFIXES, amount, duration, write_whole
+from mpizero._util.text import PREFIXES, amount, duration, write_atomic
 from mpizero.checkpoint.inspect import flat
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.tools.report.figures import (
@@ -731,7 +731,7 @@ def report(folders: Sequence[str], output: str | None, *, force: bool = False) -
     _check_replaceable(path, force)
     text = page(histories)
     try:
-        write_whole(path, text.encode(errors="backslashreplace"))
+        write_atomic(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         raise ReportFileError(f"{path}: the report cannot be written: {error.strerror or error}") from None
     return path
