@@ -238,7 +238,7 @@ def duration(seconds: float) -> str:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file atomically: whoever reads it finds all of it or what was there, whatever ends this process."""
+    """Write a file atomically: a reader finds all of it, or what was there before, whatever ends this process."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}.tmp")  # threads may be ranks
     try:
         with temporary.open("wb") as file:
