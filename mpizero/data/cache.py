@@ -259,10 +259,9 @@ class BlockShuffledSource(WrappedSource):
     """
 
     def __init__(self, source: Source, blocks: int = 16, block: int | None = None) -> None:
-        check_source(source, "BlockShuffledSource")
+        super().__init__(source)
         fault = "makes other samples in every epoch: shuffle the source below it"
         check_unchanging(source, "BlockShuffledSource", fault)
-        super().__init__(source)
         self.in_order, self.blocks_read = True, 0
         self.blocks = require("blocks", blocks, whole(1))
         self.block = source.block_samples if block is None else require("block", block, whole(1))

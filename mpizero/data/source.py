@@ -306,6 +306,7 @@ class WrappedSource(Source):
     """Provide the samples of another source; subclasses choose, change, keep or shuffle them."""
 
     def __init__(self, source: Source) -> None:
+        check_source(source, type(self).__name__)
         self.source = source
         self.in_order, self.default_validation = source.in_order, source.default_validation
 
@@ -343,6 +344,13 @@ class Subset(WrappedSource):
     start, stop : int
         Range of positions.
 
+    Raises
+    ------
+    ConfigError
+        If they are no whole numbers with 0 <= ``start`` <= ``stop``.
+    DataError
+        If ``source`` is none, or has fewer than ``stop`` samples.
+
     Examples
     --------
     >>> import numpy as np
@@ -355,7 +363,10 @@ class Subset(WrappedSource):
 
     def __init__(self, source: Source, start: int, stop: int) -> None:
         super().__init__(source)
-        self.start, self.stop = start, stop
+        self.start = require("Subset: start", start, whole(0))
+        self.stop = require("Subset: stop", stop, whole(self.start))
+        if self.stop > len(source):
+            raise DataError(f"Subset: stop={stop}: the source has {len(source)} samples")
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -490,10 +501,9 @@ class TransformedSource(WrappedSource):
     """
 
     def __init__(self, source: Source, function: Callable[[Any, Any, SampleRandom | None], tuple[Any, Any]]) -> None:
-        check_source(source, "TransformedSource")
+        super().__init__(source)
         if not callable(function):
             raise ConfigError(f"function={function!r}: expected a function of x, y and random")
-        super().__init__(source)
         self.function = function
 
     def read(self, indices: Indices, *, run: Run = EVALUATE) -> Any:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -539,6 +540,22 @@ def test_shares_outside_are_errors(numbers, share):
 def test_a_split_that_leaves_nothing_to_train_on_is_an_error(numbers, length, share):
     with pytest.raises(DataError, match="leaves none to train on"):
         numbers(length).split(share)
+
+
+@pytest.mark.parametrize(
+    ("source", "start", "stop", "message"),
+    [
+        ([1, 2], 0, 2, "Subset: expected a source of samples, got list"),
+        (None, 0, 11, "Subset: stop=11: the source has 10 samples"),
+        (None, -2, 5, "Subset: start=-2: expected a whole number >= 0"),
+        (None, 5, 2, "Subset: stop=2: expected a whole number >= 5"),
+        (None, 0, 2.5, "Subset: stop=2.5: expected a whole number"),
+    ],
+)
+def test_a_subset_outside_of_its_source_is_an_error(source, start, stop, message):
+    whole = data.ArraySource(np.zeros((10, 2)), np.arange(10))
+    with pytest.raises((DataError, ConfigError), match=re.escape(message)):
+        data.Subset(whole if source is None else source, start, stop)
 
 
 def test_parts_of_a_split_train_like_any_source(numbers, ranks):
