@@ -77,11 +77,11 @@ def part_shape(part: Part) -> tuple[int, ...]:
             f"tiles {part.tiles} of axis {part.axis} of a parameter of shape {part.shape} must hold each index of the "
             f"ranges {part.ranges} once, and no other"
         )
-    return held_part_shape(part)
+    return shape_of_ranges(part)
 
 
-def held_part_shape(part: Part) -> tuple[int, ...]:
-    """Return the shape of the part that a rank holds, without a check of its ranges."""
+def shape_of_ranges(part: Part) -> tuple[int, ...]:
+    """Return the shape that the ranges of a part have, which are not checked."""
     held = sum(stop - start for start, stop in part.ranges)
     return (*part.shape[: part.axis], held, *part.shape[part.axis + 1 :])
 

@@ -40,7 +40,7 @@ from mpizero.errors import CollectiveError, ConfigError, LayoutError
 from mpizero.kernels.matmul_tile import fold, sums_of_parts
 from mpizero.layout import Partition
 from mpizero.layout.flat import nested
-from mpizero.layout.tensor_parts import held_part_shape, joined_ranges, local_ranges
+from mpizero.layout.tensor_parts import joined_ranges, local_ranges, shape_of_ranges
 from mpizero.nn.arrays import namespace
 from mpizero.nn.context_parallel import Zigzag, context_model
 from mpizero.nn.layer import Layer, Operations, layer_integers
@@ -622,7 +622,7 @@ def _union(specs: Sequence[ParameterSpec]) -> ParameterSpec:
         raise LayoutError(f"parameter {first.name!r} is split in another way on some of a rank's {len(specs)} tiles")
     merged = joined_ranges(span for part in parts for span in part.ranges)
     part = replace(parts[0], ranges=merged, tiles=tuple(part.ranges for part in parts))
-    return replace(first, shape=held_part_shape(part), part=part)
+    return replace(first, shape=shape_of_ranges(part), part=part)
 
 
 class Hosted(NamedTuple):
