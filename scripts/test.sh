@@ -4,9 +4,9 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 . scripts/environment.sh
 
-PARTS=(lint types package serial mpich cuda gpu ptx torch openmpi exactness hybrid torture slurm site)
-# They wait or keep one core busy, so they run one after the other beside the parts that use all cores.
-BESIDE=(types ptx torch slurm package torture site)
+# In the order in which they begin: first what needs no other environment, and early what waits longest.
+PARTS=(lint serial types package mpich slurm cuda torch openmpi gpu exactness hybrid torture ptx site)
+LANES=3 # one more than cores: a lane runs one part after the other, and many parts wait now and then
 # The parts that share a budget, and its minutes on two cores: half of the processor time. The other parts are "core".
 declare -A GROUP=([openmpi]='second MPI' [slurm]='second MPI' [torch]='PyTorch, JAX' [setup]=installs [site]=pages)
 declare -A BUDGET=([core]=9 ['second MPI']=4 ['PyTorch, JAX']=3 [installs]=2 [pages]=2)
@@ -33,7 +33,7 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
   slurm      the batch scripts under a real Slurm on this machine: signal, requeue, time limit
   site       the documentation built, warnings are errors; its links, and in a headless Chromium errors, search, widths
 
-  --quick      lint, types, serial, and MPI tests on 2 ranks only
+  --quick      lint, types, serial, and MPI tests on 2 ranks; without tests marked slow and without tests/peers
   --only PART  this part (may be repeated)
 
 Environment: PYTHON (interpreter, >= 3.11), TEST_VENV (.venv-test), OPENMPI_VENV (.venv-openmpi),
@@ -41,8 +41,7 @@ CUDA_VENV (.venv-cuda), TORCH_VENV (.venv-torch), SITE_VENV (.venv-site), TEST_L
 ranks), RANKS ("1 2 3 8"). Open MPI, parallel HDF5, gfortran, Slurm and Chromium are installed with apt-get when this is
 run by root and they are missing. Where one cannot be had, its part fails, unless SKIP_PARTS names it:
 SKIP_PARTS="slurm openmpi" leaves out these two.
-These parts wait or keep one core busy, so they run beside the others, and what they print comes at the end:
-${BESIDE[*]}.
+$LANES parts run at a time; what a part prints comes when it has ended.
 
 The table at the end has for each part the minutes that passed and those of processors. A group of parts has a budget:
 minutes of two cores, which is half of the processor time. More is marked, and is no failure.
@@ -78,6 +77,7 @@ TORCH_VENV=${TORCH_VENV:-$PWD/.venv-torch}
 SITE_VENV=${SITE_VENV:-$PWD/.venv-site}
 LOGS=${TEST_LOGS:-$PWD/build/test-logs}
 RANKS=${RANKS:-$($QUICK && echo 2 || echo 1 2 3 8)}
+FAST=$($QUICK && echo ' and not slow')
 PY=$VENV/bin/python
 mkdir -p "$LOGS"
 # One BLAS thread a rank: other numbers of threads give other bits, and 8 ranks share the cores.
@@ -279,8 +279,11 @@ exec "$@" >"$LOG.rank$rank" 2>&1'
 
 # The files that have tests marked mpi: ranks which would collect all others, too, take seconds of a core for it, each.
 mpi_files() {
-    [ -s "$LOGS/mpi-files" ] || "$PY" -m pytest --with-mpi -m mpi --collect-only -qq -p no:cacheprovider tests |
-        sed -n 's/^\(tests[^:]*\.py\):.*/\1/p' | sort -u >"$LOGS/mpi-files"
+    (
+        flock 9 # another lane may be asking
+        [ -s "$LOGS/mpi-files" ] || "$PY" -m pytest --with-mpi -m mpi --collect-only -qq -p no:cacheprovider tests |
+            sed -n 's/^\(tests[^:]*\.py\):.*/\1/p' | sort -u >"$LOGS/mpi-files"
+    ) 9>"$LOGS/collecting"
     [ -s "$LOGS/mpi-files" ] || fail "no test is marked mpi"
 }
 
@@ -295,7 +298,7 @@ run_mpi() {
     # -m mpi4py ends all ranks when one fails; faulthandler ends them when one hangs; timeout when even that hangs. The
     # last words of a rank that ends the job are written past Python: --capture=fd would take them along.
     LOG=$log TEMPORARY=$temporary MPIR_CVAR_ENABLE_HEAVY_YIELD=$((n > 2)) timeout -k 10 1200 "$mpiexec" -n "$n" bash -c "$RANK_COMMAND" rank \
-        "$python" -m mpi4py -m pytest --with-mpi -m mpi --no-header --color=no -p no:cacheprovider --capture=sys \
+        "$python" -m mpi4py -m pytest --with-mpi -m "mpi$FAST" --no-header --color=no -p no:cacheprovider --capture=sys \
         --durations=12 -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true $(<"$LOGS/mpi-files") 2>&1 | tee "$log" &&
         passed "$log" || status=1
     rm -rf "$temporary"
@@ -359,12 +362,12 @@ TOML
     return $status
 }
 
-# Three at a time, on two cores as well: some of these tests wait for timeouts. More would only make jobs that they start
-# wait for each other, and ranks that wait take time from those that compute. All of tests/peers is in the part torch.
+# All of tests/peers is in the part torch.
 part_serial() {
     local beside=()
     ! chosen torch || skipped torch || beside=(--ignore tests/peers)
-    run_pytest serial 1800 -n 3 --dist worksteal --durations=40 -m 'not mpi' "${beside[@]}" tests
+    ! $QUICK || beside=(--ignore tests/peers)
+    run_pytest serial 1800 -n 2 --dist worksteal --durations=40 -m "not mpi$FAST" "${beside[@]}" tests
 }
 
 part_mpich() {
@@ -480,20 +483,26 @@ row() {
         'BEGIN { printf "%-10s %-7s %6.1f %9.1f  %s\n", part, result, passed / 60, processor / 60, note }' >"$LOGS/row-$1"
 }
 
-# run_part PART: what it prints goes to a log, too, and its row of the table to a file.
+# run_part PART: what it prints goes to a log, and its row of the table to a file.
 run_part() {
     local started=$SECONDS result=ok NOTE='' before
     skipped "$1" && row "$1" skipped 0 0 'SKIP_PARTS names it' && return
     processor_seconds && before=$REPLY
-    "part_$1" > >(tee "$LOGS/part-$1") 2>&1 || result=FAILED
+    "part_$1" >"$LOGS/part-$1" 2>&1 || result=FAILED
     processor_seconds
     row "$1" $result $((SECONDS - started)) "$(awk "BEGIN { print $REPLY - $before }")" "$NOTE"
+    (
+        flock 9 # one part speaks at a time
+        say "== $1"
+        cat "$LOGS/part-$1"
+    ) 9>"$LOGS/speaking"
 }
 
-run_beside() {
+# One lane: takes the next part that no other lane has taken, until none is left.
+lane() {
     local part
-    for part in "${BESIDE[@]}"; do
-        ! chosen "$part" || run_part "$part"
+    for part in "${ONLY[@]}"; do
+        ! mkdir "$LOGS/taken-$part" 2>/dev/null || (run_part "$part")
     done
 }
 
@@ -514,27 +523,20 @@ print_budgets() {
 }
 
 say "virtual environment: $VENV"
-rm -f "$LOGS"/row-* "$LOGS"/installs-* "$LOGS/mpi-files"
+rm -rf "$LOGS"/row-* "$LOGS"/taken-* "$LOGS"/installs-* "$LOGS/mpi-files"
 STARTED=$SECONDS
 chosen 'openmpi|exactness|slurm|torch' && ! { skipped openmpi && skipped slurm; } && start_preparing openmpi
 (prepare test) || fail "cannot install the test requirements"
 SETUP=$((SECONDS - STARTED))
-! chosen 'ptx|gpu' || start_preparing cuda
 ! chosen 'torch|gpu' || start_preparing torch
+! chosen 'ptx|gpu' || start_preparing cuda
 ! chosen site || skipped site || start_preparing site
-start_group run_beside >/dev/null
-RUNNING_BESIDE=$!
-for part in "${ONLY[@]}"; do
-    [[ " ${BESIDE[*]} " != *" $part "* ]] || continue
-    say "== $part"
-    (run_part "$part")
+RUNNING=()
+for ((i = 0; i < LANES; i++)); do
+    start_group lane
+    RUNNING+=($!)
 done
-wait "$RUNNING_BESIDE"
-for part in "${BESIDE[@]}"; do
-    chosen "$part" && ! skipped "$part" || continue
-    say "== $part"
-    cat "$LOGS/part-$part"
-done
+wait "${RUNNING[@]}"
 row setup ok $SETUP "$(cat "$LOGS"/installs-* | awk '{ sum += $1 } END { print sum }')" 'all environments'
 
 STATUS=0
