@@ -82,10 +82,10 @@ find_python >/dev/null
 WORK=$(mktemp -d) && LOG=$WORK/output
 
 cat <<PLAN
-A language model that learns to write Python, on $RANKS MPI ranks. On two cores the first time takes about a minute:
-  1. install mpizero, MPICH and what they need, as wheels, into $VENV   (10 s)
-  2. compile the $KERNELS kernels of this model for this CPU, once                (20 s)
-  3. train $STEPS steps on the sources of Python's standard library        (20 s)
+A language model that learns to write Python, on $RANKS MPI ranks. On two idle cores the first time takes about 90 s:
+  1. install mpizero, MPICH and what they need, as wheels, into $VENV (15 s)
+  2. compile the $KERNELS kernels of this model for this CPU, once (30 s)
+  3. train $STEPS steps on the sources of Python's standard library (25 s)
   4. show the curve of the loss, what the model writes, the sha256 of its parameters
 PLAN
 
