@@ -1,4 +1,4 @@
-"""The parts that the benchmarks under scripts/benchmarks/ are built of, and the programs under scripts/examples/."""
+"""The parts that the benchmarks under scripts/benchmarks/ are built of, and the programs under examples/gallery/."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "scripts" / "benchmarks"
+GALLERY = Path(__file__).resolve().parents[1] / "examples" / "gallery"
 sys.path.insert(0, str(FOLDER))  # where Python finds `harness` when it runs one of the scripts
 
 from harness import Team, TeamError, alternate  # noqa: E402
@@ -135,8 +136,8 @@ def test_what_is_missing_or_unknown_is_named_before_anything_runs(script, option
 
 
 def test_the_example_of_512_ranks_compares_a_smaller_grid_with_one_process(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(FOLDER.parent / "examples"))
-    program = runpy.run_path(str(FOLDER.parent / "examples" / "grid_512.py"))
+    monkeypatch.syspath_prepend(str(GALLERY))
+    program = runpy.run_path(str(GALLERY / "grid_512.py"))
     options = "--pipeline 2 --tensor 2 --data 2 --steps 2 --batch 4 --dim 16 --blocks 2 --heads 2 --sequence 4"
     monkeypatch.setattr(sys, "argv", ["grid_512.py", *options.split(), "--zero", "2"])
     program["main"]()

@@ -108,14 +108,14 @@ def test_the_recipes_are_the_examples():
 def test_the_page_of_examples_links_every_program():
     """A folder with ``__init__.py`` holds the parts of a program."""
     page = ROOT / "docs" / "examples.md"
-    programs = [p for folder in ("examples", "scripts/examples") for p in (ROOT / folder).rglob("*.py")]
+    programs = (ROOT / "examples").rglob("*.py")
     linked = {(page.parent / name).resolve() for name in re.findall(r"\]\(([^)#]*\.py)\)", page.read_text("utf-8"))}
     assert {p for p in programs if not p.with_name("__init__.py").exists()} <= linked
 
 
 def test_every_program_of_the_gallery_has_a_page_with_its_pictures_its_command_and_a_place_in_the_overview():
-    folder, docs = ROOT / "scripts" / "examples", ROOT / "docs"
-    programs = {p.parent.name if p.parent != folder else p.stem: p for p in SCRIPTS if folder in p.parents}
+    docs = ROOT / "docs"
+    programs = {p.parent.name if p.parent != GALLERY else p.stem: p for p in SCRIPTS if GALLERY in p.parents}
     assert set(programs) == {page.stem for page in (docs / "examples").glob("*.md")}
     overview = (docs / "examples.md").read_text(encoding="utf-8")
     for name, program in programs.items():
@@ -142,7 +142,7 @@ def test_commands_of_the_docs_exist(page):
     for words in commands(page):
         if words[:2] == ["-m", "mpizero"]:
             text = help_of(*words[: 4 if words[2] in ("bench", "checkpoint") else 3])  # what has commands of its own
-        elif words[0].startswith("scripts/") and words[0].endswith(".py"):
+        elif words[0].startswith(("scripts/", "examples/gallery/")) and words[0].endswith(".py"):
             text = help_of(words[0])
         else:
             assert not words[0].startswith("scripts/") or os.access(ROOT / words[0], os.X_OK), words[0]
@@ -223,10 +223,11 @@ def test_the_version_stands_once():
         assert f'"{version[1]}"' not in path.read_text(encoding="utf-8"), path
 
 
+GALLERY = ROOT / "examples" / "gallery"
 #: A folder with ``__init__.py`` holds the parts of a script, not scripts; Spack runs the one of that name.
 SCRIPTS = [
     p
-    for p in sorted((ROOT / "scripts").rglob("*.py"))
+    for p in sorted([*(ROOT / "scripts").rglob("*.py"), *GALLERY.rglob("*.py")])
     if not p.with_name("__init__.py").exists() and p.parent.name != "spack"
 ]
 

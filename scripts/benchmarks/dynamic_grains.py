@@ -1,7 +1,7 @@
 """Compare grains that are assigned in advance with grains that ranks claim, where one rank is slower than the others.
 
 Four ranks minimize the misfit of the 16 shots of a small waveform inversion, that of
-``scripts/examples/waveform_inversion``, by L-BFGS; each shot is a grain. On one rank every shot takes ``--slow`` times
+``examples/gallery/waveform_inversion``, by L-BFGS; each shot is a grain. On one rank every shot takes ``--slow`` times
 as long: the rank sleeps after each for the rest of that time, so the other ranks have the processors. ``none slow`` is
 without that. All contenders run in turns; seconds are those of the whole minimization. Printed are ratios of the same
 round, the shots that the slow rank has computed, and whether all have found the same bits.
@@ -47,7 +47,7 @@ class Rank:
 
         import mpizero as mz
 
-        sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "waveform_inversion"))
+        sys.path.insert(0, str(Path(__file__).parents[2] / "examples/gallery/waveform_inversion"))
         from waveforms.inversion import Shots
         from waveforms.misfit import Misfit
         from waveforms.survey import Survey, start_velocity, true_velocity

@@ -9,7 +9,7 @@ import pytest
 import mpizero as mz
 from mpizero.testing import check_model, run_in_threads, taylor_test
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "gallery"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from mpizero.testing import run_in_threads  # noqa: E402
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "gallery"
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Solve Burgers' equation by a physics-informed neural network with PyTorch: Adam first, then L-BFGS.
 
-    mpiexec -n 4 python scripts/examples/physics_informed.py
+    mpiexec -n 4 python examples/gallery/physics_informed.py
 
 The equation is u_t + u u_x = nu u_xx for -1 < x < 1 and 0 < t < 1, with u = -sin(pi x) at t = 0 and u = 0 at the edges
 (Raissi, Perdikaris & Karniadakis 2019). The network's ansatz has these values, so the loss is the squared residual of

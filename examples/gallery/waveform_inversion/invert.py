@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Find the velocities of waves in the ground from recorded shots: acoustic full-waveform inversion in two dimensions.
 
-    mpiexec -n 4 python scripts/examples/waveform_inversion/invert.py --folder RUN
+    mpiexec -n 4 python examples/gallery/waveform_inversion/invert.py --folder RUN
 
 The shots of a survey at sea are computed above a ground of layers with a lens in it, which the inversion does not know.
 From a smooth start it finds velocities that explain the shots, by L-BFGS within bounds, first at low frequencies, then

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Find a field from indirect observations, and how uncertain it is: a Bayesian inverse problem with NumPy alone.
 
-    mpiexec -n 4 python scripts/examples/bayesian_inversion.py
+    mpiexec -n 4 python examples/gallery/bayesian_inversion.py
 
 Water is pumped from one well after another, and all wells observe how far the head falls (hydraulic tomography). What
 is sought is the logarithm of the conductivity in each cell of a grid; before, it is a Gaussian random field. Gauss and

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Learn the solution operator of Burgers' equation by a Fourier neural operator with PyTorch.
 
-    mpiexec -n 4 python scripts/examples/neural_operator.py
+    mpiexec -n 4 python examples/gallery/neural_operator.py
 
 A sample is a periodic start u(0, x), a Gaussian random field, with the solution u(1, x) of u_t + u u_x = 0.1 u_xx,
 which a pseudo-spectral solver in this file computes. The network maps one to the other (Li et al. 2021): its layers
