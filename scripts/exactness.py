@@ -15,15 +15,13 @@ case, MPI, number of ranks, strategy and kind of memory occurs.
 from __future__ import annotations
 
 import argparse
-import collections
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from matrix.jobs import MEMORIES, Matrix, Row, arguments, run, worker
+from harness.matrix import MEMORIES, Matrix, Row, arguments, one_hash, run
 
 import mpizero as mz
 
@@ -122,39 +120,11 @@ def train(training: Training, comm: Any, args: argparse.Namespace) -> Row:
 MATRIX = Matrix(__file__, trainings, values, train)
 
 
-def report(rows: list[Row]) -> bool:
-    """Print a line for each case, and for each training whose hash differs from the case's most frequent one.
-
-    Tell whether all hashes of each case are equal.
-    """
-    print(f"\n{'case':24s} {'runs':>5s}  sha256 of the parameters")
-    equal = True
-    for case in CASES:
-        mine = [row for row in rows if row["case"] == case.name]
-        counts = collections.Counter(row["sha256"] for row in mine)
-        usual = counts.most_common(1)[0][0]
-        print(f"{case.name:24s} {len(mine):5d}  {usual if len(counts) == 1 else f'{len(counts)} DIFFERENT HASHES'}")
-        for row in mine:
-            if row["sha256"] != usual:
-                equal = False
-                print(f"    {row['where']}, {row['strategy']}, {row['memory']}: {row['sha256']}")
-    return equal
-
-
 def main() -> None:
     """Run all jobs, and compare the hashes; exit with status 1 if hashes of one case differ."""
     args = arguments(__doc__, "1,2,3,4,8", "1,3,4").parse_args()
-    if args.worker:
-        worker(MATRIX, args)
-        return
-
-    rows = []
-    for found, seconds in run(MATRIX, args):
-        rows += found
-        print(f"{found[0]['where']}: {len(found)} trainings, {seconds:.1f} s", flush=True)
-    if not report(rows):
-        sys.exit("the hashes differ")
-    print(f"\n{len(rows)} trainings of {args.steps} steps: one hash for each case")
+    if not MATRIX.is_worker(args):
+        one_hash([row for rows in run(MATRIX, args) for row in rows], "case", ("where", "strategy", "memory"))
 
 
 if __name__ == "__main__":

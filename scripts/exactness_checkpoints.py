@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 from exactness_hybrid import IN_TILES, VIRTUAL, Case, Way
-from matrix.jobs import MEMORIES, Matrix, Row, arguments, run, worker
-from matrix.models import batches
+from harness.matrix import MEMORIES, Matrix, Row, arguments, run
+from harness.models import batches
 
 import mpizero as mz
 from mpizero import checkpoint
@@ -150,21 +150,17 @@ MATRIX = Matrix(__file__, trainings, lambda training: training, load)
 
 def main() -> None:
     """Run the job, and compare all pairs with one process; exit with status 1 if some are wrong."""
-    parser = arguments(__doc__, "8", "")
-    parser.set_defaults(steps=10)
-    args = parser.parse_args()
-    if args.worker:
-        worker(MATRIX, args)
+    args = arguments(__doc__, "8", "", steps=10).parse_args()
+    if MATRIX.is_worker(args):
         return
     count, wrong = 0, 0
-    for rows, seconds in run(MATRIX, args):
+    for rows in run(MATRIX, args):
         for row in rows:
             for writer, found in row["pairs"].items():
                 count += 1
                 if tuple(found) != uninterrupted(row["case"], args.steps):
                     wrong += 1
                     print(f"{row['where']}, {row['case']}, {writer} -> {row['reader']}: {found}")
-        print(f"{rows[0]['where']}: {len(LAYOUTS)} layouts, {len(CASES)} cases; {seconds:.1f} s")
     told = f"{count} pairs of a layout that writes and one that loads, {args.steps} steps after the checkpoint"
     if wrong:
         sys.exit(f"{told}: {wrong} are wrong")

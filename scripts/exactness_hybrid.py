@@ -28,8 +28,9 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from matrix.jobs import MEMORIES, Matrix, Row, arguments, run, worker
-from matrix.models import MODELS, batches
+from harness.matrix import MEMORIES, Matrix, Row, arguments, run
+from harness.models import MODELS, batches
+from harness.tables import aligned
 
 import mpizero as mz
 from mpizero.layout import SCHEDULES, chunk_stages
@@ -44,7 +45,7 @@ KINDS = ("stages", "tiles", "rounding")
 
 @dataclass(frozen=True)
 class Case:
-    """Describe one training: ``batch`` samples in grains of ``grain``, of a model of ``matrix.models``."""
+    """Describe one training: ``batch`` samples in grains of ``grain``, of a model of ``harness.models``."""
 
     name: str
     model: str
@@ -280,19 +281,18 @@ def largest_difference(row: Row, steps: int) -> float:
 
 def report(rows: Sequence[Row], steps: int) -> int:
     """Print a line for each case and number of tiles, and for each training that is wrong; return how many are."""
-    wrong = 0
-    print(f"\n{'':7s} {'case':32s} {'tiles':12s} {'runs':>5s} {'right':>5s}  sha256 of one process, largest difference")
+    lines, wrong = [], []
     for kind, name, tiles in dict.fromkeys((row["kind"], row["case"], tuple(row["tiles"])) for row in rows):
         mine = [row for row in rows if (row["kind"], row["case"], tuple(row["tiles"])) == (kind, name, tiles)]
         bad = [(row, told) for row in mine if (told := problem(row, steps))]
         told = alone(name, tiles, steps)["sha256"]
         if kind == "rounding":
             told = f"{max(largest_difference(row, steps) for row in mine):.1e}"
-        print(f"{kind:8s} {name:32s} {shown(tiles):12s} {len(mine):5d} {len(mine) - len(bad):5d}  {told}")
-        for row, text in bad:
-            print(f"    {row['where']}, {row['way']}: {text}")
-        wrong += len(bad)
-    return wrong
+        lines.append((kind, name, shown(tiles), len(mine), len(mine) - len(bad), told))
+        wrong += [f"{name}, {row['where']}, {row['way']}: {text}" for row, text in bad]
+    print("\n" + aligned(("", "case", "tiles", "runs", "right", ""), lines, left=3))
+    print("right have the sha256 of one process; what rounds, its largest difference of a loss", *wrong, sep="\n")
+    return len(wrong)
 
 
 def main() -> None:
@@ -301,16 +301,9 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(KINDS), help="kinds of trainings (default: %(default)s)")
     args = parser.parse_args()
     chosen = matrix([kind for kind in KINDS if kind in args.only.split(",")])
-    if args.worker:
-        worker(chosen, args)
+    if chosen.is_worker(args):
         return
-
-    rows: list[Row] = []
-    for found, seconds in run(chosen, args):
-        bad = [f"{row['case']}, {row['way']}: {told}" for row in found if (told := problem(row, args.steps))]
-        print(f"{found[0]['where']}: {len(found) - len(bad)} of {len(found)} are right; {seconds:.1f} s", flush=True)
-        print("".join(f"    {line}\n" for line in bad), end="", flush=True)
-        rows += found
+    rows = [row for found in run(chosen, args) for row in found]
     wrong = report(rows, args.steps)
     counts = {kind: sum(row["kind"] == kind for row in rows) for kind in KINDS}
     told = f"{counts['stages']} trainings in stages, {counts['tiles']} in tiles, {counts['rounding']} pairs that round"

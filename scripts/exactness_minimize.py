@@ -8,14 +8,13 @@ end with one SHA-256, that of the parameters and of what is known of the result.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from hashlib import sha256
 from itertools import product
 from typing import Any
 
 import numpy as np
-from matrix.jobs import MEMORIES, Matrix, Row, arguments, run, worker
+from harness.matrix import MEMORIES, Matrix, Row, arguments, one_hash, run
 
 import mpizero as mz
 
@@ -127,26 +126,12 @@ MATRIX = Matrix(__file__, minimizations, lambda minimization: minimization, mini
 
 def main() -> None:
     """Run all jobs, and compare hashes; exit with status 1 if a case has several."""
-    parser = arguments(__doc__, "1,2,3,4,8", "1,3,4")
-    parser.set_defaults(steps=60)
-    args = parser.parse_args()
-    if args.worker:
-        worker(MATRIX, args)
-        return
-    rows: list[Row] = []
-    for found, seconds in run(MATRIX, args):
-        print(f"{found[0]['where']}: {len(found)} minimizations, {seconds:.1f} s", flush=True)
-        rows += found
-    several = 0
-    for name in CASES:
-        mine = [row for row in rows if row["case"] == name]
-        hashes = {row["sha256"] for row in mine}
-        several += len(hashes) > 1
-        counts = sorted({row["evaluations"] for row in mine})
-        print(f"{name:26s} {len(mine):4d} runs of {counts} evaluations: {' '.join(sorted(hashes))}")
-    if several:
-        sys.exit(f"{several} cases have several hashes")
-    print(f"\n{len(rows)} minimizations: one hash for each case")
+    args = arguments(__doc__, "1,2,3,4,8", "1,3,4", steps=60).parse_args()
+    if not MATRIX.is_worker(args):
+        rows = [row for found in run(MATRIX, args) for row in found]
+        for name in CASES:
+            print(f"{name}: {sorted({row['evaluations'] for row in rows if row['case'] == name})} evaluations")
+        one_hash(rows, "case", ("where", "way", "evaluations"))
 
 
 if __name__ == "__main__":

@@ -16,24 +16,22 @@ Python interpreter.
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from harness.jobs import Ended, Mpi, answer, launchers, run
+from harness.options import plain
+from harness.tables import aligned
 
 MB = 1_000_000
-RESULT = "memory-limit: "
 CLASSES = 8
 
 
 def parse() -> argparse.Namespace:
     """Parse the command line, and return its options."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = plain(__doc__)
     parser.add_argument("--width", type=int, default=1024, help="of every layer (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=40, help="(default: %(default)s)")
     parser.add_argument("--samples", type=int, default=64, help="of the global batch (default: %(default)s)")
@@ -86,41 +84,26 @@ def worker(options: argparse.Namespace) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (allocated() + int(options.limit_mb * MB),) * 2)
     found = train(options, options.width, options.layers, options.steps)
     if MPI.COMM_WORLD.Get_rank() == 0:
-        print(RESULT + json.dumps(found), flush=True)
+        answer(found)
 
 
 # ---------------------------------------------------------------------------------------------- the three trainings
 
 
-class Ended(NamedTuple):
-    """Hold the end of a training: exit status, the result of :func:`train` (None if it failed), and standard error."""
-
-    status: int
-    found: dict[str, Any] | None
-    err: str
-
-
-def run(launcher: tuple[str, str], options: argparse.Namespace, kind: str, ranks: int) -> Ended:
+def ended(mpi: Mpi, options: argparse.Namespace, kind: str, ranks: int) -> Ended:
     """Run one training on ``ranks`` ranks, and return how it ended; ``kind`` is "free" (no limit) or "limited"."""
-    from tests.faults.jobs import run_job
-
-    command = [Path(__file__).resolve(), "--worker", kind]
-    for name in ("width", "layers", "samples", "steps", "limit_mb"):
-        command += [f"--{name.replace('_', '-')}", getattr(options, name)]
-    with tempfile.TemporaryDirectory() as folder:
-        ended = run_job(launcher, Path(folder), command, ranks, limit=600.0)
-    lines = [line for line in ended.out.splitlines() if RESULT in line]
-    found = json.loads(lines[0].partition(RESULT)[2]) if lines else None
-    return Ended(ended.status, found, ended.err)
+    names = ("width", "layers", "samples", "steps", "limit_mb")
+    words = [word for name in names for word in (f"--{name.replace('_', '-')}", getattr(options, name))]
+    return run(mpi.command(ranks, [Path(__file__).resolve(), "--worker", kind, *words]), limit=600.0)
 
 
-def told(name: str, ended: Ended) -> str:
-    """Return the line of the table for the training ``name``."""
-    if ended.found is None:
-        return f"{name:22s}  {'ended with status ' + str(ended.status):>46s}"
-    ranks = ended.found["ranks"]
-    figures = "  ".join(f"{max(rank[kind] for rank in ranks) / MB:8.1f}" for kind in ("counted", "pss", "rss"))
-    return f"{name:22s}  {figures}  {float.fromhex(ended.found['losses'][-1]):.9f}  {ended.found['sha256'][:16]}"
+def cells(name: str, end: Ended) -> tuple[str, ...]:
+    """Return the cells of the table for the training ``name``."""
+    if (found := end.answer) is None:
+        return name, "", "", "", "", f"ended with status {end.status}"
+    most = (max(rank[kind] for rank in found["ranks"]) / MB for kind in ("counted", "pss", "rss"))
+    figures = [f"{size:.1f}" for size in most]
+    return name, *figures, f"{float.fromhex(found['losses'][-1]):.9f}", found["sha256"][:16]
 
 
 def main() -> int:
@@ -129,27 +112,21 @@ def main() -> int:
     if options.worker:
         worker(options)
         return 0
-    from tests.faults.jobs import launchers
-
-    launcher: Any = tuple(options.launcher.split()) if options.launcher else launchers()[0]
-    free, alone = (run(launcher, options, kind, 1) for kind in ("free", "limited"))
-    several = run(launcher, options, "limited", options.ranks)
-    if free.found is not None:
-        print(f"{free.found['parameters']:,} parameters, AdamW, float32; MB of the largest rank, beyond the libraries")
-    print(f"{'':22s}  {'counted':>8s}  {'PSS':>8s}  {'RSS':>8s}  last loss    sha256")
+    mpi = launchers(options.launcher and [options.launcher])[0]
+    free, alone = (ended(mpi, options, kind, 1) for kind in ("free", "limited"))
+    several = ended(mpi, options, "limited", options.ranks)
+    if free.answer is not None:
+        print(f"{free.answer['parameters']:,} parameters, AdamW, float32; MB of the largest rank, beyond the libraries")
     limit = f"limit {options.limit_mb:g} MB"
-    print(
-        told("1 process", free),
-        told(f"1 process, {limit}", alone),
-        told(f"{options.ranks} ranks, {limit}", several),
-        sep="\n",
-    )
+    trainings = {"1 process": free, f"1 process, {limit}": alone, f"{options.ranks} ranks, {limit}": several}
+    print(aligned(("", "counted", "PSS", "RSS", "last loss", ""), [cells(*pair) for pair in trainings.items()]))
     refused = [line for line in alone.err.splitlines() if "OutOfMemoryError: " in line]
     print(f"\nthe one process said: {refused[-1].strip() if refused else alone.err[-2000:]}")
-    keys = ("losses", "sha256")
-    same = free.found is not None and several.found is not None and all(free.found[k] == several.found[k] for k in keys)
-    shown = same and alone.found is None and alone.status > 0 and bool(refused)
-    if several.found is None:
+    same = (
+        free.answer and several.answer and all(free.answer[key] == several.answer[key] for key in ("losses", "sha256"))
+    )
+    shown = same and alone.answer is None and alone.status > 0 and bool(refused)
+    if several.answer is None:
         print(several.err[-2000:])
     print("shown: one process does not fit, the ranks train with the same bits" if shown else "NOT shown")
     return 0 if shown else 1

@@ -19,8 +19,6 @@ import ast
 import os
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,9 +29,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from harness.jobs import ROOT, launchers, run
+from harness.options import plain
 from mutating.sites import SITES, Mutant
 
-ROOT = Path(__file__).resolve().parents[1]
 #: What the tests of mutants need of a checkout.
 COPIED = ("mpizero", "tests", "pyproject.toml")
 #: How many mutants are drawn, by which seed; seconds after which the tests of a mutant count as hanging.
@@ -138,31 +137,16 @@ class Workshop:
 
         ``cache`` is the folder for compiled kernels, where it is not the user's.
         """
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
+        command = [sys.executable, "-m", "pytest", *options]
         if ranks:
-            parallel = ["-m", "mpi4py", "-m", "pytest", "--with-mpi", "-m", "mpi"]
-            command = [launcher(), "-n", str(ranks), sys.executable, *parallel, *command[3:]]
-        environment = os.environ | {
-            "PYTHONPATH": str(self.root),
-            "OMP_NUM_THREADS": "1",
-            "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-            **({} if cache is None else {"MPIZERO_CACHE_DIR": str(cache)}),
-        }
-        with subprocess.Popen(
-            command,
-            cwd=self.root,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        ) as process:
-            try:
-                return process.wait(LIMIT), process.communicate()[0]
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                return None, process.communicate()[0]
+            command = launchers()[0].command(
+                ranks, ["-m", "mpi4py", "-m", "pytest", "--with-mpi", "-m", "mpi", *options]
+            )
+        environment = {"PYTHONPATH": str(self.root), "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+        environment |= {} if cache is None else {"MPIZERO_CACHE_DIR": str(cache)}
+        ended = run(command, LIMIT, environment=environment, cwd=self.root)
+        return None if ended.late else ended.status, ended.out + ended.err
 
     def try_out(self, mutant: Mutant, folders: Sequence[str] = ()) -> Outcome:
         """Plant a mutant, run its tests or those of ``folders``, and take it out again."""
@@ -191,13 +175,6 @@ def failure_in(output: str) -> str:
     """Return the name of the first test that pytest says has failed."""
     lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return lines[0].split(" - ")[0].partition("::")[2] if lines else "the job ended"
-
-
-def launcher() -> str:
-    """Return the mpiexec of ``MPIZERO_MPIEXEC``, the one beside this Python, or the first on the path."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    given = os.environ.get("MPIZERO_MPIEXEC", "").split()
-    return given[0] if given else str(beside) if beside.exists() else shutil.which("mpiexec") or "mpiexec"
 
 
 def failing_tests(workshop: Workshop, mutants: Iterable[Mutant]) -> str:
@@ -244,7 +221,7 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
     return [mutant for mutant in SITES if mutant.name in options.only]
 
 
-def run(mutants: Sequence[Mutant], jobs: int, folders: Sequence[str]) -> int:
+def try_all(mutants: Sequence[Mutant], jobs: int, folders: Sequence[str]) -> int:
     """Try out mutants, print a line for each, and return the exit status."""
     begun, bad = time.perf_counter(), 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as where:
@@ -265,7 +242,7 @@ def run(mutants: Sequence[Mutant], jobs: int, folders: Sequence[str]) -> int:
 
 def main() -> int:
     """Try out the mutants that the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = plain(__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these mutants")
     parser.add_argument("--count", type=int, default=COUNT, help="mutants to draw (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=SEED, help="seed of the draw (default: %(default)s)")
@@ -278,7 +255,7 @@ def main() -> int:
         for mutant in mutants:
             print(f"{mutant.name:42} {mutant.function}: {mutant.before} -> {mutant.after}")
         return 0
-    return run(mutants, max(1, min(options.jobs, len(mutants))), options.find)
+    return try_all(mutants, max(1, min(options.jobs, len(mutants))), options.find)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ run in which every pair of model, MPI, number of ranks, strategy and kind of mem
 from __future__ import annotations
 
 import argparse
-import collections
 import importlib.util
 import itertools
 import re
@@ -30,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from exactness import STRATEGIES
-from matrix.jobs import MEMORIES as USUAL_MEMORIES
-from matrix.jobs import THREADS, Matrix, Place, Row, arguments, in_threads, job, run, worker
+from harness.jobs import Mpi
+from harness.matrix import MEMORIES as USUAL_MEMORIES
+from harness.matrix import Matrix, Place, Row, arguments, one_hash, run
 
 import mpizero as mz
 from mpizero.layout import SCHEDULES
@@ -185,20 +185,16 @@ def chosen(args: argparse.Namespace) -> list[OwnModel]:
     return found or sys.exit(f"--models: there are {'; '.join(model.name for model in MODELS)}")
 
 
-def resumed(models: Sequence[OwnModel], args: argparse.Namespace) -> list[Row]:
+def resumed(matrix: Matrix, args: argparse.Namespace) -> list[Row]:
     """Train all models in jobs that go on from each other, and return the rows of the last one.
 
     With ``--covering`` ranks are threads, which need not import and compile everything again.
     """
-    matrix = _resumed_matrix(models, args)
     with tempfile.TemporaryDirectory() as folder:
         for number, (ranks, _) in enumerate(RESUMED):
-            if args.covering:
-                part = argparse.Namespace(**{**vars(args), "resumed": number, "folder": folder})
-                rows = in_threads(matrix, part, Place(THREADS, ranks), None)
-            else:
-                place = Place("first MPI", ranks, args.mpiexec, args.python)
-                rows = job(matrix, args, place, None, "--resumed", str(number), "--folder", folder)
+            part = argparse.Namespace(**{**vars(args), "resumed": number, "folder": folder})
+            place = Place("", ranks, None if args.covering else Mpi(args.mpiexec, args.python))
+            rows = matrix.at(place, part, None, "--resumed", str(number), "--folder", folder)
     where = " -> ".join(str(ranks) for ranks, _ in RESUMED)
     return [row | {"where": where, "memory": "resumed"} for row in rows]
 
@@ -209,25 +205,9 @@ def _resumed_matrix(models: Sequence[OwnModel], args: argparse.Namespace) -> Mat
     return Matrix(__file__, lambda size: [(model, "", "shared") for model in models], values, train, more)
 
 
-def report(rows: list[Row]) -> bool:
-    """Print a line for each model, and for each training whose hash differs; tell whether there is one hash each."""
-    equal = True
-    print(f"\n{'model':28s} {'runs':>5s}  sha256 of the parameters")
-    for name in dict.fromkeys(row["model"] for row in rows):
-        mine = [row for row in rows if row["model"] == name]
-        usual, count = collections.Counter(row["sha256"] for row in mine).most_common(1)[0]
-        print(f"{name:28s} {len(mine):5d}  {usual if count == len(mine) else 'DIFFERENT HASHES'}")
-        for row in mine:
-            if row["sha256"] != usual:
-                equal = False
-                print(f"    {row['where']}, {row['strategy']}, {row['memory']}: {row['sha256']}")
-    return equal
-
-
 def main() -> None:
     """Run all jobs, and compare the hashes; exit with status 1 if those of one model differ."""
-    parser = arguments(__doc__, "1,2,3,4,8", "1,3")
-    parser.set_defaults(steps=2)
+    parser = arguments(__doc__, "1,2,3,4,8", "1,3", steps=2)
     parser.add_argument("--models", help="names of models, separated by semicolons (default: all)")
     parser.add_argument("--resumed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -235,20 +215,12 @@ def main() -> None:
     models = chosen(args)
     parts = _resumed_matrix(models, args)
     matrix = replace(parts, trainings=lambda size: trainings(models, size))
-    if args.worker:
-        worker(matrix if args.resumed is None else parts, args)
+    if (matrix if args.resumed is None else parts).is_worker(args):
         return
-
     for file in dict.fromkeys(model.file for model in models):
         build(file)
-    rows = []
-    for found, seconds in run(matrix, args):
-        rows += found
-        print(f"{found[0]['where']}: {len(found)} trainings, {seconds:.1f} s", flush=True)
-    rows += resumed(models, args)
-    if not report(rows):
-        sys.exit("the hashes differ")
-    print(f"\n{len(rows)} trainings of {args.steps * len(RESUMED)} steps: one hash for each model")
+    rows = [row for found in run(matrix, args) for row in found]
+    one_hash(rows + resumed(parts, args), "model", ("where", "strategy", "memory"))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,9 @@ given.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -27,6 +24,9 @@ from io import StringIO
 from pathlib import Path
 from tokenize import COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL, generate_tokens
 from typing import Any
+
+from harness.jobs import ROOT, launchers, well
+from harness.options import plain
 
 Graph = dict[str, set[str]]
 
@@ -195,26 +195,16 @@ def lines(folder: Path) -> int:
     return sum(len(path.read_bytes().splitlines()) for path in folder.rglob("*.py"))
 
 
-def run(root: Path, command: list[str]) -> str:
-    """Run a command with the package of the checkout ``root``; return the last line of its output."""
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise SystemExit(f"{' '.join(command)} failed in {root}:\n{ended.stderr}")
-    return ended.stdout.splitlines()[-1]
-
-
 def measured(root: Path) -> dict[str, Any]:
     """Return the values of the checkout ``root`` for which its package is run: a step, and the modules loaded."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    mpiexec = os.environ.get("MPIZERO_MPIEXEC", "").split()[:1] or [str(beside) if beside.exists() else "mpiexec"]
-    step = json.loads(run(root, [*mpiexec, "-n", "2", sys.executable, str(WALK)]))["step"]
+    own = {"cwd": root, "environment": {"PYTHONPATH": str(root)}}
+    step = well(launchers()[0].command(2, [WALK]), **own).answer["step"]
     return {
         "modules that a ZeRO-2 step passes": step["modules"],
         "functions that it calls": step["functions"],
         "its calls": step["calls"],
         "its moves between modules": step["moves"],
-        "modules that mz.Trainer loads": int(run(root, [sys.executable, "-c", LOAD])),
+        "modules that mz.Trainer loads": int(well([sys.executable, "-c", LOAD], **own).out),
     }
 
 
@@ -275,8 +265,8 @@ def report(root: Path, *, static: bool = False) -> dict[str, Any]:
 
 def main() -> None:
     """Print the values as a table, or as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parents[1], help="a checkout")
+    parser = plain(__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT, help="a checkout")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--static", action="store_true", help="leave out what the checkout is run for")
     options = parser.parse_args()

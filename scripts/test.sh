@@ -406,7 +406,6 @@ part_ptx() {
 
 part_torch() {
     wait_prepared torch || return 1
-    "$TORCH_VENV/bin/python" scripts/compare_torch.py || return 1
     # One program is in Fortran; where gfortran is missing and cannot be had, its tests are skipped.
     command -v gfortran >/dev/null || { can_apt && apt_install gfortran gcc libc6-dev >"$LOGS/gfortran.log" 2>&1; }
     # Recipes run under the other environment's MPICH: mpi4py would take the system's library first.

@@ -24,16 +24,17 @@ from pathlib import Path
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # avoids system calls that do not belong to saves
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from harness.jobs import add_mpis, mpis_of
+from harness.options import plain
 from torturing import damage, disk, syscalls, training
-from torturing.cases import Torture, note
-from torturing.jobs import Mpi
+from torturing.cases import Torture
 
 PARTS = ("syscalls", "kills", "damage", "disk")
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line, and return its options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = plain(__doc__)
     parser.add_argument("--short", action="store_true", help="a sample of each part, in about a minute")
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="of all random choices")
@@ -43,10 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cuts", type=int, help="truncations, and tails of zeros (default: 100; 20 with --short)")
     parser.add_argument("--mutations", type=int, help="of manifests (default: 10000; 500 with --short)")
     parser.add_argument("--window", type=float, default=0.12, help="seconds after a save in which a kill comes")
-    parser.add_argument("--mpiexec", default=str(Path(sys.executable).with_name("mpiexec")))
-    parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--second-mpiexec", help="of an MPI with parallel HDF5, for the mpio back end")
-    parser.add_argument("--second-python", help="interpreter for it")
+    add_mpis(parser)
     parser.add_argument("--limit", type=float, default=120, help="seconds a launch may take (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where it happens (default: a temporary folder)")
     parser.add_argument("--keep", action="store_true", help="keep the files of every case")
@@ -60,17 +58,14 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Run the requested parts, and print the table; exit with status 1 if a case has failed."""
     options = arguments()
-    mpis = {"first": Mpi("first", options.mpiexec, options.python)}
-    if options.second_mpiexec:
-        mpis["second"] = Mpi("second", options.second_mpiexec, options.second_python or options.python)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torture-", dir=options.folder) as folder:
-        torture, good = Torture(options, Path(folder), mpis), False
+        torture, good = Torture(options, Path(folder), mpis_of(options)), False
         try:
             run_parts(torture, options.only or PARTS)
         finally:  # also when it is interrupted
-            good = torture.table.show()
-    print(f"seed {options.seed}, {options.ranks} ranks, {time.monotonic() - started:.0f} s")
+            good = torture.table.show("what was done to saves")
+    print(f"seed {options.seed}, {options.ranks} ranks, {time.monotonic() - started:.0f} s", flush=True)
     sys.exit(not good)
 
 
@@ -82,7 +77,7 @@ def run_parts(torture: Torture, parts: Sequence[str]) -> None:
     if "syscalls" in parts:
         at_system_calls(torture)
     if set(parts) - {"syscalls"}:
-        note("an undisturbed training, to compare with")
+        print("an undisturbed training, to compare with", flush=True)
         reference = training.Reference(torture)
     if "kills" in parts:
         at_random_moments(torture, reference)
@@ -100,11 +95,11 @@ def ways(torture: Torture) -> list[str]:
 def at_system_calls(torture: Torture) -> None:
     """Run the part "syscalls": kill a rank at a system call, let calls fail or last long, and check their order."""
     if reason := syscalls.have_strace():
-        torture.table.leave_out("faults at system calls", reason)
+        torture.table.row("faults at system calls", reason)
         return
     short = torture.options.short
     for how in ways(torture):
-        note(f"system calls of saves, {how}")
+        print(f"system calls of saves, {how}", flush=True)
         syscalls.check_order(torture, how)
         syscalls.kill_everywhere(torture, how, 3 if short else 0)
         syscalls.refuse_everywhere(torture, how, 1 if short else 0)
@@ -118,13 +113,13 @@ def at_random_moments(torture: Torture, reference: training.Reference) -> None:
     for number, how in enumerate(hows):
         share = left // (len(hows) - number)
         left -= share
-        note(f"{share} kills at random moments, {how}")
+        print(f"{share} kills at random moments, {how}", flush=True)
         training.kill_at_random(torture, reference, how, share)
 
 
 def on_disk(torture: Torture, reference: training.Reference) -> None:
     """Run the part "damage": damage checkpoint files, change manifests, and resume from damaged checkpoints."""
-    note("damaged and made-up files")
+    print("damaged and made-up files", flush=True)
     damage.damage_files(torture, reference, torture.options.flips, torture.options.cuts)
     damage.fuzz_manifests(torture, reference, torture.options.mutations)
     damage.resume_past_damage(torture, reference, 2 if torture.options.short else 6)
@@ -134,10 +129,10 @@ def on_bad_disks(torture: Torture, reference: training.Reference) -> None:
     """Run the part "disk": save to folders that are full, read-only or removed, and from two jobs at once."""
     short = torture.options.short
     for how in ways(torture)[: 1 if short else None]:
-        note(f"bad disks, {how}")
+        print(f"bad disks, {how}", flush=True)
         disk.small_files(torture, reference, how)
         if reason := disk.have_namespaces():
-            torture.table.leave_out(f"a full or read-only disk, {how}", reason)
+            torture.table.row(f"a full or read-only disk, {how}", reason)
         else:
             disk.full_disks(torture, reference, how, 1 if short else 6)
         if not short and not reason:

@@ -9,15 +9,16 @@ the figures of the step together with others; there and here another checkout on
 
 from __future__ import annotations
 
-import argparse
 import collections
 import itertools
-import json
 import sys
 import tempfile
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from harness.jobs import answer
+from harness.options import plain
 
 
 class Walk:
@@ -97,7 +98,7 @@ def train(settings: dict[str, Any]) -> dict[str, Walk]:
 
 def main() -> None:
     """Print the figures as JSON on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = plain(__doc__)
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="simulate nodes of N ranks")
     parser.add_argument("--modules", action="store_true", help="print the modules of each, too, with their calls")
     options = parser.parse_args()
@@ -110,7 +111,7 @@ def main() -> None:
     if options.modules:
         for name, walk in walks.items():
             print(f"{name}: {', '.join(f'{module} {count}' for module, count in walk.modules().most_common())}")
-    print(json.dumps({name: walk.figures() for name, walk in walks.items()}))
+    answer({name: walk.figures() for name, walk in walks.items()})
 
 
 if __name__ == "__main__":

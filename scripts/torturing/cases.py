@@ -8,17 +8,17 @@ import io
 import os
 import random
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness.jobs import Ended, Mpi
+from harness.outcomes import Table
+
 from mpizero import checkpoint
 from mpizero.errors import CheckpointError
 from torturing import saver
-from torturing.jobs import Ended, Mpi
-from torturing.outcomes import Table
 
 SAVER = str(Path(saver.__file__))
 
@@ -135,8 +135,3 @@ def problem_of_ending(ended: Ended, *, expected: bool = True) -> str:
 def quiet() -> contextlib.redirect_stderr[io.StringIO]:
     """Return a context manager that drops what is written to ``sys.stderr``."""
     return contextlib.redirect_stderr(io.StringIO())
-
-
-def note(text: str) -> None:
-    """Print ``text``, which says what is done next."""
-    print(text, flush=True, file=sys.stdout)

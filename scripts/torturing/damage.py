@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness.jobs import run
+
 from mpizero import checkpoint
 from mpizero.errors import CheckpointError
 from torturing.cases import Torture
-from torturing.jobs import run
 from torturing.training import STEPS, Reference, result_of
 
 FILES = ("state.h5", "manifest.json")
@@ -156,7 +157,7 @@ def resume_past_damage(torture: Torture, reference: Reference, count: int) -> No
             (_flip, _truncate, _zeros)[number // 2 % 3](data, draw)
             file.write_bytes(data)
             command = torture.mpis["first"].command(torture.options.ranks, reference.program(checkpoints))
-            ended = run(command, folder / "job", torture.limit)
+            ended = run(command, torture.limit, folder / "job")
             problem = "" if result_of(ended) == reference.result else f"another result: {ended.out} {ended.err[-300:]}"
             if not problem and not (file.parent.name in ended.err and file.name in ended.err):
                 problem = f"nothing said of {file}: {ended.err[-300:]}"

@@ -6,15 +6,16 @@ import os
 import resource
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from harness.jobs import Ended, Job, run
+from harness.outcomes import Row
 
 from mpizero import checkpoint
 from torturing.cases import SAVER, Torture, acknowledged, hidden, prepare, problem_of_ending, problem_of_folder
-from torturing.jobs import Ended, Job, run
-from torturing.outcomes import Row
 from torturing.training import SETTINGS, Reference, after_step, newest_seen
 
 #: How often making a disk read-only is tried.
@@ -63,7 +64,7 @@ def full_disks(torture: Torture, reference: Reference, how: str, count: int) -> 
             script = f'{mount} && {{ "$@"; status=$?; cp -a {disk} {copy}; exit $status; }}'
             program = reference.program(disk / "checkpoints", SETTINGS[how])
             command = torture.mpi_of(how).command(torture.options.ranks, program)
-            ended = run(["unshare", "-m", "bash", "-c", script, "full", *command], folder / "job", torture.limit)
+            ended = run(["unshare", "-m", "bash", "-c", script, "full", *command], torture.limit, folder / "job")
             _judge(row, reference, ended, copy / "checkpoints", ["No space left on device"], 0)
 
 
@@ -84,7 +85,7 @@ def small_files(torture: Torture, reference: Reference, how: str) -> None:
                     if rank >= 0 and victim in (None, rank):
                         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
 
-            ended = run(command, folder / "job", torture.limit, after_step(checkpoints, 2, limit))
+            ended = run(command, torture.limit, folder / "job", meanwhile=after_step(checkpoints, 2, limit))
             _judge(row, reference, ended, checkpoints, ["File too large"], 2)
 
 
@@ -112,9 +113,8 @@ def read_only(torture: Torture, reference: Reference, how: str) -> None:
         script = f'mount --bind {checkpoints} {checkpoints} && exec "$@"'
         ended = run(
             ["unshare", "-m", "bash", "-c", script, "bind", *command],
-            folder / "job",
             torture.limit,
-            after_step(checkpoints, 3, remount),
+            meanwhile=after_step(checkpoints, 3, remount),
         )
         # Files half written when the disk becomes read-only cannot be removed; the next save removes them.
         _sweep(checkpoints)
@@ -127,9 +127,10 @@ def read_only(torture: Torture, reference: Reference, how: str) -> None:
         try:
             ended = run(
                 command,
-                folder / "job",
                 torture.limit,
-                after_step(checkpoints, 3, lambda job: works.append(subprocess.run(freeze, check=False).returncode)),
+                meanwhile=after_step(
+                    checkpoints, 3, lambda job: works.append(subprocess.run(freeze, check=False).returncode)
+                ),
             )
         finally:
             subprocess.run(["chattr", "-i", str(checkpoints)], stderr=subprocess.DEVNULL, check=False)
@@ -161,7 +162,7 @@ def deleted(torture: Torture, reference: Reference, how: str) -> None:
                 victim.rename(trash)
                 shutil.rmtree(trash)
 
-            ended = run(command, folder / "job", torture.limit, after_step(checkpoints, 3, away))
+            ended = run(command, torture.limit, folder / "job", meanwhile=after_step(checkpoints, 3, away))
             _judge(row, reference, ended, checkpoints, ["has been removed", "No such file or directory"], 0)
 
 
@@ -171,11 +172,11 @@ def two_jobs(torture: Torture, reference: Reference) -> None:
     A job may fail only because the other one uses the folder, and its error must say so. All checkpoints must be whole.
     """
     row = torture.table.row("two jobs in one folder")
-    command = torture.mpis["first"].command(torture.options.ranks, [SAVER, "FOLDER", "12", "direct", "2", "0.02"])
     with torture.case() as folder:
         run_folder = prepare(folder)
-        command = [str(run_folder) if word == "FOLDER" else word for word in command]
-        ends = _both([command, command], folder, torture.limit)
+        program = [SAVER, run_folder, "12", "direct", "2", "0.02"]
+        command = torture.mpis["first"].command(torture.options.ranks, program)
+        ends = _both(command, torture.limit)
         refusals = [ended for ended in ends if ended.status]
         problem = next((e.err[-500:] for e in refusals if "another run" not in e.err and "exists" not in e.err), "")
         problem = problem or problem_of_folder(run_folder, acknowledged(run_folder))
@@ -183,20 +184,12 @@ def two_jobs(torture: Torture, reference: Reference) -> None:
     with torture.case() as folder:
         checkpoints = folder / "run" / "checkpoints"
         train = torture.mpis["first"].command(torture.options.ranks, reference.program(checkpoints))
-        ends = _both([train, train], folder, torture.limit)
+        ends = _both(train, torture.limit)
         refusals = [ended for ended in ends if ended.status]
         problem = next((e.err[-500:] for e in refusals if "in use by" not in e.err), "")
         row.add(problem or reference.problem_of(checkpoints, 1), f"{len(refusals)} of 2 turned away", "two that train")
 
 
-def _both(commands: Sequence[Sequence[str]], folder: Path, limit: float) -> list[Ended]:
-    ends: list[Ended] = []
-    threads = [
-        threading.Thread(target=lambda c=command, n=number: ends.append(run(c, folder / f"job-{n}", limit)))
-        for number, command in enumerate(commands)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return ends
+def _both(command: Sequence[str], limit: float) -> list[Ended]:
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda _: run(command, limit), range(2)))

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.jobs import Ended, run
+from harness.outcomes import Row
+
 from torturing.cases import (
     SAVER,
     Torture,
@@ -19,8 +22,6 @@ from torturing.cases import (
     problem_of_folder,
     problem_of_next_save,
 )
-from torturing.jobs import Ended, run
-from torturing.outcomes import Row
 from torturing.saver import MARKS
 
 #: The system calls that change files.
@@ -118,7 +119,7 @@ def points_of(torture: Torture, how: str, victim: int) -> tuple[list[Call], str]
     with torture.case() as folder:
         log = folder / "log"
         command = torture.mpi_of(how).command(ranks, saving(prepare(folder), how), victim, traced(log))
-        ended = run(command, folder, torture.limit)
+        ended = run(command, torture.limit, folder)
         if ended.status:
             return [], f"a save that nothing happens to fails: {ended.err[-500:]}"
         # Folders of other cases have other names: keep the path inside the folder.
@@ -177,7 +178,7 @@ def _kill_at(torture: Torture, row: Row, how: str, victim: int, call: Call, call
         if not wrapper:
             variables, wrapper = {"MPIZERO_FAULT": planted_for(call, calls, victim)}, 'exec "$@"'
         command = torture.mpi_of(how).command(torture.options.ranks, saving(run_folder, how), victim, wrapper)
-        ended = run(command, folder, torture.limit, variables=variables)
+        ended = run(command, torture.limit, folder, environment=variables)
         done = acknowledged(run_folder)
         problem = problem_of_ending(ended) or problem_of_folder(run_folder, max(1, done))
         new = (run_folder / "step_00000002").exists()
@@ -212,7 +213,7 @@ def _refuse_at(torture: Torture, row: Row, how: str, victim: int, call: Call) ->
         if not wrapper:
             return  # the same call of the same thread under another number
         command = torture.mpi_of(how).command(torture.options.ranks, saving(run_folder, how), victim, wrapper)
-        ended = run(command, folder, torture.limit)
+        ended = run(command, torture.limit, folder)
         problem = problem_of_refusal(ended, run_folder, error)
         outcome = "new one kept" if (run_folder / "step_00000002").exists() else "old one kept"
         outcome += ", ended by the watchdog" if stuck_in_hdf5(ended) else ""
@@ -257,7 +258,7 @@ def check_order(torture: Torture, how: str) -> None:
         command = torture.mpi_of(how).command(ranks, program)
         split = command.index("-n") + 2
         command = [*command[:split], "bash", "-c", wrapper, "all", *command[split:]]
-        ended = run(command, folder, torture.limit)
+        ended = run(command, torture.limit, folder)
         calls = [c for rank in range(ranks) for c in read_log(folder / f"log.{rank}", run_folder) if c.window]
         for window in range(1, 4):
             mine = sorted((c for c in calls if c.window == window), key=lambda c: c.time)
@@ -299,7 +300,7 @@ def slow_rank(torture: Torture, how: str) -> None:
             command = torture.mpi_of(how).command(
                 torture.options.ranks, saving(run_folder, how, 2), victim, traced(folder / "log", delay)
             )
-            ended = run(command, folder, torture.limit)
+            ended = run(command, torture.limit, folder)
             problem = ended.err[-300:] if ended.status or ended.late else problem_of_folder(run_folder, 3)
             row.add(problem, "saved", f"rank {victim}")
 
@@ -308,6 +309,5 @@ def have_strace() -> str:
     """Return the reason why this process cannot use strace; "" if it can."""
     if shutil.which("strace") is None:
         return "needs strace"
-    ended = run(["strace", "-D", "-qq", "-o", "/dev/null", "true"], Path("/tmp/mpizero-strace"), 10)
-    shutil.rmtree("/tmp/mpizero-strace", ignore_errors=True)
+    ended = run(["strace", "-D", "-qq", "-o", "/dev/null", "true"], 10)
     return "" if ended.status == 0 else "strace may not trace here"

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness.jobs import Ended, Job, run
 
 from mpizero import checkpoint
 from mpizero.errors import CheckpointError
 from torturing.cases import Torture, hidden, problem_of_ending
-from torturing.jobs import Ended, Job, run
 
 #: Steps of a run, each with a checkpoint; most kills of one run before it is left to end.
 STEPS, KILLS = 45, 10
@@ -67,7 +67,7 @@ class Reference:
         command = torture.mpis["first"].command(
             torture.options.ranks, self.program(self.checkpoints, ["checkpoint.keep=1000"])
         )
-        ended = run(command, self.home / "job", 3 * torture.limit)
+        ended = run(command, 3 * torture.limit, self.home / "job")
         if ended.status:
             raise SystemExit(f"an undisturbed training fails:\n{ended.err}")
         self.result = result_of(ended)
@@ -149,7 +149,7 @@ def kill_at_random(torture: Torture, reference: Reference, how: str, count: int)
                     random.uniform(0, torture.options.window),
                     random.choice(["launcher", "all", *(f"rank {r}" for r in range(torture.options.ranks))]),
                 )
-                ended = run(command, folder / "job", torture.limit, plan)
+                ended = run(command, torture.limit, folder / "job", meanwhile=plan)
                 if not ended.status and (not plan.struck or plan.seen == STEPS):
                     break  # ranks may outlive their launcher, and even reach the end
                 problem = (
@@ -159,7 +159,7 @@ def kill_at_random(torture: Torture, reference: Reference, how: str, count: int)
                 problem = problem or reference.problem_of(checkpoints, plan.seen)
                 killed.add(problem, "in a save" if middle else "between saves", f"{plan.victim}, step {plan.seen}")
                 done += 1
-            ended = run(command, folder / "job", torture.limit)
+            ended = run(command, torture.limit, folder / "job")
             ends.add(_problem_of_end(ended, reference, checkpoints), "with the same hash", f"after {done} kills")
 
 

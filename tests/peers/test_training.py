@@ -102,8 +102,7 @@ def test_forty_steps_of_a_perceptron_have_pytorch_s_losses_and_parameters(name, 
 def test_forty_steps_of_a_gpt_with_clipping_and_a_schedule_have_pytorch_s_losses(script, dtype, rtol):
     """Within 1e-7, not 1e-9: PyTorch clips by the norm + 1e-6."""
     model = mz.nn.GPT(16, 2, 2, 8, dtype=dtype, seed=1)
-    options = script.argparse.Namespace(sequence=8, batch=6)
-    batches = [pair for _, pair in zip(range(STEPS), script.batches(script.library_text(), options), strict=False)]
+    batches = script.text_batches(STEPS, sequence=8, batch=6)
     twin = script.torch_twin(model, initial_parameters(model))
     rate = mz.optim.cosine(1e-2, steps=STEPS, warmup=5)
     ours = mz.AdamW(lr=rate, weight_decay=0.1)

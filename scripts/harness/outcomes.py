@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from harness.tables import aligned
+
 
 @dataclass
 class Row:
@@ -39,12 +41,12 @@ class Row:
         if sys.stderr.isatty():
             print(f"\r  {self.title}: {self.cases}, {len(self.bad)} bad\033[K", end="", file=sys.stderr, flush=True)
 
-    def line(self) -> str:
-        """Return this row as a line of text."""
+    def cells(self) -> tuple[object, ...]:
+        """Return this row's cells."""
         if self.left_out:
-            return f"{self.title:58s}     -     -         left out: {self.left_out}"
+            return self.title, "-", "-", "", f"left out: {self.left_out}"
         seen = ", ".join(f"{count} {outcome}" for outcome, count in self.good.most_common())
-        return f"{self.title:58s} {self.cases:5d} {len(self.bad):5d} {self.seconds:6.0f} s  {seen}"
+        return self.title, self.cases, len(self.bad), f"{self.seconds:.0f} s", seen
 
 
 class Table:
@@ -53,24 +55,15 @@ class Table:
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
-    def row(self, title: str) -> Row:
+    def row(self, title: str, left_out: str = "") -> Row:
         """Add a new, empty row to the table, and return it."""
-        self.rows.append(Row(title))
+        self.rows.append(Row(title, left_out=left_out))
         return self.rows[-1]
 
-    def leave_out(self, title: str, reason: str) -> None:
-        """Add a row that says that the cases ``title`` were left out, and why."""
-        self.rows.append(Row(title, left_out=reason))
-
-    def show(self) -> bool:
+    def show(self, head: str) -> bool:
         """Print the table; tell whether there was at least one case and none was bad."""
-        print(f"\n{'what was done to saves':58s} cases   bad            outcomes")
-        for row in self.rows:
-            print(row.line())
-        bad = sum(len(row.bad) for row in self.rows)
-        cases = sum(row.cases for row in self.rows)
-        print(f"{'all':58s} {cases:5d} {bad:5d}")
-        for row in self.rows:
-            for problem in row.bad:
-                print(f"BAD  {row.title}: {problem}")
+        bad, cases = sum(len(row.bad) for row in self.rows), sum(row.cases for row in self.rows)
+        rows = [*(row.cells() for row in self.rows), ("all", cases, bad, "", "")]
+        print("\n" + aligned((head, "cases", "bad", "", ""), rows))
+        print("".join(f"BAD  {row.title}: {problem}\n" for row in self.rows for problem in row.bad), end="")
         return bad == 0 and cases > 0

@@ -1,4 +1,4 @@
-"""Run several programs that are compared (contenders) alternately on one machine.
+"""Let several programs that are compared (contenders) take turns on one machine, and time them.
 
 A benchmark starts all *teams*; a team is the processes of one contender. The processes connect to the benchmark and
 wait. The benchmark then lets one team at a time work, while the others sleep in a read from the socket. So contenders
@@ -8,7 +8,7 @@ socket, because every contender's Python interpreter supports that.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import os
 import socket
@@ -16,73 +16,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
+
+from harness.jobs import Job, Mpi, environment_of
 
 #: Seconds that a team has to start or to reply.
 PATIENCE = 900.0
-#: The root of this checkout.
-ROOT = Path(__file__).resolve().parents[3]
 
 T = TypeVar("T")
 K = TypeVar("K")
 
 
-def parser(doc: str, *, rounds: int = 0, mpiexec: bool = False, json: bool = False) -> argparse.ArgumentParser:
-    """Return a parser with the options that several benchmarks have; ``doc`` is the description in its help.
-
-    ``rounds`` is the default of ``--rounds``; 0 leaves the option out. ``mpiexec`` and ``json`` say whether to add the
-    options of these names, and with ``mpiexec`` the hidden options of processes that the benchmark starts.
-    """
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if rounds:
-        made.add_argument("--rounds", type=positive, default=rounds, help="(default: %(default)s)")
-    if mpiexec:
-        made.add_argument("--mpiexec", default=beside(sys.executable, "mpiexec"))
-        made.add_argument("--be", help=argparse.SUPPRESS)
-        made.add_argument("--socket", help=argparse.SUPPRESS)
-    if json:
-        made.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
-    return made
-
-
-def positive(text: str) -> int:
-    """Return the value of an option that must be a whole number of 1 or more."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of 1 or more")
-    return int(text)
-
-
-def chosen(option: str, text: str, known: Iterable[str], bare: Callable[[str], str] = str) -> list[str]:
-    """Return the names in ``text``, the comma-separated value of an option.
-
-    End the script if ``bare(name)``, what a name has besides numbers, is not ``known``.
-    """
-    names = [name for name in text.split(",") if name]
-    if unknown := sorted(set(map(bare, names)) - set(known)):
-        sys.exit(f"{option}: unknown {', '.join(unknown)}; expected {', '.join(known)}")
-    return names
-
-
-def output_of(command: Sequence[str], status: Container[int] = (0,)) -> str:
-    """Run a command with one thread in each process, and return its standard output.
-
-    If its exit status is not in ``status``, end the script.
-    """
-    done = subprocess.run(command, env=environment_of(1), capture_output=True, text=True, check=False)
-    if done.returncode not in status:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
-    return done.stdout
-
-
-def result_of(mpiexec: str, ranks: int, *words: str) -> Any:
-    """Run ``words`` with this Python as an MPI job, and return the JSON document in the last line that it prints."""
-    return json.loads(output_of([mpiexec, "-n", str(ranks), sys.executable, *words]).splitlines()[-1])
-
-
-class TeamError(Exception):
+class TeamError(SystemExit):
     """Raised when a process of a team has ended or does not reply; the message has the end of the team's output."""
 
 
@@ -137,25 +84,15 @@ class Team:
     ) -> None:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="turns-")
-        folder = Path(self._folder.name)
-        self._log = folder / "log"
+        self._log = Path(self._folder.name) / "log"
         self._streams: dict[int, Any] = {}
         self.pids: dict[int, int] = {}
         with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as log:
-            path = str(folder / "socket")
+            path = str(Path(self._folder.name) / "socket")
             listener.bind(path)
             listener.listen(ranks)
             listener.settimeout(0.2)
-            self._jobs = [
-                subprocess.Popen(
-                    command,
-                    env=environment_of(1) | dict(environment or {}),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                )
-                for command in commands(path)
-            ]
+            self._jobs = [Job(command, log, log, environment) for command in commands(path)]
             try:
                 self._welcome(listener, ranks)
             except BaseException:
@@ -165,7 +102,7 @@ class Team:
     def _welcome(self, listener: socket.socket, ranks: int) -> None:
         until = time.monotonic() + PATIENCE
         while len(self._streams) < ranks:
-            if any(job.poll() is not None for job in self._jobs):
+            if any(job.process.poll() is not None for job in self._jobs):
                 raise TeamError(self._told("ended before it began"))
             if time.monotonic() > until:
                 raise TeamError(self._told(f"did not start within {PATIENCE:.0f} s"))
@@ -207,24 +144,25 @@ class Team:
     def close(self) -> None:
         """Close the connections, so that the processes end, and kill those that have not ended after 30 seconds."""
         for stream in self._streams.values():
-            stream.close()
+            with contextlib.suppress(OSError):
+                stream.close()
         for job in self._jobs:
-            try:
-                job.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                job.kill()
-                job.wait()
+            job.wait(30.0)
+            job.end()
         self._folder.cleanup()
 
     def __enter__(self) -> Team:
         """Return this team."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Call :meth:`close`."""
         self.close()
+
+
+def team_of(script: str, mpiexec: str, ranks: int, *words: str, name: str = "ranks", **more: Any) -> Team:
+    """Start a script with this Python and the options ``words`` as a team of ranks; ``--socket`` names the socket."""
+    return Team(name, ranks, lambda path: [Mpi(mpiexec).command(ranks, [script, *words, "--socket", path])], **more)
 
 
 def alternate(
@@ -246,19 +184,24 @@ def alternate(
     return found
 
 
+def timed(step: Callable[[], Any], barrier: Callable[[], Any] = lambda: None, warmup: int = 0, steps: int = 1) -> float:
+    """Call ``step`` ``warmup`` times, then ``steps`` times between two barriers; return the seconds between these."""
+    for _ in range(warmup):
+        step()
+    barrier()
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    barrier()
+    return time.perf_counter() - started
+
+
+def has_module(python: str, module: str, environment: Mapping[str, str] | None = None) -> bool:
+    """Tell whether an interpreter can import a module."""
+    command, given = [python, "-c", f"import {module}"], environment_of() | dict(environment or {})
+    return subprocess.run(command, env=given, capture_output=True, check=False).returncode == 0
+
+
 def tell(line: str) -> None:
     """Print a line about the progress to standard error."""
     print(line, file=sys.stderr, flush=True)
-
-
-def environment_of(threads: int) -> dict[str, str]:
-    """Return this process's environment, changed so that BLAS has ``threads`` and Python imports this checkout."""
-    variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | dict.fromkeys(variables, str(threads)) | {"PYTHONPATH": os.pathsep.join(paths)}
-
-
-def beside(python: str, program: str) -> str:
-    """Return the path of ``program`` in the folder of the interpreter ``python``; if it is not there, its bare name."""
-    own = Path(python).with_name(program)
-    return str(own) if own.exists() else program
