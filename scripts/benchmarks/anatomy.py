@@ -15,11 +15,16 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
+
 from comparing.ours import PRESETS, STRATEGIES, Ours, Products
-from harness import parser, positive, result_of
 from harness.clock import Clock
+from harness.jobs import answer, ranks_of
+from harness.options import parser, positive
+from harness.tables import markdown
 
 PARTS = ("products", "attention", "other kernels", "messages", "interpreter")
 
@@ -79,27 +84,23 @@ def rank(args: argparse.Namespace) -> dict[str, dict[str, float]] | None:
     return rows if limit.world.rank == 0 else None
 
 
-def table(rows: dict[str, dict[str, float]]) -> str:
-    """Return the rows as a table of Markdown."""
-    columns = ("step", "calls", "alone", *PARTS)
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
-    for strategy, row in rows.items():
-        cells = [f"{row[name]:,.0f}" if name == "calls" else f"{row[name]:.2f}" for name in columns]
-        lines.append(f"| {strategy} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Run as a rank, or start the ranks and print their table."""
     args = arguments()
     if args.be:
         if rows := rank(args):
-            print(json.dumps(rows))
+            answer(rows)
         return
-    ranks = PRESETS[args.preset]["ranks"]
     words = ("--be", "rank", "--preset", args.preset, "--steps", str(args.steps))
-    rows = result_of(args.mpiexec, ranks, __file__, *words)
-    print(json.dumps(rows) if args.json else table(rows))
+    rows = ranks_of(__file__, args.mpiexec, PRESETS[args.preset]["ranks"], *words)
+    if args.json:
+        print(json.dumps(rows))
+        return
+    columns = ("step", "calls", "alone", *PARTS)
+    cells = [
+        [f"{row[name]:,.0f}" if name == "calls" else f"{row[name]:.2f}" for name in columns] for row in rows.values()
+    ]
+    print(markdown(("", *columns), [(name, *line) for name, line in zip(rows, cells, strict=True)]))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -37,8 +36,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
+
 from comparing.ours import LIMIT, MODULES, PRESETS, STRATEGIES, OurModule, Ours, Products
-from harness import Team, TeamError, alternate, chosen, environment_of, parser, positive, serve, tell
+from harness.jobs import Mpi, environment_of, run
+from harness.options import chosen, parser, positive
+from harness.tables import aligned
+from harness.turns import Team, alternate, has_module, serve, tell
 
 from mpizero._util.numbers import Measurement
 
@@ -80,7 +84,6 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch and DeepSpeed")
     options.add_argument("--no-memory", action="store_true", help="leave out the runs alone, which measure memory")
     options.add_argument("--bits", action="store_true", help="compare results over numbers of ranks instead of speed")
-    options.add_argument("--plot", type=Path, metavar="FOLDER", help="draw speed.png and memory.png (needs matplotlib)")
     args = options.parse_args()
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
@@ -153,8 +156,8 @@ def team(args: argparse.Namespace, name: str, own_adam: bool) -> Team:
     if args.grain:
         words += ["--grain", str(args.grain)]
     if be not in PEERS:
-        launch = [args.mpiexec, "-n", str(args.ranks), sys.executable]
-        return Team(name, args.ranks, lambda path: [[*launch, *words, "--be", be, "--socket", path]], threads)
+        launch = Mpi(args.mpiexec).command(args.ranks, [*words, "--be", be, "--socket"])
+        return Team(name, args.ranks, lambda path: [[*launch, path]], threads)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -164,9 +167,8 @@ def team(args: argparse.Namespace, name: str, own_adam: bool) -> Team:
         "WORLD_SIZE": str(args.ranks),
         "LOCAL_WORLD_SIZE": str(args.ranks),
         "GLOO_SOCKET_IFNAME": "lo",
-        "DS_ACCELERATOR": "cpu",
         "COMPARE_DEEPSPEED_ADAM": "own" if own_adam else "torch",
-        "PATH": f"{Path(args.peers_python).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # ninja, for DeepSpeed
+        **for_deepspeed(args),
     }
 
     def commands(path: str) -> Sequence[Sequence[str]]:
@@ -176,6 +178,12 @@ def team(args: argparse.Namespace, name: str, own_adam: bool) -> Team:
         ]
 
     return Team(name, args.ranks, commands, environment)
+
+
+def for_deepspeed(args: argparse.Namespace) -> dict[str, str]:
+    """Return variables of the environment that DeepSpeed needs, which looks for ninja beside its interpreter."""
+    path = f"{Path(args.peers_python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {"DS_ACCELERATOR": "cpu", "PATH": path}
 
 
 def require(args: argparse.Namespace) -> bool:
@@ -190,13 +198,8 @@ def require(args: argparse.Namespace) -> bool:
             "interpreter that has both mpizero and PyTorch"
         )
     wanted = {name.partition("-")[0] for name in map(contender, args.contenders) if name in PEERS}
-    environment = environment_of(1) | {
-        "DS_ACCELERATOR": "cpu",
-        "PATH": f"{Path(args.peers_python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
     for module in sorted(wanted, reverse=True):
-        command = [args.peers_python, "-c", f"import {module}"]
-        if subprocess.run(command, env=environment, capture_output=True, check=False).returncode:
+        if not has_module(args.peers_python, module, for_deepspeed(args)):
             others = ",".join(name for name in args.contenders if module not in name)
             sys.exit(
                 f"{args.peers_python} has no {module}, which this comparison needs: `DS_BUILD_OPS=0 pip install "
@@ -205,13 +208,11 @@ def require(args: argparse.Namespace) -> bool:
             )
     if "deepspeed" not in wanted:
         return False
-    done = subprocess.run(
-        [args.peers_python, "-c", BUILD], env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:]
+    done = run([args.peers_python, "-c", BUILD], environment=for_deepspeed(args))
+    if done.status:
+        last = done.err.strip().splitlines()[-1:]
         tell(f"DeepSpeed's fused Adam cannot be built, PyTorch's takes its place: {last}")
-    return not done.returncode
+    return not done.status
 
 
 @contextlib.contextmanager
@@ -299,23 +300,20 @@ def report(found: dict[str, Any]) -> str:
         f"GPT of dim {shape['dim']}, {shape['layers']} layers, {shape['batch']} x {shape['sequence']} tokens a rank, "
         f"{shape['ranks']} ranks, threads of a rank: {shape['threads']}; "
         f"{found['rounds']} rounds of {shape['steps']} steps",
-        f"{'':17s}{'tokens/s':>11s}{'least':>11s}{'most':>11s}{'MB a rank':>11s}{'MB node':>9s}"
-        f"{'MB since import':>17s}  optimizer",
     ]
+    rows = []
     for name, row in results.items():
         speed = row["tokens_per_second"]
         held = [row["pss_rank"], row["pss_node"], row["pss_node"] - row["pss_node_start"]] if "pss_node" in row else []
         mega = [f"{size / 1e6:.0f}" for size in held] or ["-"] * 3
-        lines.append(
-            f"{name:17s}{speed['median']:11,.0f}{speed['least']:11,.0f}{speed['most']:11,.0f}"
-            f"{mega[0]:>11s}{mega[1]:>9s}{mega[2]:>17s}  {row['note']}"
-        )
+        rows.append((name, *(f"{speed[key]:,.0f}" for key in ("median", "least", "most")), *mega, row["note"]))
+    columns = ("tokens/s", "least", "most", "MB a rank", "MB node", "MB since import", "optimizer")
+    lines.append(aligned(("", *columns), rows))
     ours = [name for name in results if contender(name) in OURS]
     if ours:
-        lines += ["", f"{'tokens/s over':17s}" + "".join(f"{name:>22s}" for name in ours)]
-    for peer in results[ours[0]]["over"] if ours else ():
-        ratios = (str(Measurement(**results[name]["over"][peer])) for name in ours)
-        lines.append(f"{peer:17s}" + "".join(f"{ratio:>22s}" for ratio in ratios))
+        over = {name: results[name]["over"] for name in ours}
+        ratios = [(peer, *(Measurement(**over[name][peer]) for name in ours)) for peer in over[ours[0]]]
+        lines += ["", aligned(("tokens/s over", *ours), ratios)]
     return "\n".join(lines)
 
 
@@ -359,24 +357,12 @@ def main() -> None:
     args = arguments()
     if args.be:
         worker(args)
-        return
-    if args.plot:
-        try:
-            from comparing import pictures
-        except ImportError:
-            sys.exit("--plot needs matplotlib: pip install 'mpizero[plot]'")
-    try:
-        if args.bits:
-            hashes = compare_bits(args)
-            print(json.dumps(hashes, indent=1) if args.json else report_bits(args, hashes))
-            return
+    elif args.bits:
+        hashes = compare_bits(args)
+        print(json.dumps(hashes, indent=1) if args.json else report_bits(args, hashes))
+    else:
         found = measure(args)
-    except TeamError as error:
-        sys.exit(str(error))
-    print(json.dumps(found, indent=1) if args.json else report(found))
-    if args.plot:
-        for path in pictures.draw(found, args.plot, OURS, LIMIT):
-            tell(str(path))
+        print(json.dumps(found, indent=1) if args.json else report(found))
 
 
 if __name__ == "__main__":

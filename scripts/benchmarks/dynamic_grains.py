@@ -16,8 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
+
 import numpy as np
-from harness import Team, alternate, parser, serve
+from harness.options import parser
+from harness.turns import alternate, serve, team_of
 
 from mpizero._util.numbers import Measurement
 
@@ -103,9 +106,8 @@ def main() -> None:
         shots[case] = rows[SLOW_RANK]["shots"]
         return float(max(row["seconds"] for row in rows))
 
-    words = ["--slow", str(args.slow), "--iterations", str(args.iterations)]
-    launch = [args.mpiexec, "-n", str(RANKS), sys.executable, __file__, *words]
-    with Team("ranks", RANKS, lambda path: [[*launch, "--be", "rank", "--socket", path]]) as team:
+    words = ("--slow", str(args.slow), "--iterations", str(args.iterations), "--be", "rank")
+    with team_of(__file__, args.mpiexec, RANKS, *words) as team:
         found = alternate(args.rounds, list(CASES), measure, warm_up=1)
     rows = {
         case: {

@@ -24,11 +24,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
+
+from harness.jobs import Mpi, answer, in_threads, well
+from harness.options import parser
+from harness.tables import markdown
+from harness.turns import alternate
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from harness import alternate, output_of, parser
 
 from mpizero._util.numbers import Measurement
 
@@ -184,13 +191,12 @@ def processes(args: argparse.Namespace) -> Row | None:
 
 def threads(args: argparse.Namespace) -> Row:
     """Train as threads of this process; return what was measured on all of them."""
-    from mpizero.testing import run_in_threads
     from mpizero.train.machine import proportional
 
     (size,) = args.sizes
     train("self", grid(1), args)  # loads libraries and kernels
     before = proportional()
-    row = together(run_in_threads(size, lambda comm: train(comm, grid(size), args)))
+    row = together(in_threads(size, lambda comm: train(comm, grid(size), args)))
     return row | {"memory": (row["memory"] - before) / size}
 
 
@@ -220,16 +226,14 @@ class Jobs:
         """Run a job to its end, and return the seconds that it took."""
         kind, size = job
         args, rows = self._args, self.rows.setdefault(job, [])
-        words = [sys.executable, __file__, "--be", kind, "--ranks", str(size), "--loads", self._loads]
+        words = [__file__, "--be", kind, "--ranks", str(size), "--loads", self._loads]
         words += ["--steps", str(args.steps), "--zero", str(args.zero), *["--measure"] * (not rows)]
-        launch = [] if kind == "threads" else [args.mpiexec, "-n", str(size)]
-        started = time.monotonic()
-        printed = output_of(launch + words)
-        seconds = time.monotonic() - started
-        rows.append(json.loads(printed.splitlines()[-1]))
+        alone = kind == "threads"
+        ended = well([sys.executable, *words] if alone else Mpi(args.mpiexec).command(size, words))
+        rows.append(ended.answer)
         if loads := rows[-1].pop("loads", None):
             self._loads = json.dumps(loads)
-        return seconds
+        return ended.seconds
 
     def hashes(self) -> set[str]:
         """Return the hashes of all trainings so far."""
@@ -263,16 +267,14 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """Return the rows as a table of Markdown."""
-    lines = [
-        "| ranks | | seconds | over bare | build, s | step, s | MB a rank | communicators | windows |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows[:-1]:
         parts = [f"{row[name]:.3g}" if name in row else "" for name in ("build", "step")]
-        more = [str(row.get(name, "")) for name in ("communicators", "windows")]
-        cells = [str(row["ranks"]), row["kind"], row["seconds"], row.get("over bare", ""), *parts]
-        lines.append("| " + " | ".join([*cells, f"{row['memory'] / 1e6:.1f}", *more]) + " |")
-    return "\n".join([*lines, f"All trainings: sha256 {rows[-1]['sha256'][:16]}"])
+        more = [row.get(name, "") for name in ("communicators", "windows")]
+        cells = (row["ranks"], row["kind"], row["seconds"], row.get("over bare", ""), *parts)
+        lines.append((*cells, f"{row['memory'] / 1e6:.1f}", *more))
+    head = ("ranks", "", "seconds", "over bare", "build, s", "step, s", "MB a rank", "communicators", "windows")
+    return f"{markdown(head, lines)}\nAll trainings: sha256 {rows[-1]['sha256'][:16]}"
 
 
 def main() -> None:
@@ -280,7 +282,7 @@ def main() -> None:
     args = arguments()
     if args.be:
         if row := JOBS[args.be](args):
-            print(json.dumps(row))
+            answer(row)
         return
     rows = measure(args)
     print(json.dumps(rows) if args.json else table(rows))

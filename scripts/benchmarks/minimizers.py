@@ -20,9 +20,17 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
+
+from harness.jobs import Mpi, answer, ranks_of, well
+from harness.options import parser
+from harness.tables import markdown
+from harness.turns import alternate
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -31,7 +39,6 @@ from comparing import minima, squares
 from comparing.minima import TOLERANCES, CountedObjective, Row, minimum
 from comparing.objectives import FOR_NEWTON, Objective, build, load
 from comparing.timing import RANKS, timed_by_mpizero, timed_by_tao
-from harness import alternate, output_of, parser, result_of
 
 #: Title, bounds, products with the Hessian, and the method of mpizero, SciPy and TAO ("" if it has none).
 CASES = (
@@ -73,7 +80,7 @@ def start_hash(objective: Objective) -> str:
 def by_other_interpreter(args: argparse.Namespace, title: str, name: str, objective: Objective) -> dict[float, Row]:
     """Minimize by TAO; return a row for each tolerance, and end the script if the start has other bits there."""
     command = [args.tao, __file__, "--folder", str(args.folder), "--be", f"{title}/{name}"]
-    start, rows = json.loads(output_of(command).splitlines()[-1])
+    start, rows = well(command).answer
     if start != start_hash(objective):
         raise SystemExit(f"{name}: value and gradient at the start differ between the interpreters")
     return {tolerance: row | {"x": np.array(row["x"])} for tolerance, row in zip(TOLERANCES, rows, strict=True)}
@@ -87,7 +94,7 @@ def be_tao(args: argparse.Namespace) -> None:
     counted = CountedObjective(objective, bounded)
     minima.by_tao(counted, kind, bounded, exact)
     rows = [counted.row(tolerance) for tolerance in TOLERANCES]
-    print(json.dumps([start_hash(objective), rows], default=np.ndarray.tolist))
+    answer([start_hash(objective), [row | {"x": row["x"].tolist()} for row in rows]])
 
 
 def evaluations(args: argparse.Namespace) -> list[Row]:
@@ -129,14 +136,12 @@ def table(rows: list[Row], names: list[str], tolerance: float) -> str:
     """Return the rows of a tolerance as a table of Markdown, and sums over those that two have ended alike."""
     rows = [row for row in rows if row["tolerance"] == tolerance]
     names = [who for who in names if any(who in row["who"] for row in rows)]
-    lines = [f"until {tolerance:.0e}:", ""]
-    lines.append(f"| method | objective | least eigenvalue | {' | '.join(names)} |")
-    lines.append("|---" * (3 + len(names)) + "|")
+    cells = []
     for row in rows:
         least = row["minimum"]
         told = [counts(row["who"][who], least) if who in row["who"] else "" for who in names]
-        cells = [row["method"], row["objective"], f"{least['least eigenvalue']:.1e}", *told]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells.append((row["method"], row["objective"], f"{least['least eigenvalue']:.1e}", *told))
+    lines = [f"until {tolerance:.0e}:", "", markdown(("method", "objective", "least eigenvalue", *names), cells)]
     lines += ["", f"largest projected gradient of a minimum: {max(row['minimum']['norm'] for row in rows):.1e}"]
     for method in dict.fromkeys(row["method"] for row in rows):
         for who in names[1:]:
@@ -173,10 +178,9 @@ def seconds(args: argparse.Namespace) -> dict[str, Any]:
     def measure(who: str) -> float:
         words = (__file__, "--folder", str(args.folder), "--be", who, "--parameters", size)
         if who == "mpizero":
-            told[who] = result_of(args.mpiexec, RANKS, *words)
+            told[who] = ranks_of(words[0], args.mpiexec, RANKS, *words[1:])
         else:
-            command = [args.tao_mpiexec, "--allow-run-as-root", "-n", str(RANKS), args.tao, *words]
-            told[who] = json.loads(output_of(command).splitlines()[-1])
+            told[who] = well(Mpi(args.tao_mpiexec, args.tao).command(RANKS, words)).answer
         return float(told[who]["seconds"])
 
     names = ["mpizero", *["TAO"] * bool(args.tao)]

@@ -23,14 +23,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
+
 import numpy as np
-from comparing.ours import data, timed
-from harness import Team, TeamError, alternate, chosen, parser, serve
+from comparing.ours import data
+from harness.jobs import Mpi
+from harness.options import chosen, parser
+from harness.tables import aligned
+from harness.turns import Team, alternate, has_module, serve, tell, timed
 
 from mpizero._util.numbers import Measurement
 
@@ -247,10 +252,10 @@ def team(args: argparse.Namespace, name: str) -> Team:
     """Start the processes of the comparison ``name``: "sum", "kernel", "exact", or "torch" for PyTorch's part."""
     words = ["--parameters", str(args.parameters), "--strategy", args.strategy, "--micro-batch", str(args.micro_batch)]
     ranks = 1 if name in ("kernel", "torch") else RANKS
-    launch = [args.peers_python if name == "torch" else sys.executable]
-    if ranks > 1:
-        launch = [args.mpiexec, "-n", str(ranks), *launch]
-    return Team(name, ranks, lambda path: [[*launch, __file__, *words, "--be", name, "--socket", path]])
+    words = [__file__, *words, "--be", name, "--socket"]
+    alone = [args.peers_python if name == "torch" else sys.executable, *words]
+    launch = alone if ranks == 1 else Mpi(args.mpiexec).command(ranks, words)
+    return Team(name, ranks, lambda path: [[*launch, path]])
 
 
 def measure(args: argparse.Namespace, part: str) -> dict[str, list[float]]:
@@ -262,9 +267,8 @@ def measure(args: argparse.Namespace, part: str) -> dict[str, list[float]]:
         own = stack.enter_context(team(args, part))
         teams = dict.fromkeys(names, own)
         if part == "kernel":
-            probe = [args.peers_python, "-c", "import torch"]
-            if subprocess.run(probe, capture_output=True, check=False).returncode:
-                print(f"{args.peers_python} has no PyTorch: name another with --peers-python", file=sys.stderr)
+            if not has_module(args.peers_python, "torch"):
+                tell(f"{args.peers_python} has no PyTorch: name another with --peers-python")
                 del teams[TORCH]
             else:
                 teams[TORCH] = stack.enter_context(team(args, "torch"))
@@ -283,12 +287,12 @@ def report(part: str, seconds: dict[str, list[float]], parameters: int) -> str:
         "kernel": f"AdamW alone: {parameters:,} float32 parameters, one process",
         "exact": f"a training step of the GPT of dim 256 with 4 layers, 8 x 128 tokens a rank, {RANKS} ranks",
     }[part]
-    lines = ["", title, f"{'':22s}{'ms':>9s}{'GB/s a rank':>13s}{f'time over {base}':>34s}"]
+    rows = []
     for name, values in seconds.items():
         middle = Measurement.of(values).median
         rate = f"{4e-9 * touched[name] * per_rank / middle:.1f}" if name in touched else ""
-        lines.append(f"{name:22s}{1e3 * middle:9.2f}{rate:>13s}{Measurement.of_ratios(values, seconds[base])!s:>34s}")
-    return "\n".join(lines)
+        rows.append((name, f"{1e3 * middle:.2f}", rate, Measurement.of_ratios(values, seconds[base])))
+    return f"\n{title}\n" + aligned(("", "ms", "GB/s a rank", f"time over {base}"), rows)
 
 
 def main() -> None:
@@ -297,10 +301,7 @@ def main() -> None:
     if args.be:
         worker(args)
         return
-    try:
-        found = {part: measure(args, part) for part in args.parts}
-    except TeamError as error:
-        sys.exit(str(error))
+    found = {part: measure(args, part) for part in args.parts}
     if args.json:
         print(json.dumps({"parameters": args.parameters, "seconds": found}))
     else:

@@ -23,10 +23,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
+
 import numpy as np
-from harness import alternate, parser
+from harness.options import parser
+from harness.tables import aligned
+from harness.turns import alternate
 from mpi4py import MPI
 
 import mpizero as mz
@@ -170,12 +175,12 @@ def swept(result: dict[str, Any]) -> str:
     return f"{result['strategy']:6s} " + ";  ".join(figures)
 
 
-def row(result: dict[str, Any]) -> str:
-    """Format the result of :func:`measure` as a line of the table."""
+def row(result: dict[str, Any]) -> tuple[str, ...]:
+    """Return the result of :func:`measure` as cells of the table."""
     seconds, messages = result["seconds"], result["messages"]
-    figures = [1e3 * statistics.median(part[way]) for part in (seconds, messages) for way in WAYS]
-    ratios = [f"   {Measurement.of_ratios(seconds[way], seconds['hidden'])}" for way in ("waiting", "sums")]
-    return "".join([f"{result['strategy']:6s}", *(f"{figure:9.1f}" for figure in figures), *ratios])
+    figures = [f"{1e3 * statistics.median(part[way]):.1f}" for part in (seconds, messages) for way in WAYS]
+    ratios = [str(Measurement.of_ratios(seconds[way], seconds["hidden"])) for way in ("waiting", "sums")]
+    return (result["strategy"], *figures, *ratios)
 
 
 def main() -> None:
@@ -196,9 +201,8 @@ def main() -> None:
         print("MiB of a bucket: the median step, and its time over that with the default size inside a round")
         print(*map(swept, results), sep="\n", flush=True)
         return
-    print(f"{'':6s}{'step, ms':>27s}{'in messages, ms':>27s}   step waiting/hidden   step sums/hidden")
-    print(f"{'':6s}" + "".join(f"{way:>9s}" for way in WAYS) * 2)
-    print(*map(row, results), sep="\n", flush=True)
+    print("ms of a step in the three ways, ms of it in messages, ratios of steps")
+    print(aligned(("", *WAYS, *WAYS, "waiting/hidden", "sums/hidden"), map(row, results)), flush=True)
 
 
 if __name__ == "__main__":

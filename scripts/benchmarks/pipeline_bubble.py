@@ -20,10 +20,15 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
+
 import numpy as np
-from harness import chosen, parser, result_of
+from harness.jobs import answer, ranks_of
+from harness.options import chosen, parser
+from harness.tables import aligned
 
 from mpizero.train.machine import described
 
@@ -149,7 +154,7 @@ def worker(args: argparse.Namespace) -> None:
             row = measured(args, schedule)
             rows.append({"schedule": schedule, "simulated": simulated(args, schedule, row["costs"]), **row})
     if MPI.COMM_WORLD.rank == 0:
-        print(json.dumps(rows), flush=True)
+        answer(rows)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:
@@ -192,21 +197,18 @@ def print_table(args: argparse.Namespace, found: dict[str, Row]) -> None:
         f"{args.micro_batches} micro-batches of {args.micro_batch} x {args.sequence} tokens, "
         f"dim {args.dim}, {args.layers} layers; medians of {args.runs} runs of {args.steps} steps\n"
     )
-    print(
-        f"{'schedule':14s} {'simulated':>9s} {'measured':>9s}  {'by stage':16s} {'ms/step':>8s}  ms by chunk: F, B, W"
-    )
+    kinds = {"forward": "F", "backward_input": "B", "backward_weights": "W", "backward": "B+W"}
+    rows = []
     for schedule, row in found.items():
-        stages = ", ".join(f"{share:.1%}" for share in row["stages"])
-        kinds = {"forward": "F", "backward_input": "B", "backward_weights": "W", "backward": "B+W"}
         chunks: dict[str, list[str]] = defaultdict(list)
         for key in sorted(row["costs"], key=lambda key: list(kinds).index(key.split()[0])):
             kind, chunk = key.split()
             chunks[chunk].append(f"{kinds[kind]} {row['costs'][key]:.1f}")
         told = "; ".join(f"{chunk}: {', '.join(chunks[chunk])}" for chunk in sorted(chunks, key=int))
-        print(
-            f"{schedule:14s} {row['simulated']:9.1%} {row['measured']:9.1%}  {stages:16s} "
-            f"{row['milliseconds']:8.1f}  {told}"
-        )
+        stages = ", ".join(f"{share:.1%}" for share in row["stages"])
+        figures = (f"{row['simulated']:.1%}", f"{row['measured']:.1%}", stages, f"{row['milliseconds']:.1f}")
+        rows.append((schedule, *figures, told))
+    print(aligned(("schedule", "simulated", "measured", "by stage", "ms/step", "ms by chunk: F, B, W"), rows))
 
 
 def main() -> None:
@@ -215,7 +217,7 @@ def main() -> None:
     if args.be:
         worker(args)
         return
-    found = summary(result_of(args.mpiexec, args.ranks, __file__, *sys.argv[1:], "--be", "rank"))
+    found = summary(ranks_of(__file__, args.mpiexec, args.ranks, *sys.argv[1:], "--be", "rank"))
     wrong = complaints(found)
     if args.json:
         print(json.dumps({"schedules": found, "wrong": wrong}, indent=1))

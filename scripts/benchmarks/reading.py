@@ -28,9 +28,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
+
 import h5py
 import numpy as np
-from harness import alternate, parser
+from harness.options import parser
+from harness.tables import aligned
+from harness.turns import alternate
 
 import mpizero as mz
 from mpizero._util.numbers import Measurement
@@ -184,9 +188,8 @@ CONTENDERS = {"sequential": sequential, "shuffled": shuffled, "blocks": by_block
 
 def show(title: str, rows: dict[str, tuple[Measurement, Measurement]]) -> None:
     """Print the table of one file."""
-    print(f"\n{title}\n{'':12}{'MiB/s':>28}{'of sequential':>28}")
-    for name, (rate, ratio) in rows.items():
-        print(f"{name:12}{rate.text(0):>28}{ratio!s:>28}", flush=True)
+    lines = [(name, rate.text(0), ratio) for name, (rate, ratio) in rows.items()]
+    print("\n" + aligned((title, "MiB/s", "of sequential"), lines), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,18 +26,22 @@ import json
 import statistics
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(1, str(ROOT))  # the library of this checkout, wherever the script is started
+# Where `harness` is, and the library of this checkout, wherever the script is started.
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
-from growing.counted import LAYOUTS, rows  # noqa: E402
-from harness import Team, TeamError, alternate, output_of, parser, result_of, serve, tell  # noqa: E402
+from growing.counted import LAYOUTS, rows
+from harness.jobs import Mpi, answer, ranks_of, well
+from harness.options import parser
+from harness.tables import aligned
+from harness.turns import Team, alternate, serve, team_of, tell
 
-from mpizero._util.numbers import Measurement  # noqa: E402
+from mpizero._util.numbers import Measurement
 
 CONFIG = Path(__file__).resolve().parent / "growing" / "small.toml"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -84,9 +88,8 @@ def be_one(args: argparse.Namespace) -> None:
 
 def team(args: argparse.Namespace, name: str, strategy: str, shape: dict[str, int]) -> Team:
     """Start the ranks of a training with a strategy; ``shape`` has the sizes of the model, and "ranks" and "grain"."""
-    launch = [args.mpiexec, "-n", str(shape["ranks"]), sys.executable, __file__, args.part]
-    words = ["--be", strategy, "--shape", json.dumps(shape)]
-    return Team(name, shape["ranks"], lambda path: [[*launch, *words, "--socket", path]])
+    words = (args.part, "--be", strategy, "--shape", json.dumps(shape))
+    return team_of(__file__, args.mpiexec, shape["ranks"], *words, name=name)
 
 
 def measure(
@@ -96,22 +99,17 @@ def measure(
 
     Return by name the seconds of a step in each round, and by name the number of parameters.
     """
-    teams: dict[str, Team] = {}
-    try:
+    with ExitStack() as stack:
+        teams: dict[str, Team] = {}
         for name, (strategy, shape) in trainings.items():
             tell(f"{name} starts")
-            teams[name] = team(args, name, strategy, shape)
+            teams[name] = stack.enter_context(team(args, name, strategy, shape))
         parameters = {name: each.ask("prepare")[0]["parameters"] for name, each in teams.items()}
 
         def turn(name: str) -> float:
             return max(teams[name].ask("turn", warmup=2, steps=args.steps)) / args.steps
 
         return alternate(args.rounds, list(teams), turn), parameters
-    except TeamError as error:
-        sys.exit(str(error))
-    finally:
-        for each in teams.values():
-            each.close()
 
 
 # ---------------------------------------------------------------------- the model of time
@@ -122,7 +120,7 @@ def expected(machine: Path, ranks: int, strategy: str) -> float:
     settings = (f"parallel.strategy={strategy}", f"train.global_batch={ranks * BATCH}", f"train.micro_batch={GRAIN}")
     words = [sys.executable, "-m", "mpizero", "plan", str(CONFIG), "--ranks", str(ranks), "--json"]
     words += ["--machine", str(machine), *(word for setting in settings for word in ("--set", setting))]
-    seconds: float = json.loads(output_of(words))["expected"]["seconds"]
+    seconds: float = json.loads(well(words).out)["expected"]["seconds"]
     return seconds
 
 
@@ -132,8 +130,8 @@ def check_model(args: argparse.Namespace) -> None:
         machine = args.machine or Path(folder) / "machine.json"
         if not args.machine:
             tell("the machine is measured")
-            launch = [args.mpiexec, "-n", str(max(args.ranks)), sys.executable, "-m", "mpizero", "bench", "machine"]
-            output_of([*launch, str(CONFIG), "--file-bytes", "0", "--output", str(machine)])
+            words = ["-m", "mpizero", "bench", "machine", CONFIG, "--file-bytes", "0", "--output", machine]
+            well(Mpi(args.mpiexec).command(max(args.ranks), words))
         shape = {"dim": 256, "layers": 4, "heads": 4, "sequence": 128, "vocabulary": 256, "batch": BATCH}
         trainings = {
             f"{strategy} on {ranks}": (strategy, {**shape, "ranks": ranks, "grain": GRAIN})
@@ -143,8 +141,7 @@ def check_model(args: argparse.Namespace) -> None:
         plans = {name: expected(machine, shape["ranks"], strategy) for name, (strategy, shape) in trainings.items()}
     seconds, _ = measure(args, trainings)
     print(f"GPT of dim 256, 4 layers, {BATCH} x 128 tokens a rank in grains of {GRAIN}; {args.rounds} rounds")
-    titles = ("measured, ms", "measured / expected", "over factor")
-    print(f"{'':14s} {'expected, ms':>12s} {titles[0]:>24s} {titles[1]:>22s} {titles[2]:>22s}")
+    rows = []
     for name, (strategy, shape) in trainings.items():
         ratios = Measurement.of([s / plans[name] for s in seconds[name]])
         measured = Measurement.of([1e3 * s for s in seconds[name]])
@@ -152,7 +149,8 @@ def check_model(args: argparse.Namespace) -> None:
         if shape["ranks"] > 1:  # the factor is taken from the same round, which ran at the same time
             alone = [s / plans[f"{strategy} on 1"] for s in seconds[f"{strategy} on 1"]]
             error = str(Measurement.of_ratios([s / plans[name] for s in seconds[name]], alone))
-        print(f"{name:14s} {1e3 * plans[name]:12.1f} {measured!s:>24s} {ratios!s:>22s} {error:>22s}")
+        rows.append((name, f"{1e3 * plans[name]:.1f}", measured, ratios, error))
+    print(aligned(("", "expected, ms", "measured, ms", "measured / expected", "over factor"), rows))
 
 
 # ---------------------------------------------------------------------- growth, bytes
@@ -172,13 +170,14 @@ def check_growth(args: argparse.Namespace) -> None:
     times = np.array([medians[n] for n in names])
     slope, start = np.polyfit([parameters[n] for n in names], times, 1, w=1 / times)  # noise grows with the time
     print(f"GPTs of dim {args.dim}, {batch} x {sequence} tokens a step, AdamW, one process; {args.rounds} rounds")
-    print(f"{'parameters':>12s} {'layers':>7s} {'ms a step':>26s} {'ns a parameter':>15s} {'off the line':>13s}")
+    rows = []
     off = {n: medians[n] / (start + slope * parameters[n]) - 1 for n in names}
     for n in names:
         measured = Measurement.of([1e3 * s for s in seconds[n]])
         each = 1e9 * medians[n] / parameters[n]
         layers = trainings[n][1]["layers"]
-        print(f"{parameters[n]:12,} {layers:7d} {measured!s:>26s} {each:15.2f} {100 * off[n]:+11.1f} %")
+        rows.append((f"{parameters[n]:,}", layers, measured, f"{each:.2f}", f"{100 * off[n]:+.1f} %"))
+    print(aligned(("parameters", "layers", "ms a step", "ns a parameter", "off the line"), rows))
     worst, per = max(map(abs, off.values())), [medians[n] / parameters[n] for n in names]
     middle = statistics.fmean((min(per), max(per)))
     print(f"line: {1e3 * start:.2f} ms + {1e9 * slope:.2f} ns a parameter; largest deviation {100 * worst:.1f} %")
@@ -187,17 +186,15 @@ def check_growth(args: argparse.Namespace) -> None:
 
 def check_bytes(args: argparse.Namespace) -> None:
     """Run the part "bytes": compare counted bytes, messages and memory with the plan; exit with 1 if some differ."""
-    wrong = 0
-    print(f"{'ranks':>5s} {'layout':44s} {'memory':8s} {'bytes sent':>14s} {'messages':>9s}  as planned, on all ranks")
+    lines, wrong = [], 0
     for ranks, layout in LAYOUTS:
-        for row in result_of(args.mpiexec, ranks, __file__, "bytes", "--be", json.dumps(layout)):
+        for row in ranks_of(__file__, args.mpiexec, ranks, "bytes", "--be", json.dumps(layout)):
             wrong += row["wrong"]
-            verdict = "yes" if not row["wrong"] else f"NO, {row['wrong']} figures differ"
-            print(
-                f"{ranks:5d} {row['layout']:44s} {row['memory']:8s} {row['sent']:14,} {row['messages']:9,}  {verdict}"
-            )
-    if wrong:
-        sys.exit(1)
+            verdict = f"NO, {row['wrong']} figures differ" if row["wrong"] else "yes"
+            lines.append((row["layout"], row["memory"], ranks, f"{row['sent']:,}", f"{row['messages']:,}", verdict))
+    head = ("layout", "memory", "ranks", "bytes sent", "messages", "as planned, on all ranks")
+    print(aligned(head, lines, left=2))
+    sys.exit(wrong > 0)
 
 
 def main() -> None:
@@ -206,7 +203,7 @@ def main() -> None:
     if args.be and args.part == "bytes":
         found: list[dict[str, Any]] = rows(json.loads(args.be))
         if found:
-            print(json.dumps(found), flush=True)
+            answer(found)
     elif args.be:
         be_one(args)
     else:

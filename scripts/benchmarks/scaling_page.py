@@ -15,35 +15,33 @@ import sys
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
-sys.path.insert(1, str(PAGE.parents[1]))  # the library of this checkout, wherever the script is started
+# Where `harness` is, and the library of this checkout, wherever the script is started.
+sys.path[:0] = [str(PAGE.parents[1] / "scripts"), str(PAGE.parents[1])]
 
 from growing.assumed import Assumed  # noqa: E402
 from growing.page import MACHINE, Plan, Row, Table, markdown, tables  # noqa: E402
+from harness.options import chosen, plain  # noqa: E402
+from harness.tables import between  # noqa: E402
 
 from mpizero.tools.plan.time import write_machine  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line, and return its options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = plain(__doc__)
     names = ",".join(table.name for table in tables())
     parser.add_argument("--tables", default=names, help="(default: %(default)s)")
     parser.add_argument("--write", action="store_true", help="put the tables into the page")
     parser.add_argument("--machine", action="store_true", help="write the machine file of the assumed cluster, no more")
     args = parser.parse_args()
-    args.tables = args.tables.split(",")
-    if unknown := set(args.tables) - set(names.split(",")):
-        sys.exit(f"--tables: unknown {', '.join(sorted(unknown))}; there are {names}")
+    args.tables = chosen("--tables", args.tables, names.split(","))
     return args
 
 
 def replaced(page: str, table: Table, text: str) -> str:
     """Return the text of the page, in which ``text`` replaces what is between the marks of a table."""
-    start, stop = f"<!-- table: {table.name} -->", "<!-- end -->"
-    before, mark, rest = page.partition(start)
-    if not mark or stop not in rest:
-        sys.exit(f"{PAGE}: no place for the table {table.name!r}: expected {start} and then {stop}")
-    return f"{before}{start}\n{text}\n{rest[rest.index(stop) :]}"
+    start, mark, rest = page.partition(f"<!-- table: {table.name} -->")
+    return start + between(mark + rest, mark or "<!-- table", "<!-- end -->", text, PAGE)
 
 
 def main() -> None:

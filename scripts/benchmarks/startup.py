@@ -22,8 +22,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import alternate, output_of, parser, result_of
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
+
 from harness.clock import Clock
+from harness.jobs import answer, ranks_of, well
+from harness.options import parser
+from harness.tables import aligned
+from harness.turns import alternate
 
 from mpizero._util.numbers import Measurement
 
@@ -89,7 +94,7 @@ def tell_slowest(world: Any, clock: Clock) -> None:
     parts = dict.fromkeys(PARTS, 0.0) | clock.take()
     everyone = world.gather({"seconds": sum(parts.values()), "parts": parts, "read": read_bytes()}, 0)
     if everyone is not None:
-        print(json.dumps(max(everyone, key=lambda rank: rank["seconds"])))
+        answer(max(everyone, key=lambda rank: rank["seconds"]))
 
 
 def read_bytes() -> int:
@@ -124,7 +129,7 @@ def memory(parameters: int, strategy: str) -> None:
     if comm.rank == 0:
         copy = 4 * facts.parameter_count
         rows = model.engine.memory.shared_bytes
-        print(json.dumps({"copy": copy, "grown": grown, "windows": dict(rows), "seen": seen}))
+        answer({"copy": copy, "grown": grown, "windows": dict(rows), "seen": seen})
     model.close()
 
 
@@ -139,13 +144,13 @@ def leaves(tree: Any) -> Any:
 
 def launched(args: argparse.Namespace, ranks: int, *words: str) -> dict[str, Any]:
     """Run this script with the options ``words`` on ``ranks`` ranks; return the JSON document that rank 0 printed."""
-    return dict(result_of(args.mpiexec, ranks, __file__, "--strategy", args.strategy, *words))
+    return dict(ranks_of(__file__, args.mpiexec, ranks, "--strategy", args.strategy, *words))
 
 
 def python(code: str) -> float:
     """Run ``code`` in a new interpreter; return the number that it prints, or if it prints none the seconds it took."""
     started = time.monotonic()
-    printed = output_of([sys.executable, "-c", code])
+    printed = well([sys.executable, "-c", code]).out
     return float(printed) if printed else time.monotonic() - started
 
 
@@ -191,18 +196,13 @@ def start(args: argparse.Namespace, name: str, kinds: dict[str, str]) -> dict[st
 
 def report(found: dict[str, Any]) -> str:
     """Format the result of :func:`seconds` as a table."""
-    lines = [
-        f"{'seconds':18s}{'median':>8s}{'least':>8s}{'most':>8s}"
-        + "".join(f"{part:>9s}" for part in PARTS)
-        + f"{'MB read':>9s}  over bare"
-    ]
+    rows = []
     for name, values in found["seconds"].items():
-        measured, line = Measurement.of(values), f"{name:18s}"
-        line += f"{measured.median:8.3f}{measured.least:8.3f}{measured.most:8.3f}"
-        if job := found["jobs"].get(name):
-            line += "".join(f"{job['parts'][part]:9.3f}" for part in PARTS) + f"{job['read'] / 1e6:9.1f}  {job['over']}"
-        lines.append(line)
-    return "\n".join(lines)
+        measured, job = Measurement.of(values), found["jobs"].get(name)
+        cells = [f"{seconds:.3f}" for seconds in (measured.median, measured.least, measured.most)]
+        parts = [*(f"{job['parts'][part]:.3f}" for part in PARTS), f"{job['read'] / 1e6:.1f}"] if job else [""] * 9
+        rows.append((name, *cells, *parts, job["over"] if job else ""))
+    return aligned(("seconds", "median", "least", "most", *PARTS, "MB read", "over bare"), rows)
 
 
 def main() -> None:

@@ -10,14 +10,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
+
+from harness.options import parser
+from harness.turns import alternate, tell
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from harness import alternate, parser, tell
 
 import mpizero as mz
 from mpizero._util.numbers import Measurement

@@ -28,8 +28,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
+
 import numpy as np
-from harness import alternate, chosen, parser
+from harness.options import chosen, parser
+from harness.tables import aligned
+from harness.turns import alternate
 from mpi4py import MPI
 
 import mpizero as mz
@@ -169,19 +173,15 @@ def table(result: dict[str, Any]) -> str:
     """Format the result of :func:`measure` as a table."""
     base = result["rows"].get("hierarchical")
     size = 4 * result["parameters"]
-    lines = [
+    title = (
         f"\n{result['parameters']:,} float32 parameters ({size / 1e6:.0f} MB), {result['ranks']} ranks on "
-        f"{result['nodes']} nodes; the library counts {result['sent_by_library'] / 1e6:.2f} MB a host",
-        f"{'':17s} {'median s':>9s} {'least':>8s} {'most':>8s} {'MB a host':>10s} {'time over hierarchical':>26s}",
-    ]
+        f"{result['nodes']} nodes; the library counts {result['sent_by_library'] / 1e6:.2f} MB a host\n"
+    )
+    rows = []
     for name, row in result["rows"].items():
-        seconds = Measurement.of(row["seconds"])
         told = "" if base is None else str(Measurement.of_ratios(row["seconds"], base["seconds"]))
-        lines.append(
-            f"{name:17s} {seconds.median:9.3f} {seconds.least:8.3f} {seconds.most:8.3f} "
-            f"{row['bytes_a_host'] / 1e6:10.2f} {told:>26s}"
-        )
-    return "\n".join(lines)
+        rows.append((name, Measurement.of(row["seconds"]).text(3), f"{row['bytes_a_host'] / 1e6:.2f}", told))
+    return title + aligned(("", "seconds", "MB a host", "time over hierarchical"), rows)
 
 
 def main() -> None:

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from harness.tables import between, markdown
+
 from gpu_checking.parts import PARTS
 
 #: The page's first line is in one pair of these marks, the table in another.
@@ -28,12 +30,11 @@ def summary(found: dict[str, Any] | None) -> str:
 def table(found: dict[str, Any] | None) -> str:
     """Return the table of parts in Markdown, with what was found wrong below it."""
     if found is None:
-        lines = ["| part | seconds at most | shows |", "|---|---|---|"]
-        return "\n".join([*lines, *(f"| {part.name} | {part.limit} | {part.shows} |" for part in PARTS)])
-    lines = ["| part | seconds | verdict | figure |", "|---|---|---|---|"]
+        return markdown(("part", "seconds at most", "shows"), [(part.name, part.limit, part.shows) for part in PARTS])
     order = [part.name for part in PARTS]
     rows = sorted((row for row in found["parts"] if row["part"] in order), key=lambda row: order.index(row["part"]))
-    lines += [f"| {row['part']} | {row['seconds']:.0f} | {row['verdict']} | {_cell(row['figure'])} |" for row in rows]
+    cells = [(row["part"], f"{row['seconds']:.0f}", row["verdict"], _cell(row["figure"])) for row in rows]
+    lines = [markdown(("part", "seconds", "verdict", "figure"), cells)]
     wrong = [(row["part"], f) for row in rows for f in row["findings"] if f["ok"] is False]
     lines += [""] * bool(wrong) + [f"- {part}: {_cell(f['name'])}: {_cell(f['figure'])}" for part, f in wrong]
     return "\n".join(lines)
@@ -46,12 +47,7 @@ def _cell(text: str) -> str:
 def written(text: str, found: dict[str, Any] | None) -> str:
     """Return the text of the page with these results; None stands for none."""
     for mark, content in (("first line", summary(found)), ("table", table(found))):
-        begin, end = MARKS[mark]
-        before, found_begin, rest = text.partition(begin)
-        _, found_end, after = rest.partition(end)
-        if not found_begin or not found_end:
-            sys.exit(f"docs/gpu.md: expected {begin} and {end}")
-        text = f"{before}{begin}\n{content}\n{end}{after}"
+        text = between(text, *MARKS[mark], content, "docs/gpu.md")
     return text
 
 

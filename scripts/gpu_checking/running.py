@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+from harness.jobs import ROOT, Job
 
 from gpu_checking.__main__ import NO_MEMORY, SKIPPED
 from gpu_checking.parts import Part
 
-ROOT = Path(__file__).resolve().parents[2]
 #: Verdicts of parts that need no repetition.
 GOOD = ("ok", "skipped")
 #: Seconds between the question where a part hangs, and its end.
@@ -96,25 +94,15 @@ def run_part(part: Part, limit: float, small: bool, folder: Path, log: TextIO, a
 
 def _status(arguments: Sequence[str], limit: float, log: TextIO) -> int | None:
     """Run ``gpu_checking`` as a process; return its exit status, or None if it was ended after ``limit`` seconds."""
-    command = [sys.executable, "-m", "gpu_checking", *arguments]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    job = Job([sys.executable, "-m", "gpu_checking", *arguments], log, log, cwd=ROOT, threads=None)
     try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGUSR2)  # its threads' stacks come to the log
+        if job.wait(limit):
+            return job.process.returncode
+        job.process.send_signal(signal.SIGUSR2)  # its threads' stacks come to the log
         time.sleep(_GRACE)
         return None
     finally:
-        _end_group(process)
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        job.end()
 
 
 def command_line(small: bool) -> list[str]:

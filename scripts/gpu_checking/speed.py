@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness.turns import alternate
 
 import mpizero as mz
 from gpu_checking.report import Report, timed
@@ -26,8 +27,7 @@ from gpu_checking.running import command_line
 from mpizero._util.numbers import Measurement
 from mpizero.kernels import cuda, gpu
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))  # has the network of PyTorch, too
-from harness import alternate  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))  # has the network of PyTorch
 
 #: The GPT of the steps, and how many sequences a step has: one grain.
 GPT = {"dim": 1024, "layers": 12, "heads": 16, "sequence": 512, "vocabulary": 256}

@@ -95,23 +95,26 @@ def mpis_of(args: argparse.Namespace) -> dict[str, Mpi]:
     return found
 
 
-def environment_of(threads: int = 1) -> dict[str, str]:
-    """Return this process's environment, changed so that BLAS has ``threads`` and Python imports this checkout."""
+def environment_of(threads: int | None = 1) -> dict[str, str]:
+    """Return this process's environment, changed so that BLAS has ``threads`` and Python imports this checkout.
+
+    With None the threads of BLAS stay as they are.
+    """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    fixed = dict.fromkeys(THREADS, str(threads)) | dict.fromkeys(ALLOWED, "1")
+    fixed = ({} if threads is None else dict.fromkeys(THREADS, str(threads))) | dict.fromkeys(ALLOWED, "1")
     return os.environ | fixed | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 class Job:
     """Start a job, and find and kill its processes: those whose environment has the job's mark.
 
-    ``command`` is started with the variables ``environment`` besides those of :func:`environment_of`. ``out`` and
-    ``err`` are files for its output.
+    ``command`` is started with the variables ``environment`` besides those of :func:`environment_of` for
+    ``threads``. ``out`` and ``err`` are files for its output.
     """
 
     def __init__(
         self, command: Sequence[object], out: Any = None, err: Any = None, environment: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
+        cwd: Path | None = None, threads: int | None = 1,
     ) -> None:  # fmt: skip
         mark = uuid.uuid4().hex
         self._mark = f"{MARK}={mark}".encode()
@@ -120,7 +123,7 @@ class Job:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            env=environment_of() | dict(environment or {}) | {MARK: mark},
+            env=environment_of(threads) | dict(environment or {}) | {MARK: mark},
             cwd=cwd,
             start_new_session=True,
         )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from harness.turns import timed
 
 #: The shapes that are compared, and how many steps a turn of them has.
 PRESETS = {
@@ -88,22 +87,21 @@ class OurModule(Ours):
 class LinearProducts:
     """Compute the matrix products of all linear layers of a GPT in one training step.
 
-    Each layer has three: forward, gradient of the input, gradient of the weights. With ``reuse=True``, layers of the
-    same shape share their arrays. ``operations`` is the number of floating-point operations of all products.
+    Each layer has three: forward, gradient of the input, gradient of the weights. ``operations`` is the number of
+    floating-point operations of all products.
     """
 
-    def __init__(self, shape: dict[str, int], *, reuse: bool = False) -> None:
+    def __init__(self, shape: dict[str, int]) -> None:
         rows, dim, layers = shape["batch"] * shape["sequence"], shape["dim"], shape["layers"]
         maps = [(layers, dim, 3 * dim), (layers, dim, dim), (layers, dim, 4 * dim), (layers, 4 * dim, dim)]
         self.operations, random = 0, np.random.default_rng(0)
         self.products: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         for count, inputs, outputs in (*maps, (1, dim, shape["vocabulary"])):
             self.operations += 6 * count * rows * inputs * outputs
-            for _ in range(1 if reuse else count):
+            for _ in range(count):
                 sizes = ((rows, inputs), (inputs, outputs), (rows, outputs))
                 x, w, dy = (random.standard_normal(size, np.float32) for size in sizes)
-                made = [(x, w, np.empty_like(dy)), (dy, w.T, np.empty_like(x)), (x.T, dy, np.empty_like(w))]
-                self.products += made * (count if reuse else 1)
+                self.products += [(x, w, np.empty_like(dy)), (dy, w.T, np.empty_like(x)), (x.T, dy, np.empty_like(w))]
 
     def __call__(self) -> None:
         """Compute all products once, by NumPy's BLAS."""
@@ -145,15 +143,3 @@ def data(shape: dict[str, int], rank: int) -> tuple[np.ndarray, np.ndarray]:
     text = np.random.default_rng(0).integers(0, shape["vocabulary"], (total, shape["sequence"] + 1))
     mine = text[rank * shape["batch"] : (rank + 1) * shape["batch"]]
     return np.ascontiguousarray(mine[:, :-1]), np.ascontiguousarray(mine[:, 1:])
-
-
-def timed(step: Callable[[], Any], barrier: Callable[[], Any], warmup: int, steps: int) -> float:
-    """Call ``step`` ``warmup`` times, then ``steps`` times between two barriers; return the seconds between these."""
-    for _ in range(warmup):
-        step()
-    barrier()
-    started = time.perf_counter()
-    for _ in range(steps):
-        step()
-    barrier()
-    return time.perf_counter() - started

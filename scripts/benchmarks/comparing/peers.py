@@ -7,11 +7,12 @@ import os
 from typing import Any
 
 import torch
+from harness.turns import timed
 from torch import distributed, nn
 from torch.nn import functional
 
 from comparing.network import GPT
-from comparing.ours import data, timed
+from comparing.ours import data
 
 RATE = 1e-3
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import output_of
+from harness.jobs import well
+from harness.tables import markdown as table_of
 
 FOLDER = Path(__file__).resolve().parent
 CONFIG, MACHINE = FOLDER / "gpt3.toml", FOLDER / "assumed.json"
@@ -51,7 +52,7 @@ class Row:
         command += ["--ranks-per-node", str(RANKS_PER_NODE), "--memory-per-node", MEMORY_PER_NODE]
         command += ["--machine", str(MACHINE)]
         command += [word for setting in self.settings for word in ("--set", setting)]
-        found: Plan = json.loads(output_of(command, status=(0, 1)))
+        found: Plan = json.loads(well(command, status=(0, 1)).out)
         return found
 
 
@@ -234,5 +235,4 @@ def markdown(table: Table, plans: Mapping[Row, Plan]) -> str:
     if table.name == "seconds":
         phases = list(plans[table.rows[0]]["expected"]["ranks"][0])
         rows = [list(cells) for cells in zip([*phases, "all", "efficiency"], *rows, strict=True)]
-    head = [line(table.head), line(["---"] * len(table.head))]
-    return "\n".join([*head, *map(line, rows)])
+    return table_of(table.head, rows)
