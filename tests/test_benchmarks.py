@@ -12,21 +12,22 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[1] / "scripts" / "benchmarks"
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+FOLDER = SCRIPTS / "benchmarks"
 GALLERY = Path(__file__).resolve().parents[1] / "examples" / "gallery"
-sys.path.insert(0, str(FOLDER))  # where Python finds `harness` when it runs one of the scripts
+sys.path.insert(0, str(SCRIPTS))  # where Python finds `harness` when it runs one of the scripts
 
-from harness import Team, TeamError, alternate  # noqa: E402
+from harness.turns import Team, TeamError, alternate  # noqa: E402
 
 from mpizero._util.numbers import Measurement  # noqa: E402
 from mpizero.train.machine import proportional  # noqa: E402
 
-sys.path.remove(str(FOLDER))
+sys.path.remove(str(SCRIPTS))
 
 MEMBER = f"""
 import sys
-sys.path.insert(0, {str(FOLDER)!r})
-from harness import serve
+sys.path.insert(0, {str(SCRIPTS)!r})
+from harness.turns import serve
 path, rank = sys.argv[1], int(sys.argv[2])
 def fail(why):
     raise SystemExit(f"because {{why}}")

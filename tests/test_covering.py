@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-sys.path.insert(0, str(SCRIPTS))  # where Python finds `matrix` when it runs one of the scripts
+sys.path.insert(0, str(SCRIPTS))  # where Python finds `harness` when it runs one of the scripts
 import exactness  # noqa: E402
 import exactness_hybrid  # noqa: E402
 import own_models  # noqa: E402
-from matrix.covering import covering  # noqa: E402
-from matrix.jobs import Matrix, Place, chosen_trainings, job, places  # noqa: E402
+from harness.covering import covering  # noqa: E402
+from harness.jobs import Mpi  # noqa: E402
+from harness.matrix import Matrix, Place, chosen_trainings, places  # noqa: E402
 
 sys.path.remove(str(SCRIPTS))
 
@@ -53,10 +54,10 @@ def test_pairs_that_occur_nowhere_are_not_asked_for():
     assert covering([]) == []
 
 
-def test_a_job_that_takes_too_long_is_ended_with_one_line_that_names_the_option(tmp_path):
+def test_a_job_that_takes_too_long_is_ended_with_one_line_that_names_its_limit(tmp_path):
     launcher = tmp_path / "mpiexec"
     launcher.write_text("#!/bin/sh\nexec sleep 60\n")
     launcher.chmod(0o755)
     options = Namespace(steps=1, progress=False, timeout=0.1)
-    with pytest.raises(SystemExit, match=r"^\S+mpiexec -n 2 .*: ended by --timeout 0.1 \(seconds\): give a longer one"):
-        job(exactness.MATRIX, options, Place("first MPI", 2, str(launcher), sys.executable), None)
+    with pytest.raises(SystemExit, match=r"^\S+mpiexec -n 2 .*: ended by its limit of 0.1 seconds$"):
+        exactness.MATRIX.at(Place("first MPI", 2, Mpi(str(launcher))), options)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts" / "benchmarks"))
+sys.path[:0] = [str(ROOT / "scripts" / "benchmarks"), str(ROOT / "scripts")]
 
 from growing import page  # noqa: E402
 from growing.assumed import Assumed  # noqa: E402
 
-sys.path.remove(str(ROOT / "scripts" / "benchmarks"))
+del sys.path[:2]
 
 TEXT = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
 

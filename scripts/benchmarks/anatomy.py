@@ -97,10 +97,9 @@ def main() -> None:
         print(json.dumps(rows))
         return
     columns = ("step", "calls", "alone", *PARTS)
-    cells = [
-        [f"{row[name]:,.0f}" if name == "calls" else f"{row[name]:.2f}" for name in columns] for row in rows.values()
-    ]
-    print(markdown(("", *columns), [(name, *line) for name, line in zip(rows, cells, strict=True)]))
+    digits = [0 if column == "calls" else 2 for column in columns]
+    cells = [(name, *(f"{row[c]:,.{n}f}" for c, n in zip(columns, digits, strict=True))) for name, row in rows.items()]
+    print(markdown(("", *columns), cells))
 
 
 if __name__ == "__main__":

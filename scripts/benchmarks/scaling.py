@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
-# Where `harness` is, and the library of this checkout, wherever the script is started.
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the library of this checkout, from wherever it starts
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where `harness` is
 
 from growing.counted import LAYOUTS, rows
 from harness.jobs import Mpi, answer, ranks_of, well
