@@ -65,11 +65,16 @@ def main() -> None:
     cases[sys.argv[1]]()
 
 
-def rank() -> int:
-    """Return this process's rank in ``MPI.COMM_WORLD``."""
+def world() -> Any:
+    """Return ``MPI.COMM_WORLD``."""
     from mpi4py import MPI
 
-    return int(MPI.COMM_WORLD.Get_rank())
+    return MPI.COMM_WORLD
+
+
+def rank() -> int:
+    """Return this process's rank in ``MPI.COMM_WORLD``."""
+    return int(world().Get_rank())
 
 
 def samples(count: int = 8) -> tuple[Array, Array]:

@@ -19,18 +19,11 @@ DIFFERS = "CollectiveMismatch: collective #"
 
 def placed(strategy: str = "zero2", **settings: Any) -> tuple[Any, Any]:
     """Return a linear model sharded over all ranks, and its optimizer, after one training step."""
-    config = mz.ShardingConfig(comm=world(), **settings)
+    config = mz.ShardingConfig(comm=case.world(), **settings)
     wrapped = mz.FunctionModel(case.parameters(), case.squares, predict=lambda p, x: x @ p["weight"] + p["bias"])
     model = mz.distribute(wrapped, mz.AdamW(lr=0.01), strategy=strategy, config=config)
     model.train(*case.samples())
     return model, model.optimizer
-
-
-def world() -> Any:
-    """Return ``MPI.COMM_WORLD``."""
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
 
 
 def on_rank_0(call: Callable[[], Any]) -> None:

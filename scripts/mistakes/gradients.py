@@ -67,10 +67,8 @@ class Table(mz.nn.Layer):
 
 def train(wrapped: Any, *, x: Any = None, steps: int = 1, strategy: str = "zero2", **settings: Any) -> None:
     """Train ``wrapped`` on this rank's samples, and print the last loss; no mistake may get that far."""
-    from mpi4py import MPI
-
     samples, y = case.samples()
-    config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=2, **settings)
+    config = mz.ShardingConfig(comm=case.world(), micro_batch=2, **settings)
     with config, mz.distribute(wrapped, mz.SGD(lr=0.1), strategy=strategy, config=config) as model:
         for _ in range(steps):
             loss = model.train(samples if x is None else x, y)
@@ -79,12 +77,11 @@ def train(wrapped: Any, *, x: Any = None, steps: int = 1, strategy: str = "zero2
 
 def function(**changes: Any) -> Any:
     """Return a linear model; on the last rank, ``changes[name]`` changes its "loss", "grads" or "weight"."""
-    from mpi4py import MPI
 
     def loss_and_grad(parameters: Any, batch: Any) -> Any:
         loss, grads, weight = case.squares(parameters, batch)
         answer = {"loss": loss, "grads": grads, "weight": weight}
-        if case.rank() == MPI.COMM_WORLD.Get_size() - 1:
+        if case.rank() == case.world().Get_size() - 1:
             answer |= {name: change(answer[name]) for name, change in changes.items()}
         return answer["loss"], answer["grads"], answer["weight"]
 
@@ -172,9 +169,7 @@ def gradients_that_stay_nan():
 @case.mistake("NonFiniteError", "no validation loss of 1 epoch(s) was finite", status=70)
 def optimize_over_samples_that_are_nan():
     """Call optimize on samples that are NaN."""
-    from mpi4py import MPI
-
-    config = mz.ShardingConfig(comm=MPI.COMM_WORLD)
+    config = mz.ShardingConfig(comm=case.world())
     model = mz.ZeRO1Model(mz.FunctionModel(case.parameters(), case.squares), config)
     optimizer = mz.ZeRO1Optimizer(mz.SGD(lr=0.1), config, options=mz.OptimizationOptions(epochs=100, batch_size=16))
     optimizer.set_model(model)
@@ -184,11 +179,9 @@ def optimize_over_samples_that_are_nan():
 @case.mistake("NonFiniteError", "apply_gradients: the gradient is infinite or NaN", status=70)
 def a_nan_applied_by_hand():
     """Pass a gradient that is NaN to apply_gradients."""
-    from mpi4py import MPI
-
     x, y = case.samples()
     with mz.ZeRO2Model(
-        function(grads=lambda g: {**g, "bias": g["bias"] / 0}), mz.ShardingConfig(comm=MPI.COMM_WORLD)
+        function(grads=lambda g: {**g, "bias": g["bias"] / 0}), mz.ShardingConfig(comm=case.world())
     ) as m:
         m.apply_gradients(m.compute_gradients(x, y), 0.1)
 
@@ -196,10 +189,8 @@ def a_nan_applied_by_hand():
 @case.mistake("ConfigError", "ParameterGroup('wieght')", "did you mean 'weight'?", status=78)
 def a_group_for_no_parameter():
     """Give a ParameterGroup a pattern that matches no parameter."""
-    from mpi4py import MPI
-
     optimizer = mz.AdamW(lr=0.1, groups=[mz.ParameterGroup("wieght", lr_scale=0.1)])
-    config = mz.ShardingConfig(comm=MPI.COMM_WORLD)
+    config = mz.ShardingConfig(comm=case.world())
     mz.distribute(function(), optimizer, strategy="zero1", config=config)
 
 
@@ -219,9 +210,7 @@ class Short(mz.data.Source):
 @case.mistake("DataError", "Short.read was asked for", "returned x of shape", status=65)
 def a_source_that_gives_fewer_samples():
     """Return fewer samples from a data source than were asked for."""
-    from mpi4py import MPI
-
-    config = mz.ShardingConfig(comm=MPI.COMM_WORLD)
+    config = mz.ShardingConfig(comm=case.world())
     for x, y in mz.data.batches(Short(), config, 16, steps=3):
         train(function(), x=x)
         del y

@@ -35,11 +35,9 @@ def a_model_on_one_rank_while_others_work():
 @case.mistake("stuck: making the communicator 'world'", "in Barrier of COMM_WORLD", status=76, ranks=(2, 4))
 def a_barrier_of_the_user_beside_a_model():
     """Call MPI's Barrier on the other ranks while rank 0 makes a model."""
-    from mpi4py import MPI
-
     if case.rank() == 0:
         mz.ZeRO2Model(network(), mz.ShardingConfig(timeout=3.0))
-    MPI.COMM_WORLD.Barrier()
+    case.world().Barrier()
 
 
 @case.mistake("FileNotFoundError", "missing.npz", status=70, ranks=(2, 4))
@@ -77,9 +75,7 @@ def a_communicator_by_a_wrong_name():
 @case.mistake("ArgumentError", "live mpi4py intracommunicator", status=78, ranks=(2, 4))
 def a_communicator_that_was_freed():
     """Make a model on a communicator that was freed."""
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD.Split(0, case.rank())
+    comm = case.world().Split(0, case.rank())
     comm.Free()
     mz.ZeRO2Model(network(), mz.ShardingConfig(comm=comm))
 

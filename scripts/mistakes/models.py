@@ -13,14 +13,7 @@ def checked(loss_and_grad, predict=None):
     """Call check_model for a model with this ``loss_and_grad``, with the same samples on all ranks."""
     x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     model = mz.FunctionModel(case.parameters(), loss_and_grad, predict=predict)
-    check_model(model, x, x[:, :2] - x[:, 2:], comm=world())
-
-
-def world():
-    """Return ``MPI.COMM_WORLD``."""
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
+    check_model(model, x, x[:, :2] - x[:, 2:], comm=case.world())
 
 
 @case.mistake("ModelCheckError", "loss:", "a mean over the samples", "return the sum over the samples", status=70)

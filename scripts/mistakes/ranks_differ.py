@@ -14,9 +14,7 @@ SEVERAL = (2, 4)
 
 
 def _config(**settings: Any) -> mz.ShardingConfig:
-    from mpi4py import MPI
-
-    return mz.ShardingConfig(comm=MPI.COMM_WORLD, **settings)
+    return mz.ShardingConfig(comm=case.world(), **settings)
 
 
 def _mlp(**settings: Any) -> mz.nn.MLP:

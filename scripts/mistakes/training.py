@@ -31,12 +31,10 @@ def data() -> Any:
 
 def train(*callbacks: Any, resume: bool = False, **changed: Any) -> Any:
     """Train a linear model for four steps with changed arguments, and print the result; no mistake may get that far."""
-    from mpi4py import MPI
-
     given = {
         "model": mz.FunctionModel(case.parameters(), case.squares),
         "source": data(),
-        "config": mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=2),
+        "config": mz.ShardingConfig(comm=case.world(), micro_batch=2),
         "optimizer": mz.SGD(lr=0.1),
         "steps": 4,
         "global_batch": 8,
@@ -161,9 +159,7 @@ def fewer_steps_than_done():
 def a_step_without_a_checkpoint():
     """Resume from a step of which there is no checkpoint."""
     train()
-    from mpi4py import MPI
-
-    config, model = mz.ShardingConfig(comm=MPI.COMM_WORLD), mz.FunctionModel(case.parameters(), case.squares)
+    config, model = mz.ShardingConfig(comm=case.world()), mz.FunctionModel(case.parameters(), case.squares)
     mz.Trainer(model, data(), config, optimizer=mz.SGD(lr=0.1), steps=4, global_batch=8).resume(3)
 
 
@@ -182,9 +178,7 @@ def resume_on_one_rank():
 @case.mistake("ConfigError", "optimizer is for a model that is not sharded yet", status=78)
 def an_optimizer_for_a_sharded_model():
     """Pass an optimizer beside a model that is sharded already and has its own."""
-    from mpi4py import MPI
-
-    config, model = mz.ShardingConfig(comm=MPI.COMM_WORLD), mz.FunctionModel(case.parameters(), case.squares)
+    config, model = mz.ShardingConfig(comm=case.world()), mz.FunctionModel(case.parameters(), case.squares)
     with config, mz.ZeRO1Model(model, config, optimizer=mz.SGD(lr=0.1)) as sharded:
         mz.Trainer(sharded, data(), optimizer=mz.SGD(lr=0.1), steps=4, global_batch=8)
 
