@@ -1,6 +1,6 @@
-"""Compare mpizero's gradient sum and AdamW update with MPI's collectives, plain loops, PyTorch and plain sums.
+"""Compare mpizero's gradient sum and AdamW update with MPI's collectives, plain loops and PyTorch.
 
-In each of three comparisons several implementations run alternately. Ratios are computed from times of the same round.
+In each of two comparisons several implementations run alternately. Ratios are computed from times of the same round.
 The tables show medians over rounds, and in parentheses the smallest and largest value.
 
 1. Two ranks have computed one gradient each. Timed is what follows until every rank can read the new parameters.
@@ -10,10 +10,6 @@ The tables show medians over rounds, and in parentheses the smallest and largest
    private arrays of each rank.
 2. One process runs the AdamW kernel, a plain Numba loop with the same reads and writes (4 and 3 for each element), and
    PyTorch's fused AdamW.
-3. Two ranks train a GPT with several micro-batches on each rank. The gradients of the micro-batches are added in the
-   order of the binary tree over the grains (``exact``), or one after the other into one buffer (``plain``, by the
-   setting ``accumulate``). ``one micro-batch`` computes the same samples in one larger micro-batch, for orientation.
-
 ``--peers-python`` names an interpreter that has PyTorch (see ``scripts/benchmarks/compare.py``); without PyTorch the
 second comparison leaves it out.
 """
@@ -31,7 +27,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
 
 import numpy as np
-from comparing.ours import data
 from harness.jobs import Mpi
 from harness.options import chosen, parser
 from harness.tables import aligned
@@ -44,7 +39,6 @@ OURS = "mpizero"
 COLLECTIVES = ("reduce-scatter", "allreduce", "reduce-scatter, NumPy", "allreduce, NumPy")
 STREAMS = ("stream", "stream, private")
 KERNEL, KERNEL_STREAM, TORCH = "AdamW kernel", "stream", "PyTorch fused"
-EXACT, PLAIN, WHOLE = "exact", "plain", "one micro-batch"
 #: Floats that are read and written for one element, for the cases that are limited by memory.
 TOUCHED = {OURS: 8, "stream": 8, "stream, private": 8}
 TOUCHED_ALONE = {KERNEL: 7, KERNEL_STREAM: 7, TORCH: 7}
@@ -56,12 +50,11 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--parameters", type=float, default=20e6, help="(default: %(default).0f)")
     options.add_argument("--strategy", choices=("ddp", "zero1"), default="ddp")
     options.add_argument("--repeat", type=int, default=10, help="updates of one turn (default: %(default)s)")
-    options.add_argument("--micro-batch", type=int, default=2, help="of 8 sequences a rank, third part")
-    options.add_argument("--parts", default="sum,kernel,exact", help="(default: %(default)s)")
+    options.add_argument("--parts", default="sum,kernel", help="(default: %(default)s)")
     options.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch")
     args = options.parse_args()
     args.parameters = int(args.parameters)
-    args.parts = chosen("--parts", args.parts, ("sum", "kernel", "exact"))
+    args.parts = chosen("--parts", args.parts, ("sum", "kernel"))
     return args
 
 
@@ -203,38 +196,6 @@ class Alone:
         return timed(self.cases[case], lambda: None, warmup, steps) / steps
 
 
-class Sums:
-    """Run one rank of the third comparison: train a GPT with gradients that are summed in different ways.
-
-    ``models`` has a sharded model for each way, by its name.
-    """
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        from mpi4py import MPI
-
-        import mpizero as mz
-
-        self.world = MPI.COMM_WORLD
-        self.rank = self.world.rank
-        shape = {"ranks": RANKS, "batch": 8, "sequence": 128, "vocabulary": 256}
-        self.x, self.y = data(shape, self.rank)
-        count = shape["batch"] // args.micro_batch
-        self.models = {}
-        for name, grain, accumulate in (
-            (EXACT, args.micro_batch, 1),
-            (PLAIN, args.micro_batch, count),
-            (WHOLE, shape["batch"], 1),
-        ):
-            gpt = mz.nn.GPT(dim=256, layers=4, heads=4, sequence=shape["sequence"], vocabulary=shape["vocabulary"])
-            config = mz.ShardingConfig(comm=self.world, micro_batch=grain, accumulate=accumulate)
-            self.models[name] = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=args.strategy, config=config)
-
-    def turn(self, case: str, warmup: int, steps: int) -> float:
-        """Train the model ``case`` ``warmup`` steps, then ``steps`` between two barriers; return the seconds of one."""
-        model = self.models[case]
-        return timed(lambda: model.train(self.x, self.y), self.world.Barrier, warmup, steps) / steps
-
-
 def worker(args: argparse.Namespace) -> None:
     """Run as one process of the comparison ``args.be``, until the benchmark closes the connection."""
     one: Any
@@ -244,13 +205,13 @@ def worker(args: argparse.Namespace) -> None:
         one = FusedAdamW(args.parameters)
         serve(args.socket, 0, {"turn": lambda case, warmup, steps: one.turn(warmup, steps)})
         return
-    one = {"sum": Exchanges, "kernel": Alone, "exact": Sums}[args.be](args)
+    one = {"sum": Exchanges, "kernel": Alone}[args.be](args)
     serve(args.socket, one.rank, {"turn": one.turn})
 
 
 def team(args: argparse.Namespace, name: str) -> Team:
-    """Start the processes of the comparison ``name``: "sum", "kernel", "exact", or "torch" for PyTorch's part."""
-    words = ["--parameters", str(args.parameters), "--strategy", args.strategy, "--micro-batch", str(args.micro_batch)]
+    """Start the processes of the comparison ``name``: "sum", "kernel", or "torch" for PyTorch's part."""
+    words = ["--parameters", str(args.parameters), "--strategy", args.strategy]
     ranks = 1 if name in ("kernel", "torch") else RANKS
     words = [__file__, *words, "--be", name, "--socket"]
     alone = [args.peers_python if name == "torch" else sys.executable, *words]
@@ -260,9 +221,7 @@ def team(args: argparse.Namespace, name: str) -> Team:
 
 def measure(args: argparse.Namespace, part: str) -> dict[str, list[float]]:
     """Run the comparison ``part``; return for each implementation the seconds of one update or step in each round."""
-    names = {"sum": (OURS, *COLLECTIVES, *STREAMS), "kernel": (KERNEL, KERNEL_STREAM, TORCH)}.get(
-        part, (EXACT, PLAIN, WHOLE)
-    )
+    names = {"sum": (OURS, *COLLECTIVES, *STREAMS), "kernel": (KERNEL, KERNEL_STREAM, TORCH)}[part]
     with contextlib.ExitStack() as stack:
         own = stack.enter_context(team(args, part))
         teams = dict.fromkeys(names, own)
@@ -279,13 +238,12 @@ def measure(args: argparse.Namespace, part: str) -> dict[str, list[float]]:
 
 def report(part: str, seconds: dict[str, list[float]], parameters: int) -> str:
     """Format the result of :func:`measure` for the comparison ``part`` as a table."""
-    base = {"sum": OURS, "kernel": KERNEL, "exact": EXACT}[part]
+    base = {"sum": OURS, "kernel": KERNEL}[part]
     per_rank = parameters / (RANKS if part == "sum" else 1)
-    touched = {"sum": TOUCHED, "kernel": TOUCHED_ALONE}.get(part, {})
+    touched = {"sum": TOUCHED, "kernel": TOUCHED_ALONE}[part]
     title = {
         "sum": f"gradient sum, AdamW, parameters ready: {parameters:,} float32 parameters, {RANKS} ranks",
         "kernel": f"AdamW alone: {parameters:,} float32 parameters, one process",
-        "exact": f"a training step of the GPT of dim 256 with 4 layers, 8 x 128 tokens a rank, {RANKS} ranks",
     }[part]
     rows = []
     for name, values in seconds.items():
