@@ -40,8 +40,7 @@ def arguments() -> argparse.Namespace:
 
 def replaced(page: str, table: Table, text: str) -> str:
     """Return the text of the page, in which ``text`` replaces what is between the marks of a table."""
-    start, mark, rest = page.partition(f"<!-- table: {table.name} -->")
-    return start + between(mark + rest, mark or "<!-- table", "<!-- end -->", text, PAGE)
+    return between(page, f"<!-- table: {table.name} -->", "<!-- end -->", text, PAGE)
 
 
 def main() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from harness.jobs import run
 
 from gpu_checking.__main__ import simulate_if_asked
 from gpu_checking.report import Report, Skipped, timed
@@ -121,8 +122,9 @@ def bits(report: Report, small: bool) -> None:
             path = Path(folder) / f"{ranks}.json"
             with report.attempt(f"{ranks} ranks"):
                 launched = [mpiexec(), "-n", str(ranks), *command, str(path), str(ranks)]
-                status = subprocess.run(launched, timeout=LIMIT, check=False).returncode
-                report.check(f"{ranks} ranks end well", status == 0, f"exit status {status}")
+                ended = run(launched, LIMIT, threads=None)
+                print(ended.out, ended.err, flush=True)
+                report.check(f"{ranks} ranks end well", ended.status == 0, f"exit status {ended.status}")
             if path.exists():
                 found |= {number: digest for number, digest, _ in json.loads(path.read_text(encoding="utf-8"))}
     hashes: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))

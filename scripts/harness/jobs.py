@@ -224,6 +224,7 @@ def run(
     meanwhile: Callable[[Job], bool] | None = None,
     at_limit: Callable[[Job], object] | None = None,
     show: bool = False,
+    threads: int | None = 1,
 ) -> Ended:
     """Run a job until it ends or ``limit`` seconds have passed, and return how it ended.
 
@@ -243,13 +244,15 @@ def run(
         As for :meth:`Job.wait`.
     show : bool
         Whether standard error is this process's own, in place of being held.
+    threads : int or None
+        As for :func:`environment_of`.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="job-"))) if folder is None else folder
         folder.mkdir(parents=True, exist_ok=True)
         out, err = (stack.enter_context((folder / name).open("wb")) for name in ("out", "err"))
         started = time.monotonic()
-        job = Job(command, out, None if show else err, environment, cwd)
+        job = Job(command, out, None if show else err, environment, cwd, threads)
         try:
             if late := not job.wait(limit, meanwhile):
                 at_limit and at_limit(job)

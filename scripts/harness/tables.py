@@ -22,7 +22,8 @@ def aligned(head: Sequence[object], rows: Iterable[Sequence[object]], left: int 
 
 def markdown(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """Return a table in Markdown."""
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows))
+    first, *others = (f"| {' | '.join(map(str, row))} |" for row in (head, *rows))
+    return "\n".join([first, "|---" * len(head) + "|", *others])
 
 
 def between(text: str, begin: str, end: str, content: str, page: str | Path) -> str:

@@ -68,7 +68,7 @@ def test_other_hashes_are_told_with_their_rows(capsys):
 def test_a_table_takes_the_place_of_what_is_between_two_marks():
     text = tables.markdown(("a", "b"), [(1, "x")])
     assert (
-        tables.between("0<b>old<e>1", "<b>", "<e>", text, "page") == "0<b>\n| a | b |\n| --- | --- |\n| 1 | x |\n<e>1"
+        tables.between("0<b>old<e>1", "<b>", "<e>", text, "page") == "0<b>\n| a | b |\n|---|---|\n| 1 | x |\n<e>1"
     )
     with pytest.raises(SystemExit, match="page: expected <e> and then <b>"):
         tables.between("0<b>old<e>1", "<e>", "<b>", text, "page")
