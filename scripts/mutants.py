@@ -132,7 +132,9 @@ class Workshop:
         self._written += 1
         os.utime(path, (self._written, self._written))
 
-    def pytest(self, tests: Sequence[str], ranks: int = 0, cache: Path | None = None) -> tuple[int | None, str]:
+    def pytest(
+        self, tests: Sequence[str], ranks: int = 0, cache: Path | None = None, limit: float = LIMIT
+    ) -> tuple[int | None, str]:
         """Run tests up to the first failure; return the exit status (None if they hang) and the output.
 
         ``cache`` is the folder for compiled kernels, where it is not the user's.
@@ -145,7 +147,7 @@ class Workshop:
             )
         environment = {"PYTHONPATH": str(self.root), "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
         environment |= {} if cache is None else {"MPIZERO_CACHE_DIR": str(cache)}
-        ended = run(command, LIMIT, environment=environment, cwd=self.root)
+        ended = run(command, limit, environment=environment, cwd=self.root)
         return None if ended.late else ended.status, ended.out + ended.err
 
     def try_out(self, mutant: Mutant, folders: Sequence[str] = ()) -> Outcome:
@@ -186,7 +188,7 @@ def failing_tests(workshop: Workshop, mutants: Iterable[Mutant]) -> str:
         except CannotPlant:
             continue  # it is told with the mutant
     for ranks, tests in by_ranks.items():
-        status, output = workshop.pytest(list(tests), ranks) if tests else (0, "")
+        status, output = workshop.pytest(list(tests), ranks, limit=5 * LIMIT) if tests else (0, "")
         if status != 0:
             return output or "the tests hang"
     return ""

@@ -1,7 +1,7 @@
 """Start a job under an MPI, as plain processes or as threads, see how it ends, and leave no process of it behind.
 
 Every process of a job has a variable of the environment with a value of that job only, so those are found that a
-launcher which was killed has left. A rank hands a value back by :func:`answer`.
+launcher which was killed has left. A rank gives a value back by :func:`answer`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 #: What Open MPI wants where root starts it, and more ranks than there are cores.
 ALLOWED = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-#: What a line begins with that hands a value back.
+#: What a line begins with that gives a value back.
 ANSWER = "the answer is "
 #: Seconds within which the processes of a job must end after its launcher; seconds that a job has if nothing is said.
 LAST, LIMIT = 15.0, 3600.0
@@ -205,13 +205,13 @@ class Ended:
 
     @property
     def answer(self) -> Any:
-        """The value that the job has handed back by :func:`answer`, the last one; None if there is none."""
+        """The value that the job has given back by :func:`answer`, the last one; None if there is none."""
         lines = [line for line in self.out.splitlines() if ANSWER in line]
         return json.loads(lines[-1].partition(ANSWER)[2]) if lines else None
 
 
 def answer(value: Any) -> None:
-    """Hand a value that JSON can hold back to the script that has started this job."""
+    """Give a value that JSON can hold back to the script that has started this job."""
     print(ANSWER + json.dumps(value), flush=True)
 
 

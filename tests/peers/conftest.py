@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def script():
-    """``gpt_twin``: a GPT in PyTorch, and batches of text."""
-    from tests.peers import gpt_twin
+    """``twins``: a GPT in PyTorch, and batches of text."""
+    from tests.peers import twins
 
-    return gpt_twin
+    return twins

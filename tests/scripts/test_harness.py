@@ -1,4 +1,4 @@
-"""Jobs of the scripts' harness: what they hand back, what is ended, and what is counted as left behind."""
+"""Jobs of the scripts' harness: what they give back, what is ended, and what is counted as left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def python(program: str) -> list[str]:
     return [sys.executable, "-c", program]
 
 
-def test_a_job_hands_its_last_answer_back_beside_what_it_prints():
+def test_a_job_gives_its_last_answer_back_beside_what_it_prints():
     program = (
         "from harness.jobs import answer; print(1); answer([0]); answer({'a': None}); print(2); raise SystemExit(3)"
     )
@@ -67,9 +67,7 @@ def test_other_hashes_are_told_with_their_rows(capsys):
 
 def test_a_table_takes_the_place_of_what_is_between_two_marks():
     text = tables.markdown(("a", "b"), [(1, "x")])
-    assert (
-        tables.between("0<b>old<e>1", "<b>", "<e>", text, "page") == "0<b>\n| a | b |\n|---|---|\n| 1 | x |\n<e>1"
-    )
+    assert tables.between("0<b>old<e>1", "<b>", "<e>", text, "page") == "0<b>\n| a | b |\n|---|---|\n| 1 | x |\n<e>1"
     with pytest.raises(SystemExit, match="page: expected <e> and then <b>"):
         tables.between("0<b>old<e>1", "<e>", "<b>", text, "page")
     assert tables.aligned(("", "n", ""), [("a", 1, "left"), ("bcd", 20, "l")]) == "      n\na     1  left\nbcd  20  l"
