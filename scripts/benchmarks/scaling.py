@@ -88,7 +88,7 @@ def be_one(args: argparse.Namespace) -> None:
 
 def team(args: argparse.Namespace, name: str, strategy: str, shape: dict[str, int]) -> Team:
     """Start the ranks of a training with a strategy; ``shape`` has the sizes of the model, and "ranks" and "grain"."""
-    words = (args.part, "--be", strategy, "--shape", json.dumps(shape))
+    words = (args.part, "--be", strategy, "--shape", json.dumps({"threads": 1} | shape))
     return team_of(__file__, args.mpiexec, shape["ranks"], *words, name=name)
 
 
