@@ -1,4 +1,4 @@
-"""Start a job under mpiexec in a session of its own, and see it end; used by tests and by scripts/failure_table.py.
+"""Start a job under mpiexec in a session of its own, and see it end.
 
 MPIZERO_MPIEXEC names other launchers than the one beside this interpreter or on PATH: "MPIEXEC PYTHON", several
 separated by ";".
