@@ -31,13 +31,18 @@ def test_a_job_gives_its_last_answer_back_beside_what_it_prints():
     assert jobs.run(python("print('nothing')")).answer is None
 
 
-def test_a_job_that_hangs_is_ended_with_all_that_it_has_started():
+def test_a_job_that_hangs_is_ended_at_its_limit():
     asked = []
-    ended = jobs.run(
-        python(f"{LEAVES}; import time; time.sleep(60)"), limit=0.5, at_limit=lambda job: asked.append(job)
-    )
+    ended = jobs.run(python("import time; time.sleep(60)"), limit=0.3, at_limit=asked.append)
     assert ended.late
     assert not asked[0].processes()
+
+
+def test_the_end_of_a_job_is_that_of_all_that_it_has_started():
+    job = jobs.Job(python(f"{LEAVES}; import time; time.sleep(60)"))
+    job.wait(30.0, lambda job: len(job.processes()) == 2 and job.end() is None)
+    assert job.process.returncode == -9
+    assert not job.processes()
 
 
 def test_a_process_that_outlives_its_job_is_counted_and_ended(monkeypatch):
