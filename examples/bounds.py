@@ -53,8 +53,8 @@ maps = {"power": within(0.0, 1.2)}
 function = bounded({"scale": np.ones(1), "power": np.full(1, 0.5)}, loss_and_grad, maps)
 check_model(function, x[:8], y[:8], comm=MPI.COMM_WORLD)
 
-config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=10)
-with mz.ZeRO1Model(function, config, optimizer=mz.Adam(lr=2e-1)) as model:
+config = mz.Config(micro_batch=10)
+with mz.distribute(function, mz.Adam(lr=2e-1), "zero1", config=config) as model:
     for part in mz.data.batches(mz.data.ArraySource(x, y), model, global_batch=40, seed=0, steps=300):
         loss = model.train(*part)
     found = model.named_parameters()

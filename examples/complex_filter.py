@@ -26,8 +26,8 @@ y = x @ response
 function = mz.FunctionModel({"response": np.zeros(5, complex), "gain": np.ones(())}, loss_and_grad)
 check_model(function, x[:8], y[:8], comm=MPI.COMM_WORLD)
 
-config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=8)
-with mz.ZeRO1Model(function, config, optimizer=mz.SGD(lr=0.05)) as model:
+config = mz.Config(micro_batch=8)
+with mz.distribute(function, mz.SGD(lr=0.05), "zero1", config=config) as model:
     for part in mz.data.batches(mz.data.ArraySource(x, y), model, global_batch=32, seed=0, steps=100):
         loss = model.train(*part)
     found = model.named_parameters()

@@ -29,8 +29,8 @@ x = rng.normal(size=(512, 3))
 y = np.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:]
 
 check_model(function, x[:8], y[:8])
-config = mz.ShardingConfig(micro_batch=8)
-with mz.ZeRO1Model(function, config, optimizer=mz.Adam(lr=1e-2)) as model:
+config = mz.Config(micro_batch=8)
+with mz.distribute(function, mz.Adam(lr=1e-2), "zero1", config=config) as model:
     for part in mz.data.batches(mz.data.ArraySource(x, y), model, global_batch=64, seed=0, steps=40):
         loss_of_step = model.train(*part)
     digest, ranks = model.parameters_sha256(), model.world_size

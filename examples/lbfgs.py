@@ -27,8 +27,8 @@ y = np.exp(-np.outer(t, [0.3, 1.5, 6.0])) @ [1.0, 2.0, 3.0] + rng.normal(0, 0.01
 function = mz.FunctionModel({"size": np.ones(3), "rate": np.array([0.1, 1.0, 10.0])}, loss_and_grad)
 check_model(function, t[:8], y[:8], comm=MPI.COMM_WORLD)
 
-config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=20)
-with mz.DDPModel(function, config) as model:
+config = mz.Config(micro_batch=20)
+with mz.distribute(function, None, "ddp", config=config) as model:
     mine = slice(*(len(t) * r // model.world_size for r in (model.rank, model.rank + 1)))
 
     def of(vector):

@@ -1,7 +1,6 @@
 """Train a PyTorch network: mpiexec -n 4 python torch_module.py."""
 
 import numpy as np
-from mpi4py import MPI
 from torch import nn
 
 import mpizero as mz
@@ -26,8 +25,8 @@ wave = np.sin(np.arange(8) + rng.uniform(0, 6, (256, 1)))
 x = np.where(y[:, None, None] == 1, wave[:, None, :], wave[:, :, None])[:, None].astype(np.float32)
 x += rng.normal(0, 0.3, x.shape).astype(np.float32)
 
-config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=4)
-with mz.FSDPModel(network, config, optimizer=mz.AdamW(lr=3e-3)) as model:
+config = mz.Config(micro_batch=4)
+with mz.distribute(network, mz.AdamW(lr=3e-3), "fsdp", config=config) as model:
     source = mz.data.ArraySource(x, y)
     for part in mz.data.batches(source, model, global_batch=32, seed=0, steps=30):
         mean = model.train(*part)

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from mpizero.optim import Tikhonov as Tikhonov
     from mpizero.optim import TotalVariation as TotalVariation
     from mpizero.sharding import BadSteps as BadSteps
+    from mpizero.sharding import Config as Config
     from mpizero.sharding import DDPModel as DDPModel
     from mpizero.sharding import DDPOptimizer as DDPOptimizer
     from mpizero.sharding import Evaluation as Evaluation
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from mpizero.sharding import HybridShardedModel as HybridShardedModel
     from mpizero.sharding import HybridShardedOptimizer as HybridShardedOptimizer
     from mpizero.sharding import LocalSGDOptimizer as LocalSGDOptimizer
+    from mpizero.sharding import Mesh as Mesh
     from mpizero.sharding import MinimizeResult as MinimizeResult
     from mpizero.sharding import ModelMetadata as ModelMetadata
     from mpizero.sharding import OptimizationOptions as OptimizationOptions

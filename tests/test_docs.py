@@ -192,11 +192,11 @@ def test_drawings_are_those_of_their_script(tmp_path):
 
 
 def test_every_setting_is_documented():
-    from mpizero.train.config.schema import OPTIMIZERS, Config
+    from mpizero.train.config.schema import OPTIMIZERS, RunConfig
     from mpizero.train.config.sections import MODELS
 
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    plain = [field.default.__class__ for field in dataclasses.fields(Config) if dataclasses.is_dataclass(field.default)]
+    plain = [field.default.__class__ for field in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(field.default)]
     for section in {*MODELS.values(), *OPTIMIZERS.values(), *plain}:
         missing = [field.name for field in dataclasses.fields(section) if f"`{field.name}`" not in text]
         assert not missing, f"docs/cli.md does not name {missing} of {section.__name__}"
@@ -210,7 +210,7 @@ MISTAKES = ROOT / "docs" / "failures.md"
 def test_settings_of_a_configuration_that_the_docs_name_exist(page):
     from mpizero import ShardingConfig
 
-    calls = re.findall(r"`ShardingConfig\(([^`]*)\)`", page.read_text(encoding="utf-8"))
+    calls = re.findall(r"`(?:ShardingConfig|Config)\(([^`]*)\)`", page.read_text(encoding="utf-8"))
     named = {name for call in calls for name in re.findall(r"(\w+)=", call)}
     assert named <= {field.name for field in dataclasses.fields(ShardingConfig)}
 

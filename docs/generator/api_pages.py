@@ -12,7 +12,7 @@ from generator.public_names import PublicName, is_member, library_groups, public
 
 INDEX = """# API reference
 
-Every public name, as `import mpizero as mz` has it: `ShardingConfig` is `mz.ShardingConfig`, `nn.GPT` is `mz.nn.GPT`.
+Every public name, as `import mpizero as mz` has it: `Mesh` is `mz.Mesh`, `nn.GPT` is `mz.nn.GPT`.
 [The library](../library.md) shows how they are used together. The pages are made from the docstrings of the version
 that this site was built from.
 """

@@ -66,13 +66,13 @@ def main():
     options = parser.parse_args()
     start, end, conductivity = measured()
     check_model(make(), start[:4], end[:4])
-    config = mz.ShardingConfig(micro_batch=4, share_node_memory=not options.private)
     with (
-        config,
+        mz.Mesh(share_node_memory=not options.private) as mesh,
         mz.Trainer(
             make(),
             mz.data.ArraySource(start, end),
-            config,
+            mz.Config(micro_batch=4),
+            mesh=mesh,
             optimizer=mz.Adam(lr=1e-2),
             strategy=options.strategy,
             steps=options.steps,

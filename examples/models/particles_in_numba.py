@@ -146,13 +146,13 @@ def main():
     options = parser.parse_args()
     starts, ends = data()
     check_model(make(), starts[:4], ends[:4])
-    config = mz.ShardingConfig(micro_batch=4, share_node_memory=not options.private)
     with (
-        config,
+        mz.Mesh(share_node_memory=not options.private) as mesh,
         mz.Trainer(
             make(),
             mz.data.ArraySource(starts, ends),
-            config,
+            mz.Config(micro_batch=4),
+            mesh=mesh,
             optimizer=mz.Adam(lr=5e-2),
             strategy=options.strategy,
             steps=options.steps,

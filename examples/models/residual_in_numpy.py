@@ -176,7 +176,7 @@ def main(steps):
     """Train the network, and print its accuracy on other digits, and the hash of its parameters."""
     x, y = data()
     source = mz.data.ArraySource(x[:1536], y[:1536])
-    with mz.ShardingConfig(micro_batch=16) as config, mz.ZeRO3Model(make(), config, optimizer=mz.AdamW(1e-2)) as model:
+    with mz.distribute(make(), mz.AdamW(1e-2), "zero3", config=mz.Config(micro_batch=16)) as model:
         for batch in mz.data.batches(source, model, global_batch=128, steps=steps):
             model.train(*batch)
         own = np.array_split(np.arange(1536, len(x)), model.world_size)[model.rank]

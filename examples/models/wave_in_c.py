@@ -71,13 +71,13 @@ def main():
     options = parser.parse_args()
     sources, traces, speed2 = recorded()
     check_model(make(), sources[:4], traces[:4], parameters={"speed2": speed2, "wavelet": np.ones(STEPS) / 9})
-    config = mz.ShardingConfig(micro_batch=4, share_node_memory=not options.private)
     with (
-        config,
+        mz.Mesh(share_node_memory=not options.private) as mesh,
         mz.Trainer(
             make(),
             mz.data.ArraySource(sources, traces),
-            config,
+            mz.Config(micro_batch=4),
+            mesh=mesh,
             optimizer=mz.Adam(lr=5e-2),
             strategy=options.strategy,
             steps=options.steps,

@@ -31,18 +31,14 @@ def solved(seed: int, simulations: int) -> Iterator[tuple[np.ndarray, np.ndarray
         yield edges, u.ravel()
 
 
-def train(source: mz.data.OnlineSource, ranks: mz.InMemoryCommunicator, run: str) -> None:
+def train(source: mz.data.OnlineSource, mesh: mz.Mesh, run: str) -> None:
     """Train until the solvers have ended, and print the result on rank 0."""
-    config = mz.ShardingConfig(comm=ranks, micro_batch=4)
+    config = mz.Config(micro_batch=4)
     model, optimizer = mz.nn.MLP(4, (32,), N * N, task="regression"), mz.AdamW(1e-2)
-    with (
-        source,
-        mz.Trainer(
-            model, source, config, optimizer=optimizer, steps=10_000, global_batch=16, run=run, progress=False
-        ) as trainer,
-    ):
+    settings = {"optimizer": optimizer, "steps": 10_000, "global_batch": 16, "progress": False}
+    with source, mz.Trainer(model, source, config, mesh=mesh, run=run, **settings) as trainer:
         result = trainer.fit()
-    if ranks.rank == 0:
+    if mesh.rank == 0:
         print(
             f"{result.steps} steps, loss {result.losses[0]:.4f} -> {result.loss:.4f}, {result.parameters_sha256[:16]}"
         )
@@ -62,13 +58,13 @@ def main() -> None:
                 if not producer.put(x, y):
                     return
     elif given.spool:
-        with mz.ShardingConfig() as config:
-            ranks = config.communicator
-            train(mz.data.spool_source(ranks, given.spool, like=LIKE, producers=1), ranks, given.run)
+        with mz.Mesh() as mesh:
+            train(mz.data.spool_source(mesh.communicator, given.spool, like=LIKE, producers=1), mesh, given.run)
     else:
         with mz.data.OnlineJob(trainers=2, like=LIKE) as job:
             if job.trains:
-                train(job.source(), job.group, given.run)
+                with mz.Mesh(job.group) as mesh:
+                    train(job.source(), mesh, given.run)
             else:
                 with job.producer() as producer:
                     for x, y in solved(job.group.rank, given.simulations):

@@ -18,11 +18,13 @@ def train(comm, size, args):
     """Train on ``size`` ranks, which are one group; return the last loss, the hash, and what results are equal to."""
     gpt = mz.nn.GPT(dim=32, layers=2, heads=8, sequence=32, vocabulary=64, dropout=0.1)
     x, y = np.random.default_rng(0).integers(0, 64, (2, args.steps, 8, 32))  # the same samples on all ranks of a group
-    with mz.ShardingConfig(comm=comm, micro_batch=2, clip=1.0, tiles={args.axis: args.tiles}) as config:
-        sizes = {f"{args.axis}_parallel_size": size}
-        with mz.HybridShardedModel(gpt, config, **sizes, optimizer=mz.AdamW(lr=1e-2)) as model:
-            losses = [model.train(*batch) for batch in zip(x, y, strict=True)]
-            return losses[-1], model.parameters_sha256(), model.metadata().exactness
+    config = mz.Config(micro_batch=2, clip=1.0, tiles={args.axis: args.tiles})
+    with (
+        mz.Mesh(comm, **{args.axis: size}) as mesh,
+        mz.distribute(gpt, mz.AdamW(lr=1e-2), "zero1", mesh=mesh, config=config) as model,
+    ):
+        losses = [model.train(*batch) for batch in zip(x, y, strict=True)]
+        return losses[-1], model.parameters_sha256(), model.metadata().exactness
 
 
 def main():

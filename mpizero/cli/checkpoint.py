@@ -43,7 +43,7 @@ from mpizero.cli.options import EXPORTS, Run
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, DataError
 from mpizero.train.config.build import build_model, build_source
 from mpizero.train.config.checks import check_option, shown
-from mpizero.train.config.schema import Config
+from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.sections import GptSection
 from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
 from mpizero.train.data_identity import data_fingerprint
@@ -376,7 +376,7 @@ def described(name: str) -> Template:
     return {TRAINING: training}, {f"parameters/{spec.name}": (spec.shape, element) for spec in specs}
 
 
-def _build(config: Config) -> tuple[Any, str]:
+def _build(config: RunConfig) -> tuple[Any, str]:
     try:
         source, validation = build_source(config)
     except DataError:

@@ -17,7 +17,7 @@ from mpizero.errors import ConfigError
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
-    from mpizero.train.config.schema import Config
+    from mpizero.train.config.schema import RunConfig
     from mpizero.train.config.toml import ConfigDocument
 
 #: What executes a command, given the parsed options: it returns the exit status, or None where it can only succeed.
@@ -148,7 +148,7 @@ def named_as_options() -> Iterator[None]:
         raise ConfigError(text) from None
 
 
-def read_together(options: argparse.Namespace, comm: Communicator) -> tuple[ConfigDocument, Config]:
+def read_together(options: argparse.Namespace, comm: Communicator) -> tuple[ConfigDocument, RunConfig]:
     """Read the configuration file of a command on rank 0, and parse it, with the options that change it, on all ranks.
 
     Collective over ``comm``. Without ``train.threads`` it has as many threads as ``options.threads``.

@@ -16,7 +16,7 @@ from mpizero.comm.startup import agree_to_start
 from mpizero.tools.ensemble import Member, run_members
 from mpizero.train.config.build import build
 from mpizero.train.config.checks import SettingError, rejected
-from mpizero.train.config.schema import Config, check_overridden
+from mpizero.train.config.schema import RunConfig, check_overridden
 from mpizero.train.config.toml import ConfigDocument, parse_config, tables_of
 from mpizero.train.loop import Preempted
 from mpizero.train.run_folder import RunFolder, tiles_of_checkpoint
@@ -24,7 +24,7 @@ from mpizero.train.stopping import JobContext, StopSignals
 from mpizero.train.trainer import Trainer
 
 
-def train_document(document: ConfigDocument, config: Config, comm: Communicator, **arguments: Any) -> dict[str, Any]:
+def train_document(document: ConfigDocument, config: RunConfig, comm: Communicator, **arguments: Any) -> dict[str, Any]:
     """Train a configuration, or the members of its ensemble; return the result, or the ensemble's summary.
 
     Collective over ``comm``. ``arguments`` are those of :func:`train`.
@@ -43,7 +43,7 @@ def train_document(document: ConfigDocument, config: Config, comm: Communicator,
 
 
 def train(
-    config: Config,
+    config: RunConfig,
     comm: Communicator,
     *,
     resume: bool = False,
@@ -57,7 +57,7 @@ def train(
 
     Parameters
     ----------
-    config : Config
+    config : RunConfig
         The configuration, the same on every rank.
     comm : Communicator
         The ranks that train; the communicator is not closed.
@@ -139,7 +139,7 @@ class EnsembleSettings:
                 raise rejected(f"ensemble.each.{key}", values, f"must be a list of {members} values, one a member")
         return cls(members, on_failure, each)
 
-    def values(self, config: Config, member: Member) -> dict[str, Any]:
+    def values(self, config: RunConfig, member: Member) -> dict[str, Any]:
         """Return the settings of a member by key, such as "optimizer.lr"; without ``train.seed`` it counts up."""
         own: dict[str, Any] = {"train.seed": config.train.seed + member.number, "train.threads": config.train.threads}
         own |= {key: values[member.number] for key, values in self.each.items()}

@@ -25,7 +25,7 @@ from mpizero.comm.communicator import Communicator
 from mpizero.data.online import OnlineBatches, OnlineSource
 from mpizero.data.source import Indices, Source, TransformedSource, epochs
 from mpizero.errors import ArgumentError, ConfigError, DataError
-from mpizero.layout.batch import Grains
+from mpizero.layout.batch import GrainRule, Grains
 from mpizero.types import Run
 
 
@@ -36,21 +36,20 @@ class GrainSizes(Protocol):
         """Return the number of samples of one grain, for a global batch of ``global_batch`` samples."""
 
 
-class BatchConfig(GrainSizes, Protocol):
-    """Define what :func:`batches` needs of a :class:`~mpizero.sharding.config.ShardingConfig`."""
+class Ranks(Protocol):
+    """Define what :func:`batches` needs of a :class:`~mpizero.sharding.mesh.Mesh`."""
 
     @property
     def communicator(self) -> Communicator:
         """The communicator of all ranks, over which :func:`batches` is collective."""
 
 
-@runtime_checkable
-class BatchModel(GrainSizes, Protocol):
-    """Define what :func:`batches` needs of a sharded model."""
+class RankedModel(GrainSizes, Protocol):
+    """Define what :func:`batches` needs of a sharded model; a ``ShardingConfig`` has all but ``batch_group``."""
 
     @property
-    def config(self) -> Any:
-        """The model's :class:`~mpizero.sharding.config.ShardingConfig`."""
+    def mesh(self) -> Any:
+        """The ranks."""
 
     @property
     def batch_group(self) -> Communicator:
@@ -285,7 +284,7 @@ def _bytes_of(found: tuple[Any, Any]) -> dict[str, list[bytes]]:
 @explains
 def batches(
     source: Source | OnlineSource,
-    config: BatchConfig | BatchModel,
+    ranks: Ranks | RankedModel,
     global_batch: int,
     seed: int = 0,
     steps: int | None = None,
@@ -298,17 +297,17 @@ def batches(
 
     A global batch is the next ``global_batch`` samples of ``source.sample_order``; it may contain the end of one epoch
     and the start of the next. It is cut into grains. Each rank is assigned a contiguous range of them, in the order of
-    the ranks, or none. This call is collective over the ranks of ``config``; the iteration is not.
+    the ranks, or none. This call is collective over the ``ranks``; the iteration is not.
 
     Parameters
     ----------
     source : Source or OnlineSource
         The data, the same on every rank. Samples of an OnlineSource are used once, in the order of ``docs/online.md``:
         ``seed`` has no effect, and the iteration is collective.
-    config : ShardingConfig or sharded model
-        The ranks and the size of a grain. With a DDP or ZeRO-1 model, each rank gets the samples of the grains that it
-        computes. Otherwise ``train`` may send samples to the ranks that compute them, with the same results: a
-        configuration does not know a model's default grain (``docs/concepts.md``).
+    ranks : sharded model, Mesh or ShardingConfig
+        The ranks. With a DDP or ZeRO-1 model, each rank gets the samples of the grains that it computes. Otherwise
+        ``train`` may send samples to the ranks that compute them, with the same results: a mesh does not know a
+        model's grain (``docs/concepts.md``).
     global_batch : int
         Number of samples of one training step, over all ranks.
     seed : int
@@ -319,7 +318,7 @@ def batches(
         Number of samples already used, over all ranks: the attribute ``consumed`` of an earlier iterator.
     group : Communicator or None
         The ranks among which a global batch is divided: the ``batch_group`` of a model. None means that of the model
-        given as ``config``, or all ranks of the configuration given.
+        given as ``ranks``, or all ranks of the mesh.
     prefetch : int
         Number of this rank's batches that a background thread, which sends no message, reads ahead; ``source`` must
         allow that. An error in it is raised where its batch is asked for, and ends it, as :meth:`Batches.close` does.
@@ -336,21 +335,21 @@ def batches(
     Examples
     --------
     >>> import mpizero as mz
-    >>> with mz.ShardingConfig(comm="self") as config:
-    ...     stream = mz.data.batches(mz.data.digits(), config, global_batch=1000, seed=0, steps=2)
+    >>> with mz.Mesh("self") as mesh:
+    ...     stream = mz.data.batches(mz.data.digits(), mesh, global_batch=1000, seed=0, steps=2)
     ...     print([(x.shape, stream.consumed, stream.epoch) for x, y in stream])
     [((1000, 64), 1000, 0), ((1000, 64), 2000, 0)]
     """
     settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed, "prefetch": prefetch}
-    comm, group = ranks_of(config, group)
+    comm, group = ranks_of(ranks, group)
     with all_ranks(comm):
         _check_arguments(source, comm, settings)
     agree_equal(comm, lambda: _described_arguments(source, settings), "agree batches")
     if isinstance(source, OnlineSource):
-        return OnlineBatches(source, config, global_batch, steps, consumed, group)
+        return OnlineBatches(source, _grains_of(ranks), global_batch, steps, consumed, group)
     with all_ranks(comm):
-        choose_grains(config, source, global_batch)
-    made = Batches(source, config, global_batch, seed, steps, consumed, group=group, prefetch=prefetch)
+        choose_grains(ranks, source, global_batch)
+    made = Batches(source, _grains_of(ranks), global_batch, seed, steps, consumed, group=group, prefetch=prefetch)
     return made.tell_cost(comm)
 
 
@@ -384,22 +383,25 @@ def _described_arguments(source: Source | OnlineSource, settings: dict[str, Any]
     return {"the arguments of batches": {"source": described, **settings}}
 
 
-def ranks_of(config: BatchConfig | BatchModel, group: Communicator | None) -> tuple[Communicator, Communicator]:
+def ranks_of(ranks: Any, group: Communicator | None) -> tuple[Communicator, Communicator]:
     """Return the communicator of all ranks, and the one over whose ranks a global batch is divided."""
-    if isinstance(config, type) or not hasattr(config, "grain_size"):
-        raise ArgumentError(f"config is a ShardingConfig or a sharded model, got {config!r:.80}")
-    if isinstance(config, BatchModel):
-        return config.config.communicator, config.batch_group if group is None else group
-    return config.communicator, config.communicator if group is None else group
+    comm = getattr(getattr(ranks, "mesh", ranks), "communicator", None)
+    if not isinstance(comm, Communicator):
+        raise ArgumentError(f"expected a sharded model or a mpizero.Mesh for the ranks, got {ranks!r:.80}")
+    return comm, getattr(ranks, "batch_group", comm) if group is None else group
 
 
-def choose_grains(config: Any, source: Source, global_batch: int) -> None:
+def _grains_of(ranks: Any) -> GrainSizes:
+    return ranks if hasattr(ranks, "grain_size") else GrainRule(None, 1)
+
+
+def choose_grains(ranks: Any, source: Source, global_batch: int) -> None:
     """Let a sharded model of PyTorch or JAX choose its default grains for the samples of a source; others need none.
 
     Not collective; every rank calls it.
     """
-    if hasattr(getattr(config, "wrapped_model", None), "efficient_samples"):
-        config.grain_size(global_batch, source.samples(np.zeros(1, np.int64)))
+    if hasattr(getattr(ranks, "wrapped_model", None), "efficient_samples"):
+        ranks.grain_size(global_batch, source.samples(np.zeros(1, np.int64)))
 
 
 #: Samples that :func:`whole_batch` reads twice before it reads all.
@@ -407,14 +409,14 @@ READ_TWICE = 64
 
 
 def whole_batch(
-    source: Source, config: BatchConfig | BatchModel, *, group: Communicator | None = None
+    source: Source, ranks: Ranks | RankedModel, *, group: Communicator | None = None
 ) -> tuple[Any, Any]:
     """Read and return this rank's part ``(x, y)`` of the global batch of all samples, in the order of the source.
 
-    Collective over the ranks of ``config``, which, as ``group``, is as for :func:`batches`.
+    Collective over ``ranks``, which are, as ``group`` is, those of :func:`batches`.
     """
-    comm, group = ranks_of(config, group)
-    own = Grains(len(source), config.grain_size(len(source))).samples_of(group.rank, group.size)
+    comm, group = ranks_of(ranks, group)
+    own = Grains(len(source), _grains_of(ranks).grain_size(len(source))).samples_of(group.rank, group.size)
     mine = np.arange(own.start, own.stop)
     with all_ranks(comm):
         if reader := _user_reader(source):

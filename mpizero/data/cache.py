@@ -20,7 +20,7 @@ from mpizero._util.text import notice
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.model_group import BlockLocks
-from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
+from mpizero.data.batches import RankedModel, Ranks, ranks_of
 from mpizero.data.source import (
     Indices,
     Source,
@@ -62,7 +62,7 @@ class CachedSource(WrappedSource):
     >>> import numpy as np
     >>> import mpizero as mz
     >>> source = mz.data.ArraySource(np.arange(8.0).reshape(4, 2), np.arange(4))
-    >>> with mz.ShardingConfig(comm="self") as config, mz.data.cached(source, config) as copy:
+    >>> with mz.Mesh("self") as mesh, mz.data.cached(source, mesh) as copy:
     ...     print(copy.blocks_read)
     ...     x, y = copy.samples([2, 3])
     ...     print(type(copy).__name__, copy.blocks_read)
@@ -166,10 +166,10 @@ class CachedSource(WrappedSource):
 
 
 @explains
-def cached(source: Source, config: BatchConfig | BatchModel, limit: int | None = None) -> CachedSource:
+def cached(source: Source, ranks: Ranks | RankedModel, limit: int | None = None) -> CachedSource:
     """Return a source with the same samples, of which each node keeps one copy in shared memory.
 
-    Collective over the ranks of ``config``. The memory for all samples is allocated at once; samples are read from
+    Collective over ``ranks``. The memory for all samples is allocated at once; samples are read from
     ``source``, and decompressed, when a rank of the node needs them first. If the copy does not fit, rank 0 says so,
     and every rank reads from ``source``. So it does, without a word, if all of it is contiguous datasets on the node's
     own disk: they are mapped into memory, and the kernel's page cache is one copy a node already. Split the result,
@@ -180,7 +180,7 @@ def cached(source: Source, config: BatchConfig | BatchModel, limit: int | None =
     ----------
     source : Source
         The samples, the same on every rank; arrays, or trees of arrays, of one shape.
-    config : ShardingConfig or sharded model
+    ranks : sharded model, Mesh or ShardingConfig
         The ranks.
     limit : int or None
         Largest number of bytes of a node's copy. None is what shared memory has free, but no more than half of the
@@ -198,12 +198,12 @@ def cached(source: Source, config: BatchConfig | BatchModel, limit: int | None =
     >>> import numpy as np
     >>> import mpizero as mz
     >>> source = mz.data.ArraySource(np.arange(8.0).reshape(4, 2), np.arange(4))
-    >>> with mz.ShardingConfig(comm="self") as config, mz.data.cached(source, config) as copy:
+    >>> with mz.Mesh("self") as mesh, mz.data.cached(source, mesh) as copy:
     ...     training, validation = copy.split(0.25)  # split the copy, not its source
     ...     print(copy.samples([2])[0], copy.nbytes >= 8 * (8 + 4))
     [[4. 5.]] True
     """
-    comm, _ = ranks_of(config, None)
+    comm, _ = ranks_of(ranks, None)
     with all_ranks(comm, "cache"):
         check_source(source, "cached", like=" such as Hdf5Source")
         if limit is not None:

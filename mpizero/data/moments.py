@@ -15,7 +15,7 @@ from mpizero._util.checks import require, whole
 from mpizero._util.names import explains
 from mpizero._util.text import write_atomic
 from mpizero.comm.agreement import agree_equal, all_ranks
-from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
+from mpizero.data.batches import RankedModel, Ranks, ranks_of
 from mpizero.data.source import Source, check_source, check_unchanging, sample_block
 from mpizero.errors import DataError
 from mpizero.layout.flat import Partition
@@ -85,8 +85,8 @@ class Statistics:
     >>> import numpy as np
     >>> import mpizero as mz
     >>> source = mz.data.ArraySource(np.arange(5.0), np.arange(5))
-    >>> with mz.ShardingConfig(comm="self") as config, tempfile.TemporaryDirectory() as folder:
-    ...     mz.data.statistics(source, config).save(Path(folder, "statistics.json"))
+    >>> with mz.Mesh("self") as mesh, tempfile.TemporaryDirectory() as folder:
+    ...     mz.data.statistics(source, mesh).save(Path(folder, "statistics.json"))
     ...     known = mz.data.Statistics.load(Path(folder, "statistics.json"))
     >>> known.samples, float(known.least["x"]), float(known.most["x"]), float(known.mean["x"])
     (5, 0.0, 4.0, 2.0)
@@ -131,17 +131,17 @@ class Statistics:
 
 
 @explains
-def statistics(source: Source, config: BatchConfig | BatchModel, channel: int | None = None) -> Statistics:
+def statistics(source: Source, ranks: Ranks | RankedModel, channel: int | None = None) -> Statistics:
     """Compute the statistics of all samples of a source, which each rank reads a part of.
 
-    Collective over the ranks of ``config``. Blocks of 64 samples are the leaves of the binary tree by which gradients
+    Collective over ``ranks``. Blocks of 64 samples are the leaves of the binary tree by which gradients
     are summed, so the bits of the result do not depend on the ranks.
 
     Parameters
     ----------
     source : Source
         The samples, such as the training part of a split.
-    config : ShardingConfig or sharded model
+    ranks : sharded model, Mesh or ShardingConfig
         The ranks.
     channel : int or None
         Axis of a sample (without the axis of samples) whose indices are channels; an array without it is one channel,
@@ -157,12 +157,12 @@ def statistics(source: Source, config: BatchConfig | BatchModel, channel: int | 
     >>> import numpy as np
     >>> import mpizero as mz
     >>> source = mz.data.ArraySource(np.array([[[1.0, 10.0]], [[3.0, 30.0]]]), np.zeros(2))  # (samples, place, channel)
-    >>> with mz.ShardingConfig(comm="self") as config:
-    ...     known = mz.data.statistics(source, config, channel=1)
+    >>> with mz.Mesh("self") as mesh:
+    ...     known = mz.data.statistics(source, mesh, channel=1)
     >>> known.mean["x"], known.std["x"]
     (array([ 2., 20.]), array([ 1., 10.]))
     """
-    comm, _ = ranks_of(config, None)
+    comm, _ = ranks_of(ranks, None)
     with all_ranks(comm, "statistics"):
         check_source(source, "statistics")
         if channel is not None:

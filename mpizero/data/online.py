@@ -477,7 +477,7 @@ class OnlineSource:
         """Raise ArgumentError if ``comm``, the ranks that train by their configuration, are others. Not collective."""
         if (comm.size, comm.rank) != (self.comm.size, self.comm.rank):
             raise ArgumentError(
-                f"batches: config has {comm.size} ranks, the online source has {self.comm.size} trainers: give "
+                f"batches: there are {comm.size} ranks, the online source has {self.comm.size} trainers: give "
                 "ShardingConfig(comm=job.group)"
             )
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mpizero.sharding.api import ZeRO3Model as ZeRO3Model
     from mpizero.sharding.api import ZeRO3Optimizer as ZeRO3Optimizer
     from mpizero.sharding.api import distribute as distribute
+    from mpizero.sharding.config import Config as Config
     from mpizero.sharding.config import ShardingConfig as ShardingConfig
     from mpizero.sharding.diagnostics import BadStep as BadStep
     from mpizero.sharding.diagnostics import Replay as Replay
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mpizero.sharding.fit import OptimizationOptions as OptimizationOptions
     from mpizero.sharding.fit import OptimizationResult as OptimizationResult
     from mpizero.sharding.forward_backward import Evaluation as Evaluation
+    from mpizero.sharding.mesh import Mesh as Mesh
     from mpizero.sharding.minimization import MinimizeResult as MinimizeResult
     from mpizero.sharding.minimization import minimize as minimize
     from mpizero.sharding.model import Gradients as Gradients

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 from mpizero._util.names import explains
-from mpizero.errors import ArgumentError, ConfigError
-from mpizero.sharding.config import Placement, ShardingConfig, placement
+from mpizero.errors import ConfigError
+from mpizero.sharding.config import Config, Placement, ShardingConfig, placement, ranks_and_settings, ranks_of
+from mpizero.sharding.mesh import ORDER, SPLITTING, Mesh
 from mpizero.sharding.model import ShardedModelBase
 from mpizero.sharding.optimizer import ShardedOptimizer
 from mpizero.sharding.partition import ParallelLayout
@@ -210,11 +211,17 @@ _MODELS: dict[str, type[ShardedModelBase]] = {
 
 @explains
 def distribute(
-    model: Any, optimizer: Any, *, strategy: str = "zero2", config: ShardingConfig | None = None, comm: Any = None
+    model: Any,
+    optimizer: Any,
+    strategy: str = "zero2",
+    *,
+    mesh: Mesh | None = None,
+    config: Config | None = None,
+    comm: Any = None,
 ) -> ShardedModelBase:
-    """Make a sharded model and its optimizer on the ranks of a communicator.
+    """Shard a model and its optimizer over the ranks of a mesh, and split the model as the mesh says.
 
-    Collective over the communicator.
+    Collective over the ranks.
 
     Parameters
     ----------
@@ -224,34 +231,52 @@ def distribute(
         A library optimizer, any object with an elementwise ``update(params, grads, state)``, or a sharded optimizer.
         None: plain SGD with ``config.learning_rate``.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
-        Which of parameters, gradients and optimizer state are sharded.
-    config : ShardingConfig or None
-        The ranks and how they work together; None takes the default settings over ``comm``.
+        Which of parameters, gradients and optimizer state are sharded over the replicas.
+    mesh : Mesh or None
+        The ranks, and how many pipeline stages, tensor and context ranks split the model. None takes all ranks that the
+        launcher has started, or those of a ShardingConfig; closing the model then closes what was made for them.
+    config : Config or ShardingConfig or None
+        The settings; None takes the defaults.
     comm : mpi4py communicator, InMemoryCommunicator, "self" or None
-        The ranks, as :class:`ShardingConfig` takes them. Must be None if ``config`` is given, which has a ``comm``.
+        Short for ``mesh=Mesh(comm)``.
 
     Returns
     -------
     model : ShardedModelBase
-        The model, ready to train. Its attribute ``optimizer`` is the sharded optimizer. The model also unpacks as the
-        pair ``model, optimizer``, which earlier versions returned.
+        The model, ready to train. Its attribute ``optimizer`` is the sharded optimizer.
 
     Examples
     --------
     >>> import numpy as np
     >>> import mpizero as mz
     >>> x, y = np.array([[0.0, 1.0], [1.0, 0.0]] * 2, np.float32), np.array([0, 1] * 2)
-    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(lr=0.1), strategy="zero2", comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(lr=0.1), "zero2", comm="self") as model:
     ...     losses = [model.train(x, y) for _ in range(5)]
     ...     model.metadata().strategy, model.optimizer.step_count
     ('ZeRO-2', 5)
     >>> losses[-1] < losses[0]
     True
+    >>> def held(comm):
+    ...     with mz.Mesh(comm, pipeline=2) as mesh, mz.distribute(mz.nn.MLP(4, [6], 2), mz.AdamW(), mesh=mesh) as model:
+    ...         return model.metadata().held_count, model.parameter_count
+    >>> mz.testing.run_in_threads(2, held)
+    [(30, 44), (14, 44)]
     """
-    if config is not None and comm is not None:
-        raise ConfigError("give either config (with its own comm) or comm, not both")
+    if comm is not None and (mesh is not None or isinstance(config, ShardingConfig)):
+        raise ConfigError("give comm, or mesh=..., or a ShardingConfig, which has a comm of its own: only one of them")
     placement(strategy)
-    return _MODELS[strategy](model, config if config is not None else ShardingConfig(comm=comm), optimizer=optimizer)
+    owns = mesh is None and not isinstance(config, ShardingConfig)
+    mesh, config = ranks_and_settings(Mesh(comm) if comm is not None else mesh, config)
+    if not mesh.splits_model:
+        made = _MODELS[strategy](model, config, optimizer=optimizer, mesh=mesh)
+    else:
+        sizes = {f"{axis}_parallel_size": getattr(mesh, axis) for axis in (*SPLITTING, "data")}
+        stage = ZERO_STAGES.index("zero3" if strategy == "fsdp" else strategy)
+        made = HybridShardedModel(
+            model, config, **sizes, order=mesh.order or ORDER, zero_stage=stage, optimizer=optimizer, mesh=mesh
+        )
+    made._owns_mesh = owns
+    return made
 
 
 #: Names of the strategies, by ZeRO stage.
@@ -293,6 +318,8 @@ class ModelParallelBase(ShardedModelBase):
         parameters.
     optimizer : optimizer, ShardedOptimizer or None
         As in :class:`ShardedModelBase`.
+    mesh : Mesh, optional
+        As in :class:`ShardedModelBase`.
     """
 
     _parallel_layout: ParallelLayout
@@ -301,13 +328,14 @@ class ModelParallelBase(ShardedModelBase):
     def __init__(
         self,
         wrapped_model: Any,
-        config: ShardingConfig,
+        config: Config,
         parallel_layout: ParallelLayout,
         zero_stage: int,
         optimizer: Any = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self._parallel_layout, self.zero_stage = parallel_layout, zero_stage
-        super().__init__(wrapped_model, config, optimizer=optimizer)
+        super().__init__(wrapped_model, config, optimizer=optimizer, mesh=mesh)
 
     @property
     def _placement(self) -> Placement:
@@ -317,7 +345,7 @@ class ModelParallelBase(ShardedModelBase):
 
     def _plans(self) -> dict[str, Any]:
         """Return all values that must be equal on all ranks, by name; raise ConfigError for sizes that do not fit."""
-        _ = self._parallel_layout.axes(self._config.communicator.size), self._placement, self._parallel_layout.chunks
+        _ = self._parallel_layout.axes(self.world_size), self._placement, self._parallel_layout.chunks
         plans = super()._plans()
         parallel_layout = {**self._parallel_layout.comparable(), "zero_stage": self.zero_stage}
         return {"strategy": plans.pop("strategy"), "the parallel layout": parallel_layout, **plans}
@@ -331,8 +359,8 @@ class ModelParallelBase(ShardedModelBase):
 
     def _twin(self, wrapped: Any) -> Self:
         twin = type(self).__new__(type(self))  # past constructors that turn their arguments into this layout
-        twin._is_copy = True
-        ModelParallelBase.__init__(twin, wrapped, self._config, self._parallel_layout, self.zero_stage)
+        twin._is_copy, twin._owns_mesh = True, self._owns_mesh
+        ModelParallelBase.__init__(twin, wrapped, self._config, self._parallel_layout, self.zero_stage, mesh=self._mesh)
         return twin
 
 
@@ -357,22 +385,16 @@ class HybridShardedModel(ModelParallelBase):
         Number of replicas; -1 takes all remaining ranks.
     zero_stage : {0, 1, 2, 3}
         What the replicas shard, as in :class:`ModelParallelBase`.
-    schedule : {"gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"}
-        Schedule of the pipeline.
-    virtual_stages : int
-        Number of chunks on each stage, for "interleaved".
+    schedule, virtual_stages, cuts, costs
+        As for :class:`~mpizero.Config`; None takes those of ``config``.
     order : str
         Order in which ranks are assigned to the axes, slowest axis first. With "pipeline,data,tensor" the ranks of a
         tensor group have consecutive numbers.
     context_parallel_size : int
         Number of ranks over which a sequence is split.
-    cuts : sequence of int or None
-        Number of the first block of every chunk, without the first chunk. None chooses them so that the stages have
-        about equal costs.
-    costs : sequence of float or None
-        Cost of every block, from which ``cuts=None`` chooses, for example the result of :func:`measured_costs`. None
-        uses the floating-point operations of the block's layers.
     optimizer : optimizer, ShardedOptimizer or None
+        As in :class:`ShardedModelBase`.
+    mesh : Mesh, optional
         As in :class:`ShardedModelBase`.
 
     Raises
@@ -405,19 +427,20 @@ class HybridShardedModel(ModelParallelBase):
     def __init__(
         self,
         wrapped_model: Any,
-        config: ShardingConfig,
+        config: Config,
         pipeline_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
         data_parallel_size: int = -1,
         *,
         zero_stage: int = 1,
-        schedule: str = "1f1b",
-        virtual_stages: int = 1,
-        order: str = "pipeline,tensor,data",
+        schedule: str | None = None,
+        virtual_stages: int | None = None,
+        order: str = ORDER,
         context_parallel_size: int = 1,
         cuts: Sequence[int] | None = None,
         costs: Sequence[float] | None = None,
         optimizer: Any = None,
+        mesh: Mesh | None = None,
     ) -> None:
         parallel_layout = ParallelLayout(
             pipeline=pipeline_parallel_size,
@@ -425,12 +448,9 @@ class HybridShardedModel(ModelParallelBase):
             data=data_parallel_size,
             context=context_parallel_size,
             order=order,
-            schedule=schedule,
-            virtual_stages=virtual_stages,
-            cuts=cuts,
-            costs=costs,
+            **_pipeline_settings(config, schedule, virtual_stages, cuts, costs),
         )
-        super().__init__(wrapped_model, config, parallel_layout, zero_stage, optimizer)
+        super().__init__(wrapped_model, config, parallel_layout, zero_stage, optimizer, mesh)
 
 
 @explains
@@ -514,21 +534,24 @@ class PipelineParallelModel(ModelParallelBase):
         config: ShardingConfig,
         pipeline_parallel_size: int | None = None,
         *,
-        schedule: str = "1f1b",
-        virtual_stages: int = 1,
+        schedule: str | None = None,
+        virtual_stages: int | None = None,
         cuts: Sequence[int] | None = None,
         costs: Sequence[float] | None = None,
         zero_stage: int = 0,
         optimizer: Any = None,
     ) -> None:
         size = _all_ranks_of(config) if pipeline_parallel_size is None else pipeline_parallel_size
-        parallel_layout = ParallelLayout(
-            pipeline=size, schedule=schedule, virtual_stages=virtual_stages, cuts=cuts, costs=costs
-        )
+        pipeline = _pipeline_settings(config, schedule, virtual_stages, cuts, costs)
+        parallel_layout = ParallelLayout(pipeline=size, **pipeline)
         super().__init__(wrapped_model, config, parallel_layout, zero_stage, optimizer)
 
 
 def _all_ranks_of(config: ShardingConfig) -> int:
-    if not isinstance(config, ShardingConfig):
-        raise ArgumentError(f"a sharded model needs a ShardingConfig, got {config!r}")
-    return config.communicator.size
+    return ranks_of(ModelParallelBase, config).size
+
+
+def _pipeline_settings(config: Any, schedule: Any, virtual_stages: Any, cuts: Any, costs: Any) -> dict[str, Any]:
+    """Return the settings of the pipeline: those given, and those of ``config`` for None. Not collective."""
+    given = {"schedule": schedule, "virtual_stages": virtual_stages, "cuts": cuts, "costs": costs}
+    return {name: getattr(config, name, None) if value is None else value for name, value in given.items()}

@@ -1,8 +1,9 @@
 """Define what a user chooses, strategy and settings, and decide from them how a training step is done.
 
 The placement table has a row for each strategy: what is sharded, and how grains are assigned (:class:`Placement`).
-:class:`ShardingConfig` has all other settings. The functions after it decide from both how a step is done; the engine
-and the command `mpizero plan` share them, so that a plan counts what a training does.
+:class:`Config` has the other settings, :class:`ShardingConfig` those of the ranks, too. The functions after it decide
+from both how a step is done; the engine and the command `mpizero plan` share them, so that a plan counts what a
+training does.
 
 [Note: waves in a context group] The ranks of a context group compute one part each of a grain. In the tree these parts
 are neighbours, so none of a rank's own parts are, and the rank cannot add them alone. To sum gradients once a step, it
@@ -14,25 +15,35 @@ the copies and sends once a step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any, Literal, Self
-from weakref import WeakSet
 
-from mpizero._util.checks import flag, number, positive, require, whole
+import numpy as np
+
+from mpizero._util.checks import (
+    Check,
+    Unexpected,
+    check_settings,
+    flag,
+    number,
+    one_of,
+    optional,
+    positive,
+    setting,
+    whole,
+)
 from mpizero._util.names import explains, nearest
-from mpizero.comm import Communicator, ProcessGrid, as_communicator
-from mpizero.comm.agreement import check_call
+from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.reduce import Codec, codec_of
-from mpizero.errors import ConfigError
-from mpizero.guard import guard
-from mpizero.guard.watchdog import Watchdog
+from mpizero.errors import ArgumentError, ConfigError
 from mpizero.kernels.gpu import SIXTEEN_BITS
-from mpizero.layout import Axes, GrainRule
+from mpizero.layout import SCHEDULES, GrainRule
 from mpizero.layout.flat import FlatLayout, ParameterUse, Span
 from mpizero.layout.mesh import NodeOrder
 from mpizero.nn.models import efficient_samples
 from mpizero.optim import DynamicLossScale
+from mpizero.sharding.mesh import Mesh
 from mpizero.sharding.partition import PartitionedModel, Tiles, check_tiles
 from mpizero.sharding.step_report import BadSteps
 
@@ -99,21 +110,78 @@ def placement(strategy: str) -> Placement:
 
 #: When grains are assigned to ranks: before a step, or while they compute.
 ASSIGNMENTS = ("static", "dynamic")
+_DEVICES = ("cpu", "cuda")
+
+
+def _compression(value: Any) -> Any:
+    codec_of(value)
+    return value
+
+
+def _bad_steps(value: Any) -> BadSteps:
+    if not isinstance(value, BadSteps):
+        raise Unexpected("mpizero.BadSteps(limit=..., warn=..., callback=...)")
+    return value
+
+
+def _listed(expected: str) -> Check:
+    """Return a check for a list, which returns it as a tuple; what it lists depends on the model."""
+
+    def check(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str | Mapping) or not isinstance(value, Sequence | np.ndarray):
+            raise Unexpected(f"{expected}, as a list")
+        return tuple(value)
+
+    return check
 
 
 @explains
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ShardingConfig:
-    """Hold the settings of a training: its ranks, how they share work and memory, and how they communicate.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Config:
+    """Hold the settings of a training: how ranks share its work, how they compute, and what they send.
+
+    It is plain data: it can be compared, hashed and pickled. The ranks are a :class:`~mpizero.Mesh`.
 
     Parameters
     ----------
-    comm : mpi4py communicator, InMemoryCommunicator, "self" or None
-        The ranks that train together; the library makes a communicator of its own from it. None is all ranks that
-        a launcher such as mpiexec has started, or one process without a launcher; "self" is this process alone.
+    micro_batch : int or None
+        Number of samples in one forward and backward pass. With None it is ceil(ceil(global batch / accumulate) / 16),
+        but no more than the model's matrix products need to be fast (``docs/concepts.md``);
+        after a checkpoint with optimizer state was loaded, what the checkpoint says.
+    accumulate : int
+        Number of micro-batches in one grain. Their gradients are added one after the other; a grain has
+        ``micro_batch * accumulate`` samples.
+    clip : float or None
+        A gradient whose global norm is larger is scaled to this norm before the update; None does not clip.
+    ema : float or None
+        Keeps an exponential moving average of the trained parameters, sharded as the optimizer's state, of which it is
+        one more array. After each update it moves towards the parameters by (1 - ``ema``) of the distance; it begins
+        with their values before the first step. ``evaluate`` and ``predict`` use it when asked to. Between 0 and 1.
+    tiles : int, mapping of str to int, or None
+        Number of tiles, a property of the training as ``micro_batch``: tensor and context groups of all sizes that are
+        this number divided by a power of two give the same bits, one process included. A mapping has numbers for the
+        axes "tensor" and "context". None, and an axis without a number: the size of its groups; after a run resumes,
+        what its checkpoint says (docs/parallelism.md).
+    schedule : {"gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"}
+        Schedule of the pipeline.
+    virtual_stages : int
+        Number of chunks on each pipeline stage, for "interleaved".
+    cuts : sequence of int or None
+        Number of the first block of every chunk of the pipeline, without the first chunk. None chooses them so that the
+        stages have about equal costs.
+    costs : sequence of float or None
+        Cost of every block, from which ``cuts=None`` chooses, for example the result of :func:`measured_costs`. None
+        uses the floating-point operations of the block's layers.
+    grain_assignment : {"static", "dynamic"}
+        How the grains of a step are assigned to ranks: before it, equally many to each, or while they compute: then a
+        rank of a node claims the next few grains of its node when it is free, for grains whose costs differ and ranks
+        that are slower than others. Results have the same bits. "dynamic" is for DDP and ZeRO-1 on ranks that share
+        memory, in which the node's samples are put; elsewhere rank 0 says that grains are assigned before a step.
     auto_sync_gradients : bool
         Whether ``compute_gradients`` and ``train`` sum gradients over the ranks. If False, ``train`` only computes this
         rank's gradient; ``synchronize_gradients`` then sums it over the ranks, and ``optimizer.step()`` updates.
+    learning_rate : float
+        Learning rate, > 0, of the plain SGD that trains a model for which no optimizer was created.
     minimum_parameter_group_size : int
         A block with fewer parameter elements than this forms one unit with a neighbouring block (ZeRO-2 and 3).
     gradient_compression : {None, "bf16", "fp16", "int8", "topk:SHARE"}
@@ -126,36 +194,8 @@ class ShardingConfig:
         MiB of partial sums of gradients that are in flight between nodes (between ranks if they share no memory) at
         once; the message buffers take up to twice as much. None is 2^19 elements. The size changes neither results nor
         how many bytes are sent.
-    learning_rate : float
-        Learning rate, > 0, of the plain SGD that trains a model for which no optimizer was created.
-    share_node_memory : bool
-        Whether replicated data has one copy per node, in an MPI-3 shared window; otherwise every rank has its own.
-    ranks_per_node : int or None
-        Number of consecutive ranks in each simulated node; None uses the real nodes.
-    micro_batch : int or None
-        Number of samples in one forward and backward pass. With None it is ceil(ceil(global batch / accumulate) / 16),
-        but no more than the model's matrix products need to be fast (``docs/concepts.md``);
-        after a checkpoint with optimizer state was loaded, what the checkpoint says.
-    accumulate : int
-        Number of micro-batches in one grain. Their gradients are added one after the other; a grain has
-        ``micro_batch * accumulate`` samples.
-    grain_assignment : {"static", "dynamic"}
-        How the grains of a step are assigned to ranks: before it, equally many to each, or while they compute: then a
-        rank of a node claims the next few grains of its node when it is free, for grains whose costs differ and ranks
-        that are slower than others. Results have the same bits. "dynamic" is for DDP and ZeRO-1 on ranks that share
-        memory, in which the node's samples are put; elsewhere rank 0 says that grains are assigned before a step.
-    tiles : int, mapping of str to int, or None
-        Number of tiles, a property of the training as ``micro_batch``: tensor and context groups of all sizes that are
-        this number divided by a power of two give the same bits, one process included. A mapping has numbers for the
-        axes "tensor" and "context". None, and an axis without a number: the size of its groups; after a run resumes,
-        what its checkpoint says (docs/parallelism.md).
     threads : int
         Number of threads that compiled kernels and BLAS use on each rank.
-    clip : float or None
-        A gradient whose global norm is larger is scaled to this norm before the update; None does not clip.
-    timeout : float or None
-        A rank that has been inside one collective for this many seconds ends the job with a report of every rank's
-        Python line; None is no timeout.
     check_every : int
         Every this many steps, parameters and optimizer state are checked for corrupted memory; 0 is never.
     device : {"cpu", "cuda"}
@@ -167,213 +207,86 @@ class ShardingConfig:
     direct_messages : bool
         Whether activations and their gradients are sent directly from GPU to GPU, if a trial at the start shows that
         MPI can do that. If False, they always go through the host's memory.
-    bad_steps : BadSteps
-        What happens when a step is skipped because a loss or a gradient is not finite. The default: each such step is
-        reported on standard error, and five in a row raise an error (docs/bad_numbers.md).
     mixed_precision : {None, "bfloat16", "float16"}
         Rounds the operands of matrix products on GPUs to this type. The products are added in float32, and everything
         else is in float32. With "float16", an optimizer created without a loss scale gets a default dynamic one.
-    ema : float or None
-        Keeps an exponential moving average of the trained parameters, sharded as the optimizer's state, of which it is
-        one more array. After each update it moves towards the parameters by (1 - ``ema``) of the distance; it begins
-        with their values before the first step. ``evaluate`` and ``predict`` use it when asked to. Between 0 and 1.
-    embedded : bool
-        Whether the process belongs to another program, which only calls this library. The library then installs no
-        hooks, signal handlers or allocator options, starts no threads and opens no ports. Errors are only raised as
-        exceptions, and there is no timeout (docs/embedding.md).
+    bad_steps : BadSteps
+        What happens when a step is skipped because a loss or a gradient is not finite. The default: each such step is
+        reported on standard error, and five in a row raise an error (docs/bad_numbers.md).
 
     Raises
     ------
     ConfigError
-        If a value is invalid.
+        If a value is invalid, or values do not fit together.
 
     Examples
     --------
     >>> import mpizero as mz
-    >>> with mz.ShardingConfig(comm="self", micro_batch=4, clip=1.0) as config:
-    ...     config.communicator.size, config.micro_batch, config.threads
-    (1, 4, 1)
-    >>> mz.ShardingConfig(micro_batch=0)
+    >>> mz.Config(micro_batch=4, clip=1.0) == mz.Config(clip=1.0, micro_batch=4)
+    True
+    >>> mz.Config(micro_batch=0)
     Traceback (most recent call last):
     mpizero.errors.ConfigError: micro_batch=0: expected a whole number >= 1
     """
 
-    comm: Any = None
-    auto_sync_gradients: bool = True
-    minimum_parameter_group_size: int = 1024
-    gradient_compression: str | None = None
+    micro_batch: int | None = setting(None, optional(whole(1)))
+    accumulate: int = setting(1, whole(1))
+    clip: float | None = setting(None, optional(positive))
+    ema: float | None = setting(None, optional(number(0.0, 1.0, above=True)))
+    tiles: Tiles = setting(None, check_tiles)
+    schedule: str = setting("1f1b", one_of(*SCHEDULES))
+    virtual_stages: int = setting(1, whole(1))
+    cuts: Sequence[int] | None = setting(None, optional(_listed("the number of the first block of every later stage")))
+    costs: Sequence[float] | None = setting(None, optional(_listed("a number for every block, in order")))
+    grain_assignment: str = setting("static", one_of(*ASSIGNMENTS))
+    auto_sync_gradients: bool = setting(True, flag)
+    learning_rate: float = setting(0.01, positive)
+    minimum_parameter_group_size: int = setting(1024, whole(1))
+    gradient_compression: str | None = setting(None, _compression)
     bucket_mb: float | None = None
-    learning_rate: float = 0.01
-    share_node_memory: bool = True
-    ranks_per_node: int | None = None
-    micro_batch: int | None = None
-    accumulate: int = 1
-    grain_assignment: str = "static"
-    tiles: Tiles = None
-    threads: int = 1
-    clip: float | None = None
-    timeout: float | None = 600.0
-    check_every: int = 0
-    device: str = "cpu"
-    optimizer_device: str | None = None
-    direct_messages: bool = True
-    mixed_precision: str | None = None
-    bad_steps: BadSteps = BadSteps()
-    ema: float | None = None
-    embedded: bool = False
+    threads: int = setting(1, whole(1))
+    check_every: int = setting(0, whole(0))
+    device: str = setting("cpu", one_of(*_DEVICES))
+    optimizer_device: str | None = setting(None, one_of(None, *_DEVICES))
+    direct_messages: bool = setting(True, flag)
+    mixed_precision: str | None = setting(None, one_of(None, *reversed(SIXTEEN_BITS)))
+    bad_steps: BadSteps = setting(BadSteps(), _bad_steps)
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` if a value is invalid; the message names the setting."""
-        for name in ("minimum_parameter_group_size", "accumulate", "threads", "check_every"):
-            self._set(name, require(name, getattr(self, name), whole(int(name != "check_every"))))
-        for name in ("micro_batch", "ranks_per_node"):
-            if getattr(self, name) is not None:
-                self._set(name, require(name, getattr(self, name), whole(1)))
-        self._set("tiles", require("tiles", self.tiles, check_tiles))
-        for name in ("learning_rate", "clip", "timeout"):
-            if getattr(self, name) is not None or name == "learning_rate":
-                self._set(name, require(name, getattr(self, name), positive))
-        if self.ema is not None:
-            self._set("ema", require("ema", self.ema, number(0.0, 1.0, above=True)))
-        for name in ("auto_sync_gradients", "share_node_memory", "direct_messages", "embedded"):
-            self._set(name, require(name, getattr(self, name), flag))
-        if not isinstance(self.bad_steps, BadSteps):
-            raise ConfigError(
-                f"bad_steps={self.bad_steps!r}: expected mpizero.BadSteps(limit=..., warn=..., callback=...)"
-            )
-        if self.embedded:
-            guard.current().release_to_host()
-        codec_of(self.gradient_compression)
+        check_settings(self)
         check_bucket(self.bucket_mb, self.gradient_compression)
-        if self.grain_assignment not in ASSIGNMENTS:
-            raise ConfigError(f"grain_assignment={self.grain_assignment!r}: expected 'static' or 'dynamic'")
-        if self.device not in ("cpu", "cuda"):
-            raise ConfigError(f"device={self.device!r}: expected 'cpu' or 'cuda'")
-        if self.optimizer_device not in (None, "cpu", "cuda"):
-            raise ConfigError(f"optimizer_device={self.optimizer_device!r}: expected None, 'cpu' or 'cuda'")
-        if self.optimizer_device == "cuda" and self.device == "cpu":
-            raise ConfigError(
-                "optimizer_device='cuda' is for layers on GPUs: give device='cuda' with it, or leave it out"
-            )
-        if self.mixed_precision not in (None, *SIXTEEN_BITS):
-            raise ConfigError(f"mixed_precision={self.mixed_precision!r}: expected None, 'bfloat16' or 'float16'")
-        if self.mixed_precision is not None and self.device == "cpu":
-            raise ConfigError(
-                f"mixed_precision={self.mixed_precision!r} is for GPUs: give device='cuda' with it, or leave it out"
-            )
+        for name in ("optimizer_device", "mixed_precision"):
+            if self.device == "cpu" and getattr(self, name) not in (None, "cpu"):
+                what = "for layers on GPUs" if name == "optimizer_device" else "for GPUs"
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is {what}: give device='cuda' with it, or leave it out"
+                )
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+    def __repr__(self) -> str:
+        """Return the settings that are not the defaults, as a call that makes an equal object."""
+        changed = [item for item in fields(self) if getattr(self, item.name) != item.default]
+        return f"{type(self).__name__}({', '.join(f'{item.name}={getattr(self, item.name)!r}' for item in changed)})"
 
-    @classmethod
-    def default(cls, comm: Any = None) -> Self:
-        """Return a configuration with all default values."""
-        return cls(comm=comm)
+    def __hash__(self) -> int:
+        """Return the hash of the settings."""
+        values = [getattr(self, item.name) for item in fields(Config)]
+        return hash(tuple(tuple(value.items()) if isinstance(value, dict) else value for value in values))
 
-    @classmethod
-    def for_high_bandwidth(cls, comm: Any = None) -> Self:
-        """Return a configuration with ``minimum_parameter_group_size=512`` (smaller units), for fast links."""
-        return cls(comm=comm, minimum_parameter_group_size=512)
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy in which the settings named in ``changes`` have the given values."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return type(self)(**{**values, **changes})
 
-    @classmethod
-    def for_low_bandwidth(cls, comm: Any = None) -> Self:
-        """Return a configuration with ``minimum_parameter_group_size=4096`` and bf16 gradients, for slow links."""
-        return cls(comm=comm, minimum_parameter_group_size=4096, gradient_compression="bf16")
+    def with_tiles(self, tiles: Tiles) -> Self:
+        """Return a copy with other tiles; that of a :class:`ShardingConfig` has the same mesh. Not collective."""
+        return self.replace(tiles=tiles)
 
-    @cached_property
-    def communicator(self) -> Communicator:
-        """Return the library's duplicate of ``comm``; the first access makes it and is collective over ``comm``."""
-        made = as_communicator(self.comm, timeout=self.timeout, embedded=self.embedded)
-        if made.size > 1 and self.timeout is not None and not self.is_guest:
-            self.__dict__["_watchdog"] = watchdog = Watchdog(made, self.timeout)
-            watchdog.start()
-        return made
-
-    @property
-    def is_guest(self) -> bool:
-        """Tell whether ``embedded`` or the environment variable MPIZERO_EMBEDDED is set. Not collective."""
-        return guard.current().is_guest(self.embedded)
-
-    @property
-    def grid(self) -> ProcessGrid:
-        """Return the groups of ranks for a model that is not split. The first access is collective."""
-        return self.grid_of(None)
-
-    def grid_of(self, axes: Axes | None, *, private: bool = False) -> ProcessGrid:
-        """Return the groups of ranks for ``axes``, the numbers of pipeline stages, tensor and context ranks.
-
-        ``axes=None`` means that the model is not split. With ``private=True`` ranks share no memory: this is for a
-        model that does not fit the nodes' shared memory. The first call with the same arguments is collective.
-        """
-        grids = self._grids
-        if (axes, private) not in grids:
-            grids[axes, private] = ProcessGrid.create(
-                self.communicator,
-                share_node_memory=self.share_node_memory and not private,
-                ranks_per_node=None if private else self.ranks_per_node,
-                axes=axes,
-            )
-        return grids[axes, private]
-
-    def holds(self, grid: ProcessGrid) -> bool:
-        """Tell whether ``grid`` was returned by :meth:`grid_of` and is still open. Not collective."""
-        return any(made is grid for made in self._grids.values())
-
-    @property
-    def _grids(self) -> dict[tuple[Axes | None, bool], ProcessGrid]:
-        # No cached_property: before Python 3.12 all threads, which meet when a grid is made, would share its lock.
-        grids: dict[tuple[Axes | None, bool], ProcessGrid] = self.__dict__.setdefault("_made_grids", {})
-        return grids
-
-    @property
-    def unbound(self) -> WeakSet[Any]:
-        """The optimizers that were created with this configuration and have no model yet. Not collective."""
-        found: WeakSet[Any] = self.__dict__.setdefault("_unbound", WeakSet())
-        return found
-
-    def number_model(self) -> str:
-        """Count one more model that uses this configuration; return "" for the first, then "model 2", "model 3" ...
-
-        Not collective.
-        """
-        number = self.__dict__["_models"] = self.__dict__.get("_models", 0) + 1
-        return f"model {number}" if number > 1 else ""
-
-    def close(self) -> None:
-        """Free the communicators made for this configuration and stop the thread that watches for timeouts. Collective.
-
-        Close the models first. If the configuration was never used or is already closed, do nothing.
-        """
-        if "communicator" in self.__dict__:
-            check_call(self.communicator, "ShardingConfig.close")
-            self.communicator.run_deferred_closes()
-            self._free()
-
-    def _free(self) -> None:
-        """Free what :meth:`close` frees, without first comparing the ranks' calls. Collective.
-
-        After an error in a ``with`` block, ranks call this together when they make their next model.
-        """
-        made = self.__dict__
-        if "_watchdog" in made:
-            made.pop("_watchdog").stop()
-        while self._grids:
-            self._grids.popitem()[1].close()
-        if "communicator" in made:
-            communicator = made.pop("communicator")
-            if communicator is not self.comm:
-                communicator.close()
-
-    def __enter__(self) -> Self:
-        """Return this configuration. Not collective."""
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the configuration. After an exception, postpone that until the ranks make their next model together."""
-        if error is None:
-            self.close()
-        elif "communicator" in self.__dict__:  # the other ranks may not have raised
-            self.communicator.defer_close(self._free)
+    def comparable(self) -> dict[str, Any]:
+        """Return the settings that must be equal on every rank, by name: all, but of ``bad_steps`` only the limit."""
+        values = {field.name: getattr(self, field.name) for field in fields(Config)}
+        del values["bad_steps"]
+        return {**values, "bad_steps.limit": self.bad_steps.limit}
 
     def loss_scale(self, given: DynamicLossScale | None) -> DynamicLossScale | None:
         """Return the loss scale to train with: ``given``, or a default one if ``mixed_precision`` is "float16"."""
@@ -398,27 +311,142 @@ class ShardingConfig:
         """Return ``bucket_mb`` as a number of elements of ``itemsize`` bytes; None if it is None."""
         return None if self.bucket_mb is None else elements_of(self.bucket_mb, itemsize)
 
-    def comparable(self) -> dict[str, Any]:
-        """Return the settings that must be equal on every rank, by name.
 
-        These are all but ``comm`` and ``bad_steps``; of ``bad_steps`` only the limit is compared.
-        """
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        del values["comm"], values["bad_steps"]
-        return {**values, "bad_steps.limit": self.bad_steps.limit}
+@explains
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ShardingConfig(Config):
+    """Hold ranks and settings together: a :class:`Config` with the arguments of a :class:`~mpizero.Mesh`.
+
+    The classes of each strategy take it, such as ``ZeRO2Model(model, config)``. New programs give :func:`distribute` a
+    mesh and a :class:`Config`. It is equal only to itself, and a context manager that closes its ranks.
+
+    Parameters
+    ----------
+    comm : mpi4py communicator, InMemoryCommunicator, "self" or None
+        The ranks that train together, as for :class:`~mpizero.Mesh`.
+    share_node_memory, ranks_per_node, timeout, embedded
+        As for :class:`~mpizero.Mesh`.
+    **settings
+        The settings of :class:`Config`.
+
+    Raises
+    ------
+    ConfigError
+        If a value is invalid.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> with mz.ShardingConfig(comm="self", micro_batch=4, clip=1.0) as config:
+    ...     config.communicator.size, config.micro_batch, config.threads
+    (1, 4, 1)
+    """
+
+    comm: Any = None
+    share_node_memory: bool = True
+    ranks_per_node: int | None = None
+    timeout: float | None = 600.0
+    embedded: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` if a value is invalid; the message names the setting."""
+        super().__post_init__()
+        names = ("share_node_memory", "ranks_per_node", "timeout", "embedded")
+        mesh = Mesh(self.comm, **{name: getattr(self, name) for name in names})
+        object.__setattr__(self, "_mesh", mesh)
+        for name in names:
+            object.__setattr__(self, name, getattr(mesh, name))
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks. Not collective."""
+        mesh: Mesh = self.__dict__["_mesh"]
+        return mesh
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @classmethod
+    def default(cls, comm: Any = None) -> Self:
+        """Return a configuration with all default values."""
+        return cls(comm=comm)
+
+    @classmethod
+    def for_high_bandwidth(cls, comm: Any = None) -> Self:
+        """Return a configuration with ``minimum_parameter_group_size=512`` (smaller units), for fast links."""
+        return cls(comm=comm, minimum_parameter_group_size=512)
+
+    @classmethod
+    def for_low_bandwidth(cls, comm: Any = None) -> Self:
+        """Return a configuration with ``minimum_parameter_group_size=4096`` and bf16 gradients, for slow links."""
+        return cls(comm=comm, minimum_parameter_group_size=4096, gradient_compression="bf16")
 
     def with_tiles(self, tiles: Tiles) -> Self:
-        """Return a copy with other tiles that shares this one's communicators, and is closed with it. Collective."""
-        _ = self.communicator, self._grids, self.unbound  # made, before they are shared
+        """Return a copy with other tiles and the same mesh. Not collective."""
         twin = self.replace(tiles=tiles)
-        shared = {name: value for name, value in self.__dict__.items() if name not in {f.name for f in fields(self)}}
-        twin.__dict__.update(shared)
+        object.__setattr__(twin, "_mesh", self.mesh)
         return twin
 
-    def replace(self, **changes: Any) -> Self:
-        """Return a copy in which the settings named in ``changes`` have the given values."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return type(self)(**{**values, **changes})
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of the ranks, see :attr:`Mesh.communicator`. The first access is collective."""
+        return self.mesh.communicator
+
+    @property
+    def grid(self) -> ProcessGrid:
+        """The groups of ranks for a model that is not split. The first access is collective."""
+        return self.mesh.grid
+
+    def close(self) -> None:
+        """Free what :meth:`Mesh.close` frees. Collective."""
+        self.mesh._close("ShardingConfig.close")
+
+    def __enter__(self) -> Self:
+        """Return this configuration. Not collective."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close the ranks. After an exception, postpone that until the ranks make their next model together."""
+        if error is None:
+            self.close()
+        else:
+            self.mesh.__exit__(kind, error, trace)
+
+
+def ranks_of(owner: type, config: Any) -> Mesh:
+    """Return the mesh of a :class:`ShardingConfig` that the class ``owner`` was given. Not collective.
+
+    Raises
+    ------
+    TypeError
+        If ``config`` is something else.
+    """
+    if not isinstance(config, ShardingConfig):
+        raise ArgumentError(f"{owner.__name__} needs a ShardingConfig, got {config!r}")
+    return config.mesh
+
+
+def ranks_and_settings(mesh: Mesh | None, config: Config | None) -> tuple[Mesh, Config]:
+    """Return the mesh and the settings to train with, given those of the user's; None stands for the defaults.
+
+    Not collective. A :class:`ShardingConfig` brings its own mesh.
+
+    Raises
+    ------
+    TypeError
+        If one of them is something else.
+    ConfigError
+        If a mesh is given beside a ShardingConfig.
+    """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ArgumentError(f"mesh={mesh!r:.80}: expected a mpizero.Mesh, such as mz.Mesh(pipeline=2)")
+    if config is not None and not isinstance(config, Config):
+        raise ArgumentError(f"config={config!r:.80}: expected a mpizero.Config, such as mz.Config(micro_batch=4)")
+    if isinstance(config, ShardingConfig):
+        if mesh not in (None, config.mesh):
+            raise ConfigError("give mesh=... with a Config; a ShardingConfig has ranks of its own (its comm)")
+        return config.mesh, config
+    return mesh or Mesh(), config or Config()
 
 
 def elements_of(mebibytes: float, itemsize: int) -> int:
@@ -449,7 +477,7 @@ def check_bucket(bucket_mb: object, compression: str | None) -> None:
 ScratchUse = Literal["grains", "micro-batches"] | None
 
 
-def keeps_gradients_on_device(config: ShardingConfig, ranks: int) -> bool:
+def keeps_gradients_on_device(config: Config, ranks: int) -> bool:
     """Tell whether gradients stay on the GPU; ``ranks`` is the number of ranks in the data group.
 
     They do if that number is 1 and ``optimizer_device`` is not "cpu". Otherwise they are summed on the host.
@@ -457,12 +485,12 @@ def keeps_gradients_on_device(config: ShardingConfig, ranks: int) -> bool:
     return config.device != "cpu" and config.optimizer_device != "cpu" and ranks == 1
 
 
-def assigns_waves(placement: Placement, config: ShardingConfig, ranks: int) -> bool:
+def assigns_waves(placement: Placement, config: Config, ranks: int) -> bool:
     """Tell whether a data group of ``ranks`` ranks computes grains in waves, and so sums gradients unit by unit."""
     return placement.waves and not keeps_gradients_on_device(config, ranks)
 
 
-def assigned_in_advance(placement: Placement, config: ShardingConfig, grid: NodeOrder, model_ranks: int) -> str:
+def assigned_in_advance(placement: Placement, config: Config, grid: NodeOrder, model_ranks: int) -> str:
     """Return why grains are assigned before a step, although the settings ask for ``grain_assignment="dynamic"``.
 
     It is "" where they do not, where ranks do claim grains, and for one rank, which computes all of them anyway.
@@ -479,7 +507,7 @@ def assigned_in_advance(placement: Placement, config: ShardingConfig, grid: Node
     return "" if max(grid.group_sizes) > 1 else "no two ranks share memory"
 
 
-def claims_grains(placement: Placement, config: ShardingConfig, grid: NodeOrder, model_ranks: int) -> bool:
+def claims_grains(placement: Placement, config: Config, grid: NodeOrder, model_ranks: int) -> bool:
     """Tell whether the ranks of a node claim grains while they compute; the parameters are as above."""
     asked = config.grain_assignment == "dynamic" and grid.data.size > 1
     return asked and not assigned_in_advance(placement, config, grid, model_ranks)
@@ -506,7 +534,7 @@ def overlaps_reduction(placement: Placement, peers: int, stages: int, codec: Cod
     return replicated and stages == 1 and codec is None
 
 
-def scratch_use(config: ShardingConfig, stages: int, *, by_block: bool) -> ScratchUse:
+def scratch_use(config: Config, stages: int, *, by_block: bool) -> ScratchUse:
     """Tell which gradients are written to scratch memory, block by block, where rows hold gradients.
 
     Those of "grains" are added to another grain's row, those of "micro-batches" to the row of their own grain. Scratch
@@ -515,7 +543,7 @@ def scratch_use(config: ShardingConfig, stages: int, *, by_block: bool) -> Scrat
 
     Parameters
     ----------
-    config : ShardingConfig
+    config : Config
         The settings.
     stages : int
         Number of pipeline stages.
@@ -527,7 +555,7 @@ def scratch_use(config: ShardingConfig, stages: int, *, by_block: bool) -> Scrat
     return "grains" if config.accumulate == 1 else "micro-batches"
 
 
-def needs_norm(config: ShardingConfig, codec: Codec | None, *, loss_scale: bool) -> bool:
+def needs_norm(config: Config, codec: Codec | None, *, loss_scale: bool) -> bool:
     """Tell whether a step needs the norm of the summed gradient before the update.
 
     The norm is needed for clipping. It is also needed where the sum of finite gradients may overflow: with a loss
@@ -565,7 +593,7 @@ def gradient_codec(compression: str | None, itemsize: int) -> Codec | None:
     Raises
     ------
     ConfigError
-        If ``compression`` is not a value that ``ShardingConfig.gradient_compression`` takes.
+        If ``compression`` is not a value that ``Config.gradient_compression`` takes.
     """
     codec = codec_of(compression)
     return codec if itemsize == 4 else None

@@ -37,7 +37,7 @@ from mpizero.guard.guard import ProcessSetting
 from mpizero.kernels.gpu import Device, found, open_device
 from mpizero.kernels.matmul import library
 from mpizero.layout.flat import Unit, flat_names, united, views
-from mpizero.sharding.config import ShardingConfig, keeps_gradients_on_device
+from mpizero.sharding.config import Config, keeps_gradients_on_device
 from mpizero.sharding.grad_reduce import Job
 from mpizero.sharding.integrity import GradientDict
 from mpizero.sharding.params import Allocator, Memory, MessageProgress, ParameterProvider, ParameterStore
@@ -119,14 +119,17 @@ class CudaComputeDevice(ComputeDevice):
     ----------
     device : Device
         The GPU, already opened.
-    config : ShardingConfig
+    comm : Communicator
+        All ranks.
+    config : Config
         The settings; says to which type the operands of matrix products are rounded, and where the optimizer runs.
     """
 
     tells_blocks = False
 
-    def __init__(self, device: Device, config: ShardingConfig) -> None:
+    def __init__(self, device: Device, comm: Communicator, config: Config) -> None:
         self.device, self.config, self.sixteen = device, config, config.mixed_precision
+        self._comm = comm
         self.device_number = device.number
         self._parameters: DeviceParameters | None = None
         self._found: str | None = None
@@ -158,7 +161,7 @@ class CudaComputeDevice(ComputeDevice):
     def group(self, group: Group) -> Group:
         """Return a group with the ranks of ``group`` whose methods take and return arrays on the GPU.
 
-        The first call of this method or of :meth:`pipeline_p2p` is collective over ``config.comm``.
+        The first call of this method or of :meth:`pipeline_p2p` is collective over ``comm``.
         """
         if isinstance(group, CommunicatorGroup) and not self._indirect:
             return GpuAwareLayerGroup(group, self.device)
@@ -168,19 +171,19 @@ class CudaComputeDevice(ComputeDevice):
     def _indirect(self) -> str:
         """The reason why messages of layers go through host memory; "" if they go directly from GPU to GPU.
 
-        The first use is collective over ``config.comm``: the ranks then test whether MPI can send GPU memory.
+        The first use is collective over ``comm``: the ranks then test whether MPI can send GPU memory.
         """
         # No cached_property: before Python 3.12 all threads, which meet in the probe, would share its lock.
         if self._found is None:
             self._found = "direct_messages = false"
             if self.config.direct_messages:
-                self._found = prove(self.config.communicator, lambda: self.device)
+                self._found = prove(self._comm, lambda: self.device)
         return self._found
 
     def pipeline_p2p(self, comm: Communicator) -> PipelineP2P:
         """Return the object that sends arrays on the GPU between pipeline stages.
 
-        The first call of this method or of :meth:`group` is collective over ``config.comm``.
+        The first call of this method or of :meth:`group` is collective over ``comm``.
         """
         return HostStagedP2P(comm, self.device) if self._indirect else GpuAwareP2P(comm, self.device)
 
@@ -235,10 +238,10 @@ class CudaComputeDevice(ComputeDevice):
         return self._parameters.gradients
 
 
-def open_gpu(config: ShardingConfig, block_model: bool, device: int | None = None) -> CudaComputeDevice:
+def open_gpu(comm: Communicator, config: Config, block_model: bool, device: int | None = None) -> CudaComputeDevice:
     """Return the GPU that this rank computes on.
 
-    Collective over ``config.comm``. ``block_model`` tells whether the model is made of blocks. ``device`` is the number
+    Collective over ``comm``. ``block_model`` tells whether the model is made of blocks. ``device`` is the number
     of the GPU on the node; if it is None, the GPUs of a node are assigned to its ranks in turn.
 
     Raises
@@ -252,7 +255,6 @@ def open_gpu(config: ShardingConfig, block_model: bool, device: int | None = Non
             f"device={config.device!r} needs a model of blocks: a black box computes where its function does, so train "
             'it with device = "cpu" and let the function use the GPU'
         )
-    comm = config.communicator
     with comm.split_node(name="devices") as node:
         place = node.rank if device is None else device
     reasons = comm.allgather_object(found()[1], "devices")
@@ -262,7 +264,7 @@ def open_gpu(config: ShardingConfig, block_model: bool, device: int | None = Non
             f'device = "cuda": rank {without[0]} of {comm.size} has no GPU to train on: {reasons[without[0]]}, or '
             'train with device = "cpu"'
         )
-    return CudaComputeDevice(open_device(place), config)
+    return CudaComputeDevice(open_device(place), comm, config)
 
 
 #: Gradients on a GPU start at multiples of so many elements, an alignment that suits the BLAS.

@@ -27,7 +27,7 @@ from mpizero.kernels import jit
 from mpizero.kernels.gpu import STAGING, Fill, Upload, copied
 from mpizero.optim.elementwise import optimizer_name, plain
 from mpizero.sharding.batch import Divisors
-from mpizero.sharding.config import ShardingConfig
+from mpizero.sharding.config import Config
 from mpizero.sharding.device import DeviceParameters
 from mpizero.sharding.params import ParameterStore, UpdatePiece, UpdateRun
 from mpizero.sharding.update import Updater, UpdateScope
@@ -274,7 +274,7 @@ class StagedUpdater(DeviceUpdater):
             self.device.read(source, sorted(zip(starts, host, strict=True), key=lambda target: target[0]))
 
 
-def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
+def updates_on_device(config: Config, optimizer: Any) -> bool:
     """Tell whether an optimizer, as ``averaging`` returns it, runs and keeps its state on a GPU. Not collective.
 
     It does if layers compute on a GPU, the optimizer is one of the library's that updates no whole tensors, and

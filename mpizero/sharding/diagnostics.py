@@ -176,7 +176,7 @@ def dump_bad_step(
     ...     sorted(path.name for path in mz.dump_bad_step(model, batch, "bad_steps").iterdir())
     ['grain_00000.npz', 'step.json']
     """
-    report, comm = model.last_step, model.config.communicator
+    report, comm = model.last_step, model.mesh.communicator
     if report is None or not report.non_finite:
         return None
     record_call(comm, "dump_bad_step")

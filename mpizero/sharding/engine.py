@@ -48,8 +48,8 @@ from mpizero.types import Array, Run
 class Engine(PlacedModel):
     """Train and evaluate a placed model.
 
-    Construction and every public method are collective over ``config.comm``. The constructor takes the parameters of
-    :class:`PlacedModel`.
+    Construction and every public method are collective over the ranks of ``mesh``. The constructor takes the parameters
+    of :class:`PlacedModel`.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:

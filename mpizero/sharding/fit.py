@@ -134,7 +134,8 @@ class OptimizationResult:
 
 def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOptions) -> OptimizationResult:
     """Run the loop of ``optimizer.optimize`` and return its result. Collective."""
-    model, comm, config = optimizer.model, optimizer.config.communicator, optimizer.config
+    model, config = optimizer.model, optimizer.config
+    comm = model.mesh.communicator
     if optimizer.wrapped_optimizer.needs_vectors:
         name = type(optimizer.wrapped_optimizer).__name__
         raise ConfigError(
@@ -189,7 +190,7 @@ def _look_at(record: dict[str, float], losses: list[float], optimizer: ShardedOp
         return
     if not known and not np.isfinite(losses).any():
         raise _nothing_finite(int(record["epoch"]) + 1, record)
-    if config.bad_steps.warn and config.communicator.rank == 0:
+    if config.bad_steps.warn and optimizer.model.rank == 0:
         notice(f"optimize: the validation loss of epoch {record['epoch']} is {loss:g}, which is no improvement")
 
 
@@ -244,7 +245,7 @@ def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> t
 
 def _validated(optimizer: ShardedOptimizer, valid: Any) -> dict[str, float]:
     """Evaluate the validation samples; return "validation_loss" and, for scores of classes, "accuracy". Collective."""
-    comm = optimizer.config.communicator
+    comm = optimizer.model.mesh.communicator
     group = optimizer.model.batch_group
     part = Grains(len(valid), 1).samples_of(group.rank, group.size)
     with all_ranks(comm):

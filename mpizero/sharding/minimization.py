@@ -147,13 +147,13 @@ def minimize(
         raise ArgumentError(
             f"minimize takes a placed model, such as ZeRO1Model(model, config); got {type(model).__name__}"
         )
-    comm = model.config.communicator
+    comm = model.mesh.communicator
     with all_ranks(comm):
         limits, optimizer = _settings(model.wrapped_model, method, bounds, regularization, dict(options or {}))
         source = _as_source(data)
     agree_equal(comm, lambda: {"maxiter and maxfun": limits}, "minimize")
     agree_arrays(comm, "minimize", lambda: {"the number of samples": len(source), **compared_samples(source)})
-    model.optimizer_class(optimizer, model.config).set_model(model)
+    model.optimizer_class(optimizer).set_model(model)
     if resume is not None:
         model.load_model(resume)
     x, y = whole_batch(source, model)
@@ -212,7 +212,7 @@ class _Minimization:
         """Call the callback while the model is at the last iterate; tell whether it has raised StopIteration."""
         if self._callback is None:
             return False
-        stop, comm = False, self._model.config.communicator
+        stop, comm = False, self._model.mesh.communicator
         self._model.engine.place(iterate=True)
         try:
             self._callback(self._result(self._progress.message))

@@ -9,7 +9,7 @@ all ranks agree on a call first, and tell users what went wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,6 @@ import numpy as np
 from mpizero import checkpoint, kernels
 from mpizero._util.checks import number, require
 from mpizero._util.names import explains
-from mpizero._util.numbers import crc32
 from mpizero._util.pytree import count_samples
 from mpizero._util.text import notice
 from mpizero.checkpoint.format import ALIGNMENT
@@ -32,7 +31,7 @@ from mpizero.layout.flat import FlatLayout
 from mpizero.layout.mesh import GROUPS
 from mpizero.sharding import saved_attributes, state_dict
 from mpizero.sharding.batch import NO_SAMPLES, Asked, Totals, check_weight, tree_total
-from mpizero.sharding.config import ShardingConfig, placement
+from mpizero.sharding.config import Config, placement
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.forward_backward import Evaluation
 from mpizero.sharding.optimizer import ShardedOptimizer
@@ -44,6 +43,7 @@ from mpizero.types import Array
 
 if TYPE_CHECKING:
     from mpizero.checkpoint import LocalArray, PendingSave, SnapshotBuffer
+    from mpizero.sharding.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class Gradients:
 
 @explains
 class ShardedModelBase(ParameterAccess):
-    """Distribute the parameters, gradients and optimizer state of a model over the ranks of ``config.comm``.
+    """Distribute the parameters, gradients and optimizer state of a model over the ranks of a mesh.
 
-    Construction, and every method that is not marked otherwise, is collective over ``config.comm``. The model holds
+    Construction, and every method that is not marked otherwise, is collective over the mesh. The model holds
     windows and communicators: close it, or use it as a context manager. Methods of a closed model raise RuntimeError.
     When a call fails on one rank, every rank raises (RemoteError reports the error of another rank), and the model is
     unchanged. For layers that are split over ranks, :class:`HybridShardedModel` says which errors end the job instead.
@@ -115,8 +115,10 @@ class ShardedModelBase(ParameterAccess):
     ----------
     wrapped_model : BlockModel or BlackBoxModel
         The model to train. It is never changed: the sharded model holds the parameters.
-    config : ShardingConfig
-        The ranks and how they work together.
+    config : ShardingConfig or Config
+        The settings, and the ranks unless ``mesh`` has them.
+    mesh : Mesh, optional
+        The ranks. None: those of ``config``, which is then a :class:`~mpizero.ShardingConfig`.
     optimizer : optimizer, ShardedOptimizer or None
         Updates the parameters: a library optimizer, any object with an elementwise ``update(params, grads, state)``, or
         a sharded optimizer that is bound to no model yet. With None, plain SGD with ``config.learning_rate`` is used
@@ -146,9 +148,9 @@ class ShardedModelBase(ParameterAccess):
     _unread = ""
     _told_replaced = False
 
-    def __init__(self, wrapped_model: Any, config: ShardingConfig, *, optimizer: Any = None) -> None:
+    def __init__(self, wrapped_model: Any, config: Config, *, optimizer: Any = None, mesh: Mesh | None = None) -> None:
         self._optimizer, self._told_plain = optimizer, False
-        super().__init__(wrapped_model, config)
+        super().__init__(wrapped_model, config, mesh)
         given, self._optimizer = self._optimizer, None
         if given is not None:
             try:
@@ -164,7 +166,7 @@ class ShardedModelBase(ParameterAccess):
         """
         plans, given = super()._plans(), self._optimizer
         if given is not None and not isinstance(given, ShardedOptimizer):
-            given = self._optimizer = self.optimizer_class(given, self._config)
+            given = self._optimizer = self.optimizer_class(given)
         if given is not None and given.is_bound:
             raise StateError(f"the {type(given).__name__} belongs to another model: give each model its own")
         return {**plans, **({} if given is None else given.comparable(self))}
@@ -197,14 +199,6 @@ class ShardedModelBase(ParameterAccess):
         """Store ``optimizer`` as the one that is bound to this model. Not collective."""
         self._optimizer = optimizer
         self.tell_unread()
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the model and its optimizer: ``model, optimizer = mz.distribute(...)``. Not collective."""
-        return iter((self, self.optimizer))
-
-    def __getitem__(self, index: int) -> Any:
-        """Return the model for 0 and its optimizer for 1, so that ``mz.distribute(...)[0]`` works. Not collective."""
-        return tuple(self)[index]
 
     @recorded
     def train(self, x: Any, y: Any, *, epoch: int = 0) -> float:
@@ -248,7 +242,7 @@ class ShardedModelBase(ParameterAccess):
         self._told_plain = True
         if self.rank != 0:
             return
-        unbound = next(iter(self._config.unbound), None)
+        unbound = next(iter(self._mesh.unbound), None)
         forgotten = "" if unbound is None else f"; {type(unbound).__name__} is bound to no model: call its set_model"
         notice(
             f"{type(self).__name__} has no optimizer: plain SGD with learning_rate={self._config.learning_rate} trains "
@@ -280,7 +274,7 @@ class ShardedModelBase(ParameterAccess):
             self._check_call("predict")
         if not ema:
             return self.engine.runner.predict(x)
-        engine, comm = self.engine, self._config.communicator
+        engine, comm = self.engine, self._mesh.communicator
         agree = nullcontext() if engine.partitioned.splits_layers else all_ranks(comm)
         with engine.with_average(use=True), agree:
             return engine.runner.predict(x)
@@ -305,7 +299,7 @@ class ShardedModelBase(ParameterAccess):
         The bytes are those of this rank: stored, and sent in the last step.
         """
         sent = self.last_step.bytes_sent if self.last_step is not None else 0
-        return describe(self.engine, self._config, sent, self.label, self._mean_every)
+        return describe(self.engine, self._mesh, sent, self.label, self._mean_every)
 
     # ------------------------------------------------------------------ gradients by hand
 
@@ -390,7 +384,7 @@ class ShardedModelBase(ParameterAccess):
         NonFiniteError
             If the gradient is infinite or NaN on some rank.
         """
-        engine, comm = self.engine, self._config.communicator
+        engine, comm = self.engine, self._mesh.communicator
         share, layout, grid = engine.store.share, engine.layout, engine.grid
         replicated = not (engine.placement.shard_gradients or self._mean_every)
         gathered = gradients.layout if isinstance(gradients, Gradients) else None
@@ -545,7 +539,8 @@ class ShardedModelBase(ParameterAccess):
         values, device = self.get_parameters(), self.engine.compute_device.device_number
         integers = self.engine.integers
         self.engine.close()
-        self._engine = Engine(self._wrapped, self._config.replace(comm="self"), placement(self.strategy), device=device)
+        alone = replace(self._mesh, comm="self")
+        self._engine = Engine(self._wrapped, alone, self._config, placement(self.strategy), device=device)
         self.engine.integers.copy_from(integers)
         self.engine.prints_notices = self.rank == 0
         self._mean_every, self._pending = every, None
@@ -557,7 +552,7 @@ class ShardedModelBase(ParameterAccess):
         self._average()
 
     def _average(self) -> None:
-        self._update_local_shard_from_full(mean_over_ranks(self._config.communicator, self.engine.store.values))
+        self._update_local_shard_from_full(mean_over_ranks(self._mesh.communicator, self.engine.store.values))
 
     def _train_alone(self, x: Any, y: Any) -> float:
         return self._step_and_average(lambda engine: engine.train(x, y) if count_samples(x, y) else None)
@@ -565,7 +560,7 @@ class ShardedModelBase(ParameterAccess):
     def _stepped_alone(self, report: StepReport) -> StepReport:
         """Store the report of a step that this rank made alone, and return it. Not collective.
 
-        The engine of one rank reports rank 0; this is replaced by the rank's number in ``config.comm``.
+        The engine of one rank reports rank 0; this is replaced by the rank's number in the mesh.
         """
         found = tuple(replace(bad, rank=self.rank) for bad in report.non_finite)
         report = replace(report, non_finite=found, skipped=str(found[0]) if found else None)
@@ -578,7 +573,7 @@ class ShardedModelBase(ParameterAccess):
         Return the mean loss over the batches of all ranks. ``step`` returns None on a rank that has no samples: its
         parameters stay as they are until they are averaged.
         """
-        comm, engine = self._config.communicator, self.engine
+        comm, engine = self._mesh.communicator, self.engine
         with all_ranks(comm, first=True):
             made = step(engine)
             report = self._idle(engine) if made is None else self._stepped_alone(made)
@@ -606,7 +601,7 @@ class ShardedModelBase(ParameterAccess):
         ``correct`` is None if a rank's predictions are not scores of classes.
         """
         found = Evaluation(0.0, 0.0, 0)
-        with all_ranks(self._config.communicator, first=True):
+        with all_ranks(self._mesh.communicator, first=True):
             if count_samples(x, y):
                 found = self.engine.evaluate(x, y, loss, weightless=True)
         values = [found.loss_sum, found.weight, found.correct or 0, found.predictions, found.correct is None]
@@ -615,7 +610,7 @@ class ShardedModelBase(ParameterAccess):
         return Evaluation(loss_sum, weight, None if unscored else int(correct), int(predictions))
 
     def _sum_over_ranks(self, values: list[float]) -> Array:
-        comm = self._config.communicator
+        comm = self._mesh.communicator
         table = np.empty((comm.size, len(values)))
         comm.allgather(np.array(values, np.float64), table.reshape(-1), "sums of local steps")
         return tree_total(table)
@@ -636,7 +631,7 @@ class ShardedModelBase(ParameterAccess):
         """
         if self._mean_every:
             self._check_call("checkpoint_arrays")
-        mean = mean_over_ranks(self._config.communicator, self.engine.store.values) if self._mean_every else None
+        mean = mean_over_ranks(self._mesh.communicator, self.engine.store.values) if self._mean_every else None
         return self._written(state_dict.local_arrays(self.engine, values=mean))
 
     def optimizer_arrays(self) -> list[LocalArray]:
@@ -657,7 +652,7 @@ class ShardedModelBase(ParameterAccess):
             "mpizero": state_dict.attributes(self.engine),
             saved_attributes.LEARNING_RATE: saved_attributes.learning_rate_record(self.engine.updater),
         }
-        return self._config.communicator.broadcast_object(found) if self._mean_every else found
+        return self._mesh.communicator.broadcast_object(found) if self._mean_every else found
 
     def _written(self, arrays: list[LocalArray]) -> list[LocalArray]:
         return arrays if self.rank == 0 or not self._mean_every else [replace(a, pieces=()) for a in arrays]
@@ -694,7 +689,7 @@ class ShardedModelBase(ParameterAccess):
         """
         self._finish_save()
         arrays, found = self.checkpoint_arrays(), self.checkpoint_attributes() | dict(attributes or {})
-        comm = self._config.communicator
+        comm = self._mesh.communicator
         _tell_paths(comm, "save_model", path)
         checkpoint.write(path, arrays, found, comm, backend, replace, alignment=alignment)
 
@@ -715,10 +710,10 @@ class ShardedModelBase(ParameterAccess):
         memory for the copy is kept for the next save.
         """
         self._finish_save()
-        _tell_paths(self._config.communicator, "begin_save", path)
+        _tell_paths(self._mesh.communicator, "begin_save", path)
         self.reserve_snapshot()
         arrays, found = self.checkpoint_arrays(), self.checkpoint_attributes() | dict(attributes or {})
-        comm, buffer = self._config.communicator, self._snapshot
+        comm, buffer = self._mesh.communicator, self._snapshot
         self._saving = checkpoint.begin(path, arrays, found, comm, buffer=buffer, replace=replace, alignment=alignment)
         return self._saving
 
@@ -778,8 +773,8 @@ class ShardedModelBase(ParameterAccess):
             If the checkpoint is damaged or of another model. The message names file, array and reason. With
             ``strict_layout=True`` also if the checkpoint was written with another strategy or other numbers of ranks.
         """
-        _tell_paths(self._config.communicator, "load_model", path)
-        with checkpoint.open_checkpoint(path, self._config.communicator) as reader:
+        _tell_paths(self._mesh.communicator, "load_model", path)
+        with checkpoint.open_checkpoint(path, self._mesh.communicator) as reader:
             state_dict.restore(engine := self.loadable_engine, reader, strict_layout=strict_layout)
             left = engine.updater is None and reader.attributes.get("mpizero", {}).get("optimizer")
         self._unread = str(path) if left else ""
@@ -833,7 +828,7 @@ class ShardedModelBase(ParameterAccess):
             If the file is damaged, nothing of it can be loaded, or ``strict`` says so. The message names file,
             parameters and reason.
         """
-        with all_ranks(self._config.communicator):
+        with all_ranks(self._mesh.communicator):
             choice = state_dict.Choice.of(include, exclude, rename, strict)
         report = state_dict.load_chosen(self.loadable_engine, path, choice)
         self._pending = None
@@ -858,19 +853,19 @@ class ShardedModelBase(ParameterAccess):
     @collective
     def serialize(self) -> bytes:
         """Return parameters and optimizer state as the bytes of an HDF5 file, the same on every rank."""
-        return checkpoint.to_bytes(self.checkpoint_arrays(), self.checkpoint_attributes(), self._config.communicator)
+        return checkpoint.to_bytes(self.checkpoint_arrays(), self.checkpoint_attributes(), self._mesh.communicator)
 
     @recorded
     def deserialize(self, data: bytes) -> None:
         """Load the bytes that ``serialize`` returned, the same on every rank; errors are as for :meth:`load_model`."""
-        with opened_alike(self._config.communicator, "deserialize", data) as reader:
+        with opened_alike(self._mesh.communicator, "deserialize", data) as reader:
             self.restore_arrays(reader)
 
     @collective
     def save_state(self, file: IO[bytes]) -> None:
         """Write the bytes of :meth:`serialize` to an open binary file on rank 0; other ranks' ``file`` is ignored."""
         data = self.serialize()
-        with all_ranks(self._config.communicator):
+        with all_ranks(self._mesh.communicator):
             if self.rank == 0:
                 file.write(data)
                 file.flush()
@@ -878,7 +873,7 @@ class ShardedModelBase(ParameterAccess):
     @collective
     def load_state(self, file: IO[bytes]) -> None:
         """Load the bytes that ``save_state`` wrote; every rank passes an open binary file that contains them."""
-        with all_ranks(self._config.communicator):
+        with all_ranks(self._mesh.communicator):
             data = file.read()
         self.deserialize(data)
 
@@ -888,11 +883,8 @@ def _tell_paths(comm: Communicator, call: str, path: Any) -> None:
 
     Only the path of rank 0 is used.
     """
-    mine = np.array([crc32(repr(path).encode())], np.int64)
-    table = np.empty(comm.size, np.int64)
-    comm.allgather(mine, table, "path")
-    if (table != table[0]).any():
-        paths = comm.allgather_object(str(path), "path")
-        rank = int(np.flatnonzero(table != table[0])[0])
-        if comm.rank == 0:
-            notice(f"{call}: rank 0's path counts, {paths[0]!r}; rank {rank} has given {paths[rank]!r}")
+    first, *others = comm.allgather_object(str(path), "path")
+    for rank, other in enumerate(others, 1):
+        if other != first and comm.rank == 0:
+            notice(f"{call}: rank 0's path counts, {first!r}; rank {rank} has given {other!r}")
+            return

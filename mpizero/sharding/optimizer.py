@@ -23,7 +23,7 @@ from mpizero.comm.agreement import agree_arrays, agree_equal, agree_on_call, che
 from mpizero.comm.reduce import codec_of
 from mpizero.errors import ArgumentError, ConfigError, StateError, UnknownNameError
 from mpizero.optim.elementwise import adapt, plain, tensor_slots
-from mpizero.sharding.config import ShardingConfig, check_bucket
+from mpizero.sharding.config import Config, ShardingConfig, check_bucket, ranks_of
 from mpizero.sharding.fit import OptimizationOptions, OptimizationResult, run_loop
 from mpizero.sharding.full_params import take
 from mpizero.sharding.parameter_access import ParameterAccess, checked_state, gather_slot, slot_entries
@@ -77,8 +77,8 @@ class ShardedOptimizer:
         options: OptimizationOptions | None = None,
         loss_scale: optim.DynamicLossScale | None = None,
     ) -> None:
-        if not isinstance(config, ShardingConfig | None):
-            raise ArgumentError(f"{type(self).__name__} needs a ShardingConfig, got {config!r}")
+        if config is not None:
+            ranks_of(type(self), config).unbound.add(self)
         if loss_scale is not None and not isinstance(loss_scale, optim.DynamicLossScale):
             raise ArgumentError(f"{type(self).__name__}: loss_scale is a DynamicLossScale or None, got {loss_scale!r}")
         self.wrapped_optimizer = adapt(wrapped_optimizer)
@@ -86,8 +86,6 @@ class ShardedOptimizer:
         self._config, self._loss_scale = config, loss_scale
         self._model: ShardedModelBase | None = None
         self._stalled = False
-        if config is not None:
-            config.unbound.add(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, but for settings of the wrapped optimizer, which nothing would read here."""
@@ -119,13 +117,13 @@ class ShardedOptimizer:
         """
         if self._config is None:
             _check_sharded(model)
-        comm = (self._config or model.config).communicator
+        comm = (model.mesh if self._config is None else self._config.mesh).communicator
         # Under no name of a class: which one differs is told in words next.
         check_call(comm, "set_model")
         agree_equal(comm, lambda: self._plans(model), "bind an optimizer")
         self._bind(model)
         self._model = model
-        model.config.unbound.discard(self)
+        model.mesh.unbound.discard(self)
         model._take_optimizer(self)
 
     def _bind(self, model: ShardedModelBase) -> None:
@@ -182,12 +180,16 @@ class ShardedOptimizer:
 
     def _callers(self) -> tuple[Communicator, str]:
         """Return the ranks that must make the same collective calls, and the model's name in error messages."""
-        return (self.config.communicator, "") if self._model is None else self._model._callers()
+        return (self._communicator, "") if self._model is None else self._model._callers()
 
     @property
-    def config(self) -> ShardingConfig:
+    def config(self) -> Config:
         """The configuration that was passed to the constructor, else the model's. Not collective."""
         return self.model.config if self._config is None else self._config
+
+    @property
+    def _communicator(self) -> Communicator:
+        return (self.model.mesh if self._config is None else self._config.mesh).communicator
 
     @property
     def loss_scale(self) -> optim.DynamicLossScale | None:
@@ -265,7 +267,7 @@ class ShardedOptimizer:
     @recorded
     def should_early_stop(self) -> bool:
         """Tell whether :meth:`note_stall` has last recorded True on any rank. Collective."""
-        return bool(agree_on_call(self.config.communicator, (self._stalled,))[:, 0].any())
+        return bool(agree_on_call(self._communicator, (self._stalled,))[:, 0].any())
 
     def note_stall(self, stalled: bool) -> None:
         """Record whether the validation loss has stopped improving, as seen by this rank. Not collective."""
@@ -344,7 +346,7 @@ class ShardedOptimizer:
             If ranks pass different states. The message names the first rank and array that differ.
         """
         updater, engine = self._updater, self.model.engine
-        comm = self.config.communicator
+        comm = self._communicator
         own = 0 if engine.grid.world.size == comm.size else comm.rank  # local steps leave every rank its own state
         agree_arrays(comm, "load_state_dict", lambda: checked_state(engine, updater, state), own)
         slots, held = state["state"], updater.host_state()
@@ -362,13 +364,13 @@ class ShardedOptimizer:
     def serialize(self) -> bytes:
         """Return the optimizer state as the bytes of an HDF5 file, the same on every rank. Collective."""
         return checkpoint.to_bytes(
-            self.model.optimizer_arrays(), self.model.checkpoint_attributes(), self.config.communicator
+            self.model.optimizer_arrays(), self.model.checkpoint_attributes(), self._communicator
         )
 
     @recorded
     def deserialize(self, data: bytes) -> None:
         """Restore the optimizer state from bytes of ``serialize``; every rank passes the same bytes. Collective."""
-        with opened_alike(self.config.communicator, "deserialize", data) as reader:
+        with opened_alike(self._communicator, "deserialize", data) as reader:
             restore_state(self.model.loadable_engine, reader)
 
     @collective
@@ -376,7 +378,7 @@ class ShardedOptimizer:
         """Write the optimizer state to the checkpoint folder ``path``, replacing an existing one. Collective."""
         model = self.model
         checkpoint.write(
-            path, model.optimizer_arrays(), model.checkpoint_attributes(), self.config.communicator, replace=True
+            path, model.optimizer_arrays(), model.checkpoint_attributes(), self._communicator, replace=True
         )
 
     @collective
@@ -390,7 +392,7 @@ class ShardedOptimizer:
         CheckpointError
             If the checkpoint is damaged, or has the state of another optimizer.
         """
-        with checkpoint.open_checkpoint(path, self.config.communicator) as reader:
+        with checkpoint.open_checkpoint(path, self._communicator) as reader:
             restore_state(self.model.loadable_engine, reader)
 
 

@@ -44,8 +44,9 @@ from mpizero.nn.layer import start_value
 from mpizero.optim.elementwise import state_size, state_specs, tensor_state_size
 from mpizero.sharding import state_dict
 from mpizero.sharding.batch import Totals
-from mpizero.sharding.config import Placement, ShardingConfig, placement
+from mpizero.sharding.config import Config, Placement, placement, ranks_of
 from mpizero.sharding.engine import Engine
+from mpizero.sharding.mesh import Mesh
 from mpizero.sharding.params import Share, UpdatePiece, tell_private
 from mpizero.sharding.partition import (
     ParallelLayout,
@@ -81,8 +82,8 @@ class Pending(NamedTuple):
 class ParameterAccess(ABC):
     """Construct, describe and close a sharded model, read and set its parameters.
 
-    Every method that is not marked otherwise is collective over ``config.comm``. The parameters of the constructor are
-    those of :class:`ShardedModelBase`, but for the optimizer.
+    Every method that is not marked otherwise is collective over the ranks of the mesh. The parameters of the
+    constructor are those of :class:`ShardedModelBase`, but for the optimizer.
 
     Raises
     ------
@@ -99,13 +100,16 @@ class ParameterAccess(ABC):
     _optimizer: Any = None
     #: Whether this is a copy of a sharded model, so that its wrapped model has been compared between ranks already.
     _is_copy = False
+    #: Whether the mesh was made for this model alone, and is closed with it.
+    _owns_mesh = False
 
-    def __init__(self, wrapped_model: Any, config: ShardingConfig) -> None:
-        if not isinstance(config, ShardingConfig):
-            raise ArgumentError(f"{type(self).__name__} needs a ShardingConfig, got {config!r}")
+    def __init__(self, wrapped_model: Any, config: Config, mesh: Mesh | None = None) -> None:
         self._wrapped, self._config = wrapped_model, config
-        self._which = config.number_model()
-        check_call(config.communicator, "make a model", self._which)
+        mesh = mesh or self.__dict__.get("_mesh") or ranks_of(type(self), config)
+        self._mesh: Mesh = mesh
+        self._which = mesh.number_model()
+        check_call(mesh.communicator, "make a model", self._which)
+        self._rank, self._world_size = mesh.rank, mesh.size
         self._engine: Engine | None = None
         self._pending: Pending | None = None
         self._cache: Array | None = None
@@ -131,10 +135,10 @@ class ParameterAccess(ABC):
 
     def _initialize_sharding(self) -> None:
         """Check that all ranks passed equal arguments, and make the engine, which distributes the parameters."""
-        agree_to_start(self._config.communicator, self._plans)
-        check_own_modules(self._config.communicator, self._wrapped)
-        self._config.communicator.run_deferred_closes()
-        self._engine = Engine(self._wrapped, self._config, self._placement, self._parallel_layout)
+        agree_to_start(self._mesh.communicator, self._plans)
+        check_own_modules(self._mesh.communicator, self._wrapped)
+        self._mesh.communicator.run_deferred_closes()
+        self._engine = Engine(self._wrapped, self._mesh, self._config, self._placement, self._parallel_layout)
         if self._config.tiles is not None and not self._is_copy and self._engine.prints_notices:
             for reason in misfits(self._engine.partitioned.parallel_layout):
                 notice(f"{reason}, so results agree with other layouts only within rounding")
@@ -175,7 +179,7 @@ class ParameterAccess(ABC):
         SharedMemoryError
             If there is too little shared memory, and the optimizer has state already.
         """
-        with all_ranks(self._config.communicator):
+        with all_ranks(self._mesh.communicator):
             require("reserve: global_batch", global_batch, whole(1, of=" of samples"))
         self._with_room(lambda engine: engine.reserve(global_batch))
 
@@ -188,9 +192,13 @@ class ParameterAccess(ABC):
         if self._wrapped is None:
             raise ArgumentError(f"{type(self).__name__} needs a model, got None")
         check_model(self._wrapped)
+        _ = self._mesh.axes  # or an error for sizes that do not make the number of ranks
+        if self._parallel_layout is None and self._mesh.splits_model:
+            raise ConfigError(f"{type(self).__name__} does not split a model: give this mesh to mz.distribute")
+        settings = {**self._config.comparable(), **self._mesh.comparable()}
         blocks = blocks_of(self._wrapped)
         check_names(joined(block, spec.name) for block, specs in blocks.items() for spec in specs)
-        plans: dict[str, Any] = {"strategy": self.strategy, "ShardingConfig": self._config.comparable()}
+        plans: dict[str, Any] = {"strategy": self.strategy, type(self._config).__name__: settings}
         if self._is_copy:
             return plans
         grain = {"the samples of a default grain": self._config.grain_rule(self._wrapped).efficient}
@@ -208,7 +216,7 @@ class ParameterAccess(ABC):
         Not collective.
         """
         _ = self.loadable_engine
-        return self._config.communicator, self._which
+        return self._mesh.communicator, self._which
 
     def _check_call(self, operation: str) -> None:
         """Raise ``CollectiveMismatch`` if a rank's next collective call is not the method ``operation``. Collective.
@@ -246,7 +254,7 @@ class ParameterAccess(ABC):
 
         It has all ranks also where each rank trains a copy of its own (:class:`LocalSGDOptimizer`).
         """
-        return self._config.communicator if self._mean_every else self.engine.grid.batch
+        return self._mesh.communicator if self._mean_every else self.engine.grid.batch
 
     def grain_size(self, global_batch: int, samples: tuple[Any, Any] | None = None) -> int:
         """Return the number of samples of a full grain, for a global batch of ``global_batch`` samples.
@@ -299,7 +307,7 @@ class ParameterAccess(ABC):
     @property
     def loadable_engine(self) -> Engine:
         """The engine, even if loading a checkpoint has failed half-way: for loading a checkpoint again."""
-        if self._engine is not None and not self._engine.config.holds(self._engine.grid):
+        if self._engine is not None and not self._engine.mesh.holds(self._engine.grid):
             raise StateError(
                 f"the configuration of this {type(self).__name__} is closed, and the communicators are freed that the "
                 "model works with: close the model first, or make both in one with statement, the configuration first"
@@ -317,12 +325,17 @@ class ParameterAccess(ABC):
         return self._wrapped
 
     @property
-    def config(self) -> ShardingConfig:
-        """The configuration that was passed to the constructor."""
+    def mesh(self) -> Mesh:
+        """The ranks that train the model."""
+        return self._mesh
+
+    @property
+    def config(self) -> Config:
+        """The settings that were passed to the constructor."""
         return self._config
 
     @property
-    def sharding_configuration(self) -> ShardingConfig:
+    def sharding_configuration(self) -> Config:
         """The same as :attr:`config`."""
         return self._config
 
@@ -333,13 +346,13 @@ class ParameterAccess(ABC):
 
     @property
     def rank(self) -> int:
-        """The number of this rank in ``config.comm``."""
-        return self._config.communicator.rank
+        """The number of this rank in the mesh."""
+        return self._rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in ``config.comm``, also if several of them hold one replica together."""
-        return self._config.communicator.size
+        """The number of ranks in the mesh, also if several of them hold one replica together."""
+        return self._world_size
 
     @property
     def parameter_count(self) -> int:
@@ -385,7 +398,7 @@ class ParameterAccess(ABC):
         """Commit an asynchronous save that is still running, and free windows; a second call does nothing."""
         if self._engine is None:
             return
-        if self._engine.config.holds(self._engine.grid):  # else its communicators are freed already
+        if self._engine.mesh.holds(self._engine.grid):  # else its communicators are freed already
             self._check_call("close")
         self._free()
 
@@ -399,6 +412,7 @@ class ParameterAccess(ABC):
             engine, self._engine = self._engine, None
             self._pending = self._cache = None
             engine.close()
+            self._mesh.drop_model(last_closes=self._owns_mesh)
 
     def __enter__(self) -> Self:
         """Return this model. Not collective."""
@@ -421,7 +435,7 @@ class ParameterAccess(ABC):
         """
         whole = self.engine.whole
         # A rank that forgot its cache alone must not gather alone.
-        cached = agree_on_call(self._config.communicator, (self._cache is not None,))[:, 0]
+        cached = agree_on_call(self._mesh.communicator, (self._cache is not None,))[:, 0]
         if self._cache is None or not cached.all():
             self._cache = whole.vector()
             self._cache.flags.writeable = False
@@ -479,7 +493,7 @@ class ParameterAccess(ABC):
                 )
             return {_called(e): found[e.span.start : e.span.stop] for e in self.layout.parameters}
 
-        agree_arrays(self._config.communicator, operation, given)
+        agree_arrays(self._mesh.communicator, operation, given)
         return array
 
     @recorded
@@ -502,7 +516,7 @@ class ParameterAccess(ABC):
         """
         values = np.empty(self.parameter_count, self.engine.dtype)
         integers: dict[str, Array] = {}
-        agree_arrays(self._config.communicator, "load_named", lambda: self._arrange(arrays, values, integers))
+        agree_arrays(self._mesh.communicator, "load_named", lambda: self._arrange(arrays, values, integers))
         self.engine.integers.set(integers)
         self._update_local_shard_from_full(values)
 
@@ -539,7 +553,7 @@ class ParameterAccess(ABC):
         from mpizero.checkpoint.npz import write_arrays
 
         named = self.named_parameters()
-        with all_ranks(self._config.communicator):
+        with all_ranks(self._mesh.communicator):
             if self.rank == 0:
                 write_arrays(path, named)
 
@@ -551,7 +565,7 @@ class ParameterAccess(ABC):
         """
         from mpizero.checkpoint.npz import read_arrays
 
-        with all_ranks(self._config.communicator, first=True):
+        with all_ranks(self._mesh.communicator, first=True):
             arrays = read_arrays(os.path.realpath(path), 16 * self.parameter_count)
         self.load_named(arrays)
 
@@ -607,7 +621,7 @@ class ParameterAccess(ABC):
         Subclasses override this if their constructors take other arguments.
         """
         twin = type(self).__new__(type(self))
-        twin._is_copy = True
+        twin._is_copy, twin._mesh, twin._owns_mesh = True, self._mesh, self._owns_mesh
         twin.__init__(wrapped, self._config)  # type: ignore[misc]
         return twin
 
@@ -639,7 +653,7 @@ class ParameterAccess(ABC):
     @collective
     def active_feature_indices(self, indices: Sequence[int]) -> None:
         chosen = tuple(int(i) for i in indices)
-        agree_equal(self._config.communicator, lambda: {"active_feature_indices": chosen}, "active_feature_indices")
+        agree_equal(self._mesh.communicator, lambda: {"active_feature_indices": chosen}, "active_feature_indices")
         self._replace_wrapped(self._delegate("with_active_features")(chosen))
 
     def is_feature_used(self, index: int) -> bool:
@@ -739,7 +753,7 @@ def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, er
     values, version = [engine.store.owned(unit.index).copy() for unit in units], engine.store.version
     engine.close()
     tell_private(engine.grid.world, str(error))
-    made = Engine(engine.model, engine.config, engine.placement, parallel_layout, private=True)
+    made = Engine(engine.model, engine.mesh, engine.config, engine.placement, parallel_layout, private=True)
     for unit, kept in zip(units, values, strict=True):
         made.store.owned(unit.index)[:] = kept
     made.integers.copy_from(engine.integers)
@@ -771,7 +785,7 @@ class ModelMetadata:
     is_distributed : bool
         Whether the model has more than one rank.
     world_size, rank : int
-        Number of ranks in ``config.comm``, and number of this rank.
+        Number of ranks in the mesh, and number of this rank.
     group_sizes, group_ranks : dict of str to int
         For each of the axes "pipeline", "tensor", "data" and "context": the number of ranks along it, and this rank's
         number on it.
@@ -858,11 +872,11 @@ class ModelMetadata:
 
 
 def describe(
-    engine: Engine, config: ShardingConfig, bytes_sent: int, label: str | None = None, averaged_every: int = 0
+    engine: Engine, mesh: Mesh, bytes_sent: int, label: str | None = None, averaged_every: int = 0
 ) -> ModelMetadata:
     """Collect the metadata of a model from its engine. Not collective.
 
-    ``config`` is the configuration of the model; with local SGD, ``engine.config`` has only one rank. ``bytes_sent`` is
+    ``mesh`` is that of the model; with local SGD, ``engine.mesh`` has only one rank. ``bytes_sent`` is
     the number of bytes that this rank sent in the last step. ``label`` is the strategy's name in the metadata; None
     takes the name in the placement table. ``averaged_every`` is the field of the result.
     """
@@ -879,9 +893,9 @@ def describe(
     return ModelMetadata(
         strategy=label or row.strategy,
         zero_stage=sum(flags.values()),
-        is_distributed=config.communicator.size > 1,
-        world_size=config.communicator.size,
-        rank=config.communicator.rank,
+        is_distributed=mesh.size > 1,
+        world_size=mesh.size,
+        rank=mesh.rank,
         group_sizes=dict(grid.axes.sizes),
         group_ranks=grid.here._asdict(),
         tiles=engine.partitioned.parallel_layout.all_tiles,

@@ -58,7 +58,7 @@ from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, by_global_name, 
 from mpizero.layout.mesh import GROUPS
 from mpizero.layout.sum_tree import RowsPlan, rows_plan
 from mpizero.nn.layer import integers_of
-from mpizero.sharding.config import Placement, ShardingConfig, claims_grains, gathers_units, wave_slots
+from mpizero.sharding.config import Config, Placement, claims_grains, gathers_units, wave_slots
 from mpizero.types import Array, ParameterSpec
 
 
@@ -1190,7 +1190,7 @@ def fits_shared_memory(
     layout: FlatLayout,
     item: int,
     placement: Placement,
-    config: ShardingConfig,
+    config: Config,
     *,
     scratch: bool,
     in_place: bool = False,
@@ -1210,7 +1210,7 @@ def fits_shared_memory(
         Bytes of one element of a parameter, or of a gradient.
     placement : Placement
         The row of the placement table.
-    config : ShardingConfig
+    config : Config
         The settings. If ``micro_batch`` is None, the check counts as many rows as any batch of up to 16 grains can need
         ([Note: words] of ``sharding/grad_reduce.py``). Otherwise it counts one row. If the first step needs more rows
         and they do not fit, :mod:`mpizero.sharding.parameter_access` handles that.
@@ -1289,7 +1289,7 @@ def grid_rows_plan(grid: ProcessGrid, count: int, *, scratch: bool) -> RowsPlan:
     return rows_plan(contiguous_shares(grid, count), grid.group_sizes, count, scratch=scratch)
 
 
-def _rows(grid: ProcessGrid, config: ShardingConfig, *, scratch: bool, claims: bool) -> int:
+def _rows(grid: ProcessGrid, config: Config, *, scratch: bool, claims: bool) -> int:
     """Return how many rows to count for each rank before the first batch is known.
 
     That is the most that a batch of up to 16 grains can need, or 1 if the user has set ``micro_batch``. If the first

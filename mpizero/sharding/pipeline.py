@@ -47,6 +47,7 @@ from mpizero.sharding.forward_backward import (
 )
 from mpizero.sharding.grad_reduce import Job
 from mpizero.sharding.integrity import check_function, check_layers
+from mpizero.sharding.mesh import Mesh
 from mpizero.sharding.params import ParameterProvider, ParameterStore
 from mpizero.sharding.partition import PartitionedModel, blocks_of
 from mpizero.types import EVALUATE, Array, BlockModel, ParameterSpec, Run
@@ -385,17 +386,17 @@ class BlockTimes(NamedTuple):
     backward_weights: float
 
 
-def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig, repeats: int = 3) -> list[float]:
+def measured_costs(model: BlockModel, x: Array, y: Array, mesh: Mesh | ShardingConfig, repeats: int = 3) -> list[float]:
     """Measure the seconds that each block takes, forward plus backward, for ``costs`` of a model in pipeline stages.
 
-    Collective over ``config.comm``. Rank 0 measures as :func:`measure_blocks` does, and every rank returns its times in
-    the order of the blocks, so that all ranks cut the model at the same blocks.
+    Collective over the ranks of ``mesh``. Rank 0 measures as :func:`measure_blocks` does, and every rank returns its
+    times in the order of the blocks, so that all ranks cut the model at the same blocks.
 
     Parameters
     ----------
     model, x, y, repeats
         As in :func:`measure_blocks`.
-    config : ShardingConfig
+    mesh : Mesh or ShardingConfig
         The ranks.
 
     Returns
@@ -412,12 +413,12 @@ def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig
     --------
     >>> import numpy as np
     >>> import mpizero as mz
-    >>> with mz.ShardingConfig(comm="self") as config:
-    ...     costs = mz.measured_costs(mz.nn.MLP(2, [4], 2), np.eye(2, dtype=np.float32), np.array([0, 1]), config)
-    >>> len(costs), min(costs) > 0.0  # one a block, for HybridShardedModel(..., costs=costs)
+    >>> with mz.Mesh("self") as mesh:
+    ...     costs = mz.measured_costs(mz.nn.MLP(2, [4], 2), np.eye(2, dtype=np.float32), np.array([0, 1]), mesh)
+    >>> len(costs), min(costs) > 0.0  # one a block, for mz.Config(costs=costs)
     (2, True)
     """
-    comm = config.communicator
+    comm = mesh.communicator
     costs: list[float] = []
     record_call(comm, "measured_costs")
     with all_ranks(comm, first=True):

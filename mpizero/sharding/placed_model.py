@@ -26,8 +26,8 @@ from mpizero.nn.layer import start_integers
 from mpizero.optim.elementwise import LossScaleState, averaging
 from mpizero.sharding.batch import GrainScalars, NodeClaims
 from mpizero.sharding.config import (
+    Config,
     Placement,
-    ShardingConfig,
     assigned_in_advance,
     assigns_waves,
     claims_grains,
@@ -39,6 +39,7 @@ from mpizero.sharding.forward_backward import Runner
 from mpizero.sharding.full_params import GlobalView
 from mpizero.sharding.grad_reduce import GradientExchange, GradientReducer, GradientViews, RowBuffer, WaveBuffer
 from mpizero.sharding.integrity import Integrity
+from mpizero.sharding.mesh import Mesh
 from mpizero.sharding.params import (
     IntegerState,
     Memory,
@@ -67,14 +68,16 @@ from mpizero.types import BlockModel
 class PlacedModel:
     """Hold one rank's part of a model: parameters, gradients and optimizer state, sharded as the strategy says.
 
-    Construction and every public method are collective over ``config.comm``.
+    Construction and every public method are collective over the ranks of ``mesh``.
 
     Parameters
     ----------
     model : BlockModel or BlackBoxModel
         The whole model.
-    config : ShardingConfig
-        The ranks and how they work together.
+    mesh : Mesh
+        The ranks.
+    config : Config
+        The settings.
     placement : Placement
         The strategy's row of the placement table.
     parallel_layout : ParallelLayout, optional
@@ -89,7 +92,8 @@ class PlacedModel:
     def __init__(
         self,
         model: Any,
-        config: ShardingConfig,
+        mesh: Mesh,
+        config: Config,
         placement: Placement,
         parallel_layout: ParallelLayout | None = None,
         *,
@@ -97,16 +101,19 @@ class PlacedModel:
         private: bool = False,
     ) -> None:
         contexts = 1 if parallel_layout is None else parallel_layout.context
-        self.model, self.config, self.placement = model, config, placement.in_contexts(contexts)
+        self.model, self.mesh, self.config = model, mesh, config
+        self.placement = placement.in_contexts(contexts)
         # Also where the construction fails, or a model is dropped without close().
-        self._end_limit = finalize(self, limit_blas_threads(config.communicator, config.threads))
+        self._end_limit = finalize(self, limit_blas_threads(mesh.communicator, config.threads))
         self._end_limit.atexit = False
         self.block_model = isinstance(model, BlockModel)
         if callable(told := getattr(model, "set_sharding_config", None)):
-            with all_ranks(config.communicator, "model's own settings"):
+            with all_ranks(mesh.communicator, "model's own settings"):
                 told(config)
-        self.compute_device = ComputeDevice() if config.device == "cpu" else open_gpu(config, self.block_model, device)
-        if self.block_model and not config.is_guest:
+        self.compute_device = (
+            ComputeDevice() if config.device == "cpu" else open_gpu(mesh.communicator, config, self.block_model, device)
+        )
+        if self.block_model and not mesh.is_guest:
             keep_freed_memory()
         self.dtype = np.dtype(model.dtype)
         self._find_part(parallel_layout, private=private)
@@ -149,10 +156,10 @@ class PlacedModel:
 
         With ``private=True``, ranks share no memory.
         """
-        axes = None if parallel_layout is None else parallel_layout.axes(self.config.communicator.size)
-        self.grid = self.config.grid_of(axes, private=private)
+        axes = None if parallel_layout is None else parallel_layout.axes(self.mesh.size)
+        self.grid = self.mesh.grid_of(axes, private=private)
         if self.grid.context.size > 1 and self.grid.order != tuple(range(self.grid.data.size)):
-            self.grid = self.config.grid_of(axes, private=True)  # the parts of a grain must be neighbours in a wave
+            self.grid = self.mesh.grid_of(axes, private=True)  # the parts of a grain must be neighbours in a wave
         layout = in_tiles(parallel_layout or ParallelLayout(), self.config.tiles, self.model)
         self.partitioned = partition_model(self.model, self.grid, layout, self.compute_device.group)
         self.layout = self._layout_of(self.partitioned.stage)

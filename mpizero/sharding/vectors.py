@@ -23,7 +23,7 @@ from mpizero.layout.flat import ParameterUse, owners_by_cost
 from mpizero.nn.models import unfrozen
 from mpizero.optim.minimizers import POINT, MethodProgress, VectorRun
 from mpizero.optim.regularization import TRIAL, Bounds, Diagonal, Limit, Regularization, Term
-from mpizero.sharding.config import ShardingConfig
+from mpizero.sharding.config import Config
 from mpizero.sharding.full_params import take
 from mpizero.sharding.params import ParameterStore, UpdatePiece
 from mpizero.sharding.update import Updater
@@ -86,7 +86,7 @@ class VectorUpdater(Updater):
         self.method.progress = MethodProgress()
 
 
-def check_vector_method(optimizer: Any, config: ShardingConfig, model: Any, *, scaled: bool) -> None:
+def check_vector_method(optimizer: Any, config: Config, model: Any, *, scaled: bool) -> None:
     """Check that a training can use a method of whole vectors, whose line searches need the exact loss and gradient.
 
     ``model`` is the user's. ``scaled`` tells whether there is a loss scale.

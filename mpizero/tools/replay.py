@@ -25,7 +25,7 @@ from mpizero.sharding import BadStep, DDPModel, Replay, ShardingConfig, read_bad
 from mpizero.sharding.diagnostics import ReplayedArray
 from mpizero.train.config.build import build_model, make_model, user_functions, users_modules
 from mpizero.train.config.checks import SettingError, shown
-from mpizero.train.config.schema import Config
+from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.sections import NamedModelSection
 from mpizero.train.config.toml import config_of
 from mpizero.train.run_folder import SavedRun
@@ -86,7 +86,7 @@ def _replayed(step: BadStep, model: Any, found: str | None) -> ReplayedStep:
         return ReplayedStep(step, told, replay_bad_step(step, placed))
 
 
-def _config_of(step: BadStep, path: str) -> Config:
+def _config_of(step: BadStep, path: str) -> RunConfig:
     try:
         config = config_of(dict(step.about["config"]))
     except KeyError:
@@ -109,7 +109,7 @@ def _config_of(step: BadStep, path: str) -> Config:
     )
 
 
-def _model_of(step: BadStep, config: Config, path: str) -> Any:
+def _model_of(step: BadStep, config: RunConfig, path: str) -> Any:
     """Build the model of a bad step, without parameter arrays.
 
     Raise :class:`DataError` if the model is too large for this machine, or the samples do not fit it.

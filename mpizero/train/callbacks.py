@@ -244,7 +244,7 @@ class CallbackRounds:
 
     def __init__(self, callbacks: Sequence[Any], model: Any) -> None:
         self._callbacks, self._model = callbacks, model
-        self._comm: Communicator = model.config.communicator
+        self._comm: Communicator = model.mesh.communicator
         self._called = {name: [one for one in callbacks if overrides(one, name)] for name in HOOKS}
         self._running = self._wanted = ""
         #: The reason for which a callback has stopped the run; "" if none has. The same on every rank.
@@ -401,7 +401,7 @@ class UserMetrics:
         group, grains = self._model.batch_group, Grains(len(part), size)
         mine = grains.assigned(group.rank, group.size)
         rounds = max(len(grains.assigned(rank, group.size)) for rank in range(group.size))
-        comm = self._model.config.communicator
+        comm = self._model.mesh.communicator
         try:
             spare: tuple[Any, Any] = own if len(mine) == rounds else source.samples(part[grains.span(0)])
             for number in range(rounds):
@@ -432,7 +432,7 @@ class UserMetrics:
             value = total / weight if weight and math.isfinite(weight) else math.nan
             found[name] = value if math.isfinite(value) else None
         # The groups of a split model have computed the same: all go on with the values of one.
-        decided: dict[str, float | None] = self._model.config.communicator.broadcast_object(found, tag="metrics")
+        decided: dict[str, float | None] = self._model.mesh.communicator.broadcast_object(found, tag="metrics")
         return decided
 
 

@@ -134,7 +134,7 @@ class RunSetup:
     @property
     def comm(self) -> Any:
         """The ranks that train."""
-        return self.model.config.communicator
+        return self.model.mesh.communicator
 
     @property
     def takes_all(self) -> bool:

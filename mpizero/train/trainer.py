@@ -24,13 +24,13 @@ from mpizero.comm.agreement import agree_equal, all_ranks, check_call
 from mpizero.data import OnlineSource, Source
 from mpizero.errors import ArgumentError, ConfigError, DataError, StateError
 from mpizero.layout.flat import joined
-from mpizero.sharding import ShardedModelBase, ShardingConfig
+from mpizero.sharding import Config, Mesh, ShardedModelBase, distribute
+from mpizero.sharding.config import ranks_and_settings
 from mpizero.sharding.partition import blocks_of
 from mpizero.train.callbacks import Metric, check_callbacks, check_metrics, state_name
-from mpizero.train.config.build import lay_out, task_of, units_per_sample
+from mpizero.train.config.build import task_of, units_per_sample
 from mpizero.train.config.checks import SettingError
 from mpizero.train.config.schema import ALL_SAMPLES, CheckpointSection, LoopSection
-from mpizero.train.config.sections import ParallelSection
 from mpizero.train.data_identity import data_fingerprint, shared_contents
 from mpizero.train.loop import Preempted, TrainingLoop, run_visit
 from mpizero.train.run_folder import RunFolder, tiles_of_checkpoint
@@ -40,8 +40,6 @@ from mpizero.train.stopping import SIGNALS, JobContext, StopSignals
 #: Further arguments of ``Trainer``, by the section that checks them.
 LOOP = tuple(item.name for item in fields(LoopSection))
 SAVING = tuple(item.name for item in fields(CheckpointSection) if item.name != "folder")
-#: Keys of a layout that are settings of the :class:`ShardingConfig`.
-OF_CONFIG = ("share_node_memory", "ranks_per_node", "bucket_mb", "tiles")
 
 
 @contextmanager
@@ -117,7 +115,7 @@ def check_validation(
     """
     if loop.validate_ema and ema is None:
         raise ConfigError(
-            "Trainer: validate_ema=True: needs the average of the parameters: give it ShardingConfig(ema=0.999)"
+            "Trainer: validate_ema=True: needs the average of the parameters: give it config=mz.Config(ema=0.999)"
         )
     for name, value in (("best", checkpoints.best), ("patience", loop.patience)):
         if value is not None and validation is None:
@@ -145,35 +143,16 @@ def check_sharded(model: ShardedModelBase, given: Mapping[str, Any]) -> None:
         )
 
 
-def parallel_section(strategy: Any, parallel: Any) -> ParallelSection:
-    """Return the checked layout over ranks. Not collective."""
-    if parallel is not None and not isinstance(parallel, Mapping):
-        raise ArgumentError(
-            f"Trainer: parallel={parallel!r:.80}: expected a dictionary of sizes, such as {{'pipeline': 2}}"
-        )
-    sizes = dict(parallel or {})
-    known = [item.name for item in fields(ParallelSection) if item.name not in (*OF_CONFIG, "strategy")]
-    for name in sizes:
-        if name in OF_CONFIG:
-            raise ConfigError(f"Trainer: parallel: {name} is a setting of the ShardingConfig: give it there")
-        if name not in known:
-            raise ConfigError(
-                f"Trainer: parallel: {shown(name)} is unknown{nearest(name, known)}; known: {', '.join(known)}"
-            )
-    with plain_settings():
-        return ParallelSection(strategy=strategy or "zero2", **sizes)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments:
     """Hold the arguments of :class:`Trainer`, which describes them."""
 
     model: Any
     source: Any
+    mesh: Any
     config: Any
     optimizer: Any
     strategy: Any
-    parallel: Any
     validation: Any
     metrics: Any
     callbacks: Any
@@ -186,38 +165,34 @@ class TrainerArguments:
         """True if the model is sharded already."""
         return isinstance(self.model, ShardedModelBase)
 
-    def ranks(self) -> ShardingConfig:
-        """Return the configuration to train with, a new one if none was given. Not collective."""
+    def ranks(self) -> tuple[Mesh, Config]:
+        """Return ranks and settings to train with, new ones if none were given. Not collective."""
         if self.is_sharded:
-            found: ShardingConfig = self.model.config
-            return found
-        if not isinstance(self.config, ShardingConfig | None):
-            raise ArgumentError(f"Trainer: config={self.config!r:.80}: expected a ShardingConfig")
-        return ShardingConfig() if self.config is None else self.config
+            return self.model.mesh, self.model.config
+        return ranks_and_settings(self.mesh, self.config)
 
-    def setup(self, ranks: ShardingConfig) -> RunSetup:
+    def setup(self, mesh: Mesh, config: Config) -> RunSetup:
         """Check all arguments, shard the model, and return what the run consists of.
 
-        Collective over ``ranks``; all ranks raise the same error.
+        Collective over ``mesh``; all ranks raise the same error.
         """
-        comm = ranks.communicator
+        comm = mesh.communicator
         with all_ranks(comm):
-            self._check(ranks)
-            layout = parallel_section(self.strategy, self.parallel)
+            self._check(config)
             loop, checkpoints = sections_of(self.run, self._settings)
             source, validation = sources_of(self.source, self.validation, loop.global_batch)
             loop = self._with_batch(loop, source)
-            check_validation(loop, checkpoints, validation, ranks.ema)
+            check_validation(loop, checkpoints, validation, config.ema)
             metrics, callbacks = check_metrics(self.metrics or {}), check_callbacks(self.callbacks or ())
             require("Trainer: progress", self.progress, flag)
             fingerprint = source.fingerprint if isinstance(source, OnlineSource) else data_fingerprint(source)
             held = "" if validation is None else data_fingerprint(validation)
-        shared = {**vars(loop), **vars(checkpoints), **vars(layout), "sharded": self.is_sharded}
+        shared = {**vars(loop), **vars(checkpoints), "sharded": self.is_sharded}
         shared |= {"metrics": list(metrics), "callbacks": [state_name(one) for one in callbacks]}
         data = {"the training data": fingerprint[:16], "the validation data": held[:16]}
         agree_equal(comm, lambda: {"the arguments of Trainer": shared, **data}, "agree Trainer")
         contents = shared_contents(comm, source, validation)
-        model = self._placed(layout, ranks, loop)
+        model = self._placed(mesh, config, loop)
         return RunSetup(
             model=model,
             source=source,
@@ -273,33 +248,30 @@ class TrainerArguments:
         with plain_settings():
             return loop.of_all(len(source), name)
 
-    def _check(self, ranks: ShardingConfig) -> None:
-        given = {name: getattr(self, name) for name in ("config", "optimizer", "strategy", "parallel")}
+    def _check(self, config: Config) -> None:
+        given = {name: getattr(self, name) for name in ("mesh", "config", "optimizer", "strategy")}
         if self.is_sharded:
             check_sharded(self.model, given)
         elif self.optimizer is None:
             raise ConfigError("Trainer: optimizer is missing: give one, such as optimizer=mz.AdamW(1e-3)")
-        if not ranks.auto_sync_gradients:
+        if not config.auto_sync_gradients:
             raise ConfigError(
                 "Trainer: auto_sync_gradients=False leaves the update to your own loop; the trainer needs True"
             )
 
-    def sharded_again(self, setup: RunSetup, config: ShardingConfig) -> RunSetup:
+    def sharded_again(self, setup: RunSetup, mesh: Mesh, config: Config) -> RunSetup:
         """Close the run's model; return the run with a new one of ``config`` that has the start values. Collective."""
         setup.model.close()
-        layout = parallel_section(self.strategy, self.parallel)
-        return replace(setup, model=self._placed(layout, config, setup.loop))
+        return replace(setup, model=self._placed(mesh, config, setup.loop))
 
-    def _placed(self, layout: ParallelSection, ranks: ShardingConfig, loop: LoopSection) -> ShardedModelBase:
+    def _placed(self, mesh: Mesh, config: Config, loop: LoopSection) -> ShardedModelBase:
         """Return the sharded model, with memory for the gradients of a step. Collective.
 
         Now the model can still move to private memory where shared memory is short, not once a checkpoint is loaded.
         """
         model = self.model
         if not self.is_sharded:
-            with plain_settings():
-                layout.check_ranks(ranks.communicator.size)
-            model = lay_out(model, self.optimizer, layout, ranks)
+            model = distribute(model, self.optimizer, self.strategy or "zero2", mesh=mesh, config=config)
         model.reserve(loop.global_batch)
         return cast(ShardedModelBase, model)
 
@@ -377,7 +349,7 @@ def _is_own(value: Any) -> bool:
 class Trainer:
     """Train a model, as ``mpizero train`` does: with checkpoints, resume, early stops, validation, metrics, callbacks.
 
-    Construction, :meth:`fit`, :meth:`resume` and :meth:`close` are collective over the ranks of ``config``. All ranks
+    Construction, :meth:`fit`, :meth:`resume` and :meth:`close` are collective over the ranks. All ranks
     pass the same arguments. docs/trainer.md says how to use it.
 
     Parameters
@@ -387,8 +359,11 @@ class Trainer:
         its optimizer, which is trained as it is, and which the caller closes.
     source : Source
         The training samples.
-    config : ShardingConfig or None
-        The ranks, and how they compute; None takes the default settings. Left out with a sharded model.
+    config : Config or ShardingConfig or None
+        The settings; None takes the defaults. Left out with a sharded model.
+    mesh : Mesh or None
+        The ranks, and how many pipeline stages, tensor and context ranks split the model; None takes all ranks that the
+        launcher has started, or those of a ShardingConfig. Left out with a sharded model.
     optimizer : optimizer
         The optimizer, such as ``mz.AdamW(1e-3)``. Left out with a sharded model.
     steps, global_batch : int
@@ -396,9 +371,6 @@ class Trainer:
         samples: ``global_batch`` may be left out, and ``steps`` is the most evaluations.
     strategy : {"ddp", "zero1", "zero2", "zero3"}
         What the ranks shard; "zero2" if it is not given. Left out with a sharded model.
-    parallel : dict
-        How the model is split over ranks: the keys ``pipeline``, ``tensor``, ``context``, ``data``, ``schedule``,
-        ``virtual_stages``, ``order``, ``cuts`` of the section ``[parallel]``. Left out with a sharded model.
     validation : Source, float or None
         The samples for validation, or a share of ``source`` that is held back for it; None or 0 does not validate.
     metrics : dict
@@ -445,13 +417,13 @@ class Trainer:
         self,
         model: Any,
         source: Source,
-        config: ShardingConfig | None = None,
+        config: Config | None = None,
         *,
+        mesh: Mesh | None = None,
         optimizer: Any = None,
         steps: int,
         global_batch: int | None = None,
         strategy: str | None = None,
-        parallel: Mapping[str, Any] | None = None,
         validation: Source | float | None = None,
         metrics: Mapping[str, Metric] | None = None,
         callbacks: Iterable[Any] | None = (),
@@ -462,10 +434,10 @@ class Trainer:
         given = TrainerArguments(
             model=model,
             source=source,
+            mesh=mesh,
             config=config,
             optimizer=optimizer,
             strategy=strategy,
-            parallel=parallel,
             validation=validation,
             metrics=metrics,
             callbacks=callbacks,
@@ -473,11 +445,11 @@ class Trainer:
             progress=progress,
             settings={"steps": steps, "global_batch": global_batch, **settings},
         )
-        ranks = given.ranks()
         self._given: TrainerArguments | None = None if given.is_sharded else given
-        self._config = ranks
-        self._own_config = ranks if config is None and not given.is_sharded else None
-        self._begin(given.setup(ranks), None)
+        self._mesh, self._config = given.ranks()
+        owns = self._mesh is not mesh and self._mesh is not getattr(config, "mesh", None)
+        self._own_mesh = self._mesh if owns and not given.is_sharded else None
+        self._begin(given.setup(self._mesh, self._config), None)
 
     @classmethod
     def of_setup(cls, setup: RunSetup, context: JobContext) -> Self:
@@ -486,8 +458,8 @@ class Trainer:
         ``context`` holds the signals that the caller catches.
         """
         made = cls.__new__(cls)
-        made._given = made._own_config = None
-        made._config = setup.model.config
+        made._given = made._own_mesh = None
+        made._mesh, made._config = setup.model.mesh, setup.model.config
         made._begin(setup, context)
         return made
 
@@ -546,7 +518,7 @@ class Trainer:
         arguments: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "attach": self._attach}
         if self._context is not None:
             return run_visit(self._setup, self._context, **arguments)
-        signals = StopSignals(() if self._setup.model.config.is_guest else SIGNALS)
+        signals = StopSignals(() if self._setup.model.mesh.is_guest else SIGNALS)
         with plain_settings():
             outcome = run_visit(self._setup, JobContext(signals, environment=os.environ), **arguments)
         return outcome if isinstance(outcome, Preempted) else self._unless_signalled(outcome, signals)
@@ -560,7 +532,7 @@ class Trainer:
             if tiles not in (None, setup.model.engine.partitioned.parallel_layout.asked_tiles):
                 config = config.with_tiles(tiles)
         if self._loop is not None or config.tiles != setup.model.config.tiles:
-            self._setup = given.sharded_again(setup, config)
+            self._setup = given.sharded_again(setup, self._mesh, config)
 
     def _unless_signalled(self, result: TrainingResult, signals: StopSignals) -> TrainingResult | Preempted:
         """Return the result of a complete run, but a :class:`Preempted` if a signal came too late to stop it.
@@ -636,7 +608,7 @@ class Trainer:
     # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
-        """Close what this trainer has made: the sharded model, and the configuration. A second call does nothing."""
+        """Close what this trainer has made: the sharded model, and the mesh. A second call does nothing."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
@@ -651,5 +623,5 @@ class Trainer:
         raised = (None, None, None) if isinstance(error, Preempted) else (kind, error, trace)
         if self._given is not None:
             self._setup.model.__exit__(*raised)
-        if self._own_config is not None:
-            self._own_config.__exit__(*raised)
+        if self._own_mesh is not None:
+            self._own_mesh.__exit__(*raised)

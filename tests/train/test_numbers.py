@@ -17,7 +17,7 @@ from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import DataError, IntegrityError, NonFiniteError
 from mpizero.sharding import read_bad_step
 from mpizero.sharding.engine import Engine
-from mpizero.train.config.schema import Config
+from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.toml import config_of
 from mpizero.train.loop import MAX_DUMPS, SPIKE_LEAST, SPIKE_STEPS, LossSpikes
 
@@ -39,7 +39,7 @@ def data(tmp_path):
     return tmp_path
 
 
-def configuration(folder: Path, **train_settings) -> Config:
+def configuration(folder: Path, **train_settings) -> RunConfig:
     return config_of(
         {
             "model": {"name": "mlp", "hidden": [4]},

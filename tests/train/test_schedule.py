@@ -11,11 +11,11 @@ import pytest
 from mpizero.cli.train import train
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ConfigError
-from mpizero.train.config.schema import Config, changes, described_change
+from mpizero.train.config.schema import RunConfig, changes, described_change
 from mpizero.train.config.toml import config_of
 
 
-def run(config: Config, resume: bool = False) -> dict:
+def run(config: RunConfig, resume: bool = False) -> dict:
     """Train in one process, whose communicator an error ends."""
     with InMemoryCommunicator.group(1)[0] as comm:
         return train(config, comm, resume=resume)
@@ -39,7 +39,7 @@ def tables(folder: Path, steps: int, **optimizer) -> dict:
     }
 
 
-def configuration(folder: Path, steps: int, **optimizer) -> Config:
+def configuration(folder: Path, steps: int, **optimizer) -> RunConfig:
     return config_of(tables(folder, steps, **optimizer))
 
 

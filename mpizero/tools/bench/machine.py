@@ -48,7 +48,7 @@ from mpizero.tools.plan.time import FileSpeed, Machine, MatrixProduct, MemoryPas
 from mpizero.train import machine as facts
 from mpizero.train.config.build import build_source, with_batch
 from mpizero.train.config.checks import check_option, shown
-from mpizero.train.config.schema import Config
+from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.sections import GptSection, VectorMethodSection
 from mpizero.types import Array
 
@@ -142,7 +142,7 @@ class ProductShapes:
             raise ConfigError(f"--heads {self.heads}: must divide --dim {self.dim}")
 
     @classmethod
-    def of(cls, config: Config) -> ProductShapes:
+    def of(cls, config: RunConfig) -> ProductShapes:
         """Return the sizes of a configuration's transformer and its micro-batches. Not collective.
 
         The data are opened only for a method of whole vectors, whose batch are all samples.

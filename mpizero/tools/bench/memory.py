@@ -43,7 +43,7 @@ from mpizero.train.config.build import (
     with_batch,
 )
 from mpizero.train.config.checks import check_option
-from mpizero.train.config.schema import Config
+from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.sections import STRATEGIES, ParallelSection
 from mpizero.train.machine import proportional
 from mpizero.types import Array
@@ -406,7 +406,7 @@ def layout_json(tables: Sequence[LayoutTable]) -> str:
 
 
 def measure_config(
-    config: Config,
+    config: RunConfig,
     strategies: Sequence[str] | None,
     shared: Sequence[bool],
     steps: int,
@@ -432,7 +432,7 @@ def measure_config(
     return tables
 
 
-def checkpoint_bytes(config: Config) -> int:
+def checkpoint_bytes(config: RunConfig) -> int:
     """Return the size of a checkpoint of a configuration's model: its parameters and the optimizer's arrays.
 
     Not collective.
@@ -448,7 +448,7 @@ def checkpoint_bytes(config: Config) -> int:
 class _ConfigRun:
     """Measure one layout of a configuration's model on all ranks of ``comm``; ``sources`` are its samples."""
 
-    def __init__(self, config: Config, sources: tuple[Any, Any], comm: Communicator) -> None:
+    def __init__(self, config: RunConfig, sources: tuple[Any, Any], comm: Communicator) -> None:
         self.config, self.sources, self.comm, self.parallel = config, sources, comm, config.parallel
 
     def measure(self, steps: int) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from mpizero.tools.plan.command import PlanRequest, plan
 from mpizero.tools.plan.time import Machine
 from mpizero.train.config.build import build
 from mpizero.train.config.checks import check_option
-from mpizero.train.config.schema import Config
+from mpizero.train.config.schema import RunConfig
 from mpizero.train.setup import RunSetup
 
 _MICROSECONDS = 1e6
@@ -174,7 +174,7 @@ class StepFigures:
 
 
 def measure_step(
-    request: StepRequest, config: Config, comm: Communicator, tell: Callable[[str], None] = lambda line: None
+    request: StepRequest, config: RunConfig, comm: Communicator, tell: Callable[[str], None] = lambda line: None
 ) -> StepFigures:
     """Train some steps, every other one with tracing, and return the figures on every rank.
 
@@ -203,7 +203,7 @@ def measure_step(
     return StepFigures(described, request.steps, *seconds, phases, places, last)
 
 
-def _floors(request: StepRequest, config: Config, comm: Communicator) -> Sequence[dict[str, float]] | None:
+def _floors(request: StepRequest, config: RunConfig, comm: Communicator) -> Sequence[dict[str, float]] | None:
     """Plan the training on rank 0, and return the least seconds of each phase, for every rank. Collective.
 
     Return None if the request has no machine, or the plan has no such seconds.

@@ -32,7 +32,7 @@ from mpizero.tools.plan.time import Machine, TimeFloors
 from mpizero.tools.plan.traffic import PURPOSES
 from mpizero.train.config.build import build_optimizer, build_sharding, model_and_sample
 from mpizero.train.config.checks import check_option, optional
-from mpizero.train.config.schema import Config
+from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.sections import VectorMethodSection
 from mpizero.types import BlockModel
 
@@ -109,7 +109,7 @@ class PlanRequest:
         return self.machine.seconds("one to one", nbytes, self.machine.longest_way(self.ranks, self.together))
 
 
-def plan(config: Config, request: PlanRequest) -> PlannedRun:
+def plan(config: RunConfig, request: PlanRequest) -> PlannedRun:
     """Plan the training that a configuration describes, in this process alone.
 
     The data are opened only for a multi-layer perceptron, whose numbers of inputs and outputs are taken from them.
@@ -149,7 +149,7 @@ class PlannedRun:
 
     Attributes
     ----------
-    config : Config
+    config : RunConfig
         Configuration of the planned training.
     request : PlanRequest
         The number of ranks, the nodes and the machine of the plan.
@@ -157,7 +157,7 @@ class PlannedRun:
         Memory, messages and work of every rank.
     """
 
-    config: Config
+    config: RunConfig
     request: PlanRequest
     training: TrainingPlan
 

@@ -36,7 +36,7 @@ from mpizero.train.config.build import (
     with_batch,
 )
 from mpizero.train.config.checks import check_option, optional
-from mpizero.train.config.schema import Config, TensorSection
+from mpizero.train.config.schema import RunConfig, TensorSection
 from mpizero.train.config.sections import VectorMethodSection
 from mpizero.train.events import Progress
 from mpizero.types import BlockModel
@@ -47,7 +47,7 @@ DIFFERS = 1
 SAMPLES = 2
 
 
-def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> int:
+def verify(config: RunConfig, comm: Communicator, options: argparse.Namespace) -> int:
     """Compare the layouts that the options name, print the verdicts on rank 0, and return the exit status.
 
     The status is 0 if all layouts agree with one process, else 1. Collective over ``comm``.
@@ -60,7 +60,7 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
         return _verify(config, comm, options)
 
 
-def _verify(config: Config, comm: Communicator, options: argparse.Namespace) -> int:
+def _verify(config: RunConfig, comm: Communicator, options: argparse.Namespace) -> int:
     with all_ranks(comm):
         source, validation = build_source(config)
         config = with_batch(config, source)
@@ -105,7 +105,7 @@ def _verify(config: Config, comm: Communicator, options: argparse.Namespace) -> 
     return int(ExitStatus.OK) if report.agrees and model.right else DIFFERS
 
 
-def choose(config: Config, model: Any, comm: Communicator, named: str | None, ranks: int | None) -> list[Layout]:
+def choose(config: RunConfig, model: Any, comm: Communicator, named: str | None, ranks: int | None) -> list[Layout]:
     """Return the layouts to compare, and check that the model fits them.
 
     Not collective. ``model`` is the configuration's. ``named`` is the option ``--layouts``. If it is None, the
@@ -143,7 +143,7 @@ def choose(config: Config, model: Any, comm: Communicator, named: str | None, ra
     return layouts
 
 
-def _own(config: Config, ranks: int) -> list[Layout]:
+def _own(config: RunConfig, ranks: int) -> list[Layout]:
     """Return the layout in the configuration, for ``ranks`` ranks; none if it does not fit that number of ranks."""
     try:
         return [Layout(replace(config.parallel, data=config.parallel.axes(ranks).data))]

@@ -28,7 +28,7 @@ from mpizero.nn.models import unfrozen
 from mpizero.sharding import HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
 from mpizero.sharding.partition import blocks_of, check_model
 from mpizero.train.config.checks import rejected, shown
-from mpizero.train.config.schema import Config, OptimizerSection
+from mpizero.train.config.schema import OptimizerSection, RunConfig
 from mpizero.train.config.sections import (
     DataSection,
     GptSection,
@@ -52,7 +52,7 @@ TASKS = ("language", "classification", "regression")
 _TWO_SETS = '{"training": (x, y), "validation": (x, y)}'
 
 
-def user_functions(config: Config) -> dict[str, UserFunction]:
+def user_functions(config: RunConfig) -> dict[str, UserFunction]:
     """Return the user's functions that the configuration names, by section: "model", "data", both or none.
 
     Not collective.
@@ -67,7 +67,7 @@ def user_functions(config: Config) -> dict[str, UserFunction]:
     }
 
 
-def users_modules(config: Config) -> AbstractContextManager[None]:
+def users_modules(config: RunConfig) -> AbstractContextManager[None]:
     """Return a context manager in whose ``with`` block the user's functions can import the modules beside their files.
 
     Not collective.
@@ -77,7 +77,7 @@ def users_modules(config: Config) -> AbstractContextManager[None]:
     return importable(*user_functions(config).values())
 
 
-def build_source(config: Config) -> tuple[Any, Any]:
+def build_source(config: RunConfig) -> tuple[Any, Any]:
     """Open the data; return the samples for training and the samples held back for validation.
 
     Not collective.
@@ -96,7 +96,7 @@ def build_source(config: Config) -> tuple[Any, Any]:
     return parts
 
 
-def _made_source(section: MadeDataSection, config: Config) -> tuple[Source, Source]:
+def _made_source(section: MadeDataSection, config: RunConfig) -> tuple[Source, Source]:
     function = user_functions(config)["data"]
     made = function.call(section.arguments, {"seed": lambda: config.train.seed})
     training, validation = _parts_of(made, function)
@@ -144,7 +144,7 @@ def returned(made: Any) -> str:
     return f"it returned {kind}"
 
 
-def with_batch(config: Config, source: Any) -> Config:
+def with_batch(config: RunConfig, source: Any) -> RunConfig:
     """Return the configuration with its global batch, which is all of ``source`` for methods of whole vectors.
 
     Not collective.
@@ -166,7 +166,7 @@ def with_batch(config: Config, source: Any) -> Config:
     return config
 
 
-def _open(section: DataSection, config: Config) -> Any:
+def _open(section: DataSection, config: RunConfig) -> Any:
     if section.text is not None:
         paths = "stdlib" if section.text == ("stdlib",) else list(section.text)
         return data.TextSource(paths, sequence=_sequence(config))
@@ -178,7 +178,7 @@ def _open(section: DataSection, config: Config) -> Any:
     return data.NpySource(section.arrays["x"], section.arrays["y"])
 
 
-def _sequence(config: Config) -> int:
+def _sequence(config: RunConfig) -> int:
     """Return the length of the samples into which a text is cut."""
     section = config.model
     given = section.arguments.get("sequence") if isinstance(section, MadeModelSection) else section.split_sizes[1]
@@ -189,7 +189,7 @@ def _sequence(config: Config) -> int:
         raise rejected("model.sequence", given, told) from None
 
 
-def build_model(config: Config, *sources: Any) -> Any:
+def build_model(config: RunConfig, *sources: Any) -> Any:
     """Build the model; an MLP takes its numbers of features and outputs from the data.
 
     Not collective. ``sources`` are the samples for training and for validation. The number of classes is the larger
@@ -217,7 +217,7 @@ def _frozen(section: ModelSection, model: Any) -> Any:
         raise section.reject("freeze", str(error).removeprefix("freeze: ")) from None
 
 
-def _made_model(section: MadeModelSection, config: Config, sources: Sequence[Any]) -> Any:
+def _made_model(section: MadeModelSection, config: RunConfig, sources: Sequence[Any]) -> Any:
     function = user_functions(config)["model"]
     offered = {"seed": lambda: config.train.seed, "source": lambda: sources[0] if sources else build_source(config)[0]}
     model = function.call(section.arguments, offered)
@@ -234,7 +234,7 @@ def _made_model(section: MadeModelSection, config: Config, sources: Sequence[Any
     return model
 
 
-def make_model(config: Config, widths: Sequence[int] | None) -> Any:
+def make_model(config: RunConfig, widths: Sequence[int] | None) -> Any:
     """Build the model of a configuration that names one of the library's.
 
     Not collective. ``widths`` are the numbers of features and outputs of an MLP, None for a GPT.
@@ -253,7 +253,7 @@ def make_model(config: Config, widths: Sequence[int] | None) -> Any:
     return _frozen(section, nn.MLP(widths[0], own.pop("hidden"), widths[1], **own))
 
 
-def model_and_sample(config: Config) -> tuple[Config, Any, Any, Any]:
+def model_and_sample(config: RunConfig) -> tuple[RunConfig, Any, Any, Any]:
     """Return the configuration with its global batch, the model, and input and target of one sample.
 
     Not collective. The data are opened, unless neither the model, a GPT, nor the batch depends on them.
@@ -337,7 +337,7 @@ def classes(source: Any) -> int:
 
 
 @contextmanager
-def build(config: Config, comm: Communicator, *, overridden: tuple[str, ...] = ()) -> Iterator[RunSetup]:
+def build(config: RunConfig, comm: Communicator, *, overridden: tuple[str, ...] = ()) -> Iterator[RunSetup]:
     """Build the objects of a run, yield them as a :class:`RunSetup`, and free them after the ``with`` block.
 
     Collective over ``comm``. ``overridden`` are the settings that may differ from those of the run that is resumed.
@@ -389,7 +389,7 @@ def build(config: Config, comm: Communicator, *, overridden: tuple[str, ...] = (
         sharding.close()
 
 
-def _described(config: Config, model: ShardedModelBase, source: Any, validation: Any) -> str:
+def _described(config: RunConfig, model: ShardedModelBase, source: Any, validation: Any) -> str:
     """Describe a run in one line: model, layout, numbers of samples, grains. Not collective."""
     train, parallel, sharing = config.train, config.parallel, model.batch_group.size
     grains = Grains(train.global_batch, model.grain_size(train.global_batch))
@@ -398,7 +398,7 @@ def _described(config: Config, model: ShardedModelBase, source: Any, validation:
     idle = f"; {who} {count} to {sharing - 1} have no grain and only help" if sharing > count else ""
     return (
         f"{config.model.described} with {model.parameter_count:,} parameters, "
-        f"{parallel.describe(model.config.communicator.size)}{model.engine.told_exactness}; "
+        f"{parallel.describe(model.world_size)}{model.engine.told_exactness}; "
         f"{len(source):,} training and {len(validation):,} validation samples; "
         f"{train.global_batch} a step in {grains.described(train.accumulate)}{idle}"
         f"{model.engine.compute_device.describe()}"
@@ -414,14 +414,14 @@ def _load_start(section: ModelSection, model: ShardedModelBase) -> str:
 
     given = Path(section.start or "")
     found = from_rank_0(
-        model.config.communicator, lambda: find_checkpoint(given) if given.is_dir() else given, "start values"
+        model.mesh.communicator, lambda: find_checkpoint(given) if given.is_dir() else given, "start values"
     )
     chosen = {name: getattr(section, f"start_{name}") for name in ("include", "exclude", "rename")}
     report = model.load_parameters(str(found), **chosen)
     return "" if report.told else str(report)
 
 
-def _check_bounds(config: Config, optimizer: Any, model: Any) -> None:
+def _check_bounds(config: RunConfig, optimizer: Any, model: Any) -> None:
     """Raise a SettingError if bounds are for parameters that the model does not have. Not collective."""
     if not isinstance(config.optimizer, LbfgsSection):
         return
@@ -437,11 +437,11 @@ def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: Sha
     Collective over the ranks of ``sharding``. ``parallel`` gives the strategy, and how the model is split.
     """
     if not parallel.splits_model:
-        return distribute(model, optimizer, strategy=parallel.strategy, config=sharding)
+        return distribute(model, optimizer, parallel.strategy, config=sharding)
     return HybridShardedModel(model, sharding, **parallel.arguments(), optimizer=optimizer)
 
 
-def build_optimizer(config: Config) -> Any:
+def build_optimizer(config: RunConfig) -> Any:
     """Build the optimizer, with its learning rate schedule if it has one.
 
     Not collective.
@@ -466,23 +466,22 @@ def learning_rate(section: OptimizerSection, steps: int) -> Any:
     return schedule(section.lr, steps=section.schedule_steps or steps, warmup=section.warmup, end=section.end)
 
 
-def computing_settings(config: Config) -> dict[str, Any]:
+def computing_settings(config: RunConfig) -> dict[str, Any]:
     """Return the keyword arguments of :class:`ShardingConfig` that determine how a rank computes.
 
-    Not collective. They do not depend on the sizes of the layout of the run over ranks.
+    Not collective. They do not depend on the sizes of the layout of the run over ranks, nor on what ranks send.
     """
-    placed = ("device", "optimizer_device", "direct_messages", "mixed_precision")
-    names = ("micro_batch", "accumulate", "threads", "timeout", *placed)
-    own = {"clip": config.train.clip or None, "tiles": config.parallel.tiles}
-    return {name: getattr(config.train, name) for name in (*names, "ema")} | own
+    names = {item.name for item in fields(ShardingConfig)} - {"gradient_compression", "check_every"}
+    own = {name: value for name, value in vars(config.train).items() if name in names}
+    return own | {"clip": config.train.clip or None, "tiles": config.parallel.tiles}
 
 
-def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
+def build_sharding(config: RunConfig, comm: Communicator) -> ShardingConfig:
     """Build the :class:`ShardingConfig` of a training.
 
     Not collective.
     """
-    own = {name: getattr(config.train, name) for name in ("gradient_compression", "check_every")}
     names = ("grain_assignment", "share_node_memory", "ranks_per_node", "bucket_mb")
-    own |= {name: getattr(config.parallel, name) for name in names}
+    own = {name: getattr(config.parallel, name) for name in names}
+    own |= {name: getattr(config.train, name) for name in ("gradient_compression", "check_every")}
     return ShardingConfig(comm=comm, **own, **computing_settings(config))

@@ -1,8 +1,8 @@
 """Define the configuration of a run: one frozen dataclass per table of the TOML file, checked when it is made.
 
-:class:`Config` combines the sections. Those of the training itself are defined here: :class:`TrainSection`, whose
+:class:`RunConfig` combines the sections. Those of the training itself are defined here: :class:`TrainSection`, whose
 :class:`LoopSection` :class:`mpizero.Trainer` shares, the optimizers' by name (``OPTIMIZERS``), and
-:class:`CheckpointSection`; the others are in ``train/config/sections.py``. The functions below :class:`Config` compare
+:class:`CheckpointSection`; the others are in ``train/config/sections.py``. The functions below them compare
 a run's configuration with that of its checkpoint, and decide which settings a resumed run may change, if it is asked to
 by name (``--override``).
 """
@@ -301,7 +301,7 @@ OPTIMIZERS: dict[str, type[OptimizerSection | VectorMethodSection]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class RunConfig:
     """Hold a whole configuration; the constructor checks that its sections fit together.
 
     ``folder`` is the folder of the configuration file, where relative paths of ``make`` start. It is no setting.
@@ -340,7 +340,7 @@ class Config:
             whose = "optimizer.schedule_steps" if given else "train.steps"
             raise optimizer.reject("warmup", f"must be at most {whose} = {length}")
 
-    def with_tiles(self, tiles: dict[str, int] | None) -> Config:
+    def with_tiles(self, tiles: dict[str, int] | None) -> RunConfig:
         """Return this configuration with ``parallel.tiles``; itself if these are the sizes of its groups, or None."""
         if tiles is None or all(getattr(self.parallel, axis) == count for axis, count in tiles.items()):
             return self
@@ -355,7 +355,7 @@ class Config:
 def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the settings that determine the result of training, by names such as ``train.seed``.
 
-    ``config`` is the result of :meth:`Config.to_dict`.
+    ``config`` is the result of :meth:`RunConfig.to_dict`.
     """
     flat = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
     if flat.get("optimizer.schedule") in ("linear", "cosine"):
@@ -376,7 +376,7 @@ _NAMES = ("model.name", "model.make", "optimizer.name")
 def changes(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
     """Return, by key, both values of the settings that make two configurations compute different results.
 
-    Both configurations are results of :meth:`Config.to_dict`. A setting that a configuration lacks has the value None.
+    Both are results of :meth:`RunConfig.to_dict`. A setting that a configuration lacks has the value None.
     Names come first: they decide which other settings there are.
     """
     before, now = mathematics(saved), mathematics(wanted)
@@ -410,7 +410,7 @@ def overridable(key: str) -> bool:
 
 
 def check_overridden(keys: Sequence[str], config: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the settings that a resumed run may change; ``config`` is the result of :meth:`Config.to_dict`.
+    """Return the settings that a resumed run may change; ``config`` is the result of :meth:`RunConfig.to_dict`.
 
     Not collective. The keys of ``--override`` may be changed, and with one of the schedule also the step at which it
     ends.

@@ -1,6 +1,6 @@
 """Read a configuration file and ``--set`` overrides, and load the functions of the user's that it names.
 
-:func:`read_config` and :func:`parse_config` make a :class:`~mpizero.train.config.schema.Config` of a
+:func:`read_config` and :func:`parse_config` make a :class:`~mpizero.train.config.schema.RunConfig` of a
 :class:`ConfigDocument`; errors name the key, file and line, and what is allowed. :class:`UserFunction` loads a function
 such as ``model.make = "my_model.py:make"``, and calls it.
 
@@ -37,8 +37,8 @@ from mpizero.train.config.schema import (
     ALL_SAMPLES,
     OPTIMIZERS,
     CheckpointSection,
-    Config,
     OptimizerSection,
+    RunConfig,
     TrainSection,
 )
 from mpizero.train.config.sections import (
@@ -141,7 +141,7 @@ def read_config(name: str) -> str:
         raise ConfigError(f"{name}: not valid TOML: not UTF-8 at byte {error.start}") from None
 
 
-def parse_config(document: ConfigDocument, threads: int | None = None) -> Config:
+def parse_config(document: ConfigDocument, threads: int | None = None) -> RunConfig:
     """Parse and check a configuration document.
 
     Not collective.
@@ -208,8 +208,8 @@ def _value(override: str, raw: str) -> Any:
     return parsed["value"]
 
 
-def config_of(tables: Tables, folder: str = ".") -> Config:
-    """Build a checked configuration from the tables of a TOML file, or from the result of :meth:`Config.to_dict`.
+def config_of(tables: Tables, folder: str = ".") -> RunConfig:
+    """Build a checked configuration from the tables of a TOML file, or from the result of :meth:`RunConfig.to_dict`.
 
     Not collective. ``folder`` is that of the configuration file.
 
@@ -230,7 +230,7 @@ def config_of(tables: Tables, folder: str = ".") -> Config:
     optimizer = _chosen(tables, "optimizer", OptimizerSection, OPTIMIZERS, "adamw")
     if issubclass(optimizer, VectorMethodSection):  # their number is known when the data are open
         tables = tables | {"train": {"global_batch": ALL_SAMPLES} | tables.get("train", {})}
-    return Config(
+    return RunConfig(
         model=_model(tables),
         data=MadeDataSection.of(tables["data"]) if "make" in tables["data"] else _section(DataSection, tables),
         parallel=_section(ParallelSection, tables),

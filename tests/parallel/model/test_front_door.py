@@ -68,7 +68,7 @@ def made(kind: str, comm: Any, optimizer: Any, **memory: Any) -> Any:
         assert type(model.optimizer) is KINDS[kind][1]
         assert model.optimizer.model is model
         assert model.optimizer.config is config
-        assert not list(config.unbound)
+        assert not list(config.mesh.unbound)
         return trained(model), model.optimizer.step_count, model.optimizer.state_dict()
 
 
@@ -139,7 +139,7 @@ def test_distribute_returns_a_model_that_has_its_optimizer(world: Communicator) 
             assert type(model) is mz.ZeRO3Model
             expected = trained(model)
             assert model.optimizer.step_count == 3
-        placed, optimizer = mz.distribute(mlp(), mz.AdamW(lr=1e-2), strategy="zero3", config=config)  # as before
+        placed = mz.distribute(mlp(), mz.AdamW(lr=1e-2), strategy="zero3", config=config)
         with placed:
             assert optimizer is placed.optimizer
             assert trained(placed) == expected
@@ -428,7 +428,7 @@ def test_accuracy_counts_predictions_whatever_their_weight(world: Communicator, 
 
 def test_the_library_leads_with_six_names_and_lists_all() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs/library.md").read_text()
-    first = ["ShardingConfig", "distribute", "HybridShardedModel", "FunctionModel", "nn", "data"]
+    first = ["Mesh", "Config", "distribute", "FunctionModel", "nn", "data"]
     table = page.partition("| name | what it is |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == first
     others = page.partition("## All other names")[2]

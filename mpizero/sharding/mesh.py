@@ -1,0 +1,265 @@
+"""Define :class:`Mesh`, the ranks that train together: their numbers on the axes of parallelism, and what they share.
+
+A mesh owns all that must be closed: communicators, groups, the thread that watches for timeouts. Settings that are
+plain data are in :class:`~mpizero.sharding.config.Config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Self
+from weakref import WeakSet
+
+from mpizero._util.checks import check_settings, flag, optional, positive, setting, whole
+from mpizero._util.names import explains
+from mpizero.comm import Communicator, ProcessGrid, as_communicator
+from mpizero.comm.agreement import check_call
+from mpizero.errors import ConfigError
+from mpizero.guard import guard
+from mpizero.guard.watchdog import Watchdog
+from mpizero.layout import Axes
+
+#: The axes that split a model; the axis ``data`` replicates it.
+SPLITTING = ("pipeline", "tensor", "context")
+#: The default order of the axes, slowest first.
+ORDER = "pipeline,tensor,data"
+
+
+@explains
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """Hold the ranks that train together, as a grid of pipeline x tensor x data x context ranks. A context manager.
+
+    The first use of the communicator or of a group is collective over ``comm``, and so is :meth:`close`. Close the
+    models first, or make them in a ``with`` block inside that of the mesh.
+
+    Parameters
+    ----------
+    comm : mpi4py communicator, InMemoryCommunicator, "self" or None
+        The ranks that train together; the library makes a communicator of its own from it. None is all ranks that
+        a launcher such as mpiexec has started, or one process without a launcher; "self" is this process alone.
+    pipeline, tensor, context : int
+        Number of pipeline stages, of ranks over which each layer is split, and of ranks over which each sequence is
+        split. Models of blocks only.
+    data : int
+        Number of replicas; -1 makes as many as there are ranks for.
+    order : str or None
+        Names of the axes, slowest first: ranks that differ only on the last axis have consecutive numbers. None is
+        "pipeline,tensor,data". The context axis comes last if it is not named.
+    ranks_per_node : int or None
+        Number of consecutive ranks in each simulated node; None uses the real nodes.
+    share_node_memory : bool
+        Whether replicated data has one copy per node, in an MPI-3 shared window; otherwise every rank has its own.
+    timeout : float or None
+        A rank that has been inside one collective for this many seconds ends the job with a report of every rank's
+        Python line; None is no timeout.
+    embedded : bool
+        Whether the process belongs to another program, which only calls this library. The library then installs no
+        hooks, signal handlers or allocator options, starts no threads and opens no ports. Errors are only raised as
+        exceptions, and there is no timeout (docs/embedding.md).
+
+    Raises
+    ------
+    ConfigError
+        If a value is invalid.
+    GridError
+        When the ranks are first used, if the product of the sizes is not their number.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> def picture(comm):
+    ...     with mz.Mesh(comm, pipeline=2, tensor=2) as mesh:
+    ...         return str(mesh)
+    >>> print(mz.testing.run_in_threads(8, picture)[0])
+    8 ranks: pipeline 2 x tensor 2 x data 2
+    pipeline 0: tensor 0: 0 1, tensor 1: 2 3
+    pipeline 1: tensor 0: 4 5, tensor 1: 6 7
+    """
+
+    comm: Any = None
+    _: KW_ONLY
+    pipeline: int = setting(1, whole(1))
+    tensor: int = setting(1, whole(1))
+    context: int = setting(1, whole(1))
+    data: int = setting(-1, whole(-1))
+    order: str | None = None
+    ranks_per_node: int | None = setting(None, optional(whole(1)))
+    share_node_memory: bool = setting(True, flag)
+    timeout: float | None = setting(600.0, optional(positive))
+    embedded: bool = setting(False, flag)
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` if a value is invalid; the message names the setting."""
+        check_settings(self)
+        if self.data == 0:
+            raise ConfigError("data=0: expected a whole number >= 1, or -1 for all remaining ranks")
+        Axes.build(1, order=self.order or ORDER)  # or an error that names the axes
+        if self.embedded:
+            guard.current().release_to_host()
+
+    # ------------------------------------------------------------------ ranks
+
+    @cached_property
+    def communicator(self) -> Communicator:
+        """The library's duplicate of ``comm``; the first access makes it and is collective over ``comm``."""
+        made = as_communicator(self.comm, timeout=self.timeout, embedded=self.embedded)
+        if made.size > 1 and self.timeout is not None and not self.is_guest:
+            self.__dict__["_watchdog"] = watchdog = Watchdog(made, self.timeout)
+            watchdog.start()
+        return made
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self.communicator.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.communicator.size
+
+    @property
+    def splits_model(self) -> bool:
+        """True if a rank holds only a part of the model or of each sequence. Not collective."""
+        return any(getattr(self, axis) > 1 for axis in SPLITTING)
+
+    @property
+    def axes(self) -> Axes:
+        """The sizes and the order of the axes.
+
+        Raises
+        ------
+        GridError
+            If the product of the sizes is not the number of ranks.
+        """
+        sizes = {axis: getattr(self, axis) for axis in (*SPLITTING, "data")}
+        return Axes.build(self.size, order=self.order or ORDER, **sizes)
+
+    @property
+    def is_guest(self) -> bool:
+        """Tell whether ``embedded`` or the environment variable MPIZERO_EMBEDDED is set. Not collective."""
+        return guard.current().is_guest(self.embedded)
+
+    def __str__(self) -> str:
+        """Return a picture of the ranks: a line for each place on the slowest axis."""
+        axes = self.axes
+        named = [axis for axis in axes.order if axes.sizes[axis] > 1]
+        ranks = f"{axes.size} rank{'s' if axes.size > 1 else ''}"
+        if not named:
+            return ranks
+        head = f"{ranks}: " + " x ".join(f"{axis} {axes.sizes[axis]}" for axis in named)
+        return head if len(named) == 1 else "\n".join([head, *_lines(axes, named)])
+
+    # ------------------------------------------------------------------ groups
+
+    @property
+    def grid(self) -> ProcessGrid:
+        """The groups of ranks for a model that is not split. The first access is collective."""
+        return self.grid_of(None)
+
+    def grid_of(self, axes: Axes | None, *, private: bool = False) -> ProcessGrid:
+        """Return the groups of ranks for ``axes``, the numbers of pipeline stages, tensor and context ranks.
+
+        ``axes=None`` means that the model is not split. With ``private=True`` ranks share no memory: this is for a
+        model that does not fit the nodes' shared memory. The first call with the same arguments is collective.
+        """
+        grids = self._grids
+        if (axes, private) not in grids:
+            grids[axes, private] = ProcessGrid.create(
+                self.communicator,
+                share_node_memory=self.share_node_memory and not private,
+                ranks_per_node=None if private else self.ranks_per_node,
+                axes=axes,
+            )
+        return grids[axes, private]
+
+    def holds(self, grid: ProcessGrid) -> bool:
+        """Tell whether ``grid`` was returned by :meth:`grid_of` and is still open. Not collective."""
+        return any(made is grid for made in self._grids.values())
+
+    @property
+    def _grids(self) -> dict[tuple[Axes | None, bool], ProcessGrid]:
+        # No cached_property: before Python 3.12 all threads, which meet when a grid is made, would share its lock.
+        grids: dict[tuple[Axes | None, bool], ProcessGrid] = self.__dict__.setdefault("_made_grids", {})
+        return grids
+
+    # ------------------------------------------------------------------ what was made on these ranks
+
+    @property
+    def unbound(self) -> WeakSet[Any]:
+        """The optimizers that were created for these ranks and have no model yet. Not collective."""
+        found: WeakSet[Any] = self.__dict__.setdefault("_unbound", WeakSet())
+        return found
+
+    def number_model(self) -> str:
+        """Count one more model on these ranks; return "" for the first, then "model 2" ... Not collective."""
+        number = self.__dict__["_models"] = self.__dict__.get("_models", 0) + 1
+        self.__dict__["_open"] = self.__dict__.get("_open", 0) + 1
+        return f"model {number}" if number > 1 else ""
+
+    def drop_model(self, *, last_closes: bool) -> None:
+        """Count one open model less. With ``last_closes``, close the mesh with the last one; that is collective."""
+        self.__dict__["_open"] -= 1
+        if last_closes and not self.__dict__["_open"]:
+            self._free()
+
+    def comparable(self) -> dict[str, Any]:
+        """Return the settings that must be equal on every rank, by name: all but ``comm``. Not collective."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "comm"}
+
+    # ------------------------------------------------------------------ closing
+
+    def close(self) -> None:
+        """Free the communicators made for this mesh, and stop the thread that watches for timeouts. Collective.
+
+        Close the models first. If the mesh was never used or is already closed, do nothing.
+        """
+        self._close("Mesh.close")
+
+    def _close(self, call: str) -> None:
+        if "communicator" in self.__dict__:
+            check_call(self.communicator, call)
+            self.communicator.run_deferred_closes()
+            self._free()
+
+    def _free(self) -> None:
+        """Free what :meth:`close` frees, without first comparing the ranks' calls. Collective.
+
+        After an error in a ``with`` block, ranks call this together when they make their next model.
+        """
+        made = self.__dict__
+        if "_watchdog" in made:
+            made.pop("_watchdog").stop()
+        while self._grids:
+            self._grids.popitem()[1].close()
+        if "communicator" in made:
+            communicator = made.pop("communicator")
+            if communicator is not self.comm:
+                communicator.close()
+
+    def __enter__(self) -> Self:
+        """Return this mesh. Not collective."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close the mesh. After an exception, postpone that until the ranks make their next model together."""
+        if error is None:
+            self.close()
+        elif "communicator" in self.__dict__:  # the other ranks may not have raised
+            self.communicator.defer_close(self._free)
+
+
+def _lines(axes: Axes, named: list[str]) -> Iterator[str]:
+    """Yield the ranks of each place on the slowest of the axes ``named``, by their places on those up to the last."""
+    *outer, _ = named
+    places = [[getattr(axes.coordinates(rank), axis) for axis in outer] for rank in range(axes.size)]
+    for first, ranks in groupby(range(axes.size), key=lambda rank: places[rank][0]):
+        parts = []
+        for inner, members in groupby(ranks, key=lambda rank: places[rank][1:]):
+            where = "".join(f"{axis} {number}: " for axis, number in zip(outer[1:], inner, strict=True))
+            parts.append(where + " ".join(map(str, members)))
+        yield f"{outer[0]} {first}: " + ", ".join(parts)

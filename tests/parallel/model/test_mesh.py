@@ -1,0 +1,180 @@
+"""``Mesh``, the ranks, and ``Config``, the settings: what they are, and the layouts that ``distribute`` makes."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import ConfigError, GridError, StateError
+from mpizero.testing import run_in_threads
+from tests.parallel.models import STRATEGIES, gpt, mlp, part, points, tokens
+
+#: A mesh for each number of ranks; every axis, alone and with others, has more than one rank somewhere.
+MESHES: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {}),
+    (2, {"pipeline": 2}),
+    (3, {"data": 3}),
+    (4, {"pipeline": 2, "data": 2, "order": "data,pipeline,tensor"}),
+    (8, {"pipeline": 4, "ranks_per_node": 2}),
+    (2, {"tensor": 2}),
+    (4, {"pipeline": 2, "tensor": 2, "share_node_memory": False}),
+    (4, {"tensor": 2, "context": 2}),
+    (8, {"pipeline": 2, "tensor": 2, "context": 2}),
+)
+TILES = {"tensor": 2, "context": 2}
+
+
+def trained(comm: Any, strategy: str, sizes: dict[str, Any], **settings: Any) -> str:
+    """Train two steps of eight samples, and return the hash of the parameters."""
+    x, y = tokens(8)
+    config = mz.Config(micro_batch=2, clip=1.0, **settings)
+    with (
+        mz.Mesh(comm, **sizes) as mesh,
+        mz.distribute(gpt(), mz.AdamW(1e-2), strategy, mesh=mesh, config=config) as model,
+    ):
+        for _ in range(2):
+            model.train(*part(model.batch_group, x, y))
+        return model.parameters_sha256()
+
+
+def test_every_mesh_and_strategy_trains_to_the_bits_of_one_process() -> None:
+    known: dict[Any, str] = {}
+    for number, (ranks, sizes) in enumerate(MESHES):
+        tiles = TILES if {"tensor", "context"} & sizes.keys() else None
+        for strategy in (STRATEGIES[number % 4], STRATEGIES[(number + 2) % 4]):
+            found = run_in_threads(ranks, lambda comm, s=strategy, z=sizes, t=tiles: trained(comm, s, z, tiles=t))
+            expected = known.setdefault(str(tiles), trained("self", "ddp", {}, tiles=tiles))
+            assert set(found) == {expected}, (ranks, sizes, strategy)
+
+
+def test_settings_of_the_pipeline_reach_it() -> None:
+    def schedules(comm: Any) -> tuple[Any, Any]:
+        config = mz.Config(schedule="interleaved", virtual_stages=2, cuts=[1, 2, 3])
+        with mz.Mesh(comm, pipeline=2) as mesh, mz.distribute(gpt(), None, mesh=mesh, config=config) as model:
+            return model.parallel_layout.schedule, model.parallel_layout.cuts
+
+    assert run_in_threads(2, schedules)[0] == ("interleaved", (1, 2, 3))
+
+
+def test_a_mesh_prints_a_picture_of_its_ranks() -> None:
+    def picture(comm: Any, **sizes: Any) -> str:
+        with mz.Mesh(comm, **sizes) as mesh:
+            return str(mesh)
+
+    assert picture("self") == "1 rank"
+    assert run_in_threads(3, picture)[0] == "3 ranks: data 3"
+    found = run_in_threads(8, lambda comm: picture(comm, tensor=2, context=2, order="data,tensor,pipeline"))[7]
+    assert found.splitlines() == [
+        "8 ranks: data 2 x tensor 2 x context 2",
+        "data 0: tensor 0: 0 1, tensor 1: 2 3",
+        "data 1: tensor 0: 4 5, tensor 1: 6 7",
+    ]
+
+
+def test_settings_are_plain_data() -> None:
+    config = mz.Config(micro_batch=np.int64(4), tiles={"context": 2, "tensor": 4}, costs=[1, 2.5])
+    same = mz.Config(costs=(1, 2.5), micro_batch=4, tiles={"tensor": 4, "context": 2})
+    assert config == same == pickle.loads(pickle.dumps(config)) == eval(repr(config), {"Config": mz.Config})
+    assert hash(config) == hash(same)
+    assert config != config.replace(clip=1.0)
+    assert repr(config.replace(tiles=None, costs=None)) == "Config(micro_batch=4)"
+    assert mz.ShardingConfig(comm="self") != mz.ShardingConfig(comm="self")
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "no mesh": (lambda comm: mz.distribute(mlp(), None, mesh=comm), TypeError, "expected a mpizero.Mesh"),
+    "no config": (lambda comm: mz.distribute(mlp(), None, config={"clip": 1}), TypeError, "expected a mpizero.Config"),
+    "ranks given twice": (
+        lambda comm: mz.distribute(mlp(), None, mesh=mz.Mesh(comm), config=mz.ShardingConfig(comm=comm)),
+        ConfigError,
+        "a ShardingConfig has ranks of its own",
+    ),
+    "too many stages": (
+        lambda comm: mz.distribute(mlp(), None, mesh=mz.Mesh(comm, pipeline=3)),
+        GridError,
+        "2 ranks are not a multiple of pipeline=3",
+    ),
+    "too many replicas": (
+        lambda comm: mz.distribute(mlp(), None, mesh=mz.Mesh(comm, data=3)),
+        GridError,
+        "data=3 .* there are 2",
+    ),
+    "a class that does not split": (
+        lambda comm: mz.ZeRO2Model(mlp(), mz.Config(), mesh=mz.Mesh(comm, tensor=2)),
+        ConfigError,
+        "ZeRO2Model does not split a model: give this mesh to mz.distribute",
+    ),
+    "settings without ranks": (lambda comm: mz.ZeRO2Model(mlp(), mz.Config()), TypeError, "needs a ShardingConfig"),
+    "a stage too few": (lambda comm: mz.Mesh(pipeline=0), ConfigError, "pipeline=0: expected a whole number >= 1"),
+    "no replica": (lambda comm: mz.Mesh(data=0), ConfigError, "data=0: expected .* or -1"),
+    "an unknown axis": (lambda comm: mz.Mesh(order="pipeline,expert"), GridError, "unknown 'expert'"),
+    "a misspelt setting": (lambda comm: mz.Config(microbatch=2), TypeError, "did you mean 'micro_batch'"),
+    "an unknown schedule": (lambda comm: mz.Config(schedule="2f2b"), ConfigError, "schedule='2f2b': expected"),
+    "cuts that are no list": (lambda comm: mz.Config(cuts=3), ConfigError, "cuts=3: expected .* as a list"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_together_is_refused_on_every_rank(name: str) -> None:
+    make, kind, words = WRONG[name]
+
+    def work(comm: Any) -> None:
+        with pytest.raises(kind, match=words):
+            make(comm)
+
+    run_in_threads(2, work)
+
+
+def test_ranks_whose_meshes_or_settings_differ_are_told_apart() -> None:
+    def unlike(comm: Any, mesh: dict[str, Any], config: dict[str, Any]) -> None:
+        own = {name: value if comm.rank else None for name, value in mesh.items()}
+        mz.distribute(mlp(), None, mesh=mz.Mesh(comm, **own), config=mz.Config(**(config if comm.rank else {})))
+
+    for mesh, config, words in (
+        ({"timeout": 5.0}, {}, "timeout of Config None on rank 0, 5.0 on rank 1"),
+        ({}, {"clip": 2.0}, "clip of Config None on rank 0, 2.0 on rank 1"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run_in_threads(2, lambda comm, m=mesh, c=config: unlike(comm, m, c))
+
+
+def test_a_model_closes_the_ranks_that_were_made_for_it_with_its_last_copy() -> None:
+    def work(comm: Any) -> None:
+        x, y = part(comm, *points(6))
+        model = mz.distribute(mlp(), mz.SGD(0.1), comm=comm)
+        copy = model.clone()
+        model.close()
+        assert np.isfinite(copy.evaluate(x, y).loss)
+        assert (copy.rank, copy.world_size) == (comm.rank, comm.size)
+        copy.close()
+        assert "communicator" not in vars(copy.mesh)
+        with pytest.raises(StateError, match="closed"):
+            copy.train(x, y)
+
+    run_in_threads(2, work)
+
+
+def test_a_mesh_serves_several_models_and_outlives_them() -> None:
+    def work(comm: Any) -> tuple[str, str]:
+        with mz.Mesh(comm) as mesh:
+            found = []
+            for _ in range(2):
+                with mz.distribute(mlp(), mz.SGD(0.1), mesh=mesh) as model:
+                    model.train(*part(comm, *points(6)))
+                    found.append(model.parameters_sha256())
+            return found[0], found[1]
+
+    first, second = run_in_threads(3, work)[0]
+    assert first == second
+
+
+@pytest.mark.mpi
+def test_on_a_part_of_the_job_s_ranks_a_mesh_trains_to_the_same_bits(world: Any) -> None:
+    with world.split(world.rank % 2, world.rank, name="half") as half:
+        sizes = {"pipeline": 2} if half.size % 2 == 0 else {}
+        found = trained(half, "zero2", sizes)
+    assert found == trained("self", "zero1", {})
