@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -408,9 +408,7 @@ def choose_grains(ranks: Any, source: Source, global_batch: int) -> None:
 READ_TWICE = 64
 
 
-def whole_batch(
-    source: Source, ranks: Ranks | RankedModel, *, group: Communicator | None = None
-) -> tuple[Any, Any]:
+def whole_batch(source: Source, ranks: Ranks | RankedModel, *, group: Communicator | None = None) -> tuple[Any, Any]:
     """Read and return this rank's part ``(x, y)`` of the global batch of all samples, in the order of the source.
 
     Collective over ``ranks``, which are, as ``group`` is, those of :func:`batches`.

@@ -1,7 +1,7 @@
 """Cut a global batch into grains, and assign the grains to the ranks that compute them.
 
 A :class:`GrainRule` finds the size of :class:`Grains` from the global batch alone, so that every number of ranks adds
-the same grains. Each rank computes a contiguous run of grains, or one grain in each wave. Where the ranks of a node
+the same grains. Each rank computes a contiguous run of grains, or one grain in each round. Where the ranks of a node
 claim grains, the runs of these ranks together are the node's grains.
 """
 
@@ -158,7 +158,7 @@ def contiguous_owners(grid: NodeOrder, count: int) -> list[int]:
     return owner
 
 
-def contiguous_shares(grid: NodeOrder, count: int) -> list[range]:
+def contiguous_parts(grid: NodeOrder, count: int) -> list[range]:
     """Return the numbers of the grains of every data rank; the ranks are listed node after node.
 
     The grains are assigned as by :func:`contiguous_owners`. With context groups, the part of a grain that one rank of
@@ -176,8 +176,8 @@ def contiguous_shares(grid: NodeOrder, count: int) -> list[range]:
 
 
 def node_blocks(grid: NodeOrder, count: int) -> list[range]:
-    """Return the grains of each node, of ``count`` grains: those of all its ranks by :func:`contiguous_shares`."""
-    shares, blocks, first = contiguous_shares(grid, count), [], 0
+    """Return the grains of each node, of ``count`` grains: those of all its ranks by :func:`contiguous_parts`."""
+    shares, blocks, first = contiguous_parts(grid, count), [], 0
     for size in grid.group_sizes:
         blocks.append(range(shares[first].start, shares[first + size - 1].stop))
         first += size
@@ -190,11 +190,11 @@ def claimed_rows(grid: NodeOrder, count: int) -> int:
     return max(claim_rows(claim_parts(block, size), size, count) for block, size in sizes)
 
 
-def wave_owners(grid: NodeOrder, count: int) -> list[int]:
-    """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it if grains come in waves.
+def round_owners(grid: NodeOrder, count: int) -> list[int]:
+    """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it if grains come in rounds.
 
-    In a wave every rank computes one grain: successive grains are assigned to the ranks one after the other, node after
-    node.
+    In a round every rank computes one grain: successive grains are assigned to the ranks one after the other, node
+    after node.
     """
     order = _batch_order(grid)
     return [order[grain % len(order)] for grain in range(count)]

@@ -4,7 +4,7 @@ The node ``(level, position)`` of the tree is the sum of its children ``(level-1
 ``(level-1, 2*position+1)``. Where the right child does not exist, the node equals its left child. The leaves are the
 gradients of the grains (or the elements of a tensor). All sums follow this tree, so the bits of the root depend on the
 leaves alone. A *row* is an array with one gradient vector or one partial sum of them; a *worker* is a rank that
-computes grains. There are three kinds of plans: workers compute grains in waves (:func:`wave_plan`), sum their own
+computes grains. There are three kinds of plans: workers compute grains in rounds (:func:`round_plan`), sum their own
 grains first (:func:`rows_plan`), or claim parts of a node's grains one after the other (:func:`claim_parts`).
 
 [Note: tree programs] A sum is passed to the kernels as a *program*, a tuple of integers that is executed by a stack
@@ -201,12 +201,12 @@ def fold_plan(grains: Iterable[int], total: int, *, limit: int | None = None) ->
 
 
 class Merge(NamedTuple):
-    """Describe one sum of a wave: an owner of gradients executes ``program`` and writes its value to a stack row.
+    """Describe one sum of a round: an owner of gradients executes ``program`` and writes its value to a stack row.
 
     Attributes
     ----------
     row : int
-        Number of the stack row (a row of the owner that keeps a partial sum from wave to wave).
+        Number of the stack row (a row of the owner that keeps a partial sum from round to round).
     program : tuple of int
         The program, as the note on tree programs defines it.
     """
@@ -216,17 +216,17 @@ class Merge(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wave:
-    """Describe one wave: every worker computes at most one grain, then owners sum what the order of the tree allows.
+class Round:
+    """Describe one round: every worker computes at most one grain, then owners sum what the order of the tree allows.
 
     A *worker* is a rank that computes grains. Workers form groups, for example one per node. Each group sums the
     gradients of its grains, as far as the order of the tree allows, and sends the partial sums to the owners. An
-    *owner* is a rank that owns a shard of the gradients. It keeps partial sums of earlier waves in its *stack rows*.
+    *owner* is a rank that owns a shard of the gradients. It keeps partial sums of earlier rounds in its *stack rows*.
 
     Attributes
     ----------
     grains : tuple of int or None
-        The grain of each worker; None for a worker without a grain in this wave.
+        The grain of each worker; None for a worker without a grain in this round.
     group_programs : tuple of tuple of program
         For each group, the programs that compute the partial sums that it sends, one program for each. Row w in them is
         the gradient of the group's worker w. With a single group there are no programs.
@@ -235,7 +235,7 @@ class Wave:
         arrived: the partial sums of the first group in order, then those of the second group and so on (with a single
         group, the gradients of its workers). Row ``arrivals + r`` is stack row r.
     arrivals : int
-        Number of rows that arrive at every owner in this wave.
+        Number of rows that arrive at every owner in this round.
     """
 
     grains: tuple[int | None, ...]
@@ -245,33 +245,33 @@ class Wave:
 
 
 @dataclass(frozen=True)
-class WavePlan:
-    """Describe all waves of a global batch.
+class RoundPlan:
+    """Describe all rounds of a global batch.
 
     Attributes
     ----------
-    waves : tuple of Wave
-        The waves, in order.
+    rounds : tuple of Round
+        The rounds, in order.
     rows : int
-        Number of stack rows that every owner of gradients needs to keep partial sums from wave to wave.
+        Number of stack rows that every owner of gradients needs to keep partial sums from round to round.
     root : int
-        Number of the stack row that holds the sum of all grains after the last wave.
+        Number of the stack row that holds the sum of all grains after the last round.
     """
 
-    waves: tuple[Wave, ...]
+    rounds: tuple[Round, ...]
     rows: int
     root: int
 
 
-def wave_plan(total: int, groups: Sequence[int]) -> WavePlan:
-    """Assign ``total`` grains to workers in waves and plan the sums of each wave.
+def round_plan(total: int, groups: Sequence[int]) -> RoundPlan:
+    """Assign ``total`` grains to workers in rounds and plan the sums of each round.
 
-    ``groups[i]`` is the number of workers of group i: of node i, say. In wave k, worker w computes grain number
+    ``groups[i]`` is the number of workers of group i: of node i, say. In round k, worker w computes grain number
     k * (number of workers) + w.
     """
     workers = sum(groups)
     stack: list[tuple[TreeNode, int]] = []
-    waves: list[Wave] = []
+    rounds: list[Round] = []
     used = 1
     for first in range(0, total, workers):
         grains = tuple(g if g < total else None for g in range(first, first + workers))
@@ -280,16 +280,16 @@ def wave_plan(total: int, groups: Sequence[int]) -> WavePlan:
         free = [r for r in range(len(stack) + len(merged) + 1) if r not in {row for _, row in stack}]
         stack, merges = _place(merged, count, free)
         used = max([used, *(row + 1 for _, row in stack)])
-        waves.append(Wave(grains, programs, merges, count))
-    return WavePlan(tuple(waves), used, stack[0][1] if stack else 0)
+        rounds.append(Round(grains, programs, merges, count))
+    return RoundPlan(tuple(rounds), used, stack[0][1] if stack else 0)
 
 
 def _arrivals(
     grains: Sequence[int | None], groups: Sequence[int], total: int
 ) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[TreeNode, Program]], int]:
-    """Return what happens in a wave before the owners' sums.
+    """Return what happens in a round before the owners' sums.
 
-    ``grains`` are the grains of all workers in this wave, and ``groups[i]`` is the number of workers of group i.
+    ``grains`` are the grains of all workers in this round, and ``groups[i]`` is the number of workers of group i.
 
     Returns
     -------

@@ -32,7 +32,7 @@ from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure
 from mpizero.guard.call_trace import MODULUS
 from mpizero.guard.reports import by_ranks
 from mpizero.layout import Grains
-from mpizero.layout.batch import contiguous_shares, grain_part_number, node_blocks
+from mpizero.layout.batch import contiguous_parts, grain_part_number, node_blocks
 from mpizero.layout.flat import FlatLayout, flat_names, joined
 from mpizero.layout.mesh import GROUPS
 from mpizero.layout.sum_tree import claim_parts, rows_of_part
@@ -443,7 +443,7 @@ class NodeClaims:
         tuple of Array
             Each array with all samples of the node, in memory that its ranks share.
         """
-        block, own = self.block(grains.count), contiguous_shares(self.grid, grains.count)[self.grid.place]
+        block, own = self.block(grains.count), contiguous_parts(self.grid, grains.count)[self.grid.place]
         before, first, stop = (min(at * grains.size, grains.samples) for at in (block.start, own.start, block.stop))
         self._parts = claim_parts(block, self.grid.node.size)
         shapes = [(stop - before, *leaf.shape[1:]) for leaf in leaves]
@@ -501,7 +501,7 @@ class NodeClaims:
         Not collective. For other nodes the lists are those of a fixed assignment: partial sums that a node sends are
         the same, whichever of its ranks has computed what.
         """
-        found = [list(share) for share in contiguous_shares(self.grid, count)]
+        found = [list(share) for share in contiguous_parts(self.grid, count)]
         first = self.grid.place - self.grid.node.rank
         owners = self._table[1 : 1 + len(self._parts)].tolist()
         for rank in range(self.grid.node.size):

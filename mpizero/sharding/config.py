@@ -5,11 +5,11 @@ The placement table has a row for each strategy: what is sharded, and how grains
 from both how a step is done; the engine and the command `mpizero plan` share them, so that a plan counts what a
 training does.
 
-[Note: waves in a context group] The ranks of a context group compute one part each of a grain. In the tree these parts
+[Note: rounds in a context group] The ranks of a context group compute one part each of a grain. In the tree these parts
 are neighbours, so none of a rank's own parts are, and the rank cannot add them alone. To sum gradients once a step, it
 would have to keep as many copies of the whole gradient as it computes grains. Context groups are for sequences so long
 that memory is short, and that computing a grain takes much longer than sending gradients. So ZeRO-1, where a rank needs
-the sums of its shard only, then sums them in every wave, as ZeRO-2 does. DDP, where every node needs all sums, keeps
+the sums of its shard only, then sums them in every round, as ZeRO-2 does. DDP, where every node needs all sums, keeps
 the copies and sends once a step.
 """
 
@@ -64,8 +64,8 @@ class Placement:
         share no memory).
     one_unit : bool
         Whether the whole model is one unit; otherwise each block is a unit.
-    waves : bool
-        Whether grains are computed in waves, and the gradients of each wave are reduced unit by unit.
+    in_rounds : bool
+        Whether grains are computed in rounds, and the gradients of each round are reduced unit by unit.
     """
 
     strategy: str
@@ -74,14 +74,14 @@ class Placement:
     shard_gradients: bool
     shard_optimizer: bool
     one_unit: bool
-    waves: bool
+    in_rounds: bool
 
     def in_contexts(self, contexts: int) -> Placement:
         """Return this row as it is executed with context groups of ``contexts`` ranks. Not collective.
 
-        See [Note: waves in a context group].
+        See [Note: rounds in a context group].
         """
-        return replace(self, waves=True, one_unit=False) if contexts > 1 and self.shard_optimizer else self
+        return replace(self, in_rounds=True, one_unit=False) if contexts > 1 and self.shard_optimizer else self
 
 
 PLACEMENTS = {
@@ -485,9 +485,9 @@ def keeps_gradients_on_device(config: Config, ranks: int) -> bool:
     return config.device != "cpu" and config.optimizer_device != "cpu" and ranks == 1
 
 
-def assigns_waves(placement: Placement, config: Config, ranks: int) -> bool:
-    """Tell whether a data group of ``ranks`` ranks computes grains in waves, and so sums gradients unit by unit."""
-    return placement.waves and not keeps_gradients_on_device(config, ranks)
+def assigns_rounds(placement: Placement, config: Config, ranks: int) -> bool:
+    """Tell whether a data group of ``ranks`` ranks computes grains in rounds, and so sums gradients unit by unit."""
+    return placement.in_rounds and not keeps_gradients_on_device(config, ranks)
 
 
 def assigned_in_advance(placement: Placement, config: Config, grid: NodeOrder, model_ranks: int) -> str:
@@ -498,7 +498,7 @@ def assigned_in_advance(placement: Placement, config: Config, grid: NodeOrder, m
     """
     if config.grain_assignment == "static" or grid.data.size * model_ranks == 1:
         return ""
-    if placement.waves:
+    if placement.in_rounds:
         return "this strategy sums the gradients of all ranks after each grain (only DDP and ZeRO-1 do not)"
     if model_ranks > 1:
         return "the ranks of a pipeline, tensor or context group compute a grain together"
@@ -530,7 +530,7 @@ def overlaps_reduction(placement: Placement, peers: int, stages: int, codec: Cod
     codec : Codec or None
         How messages are compressed; None without compression.
     """
-    replicated = not (placement.waves or placement.shard_optimizer) and peers > 1
+    replicated = not (placement.in_rounds or placement.shard_optimizer) and peers > 1
     return replicated and stages == 1 and codec is None
 
 
@@ -564,7 +564,7 @@ def needs_norm(config: Config, codec: Codec | None, *, loss_scale: bool) -> bool
     return config.clip is not None or loss_scale or (codec is not None and codec.overflows)
 
 
-def fuses_update(optimizer: Any, *, norm: bool, ties: bool, peers: int, waves: bool) -> bool:
+def fuses_update(optimizer: Any, *, norm: bool, ties: bool, peers: int, in_rounds: bool) -> bool:
     """Tell whether gradients are summed, divided by the weight and used for the update in one pass over memory.
 
     Parameters
@@ -577,12 +577,12 @@ def fuses_update(optimizer: Any, *, norm: bool, ties: bool, peers: int, waves: b
         Whether pipeline stages share parameters, whose gradients they exchange before the update.
     peers : int
         Number of peers that exchange sums.
-    waves : bool
-        Whether gradients are summed unit by unit (:func:`assigns_waves`). Then all sums are complete before the update,
-        and no messages are left to send.
+    in_rounds : bool
+        Whether gradients are summed unit by unit (:func:`assigns_rounds`). Then all sums are complete before the
+        update, and no messages are left to send.
     """
     able = optimizer.elementwise_kernel or optimizer.needs_tensor_norms
-    return bool(able) and not norm and not ties and (peers == 1 or waves)
+    return bool(able) and not norm and not ties and (peers == 1 or in_rounds)
 
 
 def gradient_codec(compression: str | None, itemsize: int) -> Codec | None:
@@ -632,8 +632,8 @@ def updated_by(placement: Placement, grid: NodeOrder) -> tuple[int, ...]:
     return (grid.data.rank,) if placement.shard_optimizer else grid.peer_ranks
 
 
-def wave_slots(layout: FlatLayout, node_size: int, *, in_place: bool) -> list[int]:
-    """Return, for each slot of a wave buffer, how many elements each rank of a node of ``node_size`` ranks has in it.
+def round_slots(layout: FlatLayout, node_size: int, *, in_place: bool) -> list[int]:
+    """Return, for each slot of a reduce-scatter buffer, how many elements each rank of a node has in it.
 
     A slot holds the gradients of one unit. If ``in_place``, a function writes the gradients of all units at once, and
     one slot holds them all.

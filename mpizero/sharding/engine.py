@@ -4,7 +4,7 @@
 grains (``sharding/batch.py``). Each rank computes the gradients of its grains (``sharding/forward_backward.py``). One
 small allgather makes all ranks agree on the loss, on its weight, and on whether all values are finite. For the ranges
 of the parameters that it owns, each rank sums the gradients (``sharding/grad_reduce.py``), divides the sum by the
-weight, and updates (``sharding/update.py``). Then the new parameters are published (``sharding/params.py``): by a
+weight, and updates (``sharding/update.py``). Then the new parameters are all-gathered (``sharding/params.py``): by a
 barrier within each node, and by an all-gather between nodes if the optimizer state is sharded (without it, every node
 updates a whole copy).
 """
@@ -95,7 +95,7 @@ class Engine(PlacedModel):
             with self.timeline.span("agreement", "losses"):
                 totals = self.scalars.agree(None if self.updater is None else self.updater.ask_rate)
                 check_weight(totals.weight)
-                self.exchange.weigh(totals.weight, sent=reducer.waves)
+                self.exchange.weigh(totals.weight, sent=reducer.in_rounds)
                 self.integers.agree()
                 return batch, totals
 
@@ -149,7 +149,7 @@ class Engine(PlacedModel):
         if not problems:
             self.integers.commit()
         if problems and updater.method is not None and updater.method.retry():
-            self.store.publish(exchange=self.placement.shard_optimizer, later=True)
+            self.store.all_gather(exchange=self.placement.shard_optimizer, later=True)
         elif problems:
             self.memory.barrier("skipped")
         self.step_number += 1
@@ -177,20 +177,20 @@ class Engine(PlacedModel):
     # ------------------------------------------------------------------ sum and update
 
     def _update(self, totals: Totals) -> Outcome:
-        """Sum gradients, update parameters and publish them; return the gradient norm (or None) and non-finite values.
+        """Sum gradients, update and all-gather parameters; return the gradient norm (or None) and non-finite values.
 
         Sum and update are one pass over memory where :func:`fuses_update` says so.
         """
         updater, divisors = self._bound(), self._divisors(totals)
-        ties, peers, waves = self.ties is not None, self.grid.peers.size, self.reducer.waves
-        if not fuses_update(updater.optimizer, norm=self._needs_norm, ties=ties, peers=peers, waves=waves):
+        ties, peers, in_rounds = self.ties is not None, self.grid.peers.size, self.reducer.in_rounds
+        if not fuses_update(updater.optimizer, norm=self._needs_norm, ties=ties, peers=peers, in_rounds=in_rounds):
             with self.timeline.span("reduction"):
                 reduced = self._reduced(self.reducer, divisors)
             return self.apply(reduced, totals.mean)
         rows, program, out = self.reducer.operands()
         with self.timeline.span("optimizer"):
             updater.update_fused(rows, program, divisors, out, self.config.threads)
-        self.store.publish(exchange=self.placement.shard_optimizer, later=True)
+        self.store.all_gather(exchange=self.placement.shard_optimizer, later=True)
         return None, ()
 
     def _divisors(self, totals: Totals) -> Divisors:
@@ -215,7 +215,7 @@ class Engine(PlacedModel):
         return reduced
 
     def apply(self, reduced: Array, loss: float) -> Outcome:
-        """Clip the averaged gradient, update the parameters from it and publish them.
+        """Clip the averaged gradient, update the parameters from it and all-gather them.
 
         ``loss`` is the mean loss, whose gradient it is. Return the norm (None if nothing needed it) and the non-finite
         values. If the norm is infinite or NaN, the parameters do not change.
@@ -231,7 +231,7 @@ class Engine(PlacedModel):
                 if factor != 1.0:
                     updater.scale(reduced, factor)
             updater.update(reduced, self.config.threads, loss)
-        self.store.publish(exchange=self.placement.shard_optimizer, later=True)
+        self.store.all_gather(exchange=self.placement.shard_optimizer, later=True)
         return norm, ()
 
     # ------------------------------------------------------------------ gradients by hand
@@ -296,7 +296,7 @@ class Engine(PlacedModel):
         method = self._bound().method
         assert method is not None, "only methods of whole vectors have iterates"
         method.place(iterate=iterate)
-        self.store.publish(exchange=self.placement.shard_optimizer)
+        self.store.all_gather(exchange=self.placement.shard_optimizer)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -361,7 +361,7 @@ class Engine(PlacedModel):
         self.store.wait()
         self.memory.barrier("average")  # ranks that still read parameters read the old ones
         updater.swap_average()
-        self.store.publish(exchange=self.placement.shard_optimizer)
+        self.store.all_gather(exchange=self.placement.shard_optimizer)
         self._uses_average = not self._uses_average
 
     def evaluate(self, x: Any, y: Any, loss: Any = None, *, weightless: bool = False) -> Evaluation:

@@ -235,19 +235,19 @@ class GlobalView:
             self.store.fill(values)
             return
         self.store.memory.barrier("fill")  # who still reads, reads the old values
-        for entry, part, _ in self.store.share.pieces():
-            owned, start = self.store.owned(entry.unit), self.store.share.spans[entry.unit].start
+        for entry, part, _ in self.store.shard.pieces():
+            owned, start = self.store.owned(entry.unit), self.store.shard.spans[entry.unit].start
             self._take(entry, part, values, owned[part.start - start : part.stop - start])
-        self.store.publish()
+        self.store.all_gather()
 
     def owned(self, values: Array) -> Array:
         """Return the elements of ``values`` that belong to this rank's shard, concatenated. Not collective.
 
         ``values`` has a value for each parameter element of the whole model.
         """
-        share = self.store.share
-        found = np.empty(share.size, values.dtype)
-        for entry, part, place in share.pieces():
+        shard = self.store.shard
+        found = np.empty(shard.size, values.dtype)
+        for entry, part, place in shard.pieces():
             self._take(entry, part, values, found[place : place + part.size])
         return found
 

@@ -1,17 +1,17 @@
 """Keep the gradients of a step in buffers, and sum them over the ranks of the data group.
 
-The module has three parts, in this order. :class:`WaveBuffer` keeps the gradients of one unit, and sums them into the
-shards of the ranks as soon as the unit's backward pass ends (ZeRO-2 and 3). :class:`RowBuffer` keeps whole gradients.
-It serves DDP and ZeRO-1, and any strategy for gradients that are not reduced yet. It sums them at the end of a step or,
-by :class:`OverlappedReduction`, during its backward pass. :class:`GradientExchange` sends the partial sums of both
-between peers, compressed or not, and keeps what compression has left out (error feedback). Both buffers sum by the same
-tree, so the bits are the same.
+The module has three parts, in this order. :class:`ReduceScatterBuffer` keeps the gradients of one unit, and sums them
+into the shards of the ranks as soon as the unit's backward pass ends (ZeRO-2 and 3). :class:`AllReduceBuffer` keeps
+whole gradients. It serves DDP and ZeRO-1, and any strategy for gradients that are not reduced yet. It sums them at the
+end of a step or, by :class:`OverlappedReduction`, during its backward pass. :class:`GradientExchange` sends the partial
+sums of both between peers, compressed or not, and keeps what compression has left out (error feedback). Both buffers
+sum by the same tree, so the bits are the same.
 
 The engine runs the :class:`Job` objects of a buffer, which write gradients, and then asks the buffer for their sum.
 
 [Note: words] The gradient vector is the gradients of all units, one unit after the other. A *row* is memory for one
-copy of it. A :class:`WaveBuffer` has no rows: its *slots* hold the gradients of one unit, and its *stack* has *levels*,
-each as long as this rank's shard of the gradient vector.
+copy of it. A :class:`ReduceScatterBuffer` has no rows: its *slots* hold the gradients of one unit, and its *stack* has
+*levels*, each as long as this rank's shard of the gradient vector.
 
 [Note: buckets] A bucket is the part of the gradients that is in flight between peers at once: one segment of the
 exchange in ``comm/reduce.py``. The bucket size decides into how many messages an exchange is cut, and how much of one
@@ -51,13 +51,13 @@ from mpizero.comm.reduce import (
 )
 from mpizero.errors import StateError
 from mpizero.layout import Partition, Span
-from mpizero.layout.batch import claimed_rows, contiguous_owners, wave_owners
+from mpizero.layout.batch import claimed_rows, contiguous_owners, round_owners
 from mpizero.layout.flat import FlatLayout, Unit, united, views
-from mpizero.layout.sum_tree import Folding, FoldStep, RowsPlan, Wave, rows_plan, wave_plan
+from mpizero.layout.sum_tree import Folding, FoldStep, Round, RowsPlan, round_plan, rows_plan
 from mpizero.sharding.batch import Divisors, GlobalBatch, Grain, NodeClaims
-from mpizero.sharding.config import Placement, ScratchUse, gradient_codec, overlaps_reduction, wave_slots
+from mpizero.sharding.config import Placement, ScratchUse, gradient_codec, overlaps_reduction, round_slots
 from mpizero.sharding.integrity import GradientDict
-from mpizero.sharding.params import Allocator, IntegerState, ParameterStore, Share, grid_rows_plan, on_all_ranks, paged
+from mpizero.sharding.params import Allocator, IntegerState, ParameterStore, Shard, grid_rows_plan, on_all_ranks, paged
 from mpizero.types import Array
 
 
@@ -203,7 +203,7 @@ class MicroBatchSum:
 KEPT_PLANS = 16
 
 
-class WaveBuffer:
+class ReduceScatterBuffer:
     """Keep the gradients of the current unit in a slot, and the sums over this rank's shard in a stack.
 
     A slot is a shared window with one place for each rank of the node. A node of several ranks has two slots: one is
@@ -211,18 +211,18 @@ class WaveBuffer:
     gradients. A level holds a partial sum (a node of the tree over grains) that is not added to another yet.
 
     [Note: in place] A black box that writes its gradients in place is given those of all units at once. There is one
-    slot then, in which the gradients of all units lie one after the other. When the last unit of a wave has been
-    summed, the ranks of the node wait for each other, before any of them writes the gradients of the next wave.
+    slot then, in which the gradients of all units lie one after the other. When the last unit of a round has been
+    summed, the ranks of the node wait for each other, before any of them writes the gradients of the next round.
 
     Parameters
     ----------
     store, views, exchange, accumulate
-        As in :class:`RowBuffer`.
+        As in :class:`AllReduceBuffer`.
     in_place : bool
         Whether the gradients of all units are written at once; see [Note: in place].
     """
 
-    waves = True
+    in_rounds = True
 
     def __init__(
         self,
@@ -235,30 +235,30 @@ class WaveBuffer:
     ) -> None:
         self.layout, self.grid, self.memory, self.dtype = store.layout, store.grid, store.memory, store.dtype
         self.exchange, self.timeline, self.accumulate = exchange, store.timeline, accumulate
-        self.shares, self.share = store.peer_shares, store.share
+        self.shards, self.shard = store.peer_shards, store.shard
         self._in_place, node, item = in_place, self.grid.node.size, self.dtype.itemsize
-        strides = [paged(size * item) // item for size in wave_slots(self.layout, node, in_place=in_place)]
+        strides = [paged(size * item) // item for size in round_slots(self.layout, node, in_place=in_place)]
         with on_all_ranks(self.grid.world, "gradients"):
             self.slots = self.memory.shared("gradients", [(node, stride) for stride in strides], self.dtype)
-            self.stack = self.memory.private("gradients", (1, self.share.gradient_size), self.dtype)
+            self.stack = self.memory.private("gradients", (1, self.shard.gradient_size), self.dtype)
         self._micro_batches = MicroBatchSum(self.memory, self.layout.gradient_size, self.dtype, accumulate)
         self._named = views
-        self._planned = lru_cache(KEPT_PLANS)(partial(wave_plan, groups=self.grid.group_sizes))
+        self._planned = lru_cache(KEPT_PLANS)(partial(round_plan, groups=self.grid.group_sizes))
         self._views: dict[tuple[int, int], Any] = {}
         self._next = self._root = 0
         self._in_flight: _InFlight | None = None
         self._one = np.ones(1, self.dtype)
-        store.progress.register("waves", self.poll)
+        store.progress.register("rounds", self.poll)
 
     def owners(self, count: int) -> list[int]:
         """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it. Not collective."""
-        return wave_owners(self.grid, count)
+        return round_owners(self.grid, count)
 
     def reserve(self, count: int) -> None:
         """Do nothing, because the shared memory does not depend on the number of grains. Not collective."""
 
     def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
-        """Return this rank's jobs of all waves; for a wave in which it has no grain, jobs without samples.
+        """Return this rank's jobs of all rounds; for a round in which it has no grain, jobs without samples.
 
         Collective over the data group, and so are the jobs, which sum the gradients whether ``summed`` or not.
         """
@@ -268,14 +268,14 @@ class WaveBuffer:
         if self.stack.shape[0] < plan.rows:
             self.memory.release("gradients", self.stack)
             with all_ranks(self.grid.data, "gradients"):
-                self.stack = self.memory.private("gradients", (plan.rows, self.share.gradient_size), self.dtype)
+                self.stack = self.memory.private("gradients", (plan.rows, self.shard.gradient_size), self.dtype)
         jobs = []
-        for wave in plan.waves:
-            index = wave.grains[self.grid.place]
+        for this_round in plan.rounds:
+            index = this_round.grains[self.grid.place]
             grain = None if index is None else batch.grains[index]
             count = 0 if grain is None else len(grain.micro_batches)
             for number in range(self.accumulate):
-                done = partial(self._done, grain, number, wave)
+                done = partial(self._done, grain, number, this_round)
                 jobs.append(Job(grain if number < count else None, number, self._target, done, self._parts))
         return jobs
 
@@ -304,7 +304,7 @@ class WaveBuffer:
     def sum(self, divisors: Divisors) -> Array:
         """Divide the final sums of this rank's shard by ``divisors``, and return them. Not collective."""
         reduced: Array = self.stack[self._root]
-        for span, averaged in self.share.gradient_kinds:
+        for span, averaged in self.shard.gradient_kinds:
             part = reduced[span.start : span.stop]
             np.divide(part, divisors.of(averaged=averaged), out=part)
         return reduced
@@ -313,10 +313,7 @@ class WaveBuffer:
         """Do nothing: each rank has the optimizer state of its shard only, and needs no other sums. Not collective."""
 
     def first_level(self) -> Array:
-        """Return the first level of the stack, as memory for the sums of gradients that a :class:`RowBuffer` collects.
-
-        Not collective.
-        """
+        """Return the first level of the stack: memory for the sums of an :class:`AllReduceBuffer`. Not collective."""
         level: Array = self.stack[0]
         return level
 
@@ -338,7 +335,7 @@ class WaveBuffer:
             self._views[key] = self._named.unit(unit, self._current(unit))
         return self._views[key]
 
-    def _done(self, grain: Grain | None, number: int, wave: Wave, unit: Unit) -> None:
+    def _done(self, grain: Grain | None, number: int, this_round: Round, unit: Unit) -> None:
         base, target = self.layout.gradient_bases[unit.index], self._current(unit)
         if grain is not None and number < len(grain.micro_batches):
             self._micro_batches.add(target, base, number)
@@ -346,33 +343,33 @@ class WaveBuffer:
             if grain is not None:
                 self._micro_batches.finish(target, base)
             with self.timeline.span("reduction", unit):
-                self._reduce(unit, wave)
+                self._reduce(unit, this_round)
 
-    def _reduce(self, unit: Unit, wave: Wave) -> None:
-        """Sum the gradients of ``unit`` from all ranks' grains of this wave into the stacks of the ranks that own them.
+    def _reduce(self, unit: Unit, this_round: Round) -> None:
+        """Sum the gradients of ``unit`` from all ranks' grains of this round into the stacks of their owners.
 
         Collective over the data group.
 
         [Note: sums in flight] With several peers, the last segment of a unit's exchange stays in flight while the next
         unit is computed. Before the next exchange begins, the buffer waits for that segment and adds it to the stack.
-        So one segment is in flight at a time, in the order of units and waves.
+        So one segment is in flight at a time, in the order of units and rounds.
         """
         self.finish()
         self.memory.barrier("unit gradients")
         rows = self.slots[self._next]
-        ranges = [(s.row_spans if self._in_place else s.gradient_spans.__getitem__)(unit.index) for s in self.shares]
-        base = self.share.gradient_offsets[unit.index]
-        programs = [(level, program_array(program)) for level, program in wave.merges]
+        ranges = [(s.row_spans if self._in_place else s.gradient_spans.__getitem__)(unit.index) for s in self.shards]
+        base = self.shard.gradient_offsets[unit.index]
+        programs = [(level, program_array(program)) for level, program in this_round.merges]
         residuals = self.exchange.residuals(unit.index)
         exact = [s if self._in_place else s.shift(-self.layout.gradient_bases[unit.index]) for s in self.exchange.exact]
-        to_sum = RowsToSum(rows, ranges, wave.group_programs, "unit gradients", residuals, exact)
+        to_sum = RowsToSum(rows, ranges, this_round.group_programs, "unit gradients", residuals, exact)
         if self.exchange.peers.size == 1:
             for piece in self.exchange.pieces(to_sum):
-                self._merge(piece, base + piece.position, programs, wave.arrivals)
+                self._merge(piece, base + piece.position, programs, this_round.arrivals)
         else:
             for segment in self.exchange.segments(to_sum):
                 self.finish()
-                self._in_flight = _InFlight(self.exchange.begin_segment(segment), base, programs, wave.arrivals)
+                self._in_flight = _InFlight(self.exchange.begin_segment(segment), base, programs, this_round.arrivals)
         self._next = (self._next + 1) % len(self.slots)
         if self._in_place and unit.index == 0:
             self.memory.barrier("gradients in place")
@@ -398,7 +395,7 @@ class _InFlight(NamedTuple):
     arrivals: int
 
 
-class RowBuffer:
+class AllReduceBuffer:
     """Add up the gradients of this rank's grains in rows, each as long as the gradient vector ([Note: words]).
 
     The rows of all ranks of a node are in one shared window. The sum over all ranks is written to this rank's first
@@ -434,7 +431,7 @@ class RowBuffer:
         Tells which grains each rank of the node has claimed. None: no batch is claimed.
     """
 
-    waves = False
+    in_rounds = False
 
     def __init__(
         self,
@@ -452,7 +449,7 @@ class RowBuffer:
         self.store, self.layout, self.grid, self.dtype = store, store.layout, store.grid, store.dtype
         self.allocator, self.exchange, self.accumulate = allocator, exchange, accumulate
         self._named, self._by_block, self._scratch_use, self._shard = views, by_block, scratch, shard
-        self._ranges = [[s for unit in self.layout.units for s in p.row_spans(unit.index)] for p in store.peer_shares]
+        self._ranges = [[s for unit in self.layout.units for s in p.row_spans(unit.index)] for p in store.peer_shards]
         self.stride = paged(self.layout.gradient_size * self.dtype.itemsize) // self.dtype.itemsize
         self.window: Array = np.zeros((0, self.stride), self.dtype)
         self._storage, self._scratch = self.window, self.window[:0].reshape(-1)
@@ -709,7 +706,7 @@ class RowBuffer:
 
 
 #: The two buffers, which the engine uses alike.
-GradientReducer = WaveBuffer | RowBuffer
+GradientReducer = ReduceScatterBuffer | AllReduceBuffer
 
 
 def _nothing(unit: Unit) -> None:
@@ -889,9 +886,9 @@ class GradientExchange(ExactExchange):
 
     [Note: units of means] What a step leaves out is a part of its mean, whatever the next batch weighs. So residuals
     are kept in units of the mean gradient: partial sums divided by the total weight and the loss scale. A step
-    multiplies them by its own divisor. Rows are sent when that is known. Waves are sent before the ranks have agreed on
-    it: they take the weight that a sample had in the last step, and what that gave too much or too little stays in the
-    residuals. The sum of all messages plus the residual, in means, is therefore that of all mean gradients with any
+    multiplies them by its own divisor. Rows are sent when that is known. Rounds are sent before the ranks have agreed
+    on it: they take the weight that a sample had in the last step, and what that gave too much or too little stays in
+    the residuals. The sum of all messages plus the residual, in means, is therefore that of all mean gradients with any
     weights.
 
     [Note: copies] A compressed value depends on its neighbours in a message, on who owns it, and on what earlier
@@ -924,7 +921,7 @@ class GradientExchange(ExactExchange):
         exact: Sequence[Span] = (),
     ) -> None:
         super().__init__(store.grid.peers, None, store.memory.scratch, elements)
-        self.memory, self.shares, self.dtype, self.placement = store.memory, store.peer_shares, store.dtype, placement
+        self.memory, self.shards, self.dtype, self.placement = store.memory, store.peer_shards, store.dtype, placement
         self.replicated, self.exact = not placement.shard_optimizer, exact
         self._kept = self._next = np.empty(0, np.float32)
         self.compress(compression)
@@ -937,7 +934,7 @@ class GradientExchange(ExactExchange):
         self.memory.release(RESIDUALS, self._kept)
         self.memory.release(RESIDUALS, self._next)
         self.compression, self.codec = compression, gradient_codec(compression, self.dtype.itemsize)
-        self._of_units = [compressed_sizes(share, self.exact) for share in self.shares]
+        self._of_units = [compressed_sizes(shard, self.exact) for shard in self.shards]
         sizes = residual_sizes(
             [sum(units) for units in self._of_units], self.peers.rank, self.codec, replicated=self.replicated
         )
@@ -1037,7 +1034,7 @@ class GradientExchange(ExactExchange):
 
         Not collective.
         """
-        return [self.left_for(peer, unit) for peer in range(len(self.shares))] if self.feedback else []
+        return [self.left_for(peer, unit) for peer in range(len(self.shards))] if self.feedback else []
 
     # ------------------------------------------------------------------ reduced gradients
 
@@ -1080,10 +1077,10 @@ def residual_sizes(totals: Sequence[int], peer: int, codec: Codec | None, *, rep
     return [0 if place == peer and not replicated else size for place, size in enumerate(totals)]
 
 
-def compressed_sizes(share: Share, exact: Sequence[Span]) -> list[int]:
-    """Return, for each unit, how many gradients that ``share`` owns are compressed: all but those in ``exact``.
+def compressed_sizes(shard: Shard, exact: Sequence[Span]) -> list[int]:
+    """Return, for each unit, how many gradients that ``shard`` owns are compressed: all but those in ``exact``.
 
     Not collective.
     """
-    every = (share.row_spans(unit.index) for unit in share.layout.units)
+    every = (shard.row_spans(unit.index) for unit in shard.layout.units)
     return [sum(p.size for span in spans for p, inside in span.split(exact) if not inside) for spans in every]

@@ -197,8 +197,8 @@ class Integrity:
     def _held(self) -> Iterator[tuple[_Range, Array]]:
         """Yield every range of state that this rank updates, with a view of its values."""
         store, updater = self.store, self._updater
-        for share in (store.share,) if store.sharded else store.peer_shares:
-            for entry, part, place in share.pieces():
+        for shard in (store.shard,) if store.sharded else store.peer_shards:
+            for entry, part, place in shard.pieces():
                 start = store.base + place if store.sharded else part.start
                 values = store.values[start : start + part.size]
                 yield from _named("parameters", entry.spec, part.start - entry.offset, values)

@@ -36,7 +36,7 @@ from mpizero.sharding.engine import Engine
 from mpizero.sharding.forward_backward import Evaluation
 from mpizero.sharding.optimizer import ShardedOptimizer
 from mpizero.sharding.parameter_access import ModelMetadata, ParameterAccess, Pending, describe, gather_pieces
-from mpizero.sharding.params import Share
+from mpizero.sharding.params import Shard
 from mpizero.sharding.saved_attributes import opened_alike
 from mpizero.sharding.step_report import StepReport
 from mpizero.types import Array
@@ -385,7 +385,7 @@ class ShardedModelBase(ParameterAccess):
             If the gradient is infinite or NaN on some rank.
         """
         engine, comm = self.engine, self._mesh.communicator
-        share, layout, grid = engine.store.share, engine.layout, engine.grid
+        shard, layout, grid = engine.store.shard, engine.layout, engine.grid
         replicated = not (engine.placement.shard_gradients or self._mean_every)
         gathered = gradients.layout if isinstance(gradients, Gradients) else None
 
@@ -404,11 +404,11 @@ class ShardedModelBase(ParameterAccess):
         if gathered:
             values = engine.whole.owned(values)
         owned = gathered is not None or engine.placement.shard_gradients
-        for unit, span, offset in zip(layout.units, share.spans, share.offsets, strict=True):
+        for unit, span, offset in zip(layout.units, shard.spans, shard.offsets, strict=True):
             start = offset if owned else span.start
             self.engine.store.owned(unit.index)[:] -= rate * values[start : start + span.size]
         self.engine.exchange.finish(updated=True)
-        self.engine.store.publish()
+        self.engine.store.all_gather()
         self._pending = None
         self.invalidate_cache()
 
@@ -514,7 +514,7 @@ class ShardedModelBase(ParameterAccess):
         The result has the ranges that this rank owns if gradients are sharded, else all parameters of this rank's stage
         and tensor part; with ``gather`` it has those of the whole model.
         """
-        engine, share = self.engine, self.engine.store.share
+        engine, shard = self.engine, self.engine.store.shard
         if gather:
             whole = gather_pieces(engine, engine.dtype, lambda p: reduced[p.gradient : p.gradient + p.size])
             return Gradients(whole, totals.weight, totals.mean, True, engine.whole.layout)
@@ -523,12 +523,12 @@ class ShardedModelBase(ParameterAccess):
         for piece in engine.pieces():
             start = piece.span.start
             if sharded:
-                start += share.offsets[piece.entry.unit] - share.spans[piece.entry.unit].start
+                start += shard.offsets[piece.entry.unit] - shard.spans[piece.entry.unit].start
             values[start : start + piece.size] = reduced[piece.gradient : piece.gradient + piece.size]
         if not sharded:
             data = engine.grid.data
-            spans = [Share(engine.layout, rank, data.size).spans for rank in range(data.size)]
-            gather_spans(data, [values[s.start : s.stop] for s in share.spans], values, spans)
+            spans = [Shard(engine.layout, rank, data.size).spans for rank in range(data.size)]
+            gather_spans(data, [values[s.start : s.stop] for s in shard.spans], values, spans)
         return Gradients(values, totals.weight, totals.mean, True)
 
     # ------------------------------------------------------------------ a copy of the model on each rank (local SGD)

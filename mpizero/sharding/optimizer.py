@@ -301,7 +301,7 @@ class ShardedOptimizer:
         everyone = engine.scalars.everyone
         updater.step_count, engine.loss_scale = everyone.broadcast_object((updater.step_count, engine.loss_scale), 0)
         repaired = 0
-        if len(updater.shares) > 1:
+        if len(updater.shards) > 1:
             state = updater.host_state()
             for slot in sorted(updater.optimizer.slots):  # whole tensors have one owner
                 values = state[slot]

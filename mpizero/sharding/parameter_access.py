@@ -47,7 +47,7 @@ from mpizero.sharding.batch import Totals
 from mpizero.sharding.config import Config, Placement, placement, ranks_of
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.mesh import Mesh
-from mpizero.sharding.params import Share, UpdatePiece, tell_private
+from mpizero.sharding.params import Shard, UpdatePiece, tell_private
 from mpizero.sharding.partition import (
     ParallelLayout,
     blocks_of,
@@ -365,7 +365,7 @@ class ParameterAccess(ABC):
 
         Ranges count elements of the flat vector of all parameters of this rank's pipeline stage and tensor part.
         """
-        return self.engine.store.share.spans
+        return self.engine.store.shard.spans
 
     @property
     def local_parameter_shard(self) -> Array:
@@ -381,7 +381,7 @@ class ParameterAccess(ABC):
     @property
     def shard_size(self) -> int:
         """The number of parameter elements that this rank owns."""
-        return self.engine.store.share.size
+        return self.engine.store.shard.size
 
     @property
     def default_loss_function(self) -> Any:
@@ -757,7 +757,7 @@ def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, er
     for unit, kept in zip(units, values, strict=True):
         made.store.owned(unit.index)[:] = kept
     made.integers.copy_from(engine.integers)
-    made.store.publish()
+    made.store.all_gather()
     made.store.version = version
     made.step_number, made.grain_rule = engine.step_number, engine.grain_rule
     if updater is not None:
@@ -924,7 +924,7 @@ def _formula(engine: Engine) -> dict[str, float]:
     those that are not frozen, for optimizer state only those that an optimizer trains), b the bytes of an element, and
     s the number of state arrays. Let n be the ranks of the data group, and L the ranks of a node (1 if ranks share no
     memory). On each rank, parameters need P*b/n if they are sharded and P*b/L if not; gradients need P*b/n if they are
-    summed in waves and P*b if not; state needs s*P*b/n if it is sharded and s*P*b/L if not. Compression with error
+    summed in rounds and P*b if not; state needs s*P*b/n if it is sharded and s*P*b/L if not. Compression with error
     feedback also keeps residuals, 2*P*b/L if state is not sharded. If state is sharded, a rank keeps no residuals for
     its own ranges: with d peers, itself included, that makes 2*P*b/L*(1 - 1/d). P is then the number of gradients that
     are compressed. The state of whole tensors is divided over n ranks with every strategy, evenly but for tensors.
@@ -944,7 +944,7 @@ def _formula(engine: Engine) -> dict[str, float]:
         feedback["residuals"] = 2 * packed * item / local * (1 if engine.exchange.replicated else 1 - 1 / peers)
     return feedback | {
         "parameters": engine.layout.size * item / (n if row.shard_parameters else local),
-        "gradients": changed * item / (n if row.waves else 1),
+        "gradients": changed * item / (n if row.in_rounds else 1),
         "optimizer state": (every - whole) * item / (n if row.shard_optimizer else local) + whole * item / n,
     }
 
@@ -983,8 +983,8 @@ def gather_owned(engine: Engine, owned: Array) -> Array:
     owned : 1-D array
         This rank's numbers: one for each element of the ranges that it owns, one range after the other.
     """
-    full, share = np.empty(engine.layout.size, owned.dtype), engine.store.share
-    for span, offset in zip(share.spans, share.offsets, strict=True):
+    full, shard = np.empty(engine.layout.size, owned.dtype), engine.store.shard
+    for span, offset in zip(shard.spans, shard.offsets, strict=True):
         full[span.start : span.stop] = owned[offset : offset + span.size]
     return _gathered(engine, full)
 
@@ -1041,7 +1041,7 @@ def _gathered(engine: Engine, full: Array) -> Array:
     are valid before the call.
     """
     layout, data = engine.layout, engine.grid.data
-    spans = [Share(layout, rank, data.size).spans for rank in range(data.size)]
+    spans = [Shard(layout, rank, data.size).spans for rank in range(data.size)]
     gather_spans(data, [full[s.start : s.stop] for s in spans[data.rank]], full, spans)
     return engine.whole.assemble(full)
 

@@ -1,10 +1,10 @@
 """Keep the parameters of a rank: who owns which ranges, in which memory they are, how updated ones reach all nodes.
 
-:class:`Share` computes the ranges of parameters and gradients that a rank owns, :func:`update_pieces` those that it
+:class:`Shard` computes the ranges of parameters and gradients that a rank owns, :func:`update_pieces` those that it
 updates. :class:`Memory` allocates all arrays of model state, node by node in shared windows, and counts their bytes.
 :class:`ParameterStore` holds the parameters in it: all of them on every node, or only the shards of the node's ranks,
-from which units are gathered when they are needed. :class:`Publication` sends updated parameters to the other nodes
-during the next forward pass (ZeRO-1 and 2). :class:`IntegerState` has a model's arrays of whole numbers.
+from which units are gathered when they are needed. :class:`ParameterAllGather` sends updated parameters to the other
+nodes during the next forward pass (ZeRO-1 and 2). :class:`IntegerState` has a model's arrays of whole numbers.
 :func:`fits_shared_memory` checks beforehand whether all of it fits.
 
 [Note: agreement] Every rank keeps the integer arrays of its stage, which layers may change. In a step each micro-batch
@@ -21,8 +21,8 @@ their parts. A non-blocking barrier of the node for each region makes sure of th
 messages of the region have arrived.
 
 [Note: nobody waits for a rank that waits] The barrier of a region ends only when every rank of the node has begun it.
-So a rank must begin the barriers of all regions before it blocks in anything else. :meth:`Publication.wait` does that:
-it is called at the end of a rank's forward and backward passes, before any other collective of the node
+So a rank must begin the barriers of all regions before it blocks in anything else. :meth:`ParameterAllGather.wait` does
+that: it is called at the end of a rank's forward and backward passes, before any other collective of the node
 (``MessageProgress.finish``), and before any other use of the parameters.
 """
 
@@ -53,17 +53,17 @@ from mpizero.errors import CollectiveError, LayoutError, MpizeroError, OutOfMemo
 from mpizero.guard.reports import SHARED_FOLDER, taken_by_leftovers
 from mpizero.kernels.memory import PAGE
 from mpizero.layout import Span
-from mpizero.layout.batch import DEFAULT_GRAINS, claimed_rows, contiguous_shares
+from mpizero.layout.batch import DEFAULT_GRAINS, claimed_rows, contiguous_parts
 from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, by_global_name, joined, nested, united, views
 from mpizero.layout.mesh import GROUPS
 from mpizero.layout.sum_tree import RowsPlan, rows_plan
 from mpizero.nn.layer import integers_of
-from mpizero.sharding.config import Config, Placement, claims_grains, gathers_units, wave_slots
+from mpizero.sharding.config import Config, Placement, claims_grains, gathers_units, round_slots
 from mpizero.types import Array, ParameterSpec
 
 
 @dataclass(frozen=True)
-class Share:
+class Shard:
     """Describe the shard that data rank ``rank`` of ``parts`` owns: one range of each unit's parameters.
 
     It owns the gradients of these parameters, too. All offsets and sizes are in elements.
@@ -197,13 +197,13 @@ class UpdateRun(NamedTuple):
 
 
 def update_pieces(
-    shares: Sequence[Share], groups: dict[ParameterSpec, int], store_bases: Sequence[int] | None, in_rows: bool
+    shards: Sequence[Shard], groups: dict[ParameterSpec, int], store_bases: Sequence[int] | None, in_rows: bool
 ) -> tuple[UpdatePiece, ...]:
     """Return the pieces of parameters that a rank updates, averaged ones included; a piece is a range of one of them.
 
     Parameters
     ----------
-    shares : sequence of Share
+    shards : sequence of Shard
         The shards that the rank updates: its own or, with replicated optimizer state, the shards of all its peers.
     groups : dict
         The number of the optimizer group of each parameter; averaged ones may be left out.
@@ -215,25 +215,25 @@ def update_pieces(
     """
     pieces: list[UpdatePiece] = []
     state = 0
-    for number, share in enumerate(shares):
-        for entry, part, place in share.pieces():
+    for number, shard in enumerate(shards):
+        for entry, part, place in shard.pieces():
             if not entry.spec.trainable:
                 continue
             inside = part.start - entry.offset
             store = part.start if store_bases is None else store_bases[number] + place
-            uses = tuple(_locate(share, use, inside, in_rows) for use in share.layout.uses.get(entry.spec.name, ()))
-            gradient = _locate(share, entry, inside, in_rows)
+            uses = tuple(_locate(shard, use, inside, in_rows) for use in shard.layout.uses.get(entry.spec.name, ()))
+            gradient = _locate(shard, entry, inside, in_rows)
             kept = (-1, -1) if entry.spec.averaged else (state, groups[entry.spec])
             pieces.append(UpdatePiece(entry, part, store, gradient, uses, *kept))
             state += 0 if entry.spec.averaged else part.size
     return tuple(pieces)
 
 
-def _locate(share: Share, entry: ParameterUse, inside: int, in_rows: bool) -> int:
+def _locate(shard: Shard, entry: ParameterUse, inside: int, in_rows: bool) -> int:
     gradient = entry.gradient + inside
     if in_rows:
-        return share.layout.gradient_bases[entry.unit] + gradient
-    return share.shard_position(entry.unit, gradient)
+        return shard.layout.gradient_bases[entry.unit] + gradient
+    return shard.shard_position(entry.unit, gradient)
 
 
 def _running(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -361,7 +361,7 @@ class MessageProgress:
     """Call MPI regularly for all messages that this rank has in flight, so that they progress while it computes.
 
     MPI moves most messages only while the rank is inside an MPI call. Every object that leaves messages in flight
-    registers its functions under a name: the parameter store ("parameters"), the gradient buffers ("rows", "waves"),
+    registers its functions under a name: the parameter store ("parameters"), the gradient buffers ("rows", "rounds"),
     the pipeline ("pipeline"). Runners call :meth:`poll` between two blocks of the model, and layers that consist of
     other layers call it between two of these. The allocator calls :meth:`finish` before every collective of the node,
     so that no rank waits for messages of one that is blocked there: [Note: nobody waits for a rank that waits].
@@ -631,7 +631,7 @@ class ParameterStore:
     dtype : numpy dtype
         The data type of all parameters.
     version : int
-        How often :meth:`publish` was called; 1 while the parameters have their initial values.
+        How often :meth:`all_gather` was called; 1 while the parameters have their initial values.
     """
 
     def __init__(
@@ -647,11 +647,11 @@ class ParameterStore:
         self.layout, self.grid, self.memory, self.dtype = layout, grid, memory, np.dtype(dtype)
         self.timeline = timeline or Timeline()
         self.sharded = sharded and grid.peers.size > 1
-        self.share = Share(layout, grid.data.rank, grid.data.size)
-        members = [Share(layout, rank, grid.data.size) for rank in grid.node_ranks]
-        self.bases = np.concatenate([[0], np.cumsum([share.size for share in members])]).tolist()
+        self.shard = Shard(layout, grid.data.rank, grid.data.size)
+        members = [Shard(layout, rank, grid.data.size) for rank in grid.node_ranks]
+        self.bases = np.concatenate([[0], np.cumsum([shard.size for shard in members])]).tolist()
         size = int(self.bases[-1]) if self.sharded else layout.size
-        self.peer_shares = tuple(Share(layout, rank, grid.data.size) for rank in grid.peer_ranks)
+        self.peer_shards = tuple(Shard(layout, rank, grid.data.size) for rank in grid.peer_ranks)
         self._slots: tuple[Array, ...] = ()
         self._next = 0
         with on_all_ranks(grid.world, "parameters"):
@@ -661,8 +661,8 @@ class ParameterStore:
         self._coming: tuple[Unit, Gathering] | None = None
         self._regions = () if self.sharded or grid.peers.size == 1 else layout.regions(REGION)
         self._needed = {block: self._last_region(block) for unit in layout.units for block in unit.blocks}
-        self._published: list[Publication] = []
-        weakref.finalize(self, let_arrive, self._published)
+        self._gathering: list[ParameterAllGather] = []
+        weakref.finalize(self, let_arrive, self._gathering)
         self.progress = memory.progress
         self.progress.register("parameters", self.poll, finish=self.wait)
         self._source: Callable[[Array], None] | None = None
@@ -675,7 +675,7 @@ class ParameterStore:
     @property
     def values(self) -> Array:
         """The array of all parameters that this node holds. Collective over the data group if some are in flight."""
-        if self._published:
+        if self._gathering:
             self.wait()
         return self._values_here()
 
@@ -708,10 +708,10 @@ class ParameterStore:
 
     def owned(self, unit: int) -> Array:
         """Return a writable view of this rank's range of the parameters of unit number ``unit``. Not collective."""
-        for published in self._published:
-            published.wait_own()  # what is still being sent must not change
-        span = self.share.spans[unit]
-        start = self.base + self.share.offsets[unit] if self.sharded else span.start
+        for gathering in self._gathering:
+            gathering.wait_own()  # what is still being sent must not change
+        span = self.shard.spans[unit]
+        start = self.base + self.shard.offsets[unit] if self.sharded else span.start
         values, self._source = self._values_here(), None  # what is written there is newer than any
         return values[start : start + span.size]
 
@@ -732,7 +732,7 @@ class ParameterStore:
             Whether the caller itself calls :meth:`wait` for each block before it reads the block's parameters.
         """
         slot = 0
-        if self._published and not by_block:
+        if self._gathering and not by_block:
             self.wait()
         self._values_here()
         if self.sharded:
@@ -754,8 +754,8 @@ class ParameterStore:
         """
         return self._slots[(self._next - 1) % len(self._slots)][: unit.gathered]
 
-    def publish(self, *, exchange: bool = True, later: bool = False) -> None:
-        """Publish updated parameters: make them readable by all ranks. Collective over the data group.
+    def all_gather(self, *, exchange: bool = True, later: bool = False) -> None:
+        """All-gather the updated parameters: make them readable by all ranks. Collective over the data group.
 
         Parameters
         ----------
@@ -768,11 +768,11 @@ class ParameterStore:
         """
         with self.timeline.span("publication"):
             self.wait()
-            published = []
+            started = []
             if exchange and self._regions:
-                published = [Publication(self.grid, self.memory, self._values, self._regions, self.peer_shares)]
-            self.memory.barrier("publish")
-            self._published[:] = published
+                started = [ParameterAllGather(self.grid, self.memory, self._values, self._regions, self.peer_shards)]
+            self.memory.barrier("all-gather")
+            self._gathering[:] = started
             if not later:
                 self.wait()
         self.version += 1
@@ -782,11 +782,11 @@ class ParameterStore:
 
         After each update, every rank of the data group must at some time wait for all blocks; see [Note: regions].
         """
-        if self._published:
+        if self._gathering:
             with self.timeline.span("publication", block or ""):
-                self._published[0].wait(None if block is None else self._needed[block])
-            if self._published[0].ended:
-                self._published.clear()
+                self._gathering[0].wait(None if block is None else self._needed[block])
+            if self._gathering[0].ended:
+                self._gathering.clear()
 
     def _last_region(self, block: str) -> int:
         """Return how many regions, counted from the first, a rank must wait for before it reads ``block``."""
@@ -802,10 +802,10 @@ class ParameterStore:
 
         with all_ranks(self.grid.world, "start values"), needing("start values", STATE_ADVICE):
             fill = start_values_of(model)
-            for entry, part, _ in self.share.pieces():
-                target = self.owned(entry.unit)[slice(*part.shift(-self.share.spans[entry.unit].start))]
+            for entry, part, _ in self.shard.pieces():
+                target = self.owned(entry.unit)[slice(*part.shift(-self.shard.spans[entry.unit].start))]
                 fill(entry.spec, part.start - entry.offset, part.stop - entry.offset, target)
-        self.publish()
+        self.all_gather()
 
     def gathered(self, unit: Unit) -> Array:
         """Return a new 1-D array of all parameters of a unit; parameters of other units that it uses are left out.
@@ -825,9 +825,9 @@ class ParameterStore:
         Collective over the data group.
         """
         self.memory.barrier("fill")  # who still reads, reads the old values
-        for unit, span in enumerate(self.share.spans):
+        for unit, span in enumerate(self.shard.spans):
             self.owned(unit)[:] = values[span.start : span.stop]
-        self.publish()
+        self.all_gather()
 
     def fill_owned(self, values: Array) -> None:
         """Set all parameters; ``values`` are those of this rank's shard, concatenated.
@@ -835,10 +835,10 @@ class ParameterStore:
         Collective over the data group.
         """
         self.memory.barrier("fill")  # who still reads, reads the old values
-        for unit, offset in enumerate(self.share.offsets):
+        for unit, offset in enumerate(self.shard.offsets):
             out = self.owned(unit)
             out[:] = values[offset : offset + out.size]
-        self.publish()
+        self.all_gather()
 
     def copy_from(self, other: ParameterStore) -> None:
         """Copy all parameters of ``other``, a store of the same layout and grid. Collective over the data group."""
@@ -846,18 +846,18 @@ class ParameterStore:
             self.owned(unit.index)[:] = other.owned(unit.index)
         if self.integers is not None and other.integers is not None:
             self.integers.copy_from(other.integers)
-        self.publish()
+        self.all_gather()
 
     def poll(self) -> None:
         """Let messages with parameters progress. Not collective."""
         if self._coming is not None:
             self._coming[1].test()
-        elif self._published:
-            self._published[0].poll()
+        elif self._gathering:
+            self._gathering[0].poll()
 
     def _begin(self, unit: Unit) -> None:
         """Begin to gather a unit into the slot that is not in use. Collective over the data group."""
-        spans = [self._slot_spans(unit, share) for share in self.peer_shares]
+        spans = [self._slot_spans(unit, shard) for shard in self.peer_shards]
         self._coming = unit, begin_gather(self.grid.peers, self._sent(unit), self._slots[self._next], spans)
 
     def _bring(self, unit: Unit) -> int:
@@ -878,16 +878,16 @@ class ParameterStore:
             self._coming[1].wait()
             self._coming = None
 
-    def _slot_spans(self, unit: Unit, share: Share) -> tuple[Span, ...]:
-        """Return the ranges of a slot with the gathered ``unit`` that the rank of ``share`` owns.
+    def _slot_spans(self, unit: Unit, shard: Shard) -> tuple[Span, ...]:
+        """Return the ranges of a slot with the gathered ``unit`` that the rank of ``shard`` owns.
 
         The slot holds the unit's own parameters, and after them each parameter of another unit that a tied use refers
         to. The first range is of the unit's own parameters; then there is one range for each of the others.
         """
-        spans = [share.spans[unit.index].shift(-unit.span.start)]
+        spans = [shard.spans[unit.index].shift(-unit.span.start)]
         place = unit.span.size
         for entry in unit.aliases:
-            part = entry.span.intersect(share.spans[self._home(entry.spec.tied)])
+            part = entry.span.intersect(shard.spans[self._home(entry.spec.tied)])
             spans.append(part.shift(place - entry.offset))
             place += entry.spec.size
         return tuple(spans)
@@ -896,7 +896,7 @@ class ParameterStore:
         sent = [self.owned(unit.index)]
         for entry in unit.aliases:
             home = self._home(entry.spec.tied)
-            part = entry.span.intersect(self.share.spans[home]).shift(-self.share.spans[home].start)
+            part = entry.span.intersect(self.shard.spans[home]).shift(-self.shard.spans[home].start)
             sent.append(self.owned(home)[part.start : part.stop] if part.size else self._values[:0])
         return sent
 
@@ -929,7 +929,7 @@ class ParameterStore:
 REGION = 1 << 16
 
 
-class Publication:
+class ParameterAllGather:
     """Send the parameters that one update has changed to the copies on all nodes, region by region.
 
     A region is a range of the flat parameter vector that has an all-gather of its own. Construction begins the
@@ -945,7 +945,7 @@ class Publication:
         The node's copy of the parameters, in which this rank's ranges are updated.
     regions : sequence of (int, Span)
         For each region the index of its unit, and its range of the flat parameter vector.
-    shares : sequence of Share
+    shards : sequence of Shard
         The shards that the peers own.
     """
 
@@ -955,13 +955,13 @@ class Publication:
         memory: Memory,
         values: Array,
         regions: Sequence[tuple[int, Span]],
-        shares: Sequence[Share],
+        shards: Sequence[Shard],
     ) -> None:
         self._memory = memory
         self._gatherings: list[Gathering] = []
         self._barriers: list[Request | None] = []
         for unit, region in regions:
-            spans = [(share.spans[unit].intersect(region),) for share in shares]
+            spans = [(shard.spans[unit].intersect(region),) for shard in shards]
             ((own,),) = spans[grid.peers.rank : grid.peers.rank + 1]
             self._gatherings.append(begin_gather(grid.peers, [values[own.start : own.stop]], values, spans))
         self._arrived = self._ready = 0
@@ -1002,18 +1002,18 @@ class Publication:
     def _note(self) -> None:
         """Record that one more region has arrived on this rank, and begin the node's barrier for that region."""
         self._arrived += 1
-        self._barriers.append(self._memory.ibarrier("published"))
+        self._barriers.append(self._memory.ibarrier("all-gather"))
 
 
-def let_arrive(published: list[Publication], seconds: float = 10.0) -> None:
-    """Wait, for at most ``seconds``, until the messages of a publication in flight have ended.
+def let_arrive(gathering: list[ParameterAllGather], seconds: float = 10.0) -> None:
+    """Wait, for at most ``seconds``, until the messages of an all-gather in flight have ended.
 
-    Not collective. ``published`` is empty or has one publication, of a store whose memory is about to be freed. It is
+    Not collective. ``gathering`` is empty or has one all-gather, of a store whose memory is about to be freed. It is
     called when a program ends, or drops a model, without closing the model.
     """
     limit = time.monotonic() + seconds
     with suppress(MpizeroError):  # others have ended or closed the communicator
-        while published and not published[0].poll() and time.monotonic() < limit:
+        while gathering and not gathering[0].poll() and time.monotonic() < limit:
             time.sleep(1e-4)
 
 
@@ -1274,19 +1274,19 @@ def _window_bytes(
         return paged(elements * item)
 
     if gathers_units(placement, grid.peers.size):
-        shares = sum(Share(layout, rank, grid.data.size).size for rank in grid.node_ranks)
-        parameters = window(shares) + SLOTS * window(layout.largest_gathered)
+        owned = sum(Shard(layout, rank, grid.data.size).size for rank in grid.node_ranks)
+        parameters = window(owned) + SLOTS * window(layout.largest_gathered)
     else:
         parameters = window(layout.size)
-    if placement.waves:
-        slots = wave_slots(layout, grid.node.size, in_place=in_place)
+    if placement.in_rounds:
+        slots = round_slots(layout, grid.node.size, in_place=in_place)
         return parameters + grid.node.size * sum(window(size) for size in slots)
     return parameters + rows * grid.node.size * window(layout.gradient_size)
 
 
 def grid_rows_plan(grid: ProcessGrid, count: int, *, scratch: bool) -> RowsPlan:
     """Return the plan that says in which order, and by which ranks, the gradients of ``count`` grains are added."""
-    return rows_plan(contiguous_shares(grid, count), grid.group_sizes, count, scratch=scratch)
+    return rows_plan(contiguous_parts(grid, count), grid.group_sizes, count, scratch=scratch)
 
 
 def _rows(grid: ProcessGrid, config: Config, *, scratch: bool, claims: bool) -> int:

@@ -29,7 +29,7 @@ from mpizero.sharding.config import (
     Config,
     Placement,
     assigned_in_advance,
-    assigns_waves,
+    assigns_rounds,
     claims_grains,
     scratch_use,
     sent_exactly,
@@ -37,7 +37,13 @@ from mpizero.sharding.config import (
 from mpizero.sharding.device import ComputeDevice, limit_blas_threads, open_gpu
 from mpizero.sharding.forward_backward import Runner
 from mpizero.sharding.full_params import GlobalView
-from mpizero.sharding.grad_reduce import GradientExchange, GradientReducer, GradientViews, RowBuffer, WaveBuffer
+from mpizero.sharding.grad_reduce import (
+    AllReduceBuffer,
+    GradientExchange,
+    GradientReducer,
+    GradientViews,
+    ReduceScatterBuffer,
+)
 from mpizero.sharding.integrity import Integrity
 from mpizero.sharding.mesh import Mesh
 from mpizero.sharding.params import (
@@ -159,7 +165,7 @@ class PlacedModel:
         axes = None if parallel_layout is None else parallel_layout.axes(self.mesh.size)
         self.grid = self.mesh.grid_of(axes, private=private)
         if self.grid.context.size > 1 and self.grid.order != tuple(range(self.grid.data.size)):
-            self.grid = self.mesh.grid_of(axes, private=True)  # the parts of a grain must be neighbours in a wave
+            self.grid = self.mesh.grid_of(axes, private=True)  # the parts of a grain must be neighbours in a round
         layout = in_tiles(parallel_layout or ParallelLayout(), self.config.tiles, self.model)
         self.partitioned = partition_model(self.model, self.grid, layout, self.compute_device.group)
         self.layout = self._layout_of(self.partitioned.stage)
@@ -208,14 +214,14 @@ class PlacedModel:
         allocator = self.compute_device.allocator(self.memory)
         with all_ranks(grid.world, "buffers"):
             views = GradientViews(self.layout, allocator, self.dtype, self.integers)
-        waves = None
-        if assigns_waves(placement, config, grid.data.size):
+        rounds = None
+        if assigns_rounds(placement, config, grid.data.size):
             in_place = writes_in_place(self.model)
-            waves = WaveBuffer(self.store, views, self.exchange, config.accumulate, in_place=in_place)
+            rounds = ReduceScatterBuffer(self.store, views, self.exchange, config.accumulate, in_place=in_place)
         claims = claims_grains(placement, config, grid, grid.model.size)
         self.claims = NodeClaims(grid, self.memory) if claims else None
         #: Holds whole gradients: with DDP and ZeRO-1 in every step, otherwise only for ``local_gradients``.
-        self.rows = RowBuffer(
+        self.rows = AllReduceBuffer(
             self.store,
             allocator,
             views,
@@ -223,10 +229,10 @@ class PlacedModel:
             config.accumulate,
             by_block=self.block_model,
             scratch=self._scratch,
-            shard=None if waves is None else waves.first_level,
+            shard=None if rounds is None else rounds.first_level,
             claims=self.claims,
         )
-        self.reducer: GradientReducer = waves or self.rows
+        self.reducer: GradientReducer = rounds or self.rows
 
     @property
     def assigned_in_advance(self) -> str:
@@ -271,7 +277,7 @@ class PlacedModel:
             self.updater.release()
         with all_ranks(self.grid.world, first=True):
             self.exchange.compress(self.config.gradient_compression)
-            scope = UpdateScope(self.exchange.replicated, not self.reducer.waves, self.global_sums, self.ties)
+            scope = UpdateScope(self.exchange.replicated, not self.reducer.in_rounds, self.global_sums, self.ties)
             kept = averaging(optimizer, self.config.ema)
             if kept.needs_vectors:
                 from mpizero.sharding.vectors import check_vector_method

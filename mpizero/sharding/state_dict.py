@@ -102,7 +102,7 @@ def _parameter_arrays(
     (see :func:`local_arrays`), or of the parameters if it is None.
     """
     arrays = _whole_arrays("parameters", (entry.spec for entry in engine.whole.layout.parameters), engine.dtype)
-    for unit, span in zip(engine.layout.units, engine.store.share.spans, strict=True):
+    for unit, span in zip(engine.layout.units, engine.store.shard.spans, strict=True):
         owned = engine.store.owned(unit.index) if values is None else values[span.start : span.stop]
         for entry, part in engine.layout.pieces(span):
             view = owned[part.start - span.start : part.stop - span.start]
@@ -214,7 +214,7 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
         arrays += kept
     fill_arrays(engine, reader, arrays)
     _forget_residuals(engine)
-    engine.store.publish()  # before an average begins, of parameters that other nodes own as well
+    engine.store.all_gather()  # before an average begins, of parameters that other nodes own as well
     _take_state(engine, state, saved, reader) if with_state else engine.begin_average()
     engine.step_number = saved["step_number"]
 
@@ -587,6 +587,6 @@ def load_chosen(engine: Engine, path: Any, choice: Choice) -> LoadReport:
         own = [array for array in arrays if array.spec.name in taken]
         table = {array.path: (array.shape, array.dtype) for array in own}
         fill_arrays(engine, _Renamed(file, origin, table, {}), own)
-    engine.store.publish()
+    engine.store.all_gather()
     engine.begin_average()
     return report

@@ -302,8 +302,8 @@ def faster_grain(rule: GrainRule, samples: int, ranks: int, passed: int, seconds
         return None
 
     def step(micro: int) -> float:
-        waves = -(-Grains(samples, micro * rule.accumulate).count // ranks)
-        return waves * rule.accumulate * (fixed + each * micro)
+        rounds = -(-Grains(samples, micro * rule.accumulate).count // ranks)
+        return rounds * rule.accumulate * (fixed + each * micro)
 
     now = rule.micro_size(samples)
     best = min((1 << power for power in range((samples // rule.accumulate).bit_length())), key=step, default=now)

@@ -26,7 +26,7 @@ from mpizero.optim.elementwise import EMA, tensor_slots
 from mpizero.sharding.batch import Divisors
 from mpizero.sharding.params import (
     ParameterStore,
-    Share,
+    Shard,
     StatePiece,
     UpdatePiece,
     UpdateRun,
@@ -84,12 +84,12 @@ class Updater:
     def __init__(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> None:
         self.optimizer = optimizer
         self.store, self.memory, self.grid, layout = store, store.memory, store.grid, store.layout
-        self.shares = store.peer_shares if scope.replicated else (store.share,)
+        self.shards = store.peer_shards if scope.replicated else (store.shard,)
         # A copy of another stage's parameter is in the optimizer group of that parameter, which may depend on its name.
         specs = [e.spec for e in layout.parameters if not e.spec.averaged]
         groups = {spec: self.optimizer.group_of(replace(spec, name=home_of(spec))) for spec in specs}
         bases = [store.base] if store.sharded else None
-        pieces = update_pieces(self.shares, groups, bases, scope.in_rows)
+        pieces = update_pieces(self.shards, groups, bases, scope.in_rows)
         plan = TensorPlan.of(optimizer, layout, self.grid.nodes, replicated=scope.replicated)
         self.pieces = whole_last([piece for piece in pieces if not piece.entry.spec.averaged], plan.names)
         self.averages = tuple(piece for piece in pieces if piece.entry.spec.averaged)
@@ -461,8 +461,8 @@ class TensorTree:
 
     def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
         self.grid, self._layout = grid, layout
-        share = Share(layout, grid.data.rank, grid.data.size)
-        self.own = [p for p in pieces if p.span.intersect(share.spans[p.entry.unit]) == p.span]
+        shard = Shard(layout, grid.data.rank, grid.data.size)
+        self.own = [p for p in pieces if p.span.intersect(shard.spans[p.entry.unit]) == p.span]
 
     @cached_property
     def _tiles(self) -> dict[str, tuple[PartRows, ...]]:
@@ -481,7 +481,7 @@ class TensorTree:
         }
         place = 0
         for rank in range(self.grid.data.size):
-            for name, tile, nodes in _held(Share(self._layout, rank, self.grid.data.size), self._tiles):
+            for name, tile, nodes in _held(Shard(self._layout, rank, self.grid.data.size), self._tiles):
                 arrivals[name, tile] += [(node, (place + i,)) for i, node in enumerate(nodes)]
                 place += len(nodes)
                 counts[rank] += len(nodes)
@@ -537,9 +537,9 @@ def _tree_sums(arrays: tuple[Array, ...], starts: Array, stops: Array, out: Arra
     (reduction.tree_square_sums if len(arrays) == 1 else reduction.tree_dots)(*arrays, starts, stops, out)
 
 
-def _held(share: Share, tiles: Mapping[str, Sequence[PartRows]]) -> Iterator[tuple[str, int, tuple[TreeNode, ...]]]:
+def _held(shard: Shard, tiles: Mapping[str, Sequence[PartRows]]) -> Iterator[tuple[str, int, tuple[TreeNode, ...]]]:
     """Yield name, tile and subtrees of each sum that a rank computes, in the order in which it sends them."""
-    for entry, part, _ in share.pieces():
+    for entry, part, _ in shard.pieces():
         for tile, rows in enumerate(tiles.get(entry.spec.name, ())):
             held = elements_within(rows, part.start - entry.offset, part.stop - entry.offset)
             yield entry.spec.name, tile, cover(held.start, held.stop, rows.size)

@@ -36,7 +36,7 @@ from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout, ParameterUse, owners_by_cost
 from mpizero.layout.mesh import Coordinates
 from mpizero.optim.elementwise import optimizer_name, state_specs, takes_whole
-from mpizero.sharding.params import ParameterStore, Share, StatePiece, UpdatePiece
+from mpizero.sharding.params import ParameterStore, Shard, StatePiece, UpdatePiece
 from mpizero.sharding.partition import PartitionedModel, Use
 from mpizero.types import Array, ParameterSpec
 
@@ -232,7 +232,7 @@ class TensorPlan:
     @cached_property
     def _parts(self) -> list[tuple[int, int, Span]]:
         """The range of every tensor that each shard has, as (tensor, shard, range); empty ranges are left out."""
-        shards = [Share(self.layout, rank, len(self._holders)).spans for rank in range(len(self._holders))]
+        shards = [Shard(self.layout, rank, len(self._holders)).spans for rank in range(len(self._holders))]
         return [
             (number, shard, part)
             for number, entry in enumerate(self.tensors)
@@ -380,7 +380,7 @@ class TieExchange:
             layout = layouts[stage]
             entry = next(e for e in layout.parameters if home_of(e.spec) == name)
             for rank in range(data.size):
-                part = entry.span.intersect(Share(layout, rank, data.size).spans[entry.unit])
+                part = entry.span.intersect(Shard(layout, rank, data.size).spans[entry.unit])
                 holders.append(_Holder(stage, rank, part.shift(-entry.offset) if part.size else Span(0, 0)))
         mine = next(h.span for h in holders if (h.stage, h.data_rank) == (self.number, data.rank))
         return _Tie(name, tag, uses, tuple(holders), mine)

@@ -24,9 +24,9 @@ import numpy as np
 from mpizero.comm import model_group
 from mpizero.comm.reduce import Codec, exchange_step, gather_step
 from mpizero.layout import Axes, Coordinates, Grains, Partition
-from mpizero.layout.batch import claimed_rows, contiguous_owners, contiguous_shares, node_blocks, wave_owners
+from mpizero.layout.batch import claimed_rows, contiguous_owners, contiguous_parts, node_blocks, round_owners
 from mpizero.layout.mesh import GROUPS, SHARING, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
-from mpizero.layout.sum_tree import RowsPlan, WavePlan, claim_parts, rows_plan, wave_plan
+from mpizero.layout.sum_tree import RoundPlan, RowsPlan, claim_parts, round_plan, rows_plan
 from mpizero.nn.virtual_ranks import Arrived
 from mpizero.sharding.batch import starts_of
 from mpizero.sharding.config import Placement, gradient_codec, needs_norm
@@ -357,8 +357,8 @@ class StepBatches:
         The grains of the global batch.
     accumulate : int
         Number of micro-batches in a full grain.
-    waves : bool
-        Whether grains are computed in waves.
+    in_rounds : bool
+        Whether grains are computed in rounds.
     scratch : "grains", "micro-batches" or None
         Which gradients are written to scratch memory (see :func:`~mpizero.sharding.config.scratch_use`).
     claimed : bool
@@ -368,14 +368,14 @@ class StepBatches:
 
     grains: Grains
     accumulate: int
-    waves: bool
+    in_rounds: bool
     scratch: ScratchUse
     claimed: bool = False
     _rows_plans: dict[tuple[int, ...], RowsPlan] = field(default_factory=dict, init=False, compare=False)
-    _wave_plans: dict[tuple[int, ...], WavePlan] = field(default_factory=dict, init=False, compare=False)
+    _round_plans: dict[tuple[int, ...], RoundPlan] = field(default_factory=dict, init=False, compare=False)
 
     def rows(self, grid: PlannedGrid) -> int:
-        """Return the number of rows that every rank allocates, if grains are not computed in waves. Not collective."""
+        """Return the number of rows that every rank allocates, if grains are not computed in rounds. Not collective."""
         rows = self.rows_plan(grid).rows
         return max(rows, claimed_rows(grid, self.grains.count)) if self.claimed else rows
 
@@ -398,26 +398,26 @@ class StepBatches:
         return starts_of(parts, [(stop - start) * size for size in sample_bytes])[-1]
 
     def rows_plan(self, grid: PlannedGrid) -> RowsPlan:
-        """Return the plan by which gradients are summed, if grains are not computed in waves. Not collective.
+        """Return the plan by which gradients are summed, if grains are not computed in rounds. Not collective.
 
         All ranks whose groups have the sizes in ``grid`` have the same plan. Each context rank's part of a grain counts
         as a grain.
         """
         count, key = self.grains.count * grid.context.size, _kind(grid)
         if key not in self._rows_plans:
-            shares = contiguous_shares(grid, count)
+            shares = contiguous_parts(grid, count)
             self._rows_plans[key] = rows_plan(shares, grid.group_sizes, count, scratch=self.scratch == "grains")
         return self._rows_plans[key]
 
-    def wave_plan(self, grid: PlannedGrid) -> WavePlan:
-        """Return the plan by which gradients are summed, if grains are computed in waves. Not collective.
+    def round_plan(self, grid: PlannedGrid) -> RoundPlan:
+        """Return the plan by which gradients are summed, if grains are computed in rounds. Not collective.
 
         All ranks whose groups have the sizes in ``grid`` have the same plan. Each context rank's part of a grain counts
         as a grain.
         """
-        if (key := _kind(grid)) not in self._wave_plans:
-            self._wave_plans[key] = wave_plan(self.grains.count * grid.context.size, grid.group_sizes)
-        return self._wave_plans[key]
+        if (key := _kind(grid)) not in self._round_plans:
+            self._round_plans[key] = round_plan(self.grains.count * grid.context.size, grid.group_sizes)
+        return self._round_plans[key]
 
     def jobs(self, grid: PlannedGrid) -> tuple[int, ...]:
         """Return the number of samples in each micro-batch of the rank of ``grid``, in the order of computation.
@@ -427,14 +427,14 @@ class StepBatches:
         """
         contexts, count = grid.context.size, self.grains.count
         found: list[int] = []
-        if self.waves:
+        if self.in_rounds:
             workers, parts = grid.data.size, count * contexts
             for first in range(0, parts, workers):
                 number = first + grid.place
                 sizes = self.micro_batches(number // contexts) if number < parts else ()
                 found += [*sizes, *[0] * (self.accumulate - len(sizes))]
             return tuple(found)
-        for number in contiguous_shares(grid, count * contexts)[grid.place]:
+        for number in contiguous_parts(grid, count * contexts)[grid.place]:
             found += self.micro_batches(number // contexts)
         return tuple(found)
 
@@ -444,7 +444,7 @@ class StepBatches:
 
     def owners(self, grid: PlannedGrid) -> Sequence[int]:
         """Return, for each grain, the rank of ``grid.batch`` that computes it. Not collective."""
-        return (wave_owners if self.waves else contiguous_owners)(grid, self.grains.count)
+        return (round_owners if self.in_rounds else contiguous_owners)(grid, self.grains.count)
 
     def samples_moved(self, grid: PlannedGrid) -> int:
         """Return how many samples the rank of ``grid`` sends to the ranks that compute them.
@@ -569,8 +569,8 @@ class PlannedRanks:
         ranks = cls(axes, hosts, share)
         if not share or axes.context == 1:
             return ranks
-        # The context ranks that share a grain must follow one another in the order in which a wave assigns grains. With
-        # shared memory that order goes node by node, and may separate them: such a run has no shared memory.
+        # The context ranks that share a grain must follow one another in the order in which a round assigns grains.
+        # With shared memory that order goes node by node, and may separate them: such a run has no shared memory.
         grid = ranks.grid(0)
         return ranks if grid.order == tuple(range(grid.data.size)) else replace(ranks, share=False)
 

@@ -40,7 +40,7 @@ from mpizero.layout.sum_tree import cover
 from mpizero.layout.tensor_parts import elements_within, tile_rows
 from mpizero.nn.layer import Operations, fresh_integers
 from mpizero.sharding.config import Placement
-from mpizero.sharding.params import Share
+from mpizero.sharding.params import Shard
 from mpizero.sharding.partition import ParallelLayout, PartitionedModel, partition_model
 from mpizero.sharding.pipeline import AHEAD
 from mpizero.tools.plan.counts import GroupCall, PlannedGrid, RecordingGroup
@@ -501,9 +501,9 @@ class ShardSizes:
     parts: int
 
     @cached_property
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[Shard, ...]:
         """The shards of each data rank."""
-        return tuple(Share(self.layout, rank, self.parts) for rank in range(self.parts))
+        return tuple(Shard(self.layout, rank, self.parts) for rank in range(self.parts))
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, ...], ...]:

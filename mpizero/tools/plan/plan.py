@@ -35,11 +35,11 @@ from mpizero.optim.elementwise import EMA, averaging, tensor_state_size
 from mpizero.sharding.config import (
     Placement,
     ShardingConfig,
-    assigns_waves,
+    assigns_rounds,
     claims_grains,
     keeps_gradients_on_device,
+    round_slots,
     scratch_use,
-    wave_slots,
 )
 from mpizero.sharding.device import gradient_places
 from mpizero.sharding.device_update import buffer_sizes, updates_on_device
@@ -206,23 +206,23 @@ class RankMemory:
         return self._shared(sum(shards.shares[rank].size for rank in grid.node_ranks) * self._item)
 
     def _gradients(self) -> MemoryBytes:
-        """Return the memory of gradients: rows, or in waves a wave buffer and a stack.
+        """Return the memory of gradients: rows, or in rounds a reduce-scatter buffer and a stack.
 
-        A row is an array that holds a gradient or a partial sum. A wave buffer holds the gradients that the node's
-        ranks computed for one or two units. The stack keeps partial sums from wave to wave. In both cases the buffer in
-        which micro-batches are added is included, or with rows the scratch array for one block's gradients.
+        A row is an array that holds a gradient or a partial sum. A reduce-scatter buffer holds the gradients that the
+        node's ranks computed for one or two units. The stack keeps partial sums from round to round. In both cases the
+        buffer in which micro-batches are added is included, or with rows the scratch array for one block's gradients.
         """
         traffic, shards = self.traffic, self.traffic.part.shards
         step, grid = traffic.training.step, traffic.grid
-        if not step.waves:
+        if not step.in_rounds:
             plan = step.rows_plan(grid)
             rows = self._shared(step.rows(grid) * grid.node.size * paged(shards.layout.gradient_size * self._item))
             uses = plan.folds[grid.place].uses_scratch or (step.scratch == "micro-batches" and any(traffic.jobs))
             added = largest_block(shards.layout) * self._item if uses else 0
             return rows._replace(private=rows.private + (added if step.scratch else self._folded))
-        slots = wave_slots(shards.layout, grid.node.size, in_place=traffic.training.in_place)
+        slots = round_slots(shards.layout, grid.node.size, in_place=traffic.training.in_place)
         buffer = self._shared(*[grid.node.size * paged(size * self._item) for size in slots])
-        stack = step.wave_plan(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item
+        stack = step.round_plan(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item
         return buffer._replace(private=buffer.private + stack + self._folded)
 
     def _samples(self) -> MemoryBytes:
@@ -449,7 +449,7 @@ class TrainingPlan:
     def training(self) -> PlannedTraining:
         """The parts of the plan that are equal for all ranks."""
         row = self.row.in_contexts(self.axes.context)
-        waves = assigns_waves(row, self.config, self.axes.data * self.axes.context)
+        in_rounds = assigns_rounds(row, self.config, self.axes.data * self.axes.context)
         claimed = claims_grains(row, self.config, self.places.grid(0), self.ranks // self.axes.data)
         by_block = isinstance(self.model, BlockModel)
         scratch = scratch_use(self.config, self.axes.pipeline, by_block=by_block)
@@ -457,7 +457,7 @@ class TrainingPlan:
             row=row,
             config=self.config,
             optimizer=averaging(self.optimizer, self.config.ema),
-            step=StepBatches(self.grains, self.config.accumulate, waves, scratch, claimed),
+            step=StepBatches(self.grains, self.config.accumulate, in_rounds, scratch, claimed),
             itemsize=np.dtype(self.model.dtype).itemsize,
             sample_bytes=tuple(leaf[:1].nbytes for leaf in SampleTree.of(x=self.x, y=self.y).leaves),
             loss_scale=self.loss_scale,

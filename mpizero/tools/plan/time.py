@@ -426,7 +426,7 @@ class StepPasses:
     def fused(self) -> bool:
         """Tell whether the last sum of gradients and the update are one pass.
 
-        In waves, the update reads the sum of all grains from the stack of partial sums.
+        In rounds, the update reads the sum of all grains from the stack of partial sums.
         """
         training, partitioned = self.traffic.training, self.traffic.part.partitioned
         return fuses_update(
@@ -434,7 +434,7 @@ class StepPasses:
             norm=training.needs_norm,
             ties=partitioned.has_shared_parameters,
             peers=self.traffic.grid.peers.size,
-            waves=training.step.waves,
+            in_rounds=training.step.in_rounds,
         )
 
     # ------------------------------------------------------------------ by phase
@@ -449,10 +449,10 @@ class StepPasses:
         step = self.traffic.training.step
         if step.accumulate > 1:
             grains = -(-present // step.accumulate)
-            if step.waves or step.scratch is None:
+            if step.in_rounds or step.scratch is None:
                 found += [self._pass(self._held, 1, 1)] * 2 * grains  # into the partial sum, and out of it
             found += [self._pass(self._held, 2, 1)] * (present - grains)
-        if not step.waves:
+        if not step.in_rounds:
             folds = step.rows_plan(self.traffic.grid).folds[self.traffic.grid.place].folds
             found += [self._pass(self._held, 2, 1)] * sum(len(fold.targets) for fold in folds)
         return found
@@ -462,7 +462,7 @@ class StepPasses:
 
         The last sum is left out if the update is fused with it.
         """
-        return list(self._waves() if self.traffic.training.step.waves else self._rows())
+        return list(self._rounds() if self.traffic.training.step.in_rounds else self._rows())
 
     def _rows(self) -> Iterator[PassBytes]:
         plan = self.traffic.training.step.rows_plan(self.traffic.grid)
@@ -471,11 +471,11 @@ class StepPasses:
         if not self.fused:
             yield self._pass(self._owned, _rows_read(plan.root), 1)
 
-    def _waves(self) -> Iterator[PassBytes]:
-        for wave in self.traffic.training.step.wave_plan(self.traffic.grid).waves:
+    def _rounds(self) -> Iterator[PassBytes]:
+        for this_round in self.traffic.training.step.round_plan(self.traffic.grid).rounds:
             if self.traffic.grid.peers.size > 1:
-                yield from self._folded(self._group, wave.group_programs[self.traffic.grid.peers.rank])
-            for merge in wave.merges:
+                yield from self._folded(self._group, this_round.group_programs[self.traffic.grid.peers.rank])
+            for merge in this_round.merges:
                 yield self._pass(self._owned, _rows_read(merge.program), 1)
         if not self.fused:
             yield self._pass(self._owned, 1, 1)  # divided by the weight
@@ -492,7 +492,7 @@ class StepPasses:
         training, tensors = self.traffic.training, self.traffic.tensors
         arrays = 1 + len(training.optimizer.slots)
         rows = 1
-        if self.fused and not training.step.waves:
+        if self.fused and not training.step.in_rounds:
             rows = _rows_read(training.step.rows_plan(self.traffic.grid).root)
         gradients = self._owned if training.row.shard_optimizer else self._group
         elementwise = self.traffic.updated - self.traffic.updated_in_tensors
@@ -617,9 +617,9 @@ class TimeFloors:
         """Return the seconds of the messages that sum gradients over ranks, and of a node's barriers before sums."""
         rows = self._exchanges("exchange", traffic.reductions) + self._exchanges("gather", traffic.replications())
         times = 1
-        if traffic.training.step.waves:
-            waves = traffic.training.step.wave_plan(traffic.grid).waves
-            times = len(waves) * len(traffic.part.layout.units)
+        if traffic.training.step.in_rounds:
+            rounds = traffic.training.step.round_plan(traffic.grid).rounds
+            times = len(rounds) * len(traffic.part.layout.units)
         return rows + self._purposes(sent, "ties") + times * self._barrier(traffic)
 
     def _publication(self, traffic: RankTraffic) -> float:

@@ -134,10 +134,10 @@ class RankTraffic:
             return [
                 exchange_cost(width, self.grid.peers.rank, counts, item, None, self.training.bucket) for width in widths
             ]
-        if not self.training.step.waves:
+        if not self.training.step.in_rounds:
             return self._exchanges(units, self._row_counts)
-        waves = self.training.step.wave_plan(self.grid).waves
-        sums = [tuple(map(len, wave.group_programs)) for wave in waves]
+        rounds = self.training.step.round_plan(self.grid).rounds
+        sums = [tuple(map(len, this_round.group_programs)) for this_round in rounds]
         alike = {count: [each for unit in units for each in self._exchanges([unit], count)] for count in set(sums)}
         return [each for count in sums for each in alike[count]]
 
