@@ -107,7 +107,7 @@ class Exchanges:
         def run() -> None:
             rows, program, out = engine.rows.operands()
             engine.updater.update_fused(rows, program, divisors, out, 1)
-            engine.store.publish(exchange=engine.placement.shard_optimizer)
+            engine.store.all_gather(exchange=engine.placement.shard_optimizer)
 
         return run
 
