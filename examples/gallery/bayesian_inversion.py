@@ -223,10 +223,11 @@ def main(arguments: Sequence[str] | None = None, comm: Any = None) -> Found:
     misfit = Misfit(aquifer, noise=0.05 * float(exact.std()))
     observed = exact + rng.normal(0, misfit.noise, exact.shape)
 
-    with mz.ShardingConfig(comm=comm, micro_batch=1) as config:
+    config = mz.Config(micro_batch=1)
+    with mz.Mesh(comm) as mesh:
         start = {"whitened": np.zeros(cells**2)}
         function = mz.FunctionModel(start, misfit.loss_and_grad, product=misfit.product)
-        with mz.ZeRO1Model(function, config) as model:
+        with mz.distribute(function, None, "zero1", mesh=mesh, config=config) as model:
             fit = mz.minimize(
                 model,
                 (rates, observed),
@@ -238,7 +239,8 @@ def main(arguments: Sequence[str] | None = None, comm: Any = None) -> Found:
             mine = slice(*(len(rates) * r // ranks for r in (model.rank, model.rank + 1)))
             speaks = model.rank == 0
         form = partial(misfit.quadratic_form, whitened)
-        with mz.ZeRO1Model(mz.FunctionModel({"block": np.zeros((cells**2, rank + 5))}, form), config) as model:
+        products = mz.FunctionModel({"block": np.zeros((cells**2, rank + 5))}, form)
+        with mz.distribute(products, None, "zero1", mesh=mesh, config=config) as model:
 
             def multiply(block: Array) -> Array:
                 model.set_parameters(block.ravel())

@@ -26,6 +26,7 @@ import mpizero as mz
 from mpizero.testing import run_in_threads
 
 VOCABULARY = 256
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
 def arguments() -> argparse.Namespace:
@@ -47,9 +48,10 @@ def train(comm: Any, args: argparse.Namespace, **sizes: int) -> tuple[list[float
     gpt = mz.nn.GPT(args.dim, args.blocks, args.heads, args.sequence, vocabulary=VOCABULARY)
     text = np.random.default_rng(0).integers(0, VOCABULARY, (args.steps * args.batch, args.sequence + 1))
     source = mz.data.ArraySource(text[:, :-1], text[:, 1:])
+    config, strategy = mz.Config(micro_batch=1, tiles={"tensor": args.tensor}), STRATEGIES[args.zero]
     with (
-        mz.ShardingConfig(comm=comm, micro_batch=1, tiles={"tensor": args.tensor}) as config,
-        mz.HybridShardedModel(gpt, config, zero_stage=args.zero, optimizer=mz.AdamW(1e-3), **sizes) as model,
+        mz.Mesh(comm, **sizes) as mesh,
+        mz.distribute(gpt, mz.AdamW(1e-3), strategy, mesh=mesh, config=config) as model,
     ):
         batches = mz.data.batches(source, model, global_batch=args.batch, steps=args.steps)  # this rank's samples
         return [model.train(x, y) for x, y in batches], model.parameters_sha256()
@@ -83,7 +85,7 @@ def main() -> None:
     """Train on the grid and in one process, print what both took, and compare their parameters."""
     args = arguments()
     ranks = args.pipeline * args.tensor * args.data
-    sizes = {"pipeline_parallel_size": args.pipeline, "tensor_parallel_size": args.tensor}
+    sizes = {"pipeline": args.pipeline, "tensor": args.tensor}
 
     started = time.monotonic()
     everyone = run_in_threads(ranks, lambda comm: train(comm, args, **sizes))

@@ -176,11 +176,8 @@ def main(arguments: Sequence[str] | None = None, comm: Any = None) -> Found:
     )
     linear = np.linalg.lstsq(x, y, rcond=1e-3)[0]
     network = TorchModel(Operator, relative)
-    schedule = mz.optim.cosine(5e-3, options.steps)
-    with (
-        mz.ShardingConfig(comm=comm, micro_batch=BATCH // 8) as config,
-        mz.ZeRO1Model(network, config, optimizer=mz.Adam(lr=schedule)) as model,
-    ):
+    adam, config = mz.Adam(lr=mz.optim.cosine(5e-3, options.steps)), mz.Config(micro_batch=BATCH // 8)
+    with mz.Mesh(comm) as mesh, mz.distribute(network, adam, "zero1", mesh=mesh, config=config) as model:
         prepared = time.monotonic() - began
         source = mz.data.ArraySource(x, y)
         for batch in mz.data.batches(source, model, global_batch=BATCH, seed=0, steps=options.steps):

@@ -150,10 +150,8 @@ def main(arguments: Sequence[str] | None = None, comm: Any = None) -> Found:
     points = np.random.default_rng(0).uniform(low, high, (options.points, 2))
     source = mz.data.ArraySource(points, np.zeros(options.points))
     network = TorchModel(Residual, squared)
-    with (
-        mz.ShardingConfig(comm=comm, micro_batch=options.points // 8) as config,
-        mz.ZeRO1Model(network, config, optimizer=mz.Adam(lr=5e-3)) as model,
-    ):
+    config = mz.Config(micro_batch=options.points // 8)
+    with mz.Mesh(comm) as mesh, mz.distribute(network, mz.Adam(lr=5e-3), "zero1", mesh=mesh, config=config) as model:
         for batch in mz.data.batches(source, model, global_batch=options.points, seed=0, steps=options.steps):
             loss = model.train(*batch)
         early, speaks = solution_of(network, model), model.rank == 0

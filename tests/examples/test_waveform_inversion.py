@@ -119,9 +119,11 @@ def test_velocities_have_the_same_bits_on_any_ranks_and_after_an_interruption(pa
                 raise KeyError("the end")
 
         peaks, iterations, survey = parts.invert.SMALL
-        with mz.ShardingConfig(comm=comm, micro_batch=1) as config:
+        with mz.Mesh(comm) as mesh:
             settings = parts.inversion.Settings(survey=survey, peaks=peaks, iterations=iterations)
-            parts.inversion.Inversion(config, settings, tmp_path / "killed", 3, report).run(resume=False)
+            parts.inversion.Inversion(mesh, mz.Config(micro_batch=1), settings, tmp_path / "killed", 3, report).run(
+                resume=False
+            )
 
     with pytest.raises(KeyError, match="the end"):
         run_in_threads(2, killed)

@@ -59,12 +59,13 @@ def main(arguments: Sequence[str] | None = None, comm: Any = None) -> Found:
         guard.current().install(keep=True)  # so that errors of the user are one line
     peaks, iterations, survey = SMALL if options.small else LARGE
     assignment = "dynamic" if options.dynamic else "static"
-    with mz.ShardingConfig(comm=comm, micro_batch=1, grain_assignment=assignment) as config:
-        ranks = config.communicator
+    config = mz.Config(micro_batch=1, grain_assignment=assignment)
+    with mz.Mesh(comm) as mesh:
+        ranks = mesh.communicator
         say: Callable[[str], object] = partial(print, flush=True) if ranks.rank == 0 else lambda text: None
         chosen = iterations if options.iterations is None else options.iterations
         settings = Settings(survey=survey, peaks=peaks, iterations=chosen)
-        found = Inversion(config, settings, options.folder, options.every, say).run(resume=options.resume)
+        found = Inversion(mesh, config, settings, options.folder, options.every, say).run(resume=options.resume)
         with all_ranks(ranks):
             if ranks.rank == 0:
                 say(draw_or_tell(options.folder, survey, found))

@@ -106,12 +106,14 @@ class Shots(mz.data.Source):
 
 
 class Inversion:
-    """Run an inversion; its methods are collective over the ranks of ``config``.
+    """Run an inversion; its methods are collective over the ranks of ``mesh``.
 
     Parameters
     ----------
-    config : ShardingConfig
-        The ranks, and one shot a grain.
+    mesh : Mesh
+        The ranks.
+    config : Config
+        One shot a grain.
     settings : Settings
         All that determines the result.
     folder : Path
@@ -123,9 +125,15 @@ class Inversion:
     """
 
     def __init__(
-        self, config: mz.ShardingConfig, settings: Settings, folder: Path, every: int, report: Callable[[str], object]
+        self,
+        mesh: mz.Mesh,
+        config: mz.Config,
+        settings: Settings,
+        folder: Path,
+        every: int,
+        report: Callable[[str], object],
     ) -> None:
-        self._config, self._settings, self._folder = config, settings, folder
+        self._mesh, self._config, self._settings, self._folder = mesh, config, settings, folder
         self._every, self._report = require("every", every, whole(1)), report
         survey = settings.survey
         self._misfit = Misfit(survey)
@@ -137,7 +145,8 @@ class Inversion:
         """Go through all stages, from the start or from the newest checkpoint, and return what was found."""
         path = self._checkpoint(resume=resume)
         first = self._done[-1].stage if path else 0
-        with mz.ZeRO1Model(self._function(self._start), self._config) as model:
+        function = self._function(self._start)
+        with mz.distribute(function, None, "zero1", mesh=self._mesh, config=self._config) as model:
             for stage in range(first, len(self._settings.peaks)):
                 peak = self._settings.peaks[stage]
                 ended = mz.minimize(
@@ -179,11 +188,11 @@ class Inversion:
             attributes = {"settings": self._settings.saved(), "iterations": [asdict(one) for one in self._done]}
             path = checkpoint.step_folder(self._folder, len(self._done))
             found.model.save_model(path, attributes={"inversion": attributes})
-            checkpoint.prune(self._folder, KEEP, self._config.communicator)
+            checkpoint.prune(self._folder, KEEP, self._mesh.communicator)
 
     def _checkpoint(self, *, resume: bool) -> str | None:
         """Return the newest checkpoint and take its iterations, to resume; None to begin."""
-        comm = self._config.communicator
+        comm = self._mesh.communicator
         path = checkpoint.newest(self._folder, comm)
         if not resume and path:
             raise ConfigError(f"{path} is of an earlier run: go on from it with --resume, or give another --folder")
@@ -211,7 +220,7 @@ class Inversion:
 
     def _reached(self, velocity: np.ndarray) -> Reached:
         """Evaluate velocities at the last frequency."""
-        comm, shots = self._config.communicator, Shots(self._misfit, self._truth, self._settings.peaks[-1])
+        comm, shots = self._mesh.communicator, Shots(self._misfit, self._truth, self._settings.peaks[-1])
         with all_ranks(comm):
             x, y = shots.samples(np.array_split(np.arange(len(shots)), comm.size)[comm.rank])
         with mz.DDPModel(self._function(velocity), self._config) as model:
