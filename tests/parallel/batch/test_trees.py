@@ -1,4 +1,4 @@
-"""Batches that are trees of arrays are cut and dealt like one array; what cannot be is said."""
+"""Batches that are trees of arrays in any byte order are cut and dealt like one array; what cannot be is said."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 import mpizero as mz
+from mpizero._util.pytree import map_leaves
 from mpizero.errors import DataError
+from mpizero.nn import Layer
 from mpizero.testing import run_in_threads
-from mpizero.types import Array
-from tests.parallel.models import PRIVATE, STRATEGIES, hard_function, layouts, part, sharded, vectors
-from tests.parallel.parallel_layouts import known
+from mpizero.types import EVALUATE, Array
+from tests.parallel.models import gpt, hard_function, layouts, part, points, sharded, tokens, vectors
+from tests.parallel.parallel_layouts import Case, Chain, Way, known, trained, trained_alone
 
 
 class Target(NamedTuple):
@@ -62,74 +64,121 @@ def as_arrays(batch: tuple[Any, Any]) -> tuple[Array, Array]:
     return np.concatenate(held, axis=1), y.values
 
 
-def of_trees(sizes: set[int] | None = None) -> mz.FunctionModel:
-    """The function of arrays, for trees that hold the same; ``sizes`` collects how many samples it is given."""
+def same(tree: Any) -> Any:
+    return tree
+
+
+def foreign(tree: Any) -> Any:
+    """The same numbers in the byte order that is not this machine's."""
+    return map_leaves(lambda array: np.asarray(array).astype(np.asarray(array).dtype.newbyteorder()), tree)
+
+
+def of_trees(order: Any, sizes: set[int]) -> mz.FunctionModel:
+    """The function of arrays, for trees that hold the same; ``sizes`` collects how many samples it is given.
+
+    It refuses arrays in another byte order than this machine's, and returns its gradients in ``order``.
+    """
     whole = hard_function()
 
     def loss_and_grad(p: Any, batch: Any) -> Any:
         x, y = as_arrays(batch)
-        if sizes is not None:
-            sizes.add(len(x))
-        return whole.loss_and_grad(p, (x, y))
+        assert all(array.dtype.isnative for array in (*p.values(), x, y))
+        sizes.add(len(x))
+        loss, gradients, weight = whole.loss_and_grad(p, (x, y))
+        return loss, order(dict(gradients)), weight
 
     def predict(p: Any, x: Any) -> Any:
-        return {"score": whole.predict(p, as_arrays((x, Target(x["b"][:, 0])))[0][: len(x["b"])])}
+        return {"score": whole.predict(p, as_arrays((x, Target(x["b"][:, 0])))[0])}
 
-    return mz.FunctionModel(whole.parameters, loss_and_grad, predict=predict, frozen=["scale"])
+    return mz.FunctionModel(order(dict(whole.parameters)), loss_and_grad, predict=predict, frozen=["scale"])
 
 
-def told(model: Any, batches: list[Any]) -> tuple[Any, ...]:
-    """What a model makes of some batches, by every call that takes one."""
+def told(model: Any, batches: list[Any], order: Any, inputs: Any) -> tuple[Any, ...]:
+    """What a model makes of parameters and of some batches, by every call that takes some."""
+    model.set_parameters(order(model.get_parameters() / 2))
+    model.load_named(order({name: array + 1 for name, array in model.named_parameters().items()}))
     losses = [model.train(*batch) for batch in batches]
-    gradient = model.compute_gradients(*batches[0])
-    return losses, gradient.loss, model.evaluate(*batches[1])[:2], model.parameters_sha256()
+    predicted = model.predict(inputs)
+    predicted = predicted["score"] if isinstance(predicted, dict) else predicted
+    gradient, seen = model.compute_gradients(*batches[0]).loss, model.evaluate(*batches[1])[:2]
+    return losses, gradient, seen, predicted.tobytes(), model.parameters_sha256()
 
 
-def expected() -> tuple[Any, ...]:
+def of_arrays() -> tuple[Any, ...]:
     """The same of one array, on one process."""
     model, _ = sharded("ddp", None, hard_function(), micro_batch=4)
     with model:
-        return told(model, [vectors(18), vectors(11), vectors(18)])
+        return told(model, [vectors(18), vectors(11), vectors(18)], same, vectors(5)[0])
 
 
-def check_ranks(comm: Any, size: int) -> None:
-    """Trees give the numbers of arrays on one process; the first rank has no samples of the second batch."""
-    wanted, sizes = known(comm, expected), set[int]()
+def check_ranks(comm: Any, size: int, order: Any) -> None:
+    """Trees give the numbers of arrays on one process; the last rank has all samples of the second batch."""
+    wanted, sizes = known(comm, of_arrays), set[int]()
+    inputs = order(as_tree(*vectors(5)))[0]
     for strategy, memory in layouts(size):
-        model, _ = sharded(strategy, comm, of_trees(sizes), micro_batch=4, **memory)
-        cuts = [
-            None,
-            [0, *[11 // (size - 1)] * (size - 2), 11 - 11 // (size - 1) * (size - 2)] if size > 1 else None,
-            None,
-        ]
-        batches = [as_tree(*part(comm, *vectors(n), cut)) for n, cut in zip((18, 11, 18), cuts, strict=True)]
+        model, _ = sharded(strategy, comm, of_trees(order, sizes), micro_batch=4, **memory)
+        cuts = (None, [0] * (size - 1) + [11], None)
+        batches = [order(as_tree(*part(comm, *vectors(n), cut))) for n, cut in zip((18, 11, 18), cuts, strict=True)]
         with model:
-            assert told(model, batches) == wanted, (strategy, memory)
+            assert told(model, batches, order, inputs) == wanted, (strategy, memory)
     assert sizes <= {4, 2, 3}
 
 
+@pytest.mark.parametrize(("size", "order"), [(1, foreign), (2, same), (3, foreign), (4, same)])
+def test_trees_give_the_numbers_of_one_array_with_any_ranks_strategy_and_memory(size: int, order: Any) -> None:
+    run_in_threads(size, lambda comm: check_ranks(comm, size, order))
+
+
 @pytest.mark.mpi
-def test_a_tree_of_arrays_gives_the_numbers_of_one_array_on_any_ranks_strategy_and_memory(world: Any) -> None:
-    check_ranks(world, world.size)
+def test_processes_send_each_other_trees_in_any_byte_order(world: Any) -> None:
+    check_ranks(world, world.size, foreign)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_same_in_threads(size: int) -> None:
-    run_in_threads(size, lambda comm: check_ranks(comm, size))
+# ---------------------------------------------------------------------- the other byte order inside of a model
 
 
-def test_predict_takes_and_gives_trees() -> None:
-    x, y = vectors(5)
-    for strategy in STRATEGIES:
-        model, _ = sharded(strategy, None, of_trees(), **PRIVATE)
-        whole, _ = sharded(strategy, None, hard_function(), **PRIVATE)
-        with model, whole:
-            assert model.predict(as_tree(x, y)[0])["score"].tobytes() == whole.predict(x).tobytes()
+class Turned(Layer):
+    """Pass on its input in the other byte order."""
+
+    def forward(self, params: Any, x: Array, run: Any = EVALUATE) -> Any:
+        assert x.dtype.isnative
+        return foreign(x), None
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+        return dy, None
+
+
+@pytest.mark.parametrize("way", [Way(pipeline=2), Way(tensor=2), Way(context=2)], ids=str)
+def test_split_models_take_samples_in_any_byte_order(way: Way) -> None:
+    def run(order: Any) -> Any:
+        case = Case(gpt, batches=[order(tokens(6))])
+        return run_in_threads(2, lambda comm: trained(case, comm, way))
+
+    assert run(foreign) == run(same)
+
+
+def test_blocks_may_pass_on_arrays_of_any_byte_order() -> None:
+    layers = {"one": mz.nn.Linear(6, 5), "turned": Turned(), "two": mz.nn.Linear(5, 3)}
+    case = Case(lambda: Chain(layers, mz.nn.CrossEntropy()), batches=[points(6)])
+    for stages in (2, 3):
+        found = run_in_threads(stages, lambda comm, s=stages: trained(case, comm, Way(s)))
+        assert found == [trained_alone(case)] * stages
 
 
 # ---------------------------------------------------------------------- what is refused, on all ranks
 
 X, Y = np.ones((4, 2)), np.ones(4)
+
+
+def box(comm: Any = None, seen: Any = None, **settings: Any) -> Any:
+    """A black box that takes anything, and notes its inputs."""
+
+    def loss_and_grad(p: Any, batch: Any) -> Any:
+        if seen is not None:
+            seen.append(batch[0])
+        return 1.0, {"w": np.ones(3)}, 1.0
+
+    return sharded("zero2", comm, mz.FunctionModel({"w": np.zeros(3)}, loss_and_grad), **settings)[0]
 
 
 @pytest.mark.parametrize(
@@ -153,9 +202,7 @@ X, Y = np.ones((4, 2)), np.ones(4)
 )
 def test_trees_that_do_not_fit_together_are_refused_with_rank_path_and_both(good: Any, bad: Any, message: str) -> None:
     def run(comm: Any) -> None:
-        start = {"w": np.zeros(3)}
-        model, _ = sharded("zero2", comm, mz.FunctionModel(start, lambda p, b: (1.0, {"w": np.ones(3)}, 1.0)))
-        with model:
+        with box(comm) as model:
             for call in (model.train, model.compute_gradients, model.evaluate):
                 with pytest.raises(DataError, match=message):
                     call(bad if comm.rank == 1 else good, Y)
@@ -172,13 +219,14 @@ class Cuda:
 
 
 def test_an_array_that_cannot_come_to_the_host_is_named_with_its_own_error_and_the_way_out() -> None:
-    model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.zeros(3)}, lambda p, b: (1.0, {"w": np.ones(3)}, 1.0)))
-    with model, pytest.raises(DataError, match=r"x\['image'\] is a .*Cuda .* cuda:0 device .*; bring .*cpu\(\).numpy"):
+    with (
+        box() as model,
+        pytest.raises(DataError, match=r"x\['image'\] is a .*Cuda .* cuda:0 device .*; bring .*cpu\(\).numpy"),
+    ):
         model.train({"image": Cuda()}, Y)
     holds_itself: list[Any] = []
     holds_itself.append(holds_itself)
-    model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.zeros(3)}, lambda p, b: (1.0, {"w": np.ones(3)}, 1.0)))
-    with model, pytest.raises(DataError, match="does it hold itself"):
+    with box() as model, pytest.raises(DataError, match="does it hold itself"):
         model.train(holds_itself, Y)
 
 
@@ -194,13 +242,7 @@ def test_an_array_that_cannot_come_to_the_host_is_named_with_its_own_error_and_t
 )
 def test_what_cannot_be_cut_is_one_grain_and_a_warning_names_it_once_at_the_users_line(x: Any, named: str) -> None:
     seen: list[Any] = []
-
-    def loss_and_grad(p: Any, batch: Any) -> Any:
-        seen.append(batch[0])
-        return 1.0, {"w": np.ones(3)}, 1.0
-
-    model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.zeros(3)}, loss_and_grad), micro_batch=1)
-    with model, warnings.catch_warnings(record=True) as caught:
+    with box(None, seen, micro_batch=1) as model, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):
             model.train(x, X)
@@ -271,7 +313,9 @@ def test_a_made_up_structure_is_refused(structure: Any, tmp_path: Path) -> None:
 
 def test_layouts_are_compared_on_trees() -> None:
     trees = [as_tree(*vectors(n)) for n in (8, 5)]
-    report = mz.testing.compare_layouts(lambda comm: of_trees(), trees, ["zero1*2", "zero3*3"], micro_batch=2)
+    report = mz.testing.compare_layouts(
+        lambda comm: of_trees(same, set()), trees, ["zero1*2", "zero3*3"], micro_batch=2
+    )
     report.check()
 
 
