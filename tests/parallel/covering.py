@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from typing import Any
+
+from mpizero.testing import run_in_threads
+from tests.parallel.models import MEMORIES, STRATEGIES
 
 
 def covering(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -16,3 +19,13 @@ def covering(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
         missing -= pairs[row]
         found.append(tuple(column[index] for column, index in zip(columns, row, strict=True)))
     return found
+
+
+#: Numbers of ranks, strategies and memories: every pair occurs.
+LAYOUTS = covering((1, 2, 3, 4, 8), STRATEGIES, MEMORIES)
+
+
+def on_layouts(body: Callable[[Any, str, dict[str, Any]], Any]) -> None:
+    """Call ``body(comm, strategy, memory)`` on the threads of every layout."""
+    for size, strategy, memory in LAYOUTS:
+        run_in_threads(size, lambda comm, s=strategy, m=memory: body(comm, s, m))

@@ -20,14 +20,9 @@ import mpizero as mz
 from mpizero.errors import ConfigError, DataError
 from mpizero.sharding import read_bad_step
 from mpizero.testing import run_in_threads
-from tests.parallel.models import gpt, layouts, mlp, part, points, sharded, step_whose_sum_overflows, tokens
+from tests.parallel.covering import on_layouts
+from tests.parallel.models import gpt, mlp, part, points, sharded, step_whose_sum_overflows, tokens
 from tests.parallel.parallel_layouts import Case, Way, placed, with_traps
-
-
-@pytest.fixture
-def folder(world: Any, tmp_path: Path) -> Path:
-    """One folder for all ranks."""
-    return Path(world.broadcast_object(str(tmp_path)))
 
 
 def bad_points(samples: int, first: int) -> tuple[Any, Any]:
@@ -36,61 +31,58 @@ def bad_points(samples: int, first: int) -> tuple[Any, Any]:
     return x, y
 
 
-@pytest.mark.mpi
-def test_the_loss_of_the_first_grain_is_named_on_every_layout(world: Any, folder: Path) -> None:
+def test_the_loss_of_the_first_grain_is_named_on_every_layout(tmp_path: Path) -> None:
     """With clipping, several micro-batches a grain, or neither of them, in turn."""
-    count = 4 * world.size
-    x, y = bad_points(count, 2 * world.size + 1)
-    bad = (2 * world.size + 1) // 2 * 2
-    for number, (strategy, memory) in enumerate(layouts(world.size)):
-        extra: dict[str, Any] = ({}, {"clip": 1.0}, {"accumulate": 2})[(number + world.size) % 3]
+
+    def run(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
+        count, bad = 4 * comm.size, (2 * comm.size + 1) // 2 * 2
+        x, y = bad_points(count, 2 * comm.size + 1)
+        extra: dict[str, Any] = ({}, {"clip": 1.0}, {"accumulate": 2})[(len(memory) + comm.size) % 3]
         micro = 2 // extra.get("accumulate", 1)
-        model, _ = sharded(strategy, world, mlp(), micro_batch=micro, **extra, **memory)
+        model, _ = sharded(strategy, comm, mlp(), micro_batch=micro, **extra, **memory)
         with model:
-            model.train(*part(world, *points(count)))
+            model.train(*part(comm, *points(count)))
             before = model.parameters_sha256()
-            model.train(*part(world, x, y))
+            model.train(*part(comm, x, y))
             found = model.last_step.non_finite
             assert (found[0].step, found[0].tensor, found[0].start, found[0].stop) == (2, "loss", bad, bad + 2)
             assert [f.start for f in found] == list(range(bad, count, 2))[:16]
-            assert set(world.allgather_object(found)) == {found}
+            assert set(comm.allgather_object(found)) == {found}
             assert model.parameters_sha256() == before
-            path = mz.dump_bad_step(model, part(world, x, y), folder / str(number))
-            step = read_bad_step(path)
+            step = read_bad_step(
+                mz.dump_bad_step(model, part(comm, x, y), tmp_path / f"{comm.size} {strategy} {memory}")
+            )
             assert [list(grain.samples) for grain in step.grains] == [[f.start, f.start + 1] for f in found]
             np.testing.assert_array_equal(np.concatenate([grain.x for grain in step.grains]), x[bad : bad + 32])
             assert (step.step, step.run_step, step.micro_batch, step.global_batch) == (2, 1, micro, count)
             assert step.found[0]["rank"] == found[0].rank
 
+    on_layouts(run)
 
-@pytest.mark.mpi(min_size=2)
-def test_a_gradient_of_a_split_model_is_named_by_its_block_whoever_holds_it(world: Any, folder: Path) -> None:
-    """The block that the backward pass comes to first is named, on whatever stage or tensor rank."""
-    if world.size % 2:
-        pytest.skip("an even number of ranks")
+
+@pytest.mark.parametrize("way", [Way(2, 1), Way(2, 1, zero=3, schedule="zero_bubble"), Way(1, 2)], ids=str)
+def test_a_gradient_of_a_split_model_is_named_by_its_block_whoever_holds_it(way: Way, tmp_path: Path) -> None:
+    """The block that the backward pass comes to first is named, on whatever stage; a tensor group names its loss."""
     x, y = tokens(8)
-    for number, way in enumerate((Way(2, 1), Way(2, 1, zero=3, schedule="zero_bubble"), Way(1, 2))):
-        armed = {"what": "infinite", "first": 4}
-        case = Case(lambda: with_traps(gpt(dropout=0.0), {"blocks.0": armed, "blocks.1": armed}))  # noqa: B023
-        if way.tensor > 1:
-            case = Case(lambda: gpt(dropout=0.0))
-        model, _ = placed(case, world, way)
+
+    def run(comm: Any) -> None:
+        armed = {"what": "infinite", "first": 4} if way.tensor == 1 else {}
+        case = Case(lambda: with_traps(gpt(dropout=0.0), {"blocks.0": armed, "blocks.1": armed} if armed else {}))
+        model, _ = placed(case, comm, way)
         with model:
-            if way.tensor > 1:
+            if not armed:
                 poison = model.get_parameters()
-                entry = next(e for e in model.layout.parameters if "blocks.1" in e.spec.name)
-                poison[entry.offset] = np.inf
+                poison[next(e for e in model.layout.parameters if "blocks.1" in e.spec.name).offset] = np.inf
                 model.set_parameters(poison)
             mine = part(model.batch_group, x, y)
             model.train(*mine)
             first = model.last_step.non_finite[0]
-            if way.tensor > 1:
-                assert first.tensor == "loss"
-            else:
-                assert first.tensor.startswith("blocks.1.")
-                assert (first.start, first.stop) == (4, 6)
-            step = read_bad_step(mz.dump_bad_step(model, mine, folder / str(number)))
+            assert first.tensor.startswith("blocks.1." if armed else "loss")
+            assert not armed or (first.start, first.stop) == (4, 6)
+            step = read_bad_step(mz.dump_bad_step(model, mine, tmp_path))
             np.testing.assert_array_equal(step.grains[0].x, x[first.start : first.stop])
+
+    run_in_threads(4, run)
 
 
 def test_gradients_that_overflow_in_their_sum_are_named_with_their_owner() -> None:
@@ -328,9 +320,19 @@ def test_made_up_samples_are_refused_before_memory_is_taken(dump: Path, case: st
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("name", ["step.json", "grain_00001.npz"])
-@pytest.mark.parametrize("other", ["pipe", "link", "link to a device", "folder", "socket", "empty"])
-def test_something_else_in_place_of_a_file_of_a_step_is_refused_at_once(dump: Path, name: str, other: str) -> None:
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        ("pipe", "step.json"),
+        ("folder", "step.json"),
+        ("socket", "step.json"),
+        ("empty", "step.json"),
+        ("empty", "grain_00001.npz"),
+        ("link", "grain_00001.npz"),
+        ("link to a device", "grain_00001.npz"),
+    ],
+)
+def test_something_else_in_place_of_a_file_of_a_step_is_refused_at_once(dump: Path, other: str, name: str) -> None:
     path, elsewhere = dump / name, dump.parent / "elsewhere"
     path.rename(elsewhere)
     if other == "pipe":
