@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,29 +17,36 @@ from mpizero.nn.layer import Layer
 from mpizero.sharding.integrity import WriteCheck
 from mpizero.testing import run_in_threads
 from mpizero.types import ParameterSpec
-from tests.parallel.models import MEMORIES, STRATEGIES, gpt, part, points, sharded, tokens
+from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, mlp, part, points, sharded, tokens
+from tests.parallel.parallel_layouts import Blocks
 
 Write = Callable[[Any, Any], None]
 
 
 @dataclass(frozen=True)
 class Scale(Layer):
-    """A user's layer: y = gain * x, whose gradient ``write`` puts into ``grads``."""
+    """A user's layer: y = gain * x, whose gradient ``write`` puts into ``grads``, of micro-batch ``at`` or of all."""
 
     features: int
     write: Write
+    at: int | None = None
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
         return (ParameterSpec("gain", (self.features,), mz.types.Init("ones")),)
 
     def forward(self, params: Any, x: Any, run: Any = None) -> Any:
-        return x * params["gain"], x
+        return x * params["gain"], (x, run.first_sample)
 
     def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
         return dy * params["gain"], dy
 
     def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
-        self.write(grads, (cache * pending).sum(0))
+        write = self.write if self.at in (None, cache[1]) else overwrite
+        write(grads, (cache[0] * pending).sum(0))
+
+
+def overwrite(grads: Any, value: Any) -> None:
+    grads["gain"][...] = value
 
 
 def rebind(grads: Any, value: Any) -> None:
@@ -111,8 +119,33 @@ def test_a_layer_that_does_not_overwrite_its_gradient_is_named_and_no_step_is_ma
     run_in_threads(2, run)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("wrap", [lambda layer: layer, mz.nn.Checkpointed, lambda layer: mz.nn.Sequential([layer])])
+@pytest.mark.parametrize("write", [forget, add, write_some])
+def test_what_a_block_has_not_written_is_found_in_every_grain_and_block(write: Any) -> None:
+    """Grains 1 and 3 have no rows; the block that is written last is smaller than the others."""
+    plain = mlp(hidden=(3, 7))
+    x, y = points(4)
+
+    def run(comm: Any, block: str, at: int, memory: dict[str, Any]) -> None:
+        wrong = Scale({"hidden.0": 3, "hidden.1": 7, "output": 3}[block], write, at)
+        model = Blocks(plain, {block: lambda layer: mz.nn.Sequential([layer, wrong])})
+        placed, _ = sharded("ddp", comm, model, micro_batch=1, **memory)
+        with placed:
+            before = placed.parameters_sha256()
+            with pytest.raises((LayoutError, RemoteError), match=f"block '{block}', Scale: .* has not written"):
+                placed.train(*part(comm, x, y))
+            assert placed.parameters_sha256() == before
+
+    for number, (block, at) in enumerate(product(plain.blocks, range(4))):
+        if (number + list(WRONG).index(write)) % 2:  # the others are found of another write
+            run(None, block, at, {})
+    for block, memory in product(plain.blocks, (PRIVATE, {"ranks_per_node": 1, "bucket_mb": 256 / 2**20})):
+        run_in_threads(2, lambda comm, b=block, m=memory: run(comm, b, 3, m))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wrap"),
+    [("float64", lambda layer: layer), ("float32", mz.nn.Checkpointed), ("float64", lambda x: mz.nn.Sequential([x]))],
+)
 def test_the_innermost_layer_is_named(dtype: str, wrap: Any) -> None:
     model, _ = sharded("zero1", None, model_of(wrap(Scale(6, forget)), dtype))
     with model, pytest.raises(LayoutError, match="block '1', Scale: .* the gradient of 'gain'"):
@@ -128,7 +161,7 @@ def test_a_frozen_layer_need_not_write() -> None:
 
 def test_views_may_be_written_in_parts_and_added_to_once_they_are_written() -> None:
     hashes = []
-    for write in (write_in_two_parts, lambda grads, value: np.copyto(grads["gain"], value)):
+    for write in (write_in_two_parts, overwrite):
         model, _ = sharded("zero1", None, model_of(Scale(6, write)))
         with model:
             model.train(*points(4))

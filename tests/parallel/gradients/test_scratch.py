@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,10 +12,9 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.errors import LayoutError, RemoteError
+from mpizero.errors import RemoteError
 from mpizero.layout.flat import flat_names
 from mpizero.nn import Frozen
-from mpizero.nn.layer import Layer
 from mpizero.sharding import placed_model
 from mpizero.sharding.params import paged
 from mpizero.testing import parallel_assert, run_in_threads
@@ -214,66 +212,6 @@ def test_a_block_may_return_views_of_its_gradients(first: int) -> None:
 
 
 # ---------------------------------------------------------------------- what goes wrong
-
-
-@dataclass(frozen=True)
-class Forgets(Layer):
-    """Adds ``bias``; its gradient is written by ``write`` for sample ``first``, and rightly for all others."""
-
-    features: int
-    first: int
-    write: Callable[[Any, Any], None]
-
-    def own_specs(self) -> tuple[ParameterSpec, ...]:
-        return (ParameterSpec("bias", (self.features,), Init("zeros")),)
-
-    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
-        return x + params["bias"], run.first_sample
-
-    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
-        return dy, dy
-
-    def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
-        value = pending.sum(0)
-        if cache == self.first:
-            self.write(grads, value)
-        else:
-            grads["bias"][...] = value
-
-
-def forget(grads: Any, value: Any) -> None:
-    pass
-
-
-def add(grads: Any, value: Any) -> None:
-    grads["bias"] += value
-
-
-def write_some(grads: Any, value: Any) -> None:
-    grads["bias"][1:] = value[1:]
-
-
-@pytest.mark.parametrize("write", [forget, add, write_some])
-def test_what_a_block_has_not_written_is_found_in_every_grain_and_block(write: Any) -> None:
-    """Grains 1 and 3 have no rows; the block that is written last is smaller than the others."""
-    plain = mlp(hidden=(2, 7))
-    x, y = points_of(4)
-
-    def run(comm: Any, block: str, first: int, memory: dict[str, Any]) -> None:
-        wrong = Forgets({"hidden.0": 2, "hidden.1": 7, "output": 3}[block], first, write)
-        model = Blocks(plain, {block: lambda layer: mz.nn.Sequential([layer, wrong])})
-        placed, _ = sharded("ddp", comm, model, micro_batch=1, **memory)
-        with placed:
-            before = placed.parameters_sha256()
-            with pytest.raises((LayoutError, RemoteError), match=f"block '{block}', Forgets: .* has not written"):
-                placed.train(*part(comm, x, y))
-            assert placed.parameters_sha256() == before
-
-    for number, (block, first) in enumerate(product(plain.blocks, range(4))):
-        if (number + [forget, add, write_some].index(write)) % 2:  # the others are found of another write
-            run(None, block, first, {})
-    for block, memory in product(plain.blocks, (PRIVATE, {"ranks_per_node": 1, "bucket_mb": FINE})):
-        run_in_threads(2, lambda comm, b=block, m=memory: run(comm, b, 3, m))
 
 
 @pytest.mark.parametrize("what", ["forward", "input", "weights"])
