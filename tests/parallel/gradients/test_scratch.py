@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from itertools import product
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from mpizero.sharding import placed_model
 from mpizero.sharding.params import paged
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE, Init, ParameterSpec
+from tests.parallel.covering import covering
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, hard_function, mlp, part, sharded, tokens, vectors
 from tests.parallel.models import points as points_of
 from tests.parallel.parallel_layouts import Blocks, known, with_traps
@@ -108,29 +108,34 @@ def trained(comm: Any, name: str, strategy: str, batches: tuple[int, ...], **set
         return str(model.parameters_sha256())
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_number_of_grains_has_the_bits_of_rows_alone(name: str) -> None:
-    cases = (((16, 2), {}), ((5, 7), {"minimum_parameter_group_size": 500}), ((11, 16), {"clip": 0.5}))
-    for number, ((batches, settings), several) in enumerate(product(cases, (False, True))):
-        accumulate = (3 if batches == (5, 7) else 2) if several else 1
-        more = {**settings, "accumulate": accumulate}
-        samples = tuple(accumulate * grains - accumulate // 2 for grains in batches)
-        with rows_alone():
-            expected = trained(None, name, "ddp", samples, **more)
-        for ranks in ((1, 4), (2, 3))[(number // 2 + several) % 2]:  # every case, and either way, on each of them
-            strategy = ("ddp", "zero1")[(ranks + number + number // 2) % 2]
-            way = {**more, **MEMORIES[(ranks + accumulate) % 3], "bucket_mb": FINE if ranks > 1 else None}
-            job = partial(trained, name=name, strategy=strategy, batches=samples, **way)
-            assert set(run_in_threads(ranks, job)) == {expected}, (ranks, strategy, way)
+@cache
+def by_rows(name: str, batches: tuple[int, ...], **settings: Any) -> str:
+    with rows_alone():
+        return trained(None, name, "ddp", batches, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "grains", "clip", "accumulate", "ranks", "strategy", "memory"),
+    covering(list(MODELS), ((16, 2), (5, 7)), (None, 0.5), (1, 3), (1, 2, 3, 4), ("ddp", "zero1"), MEMORIES),
+)
+def test_every_number_of_grains_has_the_bits_of_rows_alone(
+    name: str, grains: Any, clip: Any, accumulate: int, ranks: int, strategy: str, memory: dict[str, Any]
+) -> None:
+    batches = tuple(accumulate * count - accumulate // 2 for count in grains)
+    settings = {"clip": clip, "accumulate": accumulate, "minimum_parameter_group_size": 500 if clip else 1}
+    expected = by_rows(name, batches, **settings)
+    bucket = FINE if ranks > 1 else None
+    job = partial(trained, name=name, strategy=strategy, batches=batches, bucket_mb=bucket, **settings, **memory)
+    assert set(run_in_threads(ranks, job)) == {expected}
 
 
 @pytest.mark.mpi
 def test_ranks_of_a_real_job_have_the_bits_of_one_process(world: Any) -> None:
-    for number, (name, strategy) in enumerate(product(MODELS, ("ddp", "zero1"))):
+    for number, name in enumerate(MODELS):
         memory = MEMORIES[(number + world.size) % 3]
-        found = trained(world, name, strategy, (16, 11, 5), bucket_mb=FINE, **memory)
+        found = trained(world, name, ("ddp", "zero1")[number % 2], (16, 11, 5), bucket_mb=FINE, **memory)
         expected = known(world, trained, None, name, "ddp", (16, 11, 5))
-        parallel_assert(world, found == expected, f"{name} {strategy} {memory}")
+        parallel_assert(world, found == expected, f"{name} {memory}")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
