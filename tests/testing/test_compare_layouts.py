@@ -6,7 +6,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ConfigError
 from mpizero.testing import compare_layouts
-from tests.parallel.parameters.test_fallback import limit_windows
+from tests.parallel.parameters.test_memory import limit_windows
 from tests.testing import planted
 from tests.testing.planted import compared, finding, gpt, texts
 

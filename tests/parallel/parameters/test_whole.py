@@ -1,175 +1,89 @@
-"""Slices, copies and shards of a model are one model: its vector, its hash, its checkpoint are those of one process.
-
-Stages and slices are made by hand here, from the parameter tables of a model; nothing is computed with them.
-"""
+"""Slices, copies and shards of a model are one model: its vector, its hash, its checkpoint are those of one process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import mpizero as mz
 from mpizero import checkpoint
-from mpizero.comm import ProcessGrid
-from mpizero.errors import CheckpointError, LayoutError, RemoteError
-from mpizero.layout import Axes, Coordinates, GrainRule, Partition
+from mpizero.errors import CheckpointError, LayoutError, MpizeroError, RemoteError
+from mpizero.layout import Coordinates
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.tensor_parts import part_shape
 from mpizero.nn import initial_parameters
-from mpizero.nn.arrays import initial_values
 from mpizero.sharding import saved_attributes, state_dict
-from mpizero.sharding.config import placement
-from mpizero.sharding.full_params import GlobalView, check_cover, given_parameters
-from mpizero.sharding.grad_reduce import GradientExchange
-from mpizero.sharding.integrity import Integrity
-from mpizero.sharding.params import IntegerState, Memory, ParameterStore
-from mpizero.sharding.partition import ParallelLayout, blocks_of
-from mpizero.sharding.update import Updater, UpdateScope
-from mpizero.testing import parallel_assert, run_in_threads
+from mpizero.sharding.full_params import check_cover, given_parameters
+from mpizero.testing import run_in_threads
 from mpizero.types import Array, Init, ParameterSpec, Part
-
-Blocks = Mapping[str, Sequence[ParameterSpec]]
-
-#: The axis along which tensor ranks hold slices of a parameter, by the end of its name, and the blocks of that axis
-#: that are split one by one; a projection's bias and the norms are held whole by all.
-SPLIT = {
-    "token.weight": (0, 1),
-    "head.projection.weight": (0, 1),
-    "qkv.weight": (1, 3),
-    "qkv.bias": (0, 3),
-    "attention.projection.weight": (0, 1),
-    "expand.weight": (1, 1),
-    "expand.bias": (0, 1),
-    "feed_forward.projection.weight": (0, 1),
-}
+from tests.parallel.models import PRIVATE
+from tests.parallel.parallel_layouts import Case, Way, placed
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A layout: its axes, its strategy, how many chunks of blocks each stage has, and how many tiles each rank."""
+class Spread(NamedTuple):
+    """So many ranks, how a model is spread over them, and settings of memory and tiles."""
 
-    pipeline: int = 1
-    tensor: int = 1
-    data: int = 1
-    context: int = 1
-    strategy: str = "zero1"
-    chunks: int = 1
-    private: bool = False
-    minimum: int = 1
-    tiles: int = 1
-
-    @property
-    def axes(self) -> Axes:
-        return Axes(self.pipeline, self.tensor, self.data, self.context)
-
-    @property
-    def size(self) -> int:
-        return self.axes.size
+    size: int = 1
+    way: Way = Way()  # noqa: RUF009
+    memory: Mapping[str, Any] = {}
 
 
 SPREADS = [
     Spread(),
-    Spread(data=2, strategy="ddp"),
-    Spread(data=4, strategy="zero3", private=True),
-    Spread(tensor=2),
-    Spread(pipeline=2),
-    Spread(pipeline=2, chunks=2, strategy="ddp"),
-    Spread(tensor=3, strategy="ddp", private=True),
-    Spread(context=2),
-    Spread(pipeline=2, data=2, strategy="zero3", private=True, minimum=700),
-    Spread(tensor=2, data=2, strategy="zero2", private=True),
-    Spread(pipeline=2, tensor=2, strategy="ddp"),
-    Spread(tensor=2, context=2, strategy="zero3", private=True),
-    Spread(pipeline=2, tensor=2, data=2, strategy="zero3", private=True),
-    Spread(pipeline=2, tensor=2, context=2, strategy="zero1"),
-    Spread(tiles=4),
-    Spread(pipeline=2, strategy="zero3", private=True, tiles=2),
-    Spread(tensor=2, data=2, strategy="zero3", private=True, tiles=2),
+    Spread(2, Way(zero=0)),
+    Spread(4, Way(zero=3), PRIVATE),
+    Spread(2, Way(tensor=2)),
+    Spread(2, Way(2)),
+    Spread(2, Way(2, zero=0, schedule="interleaved")),
+    Spread(3, Way(tensor=3, zero=0), PRIVATE),
+    Spread(2, Way(context=2)),
+    Spread(4, Way(2, zero=3), {**PRIVATE, "minimum_parameter_group_size": 700}),
+    Spread(4, Way(tensor=2, zero=2), PRIVATE),
+    Spread(4, Way(2, 2, zero=0)),
+    Spread(4, Way(tensor=2, context=2, zero=3), PRIVATE),
+    Spread(8, Way(2, 2, zero=3), PRIVATE),
+    Spread(8, Way(2, 2, context=2)),
+    Spread(1, Way(), {"tiles": {"tensor": 4}}),
+    Spread(2, Way(2, zero=3), {**PRIVATE, "tiles": {"tensor": 2}}),
+    Spread(4, Way(tensor=2, zero=3), {**PRIVATE, "tiles": {"tensor": 4}}),
 ]
 
 
 def gpt(dtype: str = "float32", **changes: Any) -> mz.nn.GPT:
-    settings: dict[str, Any] = {"dim": 12, "layers": 3, "heads": 3, "sequence": 5, "vocabulary": 31, "seed": 7}
+    settings: dict[str, Any] = {"dim": 12, "layers": 3, "heads": 12, "sequence": 5, "vocabulary": 31, "seed": 7}
     return mz.nn.GPT(dtype=dtype, **{**settings, **changes})
 
 
-def sliced(spec: ParameterSpec, name: str, here: Coordinates, spread: Spread) -> ParameterSpec:
-    """What a tensor rank holds of a parameter."""
-    rule = next((rule for end, rule in SPLIT.items() if name.endswith(end)), None)
-    if rule is None or spread.tensor * spread.tiles == 1:
-        return spec
-    axis, blocks = rule
-    width = spec.shape[axis] // blocks
-    shards = Partition(width, spread.tensor * spread.tiles)
-    mine = [shards.shard(here.tensor * spread.tiles + tile) for tile in range(spread.tiles)]
-    tiles = tuple(tuple((b * width + s.start, b * width + s.stop) for b in range(blocks)) for s in mine)
-    ranges = tuple((first[0], last[1]) for first, last in zip(tiles[0], tiles[-1], strict=True))
-    part = Part(spec.shape, axis, ranges, tiles if spread.tiles > 1 else ())
-    return replace(spec, shape=part_shape(part), part=part)
+class Given:
+    """A GPT that begins with values of its own but for its norms, which keep those of their layer."""
+
+    def __init__(self) -> None:
+        whole = gpt(layers=2)
+        self.blocks, self.loss, self.dtype, self.seed = whole.blocks, whole.loss, whole.dtype, whole.seed
+        rng = np.random.default_rng(1)
+        start = initial_parameters(whole)
+        self.start_values = {n: rng.normal(size=a.shape).astype(a.dtype) for n, a in start.items() if "norm" not in n}
+        self.expected = start | self.start_values
 
 
-def local_blocks(blocks: Blocks, spread: Spread, here: Coordinates) -> Blocks:
-    """The blocks of a stage, sliced; a tied use whose home is elsewhere becomes a copy."""
-    whole = FlatLayout.build(blocks).by_name
-    pieces = [list(blocks)[s] for s in Partition(len(blocks), spread.pipeline * spread.chunks)]
-    mine = [name for chunk in range(spread.chunks) for name in pieces[chunk * spread.pipeline + here.pipeline]]
-    found: dict[str, list[ParameterSpec]] = {}
-    for block in mine:
-        found[block] = []
-        for spec in blocks[block]:
-            own = spec
-            if spec.tied is not None and not spec.tied.startswith(tuple(f"{name}." for name in mine)):
-                home = whole[spec.tied].spec
-                own = replace(home, name=spec.name, guest=home.name)
-            found[block].append(sliced(own, f"{block}.{spec.name}", here, spread))
-    return found
+MODELS = (gpt(), gpt("float64", tied=False), mz.nn.MLP(5, [7, 6, 4], 3), Given())
 
 
-def place(comm: Any, model: Any, spread: Spread) -> Any:
-    """What saving and loading know of an engine: parameters with their start values, and the state of AdamW."""
-    grid = ProcessGrid.create(comm, share_node_memory=not spread.private, axes=spread.axes)
-    row, blocks = placement(spread.strategy), blocks_of(model)
-    local = local_blocks(blocks, spread, grid.here)
-    layout = FlatLayout.build(local, one_unit=row.one_unit, minimum_unit=spread.minimum)
-    memory = Memory(grid.node)
-    store = ParameterStore(layout, grid, memory, row.shard_parameters, model.dtype)
-    engine = SimpleNamespace(layout=layout, store=store, grid=grid, memory=memory, dtype=store.values.dtype)
-    engine.prints_notices = grid.world.rank == 0
-    engine.start_over = lambda: start(engine, model)
-    engine.whole = GlobalView(blocks, store, grid)
-    tiles = {"tensor": spread.tensor * spread.tiles}
-    sizes = {axis: getattr(spread, axis) for axis in ("pipeline", "tensor", "context")}
-    engine.partitioned = SimpleNamespace(parallel_layout=ParallelLayout(**sizes, tiles=tiles))
-    engine.updater = engine.bound_updater = Updater(
-        mz.AdamW(), store, UpdateScope(not row.shard_optimizer, in_rows=True)
-    )
-    engine.placement, engine.step_number, engine.loss_scale, engine.pristine = row, 0, None, False
-    engine.grain_rule, engine.config, engine.model = GrainRule(), mz.ShardingConfig(comm=comm), model
-    engine.integrity, engine.half_loaded = Integrity(grid, store, 0), None
-    engine.exchange, engine.integers = GradientExchange(store, row), IntegerState(model, local, grid)
-    start(engine, model)
-    return engine
+def on(spread: Spread, body: Callable[[Any], Any], model: Any = MODELS[0]) -> list[Any]:
+    """What ``body`` makes of the engine of a placed model on each rank."""
 
+    def run(comm: Any) -> Any:
+        sharded, _ = placed(Case(lambda: model), comm, spread.way, **spread.memory)
+        with sharded:
+            return body(sharded.engine)
 
-def start(engine: Any, model: Any) -> None:
-    for unit, span in zip(engine.layout.units, engine.store.share.spans, strict=True):
-        out = engine.store.owned(unit.index)
-        for entry, part in engine.layout.pieces(span):
-            first, last = part.start - entry.offset, part.stop - entry.offset
-            initial_values(entry.spec, model.seed, first, last, out[part.start - span.start : part.stop - span.start])
-    engine.store.publish()
-
-
-def finish(engine: Any) -> None:
-    engine.memory.close()
-    engine.grid.close()
+    return run_in_threads(spread.size, run)
 
 
 def start_vector(model: Any) -> Array:
@@ -191,100 +105,80 @@ def held_of(engine: Any, values: Array) -> Array:
     return np.concatenate([selected(entry.spec, whole) for (entry, _), whole in zip(entries, wholes, strict=True)])
 
 
-def on_threads(body: Callable[[Any, Spread], None], spread: Spread) -> None:
-    run_in_threads(spread.size, lambda comm: body(comm, spread))
-
-
-def on_mpi(body: Callable[..., None], world: Any, *more: Sequence[Any]) -> None:
-    """Call the body for every spread of so many ranks, with one of each of ``more`` in turn."""
-    mine = [spread for spread in SPREADS if spread.size == world.size]
-    for number, spread in enumerate(mine):
-        body(world, spread, *([each[(number + world.size) % len(each)]] for each in more))
-
-
 # ---------------------------------------------------------------------- one vector
-
-
-MODELS = (gpt(), gpt("float64", tied=False), mz.nn.MLP(5, [7, 6, 4], 3))
-
-
-def has_start_values(comm: Any, spread: Spread, models: Sequence[Any] = MODELS) -> None:
-    for model in models:
-        engine = place(comm, model, spread)
-        whole, expected = engine.whole, start_vector(model)
-        parallel_assert(comm, whole.parameter_count == expected.size)
-        parallel_assert(comm, whole.vector().tobytes() == expected.tobytes(), "vector")
-        units = list(whole.units())
-        parallel_assert(comm, np.concatenate(units).tobytes() == expected.tobytes(), "units")
-        named = whole.named(whole.vector())
-        initial = initial_parameters(model)
-        parallel_assert(comm, list(named) == list(initial))
-        parallel_assert(comm, all(np.array_equal(named[name], initial[name]) for name in initial))
-        finish(engine)
 
 
 @pytest.mark.parametrize("spread", SPREADS)
 def test_however_it_is_spread_a_model_starts_with_the_values_of_one_process(spread: Spread) -> None:
-    on_threads(has_start_values, spread)
+    for model in MODELS[: 2 if spread.way.context > 1 else None]:
+        expected = getattr(model, "expected", None) or initial_parameters(model)
+
+        def body(engine: Any, expected: Any = expected) -> None:
+            whole, vector = engine.whole, np.concatenate([values.reshape(-1) for values in expected.values()])
+            assert whole.parameter_count == vector.size
+            assert whole.vector().tobytes() == vector.tobytes()
+            assert np.concatenate(list(whole.units())).tobytes() == vector.tobytes()
+            named = whole.named(whole.vector())
+            assert list(named) == list(expected)
+            assert all(np.array_equal(named[name], expected[name]) for name in expected)
+
+        on(spread, body, model)
 
 
-@pytest.mark.mpi
-def test_on_mpi_ranks_too_a_model_starts_with_the_values_of_one_process(world: Any) -> None:
-    on_mpi(has_start_values, world, MODELS)
-
-
-def holds_what_was_set(comm: Any, spread: Spread) -> None:
-    model = gpt("float64")
-    engine = place(comm, model, spread)
-    values = np.random.default_rng(1).normal(size=start_vector(model).size)
-    engine.whole.fill(values)
-    parallel_assert(comm, np.array_equal(engine.whole.vector(), values), "vector")
-    held = np.concatenate([values[:0], *(engine.store.gathered(unit) for unit in engine.layout.units)])
-    parallel_assert(comm, np.array_equal(held, held_of(engine, values)), "slices, replicas and copies")
-    parallel_assert(comm, np.array_equal(engine.whole.assemble(held), values), "assembled")
-    finish(engine)
-
-
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", SPREADS, ids=str)
 def test_every_slice_replica_and_copy_takes_its_part_of_a_vector(spread: Spread) -> None:
-    on_threads(holds_what_was_set, spread)
+    values = np.random.default_rng(1).normal(size=start_vector(gpt()).size).astype(np.float32)
+
+    def body(engine: Any) -> None:
+        engine.whole.fill(values)
+        assert np.array_equal(engine.whole.vector(), values)
+        held = np.concatenate([values[:0], *(engine.store.gathered(unit) for unit in engine.layout.units)])
+        assert np.array_equal(held, held_of(engine, values)), "slices, replicas and copies"
+        assert np.array_equal(engine.whole.assemble(held), values)
+
+    on(spread, body)
 
 
-@pytest.mark.mpi
-def test_on_mpi_ranks_too_every_slice_replica_and_copy_takes_its_part_of_a_vector(world: Any) -> None:
-    on_mpi(holds_what_was_set, world)
-
-
-@pytest.mark.parametrize(
-    "spread", [Spread(), Spread(data=3, strategy="ddp", private=True), Spread(context=2), Spread(tiles=4)]
-)
+@pytest.mark.parametrize("spread", [SPREADS[0], Spread(3, Way(zero=0), PRIVATE), SPREADS[7], SPREADS[14]], ids=str)
 def test_a_model_that_is_not_split_sends_nothing_to_be_seen_whole(spread: Spread) -> None:
-    def body(comm: Any, spread: Spread) -> None:
-        engine = place(comm, gpt(), spread)
+    def body(engine: Any) -> None:
         sent = engine.grid.bytes_sent
         assert engine.whole.layout is engine.layout
         assert not engine.whole.gathers
         engine.whole.vector()
         assert len(list(engine.whole.units())) == len(engine.layout.units)
         assert engine.grid.bytes_sent == sent
-        comm.barrier()
-        finish(engine)
+        engine.grid.world.barrier()
 
-    on_threads(body, spread)
+    on(spread, body)
 
 
-@pytest.mark.parametrize("spread", [Spread(pipeline=2), Spread(tensor=2), Spread(pipeline=2, tensor=2)])
+@pytest.mark.parametrize("spread", [SPREADS[n] for n in (3, 4, 10)], ids=str)
 def test_a_vector_costs_each_element_one_message_to_each_other_rank(spread: Spread) -> None:
-    def sent(comm: Any) -> int:
-        engine = place(comm, gpt(), spread)
+    def sent(engine: Any) -> int:
         before = engine.grid.bytes_sent
         engine.whole.vector()
-        found = engine.grid.bytes_sent - before
-        finish(engine)
-        return int(found)
+        return int(engine.grid.bytes_sent - before)
 
-    total = sum(run_in_threads(spread.size, sent))
-    assert total == start_vector(gpt()).nbytes * (spread.size - 1)
+    assert sum(on(spread, sent)) == start_vector(gpt()).nbytes * (spread.size - 1)
+
+
+def test_start_values_that_differ_between_ranks_are_told() -> None:
+    def body(comm: Any) -> None:
+        given = Given()
+        given.start_values["embedding.token.weight"] = given.start_values["embedding.token.weight"] + comm.rank
+        mz.ZeRO1Model(given, mz.ShardingConfig(comm=comm))
+
+    with pytest.raises(MpizeroError, match=r"of the start values .*on rank 1"):
+        run_in_threads(2, body)
+
+
+def test_start_values_of_another_shape_are_refused_with_the_name() -> None:
+    wrong = Given()
+    name = next(iter(wrong.expected))
+    wrong.start_values[name] = np.zeros((3, 8), np.float32)
+    with pytest.raises(LayoutError, match=rf"{name} has shape .* its start values have shape \(3, 8\)"):
+        mz.ZeRO1Model(wrong, mz.ShardingConfig(comm="self"))
 
 
 # ---------------------------------------------------------------------- one checkpoint
@@ -310,23 +204,19 @@ def give_state(engine: Any, state: Mapping[str, Array]) -> None:
             values[piece.state : piece.state + piece.size] = held[start : start + piece.size]
 
 
-def saved(comm: Any, spread: Spread) -> bytes:
-    model = gpt()
-    engine = place(comm, model, spread)
-    engine.whole.fill(start_vector(model)[::-1].copy())
-    give_state(engine, state_of(model))
-    engine.updater.step_count = engine.step_number = 3
-    arrays = state_dict.local_arrays(engine)
-    image = checkpoint.to_bytes(arrays, {"mpizero": state_dict.attributes(engine)}, comm)
-    finish(engine)
-    return image
-
-
 @cache
-def saved_on_threads(spread: Spread) -> bytes:
-    images = run_in_threads(spread.size, lambda comm: saved(comm, spread))
-    assert len(set(images)) == 1, "the same bytes on every rank"
-    return images[0]
+def saved(number: int) -> bytes:
+    """The checkpoint that a layout writes, the same bytes on every rank."""
+
+    def body(engine: Any) -> bytes:
+        engine.whole.fill(start_vector(gpt())[::-1].copy())
+        give_state(engine, state_of(gpt()))
+        engine.updater.step_count = engine.step_number = 3
+        arrays = state_dict.local_arrays(engine)
+        return checkpoint.to_bytes(arrays, {"mpizero": state_dict.attributes(engine)}, engine.grid.world)
+
+    (image,) = set(on(SPREADS[number], body))
+    return image
 
 
 def contents(image: bytes) -> dict[str, bytes]:
@@ -334,49 +224,40 @@ def contents(image: bytes) -> dict[str, bytes]:
         return {path: reader.read_whole(path).tobytes() for path in reader.arrays}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_arrays_of_the_whole_model_whoever_wrote_it() -> None:
-    model = gpt()
-    names = initial_parameters(model)
-    values = start_vector(model)[::-1].tobytes()
-    for spread in SPREADS:
-        found = contents(saved_on_threads(spread))
-        parameters = b"".join(found.pop(f"parameters/{name}") for name in names)
-        assert parameters == values, spread
-        assert found == {path: array.tobytes() for path, array in state_of(model).items()}, spread
+    names, values = initial_parameters(gpt()), start_vector(gpt())[::-1].tobytes()
+    for number, spread in enumerate(SPREADS):
+        found = contents(saved(number))
+        assert b"".join(found.pop(f"parameters/{name}") for name in names) == values, spread
+        assert found == {path: array.tobytes() for path, array in state_of(gpt()).items()}, spread
 
 
-def loads(comm: Any, spread: Spread, image: bytes, pristine: bool) -> None:
-    model = gpt()
-    engine = place(comm, model, spread)
-    engine.pristine = pristine
-    with checkpoint.from_bytes(image) as reader:
-        state_dict.restore(engine, reader)
-    parallel_assert(comm, np.array_equal(engine.whole.vector(), start_vector(model)[::-1]), "parameters")
-    kept = {slot: values.copy() for slot, values in engine.updater.state.items()}
-    give_state(engine, state_of(model))
-    equal = all(np.array_equal(kept[slot], values) for slot, values in engine.updater.state.items())
-    parallel_assert(comm, equal, "optimizer state")
-    parallel_assert(comm, (engine.updater.step_count, engine.step_number) == (3, 3), "steps")
-    held = np.concatenate([engine.store.gathered(unit) for unit in engine.layout.units])
-    parallel_assert(comm, np.array_equal(held, held_of(engine, start_vector(model)[::-1])), "replicas and copies")
-    finish(engine)
+def loads(number: int, writer: int, pristine: bool) -> None:
+    """A layout reads what another has written: parameters and state of every slice, replica and copy, and steps."""
+    image = saved(writer)
+
+    def body(engine: Any) -> None:
+        if not pristine:
+            engine.whole.fill(np.zeros(engine.whole.parameter_count, engine.dtype))
+        with checkpoint.from_bytes(image) as reader:
+            state_dict.restore(engine, reader)
+        expected = start_vector(gpt())[::-1]
+        assert np.array_equal(engine.whole.vector(), expected)
+        kept = {slot: values.copy() for slot, values in engine.updater.state.items()}
+        give_state(engine, state_of(gpt()))
+        assert all(np.array_equal(kept[slot], values) for slot, values in engine.updater.state.items())
+        assert (engine.updater.step_count, engine.step_number) == (3, 3)
+        held = np.concatenate([engine.store.gathered(unit) for unit in engine.layout.units])
+        assert np.array_equal(held, held_of(engine, expected)), "replicas and copies"
+
+    on(SPREADS[number], body)
 
 
 @pytest.mark.parametrize("number", range(len(SPREADS)))
 def test_every_layout_reads_what_every_layout_writes(number: int) -> None:
     """All files hold the same arrays, as the test above shows: so it takes one reading of each layout's."""
-    spread, writer = SPREADS[number], SPREADS[(5 * number + 9) % len(SPREADS)]
-    image = saved_on_threads(writer)
-    run_in_threads(spread.size, lambda comm: loads(comm, spread, image, pristine=number % 2 == 0))
-
-
-@pytest.mark.mpi
-def test_on_mpi_ranks_too_every_layout_reads_what_every_layout_writes(world: Any) -> None:
-    mine = [spread for spread in SPREADS if spread.size == world.size]
-    for number, writer in enumerate(mine):
-        image = saved(world, writer)
-        for reader in mine[number % 3 :: 3]:  # all files hold the same arrays
-            loads(world, reader, image, pristine=False)
+    loads(number, (5 * number + 9) % len(SPREADS), pristine=number % 2 == 0)
 
 
 @pytest.mark.parametrize(("short_range", "elements"), [(0, 1 << 19), (1 << 18, 1), (1 << 18, 50)])
@@ -386,63 +267,48 @@ def test_slices_are_read_alike_range_by_range_and_by_rows_in_windows_of_any_size
     monkeypatch.setattr(saved_attributes, "_SHORT_RANGE", short_range)
     monkeypatch.setattr(saved_attributes, "EXCHANGE_ELEMENTS", elements)
     monkeypatch.setattr(saved_attributes, "VERIFIED_AT_ONCE", 10 * elements)
-    image = saved_on_threads(Spread())
-    for number, spread in enumerate(SPREADS[index] for index in (6, 9, 12)):
-        run_in_threads(spread.size, lambda comm, s=spread, n=number: loads(comm, s, image, pristine=n % 2 == 0))
+    for turn, number in enumerate((6, 9, 12)):
+        loads(number, 0, pristine=turn % 2 == 0)
 
 
-@pytest.mark.parametrize("pristine", [True, False])
-@pytest.mark.parametrize("share", [0, 1, 2])
+@pytest.mark.parametrize(("pristine", "share"), [(True, 0), (False, 1), (True, 2), (False, 2)])
 def test_what_is_damaged_for_one_tensor_rank_is_refused_by_all_and_changes_nothing(pristine: bool, share: int) -> None:
     """Each rank opens the bytes by itself here, so only those that read the damage find it."""
-    model, spread = gpt(), Spread(pipeline=2, tensor=3, strategy="ddp")
-    image = bytearray(saved_on_threads(Spread()))
+    image = bytearray(saved(0))
     weight = contents(bytes(image))["parameters/blocks.1.attention.qkv.weight"]
     image[image.index(weight) + len(weight) * (2 * share + 1) // 6] ^= 1
 
-    def body(comm: Any) -> str:
-        engine = place(comm, model, spread)
-        engine.pristine = pristine
+    def body(engine: Any) -> str:
         if not pristine:
             engine.whole.fill(np.arange(engine.whole.parameter_count, dtype=engine.dtype))
         before = engine.whole.vector()
         with checkpoint.from_bytes(image) as reader, pytest.raises((CheckpointError, RemoteError)) as caught:
             state_dict.restore(engine, reader)
         assert np.array_equal(engine.whole.vector(), before)
-        finish(engine)
         return str(caught.value)
 
-    errors = run_in_threads(spread.size, body)
+    errors = on(Spread(6, Way(2, 3, zero=0)), body)
     assert all("blocks.1.attention.qkv.weight" in error and "checksum mismatch" in error for error in errors)
 
 
-def test_a_strict_layout_counts_stages_and_tensor_ranks() -> None:
-    split = Spread(pipeline=2, tensor=2, strategy="ddp")
-    flat = Spread(data=4, strategy="ddp")
-    image = saved_on_threads(split)
-
-    def strict(comm: Any, spread: Spread) -> None:
-        engine = place(comm, gpt(), spread)
-        with checkpoint.from_bytes(image) as reader:
+def test_a_strict_layout_counts_stages_and_tensor_ranks_and_files_that_know_none_were_written_without() -> None:
+    def strict(engine: Any) -> None:
+        with checkpoint.from_bytes(saved(10)) as reader:
             state_dict.restore(engine, reader, strict_layout=True)
-        finish(engine)
 
-    run_in_threads(4, lambda comm: strict(comm, split))
+    on(SPREADS[10], strict)
     with pytest.raises(CheckpointError, match=r"DDP over 4 ranks on 1 node \(pipeline 2, tensor 2\), this model is"):
-        run_in_threads(4, lambda comm: strict(comm, flat))
+        on(Spread(4, Way(zero=0)), strict)
 
-
-def test_files_that_know_no_stages_were_written_without() -> None:
-    def body(comm: Any) -> None:
-        engine = place(comm, gpt(), Spread())
+    def older(engine: Any) -> None:
         arrays, told = state_dict.local_arrays(engine), state_dict.attributes(engine)
         for axis in ("pipeline", "tensor", "context"):
             assert told["layout"].pop(axis) == 1
-        with checkpoint.from_bytes(checkpoint.to_bytes(arrays, {"mpizero": told}, comm)) as reader:
+        image = checkpoint.to_bytes(arrays, {"mpizero": told}, engine.grid.world)
+        with checkpoint.from_bytes(image) as reader:
             state_dict.restore(engine, reader, strict_layout=True)
-        finish(engine)
 
-    run_in_threads(1, body)
+    on(Spread(), older)
 
 
 # ---------------------------------------------------------------------- what is refused
