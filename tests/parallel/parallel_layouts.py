@@ -113,6 +113,13 @@ def trained_in_tiles(case: Case, tensor: int = 1, context: int = 1) -> Trained:
     return trained(case, None, tiles={"tensor": tensor, "context": context})
 
 
+def same_within_rounding(found: Trained, expected: Trained, bound: float = 1e-12) -> bool:
+    pairs = [*zip(found.losses, expected.losses, strict=True)]
+    pairs += [pair for pair in zip(found.norms, expected.norms, strict=True) if None not in pair]
+    assert [n is None for n in found.norms] == [n is None for n in expected.norms]
+    return all(abs(a - b) <= bound * abs(b) for a, b in pairs)
+
+
 def of_first(comm: Any, make: Callable[[], Any]) -> Any:
     """What rank 0 makes, on all ranks: one process trains once, and has the processors meanwhile. Collective."""
     made = make() if comm.rank == 0 else None

@@ -12,24 +12,23 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError, RemoteError
 from mpizero.nn import Frozen, Layer, Linear
-from mpizero.testing import parallel_assert, run_in_threads
+from mpizero.sharding.partition import ParallelLayout, in_tiles
+from mpizero.testing import run_in_threads
 from mpizero.types import EVALUATE, Array
-from tests.parallel.models import part, ten
+from tests.parallel.models import MEMORIES, ten
 from tests.parallel.parallel_layouts import (
     Blocks,
     Case,
-    Trained,
     Way,
     gpt,
     mlp,
-    of_first,
     placed,
     points,
+    same_within_rounding,
     steps,
     texts,
     trained,
     trained_alone,
-    trained_in_tiles,
 )
 
 F64 = {"dtype": "float64"}
@@ -52,14 +51,6 @@ CASES = {
         [(x, np.stack([x[:, 0], x[:, 1] ** 2, y, -x[:, 2]], axis=1)) for x, y in points(3, 8)],
     ),
 }
-MEMORIES: tuple[dict[str, Any], ...] = ({}, {"share_node_memory": False}, {"ranks_per_node": 2})
-
-
-def same_within_rounding(found: Trained, expected: Trained, bound: float = 1e-12) -> bool:
-    pairs = [*zip(found.losses, expected.losses, strict=True)]
-    pairs += [pair for pair in zip(found.norms, expected.norms, strict=True) if None not in pair]
-    assert [n is None for n in found.norms] == [n is None for n in expected.norms]
-    return all(abs(a - b) <= bound * abs(b) for a, b in pairs)
 
 
 # ---------------------------------------------------------------------- the same training within rounding
@@ -67,57 +58,17 @@ def same_within_rounding(found: Trained, expected: Trained, bound: float = 1e-12
 
 @pytest.mark.parametrize("name", CASES)
 def test_split_layers_learn_what_whole_layers_learn(name: str) -> None:
-    case = CASES[name]
+    case, number = CASES[name], list(CASES).index(name)
     expected = trained_alone(case)
-    heads = 12 if name == "heads of one number" else 2
-    for number, (size, tensor) in enumerate(((2, 2), (4, 2), (4, 4), (3, 3))):
-        if case.batches[0][0].dtype.kind == "i" and heads % tensor:
-            continue
-        way, memory = Way(tensor=tensor, zero=(number + len(name)) % 4), MEMORIES[(number + len(name)) % 3]
+    of_two_heads = case.batches[0][0].dtype.kind == "i" and name != "heads of one number"
+    sizes = ((2 << number % 2, 2),) if of_two_heads else ((2, 2), (4, 2), (4, 4), (3, 3))
+    for turn, (size, tensor) in enumerate(sizes, number):
+        way, memory = Way(tensor=tensor, zero=turn % 4), MEMORIES[turn % 3]
         found = run_in_threads(size, lambda comm, w=way, m=memory: trained(case, comm, w, **m))
-        twice = name in ("GPT", "MLP") and size < 4
-        again = run_in_threads(size, lambda comm, w=way, m=memory: trained(case, comm, w, **m)) if twice else []
-        assert len(set(map(str, found + again))) == 1, "the same bits on every rank and every time"
+        if turn == 0:
+            found += run_in_threads(size, lambda comm, w=way, m=memory: trained(case, comm, w, **m))
+        assert len(set(map(str, found))) == 1, "the same bits on every rank and every time"
         assert same_within_rounding(found[0], expected), (way, found[0], expected)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_over_mpi_too_split_layers_learn_what_whole_layers_learn(world: Any) -> None:
-    """Groups of two and four ranks have the bits of one process with as many tiles; three agree within rounding."""
-    first, every = {2: (0, 2), 3: (0, 1), 4: (1, 4)}.get(world.size, (3, 4))
-    names = list(CASES)[first::every]
-    for number, name in enumerate(names):
-        tensor = next(
-            (n for n in (4, 3, 2) if world.size % n == 0 and (name.startswith(("MLP", "heads")) or n == 2)), 0
-        )
-        if tensor:
-            case, way, memory = CASES[name], Way(tensor=tensor, zero=number % 4), MEMORIES[(number + world.size) % 3]
-            found = [trained(case, world, way, **memory) for _ in range(1 + (tensor == 3))]
-            if tensor == 3:
-                expected = of_first(world, lambda case=case: trained_alone(case))
-                same = found[0] == found[1] and same_within_rounding(found[0], expected)
-            else:
-                expected = of_first(world, lambda case=case, tensor=tensor: trained_in_tiles(case, tensor))
-                same = found[0] == expected
-            parallel_assert(world, same, f"{name}, {way}: {found} {expected}")
-
-
-def test_float32_stays_within_its_rounding() -> None:
-    for model, batches in ((gpt, texts(6, 8)), (mlp, points(6, 8))):
-        case = Case(model, lambda: mz.AdamW(lr=1e-3), batches)
-        found = run_in_threads(2, lambda comm, c=case: trained(c, comm, Way(tensor=2)))
-        assert same_within_rounding(found[0], trained_alone(case), 1e-5)
-
-
-def test_every_tensor_rank_starts_with_its_part_of_the_values_of_one_process() -> None:
-    expected = np.concatenate([values.reshape(-1) for values in mz.nn.initial_parameters(gpt()).values()])
-
-    def body(comm: Any) -> None:
-        model, _ = placed(Case(gpt), comm, Way(tensor=2, zero=3))
-        with model:
-            np.testing.assert_array_equal(model.get_parameters(), expected)
-
-    run_in_threads(4, body)
 
 
 def test_a_tensor_parallel_model_takes_all_ranks_unless_told_otherwise() -> None:
@@ -170,23 +121,6 @@ def test_parameters_state_and_work_of_a_rank_fall_with_the_tensor_size() -> None
             assert operations == pytest.approx(work / size, rel=0.05)
 
 
-def test_the_clipping_norm_counts_every_element_once() -> None:
-    """Whole parameters are on every tensor rank, and must not count as often."""
-    case = Case(lambda: gpt(dropout=0.0, **F64), lambda: mz.SGD(lr=0.1), texts(1, 4), config={"clip": 1e-3})
-
-    def body(comm: Any) -> Any:
-        model, _ = placed(case, comm, Way(tensor=2))
-        with model:
-            before = model.get_parameters()
-            model.train(*case.batches[0])
-            return model.last_step.gradient_norm, model.get_parameters() - before
-
-    (norm, step), (other, _) = run_in_threads(2, body)
-    assert norm == other
-    assert norm == pytest.approx(trained_alone(case).norms[0], rel=1e-12)
-    assert np.linalg.norm(step) == pytest.approx(0.1 * 1e-3, rel=1e-12)
-
-
 # ---------------------------------------------------------------------- a user's own layers
 
 
@@ -226,14 +160,9 @@ def of_users(kind: Callable[[Linear], Layer]) -> Blocks:
 
 
 def test_a_users_layer_says_how_it_is_split_and_others_stay_whole() -> None:
-    for kinds in ((Splittable, Splittable), (Plain, Splittable)):
-
-        def model(kinds: Any = kinds) -> Blocks:
-            first, second = of_users(kinds[0]), of_users(kinds[1])
-            changes = {"hidden.0": first.changes["hidden.0"], "output": second.changes["output"]}
-            return Blocks(mlp(hidden=(8, 6), **F64), {**changes, "hidden.1": second.changes["hidden.1"]})
-
-        case = Case(model, batches=points(3, 8))
+    for first, others in ((Splittable, Splittable), (Plain, Splittable)):
+        changes = {**of_users(others).changes, "hidden.0": of_users(first).changes["hidden.0"]}
+        case = Case(lambda c=changes: Blocks(mlp(hidden=(8, 6), **F64), c), batches=points(3, 8))
         expected = trained_alone(case)
         for tensor, size in ((2, 2), (2, 4), (3, 3)):
             found = run_in_threads(size, lambda comm, c=case, t=tensor: trained(c, comm, Way(tensor=t, zero=2)))
@@ -260,20 +189,21 @@ def test_a_model_with_nothing_to_split_is_refused_on_all_ranks() -> None:
 # ---------------------------------------------------------------------- bad batches
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_batch_that_all_tensor_ranks_refuse_leaves_the_model_usable(world: Any) -> None:
-    tensor = 2 if world.size % 2 == 0 else world.size
-    case = Case(lambda: mlp(hidden=(6, 6)), batches=points(2, 6))
-    (x, y), (x2, y2) = case.batches
-    model, _ = placed(case, world, Way(tensor=tensor))
-    with model:
-        model.train(*part(model.batch_group, x, y))
-        before = model.parameters_sha256()
-        other = x[::-1].copy() if model.engine.grid.here.tensor else x
-        with pytest.raises(DataError, match="has another x than rank"):
-            model.train(*part(model.batch_group, other, y))
-        assert model.parameters_sha256() == before
-        model.train(*part(model.batch_group, x2, y2))
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_batch_that_all_tensor_ranks_refuse_leaves_the_model_usable(size: int) -> None:
+    (x, y), (x2, y2) = points(2, 6)
+
+    def run(comm: Any) -> None:
+        model, _ = placed(Case(lambda: mlp(hidden=(6, 6))), comm, Way(tensor=size))
+        with model:
+            model.train(x, y)
+            before = model.parameters_sha256()
+            with pytest.raises(DataError, match="has another x than rank"):
+                model.train(x[::-1].copy() if comm.rank else x, y)
+            assert model.parameters_sha256() == before
+            model.train(x2, y2)
+
+    run_in_threads(size, run)
 
 
 def test_an_infinite_gradient_of_one_tensor_rank_skips_the_step_on_all() -> None:
@@ -297,3 +227,63 @@ def test_an_infinite_gradient_of_one_tensor_rank_skips_the_step_on_all() -> None
     assert len(set(found)) == 1
     assert found[0][0] is not None
     assert found[0][1]
+
+
+# ---------------------------------------------------------------------- the number of tiles of each axis
+
+GPT = mz.nn.GPT(dim=16, layers=1, heads=4, sequence=8, vocabulary=11)
+MLP = mz.nn.MLP(6, [8, 8], 3)
+BLACK_BOX = mz.FunctionModel({"w": np.zeros(3, np.float32)}, lambda *_: None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_tiles_that_fit_are_the_size_times_a_power_of_two(size: int) -> None:
+    fitting = {size * 2**k for k in range(5)}
+    for tiles in range(1, 17):
+        layout = ParallelLayout(tensor=size, tiles=tiles)
+        assert layout.tensor_tiles == (tiles if tiles in fitting else size)
+        assert ParallelLayout(context=size, tiles=tiles).context_tiles == layout.tensor_tiles
+    assert ParallelLayout(tensor=size).tensor_tiles == size
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "tiles", "found"),
+    [
+        (GPT, {}, None, (1, 1)),
+        (GPT, {}, 4, (4, 4)),
+        (GPT, {}, {"tensor": 4}, (4, 1)),
+        (GPT, {"tensor": 2}, {"context": 2}, (2, 2)),
+        (GPT, {"tensor": 2, "context": 2}, 4, (4, 4)),
+        (MLP, {}, 4, (4, 1)),
+        (MLP, {"tensor": 3}, 3, (3, 1)),
+        (MLP, {"tensor": 3}, 8, (3, 1)),
+        (MLP, {}, 3, (1, 1)),
+        (BLACK_BOX, {}, 1, (1, 1)),
+    ],
+)
+def test_a_number_for_both_axes_holds_for_those_that_the_model_has(
+    model: Any, sizes: Any, tiles: Any, found: tuple[int, int]
+) -> None:
+    layout = in_tiles(ParallelLayout(**sizes), tiles, model)
+    assert (layout.tensor_tiles, layout.context_tiles) == found
+
+
+@pytest.mark.parametrize(
+    ("model", "tiles", "message"),
+    [
+        (GPT, 8, r"tiles=8 computes .* of 8 ranks .*heads=4 .*\(1, 2, 4\)"),
+        (MLP, {"context": 2}, "no attention along a sequence.*leave tiles of the context axis out"),
+        (MLP, {"context": 3}, "no attention along a sequence.*leave tiles of the context axis out"),
+        (BLACK_BOX, 3, r"tiles=3: FunctionModel is a black box"),
+        (BLACK_BOX, 4, r"tiles=4: FunctionModel is a black box, .*leave tiles out \(tiles=None\)"),
+    ],
+)
+def test_tiles_that_no_layer_can_compute_are_refused(model: Any, tiles: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        in_tiles(ParallelLayout(), tiles, model)
+
+
+@pytest.mark.parametrize("tiles", [0, True, "8", 2.0, {"pipeline": 2}, {"tensor": 0}])
+def test_a_wrong_number_of_tiles_is_refused_where_it_is_given(tiles: Any) -> None:
+    with pytest.raises(ConfigError, match="tiles=.*expected a whole number from 1 to"):
+        mz.ShardingConfig(tiles=tiles)
