@@ -1,4 +1,4 @@
-"""Every loss, with weights and a mask, has the bits of one process on any layout, and its sum on split models."""
+"""Every loss, weighted and masked or of a user, has the bits of one process on any layout, and its sum on split ones."""
 
 from __future__ import annotations
 
@@ -132,3 +132,31 @@ def test_element_losses_add_up_over_parts_of_sequences():
     alone = found("self", 1)
     for result in run_in_threads(3, lambda comm: found(comm, 3)):
         np.testing.assert_allclose(result, alone, rtol=1e-10, atol=1e-12)
+
+
+class Twice:
+    """Cross-entropy, twice, which refuses a part of the classes."""
+
+    once = nn.CrossEntropy()
+
+    def forward(self, prediction, target):
+        assert prediction.shape[-1] == 30
+        loss, weight, cache = self.once.forward(prediction, target)
+        return 2 * loss, weight, cache
+
+    def backward(self, cache, scale=1.0):
+        return self.once.backward(cache, 2 * scale)
+
+
+def test_a_loss_of_the_users_own_takes_whole_predictions_however_the_last_block_is_split():
+    def loss_of(comm, pipeline=1, tensor=1):
+        model = nn.GPT(dim=8, layers=2, heads=4, sequence=4, vocabulary=30, dtype="float64")
+        config = mz.ShardingConfig(comm=comm, micro_batch=1)
+        with config, mz.HybridShardedModel(model, config, pipeline, tensor, zero_stage=0) as sharded:
+            ids = IDS[: 2 * (sharded.batch_group.rank == 0)]
+            return sharded.compute_gradients(ids, ids, loss=Twice()).loss
+
+    expected = loss_of("self")
+    for size, pipeline, tensor in ((2, 1, 2), (4, 2, 2), (4, 1, 4)):
+        found = run_in_threads(size, lambda comm, p=pipeline, t=tensor: loss_of(comm, p, t))
+        assert found == pytest.approx([expected] * size, rel=1e-12), (pipeline, tensor)

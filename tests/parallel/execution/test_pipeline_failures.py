@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -108,12 +109,11 @@ def test_an_error_in_a_layer_of_one_stage_is_raised_on_all_and_leaves_the_model_
 @pytest.mark.mpi(min_size=2)
 def test_over_mpi_too_an_error_in_a_layer_is_raised_on_all_stages(world: Any) -> None:
     expected = of_first(world, expected_bits)
-    for number in range(2 if world.size <= 4 else 1):
-        schedule = SCHEDULES[(world.size + 2 * number) % len(SCHEDULES)]
-        stages = world.size if world.size <= 4 // CHUNKS[schedule] else 2
-        way = Way(stages if world.size % stages == 0 else world.size, zero=2 + number, schedule=schedule)
-        if way.pipeline * CHUNKS[schedule] <= len(mlp().blocks):
-            fails_and_goes_on(world, way, number == 0, expected)
+    schedule = SCHEDULES[world.size % len(SCHEDULES)]
+    stages = world.size if world.size <= 4 // CHUNKS[schedule] else 2
+    way = Way(stages if world.size % stages == 0 else world.size, zero=2, schedule=schedule)
+    if way.pipeline * CHUNKS[schedule] <= len(mlp().blocks):
+        fails_and_goes_on(world, way, world.size == 4, expected)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -232,33 +232,34 @@ def test_dictionaries_of_arrays_may_have_another_shape_each_time_and_what_cannot
 # ---------------------------------------------------------------------- numbers that are not finite
 
 
-@pytest.mark.mpi(min_size=2)
-def test_an_infinite_gradient_on_one_stage_skips_the_step_on_all_and_is_named(world: Any) -> None:
-    stages = 2 if world.size % 2 == 0 else world.size
-    for number, name in enumerate(TRAPPED if world.size <= 4 else TRAPPED[:2]):
+@pytest.mark.parametrize("number", range(len(TRAPPED)))
+def test_an_infinite_gradient_on_one_stage_skips_the_step_on_all_and_is_named(number: int) -> None:
+    name = TRAPPED[number]
+    size, stages = ((2, 2), (3, 3), (4, 2), (8, 4))[number]
+    scale = mz.DynamicLossScale(initial=8.0) if number % 2 else None
+    way = Way(stages, zero=number, schedule=("zero_bubble", "1f1b")[number % 2])
+
+    def run(comm: Any) -> None:
         armed: dict[str, Any] = {}
-        case = Case(
-            lambda name=name, armed=armed: with_traps(mlp(), {name: armed}),
-            loss_scale=mz.DynamicLossScale(initial=8.0) if number % 2 else None,
-        )
-        model, _ = placed(case, world, Way(stages, zero=number, schedule=("zero_bubble", "1f1b")[number % 2]))
+        model, _ = placed(Case(lambda: with_traps(mlp(), {name: armed}), loss_scale=scale), comm, way)
         with model:
             model.train(*part(model.batch_group, *BATCHES[0]))
             before = state_of(model)
             armed.update(what="infinite", first=6)
             loss = model.train(*part(model.batch_group, *BATCHES[1]))
-            parallel_assert(world, np.isfinite(loss) and state_of(model) == before, f"{name}: changed")
-            scales = world.allgather_object(model.engine.loss_scale and model.engine.loss_scale.scale)
-            assert scales == [4.0 if number % 2 else None] * world.size
-            told = set(world.allgather_object(model.last_step.skipped))
-            assert len(told) == 1
-            holder = world.allgather_object(f"{name}.linear.weight" in model.engine.layout.by_name)
+            parallel_assert(comm, np.isfinite(loss) and state_of(model) == before, "changed")
+            scales = comm.allgather_object(model.engine.loss_scale and model.engine.loss_scale.scale)
+            assert scales == [4.0 if scale else None] * size
+            holder = comm.allgather_object(f"{name}.linear.weight" in model.engine.layout.by_name)
             last = max(rank for rank, held in enumerate(holder) if held)  # the last replica has the last grain
-            assert told.pop() == f"the gradient of '{name}.linear.weight' is not finite on rank {last}, samples 6 to 7"
+            told = f"the gradient of '{name}.linear.weight' is not finite on rank {last}, samples 6 to 7"
+            assert comm.allgather_object(model.last_step.skipped) == [told] * size
             armed.clear()
             model.train(*part(model.batch_group, *BATCHES[1]))
             assert model.last_step.skipped is None
             assert model.engine.updater.step_count == 2
+
+    run_in_threads(size, run)
 
 
 def test_parts_that_overflow_in_their_sum_on_one_stage_skip_the_step_on_all() -> None:
@@ -283,37 +284,19 @@ def test_parts_that_overflow_in_their_sum_on_one_stage_skip_the_step_on_all() ->
 # ---------------------------------------------------------------------- bad input
 
 
-@pytest.mark.mpi(min_size=2)
-def test_peers_with_different_batches_are_told_on_all_ranks(world: Any) -> None:
+def test_peers_with_other_samples_types_or_numbers_of_them_are_told_on_all_ranks() -> None:
     x, y = BATCHES[0]
-    model, _ = placed(Case(mlp), world, Way(world.size if world.size <= 4 else 4))
-    with model:
-        group = model.engine.grid.model
-        last = group.size - 1
-        for call in (model.train, model.compute_gradients, model.evaluate):
-            for what in ("x", "y"):
-                mine = list(part(model.batch_group, x, y))
-                if group.rank == last:
-                    mine["xy".index(what)] = mine["xy".index(what)][::-1].copy()
-                told = error_of(lambda c=call, m=mine: c(*m))
-                first = model.engine.grid.axes.group(0, ("pipeline",))
-                wanted = (
-                    f"DataError: rank {first[-1]} has another {what} than rank {first[0]}: the ranks of one replica"
-                )
-                parallel_assert(world, told.startswith(wanted), told)
-        model.train(*part(model.batch_group, x, y))
-
-
-def test_peers_with_other_types_or_numbers_of_samples_are_told_too() -> None:
-    x, y = BATCHES[0]
+    others = ((x[::-1].copy(), y), (x, y[::-1].copy()), (x.astype(np.float32), y), (x[:6], y[:6]))
 
     def run(comm: Any) -> None:
         model, _ = placed(Case(mlp), comm, Way(2))
         with model:
-            for other in ((x.astype(np.float32), y), (x[:6], y[:6])):
-                mine = other if comm.rank == 3 else (x, y)
-                with pytest.raises(DataError, match="rank 3 has another x than rank 1"):
-                    model.train(*mine)
+            for other, call in product(others, (model.train, model.compute_gradients, model.evaluate)):
+                what = "y" if other is others[1] else "x"
+                with pytest.raises(
+                    DataError, match=f"^rank 3 has another {what} than rank 1: the ranks of one replica"
+                ):
+                    call(*(other if comm.rank == 3 else (x, y)))
             with pytest.raises(DataError, match="no samples on any rank"):
                 model.train(x[:0], y[:0])
             model.train(x, y)
