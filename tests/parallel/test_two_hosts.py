@@ -24,8 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "two_hosts.sh"
 PROGRAM = Path(__file__).with_name("two_hosts_program.py")
 FAULTS = ROOT / "tests" / "faults" / "program.py"
-#: Seconds for all to be gone after a fault, and for a whole case.
-SOON, LIMIT = 5.0, 60.0
+#: Seconds for a whole case.
+LIMIT = 60.0
+
+pytestmark = pytest.mark.slow
 
 
 def why_not():
@@ -103,7 +105,6 @@ def test_two_hosts_have_the_bits_of_one_process_and_send_what_is_counted(tmp_pat
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("raise", r"\[rank 1/2 host2\] ValueError: planted"),
         (
             "exit_0",
             r"\[rank 1/2 host2\] left early: .* rank 0 waits in barrier #6 'gradients' .* program.py:\d+ in train",
@@ -114,10 +115,7 @@ def test_two_hosts_have_the_bits_of_one_process_and_send_what_is_counted(tmp_pat
 def test_a_rank_that_fails_on_the_other_host_ends_the_job_and_is_named(tmp_path, fault, said):
     command = (sys.executable, str(FAULTS), fault, str(tmp_path), "1")
     status, _, err = ended(start("--unshaped", "--ranks-per-host", "1", "--", *command))
-    now = time.time()
-    (struck,) = (float(path.name.removeprefix("fault-")) for path in tmp_path.glob("fault-*"))
     assert status != 0
-    assert now - struck < SOON, err
     assert re.search(said, err), err
 
 
@@ -137,26 +135,8 @@ def test_an_interrupt_ends_all_that_was_made():
     assert marked(mark) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        (["--"], 64, "no COMMAND given"),
-        (["--rate", "fast", "--", "true"], 64, "--rate fast"),
-        (["--mpi", "lam", "--", "true"], 64, "must be mpich or openmpi"),
-        (["--once", "--", "sh", "-c", "exit 7"], 7, ""),
-    ],
-)
-def test_exit_status_and_errors(arguments, status, said):
-    found, _, err = ended(start(*arguments))
-    assert found == status, err
-    assert said in err
-
-
-def test_a_missing_tool_is_named_with_its_package(tmp_path):
-    for tool in ("bash", "readlink", "dirname", "id", "env"):
-        (tmp_path / tool).symlink_to(shutil.which(tool))
-    done = subprocess.run(
-        [SCRIPT, "--", "true"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
-    assert done.returncode == 69
-    assert "ip is missing: install Debian's package iproute2" in done.stderr
+def test_the_status_is_that_of_the_command_and_of_a_wrong_option_another():
+    assert ended(start("--once", "--", "sh", "-c", "exit 7"))[0] == 7
+    status, _, err = ended(start("--rate", "fast", "--", "true"))
+    assert status == 64
+    assert "--rate fast" in err

@@ -1,4 +1,4 @@
-"""Every loss, weighted and masked or of a user, has the bits of one process on any layout, and its sum on split ones."""
+"""Any loss, weighted, masked, a user's, has the bits of one process on any layout, and its sum on split models."""
 
 from __future__ import annotations
 
