@@ -88,7 +88,9 @@ def test_a_gradient_of_a_split_model_is_named_by_its_block_whoever_holds_it(way:
 def test_gradients_that_overflow_in_their_sum_are_named_with_their_owner() -> None:
     """Each grain's gradient is finite in float32, their sum is not: all samples together are to blame."""
     with np.errstate(over="ignore"):
-        first, second = (step.non_finite for step, _ in run_in_threads(2, step_whose_sum_overflows))
+        found = run_in_threads(2, step_whose_sum_overflows)
+    assert all(step.skipped and not parameters.any() for step, parameters in found)
+    first, second = (step.non_finite for step, _ in found)
     assert first == second
     assert first[0].tensor.startswith("output.")
     assert (first[0].start, first[0].stop) == (0, 2)
@@ -203,21 +205,11 @@ def test_the_files_are_plain(dump: Path) -> None:
 def test_damaged_files_are_named(dump: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no bad step: step.json: No such file"):
         read_bad_step(tmp_path / "nowhere")
-    grain, step = dump / "grain_00001.npz", dump / "step.json"
-    whole, text = grain.read_bytes(), step.read_text()
+    path = dump / "grain_00001.npz"
+    whole = path.read_bytes()
     for damage in (whole[: len(whole) // 2], b"", whole.replace(b"x.npy", b"z.npy")):
-        grain.write_bytes(damage)
+        path.write_bytes(damage)
         with pytest.raises(DataError, match="grain_00001.npz: not the samples of a grain"):
-            read_bad_step(dump)
-    grain.write_bytes(whole)
-    for wrong, message in (
-        ("{", "not JSON"),
-        ("[]", "not a bad step of version 1"),
-        (text.replace('"seed"', '"need"'), "'seed' is missing"),
-        (text.replace("grain_00001.npz", "../../x.npz"), "names of files beside it"),
-    ):
-        step.write_text(wrong)
-        with pytest.raises(DataError, match=message):
             read_bad_step(dump)
 
 
@@ -250,6 +242,8 @@ STEPS: dict[str, Any] = {
     "a grain a thousand times": lambda d: described(d, grains=["grain_00001.npz"] * 1000),
     "not text": lambda d: b"\xff\xfe",
     "half": lambda d: described(d)[:100],
+    "another thing": lambda d: b"[]",
+    "a missing key": lambda d: described(d).replace(b'"seed"', b'"need"'),
     "tens of megabytes": lambda d: described(d, about={"x": "y" * (17 << 20)}),
 }
 

@@ -12,18 +12,7 @@ import mpizero as mz
 from mpizero.errors import ConfigError, DataError, LayoutError, NonFiniteError, RemoteError
 from mpizero.testing import run_in_threads
 from tests.parallel.covering import on_layouts
-from tests.parallel.models import (
-    STRATEGIES,
-    gpt,
-    layouts,
-    mlp,
-    part,
-    points,
-    sharded,
-    step_whose_sum_overflows,
-    ten,
-    tokens,
-)  # fmt: skip
+from tests.parallel.models import STRATEGIES, gpt, layouts, mlp, part, points, sharded, ten, tokens  # fmt: skip
 
 
 def state_of(model: Any) -> tuple[Any, ...]:
@@ -130,13 +119,6 @@ def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else() -> None:
             assert model.engine.loss_scale.scale in (2.0 ** (scale + 1), 2.0 ** (scale - 1))  # two good steps
 
     on_layouts(run)
-
-
-def test_parts_that_are_finite_but_overflow_in_their_sum_are_skipped_with_a_loss_scale() -> None:
-    with np.errstate(over="ignore"):
-        for step, parameters in run_in_threads(2, step_whose_sum_overflows):
-            assert step.skipped is not None
-            assert not parameters.any()
 
 
 def test_the_clipping_factor_is_that_of_one_process_on_every_layout() -> None:

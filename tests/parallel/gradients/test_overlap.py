@@ -74,15 +74,15 @@ def test_the_next_unit_comes_while_one_is_used(memory: dict[str, Any]) -> None:
 
 
 def after_failures(comm: Any, strategy: str, places: Sequence[str], memory: dict[str, Any]) -> list[str]:
-    """The hash after each step of a training in which a layer of rank 0's samples raises before some steps."""
+    """The hash after each step of a training in which a layer raises before some steps, each time at a later grain."""
     ((x, y),) = texts(1, 6)
     switch: dict[str, Any] = {}
     model, _ = sharded(strategy, comm, with_traps(gpt(layers=2), {"blocks.1": switch}), micro_batch=2, **memory)
     found = []
     with model:
-        for what in (*places, ""):
+        for number, what in enumerate((*places, "")):
             if what:
-                switch.update(what=what, first=0)
+                switch.update(what=what, first=2 * number)
                 with pytest.raises((ArithmeticError, MpizeroError), match="trap in"):
                     model.train(*part(comm, x, y))
                 switch.clear()
@@ -103,6 +103,7 @@ def test_a_step_that_fails_leaves_nothing_in_flight() -> None:
         ("ddp", {**PRIVATE, **fine}), ("ddp", {**MEMORIES[2], **fine}),
     )  # fmt: skip
     places = ("forward", "input", "weights")
+    assert after_failures(None, "ddp", places, {}) == without_failure()
     for strategy, memory in cases:
         for failed in run_in_threads(4, lambda comm, s=strategy, m=memory: after_failures(comm, s, places, m)):
             assert failed == without_failure()
