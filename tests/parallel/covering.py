@@ -22,10 +22,10 @@ def covering(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 #: Numbers of ranks, strategies and memories: every pair occurs.
-LAYOUTS = covering((1, 2, 3, 4, 8), STRATEGIES, MEMORIES)
+LAYOUTS = covering((1, 2, 3, 4), STRATEGIES, MEMORIES)
 
 
-def on_layouts(body: Callable[[Any, str, dict[str, Any]], Any]) -> None:
+def on_layouts(body: Callable[[Any, str, dict[str, Any]], Any], rows: Sequence[Any] = tuple(LAYOUTS)) -> None:
     """Call ``body(comm, strategy, memory)`` on the threads of every layout."""
-    for size, strategy, memory in LAYOUTS:
+    for size, strategy, memory in rows:
         run_in_threads(size, lambda comm, s=strategy, m=memory: body(comm, s, m))

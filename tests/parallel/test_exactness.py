@@ -13,7 +13,7 @@ import mpizero as mz
 from mpizero.sharding.device import different_builds, numpy_builds
 from mpizero.testing import run_in_threads
 from mpizero.types import Run
-from tests.parallel.covering import on_layouts
+from tests.parallel.covering import covering, on_layouts
 from tests.parallel.models import (
     MEMORIES,
     PRIVATE,
@@ -87,7 +87,7 @@ def test_every_strategy_and_memory_has_the_bits_of_one_process() -> None:
         assert trained("clip", strategy, comm, **memory) == serial("clip")
 
     serial("clip")
-    on_layouts(run)
+    on_layouts(run, covering((1, 2, 3, 4, 8), STRATEGIES, MEMORIES))
 
 
 @pytest.mark.parametrize("case", CASES)

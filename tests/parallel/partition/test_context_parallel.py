@@ -120,6 +120,7 @@ def test_heads_that_three_ranks_share_and_three_parts_of_a_sequence() -> None:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.slow
 def test_neither_stages_nor_replicas_nor_schedules_nor_memory_nor_zero_stages_change_a_bit(tensor: int) -> None:
     case = replace(BOTH["LAMB, checkpointing, accumulate"], config={}) if tensor > 1 else CASES["LAMB, clipping"]
     expected = str(trained_in_tiles(case, tensor, 2))
@@ -150,6 +151,7 @@ def test_every_zero_stage_adds_the_parts_of_grains_in_one_order(context: int, ac
 # ---------------------------------------------------------------------- predictions, metrics, gradients, checkpoints
 
 
+@pytest.mark.slow
 def test_prediction_and_metrics_are_those_of_one_process_on_every_rank() -> None:
     """The losses are the model's own, one given, and one that takes all scores."""
     x, y = texts(1, 6, length=13)[0]
@@ -207,6 +209,7 @@ def test_gradients_by_hand_are_those_of_one_process() -> None:
         run_in_threads(4, lambda comm, a=auto: body(comm, a))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_other_groups(tmp_path: Any) -> None:
     case, (first, *rest) = BOTH["dropout, clipping"], LENGTHS
     expected = trained_alone(case)
