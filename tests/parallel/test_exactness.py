@@ -59,7 +59,7 @@ def trained(case: str, strategy: str, comm: Any, sizes: list[int] | None = None,
     with mz.ShardingConfig(
         comm="self" if comm is None else comm, minimum_parameter_group_size=1, **settings, **memory
     ) as config:
-        sharded, bound = mz.distribute(model, optimizer, strategy=strategy, config=config)
+        sharded = mz.distribute(model, optimizer, strategy=strategy, config=config)
         with sharded:
             if loss_scale is not None:
                 sharded.engine.bind(optimizer, loss_scale)

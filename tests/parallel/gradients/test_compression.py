@@ -54,7 +54,7 @@ def unsent(model: Any) -> Any:
     exchange, layout = engine.exchange, engine.layout
     exchange.begin(1, 1.0)
     exchange.weigh(1.0, sent=False)  # of a batch of one sample whose weight is 1, sums are means
-    for peer, share in enumerate(exchange.shares):
+    for peer, share in enumerate(exchange.shards):
         for unit in layout.units:
             left, place = exchange.left_for(peer, unit.index), 0
             for span in share.gradient_spans[unit.index] if left.size else ():

@@ -154,4 +154,4 @@ def test_the_plans_that_are_kept_do_not_grow_with_the_number_of_sizes(strategy: 
 
     early, late = run_in_threads(2, run)[0]
     assert all(count < sizes for name, count in (late - early).items() if name.endswith("Plan"))
-    assert late["RowsPlan"] + late["WavePlan"] > 0
+    assert late["RowsPlan"] + late["RoundPlan"] > 0

@@ -159,7 +159,7 @@ def in_flight(comm: Any, strategy: str, memory: dict[str, Any]) -> tuple[list[bo
 
     def under_way() -> bool:
         engine = placed[0].engine
-        if engine.reducer.waves:
+        if engine.reducer.in_rounds:
             return engine.reducer._in_flight is not None
         sums = engine.rows.overlapped
         return sums._exchanging is not None or bool(sums._gatherings)
@@ -245,7 +245,7 @@ def test_who_takes_a_block_waits_for_what_it_uses_and_no_more(monkeypatch: pytes
             def note() -> None:
                 found.append([gate.waited for gate in gates])
 
-            store.publish(later=True)
+            store.all_gather(later=True)
             with store.unshard(unit, by_block=True) as lent:
                 note()
                 for name in unit.blocks[:2]:
