@@ -10,26 +10,36 @@ from mpizero.comm import Communicator
 from mpizero.testing import run_in_threads
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("mpi", marks=pytest.mark.mpi),
-        pytest.param("mpi-cut", marks=pytest.mark.mpi),
-        *(f"{n}-threads" for n in (1, 2, 3, 5)),
-    ]
-)
+@pytest.fixture(params=["threads", pytest.param("mpi", marks=pytest.mark.mpi)])
 def ranks(request) -> Iterator[Callable[[Callable[[Communicator], None]], None]]:
-    """Run a specification on every rank."""
-    if request.param.endswith("threads"):
-        yield lambda specification: run_in_threads(int(request.param[0]), specification)
-    elif request.param == "mpi":
-        world = request.getfixturevalue("world")
-        yield lambda specification: specification(world)
-    else:
-        from mpi4py import MPI
+    """Run a specification on every rank, and tell of which communicators it does not hold."""
 
-        from mpizero.comm.mpi import MpiCommunicator
+    def check(specification, run, where):
+        try:
+            run(specification)
+        except Exception as error:
+            error.add_note(f"on {where}")
+            raise
 
-        # Long arrays, of as many elements as a parameter of the test says, are cut into a few messages, not thousands.
-        lengths = [value for value in request.node.callspec.params.values() if isinstance(value, int)]
-        with MpiCommunicator(MPI.COMM_WORLD, limit=max([24, *lengths]), name="cut") as cut:
-            yield lambda specification: specification(cut)
+    if request.param == "threads":
+
+        def on_all(specification):
+            for n in (1, 2, 3, 5):
+                check(specification, lambda work, n=n: run_in_threads(n, work), f"{n} threads")
+
+        yield on_all
+        return
+
+    from mpi4py import MPI
+
+    from mpizero.comm.mpi import MpiCommunicator
+
+    world = request.getfixturevalue("world")
+    # Long arrays, of as many elements as ``on_ranks`` was told, are cut into a few messages, not thousands.
+    with MpiCommunicator(MPI.COMM_WORLD, limit=getattr(request.function, "limit", 24), name="cut") as cut:
+
+        def on_both(specification):
+            check(specification, lambda work: work(world), "the world of MPI")
+            check(specification, lambda work: work(cut), "tiny messages of MPI")
+
+        yield on_both

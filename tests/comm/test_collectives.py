@@ -1,8 +1,8 @@
-"""Each movement of data is proven by its adjoint, and by the values a reader expects."""
+"""Each operation brings what NumPy computes, on threads, over MPI, and over MPI with tiny messages."""
 
 from __future__ import annotations
 
-from itertools import accumulate, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,93 +10,52 @@ from numpy.testing import assert_array_equal
 
 from mpizero.errors import CollectiveError, MpizeroError
 from mpizero.layout import Span
-from mpizero.testing import adjoint_test, parallel_assert
+from mpizero.testing import adjoint_test
+from tests.comm.specification import check_everything, on_ranks, uneven
 
 DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16"]
 
 
-def uneven(size: int) -> list[int]:
-    """Blocks of 0, 3, 6, 0, ... elements: some ranks have nothing."""
-    return [3 * (rank % 3) for rank in range(size)]
+@on_ranks
+def test_every_operation_brings_what_numpy_computes(comm):
+    for length, dtype in ((0, "f4"), (1, "f8"), (5, "f4"), (40, "i2")):
+        check_everything(comm, length, dtype)
 
 
-def parts(comm, length):
-    """Random numbers that differ between ranks."""
-    return np.random.default_rng([length, comm.rank]).standard_normal(length)
-
-
-def test_allgather_is_adjoint_to_reduce_scatter(ranks):
-    def specification(comm):
-        def gather(x):
-            comm.allgather(x, out := np.empty(5 * comm.size))
-            return out
-
-        def reduce(y):
-            comm.reduce_scatter(y, out := np.empty(5), [5] * comm.size)
-            return out
-
-        adjoint_test(gather, reduce, parts(comm, 5), parts(comm, 5 * comm.size), comm)
-
-    ranks(specification)
-
-
-def test_uneven_allgather_is_adjoint_to_uneven_reduce_scatter(ranks):
-    def specification(comm):
-        counts = uneven(comm.size)
-
-        def gather(x):
-            comm.allgatherv(x, out := np.empty(sum(counts)), counts)
-            return out
-
-        def reduce(y):
-            comm.reduce_scatter(y, out := np.empty(counts[comm.rank]), counts)
-            return out
-
-        adjoint_test(gather, reduce, parts(comm, counts[comm.rank]), parts(comm, sum(counts)), comm)
-
-    ranks(specification)
-
-
-def test_broadcast_is_adjoint_to_the_sum_on_its_root(ranks):
-    def specification(comm):
-        for root in range(comm.size):
-
-            def spread(x, root=root):
-                comm.broadcast(out := x.copy(), root)
-                return out
-
-            def collect(y, root=root):
-                comm.allreduce(out := y.copy())
-                return out if comm.rank == root else np.zeros_like(out)
-
-            adjoint_test(spread, collect, parts(comm, 7), parts(comm, 7), comm)
-
-    ranks(specification)
-
-
-@pytest.mark.parametrize("length", [(1 << 16) - 1, 1 << 16, 3 << 16])
-def test_long_blocks_are_gathered_like_short_ones(ranks, length):
+@on_ranks(limit=1 << 18)
+def test_long_blocks_are_gathered_like_short_ones(comm):
     """From 256 KiB on they go directly to every rank (``mpi.GATHER_DIRECTLY``)."""
-
-    def specification(comm):
+    for length in ((1 << 16) - 1, 1 << 16, 3 << 16):
         counts = [length if rank == comm.size - 1 else rank % 2 * 5 for rank in range(comm.size)]
         whole = np.arange(sum(counts), dtype=np.float32)
         start = sum(counts[: comm.rank])
         mine = whole[start : start + counts[comm.rank]].copy()
-        comm.allgatherv(mine, out := np.empty_like(whole), counts)
-        assert_array_equal(out, whole)
-        request = comm.iallgatherv(mine, out := np.empty_like(whole), counts)
-        request.wait()
-        assert_array_equal(out, whole)
-
-    ranks(specification)
+        for gather in (comm.allgatherv, comm.iallgatherv):
+            if request := gather(mine, out := np.empty_like(whole), counts):
+                request.wait()
+            assert_array_equal(out, whole)
 
 
-@pytest.mark.parametrize("length", [5, 1 << 16])
-def test_blocks_gathered_to_their_places_leave_the_rest_alone(ranks, length):
+@on_ranks
+def test_uneven_allgather_is_adjoint_to_uneven_reduce_scatter(comm):
+    counts = uneven(comm.size, 3)
+
+    def gather(x):
+        comm.allgatherv(x, out := np.empty(sum(counts)), counts)
+        return out
+
+    def reduce(y):
+        comm.reduce_scatter(y, out := np.empty(counts[comm.rank]), counts)
+        return out
+
+    rng = np.random.default_rng(comm.rank)
+    adjoint_test(gather, reduce, rng.standard_normal(counts[comm.rank]), rng.standard_normal(sum(counts)), comm)
+
+
+@on_ranks(limit=1 << 16)
+def test_blocks_gathered_to_their_places_leave_the_rest_alone(comm):
     """Places in any order with room between; in place or not; the middle rank has nothing."""
-
-    def specification(comm):
+    for length in (5, 1 << 16):
         sizes = [0 if rank == comm.size // 2 and comm.size > 1 else length + rank for rank in range(comm.size)]
         starts = [sum(sizes[rank + 1 :]) + 3 * (comm.size - rank) for rank in range(comm.size)]
         spans = [Span(start, start + size) for start, size in zip(starts, sizes, strict=True)]
@@ -115,241 +74,85 @@ def test_blocks_gathered_to_their_places_leave_the_rest_alone(ranks, length):
             request.wait()
             assert_array_equal(out, expected)
 
-    ranks(specification)
+
+@on_ranks
+def test_every_dtype_travels_unchanged(comm):
+    for dtype in DTYPES:
+        # Random bits: a NaN's payload must arrive too.
+        bits = np.random.default_rng(1).integers(0, 2 if dtype == "?" else 256, 16 * 4 * comm.size, np.uint8)
+        whole = bits.view(dtype)[: 4 * comm.size].copy()
+        own = whole[4 * comm.rank :][:4].copy()
+        gathered, spread = np.zeros_like(whole), own.copy()
+        comm.allgather(own, gathered)
+        comm.broadcast(spread)
+        assert gathered.tobytes() == whole.tobytes(), dtype
+        assert spread.tobytes() == whole[:4].tobytes(), dtype
 
 
-def test_gathering_to_places_is_adjoint_to_taking_them_apart(ranks):
-    def specification(comm):
-        counts = uneven(comm.size)
-        spans = [Span(start, start + n) for start, n in zip(accumulate(counts, initial=1), counts, strict=False)]
-
-        def gather(x):
-            comm.igather_spans(x, out := np.zeros(sum(counts) + 2), spans).wait()
-            return out
-
-        def reduce(y):
-            comm.reduce_scatter(y[1:-1].copy(), out := np.empty(counts[comm.rank]), counts)
-            return out
-
-        adjoint_test(gather, reduce, parts(comm, counts[comm.rank]), parts(comm, sum(counts) + 2), comm)
-
-    ranks(specification)
+@on_ranks
+def test_arrays_of_several_dimensions_travel_in_c_order(comm):
+    block = np.arange(6.0).reshape(2, 3) + 10 * comm.rank
+    comm.allgather(block, out := np.empty((comm.size, 2, 3)))
+    assert_array_equal(out, np.arange(6.0).reshape(2, 3) + 10 * np.arange(comm.size)[:, None, None])
 
 
-def test_alltoallv_is_adjoint_to_the_reverse_alltoallv(ranks):
-    def specification(comm):
-        there = [(comm.rank + 2 * peer) % 4 for peer in range(comm.size)]
-        here = [(peer + 2 * comm.rank) % 4 for peer in range(comm.size)]
-
-        def forth(x):
-            comm.alltoallv(x, there, out := np.empty(sum(here)), here)
-            return out
-
-        def back(y):
-            comm.alltoallv(y, here, out := np.empty(sum(there)), there)
-            return out
-
-        adjoint_test(forth, back, parts(comm, sum(there)), parts(comm, sum(here)), comm)
-
-    ranks(specification)
+@on_ranks
+def test_objects_of_any_size_reach_all_ranks(comm):
+    values = ["", "x" * 503, "y" * 560, {"shape": (2, 3)}, None]
+    mine = values[comm.rank % 5]
+    assert comm.allgather_object(mine) == [values[rank % 5] for rank in range(comm.size)]
+    for root in range(comm.size):
+        assert comm.broadcast_object(mine, root) == values[root % 5]
 
 
-def test_a_shift_by_messages_is_adjoint_to_the_opposite_shift(ranks):
-    def specification(comm):
-        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-
-        def shift(x, target, source):
-            out = np.empty_like(x)
-            arrives = comm.irecv(out, source, tag=3)
-            comm.isend(x, target, tag=3).wait()
-            arrives.wait()
-            return out
-
-        def forth(x):
-            return shift(x, after, before)
-
-        def back(y):
-            return shift(y, before, after)
-
-        adjoint_test(forth, back, parts(comm, 8), parts(comm, 8), comm)
-
-    ranks(specification)
+@on_ranks
+def test_messages_overtake_only_other_tags(comm):
+    out = [np.empty(1) for _ in range(3)]
+    arrivals = [comm.irecv(out[0], 0, tag=7), comm.irecv(out[1], 0, tag=7), comm.irecv(out[2], 0, tag=8)]
+    if comm.rank == 0:
+        for peer in range(comm.size):
+            for value, tag in ((3.0, 8), (1.0, 7), (2.0, 7)):
+                comm.isend(np.array([value]), peer, tag).wait()
+    for arrival in reversed(arrivals):
+        arrival.wait()
+    assert_array_equal(np.concatenate(out), [1.0, 2.0, 3.0])
 
 
-def test_allreduce_is_its_own_adjoint(ranks):
-    def specification(comm):
-        def reduce(x):
-            comm.allreduce(out := x.copy())
-            return out
+@on_ranks
+def test_counters_count_what_goes_to_other_ranks(comm):
+    n, rank = comm.size, comm.rank
+    x = np.zeros(3, np.float32)
 
-        adjoint_test(reduce, reduce, parts(comm, 11), parts(comm, 11), comm)
+    def sent(call, *arguments):
+        comm.counters.reset()
+        result = call(*arguments)
+        if result is not None:
+            result.wait()
+        return comm.counters.bytes_sent
 
-    ranks(specification)
-
-
-def test_every_dtype_travels_unchanged(ranks):
-    def specification(comm):
-        for dtype in DTYPES:
-            # Random bits: a NaN's payload must arrive too.
-            bits = np.random.default_rng(1).integers(0, 2 if dtype == "?" else 256, 16 * 4 * comm.size, np.uint8)
-            whole = bits.view(dtype)[: 4 * comm.size].copy()
-            own = whole[4 * comm.rank :][:4].copy()
-            gathered, spread = np.zeros_like(whole), own.copy()
-            comm.allgather(own, gathered)
-            comm.broadcast(spread)
-            assert gathered.tobytes() == whole.tobytes(), dtype
-            assert spread.tobytes() == whole[:4].tobytes(), dtype
-
-    ranks(specification)
+    there = [peer + 1 for peer in range(n)]
+    block, total = np.zeros(rank + 1, np.float32), np.zeros(sum(there), np.float32)
+    assert sent(comm.allgather, x, np.empty(3 * n, np.float32)) == 12 * (n - 1)
+    assert sent(comm.iallgatherv, block, np.empty_like(total), there) == 4 * (rank + 1) * (n - 1)
+    received = np.empty((rank + 1) * n, np.float32)
+    assert sent(comm.alltoallv, total, there, received, [rank + 1] * n) == 4 * (sum(there) - rank - 1)
+    assert sent(comm.broadcast, x, n - 1) == (12 * (n - 1) if rank == n - 1 else 0)
+    assert sent(comm.reduce_scatter, total, block, there) == 4 * (sum(there) - rank - 1)
+    assert sent(comm.allreduce, x) == 24 * (n - 1) // n
+    assert sent(comm.barrier) == 0
+    assert comm.counters.messages == 0
 
 
-def test_blocks_arrive_in_rank_order_and_empty_ones_take_no_room(ranks):
-    def specification(comm):
-        counts = uneven(comm.size)
-        comm.allgatherv(np.full(counts[comm.rank], comm.rank, np.int32), out := np.empty(sum(counts), np.int32), counts)
-        assert_array_equal(out, np.repeat(np.arange(comm.size), counts))
-
-    ranks(specification)
-
-
-def test_collectives_of_nothing_are_legal(ranks):
-    def specification(comm):
-        empty, none = np.empty(0), [0] * comm.size
-        comm.broadcast(empty)
-        comm.allgather(empty, empty.copy())
-        comm.allgatherv(empty, empty.copy(), none)
-        comm.alltoallv(empty, none, empty.copy(), none)
-        comm.reduce_scatter(empty, empty.copy(), none)
-        comm.allreduce(empty)
-        comm.barrier()
-
-    ranks(specification)
-
-
-def test_arrays_of_several_dimensions_travel_in_c_order(ranks):
-    def specification(comm):
-        block = np.arange(6.0).reshape(2, 3) + 10 * comm.rank
-        comm.allgather(block, out := np.empty((comm.size, 2, 3)))
-        assert_array_equal(out, np.arange(6.0).reshape(2, 3) + 10 * np.arange(comm.size)[:, None, None])
-
-    ranks(specification)
-
-
-def test_non_blocking_twins_give_what_the_blocking_ones_give(ranks):
-    def specification(comm):
-        counts, x = uneven(comm.size), parts(comm, 6)
-        own = x[: counts[comm.rank]].copy()
-        there = [1 + (comm.rank + peer) % 2 for peer in range(comm.size)]
-        scatter = parts(comm, sum(there))
-
-        def run(prefix):
-            spread, total = x.copy(), x.copy()
-            equal, ragged, turned = np.empty(6 * comm.size), np.empty(sum(counts)), np.empty(sum(there))
-            requests = [
-                getattr(comm, prefix + "broadcast")(spread, comm.size - 1),
-                getattr(comm, prefix + "allgather")(x, equal),
-                getattr(comm, prefix + "allgatherv")(own, ragged, counts),
-                getattr(comm, prefix + "alltoallv")(scatter, there, turned, there),
-                getattr(comm, prefix + "allreduce")(total, "max"),
-                getattr(comm, prefix + "barrier")(),
-            ]
-            for request in reversed(requests):
-                if request is not None:
-                    request.wait()
-                    request.wait()
-            return [a.tobytes() for a in (spread, total, equal, ragged, turned)]
-
-        parallel_assert(comm, run("") == run("i"))
-
-    ranks(specification)
-
-
-def test_a_request_can_be_polled_to_its_end(ranks):
-    def specification(comm):
-        request = comm.iallgather(np.array([comm.rank]), out := np.empty(comm.size, np.int64))
-        while not request.test():
-            pass
-        request.wait()
-        assert_array_equal(out, np.arange(comm.size))
-
-    ranks(specification)
-
-
-def test_allreduce_works_in_place_on_integers_too(ranks):
-    def specification(comm):
-        for op, expected in (("sum", sum), ("max", max), ("min", min)):
-            buffer = np.arange(8) * (comm.rank + 1)
-            comm.allreduce(buffer, op)
-            assert_array_equal(buffer, [expected(i * (r + 1) for r in range(comm.size)) for i in range(8)])
-
-    ranks(specification)
-
-
-def test_objects_of_any_size_reach_all_ranks(ranks):
-    def specification(comm):
-        values = ["", "x" * 503, "y" * 560, {"shape": (2, 3)}, None]
-        mine = values[comm.rank % 5]
-        assert comm.allgather_object(mine) == [values[rank % 5] for rank in range(comm.size)]
-        for root in range(comm.size):
-            assert comm.broadcast_object(mine, root) == values[root % 5]
-
-    ranks(specification)
-
-
-def test_messages_overtake_only_other_tags(ranks):
-    def specification(comm):
-        out = [np.empty(1) for _ in range(3)]
-        arrivals = [comm.irecv(out[0], 0, tag=7), comm.irecv(out[1], 0, tag=7), comm.irecv(out[2], 0, tag=8)]
-        if comm.rank == 0:
-            for peer in range(comm.size):
-                for value, tag in ((3.0, 8), (1.0, 7), (2.0, 7)):
-                    comm.isend(np.array([value]), peer, tag).wait()
-        for arrival in reversed(arrivals):
-            arrival.wait()
-        assert_array_equal(np.concatenate(out), [1.0, 2.0, 3.0])
-
-    ranks(specification)
-
-
-def test_counters_count_what_goes_to_other_ranks(ranks):
-    def specification(comm):
-        n, rank = comm.size, comm.rank
-        x = np.zeros(3, np.float32)
-
-        def sent(call, *arguments):
-            comm.counters.reset()
-            result = call(*arguments)
-            if result is not None:
-                result.wait()
-            return comm.counters.bytes_sent
-
-        there = [peer + 1 for peer in range(n)]
-        block, total = np.zeros(rank + 1, np.float32), np.zeros(sum(there), np.float32)
-        assert sent(comm.allgather, x, np.empty(3 * n, np.float32)) == 12 * (n - 1)
-        assert sent(comm.iallgatherv, block, np.empty_like(total), there) == 4 * (rank + 1) * (n - 1)
-        received = np.empty((rank + 1) * n, np.float32)
-        assert sent(comm.alltoallv, total, there, received, [rank + 1] * n) == 4 * (sum(there) - rank - 1)
-        assert sent(comm.broadcast, x, n - 1) == (12 * (n - 1) if rank == n - 1 else 0)
-        assert sent(comm.reduce_scatter, total, block, there) == 4 * (sum(there) - rank - 1)
-        assert sent(comm.allreduce, x) == 24 * (n - 1) // n
-        assert sent(comm.barrier) == 0
-        assert comm.counters.messages == 0
-
-    ranks(specification)
-
-
-def test_the_trace_numbers_collectives_and_is_outside_between_calls(ranks):
-    def specification(comm):
-        first = comm.trace.sequence
-        request = comm.iallgather(np.zeros(1), np.zeros(comm.size), tag="early")
-        comm.barrier(tag="late")
-        assert (comm.trace.operation, comm.trace.tag, comm.trace.sequence) == ("barrier", "late", first + 2)
-        request.wait()
-        assert (comm.trace.operation, comm.trace.tag) in {("iallgather", "early"), ("barrier", "late")}
-        assert comm.trace.entered == 0.0
-        assert comm.trace.started == first + 2
-
-    ranks(specification)
+@on_ranks
+def test_the_trace_numbers_collectives_and_is_outside_between_calls(comm):
+    first = comm.trace.sequence
+    request = comm.iallgather(np.zeros(1), np.zeros(comm.size), tag="early")
+    comm.barrier(tag="late")
+    assert (comm.trace.operation, comm.trace.tag, comm.trace.sequence) == ("barrier", "late", first + 2)
+    request.wait()
+    assert (comm.trace.operation, comm.trace.tag) in {("iallgather", "early"), ("barrier", "late")}
+    assert comm.trace.entered == 0.0
+    assert comm.trace.started == first + 2
 
 
 #: Numbers in another byte order than this machine's.
@@ -378,103 +181,64 @@ BAD_CALLS = {
 }
 
 
-def test_misuse_is_refused_before_anything_is_sent(ranks):
-    def specification(comm):
-        for call, message in BAD_CALLS.values():
-            with pytest.raises(CollectiveError, match=rf"\[rank {comm.rank}\].*{message}"):
-                call(comm)
-        comm.barrier()
-
-    ranks(specification)
+@on_ranks
+def test_misuse_is_refused_before_anything_is_sent(comm):
+    for call, message in BAD_CALLS.values():
+        with pytest.raises(CollectiveError, match=rf"\[rank {comm.rank}\].*{message}"):
+            call(comm)
+    comm.barrier()
 
 
-def test_a_read_only_array_is_sent_but_never_written(ranks):
-    def specification(comm):
-        frozen = np.arange(2.0)
-        frozen.flags.writeable = False
-        comm.allgather(frozen, np.empty(2 * comm.size))
-        with pytest.raises(CollectiveError, match="read-only"):
-            comm.allreduce(frozen)
-
-    ranks(specification)
+@on_ranks
+def test_a_read_only_array_is_sent_but_never_written(comm):
+    frozen = np.arange(2.0)
+    frozen.flags.writeable = False
+    comm.allgather(frozen, np.empty(2 * comm.size))
+    with pytest.raises(CollectiveError, match="read-only"):
+        comm.allreduce(frozen)
 
 
-def test_a_message_of_another_length_is_an_error(ranks):
-    def check(comm, length, polling):
+@on_ranks
+def test_a_message_of_another_length_is_an_error(comm):
+    # Open MPI cuts a message to oneself silently.
+    for length, polling in product((0, 1, 3) if comm.size > 1 else (0, 1), (False, True)):
         arrival = comm.irecv(np.empty(2), (comm.rank - 1) % comm.size, tag=5)
-        early_exit = comm.isend(np.zeros(length), (comm.rank + 1) % comm.size, tag=5)
-
-        def end():
+        sent = comm.isend(np.zeros(length), (comm.rank + 1) % comm.size, tag=5)
+        with pytest.raises(CollectiveError, match=rf"\[rank {comm.rank}\] irecv '?5'? on .*float64\[2\]"):  # noqa: PT012
             while polling and not arrival.test():
                 pass
             arrival.wait()
-
-        with pytest.raises(CollectiveError, match=rf"\[rank {comm.rank}\] irecv '?5'? on .*float64\[2\]"):
-            end()
-        early_exit.wait()
-
-    def specification(comm):
-        # Open MPI cuts a message to oneself silently.
-        for length, polling in product((0, 1, 3) if comm.size > 1 else (0, 1), (False, True)):
-            check(comm, length, polling)
-
-    ranks(specification)
+        sent.wait()
 
 
-def test_a_closed_communicator_refuses_calls_and_closes_twice(ranks):
-    def specification(comm):
-        half = comm.split(comm.rank % 2)
-        half.close()
-        half.close()
-        with pytest.raises(MpizeroError):
-            half.barrier()
-
-    ranks(specification)
+@on_ranks
+def test_a_closed_communicator_refuses_calls_and_closes_twice(comm):
+    half = comm.split(comm.rank % 2)
+    half.close()
+    half.close()
+    with pytest.raises(MpizeroError):
+        half.barrier()
 
 
-def test_split_groups_by_color_and_orders_by_key(ranks):
-    def specification(comm):
-        with comm.split(comm.rank % 2, key=-comm.rank, name="half") as half:
-            members = half.allgather_object(comm.rank)
-            assert members == sorted((r for r in range(comm.size) if r % 2 == comm.rank % 2), reverse=True)
-            assert (half.rank, half.size, half.name) == (members.index(comm.rank), len(members), "half")
-
-    ranks(specification)
+@on_ranks
+def test_split_groups_by_color_and_orders_by_key(comm):
+    with comm.split(comm.rank % 2, key=-comm.rank, name="half") as half:
+        members = half.allgather_object(comm.rank)
+        assert members == sorted((r for r in range(comm.size) if r % 2 == comm.rank % 2), reverse=True)
+        assert (half.rank, half.size, half.name) == (members.index(comm.rank), len(members), "half")
 
 
-def test_split_node_simulates_smaller_nodes(ranks):
-    def specification(comm):
-        for per_node in (1, 2, 3, 8):
-            with comm.split_node(per_node) as node:
-                first = comm.rank // per_node * per_node
-                assert node.allgather_object(comm.rank) == list(range(first, min(first + per_node, comm.size)))
-                assert node.shares_memory
-
-    ranks(specification)
+@on_ranks
+def test_split_node_simulates_smaller_nodes(comm):
+    for per_node in (1, 2, 3, 8):
+        with comm.split_node(per_node) as node:
+            first = comm.rank // per_node * per_node
+            assert node.allgather_object(comm.rank) == list(range(first, min(first + per_node, comm.size)))
+            assert node.shares_memory
 
 
-def test_more_communicators_can_be_opened_and_closed_than_live_at_once(ranks):
-    def specification(comm):
-        for _ in range(2500 if comm.size == 1 else 20):
-            comm.split(0).close()
-        comm.barrier()
-
-    ranks(specification)
-
-
-def test_prefix_sums_of_counts_place_blocks_at_any_distance(ranks):
-    """With tiny messages every block is described by a derived type; the bytes are the same."""
-
-    def specification(comm):
-        counts = [5 * (rank + 1) for rank in range(comm.size)]
-        starts = [0, *accumulate(counts)]
-        whole = np.arange(starts[-1], dtype=np.int16)
-        own = whole[starts[comm.rank] : starts[comm.rank + 1]].copy()
-        request = comm.iallgatherv(own, out := np.zeros_like(whole), counts)
-        request.wait()
-        assert_array_equal(out, whole)
-        everywhere = np.tile(own, comm.size)
-        comm.alltoallv(everywhere, [own.size] * comm.size, out := np.zeros_like(whole), counts)
-        assert_array_equal(out, whole)
-
-    ranks(specification)
+@on_ranks
+def test_more_communicators_can_be_opened_and_closed_than_live_at_once(comm):
+    for _ in range(2500 if comm.size == 1 else 20):
+        comm.split(0).close()
+    comm.barrier()

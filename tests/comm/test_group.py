@@ -1,4 +1,4 @@
-"""Sums, gathers and shifts of a group: values against NumPy, movements by their adjoints, bits over ranks and paths."""
+"""Sums, gathers and shifts of a group have the bits that NumPy computes, through messages and through a window."""
 
 from __future__ import annotations
 
@@ -12,33 +12,12 @@ from numpy.testing import assert_array_equal
 from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.errors import CollectiveError, SharedMemoryError
 from mpizero.layout import Partition
-from mpizero.testing import adjoint_test, parallel_assert, run_in_threads
+from mpizero.testing import run_in_threads
 from mpizero.types import Group
+from tests.comm.specification import on_groups, on_ranks, uneven
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (4, 6, 5)]
 AXES_AND_DTYPES = list(product((0, 1, 2, -1), (np.float32, np.float64)))
-
-
-@pytest.fixture
-def groups(ranks):
-    """Run a specification on every rank of a group, once for each path of its arrays."""
-
-    def run(specification):
-        def work(comm):
-            with comm.split_node() as node:
-                for path, shared in (("messages", None), ("a window", node)):
-                    group = CommunicatorGroup(comm, shared)
-                    try:
-                        specification(group)
-                    except Exception as error:
-                        error.add_note(f"the group's arrays go through {path}")
-                        raise
-                    group.close()
-                    group.close()
-
-        ranks(work)
-
-    return run
 
 
 def values(rank, shape, dtype=np.float64, seed=0):
@@ -61,129 +40,76 @@ def same_bits(a, b):
     return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
-def uneven(group):
-    """Blocks of 0, 3, 1, 0, ... elements: some ranks have nothing."""
-    return [(0, 3, 1)[rank % 3] for rank in range(group.size)]
+@on_groups
+def test_all_reduce_adds_in_tree_order(group):
+    for shape, dtype in product(SHAPES, (np.float32, np.float64)):
+        x = values(group.rank, shape, dtype)
+        kept = x.copy()
+        total = group.all_reduce(x)
+        assert same_bits(total, np.asarray(in_tree_order(everyone(group, shape, dtype)))), (shape, dtype)
+        assert same_bits(x, kept)
+        assert not np.shares_memory(total, x)
+        assert total.flags.writeable
 
 
-def test_all_reduce_adds_in_tree_order(groups):
-    def specification(group):
-        for shape, dtype in product(SHAPES, (np.float32, np.float64)):
-            x = values(group.rank, shape, dtype)
-            kept = x.copy()
-            total = group.all_reduce(x)
-            assert same_bits(total, np.asarray(in_tree_order(everyone(group, shape, dtype)))), (shape, dtype)
-            assert same_bits(x, kept)
-            assert not np.shares_memory(total, x)
-            assert total.flags.writeable
-
-    groups(specification)
+@on_groups
+def test_all_max_is_the_elementwise_maximum(group):
+    for shape in SHAPES:
+        assert_array_equal(group.all_max(values(group.rank, shape)), reduce(np.maximum, everyone(group, shape)))
 
 
-def test_all_max_is_the_elementwise_maximum(groups):
-    def specification(group):
-        for shape in SHAPES:
-            assert_array_equal(group.all_max(values(group.rank, shape)), reduce(np.maximum, everyone(group, shape)))
-
-    groups(specification)
-
-
-def test_nan_wins_every_maximum_and_stays_in_every_sum(groups):
-    def specification(group):
-        x = np.zeros(2 * group.size)
-        x[group.rank] = np.nan
-        for result in (group.all_max(x), group.all_reduce(x)):
-            assert_array_equal(np.isnan(result), np.arange(2 * group.size) < group.size)
-
-    groups(specification)
+@on_groups
+def test_nan_wins_every_maximum_and_stays_in_every_sum(group):
+    x = np.zeros(2 * group.size)
+    x[group.rank] = np.nan
+    for result in (group.all_max(x), group.all_reduce(x)):
+        assert_array_equal(np.isnan(result), np.arange(2 * group.size) < group.size)
 
 
-def test_all_gather_joins_uneven_and_empty_shards_along_any_axis(groups):
-    def specification(group):
-        sizes = uneven(group)
-        for axis, dtype in AXES_AND_DTYPES:
-            whole = values(99, np.insert([4, 5], axis % 3, sum(sizes)), dtype)
-            cuts = np.split(whole, np.cumsum(sizes)[:-1], axis)
-            assert same_bits(group.all_gather(cuts[group.rank], axis, sizes), whole), (axis, dtype)
-
-    groups(specification)
+@on_groups
+def test_all_gather_joins_uneven_and_empty_shards_along_any_axis(group):
+    sizes = uneven(group.size, 3)
+    for axis, dtype in AXES_AND_DTYPES:
+        whole = values(99, np.insert([4, 5], axis % 3, sum(sizes)), dtype)
+        cuts = np.split(whole, np.cumsum(sizes)[:-1], axis)
+        assert same_bits(group.all_gather(cuts[group.rank], axis, sizes), whole), (axis, dtype)
 
 
-def test_reduce_scatter_keeps_this_ranks_block_of_the_sum_along_any_axis(groups):
-    def specification(group):
-        sizes = uneven(group)
-        for axis, dtype in AXES_AND_DTYPES:
-            shape = tuple(np.insert([4, 5], axis % 3, sum(sizes)))
-            total = in_tree_order(everyone(group, shape, dtype))
-            expected = np.split(total, np.cumsum(sizes)[:-1], axis)[group.rank]
-            block = group.reduce_scatter(values(group.rank, shape, dtype), axis, sizes)
-            assert same_bits(block, np.ascontiguousarray(expected)), (axis, dtype)
-            assert block.flags.writeable
-
-    groups(specification)
+@on_groups
+def test_reduce_scatter_keeps_this_ranks_block_of_the_sum_along_any_axis(group):
+    sizes = uneven(group.size, 3)
+    for axis, dtype in AXES_AND_DTYPES:
+        shape = tuple(np.insert([4, 5], axis % 3, sum(sizes)))
+        total = in_tree_order(everyone(group, shape, dtype))
+        expected = np.split(total, np.cumsum(sizes)[:-1], axis)[group.rank]
+        block = group.reduce_scatter(values(group.rank, shape, dtype), axis, sizes)
+        assert same_bits(block, np.ascontiguousarray(expected)), (axis, dtype)
+        assert block.flags.writeable
 
 
-def test_a_gather_is_adjoint_to_a_reduce_scatter(groups):
-    def specification(group):
-        for length, axis in product((0, 2, 11), (0, 1, 2)):
-            sizes = Partition(length, group.size).sizes()
-            own, whole = np.insert([2, 3], axis, sizes[group.rank]), np.insert([2, 3], axis, length)
-            adjoint_test(
-                lambda x, axis=axis, sizes=sizes: group.all_gather(x, axis, sizes),
-                lambda y, axis=axis, sizes=sizes: group.reduce_scatter(y, axis, sizes),
-                values(group.rank, own),
-                values(group.rank, whole),
-                group.comm,
-            )
-
-    groups(specification)
-
-
-def test_a_sum_over_ranks_is_its_own_adjoint(groups):
-    def specification(group):
-        x, y = values(group.rank, (3, 4)), values(group.rank, (3, 4), seed=1)
-        adjoint_test(group.all_reduce, group.all_reduce, x, y, group.comm)
-
-    groups(specification)
+@on_groups
+def test_a_shift_brings_the_arrays_of_the_rank_behind(group):
+    for by in (0, 1, -1, group.size, 3):
+        arrays = [values(group.rank, (2, 3), np.float32), values(group.rank, (0,)), values(group.rank, (5, 4)).T]
+        source = (group.rank - by) % group.size
+        expected = [values(source, (2, 3), np.float32), values(source, (0,)), values(source, (5, 4)).T]
+        request = group.shift(arrays, by)
+        arrived = request.wait()
+        assert request.wait() is arrived
+        assert request.test()
+        for found, right in zip(arrived, expected, strict=True):
+            assert_array_equal(found, right)
+            assert found.dtype == right.dtype
 
 
-def test_a_shift_is_adjoint_to_the_opposite_shift(groups):
-    def specification(group):
-        x, y = values(group.rank, (3, 4)), values(group.rank, (3, 4), seed=1)
-        for by in (1, -1, 2, 5):
-            there, back = (lambda a, by=b: group.shift([a], by).wait()[0] for b in (by, -by))
-            adjoint_test(there, back, x, y, group.comm)
-
-    groups(specification)
-
-
-def test_a_shift_brings_the_arrays_of_the_rank_behind(groups):
-    def specification(group):
-        for by in (0, 1, -1, group.size, 3):
-            arrays = [values(group.rank, (2, 3), np.float32), values(group.rank, (0,)), values(group.rank, (5, 4)).T]
-            source = (group.rank - by) % group.size
-            expected = [values(source, (2, 3), np.float32), values(source, (0,)), values(source, (5, 4)).T]
-            request = group.shift(arrays, by)
-            arrived = request.wait()
-            assert request.wait() is arrived
-            assert request.test()
-            for found, right in zip(arrived, expected, strict=True):
-                assert_array_equal(found, right)
-                assert found.dtype == right.dtype
-
-    groups(specification)
-
-
-def test_two_shifts_can_be_on_their_way_in_both_directions(groups):
-    def specification(group):
-        there = group.shift([np.array([group.rank])], 1)
-        back = group.shift([np.array([100 + group.rank])], -1)
-        assert back.wait()[0] == 100 + (group.rank + 1) % group.size
-        while not there.test():
-            pass
-        assert there.wait()[0] == (group.rank - 1) % group.size
-
-    groups(specification)
+@on_groups
+def test_two_shifts_can_be_on_their_way_in_both_directions(group):
+    there = group.shift([np.array([group.rank])], 1)
+    back = group.shift([np.array([100 + group.rank])], -1)
+    assert back.wait()[0] == 100 + (group.rank + 1) % group.size
+    while not there.test():
+        pass
+    assert there.wait()[0] == (group.rank - 1) % group.size
 
 
 def test_a_group_of_one_returns_copies_and_shifts_the_arrays_themselves():
@@ -201,128 +127,106 @@ def test_a_group_of_one_returns_copies_and_shifts_the_arrays_themselves():
     assert (protocol.rank, protocol.size) == (0, 1)
 
 
-def test_arrays_with_gaps_are_taken_and_left_alone(groups):
-    def specification(group):
-        wide = values(group.rank, (6, 8))
-        gapped, sizes = wide[::2, ::-2], Partition(4, group.size).sizes()
-        total = in_tree_order([values(r, (6, 8))[::2, ::-2] for r in range(group.size)])
-        assert same_bits(group.all_reduce(gapped), np.ascontiguousarray(total))
-        block = group.reduce_scatter(gapped, 1, sizes)
-        assert_array_equal(block, total[:, Partition(4, group.size).shard(group.rank)])
-        assert_array_equal(group.all_gather(block[:, ::-1], 1, sizes).shape, (3, 4))
-        assert same_bits(wide, values(group.rank, (6, 8)))
-
-    groups(specification)
+@on_groups
+def test_arrays_with_gaps_are_taken_and_left_alone(group):
+    wide = values(group.rank, (6, 8))
+    gapped, sizes = wide[::2, ::-2], Partition(4, group.size).sizes()
+    total = in_tree_order([values(r, (6, 8))[::2, ::-2] for r in range(group.size)])
+    assert same_bits(group.all_reduce(gapped), np.ascontiguousarray(total))
+    block = group.reduce_scatter(gapped, 1, sizes)
+    assert_array_equal(block, total[:, Partition(4, group.size).shard(group.rank)])
+    assert_array_equal(group.all_gather(block[:, ::-1], 1, sizes).shape, (3, 4))
+    assert same_bits(wide, values(group.rank, (6, 8)))
 
 
-def test_frozen_arrays_are_taken(groups):
-    def specification(group):
-        x = values(group.rank, (group.size, 2))
-        x.flags.writeable = False
-        group.all_reduce(x)
-        group.reduce_scatter(x, 0, [1] * group.size)
-        group.all_gather(x, 0, [group.size] * group.size)
-        group.shift([x], 1).wait()
-
-    groups(specification)
+@on_groups
+def test_frozen_arrays_are_taken(group):
+    x = values(group.rank, (group.size, 2))
+    x.flags.writeable = False
+    group.all_reduce(x)
+    group.reduce_scatter(x, 0, [1] * group.size)
+    group.all_gather(x, 0, [group.size] * group.size)
+    group.shift([x], 1).wait()
 
 
-def test_results_stay_what_they_are_while_the_buffers_are_used_again(groups):
-    def specification(group):
-        sizes = [2] * group.size
-        kept = []
-        for turn in range(12):
-            length = 2 * group.size * (1 + turn % 3)
-            x = values(group.rank, (2, length), seed=turn)
-            parts = [length // group.size] * group.size
-            kept.append((turn, group.all_reduce(x), group.reduce_scatter(x, 1, parts), group.all_gather(x, 0, sizes)))
-        for turn, total, block, whole in kept:
-            arrays = everyone(group, (2, total.shape[1]), seed=turn)
-            expected, width = in_tree_order(arrays), block.shape[1]
-            assert same_bits(total, expected)
-            assert_array_equal(block, expected[:, group.rank * width :][:, :width])
-            assert same_bits(whole, np.concatenate(arrays))
-
-    groups(specification)
+@on_groups
+def test_results_stay_what_they_are_while_the_buffers_are_used_again(group):
+    sizes = [2] * group.size
+    kept = []
+    for turn in range(12):
+        length = 2 * group.size * (1 + turn % 3)
+        x = values(group.rank, (2, length), seed=turn)
+        parts = [length // group.size] * group.size
+        kept.append((turn, group.all_reduce(x), group.reduce_scatter(x, 1, parts), group.all_gather(x, 0, sizes)))
+    for turn, total, block, whole in kept:
+        arrays = everyone(group, (2, total.shape[1]), seed=turn)
+        expected, width = in_tree_order(arrays), block.shape[1]
+        assert same_bits(total, expected)
+        assert_array_equal(block, expected[:, group.rank * width :][:, :width])
+        assert same_bits(whole, np.concatenate(arrays))
 
 
-@pytest.mark.parametrize("length", [5, 1000, 70_001])
-def test_sums_have_the_same_bits_on_all_ranks_at_every_repetition_and_on_every_path(ranks, length):
-    def specification(comm):
-        with comm.split_node() as node:
-            made = [CommunicatorGroup(comm), CommunicatorGroup(comm, node)]
-            x = values(comm.rank, length, np.float32) * 10.0 ** (comm.rank % 5)
-            sizes = Partition(length, comm.size).sizes()
-            seen = set()
-            for group in made * 3:
-                block = group.reduce_scatter(x, 0, sizes)
-                seen |= {group.all_reduce(x).tobytes(), group.all_gather(block, 0, sizes).tobytes()}
-            parallel_assert(comm, len(seen) == 1, f"{len(seen)} patterns of bits")
-            assert comm.allgather_object(seen) == [seen] * comm.size
-            for group in made:
-                group.close()
-
-    ranks(specification)
+@on_groups(limit=70_001)
+def test_long_sums_have_the_same_bits_at_every_repetition(group):
+    for length in (1000, 70_001) * 2:
+        x = everyone(group, length, np.float32)
+        total, sizes = in_tree_order(x), Partition(length, group.size).sizes()
+        assert same_bits(group.all_reduce(x[group.rank]), total)
+        assert same_bits(group.all_gather(group.reduce_scatter(x[group.rank], 0, sizes), 0, sizes), total)
 
 
-def test_calls_are_counted_by_kind(groups):
-    def specification(group):
-        sizes = [1] * group.size
-        x = np.ones((group.size, 1))
-        group.all_reduce(x)
-        group.all_reduce(x)
-        group.all_max(x)
-        group.all_gather(x[:1], 0, sizes)
-        group.reduce_scatter(x, 0, sizes)
-        group.shift([x, x], 1).wait()
-        expected = {"all_reduce": 2, "all_max": 1, "all_gather": 1, "reduce_scatter": 1, "shift": 1}
-        assert dict(group.counts) == expected
-
-    groups(specification)
+@on_groups
+def test_calls_are_counted_by_kind(group):
+    sizes = [1] * group.size
+    x = np.ones((group.size, 1))
+    group.all_reduce(x)
+    group.all_reduce(x)
+    group.all_max(x)
+    group.all_gather(x[:1], 0, sizes)
+    group.reduce_scatter(x, 0, sizes)
+    group.shift([x, x], 1).wait()
+    expected = {"all_reduce": 2, "all_max": 1, "all_gather": 1, "reduce_scatter": 1, "shift": 1}
+    assert dict(group.counts) == expected
 
 
-def test_messages_send_the_bytes_of_a_reduce_scatter_and_a_gather(ranks):
-    def specification(comm):
-        group, n = CommunicatorGroup(comm), comm.size
-        sizes = Partition(7, n).sizes()
-        own = 3 * sizes[comm.rank] * 8
+@on_ranks
+def test_messages_send_the_bytes_of_a_reduce_scatter_and_a_gather(comm):
+    group, n = CommunicatorGroup(comm), comm.size
+    sizes = Partition(7, n).sizes()
+    own = 3 * sizes[comm.rank] * 8
 
-        def sent(call):
-            comm.counters.reset()
-            call()
-            return comm.counters.bytes_sent
+    def sent(call):
+        comm.counters.reset()
+        call()
+        return comm.counters.bytes_sent
 
-        x = np.ones((3, 7))
-        part = Partition(21, n).sizes()[comm.rank] * 8
-        assert sent(lambda: group.all_reduce(x)) == (21 * 8 - part + part * (n - 1) if n > 1 else 0)
-        assert sent(lambda: group.reduce_scatter(x, 1, sizes)) == 21 * 8 - own
-        assert sent(lambda: group.all_gather(np.ones((3, sizes[comm.rank])), 1, sizes)) == own * (n - 1)
-        assert sent(lambda: group.shift([x, x], 1).wait()) == (2 * 21 * 8 if n > 1 else 0)
-
-    ranks(specification)
+    x = np.ones((3, 7))
+    part = Partition(21, n).sizes()[comm.rank] * 8
+    assert sent(lambda: group.all_reduce(x)) == (21 * 8 - part + part * (n - 1) if n > 1 else 0)
+    assert sent(lambda: group.reduce_scatter(x, 1, sizes)) == 21 * 8 - own
+    assert sent(lambda: group.all_gather(np.ones((3, sizes[comm.rank])), 1, sizes)) == own * (n - 1)
+    assert sent(lambda: group.shift([x, x], 1).wait()) == (2 * 21 * 8 if n > 1 else 0)
 
 
-def test_a_window_sends_nothing_and_messages_need_no_window(ranks):
-    def specification(comm):
-        with comm.split_node() as node:
-            group, other = CommunicatorGroup(comm, node), CommunicatorGroup(comm, None)
-            before = (comm.counters.bytes_sent, node.counters.bytes_sent)
-            for length in (10, 40_000):
-                group.all_reduce(np.ones(length))
-                group.all_max(np.ones(length))
-                group.reduce_scatter(np.ones((comm.size, length)), 0, [1] * comm.size)
-                group.all_gather(np.ones((1, length)), 0, [1] * comm.size)
-            assert (comm.counters.bytes_sent, node.counters.bytes_sent) == before
-            other.all_reduce(np.ones(10))
-            assert other.shared_bytes == 0
-            if comm.size > 1:
-                assert group.shared_bytes >= 2 * comm.size * 40_000 * 8
-                assert group.private_bytes == 0
-                assert other.private_bytes > 0
-            group.close()
-            assert group.shared_bytes == 0
-
-    ranks(specification)
+@on_ranks
+def test_a_window_sends_nothing_and_messages_need_no_window(comm):
+    with comm.split_node() as node:
+        group, other = CommunicatorGroup(comm, node), CommunicatorGroup(comm, None)
+        before = (comm.counters.bytes_sent, node.counters.bytes_sent)
+        for length in (10, 40_000):
+            group.all_reduce(np.ones(length))
+            group.all_max(np.ones(length))
+            group.reduce_scatter(np.ones((comm.size, length)), 0, [1] * comm.size)
+            group.all_gather(np.ones((1, length)), 0, [1] * comm.size)
+        assert (comm.counters.bytes_sent, node.counters.bytes_sent) == before
+        other.all_reduce(np.ones(10))
+        assert other.shared_bytes == 0
+        if comm.size > 1:
+            assert group.shared_bytes >= 2 * comm.size * 40_000 * 8
+            assert group.private_bytes == 0
+            assert other.private_bytes > 0
+        group.close()
+        assert group.shared_bytes == 0
 
 
 def test_a_node_of_fewer_ranks_means_messages():
@@ -335,18 +239,16 @@ def test_a_node_of_fewer_ranks_means_messages():
     run_in_threads(4, work)
 
 
-def test_the_order_of_sums_is_that_of_the_group_and_not_of_its_node(ranks):
-    def specification(comm):
-        with comm.split_node() as node, node.split(0, key=-node.rank) as turned:
-            group = CommunicatorGroup(comm, turned)
-            x = values(comm.rank, 9)
-            assert same_bits(group.all_reduce(x), in_tree_order(everyone(group, 9)))
-            sizes = uneven(group)
-            whole = group.all_gather(np.full(sizes[comm.rank], float(comm.rank)), 0, sizes)
-            assert_array_equal(whole, np.repeat(np.arange(comm.size), sizes))
-            group.close()
-
-    ranks(specification)
+@on_ranks
+def test_the_order_of_sums_is_that_of_the_group_and_not_of_its_node(comm):
+    with comm.split_node() as node, node.split(0, key=-node.rank) as turned:
+        group = CommunicatorGroup(comm, turned)
+        x = values(comm.rank, 9)
+        assert same_bits(group.all_reduce(x), in_tree_order(everyone(group, 9)))
+        sizes = uneven(group.size, 3)
+        whole = group.all_gather(np.full(sizes[comm.rank], float(comm.rank)), 0, sizes)
+        assert_array_equal(whole, np.repeat(np.arange(comm.size), sizes))
+        group.close()
 
 
 MISMATCHES = {
@@ -359,30 +261,27 @@ MISMATCHES = {
 }
 
 
-def test_calls_that_do_not_match_are_the_same_error_on_every_rank_of_a_window(ranks):
+@on_ranks
+def test_calls_that_do_not_match_are_the_same_error_on_every_rank_of_a_window(comm):
     """Each as the first call of a group, on some numbers of ranks, and after others; the group goes on."""
     line = r".* at test_group.py:\d+ in .*"
     expected = rf"differs between ranks: ranks? 0.*: {line}; rank 1: {line}"
-
-    def specification(comm):
-        if comm.size == 1:
-            return
-        with comm.split_node() as node:
-            cases = tuple(MISMATCHES.values())
-            for first, calls in (*((True, [call]) for call in cases[comm.size % 3 :: 3]), (False, cases)):
-                group = CommunicatorGroup(comm, node)
-                if not first:
-                    group.all_reduce(np.ones(2))
-                for call in calls:
-                    with pytest.raises(CollectiveError, match=expected):
-                        call(group)
-                    x = values(comm.rank, 9)  # and the group goes on
-                    assert same_bits(group.all_reduce(x), in_tree_order(everyone(group, 9)))
-                x = values(comm.rank, 40_000)
-                assert same_bits(group.all_reduce(x), in_tree_order(everyone(group, 40_000)))
-                group.close()
-
-    ranks(specification)
+    if comm.size == 1:
+        return
+    with comm.split_node() as node:
+        cases = tuple(MISMATCHES.values())
+        for first, calls in (*((True, [call]) for call in cases[comm.size % 3 :: 3]), (False, cases)):
+            group = CommunicatorGroup(comm, node)
+            if not first:
+                group.all_reduce(np.ones(2))
+            for call in calls:
+                with pytest.raises(CollectiveError, match=expected):
+                    call(group)
+                x = values(comm.rank, 9)  # and the group goes on
+                assert same_bits(group.all_reduce(x), in_tree_order(everyone(group, 9)))
+            x = values(comm.rank, 40_000)
+            assert same_bits(group.all_reduce(x), in_tree_order(everyone(group, 40_000)))
+            group.close()
 
 
 class Crowded:
@@ -440,12 +339,10 @@ BAD = {
 }
 
 
-def test_misuse_is_refused_on_every_rank_before_anything_is_sent(groups):
-    def specification(group):
-        for call, message in BAD.values():
-            with pytest.raises(CollectiveError, match=rf"\[rank {group.rank}\].*{message}"):
-                call(group)
-        assert not group.counts
-        group.comm.barrier()
-
-    groups(specification)
+@on_groups
+def test_misuse_is_refused_on_every_rank_before_anything_is_sent(group):
+    for call, message in BAD.values():
+        with pytest.raises(CollectiveError, match=rf"\[rank {group.rank}\].*{message}"):
+            call(group)
+    assert not group.counts
+    group.comm.barrier()

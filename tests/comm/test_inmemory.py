@@ -12,6 +12,7 @@ from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import CollectiveError, CollectiveMismatch, PeerFailure
 from mpizero.testing import run_in_threads
 from mpizero.testing.checks import first_difference
+from tests.comm.specification import counted, everything
 
 WAITS = {
     "barrier": lambda c: c.barrier(),
@@ -31,33 +32,18 @@ def poll(request):
 
 
 def traffic(comm):
-    """Exercise every call that promises MPI's bits; sums of integers have no order."""
-    rank, n = comm.rank, comm.size
-    rng = np.random.default_rng(rank)
-    x = rng.standard_normal(6)
-    counts = [r % 3 for r in range(n)]
-    there, here = [(rank + r) % 3 for r in range(n)], [(r + rank) % 3 for r in range(n)]
-    equal, ragged = np.empty(6 * n), np.empty(sum(counts))
-    turned, spread, high = np.empty(sum(here)), x.copy(), x.copy()
-    total, block = np.arange(4) * (rank + 1), np.empty(2, np.int64)
-    comm.allgather(x, equal)
-    comm.allgatherv(x[: counts[rank]].copy(), ragged, counts)
-    comm.alltoallv(rng.standard_normal(sum(there)), there, turned, here)
-    comm.broadcast(spread, n - 1)
-    comm.allreduce(high, "max")
-    comm.allreduce(total)
-    comm.reduce_scatter(np.arange(2 * n) * (rank + 1), block, [2] * n)
-    half = comm.split(rank % 2, key=-rank)
-    place = half.allgather_object(rank)
+    """Exercise every call that promises MPI's bits, and tell what was counted and traced."""
+    found = everything(comm, 6)
+    half = comm.split(comm.rank % 2, key=-comm.rank)
+    place = half.allgather_object(comm.rank)
     node = comm.split_node(2)
     shared = node.allocate_shared(16)
-    shared.buffer[node.rank] = rank + 1
+    shared.buffer[node.rank] = comm.rank + 1
     node.node_barrier(shared)
     window = shared.buffer.copy()
     node.node_barrier(shared)
     shared.close()
-    sent = (comm.counters.bytes_sent, comm.counters.messages)
-    return [equal, ragged, turned, spread, high, total, block, place, window, sent, comm.trace.started]
+    return [*found.values(), place, window, counted(comm)]
 
 
 @pytest.mark.mpi
@@ -102,12 +88,10 @@ def test_a_failure_in_a_split_group_ends_the_whole_job():
         run_in_threads(4, work)
 
 
-def test_threads_that_all_wait_for_messages_are_freed():
+def test_threads_that_all_wait_for_messages_are_freed_also_when_the_last_other_thread_ends():
     with pytest.raises(CollectiveError, match="all threads wait, none can go on"):
         run_in_threads(3, lambda comm: comm.recv(np.zeros(1), (comm.rank + 1) % 3))
 
-
-def test_threads_that_all_wait_are_freed_when_the_last_other_thread_ends():
     def work(comm):
         if comm.rank == 2:
             while len(comm._group.job._waiting) < 2:
@@ -177,25 +161,17 @@ def test_the_context_manager_carries_an_error_to_the_other_threads():
     thread.join()
 
 
-def test_buffers_can_be_reused_as_soon_as_a_call_has_returned():
+def test_buffers_can_be_reused_as_soon_as_a_call_has_returned_and_the_exchange_is_forgotten():
     def work(comm):
         x, out = np.array([comm.rank]), np.empty(comm.size, np.int64)
         for turn in range(200):
             x[0] = turn + comm.rank
             comm.allgather(x, out)
             assert (out == turn + np.arange(comm.size)).all()
-
-    run_in_threads(4, work)
-
-
-def test_an_exchange_that_all_have_taken_is_forgotten():
-    def work(comm):
-        for _ in range(10):
-            comm.barrier()
         comm.barrier()
         return comm
 
-    assert all(not comm._group.exchanges for comm in run_in_threads(3, work))
+    assert all(not comm._group.exchanges for comm in run_in_threads(4, work))
 
 
 def test_a_group_of_nobody_is_refused():

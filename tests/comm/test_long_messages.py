@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from mpizero.layout import Span
+from tests.comm.specification import check_everything, counted
 
 pytestmark = pytest.mark.mpi
 LIMIT = 1000
@@ -57,71 +55,17 @@ def pair(world):
         cut._comm = inner
 
 
-def everything(comm):
-    """Return what every operation gives, on blocks of which some are empty, some short, some long."""
-    rank, size = comm.rank, comm.size
-    counts = [(LONG, 0, 5)[r % 3] for r in range(size)]
-    own = np.arange(counts[rank], dtype=np.float32) + 1000 * rank
-    equal = np.arange(LONG, dtype=np.float32) + rank
-    sent = [counts[(rank + r) % size] for r in range(size)]
-    blocks = np.arange(sum(sent), dtype=np.float32) + 10_000 * rank
-    starts = list(accumulate(counts, initial=3))
-    spans = [Span(start, start + n) for start, n in zip(starts, counts, strict=False)]
-    outs = []
-
-    def out(n):
-        outs.append(np.full(n, -1, np.float32))
-        return outs[-1]
-
-    comm.broadcast(value := equal.copy(), size - 1)
-    comm.ibroadcast(other := equal.copy(), 0).wait()
-    comm.allgather(equal, out(size * LONG))
-    comm.iallgather(equal, out(size * LONG)).wait()
-    comm.allgatherv(own, out(sum(counts)), counts)
-    comm.iallgatherv(own, out(sum(counts)), counts).wait()
-    comm.igather_spans(own, out(sum(counts) + 6), spans).wait()
-    comm.alltoallv(blocks, sent, out(sum(sent)), sent)
-    comm.ialltoallv(blocks, sent, out(sum(sent)), sent).wait()
-    comm.reduce_scatter(np.tile(equal, size), out(LONG), [LONG] * size)
-    comm.allreduce(total := equal.copy(), "max")
-    comm.iallreduce(least := equal.copy(), "min").wait()
-    request = comm.irecv(out(LONG), (rank - 1) % size, 7)
-    comm.send(equal, (rank + 1) % size, 7)
-    request.wait()
-    objects = comm.allgather_object("x" * (LONG * (rank + 1)))
-    told = comm.broadcast_object(b"y" * 5 * LONG if rank == 0 else None)
-    return [value, other, *outs, total, least], (objects, told)
-
-
-@pytest.mark.parametrize("asleep", [False, True])
-def test_pieces_bring_what_whole_messages_bring_and_sleep_what_polling_brings(pair, asleep):
+def test_no_piece_is_longer_than_the_limit_and_all_count_as_the_call_they_belong_to(pair):
     cut, whole = pair
-    cut._waiting, whole._waiting = type(cut._waiting)(1 + asleep), type(cut._waiting)(2 - asleep)
-    for (arrays, objects), (expected, others) in [tuple(map(everything, pair))]:
-        for array, wanted in zip(arrays, expected, strict=True):
-            assert_array_equal(array, wanted)
-        assert objects == others
-
-
-def test_no_operation_gives_mpi_a_longer_message_than_the_limit(pair):
-    cut, _ = pair
     for asleep in (False, True):
-        cut._waiting = type(cut._waiting)(1 + asleep)
-        everything(cut)
-    long = {name: size for name, size in cut._comm.longest.items() if size > LIMIT}
+        for comm in pair:
+            comm._waiting = type(comm._waiting)(1 + asleep)
+            check_everything(comm, LONG)
+    longest = cut._comm.longest
     if cut.size > 1:
-        assert set(cut._comm.longest) >= {"Bcast", "Ibcast", "Isend", "Irecv", "Ialltoallw", "Allreduce", "Iallreduce"}
-    assert long == {}
-
-
-def test_pieces_count_as_the_call_they_belong_to(pair):
-    for comm in pair:
-        everything(comm)
-    cut, whole = pair
-    assert cut.trace.started == whole.trace.started
-    assert cut.trace.number == whole.trace.number
-    assert (cut.counters.bytes_sent, cut.counters.messages) == (whole.counters.bytes_sent, whole.counters.messages)
-    assert cut.counters.bytes_by_tag == whole.counters.bytes_by_tag
+        assert longest.keys() >= {"Bcast", "Ibcast", "Isend", "Irecv", "Ialltoallw", "Allreduce", "Iallreduce"}
+    assert {name: size for name, size in longest.items() if size > LIMIT} == {}
+    assert (cut.trace.number, *counted(cut)) == (whole.trace.number, *counted(whole))
 
 
 def test_exchanges_that_are_on_their_way_together_do_not_mix_their_pieces(pair):

@@ -8,86 +8,74 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from mpizero.errors import CollectiveError, SharedMemoryError
+from tests.comm.specification import on_ranks
 
 
-def test_what_one_rank_writes_every_rank_of_the_node_reads(ranks):
-    def specification(comm):
-        with comm.split_node() as node:
-            shared = node.allocate_shared(8 * node.size)
-            values = shared.buffer.view(np.int64)
-            for turn in range(20):
-                values[node.rank] = 100 * turn + node.rank
-                node.node_barrier(shared)
-                assert_array_equal(values, 100 * turn + np.arange(node.size))
-                node.node_barrier(shared)
-            shared.close()
-
-    ranks(specification)
-
-
-def test_a_window_is_whole_on_every_rank_aligned_and_zero(ranks):
-    """No window shows what one before it held, of the same size or another."""
-
-    def specification(comm):
-        with comm.split_node() as node:
-            for nbytes in (0, 1, 63, 64, 64, 4096, 100_001, 100_001):
-                shared = node.allocate_shared(nbytes)
-                assert (shared.buffer.dtype, shared.buffer.shape) == (np.uint8, (nbytes,))
-                assert nbytes == 0 or shared.buffer.ctypes.data % 64 == 0
-                assert not shared.buffer.any()
-                node.node_barrier(shared)
-                shared.buffer[node.rank :: node.size] = 255
-                node.node_barrier(shared)
-                shared.close()
-                shared.close()
-                assert shared.buffer.size == 0
-
-    ranks(specification)
-
-
-def test_simulated_nodes_have_windows_of_their_own(ranks):
-    def specification(comm):
-        with comm.split_node(2) as node:
-            shared = node.allocate_shared(1)
-            if node.rank == 0:
-                shared.buffer[0] = comm.rank
+@on_ranks
+def test_what_one_rank_writes_every_rank_of_the_node_reads(comm):
+    with comm.split_node() as node:
+        shared = node.allocate_shared(8 * node.size)
+        values = shared.buffer.view(np.int64)
+        for turn in range(20):
+            values[node.rank] = 100 * turn + node.rank
             node.node_barrier(shared)
-            assert shared.buffer[0] == comm.rank - node.rank
+            assert_array_equal(values, 100 * turn + np.arange(node.size))
+            node.node_barrier(shared)
+        shared.close()
+
+
+@on_ranks
+def test_a_window_is_whole_on_every_rank_aligned_and_zero(comm):
+    """No window shows what one before it held, of the same size or another."""
+    with comm.split_node() as node:
+        for nbytes in (0, 1, 63, 64, 64, 4096, 100_001, 100_001):
+            shared = node.allocate_shared(nbytes)
+            assert (shared.buffer.dtype, shared.buffer.shape) == (np.uint8, (nbytes,))
+            assert nbytes == 0 or shared.buffer.ctypes.data % 64 == 0
+            assert not shared.buffer.any()
+            node.node_barrier(shared)
+            shared.buffer[node.rank :: node.size] = 255
+            node.node_barrier(shared)
             shared.close()
-
-    ranks(specification)
-
-
-def test_only_ranks_that_share_memory_get_a_window(ranks):
-    def specification(comm):
-        if comm.size > 1:
-            with pytest.raises(SharedMemoryError, match=r"may span nodes: allocate on split_node"):
-                comm.allocate_shared(8)
-        comm.barrier()
-
-    ranks(specification)
+            shared.close()
+            assert shared.buffer.size == 0
 
 
-def test_a_negative_size_is_refused(ranks):
-    def specification(comm):
-        with comm.split_node() as node, pytest.raises(CollectiveError, match="nbytes must be >= 0, got -1"):
-            node.allocate_shared(-1)
+@on_ranks
+def test_simulated_nodes_have_windows_of_their_own(comm):
+    with comm.split_node(2) as node:
+        shared = node.allocate_shared(1)
+        if node.rank == 0:
+            shared.buffer[0] = comm.rank
+        node.node_barrier(shared)
+        assert shared.buffer[0] == comm.rank - node.rank
+        shared.close()
 
-    ranks(specification)
+
+@on_ranks
+def test_only_ranks_that_share_memory_get_a_window(comm):
+    if comm.size > 1:
+        with pytest.raises(SharedMemoryError, match=r"may span nodes: allocate on split_node"):
+            comm.allocate_shared(8)
+    comm.barrier()
 
 
-def test_a_window_that_does_not_fit_is_refused_on_every_rank_alike(ranks):
-    def specification(comm):
-        with comm.split_node() as node:
-            text = ""
-            try:
-                node.allocate_shared(2**60)
-            except SharedMemoryError as error:
-                text = str(error)
-            assert node.allgather_object(text) == [text] * node.size
-            assert str(2**60) in text
+@on_ranks
+def test_a_negative_size_is_refused(comm):
+    with comm.split_node() as node, pytest.raises(CollectiveError, match="nbytes must be >= 0, got -1"):
+        node.allocate_shared(-1)
 
-    ranks(specification)
+
+@on_ranks
+def test_a_window_that_does_not_fit_is_refused_on_every_rank_alike(comm):
+    with comm.split_node() as node:
+        text = ""
+        try:
+            node.allocate_shared(2**60)
+        except SharedMemoryError as error:
+            text = str(error)
+        assert node.allgather_object(text) == [text] * node.size
+        assert str(2**60) in text
 
 
 @pytest.mark.mpi

@@ -36,17 +36,18 @@ def slot_of(rank, seconds=0.0, **entries):
     return known | {"calls": [], "joint_tasks": [], "marks": {}} | entries
 
 
-def asked(comm, per_node, meddle=lambda remote_status: None):
+def asked(comm, per_node, meddle=lambda remote_status: None, members=range(9)):
     """Let every rank write a slot and ask; ranks stand on nodes of ``per_node``, boards know their own rank alone."""
-    node = comm.rank // per_node
-    board = StatusBoard((comm.rank,), comm.rank, None)
-    board.write(slot_of(comm.rank, 2.0))
-    remote_status = RemoteStatus(board, f"node{node}", comm.allgather_object)
+    rank = members[comm.rank]
+    board = StatusBoard((rank,), rank, None)
+    board.write(slot_of(rank, 2.0))
+    remote_status = RemoteStatus(board, f"node{comm.rank // per_node}", comm.allgather_object)
     try:
         meddle(remote_status)
         found = remote_status.read()
         comm.barrier()
-        return {rank: (slot["place"], round(time.monotonic() - slot["beat"])) for rank, slot in found.items()}
+        assert all(round(time.monotonic() - slot["beat"]) == 2 for slot in found.values())
+        return places(found)
     finally:
         remote_status.close()
 
@@ -55,16 +56,15 @@ def asked(comm, per_node, meddle=lambda remote_status: None):
 def pair(monkeypatch):
     """Two nodes of a rank each, with open doors."""
     monkeypatch.setattr(module, "addresses", lambda: ["127.0.0.1"])
-    found = {}
 
     def make(comm):
         board = StatusBoard((comm.rank,), comm.rank, None)
         board.write(slot_of(comm.rank))
-        found[comm.rank] = RemoteStatus(board, f"node{comm.rank}", comm.allgather_object)
+        return RemoteStatus(board, f"node{comm.rank}", comm.allgather_object)
 
-    run_in_threads(2, make)
-    yield found[0], found[1]
-    for one in found.values():
+    found = run_in_threads(2, make)
+    yield tuple(found)
+    for one in found:
         one.close()
 
 
@@ -113,61 +113,31 @@ def places(found):
     return {rank: slot["place"] for rank, slot in found.items()}
 
 
-def test_one_rank_of_each_other_node_answers():
-    results = run_in_threads(3, lambda comm: asked(comm, 1))
-    assert results[0] == {1: ("line of rank 1", 2), 2: ("line of rank 2", 2)}
-    assert set(results[2]) == {0, 1}
-
-
-@pytest.mark.parametrize("members", [(0, 2), (2, 3), (5, 1, 4)])
-def test_ranks_of_a_part_of_the_world_find_each_other(members):
-    """Boards and doors know ranks by their numbers in the world, whatever their places among those who meet."""
-
-    def specification(comm):
-        rank = members[comm.rank]
-        board = StatusBoard((rank,), rank, None)
-        board.write(slot_of(rank))
-        remote_status = RemoteStatus(board, f"node{rank}", comm.allgather_object)
-        try:
-            found = remote_status.read()
-            comm.barrier()
-            return places(found)
-        finally:
-            remote_status.close()
-
-    expected = [{other: f"line of rank {other}" for other in members if other != rank} for rank in members]
-    assert run_in_threads(len(members), specification) == expected
+@pytest.mark.parametrize("members", [(0, 1, 2), (2, 3), (5, 1, 4)])
+def test_one_rank_of_each_other_node_answers_by_its_number_in_the_world(members):
+    found = run_in_threads(len(members), lambda comm: asked(comm, 1, members=members))
+    assert found == [{other: f"line of rank {other}" for other in members if other != rank} for rank in members]
 
 
 def test_one_node_has_nobody_to_ask():
     assert run_in_threads(2, lambda comm: asked(comm, 2)) == [{}, {}]
 
 
-def test_a_wrong_secret_gets_no_answer():
-    def specification(comm):
+def test_a_wrong_secret_gets_no_answer_and_a_node_that_is_gone_is_left_out():
+    def specification(comm, act):
         def meddle(remote_status):
             comm.barrier()
             if comm.rank == 1:
-                remote_status._secret = bytes(32)
-
-        return asked(comm, 1, meddle)
-
-    assert run_in_threads(2, specification)[1] == {}
-
-
-def test_a_node_that_is_gone_is_left_out():
-    def specification(comm):
-        def meddle(remote_status):
-            remote_status.close()
+                act(remote_status)
             comm.barrier()
 
         return asked(comm, 1, meddle)
 
-    assert run_in_threads(2, specification) == [{}, {}]
+    def forget(remote_status):
+        remote_status._secret = bytes(32)
 
-
-def test_a_host_has_an_address():
-    assert addresses()
+    assert run_in_threads(2, lambda comm: specification(comm, forget))[1] == {}
+    assert run_in_threads(2, lambda comm: specification(comm, RemoteStatus.close))[0] == {}
 
 
 # ------------------------------------------------------------------ what others on the network can do
@@ -366,36 +336,39 @@ def others_of(row, *cells):
 NO_TEXT, NO_COUNT, NO_SECONDS = (1, None, ["key"]), ("1", 1.5, None, True), ("long", None, True)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"no JSON",
-        b"\xff\xfe",
-        b"[]",
-        b'{"1": []}',
-        b'{"1": {}}',
-        body_of().replace(b'"1"', b'"0"'),  # a rank of another node
-        body_of().replace(b'"1"', b'"x"'),
-        *(body_of(age="AGE").replace(b'"AGE"', age) for age in (b"NaN", b"1e999", b"1" + b"0" * 400)),
-        body_of(deep="DEEP").replace(b'"DEEP"', b"[" * 10_000 + b"]" * 10_000),
-        *(body_of(**{name: None}) for name in ("age", "place", "state", "still", "calls", "joint_tasks", "marks")),
-        *(body_of(age=age) for age in ("1", True)),
-        body_of(place=5),
-        body_of(state=5),
-        body_of(still="long"),
-        body_of(pid="1"),
-        *(body_of(calls=[c]) for c in others_of(CALL, NO_TEXT, NO_TEXT, NO_COUNT, NO_TEXT, NO_TEXT, NO_SECONDS)),
-        *(body_of(joint_tasks=[task]) for task in others_of(TASK, NO_TEXT, NO_COUNT, NO_TEXT, NO_SECONDS)),
-        *(body_of(transfers=[files]) for files in others_of(FILES, NO_TEXT, NO_COUNT, NO_SECONDS)),
-        *(body_of(marks={"key": mark}) for mark in others_of([1, 1], NO_COUNT, NO_COUNT)),
-        body_of(making=[]),
-        body_of(making={"key": 3}),
-        *(body_of(making={"key": [found]}) for found in others_of([0, 1], NO_COUNT, NO_COUNT)),
-    ],
-)
-def test_what_is_no_slot_is_left_out(pair, body):
-    assert answering(pair, whole(body))[0] == {}
+NO_SLOTS = [
+    b"",
+    b"no JSON",
+    b"\xff\xfe",
+    b"[]",
+    b'{"1": []}',
+    b'{"1": {}}',
+    body_of().replace(b'"1"', b'"0"'),  # a rank of another node
+    body_of().replace(b'"1"', b'"x"'),
+    *(body_of(age="AGE").replace(b'"AGE"', age) for age in (b"NaN", b"1e999", b"1" + b"0" * 400)),
+    body_of(deep="DEEP").replace(b'"DEEP"', b"[" * 10_000 + b"]" * 10_000),
+    *(body_of(**{name: None}) for name in ("age", "place", "state", "still", "calls", "joint_tasks", "marks")),
+    *(body_of(age=age) for age in ("1", True)),
+    body_of(place=5),
+    body_of(state=5),
+    body_of(still="long"),
+    body_of(pid="1"),
+    *(body_of(calls=[call]) for call in others_of(CALL, NO_TEXT, NO_TEXT, NO_COUNT, NO_TEXT, NO_TEXT, NO_SECONDS)),
+    *(body_of(joint_tasks=[task]) for task in others_of(TASK, NO_TEXT, NO_COUNT, NO_TEXT, NO_SECONDS)),
+    *(body_of(transfers=[files]) for files in others_of(FILES, NO_TEXT, NO_COUNT, NO_SECONDS)),
+    *(body_of(marks={"key": mark}) for mark in others_of([1, 1], NO_COUNT, NO_COUNT)),
+    body_of(making=[]),
+    body_of(making={"key": 3}),
+    *(body_of(making={"key": [found]}) for found in others_of([0, 1], NO_COUNT, NO_COUNT)),
+]
+
+
+def test_what_is_no_slot_is_left_out(pair):
+    for body in NO_SLOTS:
+        with pytest.raises(ValueError):
+            parse_slots(body, {1}, 10.0)
+    for body in (b"", NO_SLOTS[10], body_of(pid="1")):
+        assert answering(pair, whole(body))[0] == {}
 
 
 def test_what_ranks_do_comes_as_it_was_said(pair):
@@ -449,17 +422,14 @@ def test_where_the_name_leads_nowhere_it_listens_at_all_addresses(monkeypatch):
     monkeypatch.setattr(module, "addresses", lambda: ["127.0.0.2", "127.0.0.3"])
     monkeypatch.setattr(socket, "gethostbyname_ex", unknown)
     assert module.job_addresses() == ["127.0.0.2", "127.0.0.3"]
+    monkeypatch.undo()
+    assert addresses()
 
 
-def no_server(*arguments, **options):
-    raise OSError("no port is free")
-
-
-def no_addresses():
-    raise OSError("no network")
-
-
-@pytest.mark.parametrize("missing", [(socket, "create_server", no_server), (module, "job_addresses", no_addresses)])
+@pytest.mark.parametrize("missing", [(socket, "create_server"), (module, "job_addresses")])
 def test_without_a_door_the_run_goes_on(monkeypatch, missing):
-    monkeypatch.setattr(*missing)
+    def refuse(*arguments, **options):
+        raise OSError("no network, and no port is free")
+
+    monkeypatch.setattr(*missing, refuse)
     assert run_in_threads(2, lambda comm: asked(comm, 1)) == [{}, {}]
