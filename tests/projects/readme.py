@@ -13,8 +13,10 @@ import pytest
 from tests.faults.jobs import ENVIRONMENT, launchers
 
 
-def follow_readme(folder):
+def follow_readme(folder, launch=True):
     """Run the commands of the first block of shell, and return the lines of JSON that trainings have printed.
+
+    Without ``launch`` those of mpiexec are left out.
 
     ``mpiexec`` and ``python`` are those of this environment.
     """
@@ -25,6 +27,8 @@ def follow_readme(folder):
     found = []
     for line in block.splitlines():
         words = [{"mpiexec": mpiexec, "python": python}.get(word, word) for word in line.partition(" #")[0].split()]
+        if words[0] == mpiexec and not launch:
+            continue
         done = subprocess.run(
             words, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
         )
