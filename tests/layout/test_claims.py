@@ -14,7 +14,7 @@ blocks = st.tuples(st.integers(0, 300), st.integers(1, 300), st.integers(0, 300)
 
 
 @given(blocks)
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_parts_are_subtrees_that_become_smaller_and_hold_each_grain_once(block) -> None:
     start, count, more, workers = block
     parts = claim_parts(range(start, start + count), workers)
@@ -34,7 +34,7 @@ def test_the_number_of_parts_grows_with_the_logarithm_of_the_number_of_grains() 
 
 
 @given(blocks, st.randoms())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_all_parts_are_claimed_in_no_more_rows_than_told_whoever_claims_them(block, random) -> None:
     """Ranks of very different speeds; a rank with too few rows left stops for good."""
     start, count, more, workers = block

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,15 +25,15 @@ LIMITS = {
 
 
 @pytest.mark.parametrize(("name", "virtual"), KINDS)
-@pytest.mark.parametrize("stages", range(1, 9))
-def test_every_schedule_can_be_run_and_holds_few_caches(name: str, virtual: int, stages: int) -> None:
+def test_every_schedule_can_be_run_and_holds_few_caches(name: str, virtual: int) -> None:
     """Building proves it: no deadlock, all dependencies, every instruction once, ascending retirement."""
-    for micro_batches in (*range(1, 2 * stages + 4), 31, 32):  # more are more of the same between beginning and end
-        schedule = build_schedule(name, stages, micro_batches, virtual)
-        allowed = [LIMITS[name](stage, stages, schedule.micro_batches, virtual) for stage in range(stages)]
-        assert all(held <= limit for held, limit in zip(schedule.caches(), allowed, strict=True))
-        padded = -(-micro_batches // stages) * stages if name == "interleaved" else micro_batches
-        assert schedule.micro_batches == padded
+    for stages in (1, 2, 3, 4, 5, 8):
+        for micro_batches in (*range(1, 2 * stages + 4), 31):  # more are more of the same between beginning and end
+            schedule = build_schedule(name, stages, micro_batches, virtual)
+            allowed = [LIMITS[name](stage, stages, schedule.micro_batches, virtual) for stage in range(stages)]
+            assert all(held <= limit for held, limit in zip(schedule.caches(), allowed, strict=True))
+            padded = -(-micro_batches // stages) * stages if name == "interleaved" else micro_batches
+            assert schedule.micro_batches == padded
 
 
 def test_cached_activations_reach_the_limits_that_plan_counts_with() -> None:
@@ -140,43 +138,17 @@ def test_a_timetable_s_unit_follows_the_costs() -> None:
         rows(schedule, unit=0.0)
 
 
-def script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "scripts/plot_schedule.py", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=100,
-        check=False,
-    )
+@pytest.mark.slow
+def test_the_script_prints_the_timetable_or_one_line_of_what_is_wrong() -> None:
+    def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, ROOT / "scripts" / "plot_schedule.py", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
-
-def test_the_script_prints_the_timetable() -> None:
     done = script("zero_bubble", "--stages", "2", "--micro-batches", "2", "--costs", "1,1,1")
     assert done.returncode == 0, done.stderr
     assert rows(build_schedule("zero_bubble", 2, 2))[1] in done.stdout.splitlines()
     assert "bubble 1 s = 14.3 %" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["2f2b"], "invalid choice"),
-        (["1f1b", "--costs", "1,2"], "not three numbers"),
-        (["interleaved", "--virtual", "1"], "expected at least 2"),
-        (["1f1b", "--stages", "0"], "0 stages"),
-    ],
-)
-def test_the_script_refuses_what_it_cannot_show_in_one_line(arguments: list[str], words: str) -> None:
-    done = script(*arguments)
+    done = script("1f1b", "--stages", "0")
     assert done.returncode != 0
-    assert words in done.stderr.splitlines()[-1]
+    assert "0 stages" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `plot`")
-def test_the_script_draws_a_picture(tmp_path: Path) -> None:
-    done = script("interleaved", "--stages", "2", "--micro-batches", "4", "--output", str(tmp_path / "schedule.png"))
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")

@@ -43,6 +43,28 @@ def finding(*args: Any, **settings: Any) -> Finding:
     return found
 
 
+#: What a diagnosis may say, by a word that only it has.
+CAUSES = (
+    "another order",
+    "clip",
+    "depends on the rank",
+    "keyed by the rank",
+    "left out",
+    "no function of",
+    "race",
+    "skipped reduction",
+    "stale data",
+    "stale parameters",
+    "tied gradient",
+    "wrong count",
+)
+
+
+def causes(found: Finding) -> set[str]:
+    """The causes that a finding names."""
+    return {word for word in CAUSES if word in (found.diagnosis or "")}
+
+
 def wrong_divisor(monkeypatch: Any) -> None:
     """Means of means: the sum is divided by the number of ranks once more."""
     divide_by(monkeypatch, lambda ranks: ranks)

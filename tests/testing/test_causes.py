@@ -8,37 +8,16 @@ import pytest
 from mpizero._util.numbers import Rounding
 from mpizero.tools.verify.verdicts import GradientEvidence, diagnose_gradient, diagnose_norm
 from tests.testing import planted
-from tests.testing.planted import compared, finding, gpt, texts
+from tests.testing.planted import causes, compared, finding, gpt, texts
 
 DTYPES = ("float32", "float64")
 #: A layout of every way in which gradients travel, and their ranks are dealt grains.
 EXACT = ("ddp*2", "zero1*3, private", "zero2*3", "zero3*4", "zero2*4, pipeline=2", "zero1*4, ranks_per_node=2")
-#: What a diagnosis may say, by a word that only it has.
-CAUSES = (
-    "another order",
-    "clip",
-    "depends on the rank",
-    "keyed by the rank",
-    "left out",
-    "no function of",
-    "race",
-    "skipped reduction",
-    "stale data",
-    "stale parameters",
-    "tied gradient",
-    "wrong count",
-)
 
 
 def in_turn(variants, shift=0):
     """Layouts with one of the variants each, from another one on for each fault: every pair occurs with some fault."""
     return [(layout, *variants[(number + shift) % len(variants)]) for number, layout in enumerate(EXACT)]
-
-
-def causes(found):
-    """The causes that a finding names."""
-    told = found.diagnosis or ""
-    return {word for word in CAUSES if word in told}
 
 
 def model(dtype, **changes):
@@ -86,8 +65,7 @@ def test_noise_keyed_by_the_rank_names_the_ranks_that_have_another(monkeypatch, 
     assert found.ranks
 
 
-@pytest.mark.parametrize("layout", ["ddp*2", "zero2*3"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("layout", "dtype"), [("ddp*2", "float64"), ("zero2*3", "float32")])
 def test_an_offset_of_one_ranks_gradient_is_no_wrong_count(monkeypatch, layout, dtype):
     planted.rank_offset(monkeypatch, 1e-3)
     found = first(layout, model=model(dtype))
@@ -111,32 +89,12 @@ def test_an_offset_of_the_sum_is_told_without_a_cause_and_not_blamed_on_the_owne
     assert "what ranks computed has the same bits" in found.seen
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["ddp*3, private", "zero1*3, private"])
+@pytest.mark.parametrize(("layout", "dtype"), [("ddp*3, private", "float32"), ("zero1*3, private", "float64")])
 def test_another_order_of_operations_is_called_rounding(monkeypatch, layout, dtype):
     planted.another_order(monkeypatch)
     found = first(layout, model=model(dtype), clip=0.1)
     assert causes(found) == {"another order"}
     assert found.role == "owned by"
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("plant", "layout", "cause"),
-    [
-        (planted.wrong_divisor, "zero1*3", "wrong count"),
-        (planted.wrong_divisor, "zero2*4, pipeline=2", "wrong count"),
-        (lambda patch: planted.missed_clip(patch, 2), "zero2*3", "clip"),
-        (lambda patch: planted.missed_clip(patch, 2, lambda rank: rank == 1), "zero1*2", "clip"),
-        (planted.tie_counted_twice, "zero2*2", "tied gradient"),
-        (planted.skipped_reduction, "zero1*2", "skipped reduction"),
-        (lambda patch: planted.stale_parameters(patch, 2, 1), "zero1*3, private", "stale parameters"),
-    ],
-    ids=["divisor", "divisor-pipeline", "clip", "clip-rank", "tie", "reduction", "publication"],
-)
-def test_classic_faults_are_named_in_both_types_and_nothing_else_is(monkeypatch, dtype, plant, layout, cause):
-    plant(monkeypatch)
-    assert causes(finding(layout, model=lambda comm: gpt(dtype=dtype), clip=0.1)) == {cause}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -148,38 +106,35 @@ def test_a_divisor_that_is_no_count_is_told_as_a_factor_without_a_cause(monkeypa
     assert "no ratio of the counts" in found.seen
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dropout_keyed_by_the_rank_is_named_in_both_types(monkeypatch, dtype):
-    planted.rank_keyed_dropout(monkeypatch)
-    found = first("zero2*3", model=model(dtype, dropout=0.2))
-    assert causes(found) == {"keyed by the rank"}
-    assert (found.role, found.ranks) == ("computed by", (1, 2))
-
-
 # ------------------------------------------------------------------ layouts that round
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["tensor=2, tiles=1", "context=2, tiles=1", "tensor=2, pipeline=2, data=2, tiles=1"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("tensor=2, tiles=1", "float32"),
+        ("context=2, tiles=1", "float32"),
+        ("tensor=2, pipeline=2, data=2, tiles=1", "float64"),
+    ],
+)
 def test_layouts_that_round_are_within_rounding_of_their_type(layout, dtype):
-    (_, verdict) = compared(layout, model=model(dtype), clip=0.1).verdicts
+    (_, verdict) = compared(layout, model=model(dtype, dropout=0.1), clip=0.1).verdicts
     assert verdict.finding is None
     assert 0 < verdict.largest < 0.2 * verdict.tolerance
     assert verdict.tolerance < 200 * np.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("layout", ["tensor=2, data=2", "tensor=2, pipeline=2, data=2, tiles=1"])
-def test_noise_and_factors_of_a_rank_are_found_in_layouts_that_round(monkeypatch, layout):
-    planted.unseeded_noise(monkeypatch, 1e-10)
+@pytest.mark.parametrize(
+    ("plant", "size", "layout", "cause"),
+    [
+        (planted.unseeded_noise, 1e-10, "tensor=2, pipeline=2, data=2, tiles=1", {"no function of", "race"}),
+        (planted.rank_factor, 1 + 1e-9, "tensor=2, data=2", {"depends on the rank"}),
+    ],
+)
+def test_noise_and_factors_of_a_rank_are_found_in_layouts_that_round(monkeypatch, plant, size, layout, cause):
+    plant(monkeypatch, size)
     found = first(layout, model=model("float64"))
-    assert causes(found) == {"no function of", "race"}
-    assert (found.role, found.ranks) == ("computed by", (1,))
-
-
-def test_a_factor_of_a_rank_of_a_tensor_group_names_that_rank(monkeypatch):
-    planted.rank_factor(monkeypatch, 1 + 1e-9)
-    found = first("tensor=2, data=2", model=model("float64"))
-    assert causes(found) == {"depends on the rank"}
+    assert causes(found) == cause
     assert (found.role, found.ranks) == ("computed by", (1,))
 
 

@@ -20,7 +20,7 @@ SLOW = {"GPT in float32 with dropout", "tied GPT with dropout"}
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_model_raises_no_alarm(name):
-    for seed in range(2 if name in SLOW else 6):
+    for seed in range(1 if name in SLOW else 3):
         report = check_model(*RIGHT[name](np.random.default_rng(seed)), seed=seed)
         assert report.right
         assert [line.partition(":")[0] for line in report.passed][:2] == ["values", "repeats"]
@@ -29,11 +29,10 @@ def test_a_right_model_raises_no_alarm(name):
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_model_is_found_with_its_cause(name):
     make, what, cause = WRONG[name]
-    for seed in range(2):
-        with pytest.raises(ModelCheckError) as caught:
-            check_model(*make(np.random.default_rng(seed)), seed=seed)
-        assert f"- {what}" in str(caught.value), caught.value
-        assert cause in str(caught.value), caught.value
+    with pytest.raises(ModelCheckError) as caught:
+        check_model(*make(np.random.default_rng(0)))
+    assert f"- {what}" in str(caught.value), caught.value
+    assert cause in str(caught.value), caught.value
 
 
 def test_all_that_is_wrong_is_named_at_once(rng):
