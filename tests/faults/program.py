@@ -13,18 +13,12 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 from mpizero.guard import guard
+from tests.faults.started import FOLDER, KIND, note_fault
 
-FAULT, FOLDER, VICTIM = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-(FOLDER / f"pid-{os.getpid()}").touch()
+FAULT, VICTIM = KIND, int(sys.argv[3])
 guard.install_in_job()
-
-
-def note_fault():
-    """Say when the fault happens: the seconds until all ranks are gone count from here."""
-    (FOLDER / f"fault-{time.time()}").touch()
 
 
 def launched_rank():
@@ -184,8 +178,6 @@ def end_well():
     if FAULT == "end_with_finalize":
         COMM.close()
         MPI.Finalize()
-    elif FAULT == "end_with_a_tail" and COMM.rank == 0:
-        time.sleep(2.5)  # rank 0 alone writes the results of a run that is over
     elif FAULT == "end_of_part_of_the_ranks":
         part = COMM.split(COMM.rank % 2)
         if COMM.rank % 2 == 1:

@@ -1,7 +1,4 @@
-"""A job ends when a rank is missed, and never for being slow, stopped, partly done, or on a poor machine.
-
-Every test starts mpiexec itself; see jobs.py for other launchers.
-"""
+"""A job ends when a rank is missed, and never for being slow, stopped, partly done, or on a poor machine."""
 
 from __future__ import annotations
 
@@ -10,26 +7,13 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import SOON, launchers, pids, run_job
+from tests.faults.jobs import SOON, pids
 
-PROGRAM = Path(__file__).with_name("programs") / "liveness_program.py"
-
-if not launchers():
-    pytest.skip("no mpiexec beside the interpreter or on PATH", allow_module_level=True)
-
-
-@pytest.fixture(params=launchers(), ids=lambda pair: pair[0])
-def job(request, tmp_path):
-    def run(kind, ranks=2, meanwhile=None, **environment):
-        return run_job(
-            request.param, tmp_path, [PROGRAM, kind, tmp_path], ranks, environment=environment, meanwhile=meanwhile
-        )
-
-    return run
+PROGRAM = "programs/liveness_program.py"
+ALONE = "programs/alone_program.py"
 
 
 def check_good(ended):
@@ -43,10 +27,6 @@ def check_early(ended, reason):
 
 
 # ---------------------------------------------------------------------------------------------- what cannot be had
-
-
-def test_a_python_without_memory_files_trains(job):
-    check_good(job("old_libc"))
 
 
 def test_a_python_without_memory_files_sees_who_leaves(job):
@@ -67,16 +47,12 @@ def test_what_only_helps_to_find_faults_ends_no_run(job, kind):
 # ---------------------------------------------------------------------------------------------- some of the ranks
 
 
-def test_a_rank_that_leaves_a_part_of_the_job_is_missed_there(job):
-    check_early(job("part_leaves", 4), r"rank 2 waits in barrier #\d+ 'gradients' of 'part' at liveness_program.py")
-
-
 def test_a_rank_that_leaves_one_of_overlapping_parts_is_missed_there(job):
-    check_early(job("overlapping_parts", 3), r"rank 1 waits in barrier #\d+ 'one more' of 'part'")
+    check_early(job("overlapping_parts", ranks=3), r"rank 1 waits in barrier #\d+ 'one more' of 'part'")
 
 
 def test_a_stuck_model_on_some_of_the_ranks_ends_the_job_with_the_line_of_who_is_missing(job):
-    ended = job("part_stalls", 3)
+    ended = job("part_stalls", ranks=3)
     assert ended.status == 76, ended.err
     assert ended.seconds < SOON, ended.err
     report = "\n".join(ended.said)
@@ -86,11 +62,11 @@ def test_a_stuck_model_on_some_of_the_ranks_ends_the_job_with_the_line_of_who_is
 
 
 def test_ranks_whose_model_is_done_may_leave_long_before_the_others(job):
-    check_good(job("part_ends_first", 5))
+    check_good(job("part_ends_first", ranks=5))
 
 
 def test_bad_input_of_a_part_ends_the_job_with_one_line_and_its_status(job):
-    ended = job("part_is_refused", 4)
+    ended = job("part_is_refused", ranks=4)
     assert ended.status == 78, ended.err
     assert ended.seconds < SOON, ended.err
     (line,) = ended.said
@@ -125,26 +101,69 @@ def test_a_job_that_was_stopped_for_longer_than_its_timeout_goes_on(job, tmp_pat
         time.sleep(1.0)
         (tmp_path / "finish").touch()
 
-    ended = job("stopped_job", 3, stop)  # Open MPI's launcher says that it hands on a signal
+    ended = job("stopped_job", ranks=3, meanwhile=stop)  # Open MPI's launcher says that it hands on a signal
     assert (ended.status, ended.said) == (0, []), ended.err
 
 
 # ---------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize(
-    ("kind", "site"), [("files", "save.write"), ("files_beside", "save.write"), ("files", "load.read")]
-)
+@pytest.mark.parametrize(("kind", "site"), [("files_beside", "save.write"), ("files", "load.read")])
 def test_who_waits_for_a_slow_disk_is_not_stuck_while_bytes_come(job, kind, site):
-    ended = job(kind, MPIZERO_FAULT=f"{site}:1:*:sleep=0.4")
+    ended = job(kind, environment={"MPIZERO_FAULT": f"{site}:1:*:sleep=0.4"})
     check_good(ended)
     assert ended.seconds > 3.0  # longer than the timeout
 
 
-@pytest.mark.parametrize(("site", "doing"), [("save.write", "writing"), ("load.read", "reading")])
-def test_a_disk_from_which_no_more_bytes_come_is_reported_after_the_timeout(job, site, doing):
-    ended = job("files", MPIZERO_FAULT=f"{site}:1:2:sleep")
+def test_a_disk_from_which_no_more_bytes_come_is_reported_after_the_timeout(job):
+    ended = job("files", environment={"MPIZERO_FAULT": "save.write:1:2:sleep"})
     assert ended.status == 76, ended.err
     report = "\n".join(ended.said)
     assert re.search(r"stuck: allgather_object #\d+ 'checkpoint outcome' .*: rank 1 not in it", report), ended.err
-    assert re.search(rf"rank 1: {doing} .*saved.*, 32 bytes so far, the last .* s ago at ", report), ended.err
+    assert re.search(r"rank 1: writing .*saved.*, 32 bytes so far, the last .* s ago at ", report), ended.err
+
+
+# ---------------------------------------------------------------------------------------------- one makes a model alone
+
+
+@pytest.mark.parametrize("kind", ["exit", "late"])
+def test_ranks_that_end_while_one_makes_a_model_end_the_job_soon(job, kind):
+    ended = job(kind, 30.0, ranks=3, program=ALONE)
+    assert ended.status == 70, ended.err
+    assert ended.seconds < 2 * SOON
+    assert len(ended.said) == 1, ended.err
+    assert re.search(
+        r"left early: the program has ended here, but rank 0 is making the communicator 'world' with it at "
+        r"alone_program.py:\d+ in main",
+        ended.said[0],
+    )
+
+
+def test_ranks_that_end_before_they_start_mpi_end_the_job_that_would_wait_for_them_there(job):
+    ended = job("before_mpi", 30.0, program=ALONE)
+    assert ended.status == 70, ended.err
+    assert ended.seconds < 2 * SOON
+    text = r"the program has ended here, but rank \d starts MPI, which takes all ranks, at alone_program.py:\d+ in "
+    assert len(ended.said) == 1, ended.err
+    assert re.search(text, ended.said[0]), ended.err
+
+
+@pytest.mark.parametrize(("kind", "doing"), [("barrier", "in Barrier of COMM_WORLD"), ("part", "at work")])
+def test_the_timeout_counts_from_the_construction_and_tells_where_the_others_are(job, kind, doing):
+    ended = job(kind, 2.0, ranks=3, program=ALONE)
+    assert ended.status == 76, ended.err
+    report = "\n".join(ended.said)
+    missing = "rank 2" if kind == "part" else "ranks 1-2"
+    assert re.search(
+        rf"stuck: making the communicator 'world' has lasted .* \(timeout 2 s\): {missing} not in it", report
+    )
+    assert re.search(r"rank 0: in making the communicator 'world' for .* at alone_program.py:\d+ in main", report)
+    assert re.search(rf"rank 2: {doing} at alone_program.py:\d+ in ", report)
+
+
+def test_a_rank_that_never_had_mpizero_is_missed_after_the_timeout(job):
+    ended = job("stranger", 2.0, program=ALONE)
+    assert ended.status != 0
+    assert "ValueError: planted" in ended.err
+    if ended.status == 76:  # else the launcher has noticed that a process has failed
+        assert "nothing known of rank 1 (without mpizero, or on another node)" in "\n".join(ended.said)

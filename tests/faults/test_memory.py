@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 
-from tests.faults.jobs import SOON, launchers, run_job, small_shared_memory
+from tests.faults.jobs import LIMIT, ROOT, SOON, small_shared_memory
 from tests.faults.programs.memory_program import trained
 
-PROGRAM = Path(__file__).with_name("programs") / "memory_program.py"
-
-if not launchers():
-    pytest.skip("no mpiexec beside the interpreter or on PATH", allow_module_level=True)
+PROGRAM = "programs/memory_program.py"
 
 
 @pytest.fixture
-def job(launcher, tmp_path):
+def crowded(job):
     def run(mode, hidden, ranks, size="64m"):
         if (within := small_shared_memory(size)) is None:
             pytest.skip("mounting a file system of our own is not allowed here")
-        return run_job(launcher, tmp_path, [PROGRAM, mode, hidden], ranks, within=within)
+        return job(mode, hidden, ranks=ranks, within=within)
 
     return run
 
 
-def test_on_32_MB_every_strategy_trains_to_the_hash_of_one_process(job):
+def test_on_32_MB_every_strategy_trains_to_the_hash_of_one_process(crowded):
     hidden = 21_000  # 2.9 MB of parameters; rows of gradients of one-sample grains: 5 or 4 a rank
-    ended = job("strategies", hidden, 2, "32m")  # MPI takes 10 MB of them
+    ended = crowded("strategies", hidden, 2, "32m")  # MPI takes 10 MB of them
     assert ended.status == 0, ended.err
     told = [line.split() for line in ended.out.splitlines()]
     expected = {"None": trained(None, "ddp", hidden, None)[0], "1": trained(None, "ddp", hidden, 1)[0]}
@@ -40,19 +38,19 @@ def test_on_32_MB_every_strategy_trains_to_the_hash_of_one_process(job):
     assert ended.err.count("/dev/shm has ") == ended.err.count("(in a container --shm-size)") == alone
 
 
-def test_two_groups_of_one_node_do_not_take_the_same_memory(job):
+def test_two_groups_of_one_node_do_not_take_the_same_memory(crowded):
     hidden = 22_000  # two ranks need 5 rows each beside the parameters: 34 MB a group
-    ended = job("two_groups", hidden, 4)
+    ended = crowded("two_groups", hidden, 4)
     assert ended.status == 0, ended.err
     told = [line.split() for line in ended.out.splitlines()]
-    assert len(told) == 6
+    assert len(told) == 4
     assert {digest for _, _, digest, _ in told} == {trained(None, "ddp", hidden, 1)[0]}
     assert any(int(count) == 1 for *_, count in told)
 
 
-def test_models_that_all_ranks_leave_by_an_error_leave_no_memory_and_no_communicators(job):
+def test_models_that_all_ranks_leave_by_an_error_leave_no_memory_and_no_communicators(crowded):
     hidden = 5_000  # 0.7 MB of parameters, and as much of gradients a rank
-    ended = job("trials", hidden, 2)
+    ended = crowded("trials", hidden, 2)
     assert ended.status == 0, ended.err
     *trials, end = ended.out.split("\n")[:-1]
     sizes, communicators = zip(*(map(int, line.split()) for line in trials), strict=True)
@@ -64,10 +62,19 @@ def test_models_that_all_ranks_leave_by_an_error_leave_no_memory_and_no_communic
     assert "keeps its own copy" not in ended.err
 
 
-def test_a_model_that_one_rank_leaves_by_an_error_ends_the_job_with_its_traceback(job):
-    ended = job("alone", 100, 3)
+def test_a_model_that_one_rank_leaves_by_an_error_ends_the_job_with_its_traceback(crowded):
+    ended = crowded("alone", 100, 2)
     assert ended.status != 0
     assert ended.seconds < SOON
     assert ended.err.count("Traceback") == 1
-    assert "[rank 1/3" in ended.err
+    assert "[rank 1/2" in ended.err
     assert "FloatingPointError: diverged here" in ended.err
+
+
+def test_ranks_train_under_a_limit_that_one_process_exceeds_with_the_same_bits(launcher):
+    size = ["--width", "384", "--layers", "24", "--samples", "8", "--steps", "2", "--ranks", "2", "--limit-mb", "50"]
+    command = [sys.executable, ROOT / "scripts" / "memory_limit.py", *size, "--launcher", " ".join(launcher)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=3 * LIMIT, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "bytes wanted" in ended.stdout
+    assert "more ranks" in ended.stdout

@@ -1,21 +1,21 @@
-"""One rank makes a model alone, started by test_alone.py under mpiexec: ``alone_program.py KIND FOLDER TIMEOUT``."""
+"""One rank makes a model alone, started by test_liveness.py under mpiexec: ``alone_program.py KIND FOLDER TIMEOUT``."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from pathlib import Path
 
-KIND, FOLDER, TIMEOUT = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
-(FOLDER / f"pid-{os.getpid()}").touch()
+from tests.faults.started import KIND, note_fault
 
-if KIND in ("before_mpi", "before_mpi_3"):
+TIMEOUT = float(sys.argv[3])
+
+if KIND == "before_mpi":
     import mpizero as mz
 
     if next(os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ) != "0":
-        sys.exit(3 if KIND.endswith("3") else 0)
-    (FOLDER / f"fault-{time.time()}").touch()
+        sys.exit(0)
+    note_fault()
     mz.ShardingConfig(timeout=TIMEOUT).communicator.barrier()
 
 from mpi4py import MPI  # noqa: E402
@@ -43,15 +43,13 @@ def main():
     if KIND == "part":
         pair = MPI.COMM_WORLD.Split(RANK % 2, RANK)
     if RANK == 0:
-        (FOLDER / f"fault-{time.time()}").touch()
+        note_fault()
         config = mz.ShardingConfig(comm=pair if KIND == "part" else None, timeout=TIMEOUT)
         mz.ZeRO2Model(layers, config)
-    elif KIND == "work" or (KIND == "part" and RANK == 2):
+    elif KIND == "part" and RANK == 2:
         work()
     elif KIND == "barrier":
         MPI.COMM_WORLD.Barrier()
-    elif KIND == "raise":
-        raise ValueError("planted")
     elif KIND == "exit":
         sys.exit(0)
 

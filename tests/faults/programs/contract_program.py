@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
@@ -16,17 +14,11 @@ from mpi4py import MPI
 import mpizero as mz
 from mpizero.comm.mpi import MpiCommunicator
 from mpizero.guard.watchdog import Watchdog
+from tests.faults.started import FOLDER, KIND, note_fault
 
-KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
-(FOLDER / f"pid-{os.getpid()}").touch()
 COMM = MpiCommunicator(MPI.COMM_WORLD)
 #: Whether this rank is the one that differs; a name with an underscore is not compared between ranks.
 _ODD = COMM.rank == COMM.size - 1
-
-
-def note_fault():
-    """Say when the fault happens: the seconds until all ranks are gone count from here."""
-    (FOLDER / f"fault-{time.time()}").touch()
 
 
 def reduce_all(names):

@@ -18,11 +18,10 @@ import threading
 import time
 from pathlib import Path
 
-KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
-(FOLDER / f"pid-{os.getpid()}").touch()
-
 import mpi4py  # noqa: E402
 import numpy as np  # noqa: E402
+
+from tests.faults.started import FOLDER, KIND
 
 LEVELS = {"funneled", "single"}.intersection(KIND.split("_"))
 for level in LEVELS:
@@ -266,27 +265,30 @@ def job_of_rank():
 
 
 def own_signal():
-    """Handle SIGUSR2, from before or after the model is made."""
+    """Handle SIGUSR2 from before the model is made, then from after another is."""
     import mpizero as mz
 
     called = []
 
-    def handle():
-        signal.signal(signal.SIGUSR2, lambda number, frame: called.append(number))
-
-    if KIND.endswith("before"):
-        handle()
-    with (
-        mz.ShardingConfig(comm=WORLD, micro_batch=1, timeout=30) as config,
-        mz.DDPModel(network(), config, optimizer=mz.SGD(0.01)),
-    ):
-        if KIND.endswith("after"):
-            handle()
+    def call():
         os.kill(os.getpid(), signal.SIGUSR2)
         time.sleep(0.01)  # in which Python calls the handler
-    os.kill(os.getpid(), signal.SIGUSR2)
-    time.sleep(0.01)
-    print(f"called {len(called)} times", flush=True)
+
+    def handle(name):
+        signal.signal(signal.SIGUSR2, lambda number, frame: called.append(name))
+
+    for name in ("before", "after"):
+        if name == "before":
+            handle(name)
+        with (
+            mz.ShardingConfig(comm=WORLD, micro_batch=1, timeout=30) as config,
+            mz.DDPModel(network(), config, optimizer=mz.SGD(0.01)),
+        ):
+            if name == "after":
+                handle(name)
+            call()
+        call()
+    print(*called, flush=True)
 
 
 def hosts_hook_speaks():
@@ -306,8 +308,6 @@ def main():
         host(embedded=True)
     elif KIND.startswith("environment"):
         host()
-    elif KIND.startswith("own_signal"):
-        own_signal()
     else:
         globals()[KIND]()
 

@@ -11,10 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 
-KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
-(FOLDER / f"pid-{os.getpid()}").touch()
+from tests.faults.started import FOLDER, KIND, note_fault
 
 if KIND.startswith("old_libc"):
     del os.memfd_create
@@ -36,11 +34,6 @@ RANK = WORLD.Get_rank()
 guard.current().patience = 0.5
 
 
-def note_fault():
-    """Say when the fault happens: the seconds until all ranks are gone count from here."""
-    (FOLDER / f"fault-{time.time()}").touch()
-
-
 def part(*ranks):
     """Make an mpizero communicator of some ranks by MPI alone; the others make none."""
     group = WORLD.Get_group().Incl(ranks)
@@ -57,7 +50,7 @@ def train(comm, steps=20, seconds=0.01):
 # ---------------------------------------------------------------------------------------------- what cannot be had
 
 
-def old_libc():
+def _trains():
     with MpiCommunicator(WORLD) as comm, Watchdog(comm, timeout=20.0):
         train(comm)
 
@@ -87,7 +80,7 @@ def old_libc_and_nowhere_to_write():
             start(thread)
 
         threading.Thread.start = start_few
-    old_libc()
+    _trains()
 
 
 def one_rank_without_a_board():
@@ -99,19 +92,10 @@ def one_rank_without_a_board():
 
     if RANK == 1:
         peers.open_status_board = peers.RemoteStatus = refuse
-    old_libc()
+    _trains()
 
 
 # ---------------------------------------------------------------------------------------------- some of the ranks
-
-
-def part_leaves():
-    comm = part(0, 1) if RANK < 2 else part(2, 3)
-    train(comm)
-    if RANK == 3:
-        note_fault()
-        sys.exit(0)
-    train(comm, 400 if RANK < 2 else 1, 0.1)
 
 
 def part_stalls():
@@ -171,7 +155,7 @@ def other_program_at_the_end():
     comm = MpiCommunicator(WORLD)
     train(comm)
     if RANK == 0:
-        subprocess.run(["sleep", "3"], check=True)
+        subprocess.run(["sleep", "1.5"], check=True)
 
 
 def closed_doors():

@@ -5,13 +5,10 @@ Started by test_embedding.py.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 kind, command = sys.argv[1], [sys.executable, *sys.argv[2:]]
-if kind == "execs":
-    os.execv(sys.executable, command)
 if kind.startswith("imports"):
     import mpizero  # noqa: F401
 if kind == "is_rank":
