@@ -3,57 +3,40 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.faults.jobs import ENVIRONMENT, launchers
+
 CONFTEST = 'pytest_plugins = ["mpizero.testing.plugin"]\n'
 
 
 def run_job(folder: Path, ranks: int, source: str) -> tuple[subprocess.CompletedProcess[str], float]:
     """Run ``source`` as a test module on ``ranks`` ranks; return how it ended and after how many seconds."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
-    assert launcher is not None, "the tests need an mpiexec"
+    if not launchers():
+        pytest.skip("no mpiexec beside the interpreter or on PATH")
+    mpiexec, python = launchers()[0]
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_job.py").write_text(
         "import pytest\nfrom mpi4py import MPI\npytestmark = pytest.mark.mpi\n" + source
     )
     options = ["--with-mpi", "-q", "-p", "no:cacheprovider", "-o", "mpi_patience=1", "-o", "faulthandler_timeout=30"]
     options += ["--color=no"]  # Open MPI gives ranks a terminal
-    command = [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", "pytest", *options, str(folder)]
-    started = time.monotonic()
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    }
+    command = [mpiexec, "-n", str(ranks), python, "-m", "mpi4py", "-m", "pytest", *options, str(folder)]
+    started, environment = time.monotonic(), os.environ | ENVIRONMENT
     ended = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, cwd=folder)
     return ended, time.monotonic() - started
 
 
-def test_equal_outcomes_let_the_job_go_on(tmp_path):
-    ended, _ = run_job(
-        tmp_path,
-        2,
-        "def test_all_fail(world):\n    assert world.rank == 9\n"
-        "def test_a_fresh_world_follows(world):\n    assert world.allgather_object(world.rank) == [0, 1]\n",
-    )
-    assert ended.returncode != 0
-    assert ended.stdout.count("1 failed, 1 passed") == 2
-
-
+@pytest.mark.slow
 def test_a_test_that_fails_on_one_rank_fails_on_all_with_its_traceback_and_the_next_ones_run(tmp_path):
     ended, _ = run_job(
         tmp_path,
         3,
+        "def test_all_fail(world):\n    assert world.rank == 9\n"
         "def test_one_fails(world):\n    assert world.rank != 1, 'only here'\n"
         "def test_one_skips(world):\n    if world.rank == 0:\n        pytest.skip('not here')\n"
         "def test_both_fail(world):\n    assert world.rank == 0, f'on {world.rank}'\n"
@@ -62,7 +45,7 @@ def test_a_test_that_fails_on_one_rank_fails_on_all_with_its_traceback_and_the_n
         "def test_the_last(world):\n    assert world.allgather_object(world.rank) == [0, 1, 2]\n",
     )
     assert ended.returncode != 0
-    assert ended.stdout.count("3 failed, 2 passed, 1 error") == 3, "every rank has printed its summary"
+    assert ended.stdout.count("4 failed, 2 passed, 1 error") == 3, "every rank has printed its summary"
     assert "FAILED test_job.py::test_one_fails - [rank 1] AssertionError: only here" in ended.stdout
     assert ended.stdout.count("assert world.rank != 1, 'only here'") == 3
     assert "rank 0: passed, rank 1: failed, rank 2: passed" in ended.stdout
@@ -72,6 +55,7 @@ def test_a_test_that_fails_on_one_rank_fails_on_all_with_its_traceback_and_the_n
     assert "ERROR test_job.py::test_ends_badly - [rank 2] AssertionError: torn down" in ended.stdout
 
 
+@pytest.mark.slow
 def test_ranks_blocked_in_the_failed_test_do_not_hang_and_its_summary_is_printed(tmp_path):
     ended, seconds = run_job(
         tmp_path, 2, "def test_one_fails(world):\n    assert world.rank != 1, 'only here'\n    world.barrier()\n"
@@ -84,6 +68,7 @@ def test_ranks_blocked_in_the_failed_test_do_not_hang_and_its_summary_is_printed
     assert seconds < 45
 
 
+@pytest.mark.slow
 def test_a_skip_on_one_rank_of_a_test_that_blocks_the_others_does_not_hang(tmp_path):
     source = "@pytest.mark.skipif('MPI.COMM_WORLD.rank == 0', reason='not here')\ndef test_one(world):\n    pass\n"
     ended, seconds = run_job(tmp_path, 2, source)
@@ -93,6 +78,7 @@ def test_a_skip_on_one_rank_of_a_test_that_blocks_the_others_does_not_hang(tmp_p
     assert seconds < 45
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_the_session_does_not_leave_the_others_waiting(tmp_path):
     ended, seconds = run_job(
         tmp_path,
@@ -105,6 +91,7 @@ def test_a_rank_that_leaves_the_session_does_not_leave_the_others_waiting(tmp_pa
     assert seconds < 45
 
 
+@pytest.mark.slow
 def test_ranks_that_collect_different_tests_do_not_start_and_each_says_why(tmp_path):
     ended, _ = run_job(
         tmp_path,
