@@ -81,22 +81,6 @@ def test_what_travels_behind_computing_is_timed_in_all_ways():
     assert re.search(r"\nddp( +[\d.]+){6} ", done.stdout), done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "options", "expected"),
-    [
-        ("compare.py", ["--peers-python", "/bin/false"], "/bin/false has no torch.*--contenders '.*zero3'"),
-        ("optimizer.py", ["--parts", "sums"], "--parts: unknown sums"),
-    ],
-)
-def test_what_is_missing_or_unknown_is_named_before_anything_runs(script, options, expected):
-    done = subprocess.run(
-        [sys.executable, FOLDER / script, *options], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode != 0
-    assert re.search(expected, done.stderr), done.stderr
-
-
 def test_the_example_of_512_ranks_compares_a_smaller_grid_with_one_process(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(GALLERY))
     program = runpy.run_path(str(GALLERY / "grid_512.py"))

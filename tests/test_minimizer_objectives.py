@@ -86,14 +86,3 @@ def test_newton_cg_leaves_directions_of_negative_curvature_for_the_minimum(folde
         np.testing.assert_allclose(found["x"], least["x"], rtol=0, atol=1e-8)
         root = max(np.roots([1.0, 0.0, -1.0, -0.1]).real)  # all in the deeper well, where x^3 - x = 0.1
         np.testing.assert_allclose(least["x"], root, rtol=0, atol=1e-9)
-
-
-def test_gauss_newton_finds_the_minimum_and_every_product_is_counted():
-    problem = squares.PROBLEMS["three peaks"]()
-    counted = squares.CountedSquares(problem)
-    squares.by_mpizero(counted)
-    found = counted.row(minima.TOLERANCE)
-    assert found["met"], found
-    r = problem.residual(found["x"])
-    assert abs(problem.linearize(found["x"])[1](r)).max() <= minima.TOLERANCE
-    assert found["adjoints"] == found["residuals"] + found["tangents"]

@@ -5,19 +5,12 @@ from __future__ import annotations
 import sys
 from importlib import metadata
 
-import pytest
-
 from mpizero._util.text import installed_version
 
 
-@pytest.mark.parametrize(
-    "name", ["mpizero", "numpy", "mpi4py", "numba", "h5py", "threadpoolctl", "pytest", "PyTest", "typing_extensions"]
-)
-def test_a_version_is_the_one_that_the_description_says(name):
-    assert installed_version(name) == metadata.version(name)
-
-
-def test_a_package_without_description_has_no_version():
+def test_a_version_is_the_one_that_the_description_says():
+    for name in ("mpizero", "numpy", "threadpoolctl", "PyTest", "typing_extensions"):
+        assert installed_version(name) == metadata.version(name)
     assert installed_version("a package that nobody made") is None
 
 

@@ -42,13 +42,6 @@ def test_context_is_the_fastest_axis_unless_the_order_says_otherwise() -> None:
     assert slow.group(0, ["context"]) == (0, 8)
 
 
-def test_another_order_keeps_a_tensor_group_together() -> None:
-    axes = Axes.build(8, pipeline=2, tensor=2, order="pipeline,data,tensor")
-    assert axes.group(0, ["tensor"]) == (0, 1)
-    assert axes.group(0, ["data"]) == (0, 2)
-    assert axes.order == ("pipeline", "data", "tensor", "context")
-
-
 def test_a_group_is_ordered_by_the_contract_s_axes_whatever_the_order_of_the_ranks() -> None:
     axes = Axes.build(8, pipeline=2, tensor=2, order="data,tensor,pipeline")
     assert axes.group(0, ["tensor", "pipeline"]) == (0, 2, 1, 3)
