@@ -52,6 +52,7 @@ def test_every_round_measures_everyone_once_and_begins_with_the_next():
     assert found == {"a": [1.0, 6.0, 8.0], "b": [2.0, 4.0, 9.0], "c": [3.0, 5.0, 7.0]}
 
 
+@pytest.mark.slow
 def test_a_team_answers_by_rank_and_is_gone_afterwards():
     with team() as pair:
         assert pair.ask("double", number=4) == [8, 9]
@@ -61,6 +62,7 @@ def test_a_team_answers_by_rank_and_is_gone_afterwards():
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+@pytest.mark.slow
 def test_a_member_that_ends_is_reported_with_what_it_wrote():
     with team() as pair, pytest.raises(TeamError, match=r"(?s)pair .*because of this"):
         pair.ask("fail", why="of this")

@@ -77,6 +77,7 @@ RECIPES = ROOT / "docs" / "recipes.md"
 BRING = ROOT / "docs" / "bring_your_model.md"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if blocks(p, "python") and p not in (RECIPES, BRING)], ids=lambda p: p.name
 )

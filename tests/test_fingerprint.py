@@ -462,6 +462,7 @@ print(t.digest([make() for make in t.MAKERS] + sets).hex())
 """
 
 
+@pytest.mark.slow
 def test_every_process_finds_the_same():
     """This one and those with another hash seed, another folder, and from source or from compiled files."""
     root = Path(__file__).resolve().parents[1]

@@ -44,6 +44,7 @@ def test_the_name_of_a_module_is_no_public_name_and_says_which_one_may_be_meant(
         getattr(mz, "a.b")
 
 
+@pytest.mark.slow
 def test_a_module_is_imported_when_a_name_of_it_is_used():
     code = """
 import sys
@@ -58,6 +59,7 @@ assert mz.nn.MLP.__name__ == "MLP" and "mpizero.nn.models" in sys.modules
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_asking_for_an_attribute_of_python_imports_nothing():
     """Doctest and inspect ask every value of a namespace for such attributes, while they go through it."""
     code = """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts" / "benchmarks"), str(ROOT / "scripts")]
 
@@ -16,6 +18,7 @@ del sys.path[:2]
 TEXT = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_row_of_the_page_is_what_the_planner_says_now():
     (row,) = (row for table in page.tables() for row in table.rows if row.name == "weak-8")  # 8 ranks: quickly planned
     (table,) = (table for table in page.tables() if row in table.rows)

@@ -83,6 +83,7 @@ def test_everything_that_takes_a_communicator_takes_nothing_for_all_ranks(tmp_pa
     assert [verdict.ranks for verdict in report.verdicts] == [1, size]
 
 
+@pytest.mark.slow
 def test_without_a_launcher_nothing_is_one_process_and_loads_no_mpi():
     code = (
         "import sys; import mpizero as mz; print(mz.ShardingConfig().communicator.size, 'mpi4py.MPI' in sys.modules, "

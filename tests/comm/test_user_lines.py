@@ -112,6 +112,7 @@ def test_ipython_shows_the_user_the_last_own_line_first_and_no_other(tmp_path, m
     assert error._render_traceback_() == "".join(traceback.format_exception(error)).splitlines()
 
 
+@pytest.mark.slow
 def test_a_rank_without_files_left_to_open_still_describes_its_error(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(

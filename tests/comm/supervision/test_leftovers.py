@@ -51,6 +51,7 @@ def test_what_nobody_uses_is_removed_and_what_is_mapped_or_open_is_not_even_name
     assert set(paths(leftovers(str(tmp_path)))) == {str(mapped), str(opened)}
 
 
+@pytest.mark.slow
 def test_a_file_that_another_process_maps_without_having_it_open_is_spared(tmp_path):
     path = make(tmp_path, "vader_segment.node.0.1.0")
     code = (

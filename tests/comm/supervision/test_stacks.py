@@ -112,6 +112,7 @@ assert gc.isenabled()
 """
 
 
+@pytest.mark.slow
 def test_threads_that_look_while_garbage_is_collected_do_not_wait_for_each_other():
     subprocess.run([sys.executable, "-c", LOOKERS], check=True, timeout=60)
 
