@@ -295,7 +295,7 @@ def test_stages_tensor_parts_and_contexts_hold_and_send_what_was_planned(ranks: 
 @pytest.mark.mpi
 def test_ranks_of_a_real_job_hold_and_send_what_was_planned(world: Any) -> None:
     found = [*replicas(world.size), *spreads(world.size)]
-    for each in found[:: {1: 1, 2: 2, 8: 9}.get(world.size, 4)]:
+    for each in found[:: {1: 3, 2: 4, 8: 18}.get(world.size, 7)]:
         check_on_mpi(each, world)
 
 
