@@ -146,6 +146,10 @@ def host(**settings):
         sleep_until("seen-0.json", "seen-1.json")
         WORLD.Barrier()
         return
+    if KIND.startswith("environment"):
+        import mpizero  # noqa: F401
+
+        assert state()["excepthook"], "the import has taken the process already"
     settle()
     comm.Barrier()
     before = state()
