@@ -168,11 +168,12 @@ def test_results_stay_what_they_are_while_the_buffers_are_used_again(group):
 
 @on_groups(limit=70_001)
 def test_long_sums_have_the_same_bits_at_every_repetition(group):
-    for length in (1000, 70_001) * 2:
+    for length in (1000, 70_001):
         x = everyone(group, length, np.float32)
         total, sizes = in_tree_order(x), Partition(length, group.size).sizes()
-        assert same_bits(group.all_reduce(x[group.rank]), total)
-        assert same_bits(group.all_gather(group.reduce_scatter(x[group.rank], 0, sizes), 0, sizes), total)
+        for _ in range(2):
+            assert same_bits(group.all_reduce(x[group.rank]), total)
+            assert same_bits(group.all_gather(group.reduce_scatter(x[group.rank], 0, sizes), 0, sizes), total)
 
 
 @on_groups

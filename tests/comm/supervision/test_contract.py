@@ -267,6 +267,8 @@ def test_numbers_of_counted_calls_are_remembered():
     assert trace.number_at(old) in (None, numbers[old])
     assert trace.number_at(1) is None
     assert [r.number for r in trace.records()][-9:] == numbers[-9:]
+    silent = counting(A, *[None] * (3 * REMEMBERED))
+    assert silent.number_at(silent.started) is None, "nothing that it remembers is recorded"
 
 
 def test_the_report_shows_calls_that_were_only_counted():
