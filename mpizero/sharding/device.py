@@ -382,7 +382,7 @@ class DeviceParameters:
         """Record that this rank's ranges of the parameters were updated on the GPU. Not collective.
 
         ``on_host`` tells whether the host already has the updated values too. If it is False, the host copies them from
-        the GPU when it needs them; only a rank that is alone in its data group may pass False. The caller publishes the
+        the GPU when it needs them; only a rank that is alone in its data group may pass False. The caller gathers the
         parameters next. If the rank is alone in its data group, its GPU then has the newest parameters, and the next
         step copies none to it.
         """

@@ -8,7 +8,7 @@ of parameters that several pipeline stages use, such as a token table (embedding
 eigenvectors of it. The shard rule cuts tensors anywhere. So tensors are divided over the data ranks by their costs, the
 same on every layout with as many ranks. The ranks that hold elements of a tensor's reduced gradient send them to its
 owner. The owner, which alone keeps the tensor's state, updates the whole tensor and sends the new values to all ranks
-that hold elements of the parameter. There they are written as any update is, and published. An owner computes with
+that hold elements of the parameter. There they are written and all-gathered as any update is. An owner computes with
 arrays of the tensor's own shape, so no bit depends on the number of ranks or on how shards are cut.
 
 [Note: cut ties] Every stage that uses such a parameter stores a copy of it. Different data ranks may own the same range

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpizero.layout import Grains
-from mpizero.layout.sum_tree import FoldStep, Program, TreeNode, cover, fold_plan, merge, rows_plan, wave_plan
+from mpizero.layout.sum_tree import FoldStep, Program, TreeNode, cover, fold_plan, merge, rows_plan, round_plan
 
 Expression = object  # a leaf number, or a pair of expressions
 
@@ -138,10 +138,10 @@ def test_contiguous_dealing_gives_the_canonical_root(
 @given(st.integers(1, 40), groups)
 @settings(max_examples=100)
 def test_dealing_in_waves_gives_the_canonical_root(total: int, sizes: list[int]) -> None:
-    plan = wave_plan(total, sizes)
+    plan = round_plan(total, sizes)
     stack: list[Expression] = [None] * plan.rows
     seen: list[int] = []
-    for wave in plan.waves:
+    for wave in plan.rounds:
         seen += [g for g in wave.grains if g is not None]
         arrived: list[Expression] = list(wave.grains)
         if len(sizes) > 1:
@@ -159,5 +159,5 @@ def test_dealing_in_waves_gives_the_canonical_root(total: int, sizes: list[int])
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 8])
 def test_one_grain_a_worker_needs_one_row_and_one_buffer(workers: int) -> None:
-    assert wave_plan(workers, [workers]).rows == 1
+    assert round_plan(workers, [workers]).rows == 1
     assert rows_plan([range(w, w + 1) for w in range(workers)], [1] * workers, workers).rows == 1

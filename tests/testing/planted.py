@@ -14,7 +14,7 @@ from mpizero.layout.flat import flat_names
 from mpizero.sharding import grad_reduce
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.forward_backward import WatchedJob
-from mpizero.sharding.grad_reduce import RowBuffer
+from mpizero.sharding.grad_reduce import AllReduceBuffer
 from mpizero.sharding.params import ParameterStore
 from mpizero.sharding.update import Updater
 from mpizero.testing import Finding, compare_layouts
@@ -123,32 +123,32 @@ def stale_halo(monkeypatch: Any) -> None:
 
 def stale_parameters(monkeypatch: Any, first: int, rank: int) -> None:
     """From step ``first`` on, one rank keeps its old copies of what others own."""
-    right = ParameterStore.publish
+    right = ParameterStore.all_gather
 
-    def publish(self: ParameterStore, *, exchange: bool = True, later: bool = False) -> None:
+    def all_gather(self: ParameterStore, *, exchange: bool = True, later: bool = False) -> None:
         old = self.values.copy()
         right(self, exchange=exchange)
         if self.grid.world.size > 1 and self.grid.world.rank == rank and self.version > first:
             kept = np.ones(self.layout.size, bool)
-            for span in self.share.spans:
+            for span in self.shard.spans:
                 kept[span.start : span.stop] = False
             self.values[kept] = old[kept]
 
-    monkeypatch.setattr(ParameterStore, "publish", publish)
+    monkeypatch.setattr(ParameterStore, "all_gather", all_gather)
 
 
 def skipped_reduction(monkeypatch: Any) -> None:
     """Every rank divides the gradient of its own samples."""
-    right = RowBuffer.sum
+    right = AllReduceBuffer.sum
 
-    def reduce(self: RowBuffer, divisors: Any) -> Any:
+    def reduce(self: AllReduceBuffer, divisors: Any) -> Any:
         if self.grid.world.size == 1:
             return right(self, divisors)
         row = self.row(0)
         row[: self.layout.gradient_size] = self.local_sum() / divisors.gradients
         return row
 
-    monkeypatch.setattr(RowBuffer, "sum", reduce)
+    monkeypatch.setattr(AllReduceBuffer, "sum", reduce)
     monkeypatch.setattr(grad_reduce, "overlaps_reduction", lambda *_: False)  # then nothing of the sum is made before
 
 
@@ -238,9 +238,9 @@ def sum_offset(monkeypatch: Any, offset: float) -> None:
 
 def another_order(monkeypatch: Any) -> None:
     """Gradients are divided before they are summed: the same number but for rounding."""
-    right = RowBuffer.sum
+    right = AllReduceBuffer.sum
 
-    def reduce(self: RowBuffer, divisors: Any) -> Any:
+    def reduce(self: AllReduceBuffer, divisors: Any) -> Any:
         if self.grid.world.size == 1:
             return right(self, divisors)
         divide = divisors.gradients * 3
@@ -248,5 +248,5 @@ def another_order(monkeypatch: Any) -> None:
         found *= found.dtype.type(3)
         return found
 
-    monkeypatch.setattr(RowBuffer, "sum", reduce)
+    monkeypatch.setattr(AllReduceBuffer, "sum", reduce)
     monkeypatch.setattr(grad_reduce, "overlaps_reduction", lambda *_: False)
