@@ -33,6 +33,10 @@ class State:
     def whole(self) -> list[LocalArray]:
         return [LocalArray(p, a.shape, a.dtype, ((0, a.reshape(-1).copy()),)) for p, a in self.arrays.items()]
 
+    def plus_one(self) -> State:
+        """Another state with the same names and shapes."""
+        return State({path: whole + 1 for path, whole in self.arrays.items()})
+
     def agrees(self, requests: list[LocalArray]) -> bool:
         return all(
             values.tobytes() == self.arrays[r.path].reshape(-1)[start : start + values.size].tobytes()
@@ -53,15 +57,15 @@ class State:
 
 @pytest.fixture(scope="session")
 def state() -> State:
-    """Arrays of several blocks, of every kind of shape."""
+    """Arrays of three blocks, of two and of less, of every kind of shape."""
     draw = np.random.default_rng(3)
     return State(
         {
-            "parameters/embedding.weight": draw.normal(size=(1031, 2503)).astype(np.float32),
+            "parameters/embedding.weight": draw.normal(size=(1031, 2049)).astype(np.float32),
             "parameters/blocks.0.scale": draw.normal(size=()).astype(np.float64),
             "parameters/blocks.0.prime": draw.normal(size=(13, 7, 1)).astype(np.float64),
             "parameters/none": np.zeros((0, 5), np.float32),
-            "optimizer/exp_avg/embedding.weight": draw.normal(size=(1031, 2503)).astype(np.float32),
+            "optimizer/exp_avg/embedding.weight": draw.normal(size=(1031, 1303)).astype(np.float32),
             "optimizer/bits/half": draw.integers(0, 2**16, size=1001).astype(np.uint16).view(np.float16),
             "optimizer/steps": np.arange(5),
         }

@@ -10,31 +10,23 @@ from mpizero.errors import ConfigError
 from mpizero.testing import run_in_threads
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("alignment", [64, 128, 512, 4096])
-def test_wide_arrays_start_where_asked_and_all_others_at_64_bytes(state, tmp_path, alignment, ranks):
+@pytest.mark.parametrize(("alignment", "ranks"), [(64, 1), (128, 3), (512, 1), (4096, 3)])
+def test_wide_arrays_start_where_asked_and_all_others_at_64_bytes(small, tmp_path, alignment, ranks):
     folder = tmp_path / "c"
+    wide = {f"optimizer/{k}": small.arrays["parameters/a"].repeat(27).reshape(45, 24) for k in range(300)}
+    many = {f"parameters/{k}.{name[-1]}": whole for k in range(60) for name, whole in small.arrays.items()}
+    every = type(small)(many | wide)
 
     def save(comm):
-        arrays = state.pieces(comm.rank, comm.size)
-        checkpoint.write(folder, arrays, state.attributes, comm, alignment=alignment)
+        checkpoint.write(folder, every.pieces(comm.rank, comm.size), every.attributes, comm, alignment=alignment)
 
     run_in_threads(ranks, save)
     with h5py.File(folder / "state.h5") as file:
-        for path, whole in state.arrays.items():
-            if whole.nbytes:
-                assert file[path].id.get_offset() % (alignment if whole.nbytes >= alignment else 64) == 0
+        for path, whole in every.arrays.items():
+            assert file[path].id.get_offset() % (alignment if whole.nbytes >= alignment else 64) == 0
             assert file[path][()].tobytes() == whole.tobytes()
-    assert state.loads(folder)
+    assert every.loads(folder)
     assert checkpoint.verify(folder) == (folder / "state.h5").stat().st_size
-
-
-def test_many_wide_arrays_at_the_widest_alignment_still_load(tmp_path, small):
-    many = type(small)({f"parameters/{k}.{name[-1]}": whole for k in range(60) for name, whole in small.arrays.items()})
-    wide = {f"optimizer/{k}": small.arrays["parameters/a"].repeat(27).reshape(45, 24) for k in range(300)}
-    every = type(small)(many.arrays | wide)
-    checkpoint.write(tmp_path / "c", every.whole(), every.attributes, alignment=4096)
-    assert every.loads(tmp_path / "c")
 
 
 @pytest.mark.parametrize("alignment", [0, -64, 32, 63, 65, 96, 8192])
