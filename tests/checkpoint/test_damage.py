@@ -35,7 +35,11 @@ def test_one_flipped_bit_in_any_byte_is_found(small, folder, name):
         for array, whole in small.arrays.items():
             offset = file[array].id.get_offset()
             places.update(dict.fromkeys(range(offset, offset + whole.nbytes), array))
-    for position in range(path.stat().st_size):
+    # All bytes outside the arrays have one checksum, so of those every fifth: its phase changes at each border.
+    positions = [
+        k for k in range(path.stat().st_size) if k in places or name == "manifest.json" or k % 5 == k // 97 % 5
+    ]
+    for position in positions:
         flip(path, position, position % 8)
         with pytest.raises(CheckpointError) as caught:
             small.loads(folder)
@@ -49,13 +53,13 @@ def test_one_flipped_bit_in_any_byte_is_found(small, folder, name):
     assert small.loads(folder)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_a_flipped_bit_is_found_by_any_reader_of_a_part_of_its_block(state, tmp_path, ranks):
     state.save(tmp_path / "c")
     path, victim = tmp_path / "c" / "state.h5", "optimizer/exp_avg/embedding.weight"
     with h5py.File(path) as file:
         offset = file[victim].id.get_offset()
-    for inside in (0, 4 * 1024 * 1024 - 1, 5_000_000, state.arrays[victim].nbytes - 1):
+    for inside in (0, 4 * 1024 * 1024 - 1, 5_000_001, state.arrays[victim].nbytes - 1):
         flip(path, offset + inside)
 
         def load(comm):
@@ -72,7 +76,7 @@ def test_a_flipped_bit_is_found_by_any_reader_of_a_part_of_its_block(state, tmp_
 def test_truncation_at_any_length_is_found(small, folder, name):
     path = folder / name
     whole = path.read_bytes()
-    lengths = range(0, len(whole), 3 if name == "manifest.json" else 29)
+    lengths = range(0, len(whole), 7 if name == "manifest.json" else 97)
     for length in lengths:
         path.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=name):
@@ -82,24 +86,19 @@ def test_truncation_at_any_length_is_found(small, folder, name):
         small.loads(folder)
 
 
-def test_a_tail_of_zeros_is_found(small, folder):
-    path = folder / "state.h5"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2))
-    with pytest.raises(CheckpointError):
-        small.loads(folder)
+def test_a_tail_of_zeros_and_bytes_of_another_step_are_found(small, folder, tmp_path):
+    whole = (folder / "state.h5").read_bytes()
+    small.plus_one().save(tmp_path / "other")
+    for changed in (
+        whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2),
+        (tmp_path / "other" / "state.h5").read_bytes(),
+    ):
+        (folder / "state.h5").write_bytes(changed)
+        with pytest.raises(CheckpointError, match="checksum mismatch"):
+            small.loads(folder)
 
 
-def test_bytes_of_another_step_are_found(small, folder, tmp_path):
-    other = type(small)({path: whole + 1 for path, whole in small.arrays.items()})
-    other.save(tmp_path / "other")
-    shutil.copy(tmp_path / "other" / "state.h5", folder / "state.h5")
-    with pytest.raises(CheckpointError, match="checksum mismatch"):
-        small.loads(folder)
-
-
-@pytest.mark.parametrize("missing", ["c", "c/manifest.json", "c/state.h5"])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("missing", "ranks"), [("c", 3), ("c/manifest.json", 1), ("c/state.h5", 3)])
 def test_what_is_missing_is_a_file_not_found_error_on_every_rank(small, folder, missing, ranks):
     path = folder.parent / missing
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -113,27 +112,21 @@ def test_what_is_missing_is_a_file_not_found_error_on_every_rank(small, folder, 
     assert all(run_in_threads(ranks, load))
 
 
-def test_the_full_check_finds_a_manifest_that_names_arrays_wrongly(folder):
-    def swap(body):
-        arrays = body["arrays"]
-        arrays["parameters/a"]["shape"] = [8, 5]
-
-    seal(folder, swap)
-    with pytest.raises(CheckpointError, match=r"\(5, 8\) <f4 in the file, \(8, 5\)"):
-        checkpoint.verify(folder)
-
-
-def test_the_full_check_finds_damage_in_any_array(folder):
+def test_the_full_check_finds_damage_and_a_manifest_that_names_arrays_wrongly(folder):
     with h5py.File(folder / "state.h5") as file:
         offset = file["parameters/b"].id.get_offset()
     flip(folder / "state.h5", offset)
     with pytest.raises(CheckpointError, match="array 'parameters/b': checksum mismatch"):
         checkpoint.verify(folder)
+    flip(folder / "state.h5", offset)
+    seal(folder, lambda body: body["arrays"]["parameters/a"].update(shape=[8, 5]))
+    with pytest.raises(CheckpointError, match=r"\(5, 8\) <f4 in the file, \(8, 5\)"):
+        checkpoint.verify(folder)
 
 
 def test_damaged_bytes_are_refused(small):
     image = checkpoint.to_bytes(small.whole(), {"x": 1})
-    step = 5
+    step = 11
     for position in range(0, len(image), step):
         damaged = bytearray(image)
         damaged[position] ^= 1 << position % 8

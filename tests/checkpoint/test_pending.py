@@ -7,7 +7,6 @@ import gc
 import os
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from mpizero import checkpoint
 from mpizero.checkpoint import CheckpointIOError, LocalArray, SnapshotBuffer, atomic_folder
 from mpizero.errors import CheckpointError, RemoteError
 from mpizero.testing import run_in_threads
+from tests.checkpoint.sealed import digest
 
 WRITER = " writes "
 
@@ -23,10 +23,6 @@ WRITER = " writes "
 def begin(state, folder, comm=None, **options):
     rank, size = getattr(comm, "rank", 0), getattr(comm, "size", 1)
     return checkpoint.begin(folder, state.pieces(rank, size), state.attributes, comm, **options)
-
-
-def digest(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
 @pytest.fixture
@@ -46,32 +42,30 @@ def gate(monkeypatch):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_the_files_are_those_of_a_save_that_waits(state, tmp_path, ranks):
-    state.save(tmp_path / "waited")
-    run_in_threads(ranks, lambda comm: begin(state, tmp_path / "begun", comm).commit())
-    assert digest(tmp_path / "begun") == digest(tmp_path / "waited")
-    assert sorted(os.listdir(tmp_path)) == ["begun", "waited"]
+def test_files_are_those_of_a_save_that_waits_and_the_same_arrays_again_take_one_exchange(
+    state, small, tmp_path, ranks
+):
+    """Where one rank has other arrays than in the last save through a buffer, all agree anew."""
 
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_the_next_save_through_a_buffer_agrees_anew_where_one_rank_has_other_arrays(state, small, tmp_path, ranks):
     def save(comm):
         buffer = SnapshotBuffer()
-        for number, which in enumerate((state, state, small, state)):
-            begin(which, tmp_path / str(number), comm, buffer=buffer).commit()
+        for number, which in enumerate((state, state, small, small)):
+            before = comm.trace.started
+            pending = begin(which, tmp_path / str(number), comm, buffer=buffer)
+            assert (comm.trace.started - before == 1) == (number in (1, 3))
+            pending.commit()
         if comm.size > 1:
-            arrays = state.pieces(comm.rank, comm.size) if comm.rank else []
+            arrays = small.pieces(comm.rank, comm.size) if comm.rank else []
             with pytest.raises(CheckpointError, match="are written by no rank"):
-                checkpoint.begin(tmp_path / "holes", arrays, state.attributes, comm, buffer=buffer)
-        begin(state, tmp_path / "wide", comm, buffer=buffer, alignment=4096).commit()
+                checkpoint.begin(tmp_path / "holes", arrays, small.attributes, comm, buffer=buffer)
+        begin(small, tmp_path / "wide", comm, buffer=buffer, alignment=4096).commit()
 
     run_in_threads(ranks, save)
-    state.save(tmp_path / "waited")
-    small.save(tmp_path / "waited small")
-    for number in "013":
-        assert digest(tmp_path / number) == digest(tmp_path / "waited")
-    assert digest(tmp_path / "2") == digest(tmp_path / "waited small")
-    assert state.loads(tmp_path / "wide")
+    for which, numbers in ((state, "01"), (small, "23")):
+        which.save(tmp_path / f"waited {numbers}")
+        for number in numbers:
+            assert digest(tmp_path / number) == digest(tmp_path / f"waited {numbers}")
+    assert small.loads(tmp_path / "wide")
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -97,7 +91,7 @@ def test_the_values_are_those_at_the_call_whatever_happens_to_them_afterwards(sm
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "open"])
 def test_what_fails_in_the_writing_on_one_rank_is_the_same_error_on_all_ranks_and_leaves_nothing(
-    state, tmp_path, call, victim, monkeypatch
+    small, tmp_path, call, victim, monkeypatch
 ):
     original = getattr(os, call)
 
@@ -115,7 +109,7 @@ def test_what_fails_in_the_writing_on_one_rank_is_the_same_error_on_all_ranks_an
 
     def save(comm):
         opening[comm.rank] = threading.current_thread()
-        pending = begin(state, tmp_path / "c", comm)
+        pending = begin(small, tmp_path / "c", comm)
         with pytest.raises(CheckpointIOError, match="Input/output error") as caught:
             pending.commit()
         assert pending.ended
@@ -150,7 +144,7 @@ def test_a_bug_in_the_thread_keeps_its_own_error_on_its_rank(small, tmp_path, mo
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_next_save_into_the_same_buffer_waits_for_the_one_before(small, tmp_path, gate, ranks):
-    other = type(small)({path: whole + 1 for path, whole in small.arrays.items()})
+    other = small.plus_one()
 
     def save(comm):
         buffer = SnapshotBuffer()
@@ -232,22 +226,8 @@ def test_what_is_wrong_at_the_call_is_said_at_the_call(small, tmp_path, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_a_save_of_the_arrays_of_the_last_one_takes_one_exchange(state, tmp_path, ranks):
-    def save(comm):
-        buffer = SnapshotBuffer()
-        begin(state, tmp_path / "first", comm, buffer=buffer).commit()
-        before = comm.trace.started
-        second = begin(state, tmp_path / "second", comm, buffer=buffer)
-        taken = comm.trace.started - before
-        second.commit()
-        return taken
-
-    assert run_in_threads(ranks, save) == [1] * ranks
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_what_goes_wrong_ahead_of_the_agreement_is_the_same_error_on_all_ranks_and_leaves_nothing(
-    state, tmp_path, monkeypatch, ranks
+    small, tmp_path, monkeypatch, ranks
 ):
     last, copy = ranks - 1, SnapshotBuffer.copy
     broken = threading.Event()
@@ -260,22 +240,22 @@ def test_what_goes_wrong_ahead_of_the_agreement_is_the_same_error_on_all_ranks_a
     def save(comm):
         buffer = SnapshotBuffer()
         buffer.number = comm.rank
-        begin(state, tmp_path / "first", comm, buffer=buffer).commit()
+        begin(small, tmp_path / "first", comm, buffer=buffer).commit()
         with pytest.raises(CheckpointError, match="never overwritten"):
-            begin(state, tmp_path / "first", comm, buffer=buffer)
+            begin(small, tmp_path / "first", comm, buffer=buffer)
         if comm.size > 1:
-            arrays = state.pieces(comm.rank, comm.size)
+            arrays = small.pieces(comm.rank, comm.size)
             with pytest.raises(CheckpointError, match=f"attributes of rank {last} differ"):
                 checkpoint.begin(tmp_path / "c", arrays, {"last": comm.rank == last}, comm, buffer=buffer)
         comm.barrier()
         broken.set()
         with pytest.raises(CheckpointError, match="no room for a copy"):
-            begin(state, tmp_path / "c", comm, buffer=buffer)
+            begin(small, tmp_path / "c", comm, buffer=buffer)
         comm.barrier()
         assert os.listdir(tmp_path) == ["first"]
         broken.clear()
         comm.barrier()
-        begin(state, tmp_path / "second", comm, buffer=buffer).commit()
+        begin(small, tmp_path / "second", comm, buffer=buffer).commit()
 
     monkeypatch.setattr(SnapshotBuffer, "copy", failing)
     run_in_threads(ranks, save)
@@ -284,21 +264,21 @@ def test_what_goes_wrong_ahead_of_the_agreement_is_the_same_error_on_all_ranks_a
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_a_rank_that_saves_other_arrays_makes_all_agree_anew_after_others_have_begun(
-    state, tmp_path, monkeypatch, ranks
+    small, tmp_path, monkeypatch, ranks
 ):
     copies, copy = [], SnapshotBuffer.copy
     monkeypatch.setattr(SnapshotBuffer, "copy", lambda *arguments: (copies.append(1), copy(*arguments))[1])
     more = LocalArray("one/more", (3,), np.dtype("i4"), ((0, np.arange(3, dtype="i4")),))
 
     def arrays(comm, last):
-        return state.pieces(comm.rank, comm.size) + ([more] if last and comm.rank == comm.size - 1 else [])
+        return small.pieces(comm.rank, comm.size) + ([more] if last and comm.rank == comm.size - 1 else [])
 
     def save(comm):
         buffer = SnapshotBuffer()
         for number in range(3):
             folder, held = tmp_path / str(number), arrays(comm, last=number == 1)
-            checkpoint.begin(folder, held, state.attributes, comm, buffer=buffer).commit()
-        checkpoint.write(tmp_path / "waited", arrays(comm, last=True), state.attributes, comm)
+            checkpoint.begin(folder, held, small.attributes, comm, buffer=buffer).commit()
+        checkpoint.write(tmp_path / "waited", arrays(comm, last=True), small.attributes, comm)
 
     run_in_threads(ranks, save)
     assert len(copies) == 3 * ranks
@@ -307,10 +287,10 @@ def test_a_rank_that_saves_other_arrays_makes_all_agree_anew_after_others_have_b
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "waited"]
 
 
-def test_saves_of_other_ranks_through_the_same_buffers_are_not_taken_for_the_last_one(state, tmp_path):
+def test_saves_of_other_ranks_through_the_same_buffers_are_not_taken_for_the_last_one(small, tmp_path):
     def save(comm):
         buffer, group = SnapshotBuffer(), comm.split(comm.rank // 2)
-        arrays = state.pieces(group.rank, group.size)
+        arrays = small.pieces(group.rank, group.size)
         checkpoint.begin(tmp_path / f"of {comm.rank // 2}", arrays, {}, group, buffer=buffer).commit()
         with pytest.raises(CheckpointError, match=r"is written by rank [01] and by rank [23]"):
             checkpoint.begin(tmp_path / "twice", arrays, {}, comm, buffer=buffer)
@@ -333,7 +313,7 @@ def test_attributes_are_those_at_the_call_whatever_happens_to_them_afterwards(sm
 def test_a_save_that_is_given_up_never_writes_to_the_file_of_the_next(small, tmp_path, gate):
     first = begin(small, tmp_path / "c")  # its thread waits before its first byte
     first.discard()
-    other = type(small)({path: whole + 1 for path, whole in small.arrays.items()})
+    other = small.plus_one()
     second = begin(other, tmp_path / "c")
     gate.set()
     first._writing.join()
@@ -342,7 +322,7 @@ def test_a_save_that_is_given_up_never_writes_to_the_file_of_the_next(small, tmp
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_no_rank_writes_before_all_have_copied(state, tmp_path, monkeypatch, ranks):
+def test_no_rank_writes_before_all_have_copied(small, tmp_path, monkeypatch, ranks):
     copied, early = [], []
     copy, write = SnapshotBuffer.copy, atomic_folder.write_pieces
 
@@ -357,7 +337,7 @@ def test_no_rank_writes_before_all_have_copied(state, tmp_path, monkeypatch, ran
 
     monkeypatch.setattr(SnapshotBuffer, "copy", copying)
     monkeypatch.setattr("mpizero.checkpoint.asynchronous.write_pieces", writing)
-    run_in_threads(ranks, lambda comm: begin(state, tmp_path / "c", comm).commit())
+    run_in_threads(ranks, lambda comm: begin(small, tmp_path / "c", comm).commit())
     assert early == [0] * ranks
 
 
