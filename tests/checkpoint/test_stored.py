@@ -41,19 +41,11 @@ def test_version_1_loads(name):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_version_1_passes_the_full_check(name):
+def test_version_1_passes_the_full_check_is_read_by_plain_h5py_and_exports(name, tmp_path):
     assert checkpoint.verify(STORED / name) > 0
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_plain_h5py_reads_version_1(name):
     with h5py.File(STORED / name / "state.h5") as file:
         for key, value in VERSION_1.items():
             assert file[key][()].tobytes() == value.tobytes()
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_version_1_exports(name, tmp_path):
     with checkpoint.open_checkpoint(STORED / name) as reader:
         export(reader, tmp_path / "out.npz", "npz", state=True)
     with np.load(tmp_path / "out.npz") as found:

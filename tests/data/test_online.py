@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import threading
 import time
 import tracemalloc
 import zipfile
@@ -113,39 +114,33 @@ def failing(k, job):
                 raise FloatingPointError("the solver has diverged")
 
 
-def test_an_exception_of_a_producer_is_raised_by_the_trainers_and_by_itself():
-    told = []
+def drained(**options):
+    """Let the second of two producers fail while a trainer asks for a batch; return its samples or its error."""
+    found = []
 
     def run(comm):
         with mz.data.OnlineJob(comm, trainers=1, like=LIKE) as job:
             if not job.trains:
                 return failing(comm.rank - 1, job)
-            with job.source() as source:
+            with job.source(**options) as source:
                 try:
-                    source.next_batch(100)
+                    found.append(len(source.next_batch(100)))
                 except DataError as error:
-                    told.append(str(error))
+                    found.append(str(error))
                     raise
+            return None
 
     with pytest.raises((FloatingPointError, DataError)):
         run_in_threads(3, run)
-    assert "the producer rank 2 has failed: FloatingPointError: the solver has diverged" in told[0]
+    return found
+
+
+def test_an_exception_of_a_producer_is_raised_by_the_trainers_and_by_itself():
+    assert "the producer rank 2 has failed: FloatingPointError: the solver has diverged" in drained()[0]
 
 
 def test_on_error_drain_trains_on_all_that_was_accepted_before_the_exception_leaves_the_producer():
-    drained = []
-
-    def run(comm):
-        with mz.data.OnlineJob(comm, trainers=1, like=LIKE) as job:
-            if not job.trains:
-                return failing(comm.rank - 1, job)
-            with job.source(on_error="drain") as source:
-                drained.append(len(source.next_batch(100)))
-            return None
-
-    with pytest.raises(FloatingPointError):
-        run_in_threads(3, run)
-    assert drained == [6]
+    assert drained(on_error="drain") == [6]
 
 
 def test_a_wrong_sample_names_rank_and_number():
@@ -158,15 +153,18 @@ def test_a_wrong_sample_names_rank_and_number():
 
 
 def test_silence_is_an_error_that_names_who_has_not_ended():
+    told = threading.Event()
+
     def run(comm):
         job = mz.data.OnlineJob(comm, trainers=1, like=LIKE)
         if job.trains:
             source = job.source(timeout=0.1)
             with pytest.raises(DataError, match="no sample has arrived for .* not ended: rank 1"):
                 source.next_batch(1)
+            told.set()
         else:
             with job.producer():
-                time.sleep(0.8)
+                assert told.wait(60)
 
     run_in_threads(2, run)
 
