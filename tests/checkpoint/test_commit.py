@@ -231,6 +231,7 @@ def survives(save, kill_at):
         os._exit(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replace", "exchange", "seen"), [(False, True, {1, 2}), (True, True, {1, 2}), (True, False, {0, 1, 2})]
 )

@@ -294,6 +294,7 @@ def test_a_made_up_manifest_is_refused(small, folder, outside, case):
     refused(small, folder, (load, search, load_bytes))
 
 
+@pytest.mark.slow
 def test_as_many_arrays_as_are_allowed_take_bounded_memory_and_more_are_refused(small, folder):
     """The largest manifest that is not refused for its size, of arrays without elements."""
     room = ARRAY_LIMIT - len(small.arrays)
