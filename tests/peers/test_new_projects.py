@@ -8,6 +8,7 @@ from mpizero.tools.projects import new_project
 from tests.projects.readme import assert_one_hash, follow_readme
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch", "jax"])
 def test_the_readme_leads_to_one_hash_on_one_rank_and_on_four(kind, tmp_path):
     pytest.importorskip(kind)

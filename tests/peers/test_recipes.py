@@ -86,12 +86,14 @@ def together(paths, arguments, folder, ranks):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [TOGETHER, *([name] for name in ALONE)], ids=lambda names: names[0])
 def test_a_recipe_leaves_the_same_bits_on_one_rank_and_on_three(names, tmp_path):
     paths = [prepare(name, tmp_path) for name in names]
     assert alone(paths, [], tmp_path) == together(paths, [], tmp_path, 3)
 
 
+@pytest.mark.slow
 def test_compiled_programs_go_on_from_other_layouts_with_the_same_bits(tmp_path):
     missing = {name: tool for name, tool in COMPILED.items() if tool and shutil.which(tool) is None}
     paths = [prepare(name, tmp_path) for name in COMPILED if name not in missing]
