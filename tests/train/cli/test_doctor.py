@@ -44,32 +44,31 @@ def test_colours_are_for_terminals_and_the_environment_has_the_last_word(stream,
     assert wants_colour(stream, environment) is colour
 
 
-def torch_of(folder, monkeypatch, text):
-    (folder / "torch").mkdir()
-    (folder / "torch" / "version.py").write_text(text)
-    (folder / "torch" / "__init__.py").write_text("raise AssertionError('loaded')")
-    monkeypatch.syspath_prepend(folder)
+CUDA = "from typing import Optional\n__all__ = ['cuda']\n__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n"
+CPU = "__version__ = '2.13.0+cpu'\ndebug = False\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "status", "told"),
+    [
+        (CUDA, 0, "warn", "PyTorch 2.13.0+cu130 for CUDA 13.0, but no GPU is seen"),
+        (CUDA, 1, "ok", "PyTorch 2.13.0+cu130 for CUDA 13.0"),
+        (CPU, 0, "ok", "PyTorch 2.13.0+cpu"),
+    ],
+)
+def test_a_pytorch_is_named_without_loading_it_and_one_for_cuda_needs_a_gpu(
+    tmp_path, monkeypatch, text, gpus, status, told
+):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text(text)
+    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('loaded')")
+    monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         monkeypatch.delitem(sys.modules, name)
-    return check_torch(one_process(), 1)
-
-
-def test_a_pytorch_for_cuda_on_nodes_without_a_gpu_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "gpus", lambda: (0, []))
-    text = (
-        "from typing import Optional\n__all__ = ['cuda']\n__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n"
-    )
-    found = torch_of(tmp_path, monkeypatch, text)
-    assert (found.status, found.text) == ("warn", "PyTorch 2.13.0+cu130 for CUDA 13.0, but no GPU is seen")
-    assert "pytorch.org/get-started" in found.remedy
-    monkeypatch.setattr(machine, "gpus", lambda: (1, []))
-    assert check_torch(one_process(), 1).status == "ok"
-
-
-def test_a_pytorch_for_cpus_is_named(tmp_path, monkeypatch):
-    text = "__version__ = '2.13.0+cpu'\ndebug = False\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
-    found = torch_of(tmp_path, monkeypatch, text)
-    assert (found.status, found.text) == ("ok", "PyTorch 2.13.0+cpu")
+    monkeypatch.setattr(machine, "gpus", lambda: (gpus, []))
+    found = check_torch(one_process(), 1)
+    assert (found.status, found.text) == (status, told)
+    assert ("pytorch.org/get-started" in (found.remedy or "")) == (status == "warn")
 
 
 def test_unequal_nodes_are_told_beside_cores_without_work(monkeypatch):

@@ -57,8 +57,7 @@ def test_what_was_saved_runs_again_as_long_as_it_goes_on(slurm):
     assert not (slurm.folder / stopping.NOTE).exists()
 
 
-@pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "gone"])
-@pytest.mark.parametrize("status", [75, 143, 70])
+@pytest.mark.parametrize(("state", "status"), [("COMPLETING", 75), ("CANCELLED", 143), ("gone", 70)])
 def test_a_job_that_was_cancelled_stays_so_whatever_its_ranks_could_save(slurm, state, status):
     slurm.saved(20)
     slurm.state = JobState(state, "None", 4000.0)
@@ -131,21 +130,13 @@ def test_bad_input_does_not_run_again_even_if_it_cannot_be_read(slurm, status):
     assert slurm.ended(status, config="none.toml") == "it would fail again"
 
 
-def test_a_run_that_was_stopped_by_its_file_does_not_run_again(slurm):
-    slurm.saved(20)
-    (slurm.folder / "STOPPED").touch()
-    assert "run/STOP" in slurm.ended(75)
-
-
-def test_a_step_to_go_back_to_is_for_one_visit(slurm):
-    slurm.saved(20)
-    assert "submit without it" in slurm.ended(75, "--resume-from", "10")
-
-
-def test_restarts_have_a_limit(slurm):
+def test_a_step_to_go_back_to_a_limit_of_restarts_and_a_stop_by_file_are_ends(slurm):
     slurm.saved(20)
     slurm.restarts = 3
+    assert "submit without it" in slurm.ended(75, "--resume-from", "10")
     assert slurm.ended(75, "--max-restarts", "3") == "3 restarts are the limit"
+    (slurm.folder / "STOPPED").touch()
+    assert "run/STOP" in slurm.ended(75)
 
 
 @pytest.mark.parametrize("note", ["", "[]", '{"job": "7"}', '{"job": "7", "status": 75, "steps": [1]}', "[" * 100000])
