@@ -7,24 +7,24 @@ import os
 
 import pytest
 
-from mpizero.errors import ConfigError
 from mpizero.testing import run_in_threads
 from mpizero.tools.bench import checkpoint
 
-TIMED = [
-    "plain copy",
-    "asynchronous stall",
-    "raw write",
-    "raw read",
-    "cold raw read",
-    "save direct",
-    "load",
-    "load unverified",
-    "verification",
-    "cold load",
-    "cold load unverified",
-    "cold verification",
-]
+#: Operations in the order of the table, and what each is compared with.
+TIMED = {
+    "plain copy": "",
+    "asynchronous stall": "plain copy",
+    "raw write": "",
+    "raw read": "",
+    "cold raw read": "",
+    "save direct": "raw write",
+    "load": "raw read",
+    "load unverified": "raw read",
+    "verification": "load",
+    "cold load": "cold raw read",
+    "cold load unverified": "cold raw read",
+    "cold verification": "cold load",
+}
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -32,18 +32,9 @@ def test_every_operation_is_timed_in_every_repetition_and_nothing_stays(tmp_path
     lines: list[str] = []
     given = checkpoint.CheckpointRequest(2_000_000, ("direct",), 3, str(tmp_path))
     figures = run_in_threads(ranks, lambda comm: checkpoint.measure_checkpoint(given, comm, lines.append))[0]
-    assert [timing.name for timing in figures.timings] == TIMED
+    assert [timing.name for timing in figures.timings] == list(TIMED)
     assert all(timing.least <= timing.seconds <= timing.most for timing in figures.timings)
-    assert {timing.name: timing.against for timing in figures.timings if timing.against} == {
-        "asynchronous stall": "plain copy",
-        "save direct": "raw write",
-        "load": "raw read",
-        "load unverified": "raw read",
-        "verification": "load",
-        "cold load": "cold raw read",
-        "cold load unverified": "cold raw read",
-        "cold verification": "cold load",
-    }
+    assert {timing.name: timing.against or "" for timing in figures.timings} == TIMED
     assert 0.8 * 2e6 < figures.nbytes <= 2e6
     assert set(figures.peaks) == {"save direct", "load"}
     assert len(lines) == 3
@@ -58,22 +49,3 @@ def test_the_command_prints_a_table_or_json(on_threads):
     assert outcome.result["benchmark"] == "checkpoint"
     assert outcome.result["ranks"] == 2
     assert sorted(os.listdir(on_threads.folder)) == ["text.txt", "tiny.toml"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((1.0, "direct", 1, "."), "--bytes 1.0: must be from"),
-        ((float("nan"), "direct", 1, "."), "--bytes nan"),
-        ((1e6, "direct", 0, "."), "--repeat 0"),
-        ((1e6, "direct", 1, "nowhere"), "--folder nowhere"),
-        ((1e6, "mpio", 1, "."), 'backend="direct"'),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(arguments, text):
-    def parse(comm):
-        with pytest.raises(ConfigError) as caught:
-            checkpoint.CheckpointRequest.parse(*arguments, comm)
-        return str(caught.value)
-
-    assert text in run_in_threads(1, parse)[0]

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from mpizero.errors import ConfigError, ExitStatus
 from mpizero.testing import run_in_threads
 from mpizero.tools.bench.memory import LayoutRequest, layout_report, measure_layout
 from mpizero.tools.bench.strategies import CacheMeter, MemoryRequest
-from mpizero.tools.plan.memory import buffers
 from mpizero.train.config.sections import ParallelSection
 
 
@@ -24,9 +22,9 @@ class Cache:
     note: str = "not an array"
 
 
-def test_a_buffer_counts_once_however_many_views_are_kept():
+def test_a_buffer_counts_once_however_many_views_are_kept_or_not_at_all():
     meter, whole = CacheMeter(), np.zeros((4, 5))
-    first = meter.keep(Cache((whole[1:], {"a": [whole.T, whole.reshape(-1)[::2]]}, np.ones(3))))
+    first = meter.keep(Cache((whole[1:], {"a": [whole.T, None, 3, whole.reshape(-1)[::2]]}, np.ones(3))))
     assert meter.held == 160 + 24
     second = meter.keep((whole[:1],))
     assert meter.held == 160 + 24
@@ -34,18 +32,8 @@ def test_a_buffer_counts_once_however_many_views_are_kept():
     assert meter.held == 160
     meter.drop(second)
     assert (meter.held, meter.peak) == (0, 184)
-
-
-def test_what_shall_not_count_is_left_out():
-    meter, data = CacheMeter(), np.zeros(10)
-    found = meter.keep((data[2:], np.ones(2)), but=[{"x": data[:3]}])
-    assert (meter.held, len(found)) == (16, 1)
-
-
-def test_buffers_are_found_in_anything_that_caches_are_made_of():
-    kept = [np.zeros(n) for n in range(1, 5)]
-    found = buffers({"a": (kept[0], None, 3), "b": Cache((kept[1], [kept[2]]))})
-    assert sorted(array.size for array in found) == [1, 2, 3]
+    (_,) = meter.keep((whole[2:], np.ones(2)), but=[{"x": whole[:3]}])
+    assert meter.held == 16
 
 
 LAYOUTS = {
@@ -72,7 +60,7 @@ def test_counted_bytes_and_messages_of_every_rank_equal_the_plan(name):
 
 
 def test_the_command_prints_every_rank_beside_its_plan(on_threads):
-    arguments = ["bench", "memory", "--pipeline", "2", "--parameters", "1e5", "--memory", "private", "--steps", "1"]
+    arguments = ["bench", "memory", "--pipeline", "2", "--parameters", "1e4", "--memory", "private", "--steps", "1"]
     outcome = on_threads(4, *arguments, "--strategy", "zero1", "--json")
     assert outcome.status == 0, outcome.err
     (table,) = json.loads(outcome.out)["layouts"]
@@ -82,26 +70,3 @@ def test_the_command_prints_every_rank_beside_its_plan(on_threads):
     for row in table["rows"]:
         assert row["held"] == row["planned"]
         assert row["sent"] == row["planned_sent"] > 0
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options", "text"),
-    [
-        (2, ["--pipeline", "3"], "--pipeline 3: does not fit this job"),
-        (0, ["--data", "2"], "--data 2: does not fit this job"),
-        (2, ["--pipeline", "2", "--micro-batches", "0"], "--micro-batches 0"),
-        (2, ["--pipeline", "2", "--schedule", "2f2b"], '--schedule "2f2b": must be one of'),
-        (2, ["--pipeline", "2", "--schedule", "interleaved"], "--virtual-stages 1: does not fit --schedule"),
-        (2, ["--pipeline", "2", "--strategy", "zero4"], "--strategies zero4: zero4 is none of"),
-    ],
-)
-def test_a_layout_that_makes_no_sense_is_refused(on_threads, ranks, options, text):
-    outcome = on_threads(ranks, "bench", "memory", *options)
-    assert outcome.status == ExitStatus.CONFIG
-    assert len(outcome.told) == 1, outcome.err
-    assert text in outcome.told[0]
-
-
-def test_micro_batches_must_be_some():
-    with pytest.raises(ConfigError, match="--micro-batches"):
-        LayoutRequest(MemoryRequest(10, ("ddp",), (True,), 1), ParallelSection(pipeline=2), 0)
