@@ -6,11 +6,13 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,6 +69,19 @@ class Outcome:
     def told(self) -> list[str]:
         """Lines of standard error that are the program's own, not the launcher's nor progress."""
         return [line for line in self.err.splitlines() if "Error: " in line or line.startswith("Traceback")]
+
+
+def metrics(run: Path | str) -> list[dict]:
+    """Return the lines that a run has written into its folder."""
+    return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for what a process of a test does."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def find_mpiexec() -> str | None:
@@ -127,14 +142,27 @@ class Commands:
         """Run a command to its end."""
         return self.finish(self.start(ranks, *arguments))
 
+    def run(self, ranks: int, command: str, config: str, *settings: str, flags: Sequence[str] = ()) -> Outcome:
+        """Run a command on a configuration with some settings replaced."""
+        return self(ranks, command, config, *(part for setting in settings for part in ("--set", setting)), *flags)
+
     def train(self, ranks: int, *settings: str, flags: Sequence[str] = ()) -> Outcome:
         """Train the tiny model with some settings replaced."""
-        overrides = [part for setting in settings for part in ("--set", setting)]
-        return self(ranks, "train", "tiny.toml", *overrides, *flags)
+        return self.run(ranks, "train", "tiny.toml", *settings, flags=flags)
+
+    def start_training(self, ranks: int, *settings: str) -> subprocess.Popen:
+        """Start a training of the tiny model without an end."""
+        settings = ("train.steps=100000", *settings)
+        return self.start(ranks, "train", "tiny.toml", *(part for setting in settings for part in ("--set", setting)))
+
+    def signal_owner(self, number: signal.Signals) -> None:
+        """Send a signal to the process that holds the lock of the run."""
+        lock = (self.folder / "run" / ".lock").read_text()
+        os.kill(int(re.match(r"process (\d+) on ", lock)[1]), number)
 
     def metrics(self, folder: str = "run") -> list[dict]:
         """Return the lines that a run wrote."""
-        return [json.loads(line) for line in (self.folder / folder / "metrics.jsonl").read_text().splitlines()]
+        return metrics(self.folder / folder)
 
 
 @dataclass
@@ -211,6 +239,12 @@ def trained(tmp_path_factory):
     outcome = commands.train(0)
     assert outcome.status == 0, outcome.err
     return commands, outcome
+
+
+@pytest.fixture
+def without_collections(monkeypatch):
+    """Leave out the collections of garbage before measurements of memory; what is counted does not depend on them."""
+    monkeypatch.setattr("mpizero.tools.bench.strategies.release_free_memory", lambda: None)
 
 
 @pytest.fixture

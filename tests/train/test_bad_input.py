@@ -1,12 +1,10 @@
 """Bad input: one clear line and an exit status, on one rank and on several; no traceback, no hang.
 
 Every case runs on threads, where an error must reach each rank; of each status one is also the end of processes.
-``MPIZERO_BAD_INPUT_RANKS=1,2,3,4,8`` runs every case as processes too, on each of these numbers of ranks.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from itertools import product
 
@@ -43,16 +41,8 @@ LAYOUTS = {
     "cuts": (["parallel.pipeline=2", "parallel.cuts=[3]"], CONFIG, "parallel.cuts = [3]"),
 }
 EVERY = CASES | LAYOUTS
-#: With numbers of processes (0: without a launcher), one of each status: what the data, the settings and rank 0 alone
-#: make wrong.
-LAUNCHED = {"missing data": [2], "learning rate": [0], "folder": [3]}
-
-
-def chosen():
-    """Pairs of a number of processes and a case."""
-    if numbers := os.environ.get("MPIZERO_BAD_INPUT_RANKS"):
-        return list(product(map(int, numbers.split(",")), EVERY))
-    return [(ranks, case) for case, numbers in LAUNCHED.items() for ranks in numbers]
+#: With numbers of processes (0: without a launcher), what all ranks find, what rank 0 alone does, and a setting.
+ENDS = {"missing data": 2, "folder": 2, "learning rate": 0}
 
 
 def explained(outcome, status, text):
@@ -69,42 +59,37 @@ def inputs(mpizero):
     return mpizero
 
 
-@pytest.mark.parametrize(("ranks", "case"), chosen())
-def test_what_is_wrong_is_said_once_on_any_number_of_ranks(inputs, ranks, case):
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ENDS)
+def test_what_is_wrong_is_said_once_and_ends_a_job_with_its_status(inputs, case):
     settings, status, text = EVERY[case]
-    explained(inputs.train(ranks, *settings), status, text)
+    explained(inputs.train(ENDS[case], *settings), status, text)
     assert not (inputs.folder / "run" / "metrics.jsonl").exists()
 
 
-# A layout is judged on one rank and on several; on how many of several makes a difference to none of them.
-@pytest.mark.parametrize(("ranks", "case"), [*product([1, 2], EVERY), *product([4], CASES)])
+@pytest.mark.parametrize(("ranks", "case"), [*product([1], [*ENDS, *LAYOUTS]), *product([2], EVERY)])
 def test_what_is_wrong_reaches_every_rank(inputs, on_threads, ranks, case):
     settings, status, text = EVERY[case]
     explained(on_threads.train(ranks, *settings), status, text)
     assert not (inputs.folder / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_of_another_model(trained, on_threads, ranks):
+def test_a_checkpoint_of_another_model(trained, on_threads):
     shutil.copytree(trained[0].folder / "run", on_threads.folder / "run")
-    explained(on_threads.train(ranks, "model.layers=2", flags=["--resume"]), CONFIG, "model.layers was 1")
+    explained(on_threads.train(2, "model.layers=2", flags=["--resume"]), CONFIG, "model.layers was 1")
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_configuration_that_is_not_there(on_threads, ranks):
-    explained(on_threads(ranks, "train", "nothing.toml"), CONFIG, "nothing.toml: cannot be read")
-
-
-def test_a_configuration_that_is_not_toml(on_threads):
+def test_a_configuration_that_is_not_there_or_not_toml(on_threads):
+    explained(on_threads(3, "train", "nothing.toml"), CONFIG, "nothing.toml: cannot be read")
     (on_threads.folder / "bad.toml").write_text("[model\n")
     explained(on_threads(1, "train", "bad.toml"), CONFIG, "bad.toml: not valid TOML")
     (on_threads.folder / "bad.toml").write_bytes(b"\xff\xfe")
     explained(on_threads(1, "train", "bad.toml"), CONFIG, "bad.toml: not valid TOML")
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_wrong_usage_is_told_once(mpizero, ranks):
-    outcome = mpizero(ranks, "trian", "tiny.toml")
+@pytest.mark.slow
+def test_wrong_usage_is_told_once(mpizero):
+    outcome = mpizero(2, "trian", "tiny.toml")
     assert outcome.status == CONFIG
     assert outcome.err.count("invalid choice: 'trian'") == 1
 

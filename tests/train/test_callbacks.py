@@ -43,7 +43,7 @@ def outcomes(ranks, folder, callbacks, **settings):
     return run_in_threads(ranks, work)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_a_callback_that_raises_on_one_rank_ends_the_run_on_all(tmp_path, ranks):
     *others, last = outcomes(ranks, tmp_path, lambda comm: [Does(fail)])
     assert isinstance(last, ZeroDivisionError)
@@ -52,11 +52,10 @@ def test_a_callback_that_raises_on_one_rank_ends_the_run_on_all(tmp_path, ranks)
     assert not (tmp_path / "run" / "run_complete").exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_a_callback_on_one_rank_stops_all_at_its_step_and_the_run_is_complete(tmp_path, ranks):
-    found = outcomes(
-        ranks, tmp_path, lambda comm: [Does(lambda trainer: trainer.stop("good enough"))], validate_every=5
-    )
+    stops = Does(lambda trainer: trainer.stop("good enough"))
+    found = outcomes(ranks, tmp_path, lambda comm: [stops], validate_every=5)
     reasons = {(result.steps, result.stopped) for result in found}
     assert reasons == {(2, f"good enough (a callback on rank {ranks - 1})")}
     assert all(result.validations[-1]["step"] == 2 for result in found)  # as after any run's last step
@@ -236,10 +235,6 @@ def test_states_belong_to_callbacks_by_class_and_name_in_any_order_and_what_is_l
     assert "callback Stateful has no state in the checkpoint: it begins anew" in capsys.readouterr().err
 
 
-def wrong_sum(model, batch):
-    return float("nan") if model.rank else 1.0
-
-
 @pytest.mark.parametrize(
     ("metric", "kind", "told"),
     [
@@ -294,12 +289,9 @@ def test_tensorboard_gets_all_figures_on_rank_0_and_misses_its_library_in_one_li
     written: dict = {}
     module = type(sys)("tensorboardX")
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    for error in outcomes(2, tmp_path, lambda comm: [mz.TensorBoard()]):
-        assert "pip install mpizero[tensorboard]" in str(error)
-    assert {type(error) for error in outcomes(2, tmp_path, lambda comm: [mz.TensorBoard()])} == {
-        UnsupportedError,
-        RemoteError,
-    }
+    errors = outcomes(2, tmp_path, lambda comm: [mz.TensorBoard()])
+    assert all("pip install mpizero[tensorboard]" in str(error) for error in errors)
+    assert {type(error) for error in errors} == {UnsupportedError, RemoteError}
     module.SummaryWriter = Writer
     outcomes(2, tmp_path, lambda comm: [mz.TensorBoard(every=3)], steps=4)
     ((key, found),) = written.items()

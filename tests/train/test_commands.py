@@ -85,6 +85,7 @@ def test_doctor_names_a_cache_of_kernels_that_others_can_write(mpizero, monkeypa
     assert outcome.err.count("can be written by group") == 1  # said once a node
 
 
+@pytest.mark.slow
 def test_bench_memory_counts_what_the_formulas_say(on_threads):
     outcome = on_threads(2, "bench", "memory", "--parameters", "3e5", "--steps", "1", "--memory", "private", "--json")
     assert outcome.status == 0, outcome.err

@@ -233,13 +233,6 @@ def test_sizes_must_multiply_to_the_ranks_and_else_all_numbers_are_told(override
     assert all(override in told for override in overrides if not override.startswith("data"))
 
 
-def test_a_layout_is_described_in_words():
-    section = parse(GPT, "parallel.pipeline=2", "parallel.strategy=zero1").parallel
-    assert section.describe(4) == "pipeline 2 x tensor 1 x data 2, 1f1b, zero1"
-    assert parse(GPT).parallel.describe(3) == "zero2 on 3 ranks"
-    assert parse(GPT, "parallel.context=2").parallel.describe(2) == "pipeline 1 x tensor 1 x data 1 x context 2, zero2"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from mpizero.cli.main import main
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.testing import run_in_threads
 from mpizero.train.config.toml import ConfigDocument, parse_config
+from tests.train.conftest import metrics
 
 CONFIG = """
 [model]
@@ -39,12 +41,10 @@ def home(tmp_path, monkeypatch):
 
 
 def run(folder, *options, ranks=1):
-    with open(f"{folder}.toml", "w") as file:
-        file.write(CONFIG.replace("FOLDER", folder))
+    Path(f"{folder}.toml").write_text(CONFIG.replace("FOLDER", folder))
     status = run_in_threads(ranks, lambda comm: main(["train", f"{folder}.toml", *options], comm))
     assert status == [0] * ranks
-    with open(f"{folder}/run_complete") as file:
-        return json.load(file)
+    return json.loads(Path(folder, "run_complete").read_text())
 
 
 def parameters(folder):
@@ -79,21 +79,14 @@ def test_another_learning_rate_is_taken_when_asked_for_and_recorded(home, capsys
     more = ("--resume", "--set", "train.steps=8")
     with pytest.raises(ConfigError, match="optimizer.lr was 0.0003 .* is 0.01 now; .* by --override optimizer.lr="):
         run("first", *more, "--set", "optimizer.lr=0.01")
-    asked = (
-        "--override",
-        "optimizer.lr=0.01",
-        "--override",
-        "optimizer.schedule=linear",
-        "--override",
-        "train.clip=1.0",
-    )
+    changes = ("optimizer.lr=0.01", "optimizer.schedule=linear", "train.clip=1.0")
+    asked = [word for change in changes for word in ("--override", change)]
     result = run("first", *more, *asked, ranks=2)
     was = {"optimizer.lr": 3e-4, "optimizer.schedule": "constant", "optimizer.schedule_steps": None, "train.clip": 0.0}
     now = {"optimizer.lr": 0.01, "optimizer.schedule": "linear", "optimizer.schedule_steps": 8, "train.clip": 1.0}
     wanted = [{"step": 4, "key": key, "was": was[key], "now": now[key]} for key in was]
     assert result["overrides"] == wanted
-    with open("first/metrics.jsonl") as file:
-        lines = [json.loads(line) for line in file]
+    lines = metrics("first")
     assert [line.get("overrides") for line in lines] == [None] * 4 + [wanted] + [None] * 3
     assert lines[4]["learning_rate"] == pytest.approx(0.005)  # the fifth of eight steps
     assert lines[3]["learning_rate"] == 3e-4
@@ -131,10 +124,7 @@ def test_what_is_offered_as_an_override_is_taken(home, change, recwarn):
     ("options", "message"),
     [
         (["--override", "optimizer.lr=1"], "--override optimizer.lr=1: is for a run that is resumed; .* add --resume"),
-        (
-            ["--resume", "--override", "train.global_batch=4"],
-            "train.global_batch: cannot change in a run.* model.start",
-        ),
+        (["--resume", "--override", "train.global_batch=4"], "global_batch: cannot change in a run.* model.start"),
         (["--resume", "--override", "optimizer.lrr=1"], r"optimizer.lrr: unknown key \(did you mean 'lr'\?\)"),
         (["--resume", "--override", "train.steps=9"], "train.steps: a resumed run takes it without this option"),
         (["--resume", "--override", "optimizer"], "must have the form section.key=value"),
@@ -161,16 +151,12 @@ def test_a_run_keeps_an_average_validates_with_it_and_exports_it(home):
     plain = run("second", *options)
     found = {ranks: run("second", *options, "--set", "train.validate_ema=true", ranks=ranks) for ranks in (1, 2)}
     assert {one["parameters_sha256"] for one in found.values()} == {plain["parameters_sha256"]}
-    with open("second/metrics.jsonl") as file:
-        averaged = [json.loads(line)["validation_loss"] for line in file if "validation_loss" in line]
+    averaged = [line["validation_loss"] for line in metrics("second") if "validation_loss" in line]
     run("second", *options, "--set", "train.steps=2")
     run("second", *options, "--set", "train.validate_ema=true", "--resume")
-    with open("second/metrics.jsonl") as file:
-        lines = [json.loads(line) for line in file]
     assert len(averaged) == 2
-    assert [line["validation_loss"] for line in lines if "validation_loss" in line][1] == averaged[1]
-    with open("second/run_complete") as file:
-        assert json.load(file)["parameters_sha256"] == plain["parameters_sha256"]
+    assert [line["validation_loss"] for line in metrics("second") if "validation_loss" in line][1] == averaged[1]
+    assert json.loads(Path("second/run_complete").read_text())["parameters_sha256"] == plain["parameters_sha256"]
     assert run_in_threads(1, lambda comm: main(["checkpoint", "export", "second", "e.npz", "--ema"], comm)) == [0]
     with np.load("e.npz") as arrays:
         assert set(arrays) == set(parameters("second"))

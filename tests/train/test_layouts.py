@@ -1,6 +1,6 @@
 """``mpizero train``, ``--resume`` and ``generate`` on models that are split over ranks.
 
-Most of it runs on ranks that are threads; ``scripts/exactness_hybrid.py`` trains on more layouts under mpiexec.
+They are threads; ``scripts/exactness_hybrid.py`` trains on more layouts under mpiexec.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from mpizero.errors import ExitStatus
 from tests.train.conftest import ThreadCommands, write_inputs
 
-#: Ranks and settings of layouts that change no bit; the second is launched, the others are threads.
+#: Ranks and settings of layouts that change no bit.
 EXACT = {
     "stages and replicas": (4, ["pipeline=2", "strategy=zero2", "order=data,pipeline,tensor"]),
     "parts of stages": (2, ["pipeline=2", "schedule=zero_bubble_v", "strategy=zero3", "share_node_memory=false"]),
@@ -36,14 +36,13 @@ def deeper(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", EXACT)
-def test_a_pipeline_computes_the_same_bits_as_one_process(deeper, mpizero, on_threads, layout):
+def test_a_pipeline_computes_the_same_bits_as_one_process(deeper, on_threads, layout):
     ranks, settings = EXACT[layout]
-    run = mpizero if layout == "parts of stages" else on_threads
-    outcome = run.train(ranks, "model.layers=2", *parallel(*settings))
+    outcome = on_threads.train(ranks, "model.layers=2", *parallel(*settings))
     assert outcome.status == 0, outcome.err
     assert outcome.result["parameters_sha256"] == deeper[1].result["parameters_sha256"]
     assert outcome.result["parameter_count"] == deeper[1].result["parameter_count"]
-    alone, together = deeper[0].metrics(), mpizero.metrics()
+    alone, together = deeper[0].metrics(), on_threads.metrics()
     for key in ("loss", "validation_loss", "perplexity", "learning_rate"):
         assert [line.get(key) for line in alone] == [line.get(key) for line in together]
 
@@ -55,6 +54,7 @@ def test_the_layout_stands_in_the_result_and_in_what_is_told_as_are_replicas_wit
     assert (outcome.result["ranks"], outcome.result["strategy"]) == (4, "zero1")
     assert "pipeline 2 x tensor 1 x data 2, 1f1b, zero1" in outcome.err
     assert "replicas 1 to 1 have no grain" in outcome.err
+    assert json.loads((on_threads.folder / "run" / "run_complete").read_text()) == outcome.result
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,7 @@ def test_a_run_keeps_the_tiles_of_its_checkpoint_on_groups_of_other_sizes(on_thr
     assert last.result["parameters_sha256"] == whole.result["parameters_sha256"]
 
 
+@pytest.mark.slow
 def test_groups_beside_stages_and_replicas_compute_the_bits_of_one_process_with_their_tiles(on_threads):
     short = ["model.layers=2", "train.steps=3", "checkpoint.every=0"]
     layouts = {
@@ -108,6 +109,7 @@ def test_groups_beside_stages_and_replicas_compute_the_bits_of_one_process_with_
         assert on_threads.metrics()[-1]["validation_loss"] == pytest.approx(expected[-1][1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_multi_layer_perceptron_is_cut_into_stages(on_threads):
     pytest.importorskip("sklearn", reason="scikit-learn's digits are optional data")
     (on_threads.folder / "digits.toml").write_text(
@@ -116,31 +118,26 @@ def test_a_multi_layer_perceptron_is_cut_into_stages(on_threads):
     )
     alone = on_threads(1, "train", "digits.toml")
     accuracy = on_threads.metrics()[-1]["accuracy"]
-    together = on_threads(3, "train", "digits.toml", "--set", "parallel.pipeline=3", "--set", "parallel.schedule=gpipe")
+    together = on_threads.run(3, "train", "digits.toml", *parallel("pipeline=3", "schedule=gpipe"))
     assert together.status == 0, together.err
     assert together.result["parameters_sha256"] == alone.result["parameters_sha256"]
     assert on_threads.metrics()[-1]["accuracy"] == accuracy
     assert together.result["samples_per_second"] > 0
-    uneven = on_threads(3, "train", "digits.toml", "--set", "parallel.tensor=3")  # of 32 and 16 features
+    uneven = on_threads.run(3, "train", "digits.toml", *parallel("tensor=3"))  # of 32 and 16 features
     assert uneven.status == 0, uneven.err
     assert uneven.result["loss"] == pytest.approx(alone.result["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(2, []), (4, ["--pipeline", "2", "--strategy", "zero1"])])
-def test_text_is_the_same_however_the_model_is_laid_out(deeper, on_threads, ranks, options):
-    run = str(deeper[0].folder / "run")
-    arguments = ["generate", run, "--prompt", "abc", "--length", "30", "--seed", "1"]
-    alone, together = on_threads(1, *arguments), on_threads(ranks, *arguments, *options)
-    assert together.status == 0, together.err
-    assert together.out == alone.out
-    assert together.out.startswith("abc")
-
-
-def test_a_checkpoint_of_a_split_model_writes_the_same_text_in_one_process(deeper, on_threads):
+def test_text_is_the_same_however_the_model_is_laid_out_and_was(deeper, on_threads):
     whole = ["model.layers=2", "checkpoint.every=0", "train.validate_every=0"]  # one checkpoint, at the end
     assert on_threads.train(4, *whole, *parallel("pipeline=2")).status == 0
-    arguments = ["--length", "30", "--seed", "3"]
-    assert on_threads(1, "generate", "run", *arguments).out == deeper[0](1, "generate", "run", *arguments).out
+    options = ["--prompt", "abc", "--length", "30", "--seed", "1"]
+    alone = deeper[0](1, "generate", "run", *options)
+    run, split = str(deeper[0].folder / "run"), ["--pipeline", "2", "--strategy", "zero1"]
+    together = on_threads(4, "generate", run, *options, *split)
+    assert together.status == 0, together.err
+    assert on_threads(1, "generate", "run", *options).out == together.out == alone.out
+    assert together.out.startswith("abc")
 
 
 @pytest.mark.parametrize(
@@ -156,8 +153,3 @@ def test_a_layout_that_does_not_fit_is_told_by_the_options_names(deeper, on_thre
     assert outcome.status == ExitStatus.CONFIG
     assert len(outcome.told) == 1, outcome.err
     assert text in outcome.told[0]
-
-
-def test_the_marker_of_a_split_run_holds_its_result(on_threads):
-    outcome = on_threads.train(2, "train.steps=1", *parallel("pipeline=2"))
-    assert json.loads((on_threads.folder / "run" / "run_complete").read_text()) == outcome.result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,11 @@ from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import DataError, IntegrityError, NonFiniteError
 from mpizero.sharding import read_bad_step
 from mpizero.sharding.engine import Engine
+from mpizero.train import loop
 from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.toml import config_of
 from mpizero.train.loop import MAX_DUMPS, SPIKE_LEAST, SPIKE_STEPS, LossSpikes
+from tests.train.conftest import metrics
 
 
 @pytest.fixture
@@ -39,34 +42,26 @@ def data(tmp_path):
     return tmp_path
 
 
-def configuration(folder: Path, **train_settings) -> RunConfig:
+def configuration(folder: Path, **settings) -> RunConfig:
     return config_of(
         {
             "model": {"name": "mlp", "hidden": [4]},
             "data": {"arrays": {"x": str(folder / "x.npy"), "y": str(folder / "y.npy")}, "validation": 0.0},
-            "train": {
-                "steps": 10,
-                "global_batch": 8,
-                "micro_batch": 2,
-                "seed": 3,
-                "validate_every": 0,
-                **train_settings,
-            },
+            "train": {"steps": 10, "global_batch": 8, "micro_batch": 2, "seed": 3, "validate_every": 0} | settings,
             "checkpoint": {"folder": str(folder / "run" / "checkpoints"), "every": 1, "keep": 20},
         }
     )
 
 
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+def skipped(folder: Path) -> list[int]:
+    return [line["step"] for line in metrics(folder / "run") if "skipped" in line]
 
 
 def test_a_skipped_step_leaves_its_samples_and_the_run_goes_on(data, alone, capsys):
     train(configuration(data), alone)
-    skipped = [line["step"] for line in lines(data) if "skipped" in line]
-    assert len(skipped) == 2  # sample 7 comes once an epoch of five steps
+    assert len(skipped(data)) == 2  # sample 7 comes once an epoch of five steps
     kept = sorted((data / "run" / "bad_steps").iterdir())
-    assert [path.name for path in kept] == [f"step_{step:08d}" for step in skipped]
+    assert [path.name for path in kept] == [f"step_{step:08d}" for step in skipped(data)]
     for path in kept:
         (grain,) = read_bad_step(path).grains
         assert 7 in grain.indices
@@ -74,9 +69,10 @@ def test_a_skipped_step_leaves_its_samples_and_the_run_goes_on(data, alone, caps
     assert f"mpizero replay {kept[0]}" in capsys.readouterr().err
 
 
-def test_replay_tells_the_first_value_that_is_not_finite(data, alone, capsys):
+def test_replay_tells_the_first_value_that_is_not_finite_from_a_checkpoint_or_the_start_values(data, alone, capsys):
     train(configuration(data), alone)
-    dump = sorted((data / "run" / "bad_steps").iterdir())[-1]
+    run = data / "run"
+    first, dump = sorted((run / "bad_steps").iterdir())
     step = read_bad_step(dump).step
     capsys.readouterr()
     assert main(["replay", str(dump)]) == 0
@@ -84,20 +80,13 @@ def test_replay_tells_the_first_value_that_is_not_finite(data, alone, capsys):
     assert f"parameters here: step {step - 1}, from " in out
     assert "first not finite: input x, 3 of 6 values" in out
     assert "gradient hidden.0.linear.weight" in out
-    assert (
-        main(["replay", str(dump), "--json", "--checkpoint", str(data / "run" / "checkpoints" / "step_00000010")]) == 0
-    )
+    assert main(["replay", str(dump), "--json", "--checkpoint", str(run / "checkpoints" / "step_00000010")]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["parameters"].startswith("step 10, from ")
     assert told["replays"][0]["first"] == "input x"
-
-
-def test_replay_without_a_checkpoint_takes_the_start_values(data, alone, capsys):
-    train(configuration(data), alone)
-    dump = sorted((data / "run" / "bad_steps").iterdir())[0]
-    moved = data / "elsewhere" / "bad_steps" / dump.name
+    moved = data / "elsewhere" / "bad_steps" / first.name  # where no checkpoint is
     moved.parent.mkdir(parents=True)
-    dump.rename(moved)
+    first.rename(moved)
     assert main(["replay", str(moved)]) == 0
     assert "the start values" in capsys.readouterr().out
 
@@ -115,12 +104,6 @@ def one_bad_step(tmp_path_factory):
     return next((folder / "run" / "bad_steps").iterdir())
 
 
-def put(step, value, *keys):
-    for key in keys[:-1]:
-        step = step[key]
-    step[keys[-1]] = value
-
-
 ABOUT = {
     "wide": ([3, 10**12], ("widths",), "bytes of parameters, this job may take"),
     "wide features": ([10**9, 2], ("widths",), r"shape \(3,\) each, its mlp takes \(1000000000,\)"),
@@ -131,11 +114,7 @@ ABOUT = {
     "widths as text": ("33", ("widths",), "about.widths is .*expected two whole numbers > 0"),
     "wide layers": ([10**6] * 3, ("config", "model", "hidden"), "bytes of parameters, this job may take"),
     "many layers": ([1] * 100_000, ("config", "model", "hidden"), "100001 blocks, at most 65536"),
-    "many transformer blocks": (
-        {"name": "gpt", "layers": 10**9},
-        ("config", "model"),
-        "of another version|blocks, at most 65536",
-    ),
+    "many heavy blocks": ({"name": "gpt", "layers": 10**9}, ("config", "model"), "of another version|at most 65536"),
     "a learning rate that no float holds": (10**308 * 9, ("config", "optimizer", "lr"), "number"),
     "other features": ([5, 2], ("widths",), r"shape \(3,\) each, its mlp takes \(5,\)"),
     "fewer classes": ([3, 1], ("widths",), "target 1 is not below"),
@@ -145,15 +124,25 @@ ABOUT = {
 }
 
 
-@pytest.mark.parametrize("case", ABOUT)
-def test_a_bad_step_of_an_impossible_model_is_refused_before_memory_is_taken(one_bad_step, tmp_path, case):
-    value, keys, message = ABOUT[case]
+@pytest.fixture
+def changed(one_bad_step, tmp_path):
+    """A copy of the bad step in whose description a value is replaced."""
     path = shutil.copytree(one_bad_step, tmp_path / one_bad_step.name)
-    told = json.loads((path / "step.json").read_text())
-    put(told["about"], value, *keys)
-    (path / "step.json").write_text(json.dumps(told))
+
+    def change(value, *keys):
+        told = json.loads((path / "step.json").read_text())
+        reduce(lambda part, key: part[key], keys[:-1], told)[keys[-1]] = value
+        (path / "step.json").write_text(json.dumps(told))
+        return str(path)
+
+    return change
+
+
+@pytest.mark.parametrize("case", ABOUT)
+def test_a_bad_step_of_an_impossible_model_is_refused_before_memory_is_taken(changed, case):
+    value, keys, message = ABOUT[case]
     with pytest.raises(DataError, match=message) as caught:
-        main(["replay", str(path)])
+        main(["replay", changed(value, "about", *keys)])
     assert str(caught.value).isprintable()
 
 
@@ -167,13 +156,10 @@ def test_complex_samples_are_refused_by_a_model_of_real_numbers(one_bad_step, tm
         main(["replay", str(path)])
 
 
-def test_what_a_replay_quotes_cannot_move_the_cursor(one_bad_step, tmp_path, capsys):
-    path = shutil.copytree(one_bad_step, tmp_path / one_bad_step.name)
-    told = json.loads((path / "step.json").read_text())
-    told["found"][0]["message"] = "\x1b[2J\nstep 9, all is well \ud800"
-    (path / "step.json").write_text(json.dumps(told))
+def test_what_a_replay_quotes_cannot_move_the_cursor(changed, capsys):
+    path = changed("\x1b[2J\nstep 9, all is well \ud800", "found", 0, "message")
     for flags in ([], ["--json"]):
-        assert main(["replay", str(path), *flags]) == 0
+        assert main(["replay", path, *flags]) == 0
         out = capsys.readouterr().out
         assert out.replace("\n", "").isprintable()
         assert "\\u001b[2J\\nstep 9, all is well \\ud800" in out
@@ -208,9 +194,8 @@ def test_a_run_goes_on_while_the_loss_scale_still_backs_off(data, alone, overflo
     """An overflow at a scale that can be lowered is no sign of a broken run, nor of bad samples."""
     overflowing()
     assert train(configuration(data, steps=30), alone)["steps"] == 30
-    skipped = [line["step"] for line in lines(data) if "skipped" in line]
-    assert skipped[:6] == list(range(1, 7))
-    assert len(skipped) < 30
+    assert skipped(data)[:6] == list(range(1, 7))
+    assert len(skipped(data)) < 30
     told = capsys.readouterr().err
     assert "step 1 skipped, parameters unchanged: the gradient of 'output.linear.weight'" in told
     assert f"the loss scale falls from {2.0**110:g} to {2.0**109:g}, which is not counted" in told
@@ -243,8 +228,7 @@ def test_samples_that_cannot_be_kept_end_no_run(data, alone, capsys, monkeypatch
 
 def test_damaged_memory_is_never_saved(data, alone, monkeypatch):
     """A bit turns over after an update: the run ends with an error, and the last checkpoint is from before."""
-    from mpizero.train import loop
-
+    assert configuration(data).train.check_every > 0, "by default"
     real = loop.NumberWatch.see
 
     def see(self, step, report, batch):
@@ -258,11 +242,6 @@ def test_damaged_memory_is_never_saved(data, alone, monkeypatch):
     ):
         train(configuration(data, check_every=2), alone)
     assert max(path.name for path in (data / "run" / "checkpoints").glob("step_*")) == "step_00000003"
-
-
-def test_the_default_checks_and_zero_does_not(data):
-    assert configuration(data).train.check_every > 0
-    assert configuration(data, check_every=0).train.check_every == 0
 
 
 @pytest.mark.parametrize(

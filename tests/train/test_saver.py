@@ -5,11 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import signal
 import socket
-import time
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +15,18 @@ from types import SimpleNamespace
 import h5py
 import pytest
 
+import mpizero as mz
 from mpizero import checkpoint
+from mpizero._util import faults
+from mpizero.cli.train import train
 from mpizero.comm import as_communicator
-from mpizero.errors import ExitStatus
+from mpizero.errors import ExitStatus, MpizeroError, RemoteError
+from mpizero.testing import run_in_threads
 from mpizero.train.recorder import RunRecorder
 from mpizero.train.run_folder import RunFolder, RunFolderError, SavedCheckpoint
+from tests.train.conftest import until
+from tests.train.test_preemption import configured
+from tests.train.test_trainer import made
 
 BESIDE = "checkpoint.asynchronous=true"
 
@@ -73,13 +78,6 @@ def test_a_complete_run_that_was_killed_amid_its_last_clean_up_is_cleaned_up_by_
     assert steps(on_threads) == left
 
 
-def test_a_resumed_run_that_saves_beside_training_equals_an_uninterrupted_one(trained, on_threads):
-    assert on_threads.train(2, BESIDE, "train.steps=3").status == 0
-    second = on_threads.train(1, BESIDE, flags=["--resume"])
-    assert second.status == 0, second.err
-    assert second.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
-
-
 def test_a_run_whose_folder_is_removed_or_replaced_says_so_and_saves_nothing(tmp_path):
     folder = RunFolder(tmp_path / "run" / "checkpoints")
     folder.open()
@@ -93,18 +91,25 @@ def test_a_run_whose_folder_is_removed_or_replaced_says_so_and_saves_nothing(tmp
     folder.close()
 
 
-def test_a_run_whose_folder_is_removed_ends_with_one_error_on_all_ranks(mpizero):
-    process = mpizero.start(2, "train", "tiny.toml", "--set", "train.steps=100000", "--set", "checkpoint.every=1")
-    run, deadline = mpizero.folder / "run", time.monotonic() + 120
-    while not list(run.glob("checkpoints/step_*")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    run.rename(mpizero.folder / "away")
-    outcome = mpizero.finish(process)
-    assert outcome.status not in (0, ExitStatus.PREEMPTED)
-    assert len(outcome.told) == 1, outcome.err
-    assert "run folder" in outcome.err or "was not written" in outcome.err
-    # A save that had looked already when the folder went may make it anew; no later one goes on in there.
-    assert len(list(run.glob("checkpoints/step_*"))) <= 1
+def test_a_run_whose_folder_is_removed_ends_on_all_ranks(tmp_path):
+    class Remove(mz.Callback):
+        def on_step(self, trainer, report):
+            if trainer.step == 2 and trainer.rank == 0:
+                trainer.run.rename(tmp_path / "away")
+
+    errors = []
+
+    def work(comm):
+        try:
+            with made(tmp_path, comm, [Remove()], every=1) as trainer:
+                trainer.fit()
+        except MpizeroError as error:
+            errors.append(error)
+
+    run_in_threads(2, work)
+    assert len(errors) == 2
+    assert any("run folder" in str(error) for error in errors)
+    assert not list((tmp_path / "run").glob("checkpoints/step_*"))
 
 
 def test_a_folder_that_goes_while_a_save_is_recorded_is_named_as_the_runs(tmp_path):
@@ -129,14 +134,11 @@ def test_a_checkpoint_under_the_name_of_another_step_is_neither_taken_nor_passed
     assert steps(on_threads) == ["step_00000004", "step_00000005"]
 
 
+@pytest.mark.slow
 def test_a_stop_request_waits_for_the_save_beside_training_and_saves_its_own_step(mpizero):
-    process = mpizero.start(
-        2, "train", "tiny.toml", "--set", "train.steps=100000", "--set", "checkpoint.every=1", "--set", BESIDE
-    )
-    run, deadline = mpizero.folder / "run", time.monotonic() + 120
-    while len(list(run.glob("checkpoints/step_*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.kill(int(re.match(r"process (\d+) on ", (run / ".lock").read_text())[1]), signal.SIGUSR1)
+    process, run = mpizero.start_training(2, "checkpoint.every=1", BESIDE), mpizero.folder / "run"
+    until(lambda: len(list(run.glob("checkpoints/step_*"))) >= 2)
+    mpizero.signal_owner(signal.SIGUSR1)
     outcome = mpizero.finish(process)
     assert outcome.status == ExitStatus.PREEMPTED, outcome.err
     assert steps(mpizero)[-1] == f"step_{mpizero.metrics()[-1]['step']:08d}"
@@ -144,17 +146,14 @@ def test_a_stop_request_waits_for_the_save_beside_training_and_saves_its_own_ste
     assert all(checkpoint.verify(run / "checkpoints" / name) for name in steps(mpizero))
 
 
-def test_a_save_beside_training_that_fails_ends_the_run_and_leaves_the_last_good_checkpoint(
-    mpizero, on_threads, monkeypatch
-):
+def test_a_save_beside_training_that_fails_ends_the_run_and_leaves_the_last_good_checkpoint(on_threads, monkeypatch):
     assert on_threads.train(1, "train.steps=2").status == 0
-    monkeypatch.setenv("MPIZERO_FAULT", "save.write:1:2:raise")
-    outcome = mpizero.train(2, BESIDE, flags=["--resume"])
-    assert outcome.status not in (0, ExitStatus.PREEMPTED)
-    assert "planted at save.write, call 2" in outcome.err
+    monkeypatch.setattr(faults, "_FAULT", faults.Fault("save.write", 2, "raise"))
+    with pytest.raises((faults.InjectedError, RemoteError), match=r"planted at save\.write, call 2"):
+        run_in_threads(2, lambda comm: train(configured(on_threads.folder, BESIDE), comm, resume=True))
     # A rank that is ended before it has removed its unfinished save leaves that to the next start.
-    assert [name for name in steps(mpizero) if not name.startswith(".tmp-")] == ["step_00000002"]
-    assert not (mpizero.folder / "run" / "run_complete").exists()
+    assert [name for name in steps(on_threads) if not name.startswith(".tmp-")] == ["step_00000002"]
+    assert not (on_threads.folder / "run" / "run_complete").exists()
 
 
 def test_every_nth_step_is_kept_for_ever_beside_the_newest_and_arrays_are_aligned_as_asked(on_threads):

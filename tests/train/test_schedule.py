@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ConfigError
 from mpizero.train.config.schema import RunConfig, changes, described_change
 from mpizero.train.config.toml import config_of
+from tests.train.conftest import metrics
 
 
 def run(config: RunConfig, resume: bool = False) -> dict:
@@ -29,23 +29,20 @@ def data(tmp_path):
     return tmp_path
 
 
-def tables(folder: Path, steps: int, **optimizer) -> dict:
-    return {
-        "model": {"name": "mlp", "hidden": [4]},
-        "data": {"arrays": {"x": str(folder / "x.npy"), "y": str(folder / "y.npy")}, "validation": 0.0},
-        "train": {"steps": steps, "global_batch": 8, "validate_every": 0},
-        "optimizer": {"lr": 0.01, **optimizer},
-        "checkpoint": {"folder": str(folder / "run" / "checkpoints")},
-    }
-
-
 def configuration(folder: Path, steps: int, **optimizer) -> RunConfig:
-    return config_of(tables(folder, steps, **optimizer))
+    return config_of(
+        {
+            "model": {"name": "mlp", "hidden": [4]},
+            "data": {"arrays": {"x": str(folder / "x.npy"), "y": str(folder / "y.npy")}, "validation": 0.0},
+            "train": {"steps": steps, "global_batch": 8, "validate_every": 0},
+            "optimizer": {"lr": 0.01, **optimizer},
+            "checkpoint": {"folder": str(folder / "run" / "checkpoints")},
+        }
+    )
 
 
 def rates(folder: Path) -> list[float]:
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["learning_rate"] for line in lines]
+    return [line["learning_rate"] for line in metrics(folder / "run")]
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

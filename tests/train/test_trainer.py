@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import signal
@@ -20,6 +19,7 @@ from mpizero.testing import run_in_threads
 from mpizero.train import run_folder
 from mpizero.train.setup import Improvement
 from mpizero.train.stopping import SIGNALS
+from tests.train.conftest import metrics
 
 STEPS = 14
 
@@ -112,8 +112,7 @@ def trained(folder, ranks, how="fit", *, interrupt=0, **settings):
 def lines(folder):
     """The lines of metrics, without what depends on time, memory and messages."""
     left_out = ("samples_per_second", "bytes_sent", "memory")
-    found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in left_out} for line in found]
+    return [{name: line[name] for name in line if name not in left_out} for line in metrics(folder / "run")]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -131,15 +130,11 @@ def test_an_interrupted_run_equals_an_uninterrupted_one_in_parameters_figures_an
         assert (found[0][0] is None) == bool(interrupt)
         seen += [call for call in found[0][1] if call != "end"]
     result = found[0][0]
-    assert (result.parameters_sha256, result.steps, result.stopped) == (
-        whole.parameters_sha256,
-        whole.steps,
-        whole.stopped,
-    )
+    same = ("parameters_sha256", "steps", "stopped")
+    assert [getattr(result, name) for name in same] == [getattr(whole, name) for name in same]
     assert seen == calls
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    same = {"value": whole.best["value"], "step": whole.best["step"]}
-    assert {name: result.best[name] for name in same} == same
+    assert all(result.best[name] == whole.best[name] for name in ("value", "step"))
     kept = {path.name for path in (tmp_path / "parts" / "run" / "checkpoints").iterdir()}
     assert kept == {"best", f"step_{whole.best['step']:08d}", f"step_{whole.steps:08d}"}
     assert os.readlink(result.best["checkpoint"]) == f"step_{whole.best['step']:08d}"
@@ -258,12 +253,8 @@ def test_a_run_without_best_keeps_the_best_of_before(tmp_path):
 
 def test_the_first_of_equal_values_is_the_best():
     seen = Improvement("validation_loss", patience=3)
-    assert [seen.see(step, {"validation_loss": value}) for step, value in enumerate([0.5, 0.5, 0.4, 0.4])] == [
-        True,
-        False,
-        True,
-        False,
-    ]
+    found = [seen.see(step, {"validation_loss": value}) for step, value in enumerate([0.5, 0.5, 0.4, 0.4])]
+    assert found == [True, False, True, False]
     assert (seen.step, seen.stalled) == (2, 1)
 
 
@@ -302,6 +293,8 @@ def test_in_one_process_it_leaves_no_handlers_runs_twice_and_resumes(tmp_path):
         trainer.model.predict(np.ones((2, 3)))
     with pytest.raises(StateError, match="this trainer is closed"):
         trainer.fit()
+    with made(tmp_path, "self", prefetch=2) as trainer:
+        assert trainer.fit().parameters_sha256 == first.parameters_sha256
 
 
 def test_an_error_in_one_process_leaves_the_trainer_usable(tmp_path):
@@ -325,10 +318,8 @@ def test_a_signal_to_a_program_of_one_process_saves_and_can_be_resumed(tmp_path)
             if trainer.step == 3:
                 os.kill(os.getpid(), signal.SIGUSR1)
 
-    with (
-        made(tmp_path, "self", [Told()]) as trainer,
-        pytest.raises(mz.Preempted, match="SIGUSR1 on rank 0 after step 4"),
-    ):
+    told = pytest.raises(mz.Preempted, match="SIGUSR1 on rank 0 after step 4")
+    with made(tmp_path, "self", [Told()]) as trainer, told:
         trainer.fit()
     whole, _ = trained(tmp_path / "whole", 1)[0]
     with made(tmp_path, "self") as trainer:
@@ -446,26 +437,14 @@ WRONG = {
     "best without validation": ({"best": "deviation", "validation": None}, ConfigError, "needs validation samples"),
     "patience without validations": ({"patience": 2, "validate_every": 0}, ConfigError, "validate_every > 0"),
     "an average that is not kept": ({"validate_ema": True}, ConfigError, r"give it ShardingConfig\(ema=0.999\)"),
-    "an unknown metric": (
-        {"best": "deviatoin"},
-        ConfigError,
-        r"best = \"deviatoin\": no .*did you mean 'deviation'\?.*\"-\"",
-    ),
+    "an unknown metric": ({"best": "deviatoin"}, ConfigError, r"\"deviatoin\": no .*did you mean 'deviation'\?.*\"-\""),
     "min_delta alone": ({"min_delta": 0.1}, ConfigError, "min_delta = 0.1: belongs to patience"),
-    "a source too short": (
-        {"global_batch": 500},
-        DataError,
-        "must be at most the number of training samples, which is 72",
-    ),
+    "a source too short": ({"global_batch": 500}, DataError, "at most the number of training samples, which is 72"),
     "arrays for a source": ({"validation": np.ones(3)}, ArgumentError, r"validation is a ndarray.*mz.data.ArraySource"),
     "a strategy of another name": ({"strategy": "zero4"}, ConfigError, 'strategy = "zero4": must be one of "ddp"'),
     "too many stages": ({"parallel": {"pipeline": 3}}, ConfigError, "pipeline = 3: does not fit this job"),
     "a wrong size": ({"parallel": {"pipelin": 2}}, ConfigError, r"'pipelin' is unknown \(did you mean 'pipeline'\?\)"),
-    "a setting elsewhere": (
-        {"parallel": {"bucket_mb": 2}},
-        ConfigError,
-        "bucket_mb is a setting of the ShardingConfig",
-    ),
+    "a setting elsewhere": ({"parallel": {"bucket_mb": 2}}, ConfigError, "bucket_mb is a setting of the ShardingConf"),
     "metrics in a list": ({"metrics": [deviation]}, ArgumentError, "expected a dictionary of functions"),
     **{
         f"the taken name {name}": ({"metrics": {name: deviation}}, ConfigError, f"'{name}' cannot be the name of a met")
@@ -491,25 +470,18 @@ def test_wrong_arguments_are_told_on_every_rank_in_one_line(tmp_path, case):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_sharded_model_comes_without_arguments_for_sharding(tmp_path, alone_model):
-    for name, value in {
-        "optimizer": mz.SGD(0.1),
-        "strategy": "ddp",
-        "parallel": {},
-        "config": mz.ShardingConfig(comm="self"),
-    }.items():
-        with pytest.raises(ConfigError, match=f"Trainer: {name} is for a model that is not sharded yet"):
-            mz.Trainer(alone_model, samples(), steps=1, global_batch=4, run=tmp_path, **{name: value})
-    with pytest.raises(StateError, match="this ZeRO2Model has no optimizer: give it one"):
-        mz.Trainer(alone_model, samples(), steps=1, global_batch=4, run=tmp_path)
+def test_a_sharded_model_comes_without_arguments_for_sharding(tmp_path):
+    given = {"steps": 1, "global_batch": 4, "run": tmp_path}
+    config = mz.ShardingConfig(comm="self")
+    with config, mz.ZeRO2Model(linear(), config) as model:
+        for name, value in (("optimizer", mz.SGD(0.1)), ("strategy", "ddp"), ("parallel", {}), ("config", config)):
+            with pytest.raises(ConfigError, match=f"Trainer: {name} is for a model that is not sharded yet"):
+                mz.Trainer(model, samples(), **given, **{name: value})
+        with pytest.raises(StateError, match="this ZeRO2Model has no optimizer: give it one"):
+            mz.Trainer(model, samples(), **given)
 
 
-@pytest.fixture
-def alone_model():
-    with mz.ShardingConfig(comm="self") as config, mz.ZeRO2Model(linear(), config) as model:
-        yield model
-
-
+@pytest.mark.slow
 def test_the_example_ends_early_and_is_complete_when_resumed(tmp_path, monkeypatch, capsys):
     program = Path(__file__).resolve().parents[2] / "examples" / "training" / "trainer.py"
     monkeypatch.chdir(tmp_path)
@@ -531,9 +503,7 @@ def test_the_example_of_tiles_has_one_hash_on_one_rank_and_on_two(axis, monkeypa
 
 def test_ranks_that_want_different_runs_are_told(tmp_path):
     def work(comm):
-        with pytest.raises(
-            ConfigError, match=r"ranks differ: steps of the arguments of Trainer 3 on rank 0, 4 on rank 1"
-        ):
+        with pytest.raises(ConfigError, match=r"differ: steps of the arguments of Trainer 3 on rank 0, 4 on rank 1"):
             made(tmp_path, comm, steps=3 + comm.rank)
         with pytest.raises(ConfigError, match="ranks differ: the validation data"):
             made(tmp_path, comm, validation=samples(20, noise=comm.rank))
@@ -543,21 +513,11 @@ def test_ranks_that_want_different_runs_are_told(tmp_path):
 
 def test_other_validation_samples_are_another_run_but_none_are_not(tmp_path):
     trained(tmp_path, 1, steps=2, validation=samples(20))
-    with pytest.raises(
-        ConfigError, match=r"data: the validation samples are not those of the saved run: .*give the same"
-    ):
+    with pytest.raises(ConfigError, match=r"data: the validation samples are not those of the saved run: .*the same"):
         trained(tmp_path, 1, "resume", validation=samples(20, noise=0.1))
     for steps, validation in ((3, None), (4, 0)):
         trained(tmp_path, 1, "resume", steps=steps, validation=validation, metrics=None)
     trained(tmp_path, 1, "resume", steps=5, validation=samples(20, noise=0.1))
-
-
-def test_batches_read_ahead_train_the_same(tmp_path):
-    def trained(prefetch):
-        with made(tmp_path, "self", prefetch=prefetch) as trainer:
-            return trainer.fit().parameters_sha256
-
-    assert trained(0) == trained(2)
 
 
 def test_a_run_stays_in_the_folder_that_its_path_named_first(tmp_path, monkeypatch):

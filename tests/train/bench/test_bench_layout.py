@@ -24,7 +24,7 @@ class Cache:
 
 def test_a_buffer_counts_once_however_many_views_are_kept_or_not_at_all():
     meter, whole = CacheMeter(), np.zeros((4, 5))
-    first = meter.keep(Cache((whole[1:], {"a": [whole.T, None, 3, whole.reshape(-1)[::2]]}, np.ones(3))))
+    first = meter.keep(Cache((whole[1:], {"a": [whole.T, None, 3, np.ones(3)]}, whole.reshape(-1)[::2])))
     assert meter.held == 160 + 24
     second = meter.keep((whole[:1],))
     assert meter.held == 160 + 24
@@ -36,15 +36,15 @@ def test_a_buffer_counts_once_however_many_views_are_kept_or_not_at_all():
     assert meter.held == 16
 
 
+#: What more layouts hold and send is in ``tests/planning``.
 LAYOUTS = {
     "halved backward": (2, {"pipeline": 2, "schedule": "zero_bubble"}, "ddp", True),
-    "parts of stages": (4, {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}, "zero3", False),
     "v": (4, {"pipeline": 2, "schedule": "zero_bubble_v"}, "zero2", False),
     "split sequences": (2, {"context": 2}, "zero1", True),
-    "three ways": (8, {"pipeline": 2, "tensor": 2, "data": 2}, "zero1", False),
 }
 
 
+@pytest.mark.usefixtures("without_collections")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_counted_bytes_and_messages_of_every_rank_equal_the_plan(name):
     ranks, settings, strategy, shared = LAYOUTS[name]
@@ -59,6 +59,7 @@ def test_counted_bytes_and_messages_of_every_rank_equal_the_plan(name):
     assert f"{ranks - 1:4} " in layout_report([table])
 
 
+@pytest.mark.usefixtures("without_collections")
 def test_the_command_prints_every_rank_beside_its_plan(on_threads):
     arguments = ["bench", "memory", "--pipeline", "2", "--parameters", "1e4", "--memory", "private", "--steps", "1"]
     outcome = on_threads(4, *arguments, "--strategy", "zero1", "--json")

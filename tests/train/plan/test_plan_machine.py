@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from mpizero.tools.plan.counts import GroupCall
 from mpizero.tools.plan.time import write_machine
 
 
@@ -15,9 +16,8 @@ def expected(on_threads, round_machine):
     write_machine(str(on_threads.folder / "machine.json"), round_machine)
 
     def run(ranks, *settings, flags=()):
-        overrides = [part for setting in settings for part in ("--set", setting)]
-        options = ("--ranks", str(ranks), *overrides, "--machine", "machine.json", *flags)
-        plan = on_threads(1, "plan", "tiny.toml", *options)
+        options = ("--ranks", str(ranks), "--machine", "machine.json", *flags)
+        plan = on_threads.run(1, "plan", "tiny.toml", *settings, flags=options)
         assert plan.status == 0, plan.err
         return plan
 
@@ -84,20 +84,15 @@ def test_tensor_groups_copy_and_wait_in_their_window(expected):
 
 
 def test_what_a_call_copies_is_what_the_window_does():
-    from mpizero.tools.plan.counts import GroupCall
-
-    assert GroupCall("reduce", 10, (), 1, 4, "tensor").copies(0, 4) == (
-        ((40, 40), (160, 40)),
-        1,
-    )  # small: everybody sums everything
     large = 4 << 18
-    assert GroupCall("reduce", 1 << 18, (), 1, 4, "tensor").copies(1, 4) == (
-        ((large, large), (large, large // 4), (large, large)),
-        2,
-    )
-    assert GroupCall("gather", 10, (1, 2), 1, 4, "tensor").copies(1, 2) == (((80, 80), (120, 120)), 1)
-    assert GroupCall("scatter", 10, (1, 2), 1, 4, "tensor").copies(1, 2) == (((40, 40), (160, 80)), 1)
-    assert GroupCall("shift", 10, (), 1, 4, "tensor").copies(1, 2) == ((), 0)
+    for call, elements, parts, rank, ranks, copies, barriers in (
+        ("reduce", 10, (), 0, 4, ((40, 40), (160, 40)), 1),  # small: everybody sums everything
+        ("reduce", 1 << 18, (), 1, 4, ((large, large), (large, large // 4), (large, large)), 2),
+        ("gather", 10, (1, 2), 1, 2, ((80, 80), (120, 120)), 1),
+        ("scatter", 10, (1, 2), 1, 2, ((40, 40), (160, 80)), 1),
+        ("shift", 10, (), 1, 2, (), 0),
+    ):
+        assert GroupCall(call, elements, parts, 1, 4, "tensor").copies(rank, ranks) == (copies, barriers)
 
 
 def test_what_the_machine_file_does_not_fit_is_said(expected):
@@ -108,12 +103,8 @@ def test_what_the_machine_file_does_not_fit_is_said(expected):
     assert "products have 16 rows and 16 features, this training's 16 and 32" in said
 
 
-def test_without_a_machine_no_seconds_are_expected(on_threads):
-    plan = on_threads(1, "plan", "tiny.toml", "--ranks", "2", "--json")
-    assert plan.result["expected"] is None
-
-
-def test_a_machine_file_that_cannot_be_used_is_one_line(on_threads):
+def test_no_seconds_are_expected_without_a_machine_or_with_a_file_that_is_none(on_threads):
+    assert on_threads(1, "plan", "tiny.toml", "--ranks", "2", "--json").result["expected"] is None
     (on_threads.folder / "other.json").write_text(json.dumps({"format": "other"}))
     for name, said in (("none.json", "cannot be read"), ("other.json", "no machine file"), ("text.txt", "damaged")):
         outcome = on_threads(1, "plan", "tiny.toml", "--ranks", "2", "--machine", name)

@@ -70,8 +70,8 @@ def test_a_run_without_events_has_its_metrics(tmp_path):
             "line 1: damaged event 'phases': forward is no list of 2 numbers: [1.0, 'b']",
         ),
         (
-            '{"kind": "memory", "counted": {"parameters": 7}, "peak": [1], "resident": [1]}\n',
-            "damaged event 'memory': parameters is no list of 1 numbers: 7",
+            '{"kind": "memory", "counted": {"parameters": [7, 8]}, "peak": [1], "resident": [1]}\n',
+            "damaged event 'memory': parameters is no list of 1 numbers: [7, 8]",
         ),
         ('{"kind": "timetable", "schedule": "", "planned": [], "measured": [7]}\n', "measured has a cell that is none"),
         (
@@ -123,13 +123,8 @@ def test_a_visit_counts_on_after_an_event_that_was_cut(tmp_path):
 def test_a_cell_begins_when_its_input_has_come_and_not_with_messages_inside_of_it():
     """Ring attention receives in the middle of a pass; only what other stages send comes before it."""
 
-    def received(communicator, stop):
-        return TimeSpan(MESSAGE, CommunicatorCall(communicator, "irecv", "", 0), stop - 0.5, stop)
-
-    spans = [
-        received("pipeline", 2.0),
-        received("context", 5.0),
-        TimeSpan("schedule", Instruction("forward", 0, 0), 1.0, 6.0),
-    ]
+    stops = (("pipeline", 2.0), ("context", 5.0))
+    spans = [TimeSpan(MESSAGE, CommunicatorCall(name, "irecv", "", 0), stop - 0.5, stop) for name, stop in stops]
+    spans.append(TimeSpan("schedule", Instruction("forward", 0, 0), 1.0, 6.0))
     (cell,) = pipeline_cells(spans, 1, 10.0)
     assert (cell.stage, cell.start, cell.end) == (1, 12.0, 16.0)

@@ -114,12 +114,7 @@ def test_checkpoints_and_ends_are_told(stopped_and_resumed):
     run, result = stopped_and_resumed
     first, second = run.visits
     told = [(one.step, one.path, one.beside) for visit in run.visits for one in visit.checkpoints]
-    assert told == [
-        (4, "checkpoints/step_00000004", True),
-        (6, "checkpoints/step_00000006", False),
-        (8, "checkpoints/step_00000008", False),
-        (9, "checkpoints/step_00000009", False),
-    ]
+    assert told == [(step, f"checkpoints/step_{step:08d}", step == 4) for step in (4, 6, 8, 9)]
     kept = run.folder / told[-1][1]
     assert second.checkpoints[-1].bytes == sum(file.stat().st_size for file in kept.iterdir())
     assert (first.end.reason, first.end.message, first.end.step) == ("stopped", "a test", 6)
