@@ -55,6 +55,7 @@ CPU = "__version__ = '2.13.0+cpu'\ndebug = False\ncuda: Optional[str] = None\nhi
         (CUDA, 1, "ok", "PyTorch 2.13.0+cu130 for CUDA 13.0"),
         (CPU, 0, "ok", "PyTorch 2.13.0+cpu"),
     ],
+    ids=["no GPU", "a GPU", "for CPUs"],
 )
 def test_a_pytorch_is_named_without_loading_it_and_one_for_cuda_needs_a_gpu(
     tmp_path, monkeypatch, text, gpus, status, told

@@ -349,8 +349,11 @@ def test_strange_records_are_shown_or_named_as_damaged(name, strange, eventful, 
     few = (eventful / "metrics.jsonl").read_text().splitlines(keepends=True)[11::8]
     (folder / "metrics.jsonl").write_text("".join(few))
     lines = [json.loads(one) for one in (folder / name).read_text().splitlines()]
-    told = 0
-    for number in range(len(lines)) if name == "events.jsonl" else {0, len(lines) - 1}:
+    told, numbers = 0, {0, len(lines) - 1}
+    if name == "events.jsonl":  # of the two visits one's start, which has most of the values
+        starts = [number for number, one in enumerate(lines) if one["kind"] == "start"]
+        numbers = set(range(len(lines))) - {starts[STRANGE.index(strange) % 2]}
+    for number in numbers:
         for found in (one for one in changed(lines[number], strange) if isinstance(one, dict)):
             text = [json.dumps(one) for one in [*lines[:number], found, *lines[number + 1 :]]]
             (folder / name).write_text("\n".join(text) + "\n")
