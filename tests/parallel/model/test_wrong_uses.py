@@ -1,7 +1,11 @@
-"""What a user gives in the wrong place, of the wrong type, or too late is refused where it is given, in one line."""
+"""What a user gives in the wrong place, of the wrong type, or too late is refused where it is given, in one line.
+
+So is what a program for PyTorch does with a model or an optimizer: nothing is without effect.
+"""
 
 from __future__ import annotations
 
+import copy
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -10,11 +14,14 @@ import numpy as np
 import pytest
 
 import mpizero as mz
+from mpizero._util.names import INSTEAD
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.testing import run_in_threads
 from mpizero.types import Init
 
 X, Y = np.ones((8, 4), np.float32), np.ones((8, 2), np.float32)
+MASKED = np.ma.masked_array(np.arange(1, 3, dtype=np.float32), mask=[0, 1])
+LOST = "is a masked array, whose mask would be lost: give a.filled"
 
 
 def parameters():
@@ -62,6 +69,10 @@ def pipeline(**how):
     return run_in_threads(2, lambda comm: mz.PipelineParallelModel(model, mz.ShardingConfig(comm=comm), **how))
 
 
+def minimized(**terms):
+    return mz.minimize(placed(black_box()), (X, Y), **terms)
+
+
 def closed_configuration(use):
     config = mz.ShardingConfig()
     model = mz.ZeRO2Model(black_box(), config)
@@ -78,8 +89,39 @@ MISTAKES = {
     "no parameter": (lambda: black_box(parameters={"a": None}), "'a' is of type object"),
     "mixed types": (lambda: black_box(parameters={"a": X, "b": X.astype("f8")}), "'b' is float64, 'a' is float32"),
     "a number as a name": (lambda: black_box(parameters={0: X}), "parameter 0: its name is of type int"),
+    "no parameters": (lambda: black_box(parameters={}), "at least one"),
+    "integers as parameters": (lambda: black_box(parameters={"a": Y.astype(int)}), "or all float64 or .*'a' is int64"),
+    "complex among real ones": (
+        lambda: black_box(parameters={"a": np.ones(2, "c8"), "b": np.ones(2)}),
+        "must be float32 or complex64, or all float64 or complex128; .* 'a' is complex64",
+    ),
+    "a masked parameter": (lambda: black_box(parameters={"w": MASKED}), f"parameter 'w' {LOST}"),
+    "a masked integer": (lambda: black_box(integers={"n": np.ma.masked_array(1)}), f"integer array 'n' {LOST}"),
+    "a masked bias": (lambda: mz.nn.bind(network(dtype=np.dtype("f4")), {**FLAT, "a.bias": MASKED}), f"bias' {LOST}"),
     "one frozen name": (lambda: black_box(frozen="bias"), r"got one string: give \['bias'\]"),
     "a frozen typo": (lambda: black_box(frozen=["biass"]), r"did you mean 'bias'\?"),
+    "a frozen name of none": (lambda: black_box(frozen=["c"]), r"frozen names \['c'\]"),
+    "no function": (lambda: black_box(loss_and_grad=3), "must be a function"),
+    "two arguments for a batch": (
+        lambda: black_box(loss_and_grad=lambda p, x, y: None),
+        r"loss_and_grad\(parameters, batch\), .*'y'",
+    ),
+    "an argument of one's own": (
+        lambda: black_box(loss_and_grad=lambda p, b, *, context: None),
+        r"or with run=\.\.\. .* <lambda>\(p, b, \*, context\).*context",
+    ),
+    "gradients returned in place": (
+        lambda: black_box(in_place=True),
+        r"called as loss_and_grad\(parameters, batch, gradients\)",
+    ),
+    "in place, but not said": (
+        lambda: black_box(loss_and_grad=lambda p, b, g: None),
+        r"called as loss_and_grad\(parameters, batch\).*in_place=True",
+    ),
+    "a number as in place": (lambda: black_box(in_place=1), "in_place=1: expected True or False"),
+    "a loss of no batch": (lambda: black_box(loss=lambda p: None), r"loss is called as loss\(parameters, batch\)"),
+    "a number as a loss": (lambda: black_box(loss=3), "loss must be a function, got 3"),
+    "a negative seed": (lambda: black_box(seed=-1), "seed=-1: expected a whole number"),
     "a list of gradients": (
         lambda: placed(black_box(loss_and_grad=lambda p, b: (1.0, [X], 1.0))).train(X, Y),
         "'list'",
@@ -107,14 +149,24 @@ MISTAKES = {
     "hash after close": (lambda: closed_configuration(lambda m: m.parameters_sha256()), "close the model first"),
     # optimizers
     "a class as an optimizer": (lambda: mz.ZeRO2Optimizer(mz.AdamW, mz.ShardingConfig()), "the class AdamW: call it"),
-    "no configuration": (lambda: mz.ZeRO2Optimizer(mz.SGD(), "x"), "needs a ShardingConfig, got 'x'"),
     "a bare model": (lambda: mz.ZeRO2Optimizer(mz.SGD(), mz.ShardingConfig()).set_model(black_box()), "sharded model"),
     "a number as a loss scale": (lambda: bound(loss_scale=1024.0), "a DynamicLossScale or None, got 1024.0"),
     "a mapping of options": (lambda: bound(options={"epochs": 3}), "options are OptimizationOptions"),
     "one group": (lambda: mz.SGD(groups=mz.ParameterGroup("a")), "a sequence of ParameterGroup objects"),
     "a schedule without a step": (lambda: mz.SGD(lr=lambda: 0.1), r"called as lr\(step\)"),
     "an unknown strategy": (lambda: mz.distribute(black_box(), mz.SGD(), strategy="zero4"), r"did you mean 'zero"),
+    "masked factors": (lambda: mz.LBFGS(preconditioner={"w": MASKED}), rf"LBFGS: preconditioner\['w'\] {LOST}"),
+    "a masked reference": (lambda: mz.Tikhonov(1.0, reference=MASKED), f"Tikhonov: reference {LOST}"),
+    "a masked bound": (lambda: minimized(bounds={"bias": (MASKED, None)}), f"bounds.*: a bound {LOST}"),
+    "a masked slope": (
+        lambda: minimized(regularization={"bias": lambda values: (0.0, MASKED)}),
+        f"the regularization of 'bias' returned a gradient that {LOST}",
+    ),
     # settings
+    **{
+        f"ema={ema!r}": (lambda ema=ema: mz.ShardingConfig(ema=ema), "ema=.*: expected a finite number > 0 and < 1")
+        for ema in (1.5, 0, 1.0, "0.9", True)
+    },
     "a word for a flag": (lambda: mz.ShardingConfig(auto_sync_gradients="no"), "gradients='no': expected True"),
     "a number for a flag": (lambda: mz.ShardingConfig(share_node_memory=3), "share_node_memory=3: expected True"),
     "a rate of text": (lambda: mz.nn.GPT(8, 1, 2, 4, dropout="0.1"), "dropout rate='0.1': expected"),
@@ -141,6 +193,14 @@ MISTAKES = {
     "threads in another order": (lambda: mz.testing.run_in_threads(len, 2), "a function|must be one|whole number"),
     "no ranks": (lambda: mz.InMemoryCommunicator.group(0), "size=0: expected a whole number of ranks >= 1"),
     "no folder": (lambda: placed(black_box()).save_model(3), "a path, a string or pathlib.Path; got 3"),
+    "a masked input": (
+        lambda: mz.nn.evaluate(network(), mz.nn.bind(network(dtype=np.dtype("f4")), FLAT), np.ma.masked_array(X)),
+        "x is a masked array",
+    ),
+    "a dataset of other libraries": (
+        lambda: next(iter(mz.data.batches([(X[0], 0), (X[1], 1)], mz.ShardingConfig(), global_batch=2))),
+        r"ArraySource\(x, y\)",
+    ),
     "nothing to open": (lambda: mz.checkpoint.open_checkpoint(3), "a path, a string or pathlib.Path; got 3"),
 }
 FLAT = {"a.weight": X.T[:, :2], "a.bias": Y[0]}
@@ -258,17 +318,6 @@ def test_an_optimizer_that_begins_without_the_state_that_was_loaded_past_it_is_t
             assert capsys.readouterr().err == ""
 
 
-def test_plain_sgd_in_the_place_of_an_optimizer_that_was_never_bound_is_told(capsys):
-    with mz.ShardingConfig() as config, mz.ZeRO2Model(black_box(), config) as model:
-        model.train(X, Y)
-        assert "bound to no model" not in capsys.readouterr().err
-    with mz.ShardingConfig() as config, mz.ZeRO2Model(black_box(), config) as model:
-        _forgotten = mz.ZeRO2Optimizer(mz.Adam(lr=0.1), config)
-        model.train(X, Y)
-        model.train(X, Y)
-        assert capsys.readouterr().err.count("ZeRO2Optimizer is bound to no model: call its set_model") == 1
-
-
 def test_ranks_that_name_other_checkpoints_are_told_whose_counts(tmp_path, capfd):
     def save(comm):
         with mz.ShardingConfig(comm=comm) as config, trained(config) as model:
@@ -297,3 +346,86 @@ def test_a_step_after_train_is_told_that_train_has_updated(tmp_path):
         model.train(X, Y)
         with pytest.raises(MpizeroError, match=r"step: no gradient waits for it: train has updated the parameters"):
             optimizer.step()
+
+
+# ---------------------------------------------------------------------- masked arrays
+
+
+def answers(gradient=Y[0], integer=0):
+    """A function that returns always the same."""
+    function = lambda p, batch: (1.0, {"w": gradient, "n": integer}, float(len(batch[0])))  # noqa: E731
+    return mz.FunctionModel({"w": np.ones(2, np.float32)}, function, integers={"n": 0})
+
+
+def stepped(model):
+    model.train(X, Y)
+
+
+MASKED_CALLS = {
+    "set_parameters": (answers(), lambda model: model.set_parameters(MASKED), "vector of all parameters"),
+    "with_parameters": (answers(), lambda model: model.with_parameters(MASKED), "vector of all parameters"),
+    "load_named": (answers(), lambda model: model.load_named({"w": MASKED, "n": 0}), "parameter 'w'"),
+    "an integer": (
+        answers(), lambda model: model.load_named({"w": Y[0], "n": np.ma.masked_array(1)}), "integer array 'n'"
+    ),
+    "a gradient": (answers(MASKED), stepped, "returned a gradient of 'w' that"),
+    "a new integer": (answers(integer=np.ma.masked_array(1)), stepped, "returned a value of 'n' that"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKED_CALLS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_masked_parameters_and_gradients_are_refused_by_name_on_all_ranks(name, ranks):
+    given, call, told = MASKED_CALLS[name]
+
+    def run(comm):
+        with mz.ShardingConfig(comm=comm, micro_batch=1) as config, mz.ZeRO2Model(given, config) as model:
+            with pytest.raises(MpizeroError, match=f"({told}).* {LOST}"):
+                call(model)
+            assert model.get_parameters().tolist() == [1.0, 1.0]
+
+    run_in_threads(ranks, run)
+
+
+# ---------------------------------------------------------------------- words of PyTorch
+
+LABELS = np.arange(8) % 2
+
+
+def classifier():
+    return mz.distribute(mz.nn.MLP(4, [], 2), mz.SGD(0.1), comm="self")
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "momentum", "param_groups"])
+def test_a_setting_of_the_optimizer_is_not_set_without_effect(name):
+    with classifier() as model:
+        with pytest.raises(AttributeError, match=rf"{name} cannot be set: .*SGD\(lr=lambda step"):
+            setattr(model.optimizer, name, 0.2)
+        model.train(X, LABELS)
+
+
+def test_what_is_missing_says_what_takes_its_place():
+    with classifier() as model:
+        for owner, names in ((model, ("zero_grad", "eval", "state_dict")), (model.optimizer, ("param_groups",))):
+            for name in names:
+                with pytest.raises(AttributeError, match=name) as told:
+                    getattr(owner, name)
+                assert INSTEAD[name] in str(told.value)
+        assert not hasattr(model, "misspelt")
+        twin = model.deep_copy()
+        assert twin.parameters_sha256() == model.parameters_sha256()
+        twin.close()
+        assert copy.copy(model.optimizer).wrapped_optimizer is model.optimizer.wrapped_optimizer
+
+
+def test_a_step_after_several_gradients_says_that_it_takes_the_last(capfd):
+    with classifier() as model:
+        for _ in range(2):
+            for part in (slice(2), slice(2, 4)):
+                model.compute_gradients(X[part], LABELS[part])
+            model.optimizer.step()
+        assert capfd.readouterr().err.count("the last of 2 calls of compute_gradients") == 1
+    with classifier() as model:
+        model.compute_gradients(X, LABELS)
+        model.optimizer.step()
+        assert "compute_gradients" not in capfd.readouterr().err
