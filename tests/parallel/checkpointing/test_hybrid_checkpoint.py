@@ -21,6 +21,7 @@ from tests.parallel.parallel_layouts import of_first
 
 SCALE = mz.DynamicLossScale(initial=2.0**8, interval=3)
 STEPS = 2  # the loss scale grows in the first of them
+NODES = {"ranks_per_node": 2}
 TILES = {"tensor": 2, "context": 2}  # so all layouts have the same bits
 
 
@@ -38,12 +39,20 @@ class Layout(NamedTuple):
     memory: dict[str, Any] = {}
 
 
+#: Replicas of every strategy with every kind of memory, then hybrids.
 LAYOUTS = {
+    "zero2 x 4": Layout(4, "zero2", memory=PRIVATE),
+    "zero3 x 3": Layout(3, "zero3", memory=PRIVATE),
     "1": Layout(1, "ddp"),
-    "dp 2": Layout(2, "ddp"),
-    "dp 3": Layout(3, "zero1"),
-    "dp 4": Layout(4, "zero2"),
-    "zero3 x 4": Layout(4, "zero3", memory=PRIVATE),
+    "ddp x 3": Layout(3, "ddp", memory=PRIVATE),
+    "zero3 x 2": Layout(2, "zero3"),
+    "zero1 x 3 in nodes": Layout(3, "zero1", memory=NODES),
+    "ddp x 4 in nodes": Layout(4, "ddp", memory=NODES),
+    "zero1 x 2": Layout(2, "zero1", memory=PRIVATE),
+    "zero2 x 4 in nodes": Layout(4, "zero2", memory=NODES),
+    "zero1 x 4": Layout(4, "zero1"),
+    "zero3 x 4 in nodes": Layout(4, "zero3", memory=NODES),
+    "zero2 x 2": Layout(2, "zero2"),
     "tp 2": Layout(2, tensor=2),
     "pp 2": Layout(2, pipeline=2),
     "pp 2 x dp 2": Layout(4, pipeline=2, zero=3, memory=PRIVATE),
@@ -62,29 +71,19 @@ class Placed:
     """A model with AdamW, a loss scale and clipping, placed as a layout says."""
 
     def __init__(self, comm: Any, layout: Layout, dropout: float = 0.1) -> None:
-        settings = {"clip": 0.5, "micro_batch": 2, "minimum_parameter_group_size": 1, "tiles": TILES}
-        settings |= layout.memory
+        settings = {"clip": 0.5, "micro_batch": 2, "minimum_parameter_group_size": 1, "tiles": TILES, **layout.memory}
         self.config = mz.ShardingConfig(comm="self" if comm is None else comm, **settings)
+        model, optimizer = gpt(dropout=dropout), mz.AdamW(lr=1e-2)
         if layout.strategy:
-            self.model, self.optimizer = mz.distribute(
-                gpt(dropout=dropout), mz.AdamW(lr=1e-2), strategy=layout.strategy, config=self.config
-            )
+            self.model = mz.distribute(model, optimizer, strategy=layout.strategy, config=self.config)
         else:
-            virtual = 2 if layout.schedule == "interleaved" else 1
-            self.model = mz.HybridShardedModel(
-                gpt(dropout=dropout),
-                self.config,
-                layout.pipeline,
-                layout.tensor,
-                zero_stage=layout.zero,
-                schedule=layout.schedule,
-                virtual_stages=virtual,
-                context_parallel_size=layout.context,
-                order=layout.order,
-            )
-            self.optimizer = mz.HybridShardedOptimizer(mz.AdamW(lr=1e-2), self.config)
-            self.optimizer.set_model(self.model)
-        self.model.engine.bind(self.optimizer.wrapped_optimizer, SCALE)
+            sizes = layout.pipeline, layout.tensor
+            chunks = 2 if layout.schedule == "interleaved" else 1
+            more = {"schedule": layout.schedule, "virtual_stages": chunks, "context_parallel_size": layout.context}
+            more |= {"zero_stage": layout.zero, "order": layout.order, "optimizer": optimizer}
+            self.model = mz.HybridShardedModel(model, self.config, *sizes, **more)
+        self.optimizer = self.model.optimizer
+        self.model.engine.bind(optimizer, SCALE)
 
     def train(self, steps: int) -> list[tuple[str, float]]:
         """Return the hash and the loss of each step."""
@@ -113,77 +112,56 @@ def contents(image: bytes) -> dict[str, bytes]:
         return {**{path: reader.read_whole(path).tobytes() for path in reader.arrays}, "told": repr(told).encode()}
 
 
-def save(comm: Any, name: str) -> bytes:
-    with Placed(comm, LAYOUTS[name]) as placed:
+@cache
+def saved() -> bytes:
+    """What one process saves after two steps."""
+    with Placed(None, LAYOUTS["1"]) as placed:
         placed.train(2)
         return placed.model.serialize()
-
-
-@cache
-def saved(name: str) -> bytes:
-    images = run_in_threads(LAYOUTS[name].size, lambda comm: save(comm, name))
-    assert len(set(images)) == 1, "the same bytes on every rank"
-    return images[0]
 
 
 @cache
 def uninterrupted(steps: int) -> list[tuple[str, float]]:
     """The hashes and losses of one process after what it has saved."""
     with Placed(None, LAYOUTS["1"]) as placed:
-        placed.model.deserialize(saved("1"))
+        placed.model.deserialize(saved())
         return placed.train(steps)
 
 
-def loads(comm: Any, name: str, images: dict[str, bytes], expected: list[tuple[str, float]]) -> None:
-    """Load each of the images; the arrays are those that were saved, and the next steps those of one process.
-
-    After the first image the layout goes on for all steps that are expected; after the others, which leave the same
-    arrays, for one.
-    """
+def goes_on(comm: Any, name: str, image: bytes, expected: list[tuple[str, float]]) -> bytes:
+    """Load; what is saved again has the same arrays, and the next steps are those of one process. Collective."""
     with Placed(comm, LAYOUTS[name]) as placed:
-        for number, (writer, image) in enumerate(images.items()):
-            placed.model.deserialize(image)
-            again = placed.model.serialize()
-            assert len(set(comm.allgather_object(sha256(again).digest()))) == 1, "the same bytes on every rank"
-            same = comm.rank != number % comm.size or contents(again) == contents(image)
-            parallel_assert(comm, same, f"{writer} -> {name}: arrays")
-            steps = len(expected) if number == 0 else 1
-            parallel_assert(comm, placed.train(steps) == expected[:steps], f"{writer} -> {name}: steps")
+        placed.model.deserialize(image)
+        again = placed.model.serialize()
+        assert len(set(comm.allgather_object(sha256(again).digest()))) == 1, "the same bytes on every rank"
+        parallel_assert(comm, comm.rank != 0 or contents(again) == contents(image), f"{name}: arrays")
+        parallel_assert(comm, placed.train(len(expected)) == expected, f"{name}: steps")
+        return again
 
 
-def test_all_layouts_save_the_same_arrays() -> None:
-    expected = contents(saved("1"))
-    for name in LAYOUTS:
-        assert contents(saved(name)) == expected, name
+def test_a_state_in_the_middle_of_a_run_is_all_that_the_run_needs() -> None:
+    with Placed(None, LAYOUTS["1"]) as placed:
+        placed.train(2)
+        assert placed.train(STEPS) == uninterrupted(STEPS)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_loads_what_others_have_saved_and_goes_on_with_the_same_bits(name: str) -> None:
-    """A fifth of all pairs; ``scripts/exactness_checkpoints.py`` has them all."""
-    number = list(LAYOUTS).index(name)
-    images = {writer: saved(writer) for i, writer in enumerate(LAYOUTS) if writer != name and (i + number) % 5 == 0}
-    expected = uninterrupted(STEPS)
-    run_in_threads(LAYOUTS[name].size, lambda comm: loads(comm, name, images, expected))
+@pytest.mark.slow
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_every_layout_loads_what_another_has_saved_and_goes_on_with_the_same_bits(hybrid: bool) -> None:
+    """Each loads the file of the one before it in the table, the first one that of one process."""
+    image = saved()
+    for name, layout in LAYOUTS.items():
+        if hybrid is not bool(layout.strategy):
+            arguments = name, image, uninterrupted(STEPS)
+            image = run_in_threads(layout.size, lambda comm, given=arguments: goes_on(comm, *given))[0]
 
 
 @pytest.mark.mpi
-def test_ranks_of_mpi_load_what_other_layouts_have_saved(world: Any) -> None:
-    """Every layout of this size loads files of some other ones, written by fewer of the ranks or by all."""
-    fitting = [name for name, layout in LAYOUTS.items() if layout.size <= world.size]
-    mine = [name for name in fitting if LAYOUTS[name].size == world.size]
-    chosen = {}
-    for number, name in enumerate(mine):
-        writers = [writer for writer in fitting if writer != name]
-        every = 7 if len(writers) > 7 else 2
-        chosen[name] = writers[number % every :: every] if world.size <= 4 else [writers[7 + 4 * number]]
-    images = {}
-    for name in sorted({writer for writers in chosen.values() for writer in writers}):
-        with world.split(int(world.rank >= LAYOUTS[name].size)) as group:
-            image = save(group, name) if world.rank < LAYOUTS[name].size else None
-            images[name] = world.broadcast_object(image)
-    expected = of_first(world, lambda: uninterrupted(STEPS))
-    for name, writers in chosen.items():
-        loads(world, name, {writer: images[writer] for writer in writers}, expected)
+def test_ranks_of_mpi_load_what_others_have_saved(world: Any) -> None:
+    """One layout of this size, or two, loads the file of one process, and then that of the other."""
+    image, expected = of_first(world, lambda: (saved(), uninterrupted(STEPS)))
+    for name in [name for name, layout in LAYOUTS.items() if layout.size == world.size][-2:]:
+        image = goes_on(world, name, image, expected)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -225,10 +203,9 @@ def test_a_folder_of_a_hybrid_holds_the_whole_model_and_its_strict_layout(world:
     world.barrier()
 
 
-@pytest.mark.parametrize("name", ["tp 2", "pp 2 x dp 2", "2 x 2 x 2"])
-def test_copies_of_a_split_model_are_models_of_their_own(name: str) -> None:
+def test_copies_of_a_split_model_are_models_of_their_own() -> None:
     def body(comm: Any) -> None:
-        with Placed(comm, LAYOUTS[name]) as placed:
+        with Placed(comm, LAYOUTS["2 x 2 x 2"]) as placed:
             placed.train(1)
             model, vector = placed.model, placed.model.get_parameters()
             with model.clone() as clone, model.deep_copy() as deep, model.with_parameters(-vector) as negative:
@@ -239,4 +216,4 @@ def test_copies_of_a_split_model_are_models_of_their_own(name: str) -> None:
                 assert deep.train(x, y) == model.train(x, y)
                 assert deep.parameters_sha256() == model.parameters_sha256() != clone.parameters_sha256()
 
-    run_in_threads(LAYOUTS[name].size, body)
+    run_in_threads(8, body)

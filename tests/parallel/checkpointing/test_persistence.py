@@ -1,9 +1,8 @@
-"""What is saved by any layout is loaded by any other, and goes on with the same bits."""
+"""What a save holds and a load takes: all of it, or nothing, with the name of what does not fit."""
 
 from __future__ import annotations
 
 import io
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,94 +15,50 @@ from mpizero import checkpoint
 from mpizero.errors import CheckpointError, LayoutError, RemoteError
 from mpizero.sharding import saved_attributes
 from mpizero.testing import run_in_threads
-from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, part, points, sharded, tokens
-
-SCALE = mz.DynamicLossScale(initial=2.0**8, interval=3)
+from tests.parallel.models import PRIVATE, STRATEGIES, gpt, part, points, sharded, tokens
 
 
-def run(comm: Any, strategy: str, memory: dict[str, Any], data: bytes | None, steps: int) -> tuple[bytes, list[str]]:
-    """Load, train with dropout, clipping and a loss scale; return the state and the hash after every step."""
-    settings = {"clip": 0.5, "micro_batch": 1, **memory}
-    model, optimizer = sharded(strategy, comm, gpt(layers=1), mz.AdamW(lr=1e-2), **settings)
-    with model:
-        model.engine.bind(optimizer.wrapped_optimizer, SCALE)
-        if data is not None:
-            model.deserialize(data)
-        hashes = []
-        for _ in range(steps):
-            model.train(*part(comm, *tokens(4)))
-            hashes.append(model.parameters_sha256())
-        return model.serialize(), hashes
-
-
-@cache
-def uninterrupted() -> tuple[bytes, list[str]]:
-    first, hashes = run(None, "ddp", {}, None, 2)
-    _, more = run(None, "ddp", {}, first, 8)
-    return first, more
-
-
-def test_a_state_in_the_middle_of_a_run_is_all_that_the_run_needs() -> None:
-    _, whole = run(None, "ddp", {}, None, 4)
-    assert whole[2:] == uninterrupted()[1][:2]
-
-
-def test_four_zero2_ranks_save_and_three_zero3_ranks_go_on_with_the_same_bits() -> None:
-    saved = run_in_threads(4, lambda comm: run(comm, "zero2", PRIVATE, None, 2)[0])
-    assert len(set(saved)) == 1, "the same bytes on every rank"
-    gone_on = run_in_threads(3, lambda comm: run(comm, "zero3", PRIVATE, saved[0], 8)[1])
-    assert gone_on == [uninterrupted()[1]] * 3
-
-
-@pytest.mark.parametrize("number", range(6))
-def test_any_layout_loads_any_other(number: int) -> None:
-    layouts = [(strategy, memory) for strategy in STRATEGIES for memory in MEMORIES]
-    for pair in range(2):
-        strategy, memory = layouts[number * 2 + pair]
-        other, other_memory = layouts[(number * 5 + pair * 7 + 3) % len(layouts)]
-        ranks = 2 + (number + pair) % 3
-        saved = run_in_threads(ranks, lambda comm, s=strategy, m=memory: run(comm, s, m, None, 2)[0])
-        assert len(set(saved)) == 1
-        loaded = run_in_threads(5 - ranks, lambda comm, s=other, m=other_memory, d=saved[0]: run(comm, s, m, d, 1)[1])
-        assert {h[0] for h in loaded} == {uninterrupted()[1][0]}
+def trained_gpt() -> Any:
+    """A model in one process after a step."""
+    model, _ = sharded("ddp", None, gpt(layers=1))
+    model.train(*tokens(4))
+    return model
 
 
 @pytest.mark.mpi
 def test_folders_and_files_hold_the_whole_model(world: Any, tmp_path_factory: Any) -> None:
     folder = Path(world.broadcast_object(str(tmp_path_factory.mktemp("saved")) if world.rank == 0 else None))
     x, y = part(world, *points(8))
-    cases = list(zip(STRATEGIES, ({}, PRIVATE, PRIVATE, {}), strict=True))
-    for strategy, memory in cases[world.size % 5 % 2 :: 2]:
-        model, optimizer = sharded(strategy, world, **memory)
-        with model:
-            model.train(x, y)
-            model.save_model(folder / "model")
-            optimizer.save(folder / "optimizer")
-            named, state, image = model.named_parameters(), optimizer.state_dict(), optimizer.serialize()
-            with h5py.File(folder / "model" / "state.h5") as file:
-                for name, values in named.items():
-                    np.testing.assert_array_equal(file["parameters"][name], values)
-                for slot, arrays in state["state"].items():
-                    for name, values in arrays.items():
-                        np.testing.assert_array_equal(file["optimizer"][slot][name], values)
-            model.train(x, y)
-            after = model.parameters_sha256()
-            model.load_model(folder / "model")
+    model, optimizer = sharded(STRATEGIES[world.size % 4], world, share_node_memory=world.size % 2 == 0)
+    with model:
+        model.train(x, y)
+        model.save_model(folder / "model")
+        optimizer.save(folder / "optimizer")
+        named, state, image = model.named_parameters(), optimizer.state_dict(), optimizer.serialize()
+        with h5py.File(folder / "model" / "state.h5") as file:
+            for name, values in named.items():
+                np.testing.assert_array_equal(file["parameters"][name], values)
+            for slot, arrays in state["state"].items():
+                for name, values in arrays.items():
+                    np.testing.assert_array_equal(file["optimizer"][slot][name], values)
+        model.train(x, y)
+        after = model.parameters_sha256()
+        model.load_model(folder / "model")
+        model.train(x, y)
+        assert model.parameters_sha256() == after
+        for load in (
+            lambda: optimizer.load(folder / "optimizer"),
+            lambda: optimizer.load_state_dict(state),
+            lambda: optimizer.deserialize(image),
+        ):
+            model.set_parameters(np.concatenate([v.reshape(-1) for v in named.values()]))
+            optimizer.reset()
+            assert optimizer.step_count == 0
+            load()
+            assert optimizer.step_count == 1
             model.train(x, y)
             assert model.parameters_sha256() == after
-            for load in (
-                lambda o=optimizer: o.load(folder / "optimizer"),
-                lambda o=optimizer, s=state: o.load_state_dict(s),
-                lambda o=optimizer, i=image: o.deserialize(i),
-            ):
-                model.set_parameters(np.concatenate([v.reshape(-1) for v in named.values()]))
-                optimizer.reset()
-                assert optimizer.step_count == 0
-                load()
-                assert optimizer.step_count == 1
-                model.train(x, y)
-                assert model.parameters_sha256() == after
-        world.barrier()
+    world.barrier()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -144,10 +99,8 @@ def test_an_error_in_training_discards_the_save_beside_it(tmp_path: Path) -> Non
 
 
 def test_open_files_work_like_bytes() -> None:
-    first, _ = sharded("zero1", None)
-    second, _ = sharded("zero3", None)
-    stream = io.BytesIO()
-    with first, second:
+    (first, _), (second, _) = (sharded(strategy, None) for strategy in ("zero1", "zero3"))
+    with first, second, io.BytesIO() as stream:
         first.train(*points(4))
         first.save_state(stream)
         stream.seek(0)
@@ -166,19 +119,22 @@ def test_a_model_without_optimizer_takes_the_parameters_alone() -> None:
             optimizer.deserialize(bare.serialize())
 
 
-def test_a_state_of_another_shape_is_refused_and_changes_nothing() -> None:
-    model, optimizer = sharded("zero1", None)
-    with model:
-        model.train(*points(4))
-        state = optimizer.state_dict()
-        name = next(iter(state["state"]["exp_avg"]))
-        state["state"]["exp_avg"][name] = np.zeros(3)
-        before = optimizer.serialize()
-        with pytest.raises(LayoutError, match=f"no array '{name}' of shape"):
-            optimizer.load_state_dict(state)
-        with pytest.raises(LayoutError, match="state has slots"):
-            optimizer.load_state_dict({"step_count": 1, "state": {}})
-        assert optimizer.serialize() == before
+def test_a_state_dictionary_that_does_not_fit_is_refused_by_name_and_changes_nothing() -> None:
+    with trained_gpt() as model:
+        optimizer = model.optimizer
+        state, before = optimizer.state_dict(), optimizer.serialize()
+        arrays, name = state["state"]["exp_avg"], next(iter(state["state"]["exp_avg"]))
+        for wrong, told in (
+            ({**state, "state": {**state["state"], "exp_avg": {**arrays, name: np.zeros(3)}}}, f"no array '{name}' of"),
+            ({**state, "state": {}}, "state has slots"),
+            *(({**state, "progress": progress}, "progress") for progress in ({"stage": "lost"}, {}, 0)),
+            ({"step_count": 1}, r"no \['state'\]; pass what state_dict"),
+            ({"state": state["state"]}, r"no \['step_count'\]; pass what state_dict"),
+        ):
+            with pytest.raises(LayoutError, match=told):
+                optimizer.load_state_dict(wrong)
+            assert optimizer.serialize() == before
+        optimizer.load_state_dict(state)
 
 
 def test_replicas_that_differ_are_found_and_repaired() -> None:
@@ -198,55 +154,51 @@ def test_replicas_that_differ_are_found_and_repaired() -> None:
     assert found[0][:2] == (1, 1)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda told: [],
-        lambda told: told | {"step_number": "7"},
-        lambda told: told | {"step_number": -1},
-        lambda told: told | {"layout": "ddp"},
-        lambda told: told | {"optimizer": ["AdamW"]},
-        lambda told: told | {"optimizer": {"name": "adamw"}},
-        lambda told: told | {"optimizer": told["optimizer"] | {"step_count": 0.5}},
-        lambda told: told | {"loss_scale": {"scale": -1.0, "good_steps": 0}},
-        lambda told: told | {"loss_scale": {"scale": 1.0, "good_steps": 0, "policy": None}},
-        lambda told: told | {"loss_scale": {"scale": True, "good_steps": 0}},
-        lambda told: told | {"loss_scale": {"scale": 1.0}},
-        lambda told: told | {"loss_scale": {"scale": 1.0, "good_steps": 10**300}},
-        lambda told: told | {"step_number": True},
-        lambda told: told | {"layout": {}},
-        lambda told: told | {"layout": {"strategy": "DDP", "nodes": 1}},
-        lambda told: told | {"layout": told["layout"] | {"ranks": 0}},
-        lambda told: told | {"layout": told["layout"] | {"ranks": 1.0}},
-        lambda told: told | {"layout": told["layout"] | {"strategy": 3}},
-        lambda told: told | {"layout": told["layout"] | {"experts": 2}},
-        lambda told: told | {"optimizer": told["optimizer"] | {"name": None}},
-        lambda told: told | {"optimizer": told["optimizer"] | {"slots": "exp_avg"}},
-        lambda told: told | {"optimizer": told["optimizer"] | {"more": 1}},
-        lambda told: told | {"second_optimizer": told["optimizer"]},
-        lambda told: told | {"grains": 16},
-        lambda told: told | {"tied": ["head"]},
-        lambda told: told | {"tiles": 4},
-        lambda told: told | {"tiles": {"tensor": 0, "context": 1}},
-        lambda told: told | {"tiles": {"tensor": 2}},
-        lambda told: told | {"grains": {"order": "binary tree"}},
-        lambda told: told | {"grains": told["grains"] | {"micro_batch": 0}},
-        lambda told: told | {"grains": told["grains"] | {"accumulate": None}},
-        lambda told: told | {"grains": told["grains"] | {"efficient": True}},
-        lambda told: told | {"grains": told["grains"] | {"order": 2}},
-    ],
+WRONG_SCALES = (
+    {"scale": -1.0, "good_steps": 0},
+    {"scale": 1.0, "good_steps": 0, "policy": None},
+    {"scale": True, "good_steps": 0},
+    {"scale": 1.0},
+    {"scale": 1.0, "good_steps": 10**300},
 )
-def test_attributes_that_mpizero_cannot_have_written_are_refused_and_change_nothing(change) -> None:
-    model, _ = sharded("ddp", None, gpt(layers=1), mz.AdamW(lr=1e-2))
-    with model:
-        before = model.parameters_sha256()
-        told = change(model.checkpoint_attributes()["mpizero"])
-        data = checkpoint.to_bytes(model.checkpoint_arrays(), {"mpizero": told})
-        model.train(*part(None, *tokens(4)))
+#: Of an attribute, or of a key of one, what it cannot be.
+WRONG_ATTRIBUTES = {
+    "step_number": ("7", -1, True),
+    "layout": ("ddp", {}, {"strategy": "DDP", "nodes": 1}),
+    "layout.ranks": (0, 1.0),
+    "layout.strategy": (3,),
+    "layout.experts": (2,),
+    "optimizer": (["AdamW"], {"name": "adamw"}),
+    "optimizer.step_count": (0.5,),
+    "optimizer.name": (None,),
+    "optimizer.slots": ("exp_avg",),
+    "optimizer.more": (1,),
+    "second_optimizer": ({"name": "AdamW"},),
+    "loss_scale": WRONG_SCALES,
+    "tied": (["head"],),
+    "tiles": (4, {"tensor": 0, "context": 1}, {"tensor": 2}),
+    "grains": (16, {"order": "binary tree"}),
+    "grains.micro_batch": (0,),
+    "grains.accumulate": (None,),
+    "grains.efficient": (True,),
+    "grains.order": (2,),
+}
+
+
+def test_attributes_that_mpizero_cannot_have_written_are_refused_and_change_nothing() -> None:
+    with trained_gpt() as model:
+        arrays, told = model.checkpoint_arrays(), model.checkpoint_attributes()["mpizero"]
+        given: list[Any] = [[]]
+        for name, values in WRONG_ATTRIBUTES.items():
+            first, _, key = name.partition(".")
+            given += [{**told, first: {**told[first], key: value} if key else value} for value in values]
+        images = [checkpoint.to_bytes(arrays, {"mpizero": wrong}) for wrong in given]
+        model.train(*tokens(4))
         after = model.parameters_sha256()
-        with pytest.raises(CheckpointError, match="attribute 'mpizero'"):
-            model.deserialize(data)
-        assert before != after == model.parameters_sha256()
+        for wrong, image in zip(given, images, strict=True):
+            with pytest.raises(CheckpointError, match="attribute 'mpizero'"):
+                model.deserialize(image)
+            assert model.parameters_sha256() == after, wrong
 
 
 # ---------------------------------------------------------------------- a file that can be read once
@@ -328,7 +280,7 @@ def test_a_model_that_is_half_loaded_refuses_to_be_used_until_it_is_whole(
             model.restore_arrays(whole)
             groups = whole.readings // 2
             assert groups > 2
-            for last in range(1, whole.readings + 1):
+            for last in (1, groups, groups + 1, groups + 2, whole.readings):
                 model.deserialize(before)
                 with pytest.raises((OSError, RemoteError), match="Input/output error"):
                     model.restore_arrays(Failing(comm, reader, last))
@@ -384,58 +336,32 @@ def test_parameters_alone_do_not_make_a_half_loaded_model_whole(monkeypatch: pyt
         (lambda attributes: attributes["mpizero"]["optimizer"]["slots"].append("third"), "has 'third', which"),
     ],
 )
-def test_optimizer_state_is_never_left_out_without_a_word(change, message) -> None:
+def test_optimizer_state_is_never_left_out_without_a_word(change: Any, message: str) -> None:
     """A model with an optimizer takes all the state that is there, or says why not; one without asks for none."""
-    model, _ = sharded("ddp", None, gpt(layers=1), mz.AdamW(lr=1e-2))
-    with model:
-        model.train(*part(None, *tokens(4)))
-        arrays, attributes, trained = (
-            model.checkpoint_arrays(),
-            model.checkpoint_attributes(),
-            model.parameters_sha256(),
-        )
+    with trained_gpt() as model, mz.DDPModel(gpt(layers=1), mz.ShardingConfig()) as plain:
+        attributes, trained = model.checkpoint_attributes(), model.parameters_sha256()
         change(attributes)
-        data = checkpoint.to_bytes(arrays, attributes)
-        model.train(*part(None, *tokens(4)))
+        data = checkpoint.to_bytes(model.checkpoint_arrays(), attributes)
+        model.train(*tokens(4))
         after = model.parameters_sha256()
         with pytest.raises(CheckpointError, match=message):
             model.deserialize(data)
         assert model.parameters_sha256() == after
-    with mz.ShardingConfig() as config, mz.DDPModel(gpt(layers=1), config) as plain:
         plain.deserialize(data)
         assert plain.parameters_sha256() == trained
 
 
-@pytest.mark.parametrize("progress", [{"stage": "lost"}, {}, 0])
-def test_progress_that_an_optimizer_does_not_have_is_refused(progress: object) -> None:
-    with mz.distribute(mz.nn.MLP(3, [4], 2), mz.Adam(lr=0.1), comm="self") as model:
-        state = model.optimizer.state_dict()
-        with pytest.raises(LayoutError, match="progress"):
-            model.optimizer.load_state_dict({**state, "progress": progress})
-        model.optimizer.load_state_dict(state)
-
-
-@pytest.mark.parametrize("missing", ["step_count", "state"])
-def test_a_state_without_one_of_its_parts_is_refused_by_name(missing: str) -> None:
-    with mz.distribute(mz.nn.MLP(3, [4], 2), mz.Adam(lr=0.1), comm="self") as model:
-        state = model.optimizer.state_dict()
-        with pytest.raises(LayoutError, match=rf"no \['{missing}'\]; pass what state_dict"):
-            model.optimizer.load_state_dict({key: value for key, value in state.items() if key != missing})
-
-
-def test_state_of_other_slots_is_refused() -> None:
-    """Momentum that a run has gathered is not dropped by an optimizer of the same name without one."""
-    model, _ = sharded("ddp", None, gpt(layers=1), mz.SGD(lr=1e-2, momentum=0.9))
-    other, _ = sharded("ddp", None, gpt(layers=1), mz.SGD(lr=1e-2))
+def test_momentum_is_not_dropped_by_an_optimizer_of_the_same_name_without_one() -> None:
+    model, _ = sharded("ddp", None, optimizer=mz.SGD(lr=1e-2, momentum=0.9))
+    other, _ = sharded("ddp", None, optimizer=mz.SGD(lr=1e-2))
     with model, other:
-        model.train(*part(None, *tokens(4)))
+        model.train(*points(4))
         with pytest.raises(CheckpointError, match="which the bound optimizer lacks"):
             other.deserialize(model.serialize())
 
 
-def test_a_manifest_without_the_ranks_of_its_layout_is_an_error_also_where_the_layout_counts(tmp_path) -> None:
-    model, _ = sharded("ddp", None, gpt(layers=1))
-    with model:
+def test_a_manifest_without_the_ranks_of_its_layout_is_an_error_also_where_the_layout_counts(tmp_path: Path) -> None:
+    with sharded("ddp", None)[0] as model:
         told = model.checkpoint_attributes()["mpizero"]
         del told["layout"]["ranks"]
         checkpoint.write(tmp_path / "c", model.checkpoint_arrays(), {"mpizero": told})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,45 +45,53 @@ def refuses_to_mix(comm: Any, model: Any, rate: OfRank, step: Callable[[], objec
         assert model.parameters_sha256() != before[0]
 
 
-@pytest.mark.mpi
-def test_rates_that_differ_between_ranks_are_an_error_before_a_weight_is_touched(world: Any) -> None:
-    if world.size == 1:
-        return
-    batch = part(world, *points(2 * world.size))
-    for number, (strategy, memory) in enumerate(layouts(world.size)):
-        rate = OfRank(world)
-        # The update of one is one pass, the other waits for norms: in turn, the other one on other numbers of ranks.
-        optimizer = (mz.SGD, mz.LAMB)[(number + number // 2 + world.size // 3) % 2](lr=rate)
-        model, _ = sharded(strategy, world, optimizer=optimizer, micro_batch=2, **memory)
-        refuses_to_mix(world, model, rate, lambda m=model: m.train(*batch))
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rates_that_differ_between_ranks_are_an_error_before_a_weight_is_touched(ranks: int) -> None:
+    def run(comm: Any, number: int, strategy: str, memory: dict[str, Any]) -> None:
+        """The update of one optimizer is one pass, the other waits for norms."""
+        rate, batch = OfRank(comm), part(comm, *points(2 * comm.size))
+        optimizer = (mz.SGD, mz.LAMB)[(number + number // 2 + ranks // 3) % 2](lr=rate)
+        model, _ = sharded(strategy, comm, optimizer=optimizer, micro_batch=2, **memory)
+        refuses_to_mix(comm, model, rate, lambda: model.train(*batch))
+
+    for number, (strategy, memory) in enumerate(layouts(ranks)):
+        run_in_threads(ranks, partial(run, number=number, strategy=strategy, memory=memory))
 
 
-@pytest.mark.mpi
-def test_stages_and_tensor_parts_agree_on_the_rate_too(world: Any) -> None:
-    ways = {2: [Way(2), Way(tensor=2)], 3: [Way(3)], 4: [Way(2, zero=2), Way(2, 2), Way(tensor=2, zero=3)]}
-    for way in ways.get(world.size, []):
-        rate = OfRank(world)
-        model, _ = placed(Case(stages, lambda r=rate: mz.AdamW(lr=r)), world, way)
+@pytest.mark.parametrize(
+    ("ranks", "way"),
+    [(2, Way(2)), (2, Way(tensor=2)), (3, Way(3)), (4, Way(2, zero=2)), (4, Way(2, 2)), (4, Way(tensor=2, zero=3))],
+    ids=str,
+)
+def test_stages_and_tensor_parts_agree_on_the_rate_too(ranks: int, way: Way) -> None:
+    def run(comm: Any) -> None:
+        rate = OfRank(comm)
+        model, _ = placed(Case(stages, lambda: mz.AdamW(lr=rate)), comm, way)
         batch = part(model.batch_group, *samples(1, 8)[0])
-        refuses_to_mix(world, model, rate, lambda m=model, b=batch: m.train(*b))
+        refuses_to_mix(comm, model, rate, lambda: model.train(*batch))
+
+    run_in_threads(ranks, run)
 
 
 @pytest.mark.mpi
-def test_members_of_an_ensemble_may_have_their_own_rates(world: Any) -> None:
+def test_members_of_an_ensemble_may_have_their_own_rates_and_ranks_of_a_member_may_not(world: Any) -> None:
     with world.split(world.rank % 2, name="half") as half:
         model, _ = sharded("zero1", half, optimizer=mz.SGD(lr=lambda step: 0.1 + 0.1 * step * (world.rank % 2)))
         with model:
             for _ in range(3):
                 model.train(*part(half, *points(4)))
             assert model.last_step.learning_rate == pytest.approx(0.1 + 0.2 * (world.rank % 2))
+    if world.size > 1:
+        rate, batch = OfRank(world), part(world, *points(2 * world.size))
+        model, _ = sharded(STRATEGIES[world.size % 4], world, optimizer=mz.SGD(lr=rate))
+        refuses_to_mix(world, model, rate, lambda: model.train(*batch))
 
 
-@pytest.mark.parametrize("by_hand", ["synchronized", "local"])
-def test_steps_by_hand_agree_on_the_rate(by_hand: str) -> None:
+@pytest.mark.parametrize("auto", [True, False])
+def test_steps_by_hand_agree_on_the_rate(auto: bool) -> None:
     def run(comm: Any) -> None:
         rate = OfRank(comm)
-        settings = {"auto_sync_gradients": by_hand == "synchronized", **PRIVATE}
-        model, optimizer = sharded("zero2", comm, optimizer=mz.SGD(lr=rate), **settings)
+        model, optimizer = sharded("zero2", comm, optimizer=mz.SGD(lr=rate), auto_sync_gradients=auto, **PRIVATE)
 
         def step() -> None:
             model.compute_gradients(*part(comm, *points(6)))
@@ -112,16 +121,13 @@ def test_the_rate_that_was_agreed_on_is_the_one_that_is_used(strategy: str, opti
 
 
 def test_a_rate_function_that_fails_on_one_rank_fails_on_all_and_changes_nothing() -> None:
-    def of(comm: Any) -> Any:
-        def rate(step: int) -> float:
-            if step and comm.rank == 1:
-                raise ZeroDivisionError("no rate")
-            return 0.1
-
-        return rate
+    def failing(comm: Any, step: int) -> float:
+        if step and comm.rank == 1:
+            raise ZeroDivisionError("no rate")
+        return 0.1
 
     def run(comm: Any) -> None:
-        model, optimizer = sharded("zero2", comm, optimizer=mz.SGD(lr=of(comm)))
+        model, optimizer = sharded("zero2", comm, optimizer=mz.SGD(lr=partial(failing, comm)))
         with model:
             batch = part(comm, *points(6))
             model.train(*batch)
@@ -137,16 +143,7 @@ def test_a_rate_function_that_fails_on_one_rank_fails_on_all_and_changes_nothing
 # ---------------------------------------------------------------------- a load that moves the rate
 
 
-def loaded(saved_by: Any, read_by: Any) -> None:
-    """Save after three steps with one rate, and load into a model that has another."""
-    model, _ = sharded("zero1", None, optimizer=mz.SGD(lr=saved_by))
-    with model:
-        for _ in range(3):
-            model.train(*points(4))
-        data = model.serialize()
-    other, _ = sharded("zero3", None, optimizer=mz.SGD(lr=read_by))
-    with other:
-        other.deserialize(data)
+RATES = [0.1, mz.optim.cosine(0.1, 10), lambda s: 0.1 / (1 + s), mz.optim.cosine(np.float32(0.1), 10)]
 
 
 @pytest.mark.parametrize(
@@ -157,20 +154,17 @@ def loaded(saved_by: Any, read_by: Any) -> None:
         (lambda s: 0.1 / (1 + s), lambda s: 0.1 / (1 + s / 2), "rate of step 3 was 0.03.*, .* is 0.05 there"),
         (0.1, 0.2, "rate of step 3 was 0.1, the bound optimizer's is 0.2 there"),
         (mz.optim.constant(0.1), 0.2, "rate of step 3 was 0.1, the bound optimizer's is 0.2 there"),
+        *((rate, rate, None) for rate in RATES),
     ],
 )
-def test_a_load_that_moves_the_rate_says_so(saved_by: Any, read_by: Any, told: str, capsys: Any) -> None:
-    loaded(saved_by, read_by)
-    assert re.search(f"^mpizero: .*{told}", capsys.readouterr().err, re.MULTILINE)
-
-
-RATES = [0.1, mz.optim.cosine(0.1, 10), lambda s: 0.1 / (1 + s), mz.optim.cosine(np.float32(0.1), 10)]
-
-
-@pytest.mark.parametrize("rate", RATES)
-def test_a_load_that_moves_no_rate_is_silent(rate: Any, capsys: Any) -> None:
-    loaded(rate, rate)
-    assert "rate" not in capsys.readouterr().err
+def test_a_load_that_moves_the_rate_says_so(saved_by: Any, read_by: Any, told: str | None, capsys: Any) -> None:
+    (model, _), (other, _) = (sharded("zero1", None, optimizer=mz.SGD(lr=rate)) for rate in (saved_by, read_by))
+    with model, other:
+        for _ in range(3):
+            model.train(*points(4))
+        other.deserialize(model.serialize())
+    err = capsys.readouterr().err
+    assert re.search(f"^mpizero: .*{told}", err, re.MULTILINE) if told else "rate" not in err
 
 
 @pytest.mark.parametrize("told", [7, {"last": "fast"}, {"last": True}, []])

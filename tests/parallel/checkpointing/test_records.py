@@ -1,7 +1,8 @@
-"""A resumed training cuts batches into the grains of the training that wrote its checkpoint."""
+"""A resumed training has the grains and the tiles of the one that wrote its checkpoint, or says that it has not."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import mpizero as mz
 from mpizero import checkpoint
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.testing import run_in_threads
-from tests.parallel.models import gpt, part, sharded, tokens
+from tests.parallel.models import gpt, mlp, part, sharded, tokens
 
 SAMPLES = 40
 
@@ -58,12 +59,12 @@ def test_a_large_batch_of_long_samples_has_more_than_sixteen_grains_on_every_lay
     with place(micro_batch=1) as placed:
         assert train(placed, None, 2) == whole
 
-    def on(comm: Any, strategy: str) -> str:
-        with place(comm, strategy) as placed:
+    def on(comm: Any) -> str:
+        with place(comm, {2: "zero1", 3: "zero3", 17: "zero2"}[comm.size]) as placed:
             return train(placed, comm, 2)
 
-    for ranks, strategy in ((2, "zero1"), (3, "zero3"), (17, "zero2")):
-        assert set(run_in_threads(ranks, lambda comm, strategy=strategy: on(comm, strategy))) == {whole}
+    for ranks in (2, 3, 17):
+        assert set(run_in_threads(ranks, on)) == {whole}
 
 
 def test_a_checkpoint_without_a_record_goes_on_with_a_sixteenth_of_the_batch_on_any_layout() -> None:
@@ -72,12 +73,6 @@ def test_a_checkpoint_without_a_record_goes_on_with_a_sixteenth_of_the_batch_on_
     before = written(micro_batch=3, change=lambda record: None)
     assert gone_on(before) == (3, whole)
     assert set(run_in_threads(3, lambda comm: gone_on(before, comm, "zero2"))) == {(3, whole)}
-
-
-def test_a_checkpoint_goes_on_with_what_its_model_needed_when_it_was_written() -> None:
-    data = written(change=lambda record: record | {"efficient": 2})
-    assert gone_on(data)[0] == 2
-    assert gone_on(written())[0] == 1
 
 
 def test_the_state_of_an_optimizer_alone_brings_its_grains_and_parameters_alone_do_not() -> None:
@@ -89,8 +84,7 @@ def test_the_state_of_an_optimizer_alone_brings_its_grains_and_parameters_alone_
     with model:
         optimizer.deserialize(state)
         assert model.grain_size(SAMPLES) == 4
-    config = mz.ShardingConfig(comm="self")
-    with config, mz.DDPModel(long_gpt(), config) as alone:
+    with mz.DDPModel(long_gpt(), mz.ShardingConfig()) as alone:
         alone.deserialize(data)
         assert alone.grain_size(SAMPLES) == 1
 
@@ -107,22 +101,17 @@ def test_a_recorded_micro_batch_is_taken_and_told(capfd: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "grain", "told"),
     [
-        (
-            {"micro_batch": 2},
-            "was trained with micro_batch=4, this training goes on with micro_batch=2: not with the bits",
-        ),
-        ({"accumulate": 2}, "with micro_batch=4, this training goes on with micro_batch=4 and accumulate=2: not with"),
+        ({"micro_batch": 2}, 2, "micro_batch=4, this training goes on with micro_batch=2: not with the bits"),
+        ({"accumulate": 2}, 8, "micro_batch=4, this training goes on with micro_batch=4 and accumulate=2: not with"),
     ],
-    ids=str,
 )
 def test_other_settings_than_the_checkpoint_s_are_kept_and_told(
-    settings: dict[str, Any], told: str, capfd: pytest.CaptureFixture[str]
+    settings: dict[str, Any], grain: int, told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    data = written(micro_batch=4)
-    assert gone_on(data, **settings)[0] == settings.get("micro_batch", 8)
-    assert told in capfd.readouterr().err
+    assert gone_on(written(micro_batch=4), **settings)[0] == grain
+    assert f"was trained with {told}" in capfd.readouterr().err
 
 
 def test_an_unknown_order_of_additions_is_refused_before_anything_changes() -> None:
@@ -132,8 +121,7 @@ def test_an_unknown_order_of_additions_is_refused_before_anything_changes() -> N
         with pytest.raises(CheckpointError, match=r"in the order 'as they come', which this version does not know"):
             placed.deserialize(data)
         assert placed.parameters_sha256() == before
-    config = mz.ShardingConfig(comm="self")
-    with config, mz.DDPModel(long_gpt(), config) as alone:
+    with mz.DDPModel(long_gpt(), mz.ShardingConfig()) as alone:
         alone.deserialize(data)  # the parameters alone were added in no order
 
 
@@ -151,27 +139,23 @@ def test_batches_of_a_model_are_those_that_each_rank_computes() -> None:
     assert sum(count for count, _ in own) < sum(count for count, _ in cut)
 
 
-def test_a_new_optimizer_begins_with_the_grains_of_the_settings() -> None:
-    data = written(micro_batch=4)
-    model, _ = sharded("ddp", None, long_gpt(), mz.AdamW(lr=1e-2))
-    with model:
-        model.deserialize(data)
-        assert model.grain_size(SAMPLES) == 4
-        model.engine.bind(mz.AdamW(lr=1e-2))
-        assert model.grain_size(SAMPLES) == 1
-
-
-def test_a_second_load_is_compared_with_the_settings(capfd: pytest.CaptureFixture[str]) -> None:
-    first, second = written(micro_batch=4), written()
+def test_each_load_and_each_new_optimizer_begins_anew(capfd: pytest.CaptureFixture[str]) -> None:
+    """With what the model needed when the checkpoint was written, or with the settings."""
+    loads = [(written(micro_batch=4), 4), (written(change=lambda record: record | {"efficient": 2}), 2), (written(), 1)]
     with place() as placed:
-        placed.deserialize(first)
-        capfd.readouterr()
-        placed.deserialize(second)
-        assert (placed.grain_size(SAMPLES), capfd.readouterr().err) == (1, "")
+        for data, grain in loads:
+            capfd.readouterr()
+            placed.deserialize(data)
+            assert placed.grain_size(SAMPLES) == grain
+        assert capfd.readouterr().err == ""
+        placed.deserialize(loads[0][0])
+        placed.engine.bind(mz.AdamW(lr=1e-2))
+        assert placed.grain_size(SAMPLES) == 1
 
 
 def test_a_model_with_numbers_of_numpy_is_saved_and_resumed() -> None:
-    assert gone_on(written(model=gpt(vocabulary=np.int64(31))), model=gpt(vocabulary=np.int64(31)))[0] == 3
+    model = gpt(vocabulary=np.int64(31))
+    assert gone_on(written(model=model), model=model)[0] == 3
 
 
 class Hidden(mz.nn.GPT):
@@ -203,3 +187,78 @@ def test_copies_that_train_alone_are_given_samples_of_their_own() -> None:
                 return [int(v) for x, _ in mz.data.batches(source, model, 32, steps=1) for v in x[:, 0]]
 
     assert sorted(sum(run_in_threads(3, given), [])) == list(range(32))
+
+
+# ---------------------------------------------------------------------- tiles
+
+
+def in_tiles(comm: Any, data: bytes | None, steps: int, tiles: Any = None, model: Any = None, **sizes: int) -> Any:
+    """Load a checkpoint if there is one, train on, and return the metadata, the hash, and a checkpoint."""
+    with mz.ShardingConfig(comm=comm, micro_batch=2, tiles=tiles) as config:
+        layout = {f"{axis}_parallel_size": size for axis, size in sizes.items()}
+        model = mz.HybridShardedModel(model or gpt(), config, **layout, optimizer=mz.AdamW(lr=1e-2))
+        with model:
+            if data is not None:
+                model.deserialize(data)
+            for _ in range(steps):
+                model.train(*part(model.batch_group, *tokens(8)))
+            told = model.checkpoint_attributes()["mpizero"]
+            return model.metadata(), model.parameters_sha256(), model.serialize(), told
+
+
+def on(ranks: int, *args: Any, **sizes: Any) -> Any:
+    found = run_in_threads(ranks, lambda comm: in_tiles(comm, *args, **sizes))
+    assert len({one[1] for one in found}) == 1
+    return found[0]
+
+
+def test_a_training_goes_on_with_its_bits_where_the_tiles_are_kept_and_says_which_are(capfd) -> None:
+    _, whole, _, told = on(2, None, 3, tensor=2)
+    assert "tiles" not in told  # they are the sizes of its groups, as in older checkpoints
+    data = on(2, None, 1, tensor=2)[2]
+    capfd.readouterr()
+    found, sha256, _, told = in_tiles("self", data, 2, {"tensor": 2})
+    assert (sha256, capfd.readouterr().err) == (whole, "")
+    assert told["tiles"] == found.tiles == {"tensor": 2, "context": 1}
+    assert found.exactness == "the bits of one process with tiles={'tensor': 2}"
+    assert in_tiles("self", data, 2)[1] != whole
+    assert "was trained with tiles={'tensor': 2}, this training goes on with tiles=1" in (err := capfd.readouterr().err)
+    assert "ShardingConfig(tiles={'tensor': 2}) keeps those" in err
+    again = in_tiles("self", data, 1, {"tensor": 2})[2]  # a record
+    assert in_tiles("self", again, 1, {"tensor": 2})[1] == whole
+
+
+def test_sizes_that_do_not_fit_say_so_once_and_the_checkpoint_keeps_what_the_training_has(capfd) -> None:
+    model = mlp(hidden=(9, 6), features=8, task="regression", outputs=8)
+    found, *_, told = on(3, None, 0, 8, model, tensor=3)
+    only = "tensor=3 cannot compute 8 tiles, only tensor=1, tensor=2, tensor=4, tensor=8 can"
+    assert capfd.readouterr().err.count(f"{only}, so results agree") == 1
+    assert found.exactness == f"within rounding ({only})"
+    assert (found.tiles, told["tiles"]) == ({"tensor": 3, "context": 1}, {"tensor": 8, "context": 1})
+    found, *_ = on(3, None, 0, None, model, tensor=3)
+    assert found.within_rounding == ("tensor=3 is no power of two, so one process cannot compute 3 tiles",)
+
+
+class Talkative(mz.nn.Linear):
+    """A layer of a user's that sums over its ranks by means of its own."""
+
+    within_rounding = "sums are added as its own messages arrive"
+
+    def split(self, group: Any) -> Any:
+        return mz.nn.Linear(self.inputs, self.outputs).split(group)
+
+
+@dataclass
+class Plain:
+    """A model of a user's."""
+
+    blocks: dict[str, Any]
+    loss: Any = mz.nn.MeanSquaredError()
+    dtype: Any = np.dtype("float32")
+    seed: int = 0
+
+
+def test_a_layer_that_cannot_keep_bits_says_so() -> None:
+    model = Plain({"in": mz.nn.Linear(8, 8), "own": mz.nn.Sequential({"layer": Talkative(8, 8)})})
+    found = in_tiles("self", None, 0, 2, model)[0]
+    assert found.within_rounding == ("block 'own': sums are added as its own messages arrive",)
