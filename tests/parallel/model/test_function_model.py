@@ -10,7 +10,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.comm import ProcessGrid
-from mpizero.errors import ConfigError, DataError, LayoutError, RemoteError
+from mpizero.errors import DataError, LayoutError, RemoteError
 from mpizero.sharding.batch import redistribute
 from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, layouts, sharded
@@ -64,23 +64,7 @@ def test_a_wrong_answer_on_one_rank_is_told_to_all(result: Any, told: str) -> No
                 model.train(np.ones((1, 1)), np.ones((1, 1)))
             np.testing.assert_array_equal(model.get_parameters(), np.ones(9))
 
-    run_in_threads(4, run)
-
-
-def test_bad_parameters_are_refused() -> None:
-    def nothing(p: Any, b: Any) -> Any:
-        return 0.0, {}, 1.0
-
-    for arguments, told in (
-        (({}, nothing), "at least one"),
-        (({"a": np.ones(1), "b": np.ones(1, np.float32)}, nothing), "all parameters must be float32 or complex64, or"),
-        (({"a": np.ones(1, np.int64)}, nothing), "or all float64 or complex128; 'a' is int64"),
-        (({"a": np.ones(1)}, 3), "must be a function"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            mz.FunctionModel(*arguments)
-    with pytest.raises(ConfigError, match=r"frozen names \['c'\]"):
-        mz.FunctionModel({"a": np.ones(1)}, nothing, frozen=["c"])
+    run_in_threads(3, run)
 
 
 def test_frozen_parameters_need_no_gradient_and_parameters_are_read_only() -> None:
@@ -159,19 +143,22 @@ def test_a_function_cannot_change_parameters_whether_they_were_gathered_for_it_o
 
 
 @UNCUT
-@pytest.mark.mpi
-def test_batches_that_are_no_arrays_are_one_grain_a_rank(world: Any) -> None:
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_batches_that_are_no_arrays_are_one_grain_a_rank(ranks: int) -> None:
     def loss_and_grad(p: Any, batch: Any) -> Any:
         (numbers,), _ = batch
         return float(sum(numbers)), {"w": np.full(5, float(sum(numbers)))}, 1.0
 
-    mean = sum(range(world.size)) / world.size
-    for strategy, memory in layouts(world.size):
-        wrapped = mz.FunctionModel({"w": np.zeros(5)}, loss_and_grad)
-        model, _ = sharded(strategy, world, wrapped, mz.SGD(lr=1.0), **memory)
-        with model:
-            assert model.train([{world.rank}], None) == mean
-            np.testing.assert_array_equal(model.get_parameters(), np.full(5, -mean))
+    def run(comm: Any) -> None:
+        mean = (ranks - 1) / 2
+        for strategy, memory in layouts(ranks):
+            wrapped = mz.FunctionModel({"w": np.zeros(5)}, loss_and_grad)
+            model, _ = sharded(strategy, comm, wrapped, mz.SGD(lr=1.0), **memory)
+            with model:
+                assert model.train([{comm.rank}], None) == mean
+                np.testing.assert_array_equal(model.get_parameters(), np.full(5, -mean))
+
+    run_in_threads(ranks, run)
 
 
 @UNCUT
