@@ -148,7 +148,7 @@ def test_a_state_in_the_middle_of_a_run_is_all_that_the_run_needs() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_every_layout_loads_what_another_has_saved_and_goes_on_with_the_same_bits(hybrid: bool) -> None:
-    """Each loads the file of the one before it in the table, the first one that of one process."""
+    """Each loads the file of the one before it in the table; ``scripts/exactness_checkpoints.py`` has all pairs."""
     image = saved()
     for name, layout in LAYOUTS.items():
         if hybrid is not bool(layout.strategy):
