@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, STRATEGIES, mlp
 
 METHODS = ("l-bfgs", "cg", "newton-cg")
-EVERY = [(s, m) for s in STRATEGIES for m in MEMORIES]
+#: Every strategy, and every kind of memory.
+PLACES = [(strategy, MEMORIES[number % 3]) for number, strategy in enumerate(STRATEGIES)]
 
 
 def rosenbrock(parameters, batch):
@@ -60,31 +62,40 @@ def minimized(comm, model, data=None, strategy="zero1", then=lambda placed, foun
         return told, placed.parameters_sha256(), found.x, then(placed, found)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_iterates_have_the_bits_of_one_process_on_every_layout(method):
-    data, options = (MATRIX, TARGETS), {"maxiter": 6, "maxfun": 12}
-    alone = {
-        make: minimized("self", make(), given, method=method, options=options)[:2]
-        for make, given in ((curved, None), (linear, data))
-    }
-    for size, places in ((2, EVERY[::2]), (3, EVERY[1::2]), (4, EVERY[::5])):
-        for (strategy, memory), (make, given) in zip(places, itertools.cycle([(curved, None), (linear, data)])):
-            everyone = run_in_threads(
-                size,
-                lambda comm, s=strategy, m=memory, k=make, g=given: minimized(
-                    comm, k(), g, s, settings=m, method=method, options=options
-                )[:2],
-            )
-            assert all(rank == alone[make] for rank in everyone), (size, strategy, memory)
+def digests(ranks, *arguments, **choice):
+    """The hashes of the parameters that threads find."""
+    return {found[1] for found in run_in_threads(ranks, lambda comm: minimized(comm, *arguments, **choice))}
+
+
+@cache
+def alone(method, number):
+    return minimized("self", *PROBLEMS[number], method=method, options=SHORT)[:2]
+
+
+PROBLEMS = (curved(), None), (linear(), (MATRIX, TARGETS))
+SHORT = {"maxiter": 6, "maxfun": 12}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_iterates_have_the_bits_of_one_process_on_every_layout(strategy):
+    """Every pair of a strategy, a kind of memory, a method, a number of ranks, and a problem occurs."""
+    number = STRATEGIES.index(strategy)
+    for m, memory in enumerate(MEMORIES):
+        method, ranks, problem = METHODS[(m + number) % 3], 2 + (m + 2 * number) % 3, (m + number) % 2
+        choice = {"settings": memory, "method": method, "options": SHORT}
+        found = run_in_threads(
+            ranks, lambda comm, p=problem, c=choice: minimized(comm, *PROBLEMS[p], strategy, **c)[:2]
+        )
+        assert found == [alone(method, problem)] * ranks, (memory, method)
 
 
 @pytest.mark.mpi
 def test_iterates_have_the_bits_of_one_process_over_mpi(world):
     for number, method in enumerate(METHODS):
-        strategy, memory = EVERY[(world.size + 5 * number) % len(EVERY)]
+        strategy, memory = PLACES[(world.size + number) % 4]
         choice = {"method": method, "options": {"maxiter": 4, "maxfun": 8}}
-        alone = minimized("self", curved(), **choice)
-        assert minimized(world, curved(), None, strategy, settings=memory, **choice)[:2] == alone[:2]
+        wanted = minimized("self", curved(), **choice)
+        assert minimized(world, curved(), None, strategy, settings=memory, **choice)[:2] == wanted[:2]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -133,12 +144,8 @@ def test_gauss_newton_with_the_models_products_finds_the_least_squares_on_every_
     np.testing.assert_allclose(x, p, rtol=1e-9)
     fewer = minimized("self", curve_fit(), (TIMES, CURVE), method="l-bfgs", options={"gtol": 1e-12})[0]
     assert told[2] < fewer[2], "it takes fewer iterations than a method that does not know the curvature"
-    for strategy, memory in EVERY[::2]:
-        everyone = run_in_threads(
-            3,
-            lambda comm, s=strategy, m=memory: minimized(comm, curve_fit(), (TIMES, CURVE), s, settings=m, **choice)[1],
-        )
-        assert set(everyone) == {digest}
+    for strategy, memory in PLACES:
+        assert digests(3, curve_fit(), (TIMES, CURVE), strategy, settings=memory, **choice) == {digest}
 
 
 def test_what_a_product_returns_is_checked():
@@ -179,20 +186,9 @@ def test_with_bounds_the_minimum_in_the_box_is_found_and_no_trial_leaves_it():
     assert seen[0] == (9.0, 9.0)
     assert all(low >= bounds[0] and high <= bounds[1] for low, high in seen[len(TARGETS) // 3 + 1 :])
     arrays = {"w": (np.full(6, -0.05), [0.1] * 6)}
-    for strategy, memory in EVERY[::3]:
-        everyone = run_in_threads(
-            3,
-            lambda comm, s=strategy, m=memory: minimized(
-                comm,
-                mz.FunctionModel({"w": np.full(6, 9.0)}, squares),
-                (MATRIX, TARGETS),
-                s,
-                settings=m,
-                bounds=arrays,
-                options={"gtol": 1e-12},
-            )[1],
-        )
-        assert set(everyone) == {digest}
+    for strategy, memory in PLACES:
+        given = mz.FunctionModel({"w": np.full(6, 9.0)}, squares), (MATRIX, TARGETS), strategy
+        assert digests(3, *given, settings=memory, bounds=arrays, options={"gtol": 1e-12}) == {digest}
 
 
 def test_one_sided_bounds_of_one_parameter_leave_the_others_free():
@@ -218,39 +214,30 @@ RNG_BATCH = np.random.default_rng(5).normal(size=(14, 6)).astype(np.float32), np
 
 @pytest.mark.parametrize("optimizer", [mz.LBFGS(history=3), mz.NonlinearCG(), mz.NewtonCG()], ids=METHODS)
 def test_as_the_optimizer_of_a_model_it_lowers_the_loss_and_keeps_its_bits_in_stages_and_tiles(optimizer):
-    losses, digest = trained("self", mlp(), 12, optimizer)
+    losses, digest = trained("self", mlp(), 8, optimizer)
     assert min(losses) < 0.9 * losses[0]
     for layout in ({"pipeline_parallel_size": 3, "zero_stage": 2}, {"pipeline_parallel_size": 1, "zero_stage": 3}):
-        everyone = run_in_threads(3, lambda comm, la=layout: trained(comm, mlp(), 12, optimizer, la))
+        everyone = run_in_threads(3, lambda comm, la=layout: trained(comm, mlp(), 8, optimizer, la))
         assert all(rank == (losses, digest) for rank in everyone)
-    tiled = trained("self", mlp(), 6, optimizer, tiles={"tensor": 2})
-    everyone = run_in_threads(2, lambda comm: trained(comm, mlp(), 6, optimizer, {"tensor_parallel_size": 2}))
+    tiled = trained("self", mlp(), 4, optimizer, tiles={"tensor": 2})
+    everyone = run_in_threads(2, lambda comm: trained(comm, mlp(), 4, optimizer, {"tensor_parallel_size": 2}))
     assert all(rank == tiled for rank in everyone)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("stop", [1, 4])
+@pytest.mark.parametrize(("method", "stop"), [*zip(METHODS, (1, 4, 1), strict=True), ("l-bfgs", 4), ("newton-cg", 4)])
 def test_a_minimization_goes_on_from_a_checkpoint_on_other_ranks_with_the_same_bits(method, stop, tmp_path):
-    options = {"maxiter": 12}
-    whole = minimized("self", curved(), method=method, options=options)[:2]
+    choice = {"method": method, "options": {"maxiter": 12}}
+    whole = minimized("self", curved(), **choice)
 
     def save(found):
         if found.nit == stop:
             found.model.save_model(tmp_path / "saved")
             raise StopIteration
 
-    first = run_in_threads(
-        3, lambda comm: minimized(comm, curved(), None, "zero3", method=method, options=options, callback=save)[0]
-    )
+    first = run_in_threads(3, lambda comm: minimized(comm, curved(), None, "zero3", **choice, callback=save)[0])
     assert {told[2] for told in first} == {stop}
     assert first[0][5] == "the callback has raised StopIteration"
-    resumed = run_in_threads(
-        2,
-        lambda comm: minimized(comm, curved(), None, "ddp", method=method, options=options, resume=tmp_path / "saved")[
-            :2
-        ],
-    )
-    assert all(rank == whole for rank in resumed)
+    assert digests(2, curved(), None, "ddp", **choice, resume=tmp_path / "saved") == {whole[1]}
 
 
 def test_a_checkpoint_of_the_last_iteration_goes_on_with_none(tmp_path):
@@ -424,17 +411,13 @@ def test_a_preconditioner_of_the_right_scales_makes_the_steps_of_the_problem_in_
     assert found[0][3] <= natural[0][3] + 3 < plain[0][3]
 
 
-@pytest.mark.parametrize("factors", [{"w": SCALES**-2.0}, {"*": 0.1}], ids=["array", "number"])
-def test_a_preconditioner_keeps_the_bits_of_one_process(factors: Any) -> None:
+@pytest.mark.parametrize(("factors", "ranks"), [({"w": SCALES**-2.0}, 2), ({"*": 0.1}, 3)], ids=["array", "number"])
+def test_a_preconditioner_keeps_the_bits_of_one_process(factors: Any, ranks: int) -> None:
     model = mz.FunctionModel({"w": np.zeros(6)}, scaled_squares)
     choice = {"data": (MATRIX, TARGETS), "bounds": (-0.5, 0.5), "options": {"preconditioner": factors, "maxiter": 6}}
     expected = minimized("self", model, **choice)[1]
-    for ranks in (2, 3):
-        for strategy, memory in EVERY[:: 2 if ranks == 2 else 3]:
-            found = run_in_threads(
-                ranks, lambda c, s=strategy, m=memory: minimized(c, model, strategy=s, settings=m, **choice)[1]
-            )
-            assert set(found) == {expected}, (strategy, memory)
+    for strategy, memory in PLACES:
+        assert digests(ranks, model, strategy=strategy, settings=memory, **choice) == {expected}, (strategy, memory)
 
 
 def test_wrong_preconditioners_are_told() -> None:
@@ -497,29 +480,22 @@ def test_a_learned_diagonal_is_that_of_the_bfgs_update() -> None:
     np.testing.assert_allclose(learned[0]["diagonal"], b, rtol=1e-10)
 
 
-@pytest.mark.parametrize("bounds", [None, (-0.5, 0.5)])
-def test_a_learned_diagonal_keeps_the_bits_of_one_process_also_after_a_resume(bounds: Any, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("bounds", "places"), [(None, PLACES[::2]), ((-0.5, 0.5), PLACES[1::2])])
+def test_a_learned_diagonal_keeps_the_bits_of_one_process_also_after_a_resume(
+    bounds: Any, places: Any, tmp_path: Any
+) -> None:
     model = mz.FunctionModel({"w": np.zeros(6)}, scaled_squares)
     choice = {"data": (MATRIX, TARGETS), "bounds": bounds}
-    options = {"initial": "diagonal", "history": 3}
-    expected = minimized("self", model, **choice, options=options | {"maxiter": 7})[1]
-    for strategy, memory in EVERY[::2]:
-        found = run_in_threads(
-            3,
-            lambda c, s=strategy, m=memory: minimized(
-                c, model, strategy=s, settings=m, **choice, options=options | {"maxiter": 7}
-            )[1],
-        )
-        assert set(found) == {expected}, (strategy, memory)
+    half, whole = ({"initial": "diagonal", "history": 3, "maxiter": steps} for steps in (4, 7))
+    expected = minimized("self", model, **choice, options=whole)[1]
+    for strategy, memory in places:
+        assert digests(3, model, strategy=strategy, settings=memory, **choice, options=whole) == {expected}
 
     def save(placed: Any, found: Any) -> None:
         placed.save_model(tmp_path / "half")
 
-    run_in_threads(2, lambda c: minimized(c, model, **choice, options=options | {"maxiter": 4}, then=save))
-    resumed = run_in_threads(
-        3, lambda c: minimized(c, model, **choice, options=options | {"maxiter": 7}, resume=tmp_path / "half")[1]
-    )
-    assert set(resumed) == {expected}
+    digests(2, model, **choice, options=half, then=save)
+    assert digests(3, model, **choice, options=whole, resume=tmp_path / "half") == {expected}
 
 
 def test_another_initial_matrix_is_refused() -> None:

@@ -66,26 +66,28 @@ def test_every_method_finds_the_same_minimum(method: str) -> None:
     np.testing.assert_allclose(found[3], other[3], atol=1e-7)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("method", ["l-bfgs", "gauss-newton"])
-def test_iterates_have_the_bits_of_one_process_on_every_layout(ranks: int, method: str) -> None:
-    def run(comm: Any, strategy: str, memory: Any) -> Any:
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_iterates_have_the_bits_of_one_process_on_every_layout(ranks: int) -> None:
+    """Each layout has one of two methods, the other on other numbers of ranks."""
+
+    def run(comm: Any, strategy: str, memory: Any, method: str) -> Any:
         terms = {"w": mz.TotalVariation(0.1), "b": mz.Tikhonov(0.2)}
         model = linear(product=product) if method == "gauss-newton" else linear()
         options = {"maxiter": 2 if method == "gauss-newton" else 4}  # of many products each; of a history
         return minimized(comm, terms, strategy, model, settings=memory, method=method, options=options)[:3]
 
-    expected = run("self", "zero1", {})
-    for strategy, memory in layouts(ranks):
-        assert set(run_in_threads(ranks, partial(run, strategy=strategy, memory=memory))) == {expected}
+    for number, (strategy, memory) in enumerate(layouts(ranks)):
+        method = ("l-bfgs", "gauss-newton")[(number + number // 2 + ranks // 3) % 2]
+        found = run_in_threads(ranks, partial(run, strategy=strategy, memory=memory, method=method))
+        assert found == [run("self", "zero1", {}, method)] * ranks, (strategy, memory, method)
 
 
 @pytest.mark.mpi
 def test_iterates_of_a_real_job_have_the_bits_of_one_process(world: Any) -> None:
-    terms = {"*": mz.TotalVariation(0.1)}
-    expected = minimized("self", terms, options={"maxiter": 6})[:3]
-    for strategy, memory in zip(STRATEGIES, (*MEMORIES, {}), strict=True):
-        assert minimized(world, terms, strategy, settings=memory, options={"maxiter": 6})[:3] == expected
+    terms, options = {"*": mz.TotalVariation(0.1)}, {"maxiter": 6}
+    strategy, memory = STRATEGIES[world.size % 4], MEMORIES[world.size % 3]
+    found = minimized(world, terms, strategy, settings=memory, options=options)
+    assert found[:3] == minimized("self", terms, options=options)[:3]
 
 
 def test_stages_of_a_pipeline_count_each_term_once() -> None:
@@ -144,14 +146,12 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_terms_are_told_on_all_ranks(name: str) -> None:
     terms, more, kind, said = WRONG[name]
-    for ranks in (1, 2):
 
-        def run(comm: Any) -> bool:
-            with pytest.raises(kind, match=said):
-                minimized(comm, terms, **more)
-            return True
+    def run(comm: Any) -> None:
+        with pytest.raises(kind, match=said):
+            minimized(comm, terms, **more)
 
-        assert all(run_in_threads(ranks, run))
+    run_in_threads(2, run)
 
 
 def test_an_infinite_term_at_a_trial_shortens_the_step() -> None:
@@ -168,31 +168,24 @@ def test_an_infinite_term_at_a_trial_shortens_the_step() -> None:
 
 
 def test_a_split_parameter_is_refused() -> None:
-    def run(comm: Any) -> bool:
+    def run(comm: Any) -> None:
         with (
             mz.ShardingConfig(comm=comm) as config,
             mz.HybridShardedModel(mlp(hidden=(8,)), config, tensor_parallel_size=2) as placed,
             pytest.raises(ConfigError, match="a tensor group splits"),
         ):
             mz.minimize(placed, points(8), regularization={"*": mz.Tikhonov(1.0)})
-        return True
 
-    assert all(run_in_threads(2, run))
+    run_in_threads(2, run)
 
 
 @pytest.mark.parametrize("kind", ["int64", "float32", ">f8", "<f8"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_term_may_return_its_gradient_in_any_type_of_numbers(ranks: int, kind: str) -> None:
+def test_a_term_may_return_its_gradient_in_any_type_of_numbers(kind: str) -> None:
     """As numpy.sign of whole numbers does; elements travel to other ranks in the parameter's type."""
 
-    def term(values: Any) -> tuple[float, Any]:
-        return float(2 * values.sum()), np.full(values.shape, 2, kind)
+    def run(comm: Any, kind: str = "f8") -> Any:
+        terms = {"*": lambda values: (float(2 * values.sum()), np.full(values.shape, 2, kind))}
+        return minimized(comm, terms, settings={"share_node_memory": False}, options={"maxiter": 3})[:3]
 
-    def run(comm: Any) -> Any:
-        return minimized(comm, {"*": term}, settings={"share_node_memory": False}, options={"maxiter": 3})[:3]
-
-    assert set(run_in_threads(ranks, run)) == {minimized("self", {"*": term}, options={"maxiter": 3})[:3]}
-    assert (
-        run("self")
-        == minimized("self", {"*": lambda v: (float(2 * v.sum()), np.full(v.shape, 2.0))}, options={"maxiter": 3})[:3]
-    )
+    for ranks in (1, 3):
+        assert run_in_threads(ranks, partial(run, kind=kind)) == [run("self")] * ranks
