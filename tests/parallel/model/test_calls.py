@@ -7,7 +7,9 @@ import inspect
 import io
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +82,11 @@ def prepared(strategy: str, comm: Any, **settings: Any) -> Any:
 
 def spread(comm: Any, ways: dict[str, Any]) -> Any:
     config = mz.ShardingConfig(comm=comm, micro_batch=2)
-    model = mz.HybridShardedModel(mlp(hidden=(8, 8), features=6), config, **ways)
-    optimizer = mz.HybridShardedOptimizer(mz.AdamW(lr=1e-2), config)
-    optimizer.set_model(model)
-    x, y = points(8)
-    model.batch = part(model.batch_group, x, y)
+    model = mz.HybridShardedModel(mlp(hidden=(8, 8)), config, **ways, optimizer=mz.AdamW(lr=1e-2))
+    model.batch = part(model.batch_group, *points(8))
     model.train(*model.batch)
     model.kept = model.compute_gradients(*model.batch)
-    return model, optimizer
+    return model, model.optimizer
 
 
 def check_odd_one(make: Callable[[Any], Any], call: str, usual: str, folder: Path, ranks: int = 4) -> None:
@@ -103,12 +102,9 @@ def check_odd_one(make: Callable[[Any], Any], call: str, usual: str, folder: Pat
 
     told = told_on(ranks, run)
     line = rf" at {HERE}:\d+ in <lambda>"
-    usually, oddly = (
-        rf"ranks 0-{ranks - 2}: (\w+\.)?{usual}",
-        rf"rank {ranks - 1}: (\w+\.)?{re.escape(call)}( 'model 2')?",
-    )
-    pattern = f"{usually}{line}; {oddly}{line}"
-    assert re.search(pattern, told), told
+    usually = rf"ranks 0-{ranks - 2}: (\w+\.)?{usual}{line}"
+    oddly = rf"rank {ranks - 1}: (\w+\.)?{re.escape(call)}( 'model 2')?{line}"
+    assert re.search(f"{usually}; {oddly}", told), told
     for model, before in kept.values():
         assert model.local_parameter_shard.tobytes() == before.tobytes()
     assert not list(folder.iterdir())
@@ -124,37 +120,36 @@ def test_who_calls_something_else_than_the_others_is_told_with_both_lines(call: 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_that_holds_under_every_strategy_and_kind_of_memory(strategy: str, tmp_path: Path) -> None:
     pairs = (("compute_gradients", "train"), ("close", "evaluate"), ("train", "step"))
-    for number, memory in enumerate(({}, {"share_node_memory": False}, {"ranks_per_node": 1}, {"ranks_per_node": 2})):
+    memories = {}, {"share_node_memory": False}, {"ranks_per_node": 1}, {"ranks_per_node": 2}
+    for number, memory in enumerate(memories):
         call, usual = pairs[(STRATEGIES.index(strategy) + number) % 3]
-        check_odd_one(lambda comm, m=memory: prepared(strategy, comm, **m), call, usual, tmp_path)
+        check_odd_one(lambda comm, m=memory: prepared(strategy, comm, **m), call, usual, tmp_path, ranks=3)
 
 
 @pytest.mark.parametrize(
-    "ways",
+    ("call", "ways"),
     [
-        {"pipeline_parallel_size": 2, "zero_stage": 1},
-        {"pipeline_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 3},
-        {"tensor_parallel_size": 2, "zero_stage": 2},
+        ("compute_gradients", {"pipeline_parallel_size": 2, "zero_stage": 1}),
+        ("evaluate", {"pipeline_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 3}),
+        ("check_integrity", {"tensor_parallel_size": 2, "zero_stage": 2}),
+        ("parameters_sha256", {"pipeline_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 3}),
+        ("close", {"tensor_parallel_size": 2, "zero_stage": 2}),
     ],
 )
-@pytest.mark.parametrize("call", ["compute_gradients", "evaluate", "check_integrity", "parameters_sha256", "close"])
 def test_that_holds_where_layers_are_spread_over_ranks(ways: Any, call: str, tmp_path: Path) -> None:
     check_odd_one(lambda comm: spread(comm, ways), call, "train", tmp_path)
 
 
 def test_that_holds_for_local_steps(tmp_path: Path) -> None:
     def run(comm: Any, call: str) -> None:
-        config = mz.ShardingConfig(comm=comm)
-        model = mz.DDPModel(mlp(), config)
-        optimizer = mz.LocalSGDOptimizer(mz.SGD(lr=0.1), config, every=2)
-        optimizer.set_model(model)
-        x, y = part(comm, *points(8))
+        optimizer = mz.LocalSGDOptimizer(mz.SGD(lr=0.1), every=2)
+        model, (x, y) = mz.DDPModel(mlp(), mz.ShardingConfig(comm=comm), optimizer=optimizer), part(comm, *points(8))
         model.train(x, y)
         CALLS[call if comm.rank else "train"](model, optimizer, x, y, tmp_path)
         model.train(x, y)
 
     for call in ("compute_gradients", "evaluate", "parameters_sha256", "close", "save_model"):
-        told = told_on(3, lambda comm, call=call: run(comm, call))
+        told = told_on(3, partial(run, call=call))
         assert re.search(rf"rank 0: DDPModel.train at {HERE}.*; ranks 1-2: DDPModel.{call} at {HERE}", told), told
 
 
@@ -168,32 +163,28 @@ def test_two_models_of_one_configuration_are_not_mixed_up() -> None:
     assert re.search("rank 0: ZeRO2Model.train at .*; rank 1: ZeRO2Model.train 'model 2' at ", told), told
 
 
-def test_a_prediction_is_compared_where_parameters_are_sharded_and_free_elsewhere() -> None:
-    def run(comm: Any, strategy: str) -> None:
-        model, _ = sharded(strategy, comm)
-        with model:
-            if comm.rank == 0:
-                model.predict(points(2)[0])
-            model.train(*part(comm, *points(8)))
+def alone(comm: Any, strategy: str, use: Callable[..., Any]) -> None:
+    """Rank 0 uses something before all ranks train."""
+    model, optimizer = sharded(strategy, comm)
+    with model:
+        result = optimizer.optimize(points(16))
+        if comm.rank == 0:
+            use(model, result)
+        model.train(*part(comm, *points(8)))
 
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("predict", lambda model, result: model.predict(points(2)[0])),
+        ("best_parameters", lambda model, result: result.best_parameters),
+    ],
+)
+def test_what_gathers_parameters_is_compared_where_they_are_sharded_and_free_elsewhere(name: str, use: Any) -> None:
     for strategy in ("ddp", "zero1", "zero2"):
-        run_in_threads(2, lambda comm, s=strategy: run(comm, s))
-    told = told_on(2, lambda comm: run(comm, "zero3"))
-    assert re.search(r"rank 0: ZeRO3Model.predict at .*; rank 1: ZeRO3Model.train at ", told), told
-
-
-def test_the_best_parameters_are_asked_for_together_where_a_strategy_shards_them_also_on_one_node() -> None:
-    def run(comm: Any, strategy: str) -> None:
-        model, optimizer = sharded(strategy, comm)
-        with model:
-            result = optimizer.optimize(points(16))
-            if comm.rank == 0:
-                _ = result.best_parameters
-            model.train(*part(comm, *points(8)))
-
-    run_in_threads(2, lambda comm: run(comm, "zero2"))
-    told = told_on(2, lambda comm: run(comm, "zero3"))
-    assert re.search(r"rank 0: ZeRO3Model.best_parameters at .*; rank 1: ZeRO3Model.train at ", told), told
+        run_in_threads(2, partial(alone, strategy=strategy, use=use))
+    told = told_on(2, partial(alone, strategy="zero3", use=use))
+    assert re.search(rf"rank 0: ZeRO3Model.{name} at .*; rank 1: ZeRO3Model.train at ", told), told
 
 
 def test_what_a_rank_does_amid_an_error_is_told_with_the_error() -> None:
@@ -219,11 +210,9 @@ def test_steps_send_no_message_more_than_their_sample_counts_and_losses() -> Non
         model, _ = sharded("zero2", comm, share_node_memory=False)
         with model:
             model.train(*part(comm, *points(8)))
-            before = dict(comm.counters.messages_by_tag)
+            before = Counter(comm.counters.messages_by_tag)
             model.train(*part(comm, *points(8)))
-            return {
-                tag: n - before.get(tag, 0) for tag, n in comm.counters.messages_by_tag.items() if n != before.get(tag)
-            }
+            return Counter(comm.counters.messages_by_tag) - before
 
     assert run_in_threads(2, run) == [{"operation": 1}] * 2
 
@@ -311,9 +300,6 @@ SETTERS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
         lambda m, o, c: m.apply_gradients(m.compute_gradients(*VECTORS), 0.1 * (c.rank + 1)),
         "apply_gradients: the learning_rate of rank 1 is not that of rank 0: 0.2, not 0.1",
     ),
-}
-VECTORS = (np.ones((2, 7)), np.zeros((2, 11)))
-SETTERS |= {
     "optimize": (
         lambda m, o, c: o.optimize((differing(c, np.ones((8, 7))), np.zeros((8, 11)))),
         r"optimize: the data \(x\) of rank 2 is not that of rank 0: float64 of shape \(8, 7\)",
@@ -323,24 +309,25 @@ SETTERS |= {
         "optimize: the number of samples of rank 1 is not that of rank 0: 9, not 8",
     ),
 }
+VECTORS = (np.ones((2, 7)), np.zeros((2, 11)))
 
 
 @pytest.mark.parametrize("name", SETTERS)
 def test_values_that_differ_between_ranks_are_refused_and_nothing_changes(name: str) -> None:
     setter, expected = SETTERS[name]
+
+    def run(comm: Any, strategy: str, **memory: Any) -> None:
+        model, optimizer = sharded(strategy, comm, hard_function(), **memory)
+        with model:
+            before = model.parameters_sha256()
+            try:
+                setter(model, optimizer, comm)
+            finally:
+                assert model.parameters_sha256() == before
+                model.set_parameters(np.zeros(model.parameter_count))  # and it goes on
+
     for strategy, memory in [("ddp", {}), ("zero3", {}), ("zero3", {"share_node_memory": False})]:
-
-        def run(comm: Any, strategy: str = strategy, memory: Any = memory) -> None:
-            model, optimizer = sharded(strategy, comm, hard_function(), **memory)
-            with model:
-                before = model.parameters_sha256()
-                try:
-                    setter(model, optimizer, comm)
-                finally:
-                    assert model.parameters_sha256() == before
-                    model.set_parameters(np.zeros(model.parameter_count))  # and it goes on
-
-        told = told_on(3, run, ConfigError)
+        told = told_on(3, partial(run, strategy=strategy, **memory), ConfigError)
         assert re.search(expected, told), told
 
 
@@ -356,22 +343,24 @@ def test_gradients_that_are_replicated_must_be_the_same(strategy: str) -> None:
     assert "apply_gradients: the gradient of 'one' of rank 1 is not that of rank 0" in told
 
 
-@pytest.mark.parametrize("restore", ["deserialize", "load_state", "of the optimizer"])
-def test_serialized_bytes_that_differ_are_refused_by_the_name_of_the_array(restore: str) -> None:
+RESTORE: dict[str, Callable[..., Any]] = {
+    "deserialize": lambda m, o, model, optimizer: m.deserialize(model),
+    "load_state": lambda m, o, model, optimizer: m.load_state(io.BytesIO(model)),
+    "of the optimizer": lambda m, o, model, optimizer: o.deserialize(optimizer),
+}
+
+
+@pytest.mark.parametrize("name", RESTORE)
+def test_serialized_bytes_that_differ_are_refused_by_the_name_of_the_array(name: str) -> None:
     def run(comm: Any) -> None:
         model, optimizer = sharded("zero2", comm, ten(), share_node_memory=False)
         with model:
-            data = [model.serialize(), optimizer.serialize()]
+            first = model.serialize(), optimizer.serialize()
             model.train(np.ones((2, 10)), np.ones(2))
-            data += [model.serialize(), optimizer.serialize()]
+            second = model.serialize(), optimizer.serialize()
             before = model.parameters_sha256()
             try:
-                if restore == "of the optimizer":
-                    optimizer.deserialize(data[1 + 2 * (comm.rank == 1)])
-                elif restore == "load_state":
-                    model.load_state(io.BytesIO(data[2 * (comm.rank == 1)]))
-                else:
-                    model.deserialize(data[2 * (comm.rank == 1)])
+                RESTORE[name](model, optimizer, *(second if comm.rank == 1 else first))
             finally:
                 assert model.parameters_sha256() == before
 
