@@ -225,7 +225,9 @@ def test_a_training_goes_on_with_its_bits_where_the_tiles_are_kept_and_says_whic
     assert "was trained with tiles={'tensor': 2}, this training goes on with tiles=1" in (err := capfd.readouterr().err)
     assert "ShardingConfig(tiles={'tensor': 2}) keeps those" in err
     again = in_tiles("self", data, 1, {"tensor": 2})[2]  # a record
+    capfd.readouterr()
     assert in_tiles("self", again, 1, {"tensor": 2})[1] == whole
+    assert capfd.readouterr().err == ""
 
 
 def test_sizes_that_do_not_fit_say_so_once_and_the_checkpoint_keeps_what_the_training_has(capfd) -> None:
