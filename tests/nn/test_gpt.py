@@ -7,7 +7,10 @@ import pytest
 
 from mpizero.errors import ConfigError, DataError, LayoutError
 from mpizero.nn import GPT, bind, evaluate, gradient_slots, initial_parameters, loss_and_gradients, model_specs
+from mpizero.testing import taylor_test
 from mpizero.types import BlockModel, Run
+from tests.nn.checks import central_difference
+from tests.nn.groups import perturbed
 
 SMALL = {"dim": 12, "layers": 2, "heads": 3, "sequence": 7, "vocabulary": 11}
 
@@ -66,15 +69,10 @@ def batch(rng):
     return x, y
 
 
-def perturbed(model, rng):
-    """Start values with noise: biases and norms are then not at their special values."""
-    return {name: value + rng.normal(0, 0.3, value.shape) for name, value in initial_parameters(model).items()}
-
-
 @pytest.mark.parametrize("tied", [True, False])
-def test_logits_and_loss_are_those_of_the_independent_forward_pass(tied, batch, rng):
+def test_logits_and_loss_are_those_of_the_independent_forward_pass(tied, batch):
     model = GPT(**SMALL, tied=tied, dtype="float64")
-    named = perturbed(model, rng)
+    named = perturbed(model, 0.3)
     np.testing.assert_allclose(
         evaluate(model, bind(model, named), batch[0]), independent_logits(named, batch[0], 2, 3), rtol=1e-11, atol=1e-12
     )
@@ -87,33 +85,19 @@ def test_logits_and_loss_are_those_of_the_independent_forward_pass(tied, batch, 
 def test_gradients_are_those_of_the_independent_loss(options, batch, rng):
     """Central differences of sampled entries of every parameter, and one direction through all of them."""
     model = GPT(**SMALL, **options, dtype="float64")
-    named = perturbed(model, rng)
+    named = perturbed(model, 0.3)
     _, _, gradients = loss_and_gradients(model, named, batch)
     assert gradients.keys() == named.keys()
 
-    def loss():
-        return independent_loss(named, *batch, 2, 3)
+    def loss(point=named):
+        return independent_loss(point, *batch, 2, 3)
 
     for name, value in named.items():
+        sample = rng.choice(value.size, 2)
         flat = value.reshape(-1)
-        for i in rng.choice(flat.size, 2):
-            kept = flat[i]
-            flat[i] = kept + 1e-5
-            high = loss()
-            flat[i] = kept - 1e-5
-            slope = (high - loss()) / 2e-5
-            flat[i] = kept
-            assert gradients[name].reshape(-1)[i] == pytest.approx(slope, rel=1e-5, abs=1e-7), (name, i)
-
-    start = {name: value.copy() for name, value in named.items()}
-    direction = {name: rng.normal(size=value.shape) for name, value in named.items()}
-    values = []
-    for t in (1e-6, -1e-6):
-        for name in named:
-            named[name][...] = start[name] + t * direction[name]
-        values.append(loss())
-    slope = sum(float((gradients[name] * direction[name]).sum()) for name in named)
-    assert slope == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6)
+        slope = [central_difference(loss, flat[i : i + 1]).item() for i in sample]
+        assert gradients[name].reshape(-1)[sample] == pytest.approx(slope, rel=1e-5, abs=1e-7), name
+    taylor_test(loss, gradients, named)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -140,18 +124,6 @@ def arrays_in(cache):
             yield from arrays_in(part)
 
 
-def test_checkpointed_model_has_the_same_bits(batch):
-    run = Run(training=True, seed=1, step=2)
-    results = []
-    for checkpointing in (False, True):
-        model = GPT(**SMALL, dropout=0.2, activation_checkpointing=checkpointing)
-        loss, _, gradients = loss_and_gradients(model, initial_parameters(model), batch, run)
-        results.append((loss, gradients))
-    assert results[0][0] == results[1][0]
-    for name, gradient in results[0][1].items():
-        np.testing.assert_array_equal(gradient, results[1][1][name], err_msg=name)
-
-
 def test_samples_of_a_batch_do_not_know_each_other(batch):
     """Dropout included: a sample alone, under its place in the batch, has the losses it has in company."""
     model = GPT(**SMALL, dropout=0.2, dtype="float64")
@@ -168,29 +140,27 @@ def test_samples_of_a_batch_do_not_know_each_other(batch):
         np.testing.assert_allclose(whole[2][name], total, rtol=1e-10, atol=1e-12, err_msg=name)
 
 
-def test_gradients_may_be_written_over_those_of_an_earlier_step(batch):
-    model = GPT(**SMALL)
-    named, slots = initial_parameters(model), gradient_slots(model)
-    first = {name: value.copy() for name, value in loss_and_gradients(model, named, batch, slots=slots)[2].items()}
-    again = loss_and_gradients(model, named, batch, slots=slots)[2]
-    fresh = loss_and_gradients(model, named, batch)[2]
-    for name in named:
-        assert again[name] is slots[name]
-        np.testing.assert_array_equal(again[name], first[name])
-        np.testing.assert_array_equal(again[name], fresh[name])
+def test_gradients_may_be_written_over_those_of_an_earlier_step_also_with_checkpoints(batch):
+    """And have the same bits."""
+    run, results = Run(training=True, seed=1, step=2), []
+    for checkpointing in (False, True):
+        model = GPT(**SMALL, dropout=0.2, activation_checkpointing=checkpointing)
+        named, slots = initial_parameters(model), gradient_slots(model)
+        for given in (slots, slots, None):
+            loss, _, gradients = loss_and_gradients(model, named, batch, run, slots=given)
+            assert given is None or all(gradients[name] is slots[name] for name in named)
+            results.append((loss, {name: gradient.tobytes() for name, gradient in gradients.items()}))
+    assert all(result == results[0] for result in results)
 
 
-def test_the_tied_table_has_a_slot_for_each_use():
-    specs = {spec.name: spec for spec in model_specs(GPT(**SMALL))}
-    assert specs["head.projection.weight"].tied == "embedding.token.weight"
-    assert specs["head.projection.weight"].shape == specs["embedding.token.weight"].shape
-    assert model_specs(GPT(**SMALL, tied=False))[-1].tied is None
-
-
-def test_blocks_are_embedding_blocks_and_head():
+def test_blocks_are_embedding_blocks_and_head_and_the_tied_table_has_a_slot_for_each_use():
     model = GPT(**SMALL)
     assert isinstance(model, BlockModel)
     assert list(model.blocks) == ["embedding", "blocks.0", "blocks.1", "head"]
+    specs = {spec.name: spec for spec in model_specs(model)}
+    assert specs["head.projection.weight"].tied == "embedding.token.weight"
+    assert specs["head.projection.weight"].shape == specs["embedding.token.weight"].shape
+    assert model_specs(GPT(**SMALL, tied=False))[-1].tied is None
 
 
 def test_start_values_depend_on_seed_and_name_and_on_nothing_else():
@@ -228,21 +198,20 @@ def test_settings_that_cannot_be_used_are_named(change, message):
         GPT(**{**SMALL, **change})
 
 
-def test_inputs_that_cannot_be_used_are_named():
-    model = GPT(**SMALL)
-    params = bind(model, initial_parameters(model))
-    with pytest.raises(DataError, match=r"length <= 7.*\(1, 8\)"):
-        evaluate(model, params, np.zeros((1, 8), int))
-    with pytest.raises(DataError, match="ids from 0 to 10, the input has ids from 0 to 11"):
-        evaluate(model, params, np.array([[0, 11]]))
-
-
-def test_parameters_that_do_not_fit_are_named():
+def test_inputs_and_parameters_that_do_not_fit_are_named():
     model = GPT(**SMALL)
     named = initial_parameters(model)
-    with pytest.raises(LayoutError, match=r"missing: head\.norm\.bias"):
-        bind(model, {name: value for name, value in named.items() if name != "head.norm.bias"})
-    with pytest.raises(LayoutError, match="no parameters surplus"):
-        bind(model, {**named, "surplus": np.zeros(1)})
-    with pytest.raises(LayoutError, match=r"head\.norm\.bias must be float32 of shape \(12,\), it is float64"):
-        bind(model, {**named, "head.norm.bias": np.zeros(12)})
+    for ids, told in (
+        (np.zeros((1, 8), int), r"length <= 7.*\(1, 8\)"),
+        (np.array([[0, 11]]), "ids from 0 to 10, the input has ids from 0 to 11"),
+    ):
+        with pytest.raises(DataError, match=told):
+            evaluate(model, bind(model, named), ids)
+    norm = named.pop("head.norm.bias")
+    for more, told in (
+        ({}, r"missing: head\.norm\.bias"),
+        ({"head.norm.bias": norm, "surplus": np.zeros(1)}, "no parameters surplus"),
+        ({"head.norm.bias": np.zeros(12)}, r"head\.norm\.bias must be float32 of shape \(12,\), it is float64"),
+    ):
+        with pytest.raises(LayoutError, match=told):
+            bind(model, {**named, **more})

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 
 from mpizero.errors import ConfigError, DataError
+from mpizero.layout.flat import nested
 from mpizero.nn import (
     GELU,
     CausalSelfAttention,
@@ -29,7 +28,9 @@ from mpizero.nn import (
     TransformerBlock,
 )
 from mpizero.nn.layer import SamplePart
+from mpizero.testing import taylor_test
 from mpizero.types import Run
+from tests.nn.checks import gradient_slots, random_parameters, require_contract, require_gradients
 
 TRAINING = Run(training=True, seed=3, step=5, first_sample=11)
 
@@ -59,22 +60,26 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_gradients_are_those_of_finite_differences(name, check_gradients, rng):
+def test_gradients_are_those_of_finite_differences_and_halves_make_the_whole(name, rng):
     layer, shape = LAYERS[name]
-    assert check_gradients(layer, rng.normal(size=shape), TRAINING) is not None
+    assert require_gradients(layer, rng.normal(size=shape), TRAINING) is not None
+    require_contract(layer, rng.normal(size=shape), TRAINING)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_keeps_dtypes_and_arguments_and_its_halves_make_the_whole(name, check_contract, rng):
+def test_an_empty_batch_has_zero_gradients(name, rng):
     layer, shape = LAYERS[name]
-    check_contract(layer, rng.normal(size=shape), TRAINING)
+    (_, params), (flat, grads) = random_parameters(layer, rng), gradient_slots(layer)
+    y, cache = layer.forward(params, np.empty((0, *shape[1:])), TRAINING)
+    assert layer.backward(params, cache, np.empty(y.shape), grads).shape == (0, *shape[1:])
+    assert not any(gradient.any() for gradient in flat.values())
 
 
 @pytest.mark.parametrize("layer", [Embedding(6, 3), TokenEmbedding(6, 5, 3), TokenEmbedding(6, 4, 3, dropout=0.3)])
-def test_embeddings_have_gradients_for_tables_and_none_for_ids(layer, check_gradients, check_contract):
+def test_embeddings_have_gradients_for_tables_and_none_for_ids(layer):
     ids = np.array([[0, 5, 5, 1], [2, 0, 5, 1]])
-    assert check_gradients(layer, ids, TRAINING) is None
-    check_contract(layer, ids.astype(np.uint8), TRAINING)
+    assert require_gradients(layer, ids, TRAINING) is None
+    require_contract(layer, ids.astype(np.uint8), TRAINING)
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
@@ -92,66 +97,39 @@ def test_attention_in_blocks_equals_attention_in_one_product(length, rng):
 
 
 def test_attention_gradients_hold_across_blocks(rng):
-    """Directional derivative of every input at once, at a length of more than one block."""
+    """A direction through all parameters and inputs at once, at a length of more than one block."""
     layer = CausalSelfAttention(4, 2)
-    length = 130
-    x, direction, dy = (rng.normal(size=(1, length, 4)) for _ in range(3))
-    shapes = {spec.name: spec.shape for spec in layer.specs()}
-    flat = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    (flat, params), (gradients, grads) = random_parameters(layer, rng), gradient_slots(layer)
+    x, dy = rng.normal(size=(2, 1, 130, 4))
 
-    def nested(values):
-        return {part: {kind: values[f"{part}.{kind}"] for kind in ("weight", "bias")} for part in ("qkv", "projection")}
+    def value(point):
+        return float((layer.forward(nested(point), point["x"])[0] * dy).sum())
 
-    moves = {name: rng.normal(size=shape) for name, shape in shapes.items()}
-    grads = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
-    _, cache = layer.forward(nested(flat), x)
-    dx = layer.backward(nested(flat), cache, dy, nested(grads))
-    slope = (dx * direction).sum() + sum((grads[name] * moves[name]).sum() for name in grads)
-
-    def value(t):
-        there = {name: flat[name] + t * moves[name] for name in flat}
-        return (layer.forward(nested(there), x + t * direction)[0] * dy).sum()
-
-    assert slope == pytest.approx((value(1e-6) - value(-1e-6)) / 2e-6, rel=1e-6)
+    dx = layer.backward(params, layer.forward(params, x)[1], dy, grads)
+    taylor_test(value, {**gradients, "x": dx}, {**flat, "x": x})
 
 
-def test_later_places_do_not_change_earlier_outputs(rng, nested_block):
-    block, params = nested_block
-    x = rng.normal(size=(1, 70, 4))
+def test_later_places_do_not_change_earlier_outputs(rng):
+    block = TransformerBlock(4, 2)
+    (_, params), x = random_parameters(block, rng), rng.normal(size=(1, 70, 4))
     changed = x.copy()
     changed[:, 66:] += 1.0
     np.testing.assert_array_equal(block.forward(params, x)[0][:, :66], block.forward(params, changed)[0][:, :66])
 
 
-@pytest.fixture
-def nested_block(rng):
-    from mpizero.layout.flat import nested
-
-    block = TransformerBlock(4, 2)
-    return block, nested(dict((spec.name, rng.normal(size=spec.shape)) for spec in block.specs()))
-
-
-def test_checkpointed_gradients_have_the_same_bits(rng):
-    from mpizero.layout.flat import nested
-
+def test_checkpointing_keeps_only_the_input_and_every_bit(rng):
     plain = TransformerBlock(8, 2, dropout=0.2, site=4)
-    values = [(spec.name, rng.normal(size=spec.shape).astype(np.float32)) for spec in plain.specs()]
-    x, dy = (rng.normal(size=(3, 5, 8)).astype(np.float32) for _ in range(2))
+    _, params = random_parameters(plain, rng, np.float32)
+    x, dy = rng.normal(size=(2, 3, 5, 8)).astype(np.float32)
     results = []
     for layer in (plain, Checkpointed(plain)):
-        grads = {spec.name: np.full(spec.shape, np.nan, np.float32) for spec in layer.specs()}
-        y, cache = layer.forward(nested(dict(values)), x, TRAINING)
-        dx = layer.backward(nested(dict(values)), cache, dy, nested(dict(grads.items())))
-        results.append([y, dx, *grads.values()])
+        flat, grads = gradient_slots(layer, np.float32)
+        y, cache = layer.forward(params, x, TRAINING)
+        results.append([y, layer.backward(params, cache, dy, grads), *flat.values()])
+    assert cache[0] is x
+    assert cache[1:] == (TRAINING,)
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_checkpointing_keeps_only_the_input(rng, nested_block):
-    block, params = nested_block
-    x = rng.normal(size=(2, 3, 4))
-    _, cache = Checkpointed(block).forward(params, x, TRAINING)
-    assert cache == (x, TRAINING) or (cache[0] is x and cache[1] is TRAINING)
 
 
 def test_dropout_does_not_depend_on_how_a_batch_is_cut(rng):
@@ -190,19 +168,6 @@ def test_dropout_outside_training_is_the_identity():
     x = np.ones((2, 3))
     assert Dropout(0.5).forward({}, x, Run(training=False))[0] is x
     assert Dropout(0.0).forward({}, x, Run(training=True))[0] is x
-
-
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("frozen",)])
-def test_an_empty_batch_has_zero_gradients(name, rng):
-    from mpizero.layout.flat import nested
-
-    layer, shape = LAYERS[name]
-    params = nested(dict((spec.name, rng.normal(size=spec.shape)) for spec in layer.specs()))
-    grads = {spec.name: np.full(spec.shape, np.nan) for spec in layer.specs()}
-    y, cache = layer.forward(params, np.empty((0, *shape[1:])), TRAINING)
-    dx = layer.backward(params, cache, np.empty(y.shape), nested(dict(grads.items())))
-    assert dx.shape == (0, *shape[1:])
-    assert all((gradient == 0).all() for gradient in grads.values())
 
 
 def test_composites_name_parameters_by_dotted_path():
@@ -253,31 +218,21 @@ def test_settings_that_cannot_be_used_are_named(make, message):
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"),
+    ("layer", "x", "message"),
     [
-        (np.array([[1, 6]]), "ids from 0 to 5, the input has ids from 1 to 6"),
-        (np.array([[-1, 2]]), "ids from -1 to 2"),
-        (np.array([[1.0]]), "dtype float64"),
-        (np.array([[1, 2, 3, 4, 5]]), r"length <= 4.*shape \(1, 5\)"),
-        (np.array([1]), r"shape \(1,\)"),
+        (TokenEmbedding(6, 4, 3), np.array([[1, 6]]), "ids from 0 to 5, the input has ids from 1 to 6"),
+        (TokenEmbedding(6, 4, 3), np.array([[-1, 2]]), "ids from -1 to 2"),
+        (TokenEmbedding(6, 4, 3), np.array([[1.0]]), "dtype float64"),
+        (TokenEmbedding(6, 4, 3), np.array([[1, 2, 3, 4, 5]]), r"length <= 4.*shape \(1, 5\)"),
+        (TokenEmbedding(6, 4, 3), np.array([1]), r"shape \(1,\)"),
+        (Linear(4, 2), np.zeros((2, 3)), r"4 features.*shape \(2, 3\)"),
+        (Position(4, 3), np.zeros((2, 5, 3)), r"length <= 4, 3\), the input has shape \(2, 5, 3\)"),
+        (Position(4, 3), np.zeros((2, 4, 2)), r"length <= 4, 3\), the input has shape \(2, 4, 2\)"),
+        (Position(4, 3), np.zeros((4, 3)), r"length <= 4, 3\), the input has shape \(4, 3\)"),
+        (Position(4, 3), np.zeros((2, 1, 4, 3)), r"length <= 4, 3\), the input has shape \(2, 1, 4, 3\)"),
+        (Position(1, 3), np.zeros((2, 5, 3)), "length <= 1"),  # places are never stretched over a longer sequence
     ],
 )
-def test_ids_outside_the_model_are_refused(ids, message, rng):
-    layer = TokenEmbedding(6, 4, 3)
-    params = {"token": {"weight": np.zeros((6, 3))}, "position": {"weight": np.zeros((4, 3))}}
+def test_ids_outside_of_the_table_and_inputs_of_other_shapes_are_refused(layer, x, message, rng):
     with pytest.raises(DataError, match=message):
-        layer.forward(params, ids)
-
-
-def test_inputs_of_another_width_are_refused():
-    with pytest.raises(DataError, match=r"4 features.*shape \(2, 3\)"):
-        Linear(4, 2).forward({"weight": np.zeros((4, 2)), "bias": np.zeros(2)}, np.zeros((2, 3)))
-
-
-@pytest.mark.parametrize("shape", [(2, 5, 3), (2, 4, 2), (4, 3), (2, 1, 4, 3)])
-def test_places_are_never_stretched_over_a_longer_sequence(shape):
-    layer = Position(4, 3)
-    with pytest.raises(DataError, match=re.escape(f"length <= 4, 3), the input has shape {shape}")):
-        layer.forward({"weight": np.ones((4, 3))}, np.zeros(shape))
-    with pytest.raises(DataError, match="length <= 1"):
-        Position(1, 3).forward({"weight": np.ones((1, 3))}, np.zeros((2, 5, 3)))
+        layer.forward(random_parameters(layer, rng)[1], x)

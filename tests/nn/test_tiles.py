@@ -129,8 +129,7 @@ def assert_same(alone, ranks, model, batch, tiles, **layout):
     assert all(rank == alone for rank in found), (ranks, layout)  # short: the difference itself would fill pages
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("tiles", [2, 4])
+@pytest.mark.parametrize(("tiles", "dtype"), [(2, "float64"), (4, "float32")])
 def test_tensor_tiles_have_the_bits_of_a_tensor_group(tiles, dtype):
     asked = {"tensor": tiles}
     for model, batch in ((gpt(dtype=dtype), IDS), (MLP, POINTS)):
@@ -153,25 +152,21 @@ def test_context_tiles_have_the_bits_of_a_context_group():
     model, asked = gpt(tied=False, activation_checkpointing=True), {"context": 4}
     alone = trained(None, model, IDS, asked, stage=2)
     assert alone[1] != trained(None, model, IDS, None, stage=2)[1]
-    for stage, (ranks, layout) in enumerate((
-        (4, {"context": 4}),
-        (4, {"context": 2, "pipeline": 2}),
-        (2, {"context": 2}),
-        (4, {"context": 2}),
-    )):  # fmt: skip
-        assert_same(alone, ranks, model, IDS, asked, stage=stage, **layout)
-    assert_same(alone, 4, model, IDS, asked, stage=1, context=2)
-    assert_same(alone, 2, model, IDS, asked, stage=3)
+    for ranks, layout in (
+        (4, {"context": 4, "stage": 0}),
+        (4, {"context": 2, "pipeline": 2, "stage": 1}),
+        (2, {"context": 2, "stage": 2}),
+        (4, {"context": 2, "stage": 3}),
+    ):
+        assert_same(alone, ranks, model, IDS, asked, **layout)
 
 
 def test_tiles_of_both_axes_have_the_bits_of_both_groups():
     model, asked = gpt(activation_checkpointing=True), {"tensor": 4, "context": 2}
     alone = trained(None, model, IDS, asked, stage=1)
     for ranks, layout in (
-        (1, {}),
         (2, {"tensor": 2}),
         (2, {"context": 2, "stage": 3}),
-        (4, {"tensor": 2, "context": 2}),
         (4, {"tensor": 2, "pipeline": 2, "stage": 2}),
         (8, {"tensor": 4, "context": 2, "stage": 0}),
     ):

@@ -1,4 +1,4 @@
-"""Losses of elements and of samples: gradients, weights, masks, and what they refuse."""
+"""Losses of classes, elements and samples: values, gradients, weights, masks, and what they refuse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from mpizero import nn
 from mpizero.errors import ConfigError, DataError
-from tests.nn.test_loss import slope_of
+from tests.nn.checks import central_difference
 
 #: Each loss, and the shape of a prediction for targets (5, 3).
 LOSSES = {
@@ -44,10 +44,9 @@ def test_a_gradient_is_the_limit_of_differences(name, weighted, rng):
         target = {"target": target, "weight": rng.uniform(0, 2, (5, 3)), "mask": rng.random((5, 3)) > 0.3}
     elif weighted == "both":
         target = {"target": target, "weight": rng.uniform(0, 2, 5), "mask": rng.random((5, 3)) > 0.3}
-    _, _, cache = loss.forward(prediction, target)
-    np.testing.assert_allclose(
-        loss.backward(cache, 0.5), 0.5 * slope_of(loss, prediction, target), rtol=1e-6, atol=1e-8
-    )
+    _, _, cache = loss.forward(prediction.copy(), target)
+    slope = central_difference(lambda: loss.forward(prediction, target)[0], prediction, 1e-6)
+    np.testing.assert_allclose(loss.backward(cache, 0.5), 0.5 * slope, rtol=1e-6, atol=1e-8)
 
 
 @every_loss
@@ -99,6 +98,36 @@ def test_sums_and_weights_of_parts_add_up(name, rng):
     empty = loss.forward(prediction[:0], {"target": target[:0], "mask": np.zeros(0, bool)})
     assert empty[:2] == (0.0, 0.0)
     assert loss.backward(empty[2]).shape == prediction[:0].shape
+
+
+def test_cross_entropy_is_a_sum_over_counted_targets(rng):
+    prediction = rng.normal(size=(2, 3, 5))
+    loss, weight, cache = nn.CrossEntropy().forward(prediction, np.array([[0, 4, -1], [2, 2, -1]]))
+    p = np.exp(prediction) / np.exp(prediction).sum(-1, keepdims=True)
+    assert loss == pytest.approx(-np.log(p[0, 0, 0] * p[0, 1, 4] * p[1, 0, 2] * p[1, 1, 2]), rel=1e-12)
+    assert weight == 4.0
+    assert nn.CrossEntropy().forward(prediction[:, 0], np.ones(2, np.uint8))[1] == 2.0
+    gradient = p.copy()
+    gradient[[0, 0, 1, 1], [0, 1, 0, 1], [0, 4, 2, 2]] -= 1
+    gradient[:, 2] = 0
+    np.testing.assert_allclose(nn.CrossEntropy().backward(cache, 0.5), 0.5 * gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_mean_squared_error_averages_outputs_and_sums_samples(rng):
+    prediction, target = rng.normal(size=(2, 4, 3))
+    loss, weight, _ = nn.MeanSquaredError().forward(prediction, target)
+    assert loss == pytest.approx(((prediction - target) ** 2).mean(axis=1).sum(), rel=1e-14)
+    assert weight == 4.0
+
+
+def test_one_of_prediction_and_target_may_lack_a_last_axis_of_size_one(rng):
+    values = rng.normal(size=(2, 5))
+    expected = nn.MeanSquaredError().forward(*values)[0]
+    for shapes in (((5, 1), (5,)), ((5,), (5, 1)), ((5, 1), (5, 1))):
+        prediction, target = (row.reshape(shape) for row, shape in zip(values, shapes, strict=True))
+        loss, weight, cache = nn.MeanSquaredError().forward(prediction, target)
+        assert (loss, weight) == (expected, 5.0)
+        assert nn.MeanSquaredError().backward(cache).shape == prediction.shape
 
 
 def test_relative_errors_weigh_elements_inside_both_norms(rng):
@@ -156,37 +185,64 @@ def test_one_number_a_sample_may_have_an_axis_or_not(rng):
 
 
 X = np.zeros((4, 2), "f4")
-WRONG = {
-    "two keys wrong": (nn.L1Loss(), {"targets": X}, r"L1Loss: .*has the key 'targets' \(did you mean 'target'\?\)"),
-    "no target": (nn.L1Loss(), {"weight": X}, r'L1Loss: the key "target" is missing'),
-    "a list": (nn.L1Loss(), {"target": [1.0]}, r'L1Loss: takes arrays, the target\["target"\] is of type list'),
-    "shape": (nn.HuberLoss(), np.zeros((4, 3)), r"HuberLoss: .*shape \(4, 2\).* the target has shape \(4, 3\)"),
-    "weights of other samples": (
-        nn.L1Loss(),
-        {"target": X, "weight": np.ones(3)},
+L1, SQUARED, CLASSES, BINARY, GAUSSIAN = (
+    nn.L1Loss(),
+    nn.MeanSquaredError(),
+    nn.CrossEntropy(),
+    nn.BCEWithLogitsLoss(),
+    nn.GaussianNLLLoss(),
+)
+#: Loss, prediction, target, and what is said; of integers, the gradient would be rounded to integers too.
+WRONG = [
+    (L1, X, {"targets": X}, r"L1Loss: .*has the key 'targets' \(did you mean 'target'\?\)"),
+    (L1, X, {"weight": X}, r'L1Loss: the key "target" is missing'),
+    (L1, X, {"target": [1.0]}, r'L1Loss: takes arrays, the target\["target"\] is of type list'),
+    (nn.HuberLoss(), X, np.zeros((4, 3)), r"HuberLoss: .*shape \(4, 2\).* the target has shape \(4, 3\)"),
+    (
+        L1, X, {"target": X, "weight": np.ones(3)},
         r"L1Loss: takes a weight of the target's shape \(4, 2\) or .* such as \(4,\); the weight has shape \(3,\)",
     ),
-    "weights of outputs": (nn.L1Loss(), {"target": X, "weight": np.ones(2)}, r"the weight has shape \(2,\)"),
-    "negative weight": (nn.L1Loss(), {"target": X, "weight": -np.ones(4)}, "finite weights from 0, .* from -1.0 to"),
-    "NaN weight": (nn.L1Loss(), {"target": X, "weight": np.full(4, np.nan)}, "finite weights from 0"),
-    "mask of numbers": (nn.L1Loss(), {"target": X, "mask": np.ones(4)}, "mask of booleans.*has dtype float64"),
-    "mask and classes": (
-        nn.CrossEntropy(),
-        {"target": np.zeros(4, int), "mask": np.ones((4, 2), bool)},
+    (L1, X, {"target": X, "weight": np.ones(2)}, r"the weight has shape \(2,\)"),
+    (L1, X, {"target": X, "weight": -np.ones(4)}, "finite weights from 0, .* from -1.0 to"),
+    (L1, X, {"target": X, "weight": np.full(4, np.nan)}, "finite weights from 0"),
+    (L1, X, {"target": X, "mask": np.ones(4)}, "mask of booleans.*has dtype float64"),
+    (
+        CLASSES, X, {"target": np.zeros(4, int), "mask": np.ones((4, 2), bool)},
         r"CrossEntropy: takes a mask of the target's shape \(4,\)",
     ),
-    "classes": (nn.BCEWithLogitsLoss(), X + 2, "BCEWithLogitsLoss: takes targets from 0 to 1.* 2 to 2; .*CrossEntropy"),
-    "factors": (nn.BCEWithLogitsLoss([1, 2, 3]), X, "pos_weight has 3 numbers, the prediction has 2 outputs"),
-    "pairs": (nn.GaussianNLLLoss(), X, r"the prediction's shape \(4, 1\).* the target has shape \(4, 2\)"),
-    "complex": (nn.HuberLoss(), X * 1j, "HuberLoss: takes real numbers, the target has dtype complex64"),
-}
+    (BINARY, X, X + 2, "BCEWithLogitsLoss: takes targets from 0 to 1.* 2 to 2; .*CrossEntropy"),
+    (nn.BCEWithLogitsLoss([1, 2, 3]), X, X, "pos_weight has 3 numbers, the prediction has 2 outputs"),
+    (GAUSSIAN, X, X, r"the prediction's shape \(4, 1\).* the target has shape \(4, 2\)"),
+    (GAUSSIAN, np.zeros((4, 3)), np.zeros((4, 1)), r"the prediction has shape \(4, 3\)"),
+    (nn.HuberLoss(), X, X * 1j, "HuberLoss: takes real numbers, the target has dtype complex64"),
+    (CLASSES, X, np.array([0, 1, 2, 0]), "target 2 is not below the number of classes, 2"),
+    (CLASSES, X, np.zeros(4), r"integers of shape \(4,\), for logits of shape \(4, 2\); .* is float64 of"),
+    *((CLASSES, X, target, r"CrossEntropy: takes .* the target (is|has) ") for target in (
+        [0, 1], None, "01", np.zeros(4, complex), np.zeros((4, 2), int)
+    )),
+    *((SQUARED, X, target, r"MeanSquaredError: takes .* the target (is|has) ") for target in ([0, 1], None, "01")),
+    *((SQUARED, np.ones(1), target, f"real numbers.*target has dtype {re.escape(str(target.dtype))}") for target in (
+        np.array([1j]), np.array(["1.0"]), np.array([None]), np.array(["2026"], "M8[Y]")
+    )),
+    *((loss, given, np.zeros(1, int), rf"{type(loss).__name__}: takes .* the prediction (is|has) ") for given in (
+        [[0.0, 1.0]], np.zeros((1, 2), int), np.zeros((1, 2), complex)
+    ) for loss in (CLASSES, SQUARED)),
+    # Elements that only happen to be as many are never paired.
+    *((
+        SQUARED, np.zeros(one), np.zeros(other),
+        rf"shape {re.escape(str(one))}.* the target has shape {re.escape(str(other))}",
+    ) for one, other in (
+        ((2, 3), (3, 2)), ((2, 2, 3), (2, 3, 2)), ((4, 6), (4, 2, 3)), ((4, 6), (4, 3, 2)), ((4, 1, 2), (4, 2)),
+        ((4, 1), (1, 4)), ((4,), ()),
+    )),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_targets_are_named(name):
-    loss, target, message = WRONG[name]
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_a_loss_names_itself_and_what_it_cannot_take(number):
+    loss, prediction, target, message = WRONG[number]
     with pytest.raises(DataError, match=message):
-        loss.forward(np.zeros((4, 2), "f4"), target)
+        loss.forward(prediction, target)
 
 
 @pytest.mark.parametrize(
@@ -203,8 +259,3 @@ def test_wrong_targets_are_named(name):
 def test_wrong_settings_are_named(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
-
-
-def test_gaussian_predictions_are_pairs():
-    with pytest.raises(DataError, match=re.escape("the prediction has shape (4, 3)")):
-        nn.GaussianNLLLoss().forward(np.zeros((4, 3)), np.zeros((4, 1)))

@@ -1,4 +1,4 @@
-"""What tests of split models share: groups on threads and over MPI, a group that counts, parts put together."""
+"""What tests of split models share: grids of threads, models of one's own, a group that counts, parts put together."""
 
 from __future__ import annotations
 
@@ -8,13 +8,122 @@ from collections import Counter
 import numpy as np
 
 from mpizero.comm.model_group import CommunicatorGroup
-from mpizero.nn import initial_parameters, model_specs
+from mpizero.nn import (
+    CrossEntropy,
+    Layer,
+    bind,
+    context_model,
+    cut_batch,
+    evaluate,
+    initial_parameters,
+    loss_and_gradients,
+    model_specs,
+    split_model,
+    whole_prediction,
+)
 from mpizero.testing import run_in_threads
+from mpizero.types import EVALUATE, Run
+
+TRAINING = Run(training=True, seed=3, step=5, first_sample=11)
+SMALL = {"dim": 24, "layers": 2, "heads": 12, "sequence": 40, "vocabulary": 11}
+#: Sizes of a tensor group and of a context group: every one of 1, 2, 3, 4 and 8 ranks.
+TENSOR, CONTEXT = ((2, 1), (3, 1), (4, 1)), ((1, 2), (1, 3), (1, 4))
+BOTH = ((2, 2), (3, 2), (2, 3), (2, 4))
+GRIDS = (*TENSOR, *CONTEXT, *BOTH)
 
 
 def on_ranks(size, function):
-    """Call ``function(group)`` on every rank of a tensor group of threads; results by rank."""
+    """Call ``function(group)`` on every rank of a group of threads; results by rank."""
     return run_in_threads(size, lambda comm: function(CommunicatorGroup(comm)))
+
+
+def on_grid(sizes, function):
+    """Call ``function(tensor group, context group)`` on every rank of a grid of threads; results by tensor rank."""
+    tensor, context = sizes
+
+    def work(comm):
+        with (
+            comm.split(comm.rank % context, name="tensor") as row,
+            comm.split(comm.rank // context, name="c") as column,
+        ):
+            return function(CommunicatorGroup(row), CommunicatorGroup(column))
+
+    found = run_in_threads(tensor * context, work)
+    return [found[rank * context : (rank + 1) * context] for rank in range(tensor)]
+
+
+def cut(model, tensor, context):
+    """Split a model over a tensor group and a context group."""
+    return context_model(split_model(model, tensor), context)
+
+
+def tokens(length, samples=3, vocabulary=11):
+    """Ids and targets, of which one is ignored, each in memory of its own."""
+    x, y = np.random.default_rng(length).integers(0, vocabulary, (2, samples, length))
+    y[0, length // 2] = -1
+    return x.copy(), y.copy()
+
+
+def over_grid(model, named, batch, sizes, run=TRAINING):
+    """Return loss, weight, gradients in whole, and the whole prediction of each rank."""
+
+    def work(tensor, context):
+        part, (x, y) = cut(model, tensor, context), batch if context.size == 1 else cut_batch(*batch, context)
+        own = own_parameters(part, named)
+        loss, weight, gradients = loss_and_gradients(part, own, (x, y), run, scale=0.5)
+        prediction = whole_prediction(part, evaluate(part, bind(part, own), x, run))
+        return loss, weight, gradients, prediction, specs_of(part)
+
+    found = on_grid(sizes, work)
+    for column in zip(*found, strict=True):
+        assert len({rank[:2] for rank in column}) == 1, "a tensor group has one loss"
+    summed = [{name: sum(rank[2][name] for rank in row) for name in row[0][2]} for row in found]
+    whole = assembled([{name: row[0][4][name] for name in row[0][2]} for row in found], summed)
+    loss, weight = (sum(rank[place] for rank in found[0]) for place in range(2))
+    return loss, weight, whole, [rank[3] for row in found for rank in row]
+
+
+def require_close(found, expected, tolerance, name=""):
+    """Differences count against the greatest magnitude: some gradients are rounding alone."""
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
+    largest = np.abs(expected).max(initial=1e-3)
+    assert np.abs(found - expected).max(initial=0) <= tolerance * largest, name
+
+
+def require_same_numbers(model, batch, *grids, tolerance=None):
+    """All ranks of each grid together have the loss, weight, gradients and predictions of the unsplit model."""
+    named, tolerance = perturbed(model), tolerance or {"d": 1e-12, "f": 1e-5}[np.dtype(model.dtype).char]
+    loss, weight, gradients = loss_and_gradients(model, named, batch, TRAINING, scale=0.5)
+    prediction = evaluate(model, bind(model, named), batch[0], TRAINING)
+    for sizes in grids:
+        found = over_grid(model, named, batch, sizes)
+        assert abs(found[0] - loss) <= tolerance * abs(loss), sizes
+        assert abs(found[1] - weight) <= 1e-12 * weight, sizes
+        assert list(found[2]) == list(gradients), sizes
+        for name, gradient in gradients.items():
+            require_close(found[2][name], gradient, tolerance, (name, sizes))
+        for each in found[3]:
+            require_close(each, prediction, tolerance, sizes)
+            assert each.tobytes() == found[3][0].tobytes(), "all ranks have the same prediction"
+
+
+class Model:
+    """A model made by hand of layers."""
+
+    seed, dtype = 0, np.dtype(np.float64)
+
+    def __init__(self, blocks, loss=None):
+        self.blocks, self.loss = blocks, loss or CrossEntropy()
+
+
+class Mute(Layer):
+    """A user's layer that says nothing of groups."""
+
+    def forward(self, params, x, run=EVALUATE):
+        return x, None
+
+    def backward_input(self, params, cache, dy):
+        return dy, None
 
 
 class Counting:
