@@ -69,11 +69,11 @@ def test_nothing_is_copied_and_no_gradient_is_held_twice(strategy: str) -> None:
     with model:
         model.train(*vectors(2))
         engine = model.engine
-        where = engine.reducer.slots[0] if engine.reducer.waves else engine.reducer.window
+        where = engine.reducer.slots[0] if engine.reducer.in_rounds else engine.reducer.window
         assert np.shares_memory(seen[0], where)
         size = engine.layout.gradient_size * 8
         held = engine.memory.private_bytes["gradients"] + engine.memory.shared_bytes["gradients"]
-        stack = engine.reducer.stack.nbytes if engine.reducer.waves else 0
+        stack = engine.reducer.stack.nbytes if engine.reducer.in_rounds else 0
         assert held - stack <= 2 * (size + 4096), "two grains in rows, or one slot"
 
 

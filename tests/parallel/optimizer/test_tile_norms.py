@@ -141,7 +141,7 @@ def run(comm: Any, way: Way, dtype: str, given: dict[str, Array], grads: dict[st
     found = updater._square_sums(reduced, [piece.gradient for piece in updater.trees.own])
     norm, _ = updater.norm(reduced)
     updater.update(reduced, 1, 0.0)
-    store.publish()
+    store.all_gather()
     changed = view.vector().tobytes()
     memory.close()
     grid.close()
