@@ -13,7 +13,7 @@ import numpy as np
 
 from gpu_checking.report import Report
 from mpizero.kernels import cpu, cuda, gpu, namespace
-from tests.kernels.update_rules import UPDATES
+from tests.kernels.cases import UPDATES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 #: Environment variables that give each thread a default stream of its own: launches and copies must still be in order.

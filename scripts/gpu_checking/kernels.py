@@ -12,7 +12,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,10 @@ from cuda_kernels import dtypes
 from cuda_kernels import kernels as cuda_kernels
 
 from gpu_checking.__main__ import simulate_if_asked
-from gpu_checking.kernel_cases import Case, Draw, Host, cases
 from gpu_checking.report import Report, Skipped, timed
 from mpizero.kernels import cuda
 from mpizero.kernels import gpu as devices
-from tests.support import reference
+from tests.kernels.cases import Case, Draw, Host, cases
 from tests.support.simulated import ASKED
 
 #: For each size: flat elements, rows, columns, and the length of what the NumPy form does element by element. The last
@@ -118,7 +116,7 @@ def compared(report: Report, small: bool) -> None:
                 for case in cases(Draw(dtype, *sizes)):
                     with report.attempt(f"{case.kernel} {dtype.__name__} {sizes}"):
                         calls += 1
-                        error, places = _error(device, case)
+                        error, places = case.error(partial(_on_device, device))
                         key = f"{dtype.__name__} {case.kernel}"
                         worst[key] = max(worst.get(key, (0.0, "")), (error, f"{sizes}{places}"))
     for key, (error, where) in sorted(worst.items()):
@@ -159,57 +157,17 @@ def _watched(launched: set[str]) -> Iterator[None]:
         CudaKernel.__call__ = call  # type: ignore[method-assign]
 
 
-def _called(package: ModuleType, name: str, args: list[Any]) -> Any:
-    module, function = name.split(".")
-    return getattr(importlib.import_module(f"{package.__name__}.{module}"), function)(*args)
-
-
 def _on_device(device: devices.Device, case: Case) -> tuple[Any, list[Any]]:
     """Call a kernel on the GPU; return its result and the arguments afterwards, on the host."""
     from mpizero.kernels import to_host
 
-    args = [value.view(np.ndarray).copy() if isinstance(value, np.ndarray) else value for value in case.args]
+    args = case.copies()
     placed = [
         device.put(own) if isinstance(own, np.ndarray) and not isinstance(value, Host) else own
         for own, value in zip(args, case.args, strict=True)
     ]
-    result = _called(cuda, case.kernel, placed)
+    result = case.called(cuda, placed)
     return result, [to_host(value) for value in placed]
-
-
-def _error(device: devices.Device, case: Case) -> tuple[float, str]:
-    """Return the largest error of a call in units of the allowed one, infinity if integers differ; and where it is."""
-
-    def widened(value: Any) -> Any:
-        if not isinstance(value, np.ndarray):
-            return value
-        own = value.view(np.ndarray)
-        return own.astype(np.float64) if case.wide and own.dtype == np.float32 else own.copy()
-
-    wanted = [widened(value) for value in case.args]
-    expected = _called(reference, case.kernel, wanted)
-    result, got = _on_device(device, case)
-    pairs = [(have, want) for have, want in zip(got, wanted, strict=True) if isinstance(have, np.ndarray)]
-    if expected is not None:
-        pairs.append((np.asarray(result), np.asarray(expected)))
-    largest = (0.0, "")
-    for number, (have, want) in enumerate(pairs):
-        if have.dtype.kind != "f":
-            error = 0.0 if np.array_equal(have, want) else np.inf
-        elif not np.array_equal(np.isfinite(have), np.isfinite(want)):
-            error = np.inf
-        else:
-            finite = np.isfinite(want)
-            allowed = case.tolerance * _resolution(case) * max(1.0, float(np.abs(want[finite]).max(initial=0)))
-            error = float(np.abs(have[finite].astype(np.float64) - want[finite]).max(initial=0)) / allowed
-        largest = max(largest, (error, f", array {number}"))
-    return largest
-
-
-def _resolution(case: Case) -> float:
-    """Return the resolution of the dtype in which a kernel computes: that of its first array of floats."""
-    kinds = (value.dtype for value in case.args if isinstance(value, np.ndarray) and value.dtype.kind == "f")
-    return float(np.finfo(next(kinds)).eps)
 
 
 def _other_blocks(report: Report, device: devices.Device) -> None:
@@ -229,8 +187,8 @@ def _other_blocks(report: Report, device: devices.Device) -> None:
         finally:
             launch._grid = usual
         count += 1
-        pairs = zip(first, second, strict=True)
-        if any(isinstance(a, np.ndarray) and a.tobytes() != b.tobytes() for a, b in pairs):
+        pairs = [(a, b) for a, b in zip(first, second, strict=True) if isinstance(a, np.ndarray)]
+        if any(a.tobytes() != b.tobytes() for number, (a, b) in enumerate(pairs) if number != case.scratch):
             differ.append(case.kernel)
     told = ", ".join(sorted(set(differ))) or f"{count} calls"
     report.check("results do not depend on the number of blocks", not differ, told)

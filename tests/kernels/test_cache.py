@@ -6,7 +6,6 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -14,31 +13,16 @@ import pytest
 
 from mpizero.errors import ConfigError
 from mpizero.kernels import machine_code
-from tests.kernels.test_compile import STEP, checkout  # noqa: F401 - a fixture
+from mpizero.testing import run_in_threads
 
 STRANGER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
 
-def start(checkout, **environment):  # noqa: F811
-    """Run the program that takes one step, with a umask that lets the group write; return output and errors."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("NUMBA_", "MPIZERO_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", STEP],
-        env=inherited | {"PYTHONPATH": str(checkout)} | {k: str(v) for k, v in environment.items()},
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        umask=0o002,
-        check=True,
-    )
-    return done.stdout.split("\n")[:-1], done.stderr
-
-
 def as_colleague(script, *arguments):
     """Run a shell script as another user who is in the group of this one."""
-    subprocess.run(["sh", "-c", script, "sh", *map(str, arguments)], user=STRANGER, group=os.getegid(), check=False)
+    command, quiet = ["sh", "-c", script, "sh", *map(str, arguments)], subprocess.DEVNULL
+    subprocess.run(command, user=STRANGER, group=os.getegid(), stderr=quiet, check=False)
 
 
 @pytest.fixture
@@ -63,40 +47,50 @@ def place(name="kernels-0"):
 
 
 @needs_root
-def test_an_object_that_a_colleague_plants_is_never_executed(checkout, temporary):  # noqa: F811
-    formulas = checkout / "mpizero/kernels/formulas.py"
-    honest = formulas.read_text()
-    formulas.write_text(honest.replace("return w - lr * (g + decay * w)\n", "return w + lr * g\n"))
-    assert start(checkout, MPIZERO_CACHE_DIR=temporary / "evil")[0][-1].startswith("w 1.5")
-    (evil,) = (temporary / "evil").glob("*/cpu.update.sgd-f4.o")
-    for path in (temporary / "evil", evil.parent, evil):
-        path.chmod(0o777)
-    formulas.write_text(honest)
-    mine = temporary / "mine"
-    assert start(checkout, MPIZERO_CACHE_DIR=mine)[0] == ["built sgd", "w 0.5 True"]
-    (good,) = mine.glob("*/cpu.update.sgd-f4.o")
-    plant = 'rm -f "$2"; cp "$1" "$2"'
+def test_an_object_that_a_colleague_plants_is_never_loaded(temporary, monkeypatch, capfd):
+    mine, built = temporary / "mine", []
+    monkeypatch.setenv("MPIZERO_CACHE_DIR", str(mine))
+    evil = temporary / "evil.o"
+    machine_code.load_or_build(evil, lambda: b"evil")
+    evil.chmod(0o777)
 
-    as_colleague(plant, evil, good)  # into the folder that a umask of 002 would leave open
-    assert start(checkout, MPIZERO_CACHE_DIR=mine) == (["w 0.5 False"], "")
+    def loaded():
+        """Whether the object was built, from where it was loaded, and what was told."""
+        before = len(built)
+        folder = machine_code.find_folder.__wrapped__("a cpu").path
+        assert machine_code.load_or_build(folder / "x.o", lambda: built.append(1) or b"honest") == b"honest"
+        return len(built) > before, folder, capfd.readouterr().err
 
-    mine.chmod(0o775)  # as older versions made it
-    good.parent.chmod(0o775)
-    as_colleague(plant, evil, good)
+    def plant():
+        as_colleague('rm -f "$2"; cp "$1" "$2"', evil, good)
+
+    umask = os.umask(0o002)  # the group may write what nobody closes
+    try:
+        new, folder, told = loaded()
+    finally:
+        os.umask(umask)
+    good = folder / "x.o"
+    assert (new, folder.parent, told) == (True, mine, "")
+    plant()
+    assert loaded() == (False, folder, "")
+
+    for path in (mine, folder):
+        path.chmod(0o775)  # as older versions made it
+    plant()
     assert good.stat().st_uid == STRANGER
-    out, told = start(checkout, MPIZERO_CACHE_DIR=mine, TMPDIR=temporary)
-    assert out == ["built sgd", "w 0.5 True"]
-    assert f"{mine} can be written by group {os.getegid()} (mode 0775)" in told
-    assert f"rm -r {mine}" in told
-    assert told.count("\n") == 2  # and that kernels are compiled
-    assert start(checkout, MPIZERO_CACHE_DIR=mine, TMPDIR=temporary)[0] == ["w 0.5 False"]  # compiled once there, too
+    for first in (True, False):  # compiled once there, too
+        new, other, told = loaded()
+        assert (new, other.parent) == (first, own(temporary))
+        assert f"{mine} can be written by group {os.getegid()} (mode 0775)" in told
+        assert f"rm -r {mine}" in told
+        assert told.count("\n") == 1
 
-    mine.chmod(0o700)  # closed afterwards, with what the colleague has left
-    good.parent.chmod(0o700)
-    out, told = start(checkout, MPIZERO_CACHE_DIR=mine)
-    assert out == ["built sgd", "w 0.5 True"]
+    for path in (mine, folder):
+        path.chmod(0o700)  # closed afterwards, with what the colleague has left
+    new, other, told = loaded()
+    assert (new, other) == (True, folder)
     assert f"{good} belongs to user {STRANGER}" in told
-    assert start(checkout, MPIZERO_CACHE_DIR=mine) == (["w 0.5 False"], "")
+    assert loaded() == (False, folder, "")
 
 
 def test_folders_and_files_are_this_users_alone_whatever_the_umask(temporary, monkeypatch):
@@ -113,26 +107,6 @@ def test_folders_and_files_are_this_users_alone_whatever_the_umask(temporary, mo
     assert {mode for path, mode in made.items() if path.is_file()} == {0o600}
 
 
-def opened_root(root):
-    root.chmod(0o775)
-
-
-def opened_leaf(root):
-    (root / "kernels-0").chmod(0o777)
-
-
-def foreign_root(root):
-    os.chown(root, STRANGER, STRANGER)
-
-
-def foreign_leaf(root):
-    os.chown(root / "kernels-0", STRANGER, STRANGER)
-
-
-def open_parent(root):
-    root.parent.chmod(0o777)
-
-
 def foreign_link(root):
     root.rename(root.with_name("real"))
     root.symlink_to(root.with_name("real"))
@@ -143,29 +117,27 @@ def foreign_link(root):
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (opened_root, "b can be written by group"),
-        (opened_leaf, "kernels-0 can be written by all users (mode 0777)"),
-        (foreign_root, "b belongs to user 65534"),
-        (foreign_leaf, "kernels-0 belongs to user 65534"),
-        (open_parent, "a can be written by all users and has no sticky bit"),
-        (foreign_link, "b is a link of user 65534"),
+        (lambda root: root.chmod(0o775), "{root} can be written by group"),
+        (lambda root: (root / "kernels-0").chmod(0o777), "kernels-0 can be written by all users (mode 0777)"),
+        (lambda root: os.chown(root, STRANGER, STRANGER), "{root} belongs to user 65534"),
+        (lambda root: os.chown(root / "kernels-0", STRANGER, STRANGER), "kernels-0 belongs to user 65534"),
+        (lambda root: root.parent.chmod(0o777), "{root.parent} can be written by all users and has no sticky bit"),
+        (foreign_link, "{root} is a link of user 65534"),
     ],
 )
-@pytest.mark.parametrize("variable", ["MPIZERO_CACHE_DIR", "XDG_CACHE_HOME", "HOME"])
+@pytest.mark.parametrize(
+    ("variable", "value", "where"),
+    [("MPIZERO_CACHE_DIR", "a/b", "a/b"), ("XDG_CACHE_HOME", "a", "a/mpizero"), ("HOME", "a", "a/.cache/mpizero")],
+)
 def test_a_folder_that_others_can_write_is_refused_and_a_private_one_taken(
-    temporary, monkeypatch, spoil, said, variable
+    temporary, monkeypatch, spoil, said, variable, value, where
 ):
-    root = temporary / "a" / "b"
-    named = {"MPIZERO_CACHE_DIR": root, "XDG_CACHE_HOME": root.parent, "HOME": root.parent}[variable]
-    if variable != "MPIZERO_CACHE_DIR":
-        name = root.with_name("mpizero") if variable == "XDG_CACHE_HOME" else root.parent / ".cache" / "mpizero"
-        root, said = name, said.replace("b ", "mpizero ", 1) if said.startswith("b ") else said
-        said = said.replace("a can", ".cache can") if variable == "HOME" else said
-    monkeypatch.setenv(variable, str(named))
+    root = temporary / where
+    monkeypatch.setenv(variable, str(temporary / value))
     assert place().path == root / "kernels-0"
     spoil(root)
     found = place()
-    assert said in found.refused
+    assert said.format(root=root) in found.refused
     assert str(found.path) in found.refused
     assert found.remedy
     assert found.path == own(temporary) / "kernels-0"
@@ -194,16 +166,9 @@ def test_a_name_among_temporary_files_that_a_stranger_has_taken_is_not_used(temp
     assert list((temporary / "theirs").iterdir()) == []
 
 
-def test_processes_that_look_at_the_same_time_take_the_same_folder(temporary, monkeypatch):
+def test_all_that_look_at_the_same_time_take_the_same_folder(temporary, monkeypatch):
     monkeypatch.setenv("HOME", "nowhere")
-    code = "from mpizero.kernels import machine_code as cache; print(cache._choose_folder('kernels-0').path)"
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(temporary)}, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(4)
-    ]
-    assert {process.communicate(timeout=60)[0].strip() for process in started} == {str(own(temporary) / "kernels-0")}
+    assert set(run_in_threads(8, lambda comm: (comm.barrier(), place().path)[1])) == {own(temporary) / "kernels-0"}
 
 
 def test_without_a_home_a_tilde_is_no_folder(temporary, monkeypatch):

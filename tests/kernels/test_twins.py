@@ -6,12 +6,14 @@ from importlib import import_module
 from inspect import signature
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpizero import kernels
 from mpizero.kernels import cpu, cuda
 from mpizero.kernels.cuda.launch import CudaKernel
 from mpizero.kernels.jit import Kernel
+from tests.kernels.cases import Draw, cases
 from tests.support import reference
 
 PACKAGES = {"cpu": cpu.__name__, "cuda": cuda.__name__, "reference": reference.__name__}
@@ -47,12 +49,14 @@ def test_the_folders_have_the_same_files():
 
 
 @pytest.mark.parametrize("topic", TOPICS)
-def test_twins_have_the_same_names_and_parameters(topic):
+def test_twins_have_the_same_names_and_parameters_and_a_case_each(topic):
     cpu, cuda, reference = (files(folder)[topic] for folder in PACKAGES)
     expected = {name: functions(cpu)[name] for name in declared(cpu)}
     for twin in (cuda, reference):
         assert {name: functions(twin).get(name) for name in expected} == expected
     assert set(declared(cuda)) <= set(expected)
+    called = {case.kernel for case in cases(Draw(np.float32, 1, 1, 1, 1))}
+    assert {f"{topic}.{name}" for name in expected} <= called, "each is compared with its twins in test_values.py"
 
 
 @pytest.mark.parametrize("topic", TOPICS)
