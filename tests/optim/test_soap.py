@@ -7,6 +7,7 @@ import pytest
 
 from mpizero import optim
 from mpizero.errors import ConfigError
+from tests.optim.whole import data, updated
 
 SHAPES = [(9, 9), (7, 12), (12, 7), (1, 5)]
 
@@ -32,20 +33,6 @@ def soap(o, history, w):
             ql = basis(left, ql, first=not t) if rows <= o.max_dimension else ql
             qr = basis(right, qr, first=not t) if columns <= o.max_dimension else qr
     return w
-
-
-def updated(optimizer, start, history):
-    w = start.copy()
-    state = {slot: np.zeros(shape, w.dtype) for slot, shape in optimizer.state_shapes(w.shape).items()}
-    for number, g in enumerate(history, start=1):
-        step = optim.TensorStep(number, optimizer.lr, optimizer.weight_decay)
-        assert optimizer.update_tensor(w, g.copy(), state, step) is None
-    return w
-
-
-def data(shape, dtype="f8", steps=50):
-    rng = np.random.default_rng(3)
-    return rng.standard_normal(shape).astype(dtype), rng.standard_normal((steps, *shape)).astype(dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
