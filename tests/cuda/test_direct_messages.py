@@ -20,6 +20,7 @@ from mpizero.testing import run_in_threads
 from tests.faults.jobs import launchers, run_job
 
 PROGRAM = Path(__file__).with_name("direct_program.py")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=launchers(), ids=lambda pair: pair[0])
@@ -33,8 +34,8 @@ def said(request, tmp_path_factory):
 @pytest.mark.parametrize("layout", ["pipeline", "tensor", "context"])
 def test_what_goes_from_gpu_to_gpu_has_the_bits_of_what_goes_through_the_host(layout, said):
     for rank in said:
-        (losses, parameters, told, copied), through_host = rank[layout]
-        assert [losses, parameters] == through_host[:2]
+        (loss, parameters, told, copied), through_host = rank[layout]
+        assert [loss, parameters] == through_host[:2]
         assert "messages go from GPU to GPU" in told
         assert "messages go through the host (direct_messages = false)" in through_host[2]
         assert copied == 0

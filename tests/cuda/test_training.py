@@ -47,23 +47,15 @@ def ids(samples=2):
 
 def trained(device, comm=None, *, place=mz.DDPModel, optimizer=None, batch=None, model=None, steps=2, **settings):
     """Train on this rank's part of a batch; return losses, the parameters, and a prediction."""
-    config_keys = {
-        "clip",
-        "micro_batch",
-        "accumulate",
-        "minimum_parameter_group_size",
-        "share_node_memory",
-        "mixed_precision",
-        "tiles",
-    }
-    config = {key: settings.pop(key) for key in config_keys & set(settings)}
+    of_model = {key for key in settings if key.endswith("_parallel_size") or key in ("schedule", "zero_stage")}
+    layout = {key: settings.pop(key) for key in of_model}
     x, y = ids() if batch is None else batch
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     share = len(x) // size if place is not mz.HybridShardedModel else len(x)  # there ranks split the model
     own = slice(rank * share, (rank + 1) * share) if share < len(x) else slice(None)
     with (
-        mz.ShardingConfig(comm=comm, device=device, **{"micro_batch": 1, **config}) as sharding,
-        place(gpt() if model is None else model, sharding, **settings) as placed,
+        mz.ShardingConfig(comm=comm, device=device, **{"micro_batch": 1, **settings}) as sharding,
+        place(gpt() if model is None else model, sharding, **layout) as placed,
     ):
         placed.engine.bind(optimizer or mz.AdamW(lr=1e-2))
         losses = [placed.train(x[own], y[own]) for _ in range(steps)]

@@ -34,6 +34,7 @@ declare ptr @PyLong_FromLongLong(i64)
     assert machine_code.Native("answer", compiled(text), "answer").call() == 42
 
 
+@pytest.mark.slow
 def test_where_written_code_may_not_run_the_error_says_what_to_do():
     update.sgd.load("f")  # by another process, so that it is compiled already
     # PR_SET_MDWE of Linux 6.3

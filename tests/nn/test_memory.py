@@ -29,6 +29,7 @@ print(faults() - before)
 """
 
 
+@pytest.mark.slow
 def test_steps_after_the_first_fault_no_memory_in():
     """In processes of their own: the setting is the C library's."""
     counts = {}

@@ -101,15 +101,18 @@ def run(**variables):
     return found.stdout + found.stderr
 
 
+@pytest.mark.slow
 def test_numpy_multiplies_where_it_is_asked_for():
     assert run(MPIZERO_BLAS="numpy") == "0 True\n"
 
 
+@pytest.mark.slow
 @needs_library
 def test_a_named_library_makes_the_large_products_and_no_others():
     assert run(MPIZERO_BLAS=str(OTHER)) == "2 False\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(MKL is None, reason="needs the extra `mkl`")
 def test_mkl_is_taken_where_it_is_installed():
     assert run() == "2 False\n"
