@@ -406,6 +406,10 @@ part_ptx() {
 
 part_torch() {
     wait_prepared torch || return 1
+    # Most of the time is XLA's: all processes share what it has compiled. Without a limit of size they would not lock.
+    rm -rf "$LOGS/jax-cache"
+    export JAX_COMPILATION_CACHE_DIR=$LOGS/jax-cache JAX_COMPILATION_CACHE_MAX_SIZE=1000000000 \
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
     # One program is in Fortran; where gfortran is missing and cannot be had, its tests are skipped.
     command -v gfortran >/dev/null || { can_apt && apt_install gfortran gcc libc6-dev >"$LOGS/gfortran.log" 2>&1; }
     # Recipes run under the other environment's MPICH: mpi4py would take the system's library first.

@@ -197,7 +197,8 @@ def test_every_setting_is_documented():
     from mpizero.train.config.sections import MODELS
 
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    plain = [field.default.__class__ for field in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(field.default)]
+    defaults = [field.default for field in dataclasses.fields(RunConfig)]
+    plain = [type(default) for default in defaults if dataclasses.is_dataclass(default)]
     for section in {*MODELS.values(), *OPTIMIZERS.values(), *plain}:
         missing = [field.name for field in dataclasses.fields(section) if f"`{field.name}`" not in text]
         assert not missing, f"docs/cli.md does not name {missing} of {section.__name__}"

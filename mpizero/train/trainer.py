@@ -25,7 +25,7 @@ from mpizero.data import OnlineSource, Source
 from mpizero.errors import ArgumentError, ConfigError, DataError, StateError
 from mpizero.layout.flat import joined
 from mpizero.sharding import Config, Mesh, ShardedModelBase, distribute
-from mpizero.sharding.config import ranks_and_settings
+from mpizero.sharding.config import placement, ranks_and_settings
 from mpizero.sharding.partition import blocks_of
 from mpizero.train.callbacks import Metric, check_callbacks, check_metrics, state_name
 from mpizero.train.config.build import task_of, units_per_sample
@@ -249,6 +249,7 @@ class TrainerArguments:
             return loop.of_all(len(source), name)
 
     def _check(self, config: Config) -> None:
+        placement(self.strategy or "zero2")  # or an error that names the strategies
         given = {name: getattr(self, name) for name in ("mesh", "config", "optimizer", "strategy")}
         if self.is_sharded:
             check_sharded(self.model, given)
@@ -369,7 +370,7 @@ class Trainer:
     steps, global_batch : int
         Number of training steps, and of samples in each. A method of whole vectors such as ``mz.LBFGS()`` takes all
         samples: ``global_batch`` may be left out, and ``steps`` is the most evaluations.
-    strategy : {"ddp", "zero1", "zero2", "zero3"}
+    strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
         What the ranks shard; "zero2" if it is not given. Left out with a sharded model.
     validation : Source, float or None
         The samples for validation, or a share of ``source`` that is held back for it; None or 0 does not validate.

@@ -132,7 +132,7 @@ def test_what_is_written_on_the_host_counts_from_then_on():
             model.train(*batch())
             store = model.engine.store
             store.owned(0)[:2] = 7.0  # the first values anybody asks for: the others must be the new ones too
-            store.publish()
+            store.all_gather()
             model.train(*batch())
             model.set_parameters(model.get_parameters() * 2)
             return model.train(*batch()), model.predict(batch()[0]).tobytes(), model.get_parameters().tobytes()
@@ -202,7 +202,7 @@ def test_a_look_at_memory_overwrites_nothing_that_was_written_on_the_host():
         store = model.engine.store
         store.owned(0)[:2] = 7.0
         model.check_integrity()
-        store.publish()
+        store.all_gather()
         assert (model.get_parameters()[:2] == 7.0).all()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpizero.layout import Grains
-from mpizero.layout.sum_tree import FoldStep, Program, TreeNode, cover, fold_plan, merge, rows_plan, round_plan
+from mpizero.layout.sum_tree import FoldStep, Program, TreeNode, cover, fold_plan, merge, round_plan, rows_plan
 
 Expression = object  # a leaf number, or a pair of expressions
 

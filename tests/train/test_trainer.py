@@ -147,13 +147,13 @@ def test_an_interrupted_run_equals_an_uninterrupted_one_in_parameters_figures_an
 
 
 def test_a_run_keeps_its_tiles_on_other_sizes_and_starts_anew_without_them(tmp_path):
-    def work(comm, folder, how, steps, **parallel):
+    def work(comm, folder, how, steps, **sizes):
         rng = np.random.default_rng(1)
         x = rng.normal(size=(24, 3)).astype(np.float32)
         settings = {"steps": steps, "global_batch": 6, "optimizer": mz.AdamW(0.1), "progress": False}
         model, source = mz.nn.MLP(3, [9, 6], 1, task="regression"), mz.data.ArraySource(x, x[:, :1] ** 2)
-        config = mz.ShardingConfig(comm=comm)
-        with mz.Trainer(model, source, config, **settings, parallel=parallel, run=tmp_path / folder) as trainer:
+        mesh = mz.Mesh(comm, **sizes)
+        with mesh, mz.Trainer(model, source, mesh=mesh, **settings, run=tmp_path / folder) as trainer:
             found = getattr(trainer, how)().parameters_sha256, trainer.model.metadata().tiles["tensor"]
             if comm.size == 1:
                 trainer.fit()
@@ -374,12 +374,12 @@ def test_models_split_over_ranks_and_models_sharded_already_train_the_same(tmp_p
     def work(comm):
         source = samples()
         source = mz.data.ArraySource(source.x, source.y[:, None])
-        config = mz.ShardingConfig(comm=comm, micro_batch=2)
         given = {"steps": 4, "global_batch": 12, "run": tmp_path / str(comm.size), "progress": False}
         if comm.size == 1 or how == "pipeline":
-            parallel = {"pipeline": 2, "schedule": "gpipe"} if comm.size > 1 else None
-            with mz.Trainer(net, source, config, optimizer=mz.AdamW(1e-2), parallel=parallel, **given) as trainer:
+            mesh, config = mz.Mesh(comm, pipeline=min(2, comm.size)), mz.Config(micro_batch=2, schedule="gpipe")
+            with mesh, mz.Trainer(net, source, config, mesh=mesh, optimizer=mz.AdamW(1e-2), **given) as trainer:
                 return trainer.fit()
+        config = mz.ShardingConfig(comm=comm, micro_batch=2)
         with mz.ZeRO3Model(net, config, optimizer=mz.AdamW(1e-2)) as model:
             trainer = mz.Trainer(model, source, **given)
             result = trainer.fit()
@@ -436,15 +436,13 @@ WRONG = {
     "no optimizer": ({"optimizer": None}, ConfigError, r"optimizer is missing: give one, such as optimizer=mz.AdamW"),
     "best without validation": ({"best": "deviation", "validation": None}, ConfigError, "needs validation samples"),
     "patience without validations": ({"patience": 2, "validate_every": 0}, ConfigError, "validate_every > 0"),
-    "an average that is not kept": ({"validate_ema": True}, ConfigError, r"give it ShardingConfig\(ema=0.999\)"),
+    "an average that is not kept": ({"validate_ema": True}, ConfigError, r"give it config=mz.Config\(ema=0.999\)"),
     "an unknown metric": ({"best": "deviatoin"}, ConfigError, r"\"deviatoin\": no .*did you mean 'deviation'\?.*\"-\""),
     "min_delta alone": ({"min_delta": 0.1}, ConfigError, "min_delta = 0.1: belongs to patience"),
     "a source too short": ({"global_batch": 500}, DataError, "at most the number of training samples, which is 72"),
     "arrays for a source": ({"validation": np.ones(3)}, ArgumentError, r"validation is a ndarray.*mz.data.ArraySource"),
-    "a strategy of another name": ({"strategy": "zero4"}, ConfigError, 'strategy = "zero4": must be one of "ddp"'),
-    "too many stages": ({"parallel": {"pipeline": 3}}, ConfigError, "pipeline = 3: does not fit this job"),
-    "a wrong size": ({"parallel": {"pipelin": 2}}, ConfigError, r"'pipelin' is unknown \(did you mean 'pipeline'\?\)"),
-    "a setting elsewhere": ({"parallel": {"bucket_mb": 2}}, ConfigError, "bucket_mb is a setting of the ShardingConf"),
+    "a strategy of another name": ({"strategy": "zero4"}, ConfigError, "unknown strategy 'zero4': choose one of ddp"),
+    "ranks given twice": ({"mesh": mz.Mesh("self")}, ConfigError, "a ShardingConfig has ranks of its own"),
     "metrics in a list": ({"metrics": [deviation]}, ArgumentError, "expected a dictionary of functions"),
     **{
         f"the taken name {name}": ({"metrics": {name: deviation}}, ConfigError, f"'{name}' cannot be the name of a met")
@@ -474,7 +472,7 @@ def test_a_sharded_model_comes_without_arguments_for_sharding(tmp_path):
     given = {"steps": 1, "global_batch": 4, "run": tmp_path}
     config = mz.ShardingConfig(comm="self")
     with config, mz.ZeRO2Model(linear(), config) as model:
-        for name, value in (("optimizer", mz.SGD(0.1)), ("strategy", "ddp"), ("parallel", {}), ("config", config)):
+        for name, value in (("optimizer", mz.SGD(0.1)), ("strategy", "ddp"), ("mesh", config.mesh), ("config", config)):
             with pytest.raises(ConfigError, match=f"Trainer: {name} is for a model that is not sharded yet"):
                 mz.Trainer(model, samples(), **given, **{name: value})
         with pytest.raises(StateError, match="this ZeRO2Model has no optimizer: give it one"):

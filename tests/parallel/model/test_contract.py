@@ -120,7 +120,7 @@ def test_a_closed_model_says_so_and_closing_twice_is_nothing() -> None:
         lambda: model.synchronize_gradients(),
         lambda: model.clone(),
         lambda: model.metadata(),
-        lambda: optimizer.step(),
+        lambda: model.optimizer.step(),
         lambda: optimizer.state_dict(),
     ):
         with pytest.raises(RuntimeError, match="this ZeRO2Model is closed.*before close"):
@@ -342,12 +342,12 @@ def test_who_still_predicts_sees_the_old_parameters() -> None:
     def race(comm: Any) -> None:
         config = mz.ShardingConfig(comm=comm)
         wrapped = mz.FunctionModel({"w": np.zeros(10)}, ten().loss_and_grad, predict=slow)
-        model, optimizer = mz.distribute(wrapped, mz.SGD(lr=1.0), strategy="zero1", config=config)
+        model = mz.distribute(wrapped, mz.SGD(lr=1.0), strategy="zero1", config=config)
         with model:
             for change in (
                 lambda: model.set_parameters(np.ones(10)),
                 lambda: model.apply_gradients(model.synchronize_gradients(), 1.0),
-                lambda: optimizer.step(),
+                lambda: model.optimizer.step(),
             ):
                 model.compute_gradients(np.ones((1, 10)), np.ones(1))
                 before = model.get_parameters()

@@ -26,13 +26,12 @@ def samples(bad=()):
     return mz.data.ArraySource(x, rng.integers(0, 3, 64))
 
 
-def trainer(folder, comm="self", *, source=None, bad_steps=None, **settings):
+def trainer(folder, comm="self", *, source=None, bad_steps=None, pipeline=1, **settings):
     given = {} if bad_steps is None else {"bad_steps": bad_steps}
-    config = mz.ShardingConfig(comm=comm, micro_batch=2, **given)
-    chosen = {"steps": 9, "global_batch": 16, "every": 4, "progress": False, **settings}
-    return mz.Trainer(
-        mz.nn.MLP(6, [8, 8, 8], 3), source or samples(), config, optimizer=mz.AdamW(1e-2), run=folder, **chosen
-    )
+    mesh, config = mz.Mesh(comm, pipeline=pipeline), mz.Config(micro_batch=2, **given)
+    chosen = {"steps": 9, "global_batch": 16, "every": 4, "progress": False, "run": folder, **settings}
+    model, optimizer = mz.nn.MLP(6, [8, 8, 8], 3), mz.AdamW(1e-2)
+    return mz.Trainer(model, source or samples(), config, mesh=mesh, optimizer=optimizer, **chosen)
 
 
 class Stop(mz.Callback):
@@ -49,7 +48,7 @@ def stopped_and_resumed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
 
     def work(comm):
-        layout = {"parallel": {"pipeline": 2}, "strategy": "zero1", "asynchronous": True}
+        layout = {"pipeline": 2, "strategy": "zero1", "asynchronous": True}
         with trainer(folder, comm, callbacks=[Stop()], **layout) as one, pytest.raises(mz.Preempted):
             one.fit()
 
