@@ -92,7 +92,7 @@ SETTERS = {
 }
 
 
-@pytest.mark.parametrize(("name", "strategy"), zip(SETTERS, ["ddp", "zero3"] * 2, strict=True))
+@pytest.mark.parametrize(("name", "strategy"), list(zip(SETTERS, ["ddp", "zero3"] * 2, strict=True)))
 def test_the_average_begins_anew_with_parameters_that_are_set_after_a_step(strategy, name, tmp_path, capsys):
     """Of the old parameters nothing is left; before the first step nothing is told."""
 
