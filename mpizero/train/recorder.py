@@ -405,6 +405,7 @@ class VisitPlan:
             model=self._model.wrapped_model,
             optimizer=self._model.optimizer.wrapped_optimizer,
             config=config,
+            mesh=self._model.mesh,
             loss_scale=config.loss_scale(None) is not None,
             row=placement(self._strategy),
             parallel_layout=parallel_layout,

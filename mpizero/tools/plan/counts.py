@@ -33,7 +33,7 @@ from mpizero.sharding.config import Placement, gradient_codec, needs_norm
 from mpizero.types import Array
 
 if TYPE_CHECKING:
-    from mpizero.sharding.config import ScratchUse, ShardingConfig
+    from mpizero.sharding.config import Config, ScratchUse
 
 
 class Sent(NamedTuple):
@@ -618,7 +618,7 @@ class PlannedTraining:
     ----------
     row : Placement
         The strategy's row of the placement table.
-    config : ShardingConfig
+    config : Config
         The settings; the communicator is not used.
     optimizer : optimizer
         The optimizer, as :func:`mpizero.optim.elementwise.adapt` returns it.
@@ -637,7 +637,7 @@ class PlannedTraining:
     """
 
     row: Placement
-    config: ShardingConfig
+    config: Config
     optimizer: Any
     step: StepBatches
     itemsize: int

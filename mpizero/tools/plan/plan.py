@@ -33,8 +33,8 @@ from mpizero.kernels.gpu import STAGING
 from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
 from mpizero.optim.elementwise import EMA, averaging, tensor_state_size
 from mpizero.sharding.config import (
+    Config,
     Placement,
-    ShardingConfig,
     assigns_rounds,
     claims_grains,
     keeps_gradients_on_device,
@@ -44,6 +44,7 @@ from mpizero.sharding.config import (
 from mpizero.sharding.device import gradient_places
 from mpizero.sharding.device_update import buffer_sizes, updates_on_device
 from mpizero.sharding.grad_reduce import largest_block, residual_sizes
+from mpizero.sharding.mesh import Mesh
 from mpizero.sharding.params import SLOTS, paged
 from mpizero.sharding.partition import ParallelLayout, in_tiles, within_rounding
 from mpizero.sharding.whole_tensors import TensorPlan
@@ -360,8 +361,8 @@ class TrainingPlan:
         The model to be trained.
     optimizer : optimizer
         Any optimizer that :func:`mpizero.optim.elementwise.adapt` accepts.
-    config : ShardingConfig
-        The settings; the communicator is not used.
+    config : Config
+        The settings.
     row : Placement
         The strategy's row of the placement table.
     parallel_layout : ParallelLayout
@@ -370,6 +371,9 @@ class TrainingPlan:
         Number of ranks in the job.
     ranks_per_node : int or None
         Number of ranks on a real node; None puts all ranks on one node.
+    mesh : Mesh or None
+        Whether ranks share memory, and how many a simulated node has; no communicator is used. None: the mesh of
+        ``config``, if that is a ShardingConfig, or the defaults.
     global_batch : int
         Samples in a step. Each rank is assumed to start with those that :func:`mpizero.data.batches` gives it.
     x, y : array, or tree of arrays
@@ -392,11 +396,12 @@ class TrainingPlan:
 
     model: Any
     optimizer: Any
-    config: ShardingConfig
+    config: Config
     row: Placement
     parallel_layout: ParallelLayout = field(default_factory=ParallelLayout)
     ranks: int
     ranks_per_node: int | None = None
+    mesh: Mesh | None = None
     global_batch: int
     x: Any
     y: Any
@@ -433,11 +438,9 @@ class TrainingPlan:
     @cached_property
     def places(self) -> PlannedRanks:
         """The nodes of all ranks, which also give each rank's groups."""
+        mesh = self.mesh or getattr(self.config, "mesh", None) or Mesh()
         return PlannedRanks.build(
-            self.axes,
-            ranks_per_node=self.ranks_per_node,
-            simulated=self.config.ranks_per_node,
-            share=self.config.share_node_memory,
+            self.axes, ranks_per_node=self.ranks_per_node, simulated=mesh.ranks_per_node, share=mesh.share_node_memory
         )
 
     @cached_property
