@@ -33,7 +33,7 @@ def placed(comm, optimizer, strategy="zero3", layout=None, **settings):
     config = mz.ShardingConfig(comm=comm, micro_batch=3, **{"ema": 0.9, **settings})
     if layout:
         return mz.HybridShardedModel(network(), config, **layout, optimizer=optimizer)
-    return mz.distribute(network(), optimizer, strategy=strategy, config=config)[0]
+    return mz.distribute(network(), optimizer, strategy=strategy, config=config)
 
 
 def share(model):

@@ -189,7 +189,10 @@ MISTAKES = {
     # functions
     "no batch": (lambda: mz.nn.loss_and_gradients(network(dtype=np.dtype("f4")), FLAT, (X,)), r"a pair \(x, target\)"),
     "flat parameters": (lambda: mz.nn.evaluate(network(), FLAT, X), r"block 'a': evaluate takes what bind"),
-    "a batch without config": (lambda: mz.data.batches(mz.data.ArraySource(X, Y), None, 2), "is a ShardingConfig"),
+    "a batch without config": (
+        lambda: mz.data.batches(mz.data.ArraySource(X, Y), None, 2),
+        "expected a sharded model or a mpizero.Mesh",
+    ),
     "threads in another order": (lambda: mz.testing.run_in_threads(len, 2), "a function|must be one|whole number"),
     "no ranks": (lambda: mz.InMemoryCommunicator.group(0), "size=0: expected a whole number of ranks >= 1"),
     "no folder": (lambda: placed(black_box()).save_model(3), "a path, a string or pathlib.Path; got 3"),

@@ -223,7 +223,8 @@ class Inversion:
         comm, shots = self._mesh.communicator, Shots(self._misfit, self._truth, self._settings.peaks[-1])
         with all_ranks(comm):
             x, y = shots.samples(np.array_split(np.arange(len(shots)), comm.size)[comm.rank])
-        with mz.DDPModel(self._function(velocity), self._config) as model:
+        function = self._function(velocity)
+        with mz.distribute(function, None, "ddp", mesh=self._mesh, config=self._config) as model:
             found = model.compute_gradients(x, y)
             return Reached(velocity, found.loss, self._error(velocity), found.values.reshape(velocity.shape).copy())
 
