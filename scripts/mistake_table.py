@@ -4,7 +4,7 @@
 
 The mistakes are the functions in scripts/mistakes/*.py, which declare the expected exit status and message. The exit
 status of this script is 1 if a job hangs, ends with another status, or does not print the message. ``--page`` writes
-the table into docs/failures.md. The default launchers are those in the environment variable MPIZERO_MPIEXEC, or the
+the table into docs/mistakes.md. The default launchers are those in the environment variable MPIZERO_MPIEXEC, or the
 mpiexec in the folder of this Python interpreter.
 """
 
@@ -27,7 +27,7 @@ from harness.jobs import ROOT, Ended, Mpi, launchers, run  # noqa: E402
 from harness.options import plain  # noqa: E402
 from harness.tables import between, markdown  # noqa: E402
 
-PAGE = ROOT / "docs" / "failures.md"
+PAGE = ROOT / "docs" / "mistakes.md"
 #: Seconds after which a job counts as hanging.
 LIMIT = 60.0
 
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--only", nargs="+", default=[], metavar="TOPIC", help="files of scripts/mistakes")
     parser.add_argument("--launcher", action="append", metavar="'MPIEXEC PYTHON'")
-    parser.add_argument("--page", action="store_true", help="write the table into docs/failures.md")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/mistakes.md")
     options = parser.parse_args()
     found: list[Row] = []
     for mpi in launchers(options.launcher):

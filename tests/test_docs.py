@@ -204,8 +204,8 @@ def test_every_setting_is_documented():
         assert not missing, f"docs/cli.md does not name {missing} of {section.__name__}"
 
 
-#: Its table of mistakes shows settings that do not exist.
-MISTAKES = ROOT / "docs" / "failures.md"
+#: Its table shows settings that do not exist.
+MISTAKES = ROOT / "docs" / "mistakes.md"
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p != MISTAKES], ids=lambda p: p.name)
