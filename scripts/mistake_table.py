@@ -101,8 +101,11 @@ def table(found: Sequence[Row]) -> str:
     for name in dict.fromkeys(row.name for row in found):
         same = [row for row in found if row.name == name]
         text = next((row.message for row in reversed(same) if row.message), "").replace("|", r"\|").replace("`", "'")
-        lines.append((same[0].done, f"`{text}`", "; ".join(f"{row.ranks}: {row.figures}" for row in same)))
-    return markdown(("what was done", "what is said", "ranks: seconds, status"), lines)
+        ends = [(row.ranks, "hang" if row.ended.late else str(row.ended.status)) for row in same]
+        different = len({end for _, end in ends}) > 1
+        told = dict.fromkeys(f"{ranks}: {end}" if different else end for ranks, end in ends)
+        lines.append((same[0].done, f"`{text}`", "; ".join(told), f"{max(row.ended.seconds for row in same):.1f}"))
+    return markdown(("what was done", "what is said", "status", "seconds"), lines)
 
 
 def main() -> None:
