@@ -14,6 +14,7 @@ import importlib
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,12 +96,19 @@ def rows(mpi: Mpi, only: Sequence[str], several: Sequence[int]) -> Iterator[Row]
             yield Row(f"{file}.{name}", function.__doc__.partition("\n")[0].rstrip("."), ranks, ended, expected)
 
 
+def shown(message: str) -> str:
+    """Return a message as a cell of the table, without what differs from run to run, its line and a long end."""
+    text = re.sub(r" \([\w./]+\.py:\d+ in [^()]*\)$", "", message)
+    text = re.sub(rf"{tempfile.gettempdir()}/tmp\w+/|(?<= at 0x)\w+", "", text)
+    return textwrap.shorten(text, 320, placeholder=" ...").replace("|", r"\|").replace("`", "'")
+
+
 def table(found: Sequence[Row]) -> str:
     """Return the rows as a Markdown table, with one line for each mistake on all its numbers of ranks."""
     lines = []
     for name in dict.fromkeys(row.name for row in found):
         same = [row for row in found if row.name == name]
-        text = next((row.message for row in reversed(same) if row.message), "").replace("|", r"\|").replace("`", "'")
+        text = shown(next((row.message for row in reversed(same) if row.message), ""))
         ends = [(row.ranks, "hang" if row.ended.late else str(row.ended.status)) for row in same]
         different = len({end for _, end in ends}) > 1
         told = dict.fromkeys(f"{ranks}: {end}" if different else end for ranks, end in ends)
