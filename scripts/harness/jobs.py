@@ -152,8 +152,13 @@ class Job:
 
     def end(self) -> None:
         """Kill what is left of the job, and wait for its first process."""
-        for pid in (self.process.pid, *self.processes()) if self.process.poll() is None else self.processes():
-            _kill(pid)
+        if self.process.poll() is None:
+            self.process.kill()
+        until = time.monotonic() + 10.0
+        while (left := self.processes()) and time.monotonic() < until:  # a killed process is there until it has ended
+            for pid in left:
+                _kill(pid)
+            time.sleep(0.002)
         self.process.wait()
 
     def wait(self, limit: float, meanwhile: Callable[[Job], bool] | None = None) -> bool:

@@ -45,10 +45,17 @@ def test_the_end_of_a_job_is_that_of_all_that_it_has_started():
     assert not job.processes()
 
 
-def test_a_process_that_outlives_its_job_is_counted_and_ended(monkeypatch):
+def test_a_process_that_outlives_its_job_is_counted_and_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "LAST", 0.1)
-    found = []
-    ended = jobs.run(python(LEAVES), meanwhile=lambda job: found.append(job) or True)
+    found, seen = [], tmp_path / "seen"
+
+    def look(job):
+        found.append(job)
+        seen.touch()
+        return True
+
+    waits = f"import os, time\nwhile not os.path.exists({str(seen)!r}): time.sleep(0.01)"
+    ended = jobs.run(python(f"{LEAVES}; {waits}"), meanwhile=look)
     assert (ended.status, ended.strays) == (0, 1)
     assert not found[0].processes()
 
