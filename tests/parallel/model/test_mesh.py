@@ -41,14 +41,13 @@ def trained(comm: Any, strategy: str, sizes: dict[str, Any], **settings: Any) ->
         return model.parameters_sha256()
 
 
-def test_every_mesh_and_strategy_trains_to_the_bits_of_one_process() -> None:
-    known: dict[Any, str] = {}
+def test_every_mesh_trains_to_the_bits_of_one_process() -> None:
+    known = {str(tiles): trained("self", "ddp", {}, tiles=tiles) for tiles in (None, TILES)}
     for number, (ranks, sizes) in enumerate(MESHES):
-        tiles = TILES if {"tensor", "context"} & sizes.keys() else None
-        for strategy in (STRATEGIES[number % 4], STRATEGIES[(number + 2) % 4]):
-            found = run_in_threads(ranks, lambda comm, s=strategy, z=sizes, t=tiles: trained(comm, s, z, tiles=t))
-            expected = known.setdefault(str(tiles), trained("self", "ddp", {}, tiles=tiles))
-            assert set(found) == {expected}, (ranks, sizes, strategy)
+        tiles, strategy = TILES if {"tensor", "context"} & sizes.keys() else None, STRATEGIES[number % 4]
+        found = run_in_threads(ranks, lambda comm, s=strategy, z=sizes, t=tiles: trained(comm, s, z, tiles=t))
+        expected = known[str(tiles)]
+        assert set(found) == {expected}, (ranks, sizes, strategy)
 
 
 def test_settings_of_the_pipeline_reach_it() -> None:
