@@ -245,6 +245,14 @@ def distribute(
     model : ShardedModelBase
         The model, ready to train. Its attribute ``optimizer`` is the sharded optimizer.
 
+    Raises
+    ------
+    ConfigError
+        If the strategy is unknown, ranks are given twice, ranks differ in a setting, or ``cuts`` are set without a
+        pipeline.
+    GridError
+        If the product of the sizes of the mesh is not the number of ranks.
+
     Examples
     --------
     >>> import numpy as np
@@ -267,6 +275,8 @@ def distribute(
     placement(strategy)
     owns = mesh is None and not isinstance(config, ShardingConfig)
     mesh, config = ranks_and_settings(Mesh(comm) if comm is not None else mesh, config)
+    if config.cuts is not None and mesh.pipeline == 1:
+        raise ConfigError(f"cuts={list(config.cuts)} need a pipeline; the mesh has pipeline=1: mz.Mesh(pipeline=...)")
     if not mesh.splits_model:
         made = _MODELS[strategy](model, config, optimizer=optimizer, mesh=mesh)
     else:
@@ -348,7 +358,8 @@ class ModelParallelBase(ShardedModelBase):
         _ = self._parallel_layout.axes(self.world_size), self._placement, self._parallel_layout.chunks
         plans = super()._plans()
         parallel_layout = {**self._parallel_layout.comparable(), "zero_stage": self.zero_stage}
-        return {"strategy": plans.pop("strategy"), "the parallel layout": parallel_layout, **plans}
+        first = {name: plans.pop(name) for name in ("Mesh", "strategy") if name in plans}
+        return {**first, "the parallel layout": parallel_layout, **plans}
 
     def become_local(self, every: int) -> None:
         """Raise ConfigError, because local SGD needs the whole model on every rank."""

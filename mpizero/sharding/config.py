@@ -101,7 +101,7 @@ def placement(strategy: str) -> Placement:
     ConfigError
         If ``strategy`` is another name.
     """
-    if strategy not in PLACEMENTS:
+    if not isinstance(strategy, str) or strategy not in PLACEMENTS:
         raise ConfigError(
             f"unknown strategy {strategy!r}: choose one of {', '.join(PLACEMENTS)}{nearest(strategy, PLACEMENTS)}"
         )
@@ -167,8 +167,8 @@ class Config:
     virtual_stages : int
         Number of chunks on each pipeline stage, for "interleaved".
     cuts : sequence of int or None
-        Number of the first block of every chunk of the pipeline, without the first chunk. None chooses them so that the
-        stages have about equal costs.
+        Number of the first block of every chunk of the pipeline, without the first chunk; only with a pipeline. None
+        chooses them so that the stages have about equal costs.
     costs : sequence of float or None
         Cost of every block, from which ``cuts=None`` chooses, for example the result of :func:`measured_costs`. None
         uses the floating-point operations of the block's layers.

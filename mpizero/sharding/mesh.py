@@ -216,7 +216,8 @@ class Mesh:
     def close(self) -> None:
         """Free the communicators made for this mesh, and stop the thread that watches for timeouts. Collective.
 
-        Close the models first. If the mesh was never used or is already closed, do nothing.
+        Close the models first. If the mesh was never used or is already closed, do nothing. A mesh that is used again
+        makes new communicators, and has to be closed again.
         """
         self._close("Mesh.close")
 

@@ -44,7 +44,7 @@ from mpizero.nn.layer import start_value
 from mpizero.optim.elementwise import state_size, state_specs, tensor_state_size
 from mpizero.sharding import state_dict
 from mpizero.sharding.batch import Totals
-from mpizero.sharding.config import Config, Placement, placement, ranks_of
+from mpizero.sharding.config import Config, Placement, ShardingConfig, placement, ranks_of
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.mesh import Mesh
 from mpizero.sharding.params import Shard, UpdatePiece, tell_private
@@ -195,10 +195,12 @@ class ParameterAccess(ABC):
         _ = self._mesh.axes  # or an error for sizes that do not make the number of ranks
         if self._parallel_layout is None and self._mesh.splits_model:
             raise ConfigError(f"{type(self).__name__} does not split a model: give this mesh to mz.distribute")
-        settings = {**self._config.comparable(), **self._mesh.comparable()}
         blocks = blocks_of(self._wrapped)
         check_names(joined(block, spec.name) for block, specs in blocks.items() for spec in specs)
-        plans: dict[str, Any] = {"strategy": self.strategy, type(self._config).__name__: settings}
+        # Ranks of different meshes have models of different kinds: the setting is named, not what follows from it.
+        ranks = {} if isinstance(self._config, ShardingConfig) else {"Mesh": self._mesh.comparable()}
+        settings = self._config.comparable() | ({} if ranks else self._mesh.comparable())
+        plans: dict[str, Any] = {**ranks, "strategy": self.strategy, type(self._config).__name__: settings}
         if self._is_copy:
             return plans
         grain = {"the samples of a default grain": self._config.grain_rule(self._wrapped).efficient}
@@ -309,8 +311,8 @@ class ParameterAccess(ABC):
         """The engine, even if loading a checkpoint has failed half-way: for loading a checkpoint again."""
         if self._engine is not None and not self._engine.mesh.holds(self._engine.grid):
             raise StateError(
-                f"the configuration of this {type(self).__name__} is closed, and the communicators are freed that the "
-                "model works with: close the model first, or make both in one with statement, the configuration first"
+                f"the Mesh (or ShardingConfig) of this {type(self).__name__} is closed, and its communicators are freed"
+                ": close the model first, or make both in one with statement, the model last"
             )
         if self._engine is None:
             raise StateError(

@@ -87,6 +87,12 @@ def test_settings_are_plain_data() -> None:
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "no mesh": (lambda comm: mz.distribute(mlp(), None, mesh=comm), TypeError, "expected a mpizero.Mesh"),
     "no config": (lambda comm: mz.distribute(mlp(), None, config={"clip": 1}), TypeError, "expected a mpizero.Config"),
+    "no name of a strategy": (lambda comm: mz.distribute(mlp(), None, ["zero2"], comm=comm), ConfigError, "strategy"),
+    "cuts without a pipeline": (
+        lambda comm: mz.distribute(mlp(), None, mesh=mz.Mesh(comm), config=mz.Config(cuts=[1])),
+        ConfigError,
+        r"cuts=\[1\] need a pipeline; the mesh has pipeline=1",
+    ),
     "ranks given twice": (
         lambda comm: mz.distribute(mlp(), None, mesh=mz.Mesh(comm), config=mz.ShardingConfig(comm=comm)),
         ConfigError,
@@ -130,11 +136,12 @@ def test_what_does_not_fit_together_is_refused_on_every_rank(name: str) -> None:
 
 def test_ranks_whose_meshes_or_settings_differ_are_told_apart() -> None:
     def unlike(comm: Any, mesh: dict[str, Any], config: dict[str, Any]) -> None:
-        own = {name: value if comm.rank else None for name, value in mesh.items()}
+        own = {"timeout": None} | (mesh if comm.rank else {})
         mz.distribute(mlp(), None, mesh=mz.Mesh(comm, **own), config=mz.Config(**(config if comm.rank else {})))
 
     for mesh, config, words in (
-        ({"timeout": 5.0}, {}, "timeout of Config None on rank 0, 5.0 on rank 1"),
+        ({"timeout": 5.0}, {}, "timeout of Mesh None on rank 0, 5.0 on rank 1"),
+        ({"pipeline": 2}, {}, "pipeline of Mesh 1 on rank 0, 2 on rank 1"),
         ({}, {"clip": 2.0}, "clip of Config None on rank 0, 2.0 on rank 1"),
     ):
         with pytest.raises(ConfigError, match=words):
