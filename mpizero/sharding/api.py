@@ -358,7 +358,7 @@ class ModelParallelBase(ShardedModelBase):
         _ = self._parallel_layout.axes(self.world_size), self._placement, self._parallel_layout.chunks
         plans = super()._plans()
         parallel_layout = {**self._parallel_layout.comparable(), "zero_stage": self.zero_stage}
-        first = {name: plans.pop(name) for name in ("Mesh", "strategy") if name in plans}
+        first: dict[str, Any] = {name: plans.pop(name) for name in ("Mesh", "strategy") if name in plans}
         return {**first, "the parallel layout": parallel_layout, **plans}
 
     def become_local(self, every: int) -> None:
