@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
 import mpizero as mz
@@ -129,3 +131,13 @@ def part(comm: Any, x: Array, y: Array, sizes: list[int] | None = None) -> tuple
     cuts = equal if sizes is None else [0, *np.cumsum(sizes).tolist()]
     mine = slice(cuts[comm.rank], cuts[comm.rank + 1])
     return x[mine], y[mine]
+
+
+def require_saved(path: Path, parameters: dict[str, Array], state: dict[str, Any]) -> None:
+    """Require that a checkpoint's file holds the whole ``parameters`` and the optimizer's ``state_dict``, by name."""
+    with h5py.File(path) as file:
+        for name, values in parameters.items():
+            np.testing.assert_array_equal(file["parameters"][name], values)
+        for slot, arrays in state["state"].items():
+            for name, values in arrays.items():
+                np.testing.assert_array_equal(file["optimizer"][slot][name], values)

@@ -6,7 +6,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 
@@ -15,7 +14,7 @@ from mpizero import checkpoint
 from mpizero.errors import CheckpointError, LayoutError, RemoteError
 from mpizero.sharding import saved_attributes
 from mpizero.testing import run_in_threads
-from tests.parallel.models import PRIVATE, STRATEGIES, gpt, part, points, sharded, tokens
+from tests.parallel.models import PRIVATE, STRATEGIES, gpt, part, points, require_saved, sharded, tokens
 
 
 def trained_gpt() -> Any:
@@ -35,12 +34,7 @@ def test_folders_and_files_hold_the_whole_model(world: Any, tmp_path_factory: An
         model.save_model(folder / "model")
         optimizer.save(folder / "optimizer")
         named, state, image = model.named_parameters(), optimizer.state_dict(), optimizer.serialize()
-        with h5py.File(folder / "model" / "state.h5") as file:
-            for name, values in named.items():
-                np.testing.assert_array_equal(file["parameters"][name], values)
-            for slot, arrays in state["state"].items():
-                for name, values in arrays.items():
-                    np.testing.assert_array_equal(file["optimizer"][slot][name], values)
+        require_saved(folder / "model" / "state.h5", named, state)
         model.train(x, y)
         after = model.parameters_sha256()
         model.load_model(folder / "model")
