@@ -68,7 +68,7 @@ def arguments_in_another_order():
     mz.ZeRO2Model(mz.ShardingConfig(), mz.FunctionModel(case.parameters(), case.squares))
 
 
-@case.mistake("StateError", "configuration of this ZeRO2Model is closed", "close the model first", status=(1, 70))
+@case.mistake("StateError", "(or ShardingConfig) of this ZeRO2Model is closed", "close the model first", status=(1, 70))
 def a_configuration_closed_first():
     """Close the configuration, and then train its model."""
     config = mz.ShardingConfig()
