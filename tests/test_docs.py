@@ -71,7 +71,7 @@ def commands(page: Path) -> list[list[str]]:
     return [w[w.index("python") + 1 :] if "python" in w else w for w in words]
 
 
-#: Each block of it is a program, run by tests/peers/test_recipes.py.
+#: Its blocks are parts of programs, which tests/peers/test_recipes.py runs.
 RECIPES = ROOT / "docs" / "recipes.md"
 #: Its Python needs other libraries: tests/peers/test_bring_your_model.py runs it.
 BRING = ROOT / "docs" / "bring_your_model.md"
@@ -101,9 +101,12 @@ def test_python_of_the_docs_runs(page, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_recipes_are_the_examples():
-    programs = sorted(path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py"))
-    assert sorted(blocks(RECIPES, "python")) == programs
+def test_the_recipes_link_the_examples_and_show_their_lines():
+    page = RECIPES.read_text(encoding="utf-8")
+    programs = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")}
+    assert set(programs) == set(re.findall(r"\]\(\.\./examples/(\w+\.py)\)", page))
+    for text in blocks(RECIPES, "python"):
+        assert any(set(text.splitlines()) <= set(program.splitlines()) for program in programs.values()), text
 
 
 def test_the_page_of_examples_links_every_program():
