@@ -4,7 +4,7 @@
 
 The mistakes are the functions in scripts/mistakes/*.py, which declare the expected exit status and message. The exit
 status of this script is 1 if a job hangs, ends with another status, or does not print the message. ``--page`` writes
-the table into docs/mistakes.md. The default launchers are those in the environment variable MPIZERO_MPIEXEC, or the
+the tables into docs/mistakes.md. The default launchers are those in the environment variable MPIZERO_MPIEXEC, or the
 mpiexec in the folder of this Python interpreter.
 """
 
@@ -31,6 +31,22 @@ from harness.tables import between, markdown  # noqa: E402
 PAGE = ROOT / "docs" / "mistakes.md"
 #: Seconds after which a job counts as hanging.
 LIMIT = 60.0
+#: Characters of a message in the page.
+LONGEST = 200
+#: Headings of the page, by the files of mistakes.
+TITLES = {
+    "batches": "Batches",
+    "collectives": "Calls and arguments of all ranks",
+    "fine_tuning": "Losses, weights and loaded parameters",
+    "gradients": "Gradients and layers of your own",
+    "jobs": "Ranks that come late or leave early",
+    "make": "Functions that a configuration names",
+    "models": "Models that check_model refuses",
+    "ranks_differ": "Ranks that differ",
+    "settings": "Settings, names and types",
+    "shapes": "Shapes and types of arrays",
+    "training": "Trainer",
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,11 @@ class Row:
     def figures(self) -> str:
         """The seconds and the exit status of the job as text; "hang" if it did not end."""
         return "hang" if self.ended.late else f"{self.ended.seconds:.1f} s, {self.ended.status}"
+
+    @property
+    def end(self) -> str:
+        """The exit status of the job as text; "hang" if it did not end."""
+        return "hang" if self.ended.late else str(self.ended.status)
 
     @property
     def verdict(self) -> str:
@@ -97,23 +118,63 @@ def rows(mpi: Mpi, only: Sequence[str], several: Sequence[int]) -> Iterator[Row]
 
 
 def shown(message: str) -> str:
-    """Return a message as a cell of the table, without what differs from run to run, its line and a long end."""
-    text = re.sub(r" \([\w./]+\.py:\d+ in [^()]*\)$", "", message)
-    text = re.sub(rf"{tempfile.gettempdir()}/tmp\w+/| at 0x\w*", "", text)
-    return textwrap.shorten(text, 320, placeholder=" ...").replace("|", r"\|").replace("`", "'")
+    """Return a message as it stands in the page: without the lines of files that it names, and what differs by run."""
+    line = r"[\w./]+\.py(?::|, line )\d+(?: in (?:\w+|<\w+>))?"
+    text = re.sub(rf"^[\w./]+\.py:\d+: | \(\w+ at {line}\)|,? at {line}(?: > {line})*| \({line}\)", "", message)
+    text = re.sub(rf"{tempfile.gettempdir()}/tmp\w+/| at 0x\w*| \(and so with .*", "", text)
+    return " ".join(text.split()).replace("|", r"\|").replace("`", "'")
 
 
-def table(found: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table, with one line for each mistake on all its numbers of ranks."""
-    lines = []
-    for name in dict.fromkeys(row.name for row in found):
-        same = [row for row in found if row.name == name]
-        text = shown(next((row.message for row in reversed(same) if row.message), ""))
-        ends = [(row.ranks, "hang" if row.ended.late else str(row.ended.status)) for row in same]
-        different = len({end for _, end in ends}) > 1
-        told = dict.fromkeys(f"{ranks}: {end}" if different else end for ranks, end in ends)
-        lines.append((same[0].done, f"`{text}`", "; ".join(told), f"{max(row.ended.seconds for row in same):.1f}"))
-    return markdown(("what was done", "what is said", "status", "seconds"), lines)
+def shortened(text: str, said: set[str]) -> str:
+    """Return a message with dots for a beginning or end that an earlier one, in ``said``, has, and for a long middle.
+
+    Its own beginning and end are added to ``said``.
+    """
+    kind, _, rest = text.partition(": ")
+    begin, _, more = rest.partition(": ")
+    end = text.partition("; ")[2]
+    seen = {part for part in (begin, end) if part in said}
+    said.update(part for part in (begin, end) if len(part.split()) >= 5)
+    if begin in seen and more:
+        text = f"{kind}: ... {more}"
+    if end in seen:
+        text = text.replace(f"; {end}", "; ...")
+    head, _, way_out = text.rpartition("; ")
+    if len(text) > LONGEST and len(way_out) < LONGEST - 60:
+        text = f"{textwrap.shorten(head, LONGEST - len(way_out), placeholder=' ...')}; {way_out}"
+        return text.replace(" ...; ...", " ...")
+    return textwrap.shorten(text, LONGEST + 60, placeholder=" ...")
+
+
+def statuses(found: Sequence[Row]) -> dict[str, set[str]]:
+    """Return the exit statuses of all jobs by the kind of message: what stands before its first colon."""
+    ends: dict[str, set[str]] = {}
+    for row in found:
+        ends.setdefault(shown(row.message).partition(":")[0], set()).add(row.end)
+    return ends
+
+
+def tables(found: Sequence[Row]) -> str:
+    """Return the exit statuses, and for each topic a heading and a table with one line for each mistake."""
+    ends = statuses(found)
+    by_status: dict[str, list[str]] = {}
+    for kind in sorted(kind for kind in ends if len(ends[kind]) == 1):
+        by_status.setdefault("".join(ends[kind]), []).append(f"`{kind}`")
+    lines = [(status, ", ".join(kinds)) for status, kinds in sorted(by_status.items())]
+    pages = [markdown(("status", "messages that begin with"), lines)]
+    for topic, title in TITLES.items():
+        lines, said = [], set[str]()
+        for name in dict.fromkeys(row.name for row in found if row.name.startswith(f"{topic}.")):
+            same = [row for row in found if row.name == name]
+            text = next((shown(row.message) for row in reversed(same) if row.message), "")
+            status = "" if len(ends[text.partition(":")[0]]) == 1 else f", status {same[0].end}"
+            if len({row.end for row in same}) > 1:
+                status = f", status {', '.join(row.end for row in same)}"
+                status += f" on {', '.join(str(row.ranks) for row in same)} ranks"
+            lines.append((same[0].done, f"`{shortened(text, said)}`{status}"))
+        if lines:
+            pages.append(f"## {title}\n\n{markdown(('mistake', 'message'), lines)}")
+    return "\n\n".join(pages)
 
 
 def main() -> None:
@@ -122,7 +183,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--only", nargs="+", default=[], metavar="TOPIC", help="files of scripts/mistakes")
     parser.add_argument("--launcher", action="append", metavar="'MPIEXEC PYTHON'")
-    parser.add_argument("--page", action="store_true", help="write the table into docs/mistakes.md")
+    parser.add_argument("--page", action="store_true", help="write the tables into docs/mistakes.md")
     options = parser.parse_args()
     found: list[Row] = []
     for mpi in launchers(options.launcher):
@@ -133,7 +194,7 @@ def main() -> None:
     print(f"{len({row.name for row in found})} mistakes, {len(found)} jobs, {failed} not as they must be")
     if options.page:
         marks = "<!-- mistakes: begin -->", "<!-- mistakes: end -->"
-        PAGE.write_text(between(PAGE.read_text(), *marks, table(found), PAGE))
+        PAGE.write_text(between(PAGE.read_text(), *marks, tables(found), PAGE))
     sys.exit(failed > 0)
 
 
