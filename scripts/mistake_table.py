@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "mistakes.md"
 #: Seconds after which a job counts as hanging.
 LIMIT = 60.0
 #: Characters of a message in the page.
-LONGEST = 200
+LONGEST = 180
 #: Headings of the page, by the files of mistakes.
 TITLES = {
     "batches": "Batches",
@@ -146,6 +146,11 @@ def shortened(text: str, said: set[str]) -> str:
     return textwrap.shorten(text, LONGEST + 60, placeholder=" ...")
 
 
+def kind_of(text: str) -> str:
+    """Return a message without what differs between mistakes of one kind: names, numbers, calls of models."""
+    return re.sub(r"'[^']*'|\b\w*\d[\w.]*|\w+Model\.\w+|ranks? [\d, -]+|\([^)]*\)", "", text)
+
+
 def statuses(found: Sequence[Row]) -> dict[str, set[str]]:
     """Return the exit statuses of all jobs by the kind of message: what stands before its first colon."""
     ends: dict[str, set[str]] = {}
@@ -155,7 +160,7 @@ def statuses(found: Sequence[Row]) -> dict[str, set[str]]:
 
 
 def tables(found: Sequence[Row]) -> str:
-    """Return the exit statuses, and for each topic a heading and a table with one line for each mistake."""
+    """Return the exit statuses, and for each topic a heading and a table with a line for each message."""
     ends = statuses(found)
     by_status: dict[str, list[str]] = {}
     for kind in sorted(kind for kind in ends if len(ends[kind]) == 1):
@@ -163,7 +168,7 @@ def tables(found: Sequence[Row]) -> str:
     lines = [(status, ", ".join(kinds)) for status, kinds in sorted(by_status.items())]
     pages = [markdown(("status", "messages that begin with"), lines)]
     for topic, title in TITLES.items():
-        lines, said = [], set[str]()
+        said, alike = set[str](), dict[tuple[str, str], list[str]]()
         for name in dict.fromkeys(row.name for row in found if row.name.startswith(f"{topic}.")):
             same = [row for row in found if row.name == name]
             text = next((shown(row.message) for row in reversed(same) if row.message), "")
@@ -171,8 +176,12 @@ def tables(found: Sequence[Row]) -> str:
             if len({row.end for row in same}) > 1:
                 status = f", status {', '.join(row.end for row in same)}"
                 status += f" on {', '.join(str(row.ranks) for row in same)} ranks"
-            lines.append((same[0].done, f"`{shortened(text, said)}`{status}"))
-        if lines:
+            cells = alike.setdefault((kind_of(text), status), [])
+            if not cells:
+                cells.append(f"`{shortened(text, said)}`{status}")
+            cells.append(same[0].done)
+        if alike:
+            lines = [("; ".join(done), message) for message, *done in alike.values()]
             pages.append(f"## {title}\n\n{markdown(('mistake', 'message'), lines)}")
     return "\n\n".join(pages)
 
