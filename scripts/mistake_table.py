@@ -119,7 +119,7 @@ def rows(mpi: Mpi, only: Sequence[str], several: Sequence[int]) -> Iterator[Row]
 
 def shown(message: str) -> str:
     """Return a message as it stands in the page: without the lines of files that it names, and what differs by run."""
-    line = r"[\w./]+\.py(?::|, line )\d+(?: in (?:\w+|<\w+>))?"
+    line = r"[\w./]+\.py(?::|, line )\d+(?: in [\w.<>]+)?"
     text = re.sub(rf"^[\w./]+\.py:\d+: | \(\w+ at {line}\)|,? at {line}(?: > {line})*| \({line}\)", "", message)
     text = re.sub(rf"{tempfile.gettempdir()}/tmp\w+/| at 0x\w*| \(and so with .*", "", text)
     return " ".join(text.split()).replace("|", r"\|").replace("`", "'")
