@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mpizero.data.online import SpoolProducer as SpoolProducer
     from mpizero.data.online import spool_source as spool_source
     from mpizero.data.source import ArraySource as ArraySource
+    from mpizero.data.source import DatasetSource as DatasetSource
     from mpizero.data.source import NpySource as NpySource
     from mpizero.data.source import SampleRandom as SampleRandom
     from mpizero.data.source import Source as Source

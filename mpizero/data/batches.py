@@ -23,7 +23,7 @@ from mpizero._util.text import notice_once
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.communicator import Communicator
 from mpizero.data.online import OnlineBatches, OnlineSource
-from mpizero.data.source import Indices, Source, TransformedSource, epochs
+from mpizero.data.source import Indices, Source, TransformedSource, epochs, source_for
 from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.layout.batch import GrainRule, Grains
 from mpizero.types import Run
@@ -356,10 +356,9 @@ def batches(
 def _check_arguments(source: Source | OnlineSource, comm: Communicator, settings: dict[str, Any]) -> None:
     """Raise an error if the arguments of :func:`batches` cannot be used. Not collective."""
     if not isinstance(source, Source | OnlineSource):
-        hint = ""
-        if hasattr(source, "__getitem__") or hasattr(source, "__iter__"):
-            hint = "; of arrays or tensors make mz.data.ArraySource(x, y), of samples that are read one by one a Source"
-        raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}{hint}")
+        raise DataError(
+            f"expected a source of samples such as TextSource, got {type(source).__name__}{source_for(source)}"
+        )
     checks = {"global_batch": whole(1), "seed": whole_seed}
     for name, value in settings.items():
         if value is not None or name != "steps":

@@ -17,6 +17,7 @@ import glob
 import hashlib
 import mmap
 import os
+import random
 import resource
 import stat
 import sys
@@ -266,7 +267,24 @@ class Source(ABC):
 def check_source(source: Any, by: str, *, like: str = "") -> None:
     """Raise DataError, which names ``by``, if ``source`` is no source of samples ``like`` one."""
     if not isinstance(source, Source):
-        raise DataError(f"{by}: expected a source of samples{like}, got {type(source).__name__}")
+        raise DataError(f"{by}: expected a source of samples{like}, got {type(source).__name__}{source_for(source)}")
+
+
+def source_for(given: Any) -> str:
+    """Return which source takes the place of an object that is none, as the end of an error's text; "" if unknown."""
+    home = type(given).__module__
+    if home.startswith("torch.utils.data") and hasattr(given, "dataset") and hasattr(given, "batch_size"):
+        return (
+            "; give its dataset, mz.data.DatasetSource(loader.dataset): global_batch, seed and prefetch take the place "
+            "of batch_size, shuffle and workers, and ranks share the samples without a sampler"
+        )
+    if any(kind.__name__ == "IterableDataset" for kind in type(given).__mro__):
+        return "; its samples have no numbers: give them by mz.data.OnlineSource, or write a mz.data.Source"
+    if any(kind.__module__.startswith("torch.utils.data") for kind in type(given).__mro__):
+        return "; give mz.data.DatasetSource(dataset)"
+    if hasattr(given, "__getitem__") or hasattr(given, "__iter__"):
+        return "; of arrays or tensors make mz.data.ArraySource(x, y), of samples read one by one mz.data.DatasetSource"
+    return ""
 
 
 def check_unchanging(source: Source, by: str, fault: str) -> None:
@@ -516,16 +534,8 @@ class TransformedSource(WrappedSource):
         for place, sample in enumerate(numbers):
             random = SampleRandom(run.seed, run.epoch, sample) if run.training else None
             own_x, own_y = (map_leaves(itemgetter(place), tree) for tree in (x, y))
-            one = self.function(own_x, own_y, random)
-            if not isinstance(one, tuple | list) or len(one) != 2:
-                raise DataError(f"{self.name} must return the pair (x, y), it returned a {type(one).__name__}")
-            for path, leaf in paths_of(**dict(zip("xy", one, strict=True))):
-                unmasked_samples(leaf, f"{self.name} returned {path}, which")
-            changed.append(map_leaves(lambda leaf: np.asarray(leaf)[None], tuple(one)))
-        try:
-            return join(changed)
-        except DataError as error:
-            raise DataError(f"{self.name} returned different shapes for samples {numbers[:9]}: {error}") from None
+            changed.append(_pair(self.function(own_x, own_y, random), f"{self.name} must return", self.name))
+        return _stacked(changed, numbers, self.name)
 
     @property
     def name(self) -> str:
@@ -535,6 +545,101 @@ class TransformedSource(WrappedSource):
     def describe(self) -> dict[str, Any]:
         """Return the fingerprints of the function, with the values that it uses, and of the other source."""
         return {"transformed by": Fingerprint().digest(self.function).hex(), "of": self.source.fingerprint}
+
+
+def _pair(sample: Any, must: str, name: str) -> tuple[Any, Any]:
+    """Return one sample (x, y) with an axis of samples of length 1; raise DataError if it is no pair of arrays."""
+    if not isinstance(sample, tuple | list) or len(sample) != 2:
+        raise DataError(f"{must} the pair (x, y), it returned a {type(sample).__name__}")
+    for path, leaf in paths_of(**dict(zip("xy", sample, strict=True))):
+        unmasked_samples(leaf, f"{name} returned {path}, which")
+    x, y = map_leaves(lambda leaf: np.asarray(leaf)[None], tuple(sample))
+    return x, y
+
+
+def _stacked(samples: Sequence[tuple[Any, Any]], numbers: Sequence[int], name: str) -> Any:
+    """Return samples of :func:`_pair` as one (x, y); raise DataError if their shapes differ."""
+    try:
+        return join(samples)
+    except DataError as error:
+        raise DataError(f"{name} returned different shapes for samples {numbers[:9]}: {error}") from None
+
+
+@explains
+class DatasetSource(Source):
+    """Provide the samples of a dataset as PyTorch has them: an object with ``len(dataset)`` and ``dataset[i]``.
+
+    Parameters
+    ----------
+    dataset : object
+        ``dataset[i]`` is the pair (x, y) of sample i: arrays, tensors or numbers, or trees of them, of the same shapes
+        for all samples. It must be the same each time: the samples that a rank reads depend on the number of ranks, and
+        so would random numbers that reading draws. Random changes belong into a :class:`TransformedSource` around it.
+
+    Raises
+    ------
+    ConfigError
+        If reading a sample draws random numbers, or gives another sample each time. Three samples are tried.
+    DataError
+        If the dataset has no length or no samples, or a sample is no pair.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> class Squares:
+    ...     def __len__(self):
+    ...         return 10
+    ...     def __getitem__(self, i):
+    ...         return np.array([i, i + 0.5]), i**2
+    >>> x, y = mz.data.DatasetSource(Squares()).samples([3, 4])
+    >>> x.tolist(), y.tolist()
+    ([[3.0, 3.5], [4.0, 4.5]], [9, 16])
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise DataError(f"DatasetSource: expected an object with len(dataset) and dataset[i]{source_for(dataset)}")
+        if not len(dataset):
+            raise DataError(f"DatasetSource: {type(dataset).__name__} has no samples")
+        self.dataset = dataset
+        for sample in sorted({0, len(dataset) // 2, len(dataset) - 1}):
+            self._check_repeats(sample)
+
+    def _check_repeats(self, sample: int) -> None:
+        name, wanted = f"{type(self.dataset).__name__}[{sample}]", np.array([sample])
+        before = _generators()
+        first = Fingerprint().digest(self.read(wanted))
+        drawn = _generators() != before
+        if drawn or any(Fingerprint().digest(self.read(wanted)) != first for _ in range(3)):
+            raise ConfigError(
+                f"{name} {'draws random numbers' if drawn else 'is another sample each time it is read'}, which would "
+                "depend on the number of ranks: leave the random part to mz.data.TransformedSource("
+                "mz.data.DatasetSource(dataset), function), where function(x, y, random) gets the sample's own numbers"
+            )
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, indices: Indices) -> Any:
+        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
+        numbers, name = indices.tolist(), type(self.dataset).__name__
+        if not numbers:
+            return map_leaves(lambda leaf: leaf[:0], self.read(np.zeros(1, np.int64)))
+        found = [_pair(self.dataset[number], f"{name}[{number}] must be", name) for number in numbers]
+        return _stacked(found, numbers, name)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the dataset's class, and a fingerprint of its first and last sample."""
+        ends = Fingerprint().digest(self.read(np.array([0, len(self) - 1]))).hex()
+        return {"dataset": type(self.dataset).__qualname__, "samples": len(self), "first and last": ends}
+
+
+def _generators() -> list[Any]:
+    """Return the states of the process's random generators, as far as they exist."""
+    torch = sys.modules.get("torch")
+    drawn = [random.getstate(), repr(np.random.get_state(legacy=False))]  # noqa: NPY002 - the user's dataset may use it
+    return drawn if torch is None else [*drawn, torch.get_rng_state().numpy().tobytes()]
 
 
 def check_samples(values: Array, name: str) -> Array:

@@ -15,14 +15,13 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from mpizero import kernels
 from mpizero._util.checks import flag, fraction, number, positive, require, whole
-from mpizero._util.names import check_slots, explains, nearest
+from mpizero._util.names import as_patterns, check_slots, explains, fits, nearest
 from mpizero.errors import ArgumentError, ConfigError, NonFiniteError
 from mpizero.kernels import jit
 from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
@@ -31,14 +30,14 @@ from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
 @explains
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Hold settings for the parameters whose dotted name matches a pattern.
+    """Hold settings for the parameters whose dotted name matches a pattern, or one of several.
 
     If several groups match a parameter, the first one is used.
 
     Attributes
     ----------
-    pattern : str
-        Shell pattern, such as ``"blocks.*.norm.*"``, or the whole name of a parameter.
+    pattern : str or sequence of str
+        Shell patterns, such as ``"blocks.*.norm.*"``, or whole names of parameters.
     lr_scale : float
         Factor by which the learning rate of the optimizer is multiplied.
     weight_decay : float or None
@@ -51,26 +50,35 @@ class ParameterGroup:
     >>> head = mz.ParameterGroup("head.*", lr_scale=0.1, weight_decay=0.0)
     >>> head.matches("head.weight"), head.matches("blocks.0.weight")
     (True, False)
+    >>> mz.ParameterGroup(["*.bias", "*.norm.*"], weight_decay=0.0).matches("blocks.0.norm.weight")
+    True
     >>> mz.AdamW(lr=1e-3, groups=[head]).check_names(["blocks.0.weight", "blocks.0.bias"])
     Traceback (most recent call last):
     mpizero.errors.ConfigError: AdamW: ParameterGroup('head.*') matches no parameter: the parameters are ...
     """
 
-    pattern: str
+    pattern: str | Sequence[str]
     lr_scale: float = 1.0
     weight_decay: float | None = None
 
     def __post_init__(self) -> None:
         owner = f"ParameterGroup({self.pattern!r})"
-        if not isinstance(self.pattern, str) or not self.pattern:
+        if not isinstance(self.pattern, str):
+            object.__setattr__(self, "pattern", as_patterns(f"{owner}: pattern", self.pattern))
+        if not self.pattern:
             raise ConfigError(f"{owner}: pattern is not allowed; expected a shell pattern for dotted names")
         require(f"{owner}: lr_scale", self.lr_scale, number())
         if self.weight_decay is not None:
             require(f"{owner}: weight_decay", self.weight_decay, number())
 
     def matches(self, name: str) -> bool:
-        """Tell whether the group's pattern matches a parameter's name."""
-        return self.pattern == name or fnmatchcase(name, self.pattern)
+        """Tell whether the group's pattern, or one of them, matches a parameter's name."""
+        return any(fits(name, pattern) for pattern in self.patterns)
+
+    @property
+    def patterns(self) -> Sequence[str]:
+        """The patterns, also where there is one."""
+        return (self.pattern,) if isinstance(self.pattern, str) else self.pattern
 
 
 class RowSum(NamedTuple):
@@ -181,20 +189,20 @@ class FlatOptimizer:
         return 2 * next(matches, len(self.groups)) + int(spec.decay)
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Check that the pattern of every group matches at least one parameter of a model.
+        """Check that every pattern of every group matches at least one parameter of a model.
 
         Raises
         ------
         ConfigError
             If a pattern matches none of ``names``.
         """
-        for group in self.groups:
-            if not any(map(group.matches, names)):
+        for pattern in (pattern for group in self.groups for pattern in group.patterns):
+            if not any(fits(name, pattern) for name in names):
                 parts = {f"{name[:place]}.*" for name in names for place, c in enumerate(name) if c == "."}
                 shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
                 raise ConfigError(
-                    f"{type(self).__name__}: ParameterGroup({group.pattern!r}) matches no parameter"
-                    f"{nearest(group.pattern, (*names, *sorted(parts)))}: the parameters are {shown}"
+                    f"{type(self).__name__}: ParameterGroup({pattern!r}) matches no parameter"
+                    f"{nearest(pattern, (*names, *sorted(parts)))}: the parameters are {shown}"
                 )
 
     def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
@@ -739,12 +747,39 @@ def _adapted(optimizer: Any) -> Any:
             f"{type(optimizer).__name__} is a transformation of trees of gradients, as optax has them, which cannot be "
             "sharded: take mz.SGD, mz.Adam, mz.AdamW or another of mpizero, whose lr may be a schedule of optax"
         )
+    if wrong := of_pytorch(optimizer):
+        raise ArgumentError(wrong)
     if not callable(getattr(optimizer, "update", None)):
         raise ArgumentError(
             f"{type(optimizer).__name__} is not a gradient-based optimizer: it has no method "
             "update(params, grads, state)"
         )
     return AdaptedOptimizer(optimizer)
+
+
+#: PyTorch's optimizers that others of mpizero resemble; those of one name are the same.
+_COUNTERPARTS = {"Muon": "mz.Muon", "RMSprop": "mz.RMSprop", "LBFGS": "mz.LBFGS", "Adagrad": "mz.RMSprop"}
+#: PyTorch's optimizers that are taken with their groups: :mod:`mpizero.adapters.torch.optimizers`.
+TAKEN = ("SGD", "Adam", "AdamW")
+
+
+def of_pytorch(optimizer: Any) -> str:
+    """Return what takes the place of an optimizer or scheduler of PyTorch, as an error's text; "" for other objects."""
+    home, name = type(optimizer).__module__, type(optimizer).__name__
+    if home == "torch.optim.lr_scheduler":
+        return (
+            f"{name} is a scheduler of PyTorch: the rate of a step is a function of its number here, "
+            "mz.AdamW(lr=mz.optim.cosine(1e-3, steps=1000, warmup=50)), mz.optim.linear, or one of your own"
+        )
+    if not home.startswith("torch.optim"):
+        return ""
+    if name in TAKEN:
+        return (
+            f"torch.optim.{name} is taken with its groups by mz.distribute and mz.Trainer, for the TorchModel of the "
+            f"module whose parameters it has; elsewhere give mz.{name}(lr=..., groups=[mz.ParameterGroup(...)])"
+        )
+    like = _COUNTERPARTS.get(name, "mz.AdamW, or an object with an elementwise update(params, grads, state)")
+    return f"torch.optim.{name} cannot be sharded: give {like}"
 
 
 def learning_rate(optimizer: Any, step: int) -> float:

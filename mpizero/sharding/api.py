@@ -228,8 +228,9 @@ def distribute(
     model : BlockModel or BlackBoxModel
         The model to train.
     optimizer : optimizer, ShardedOptimizer or None
-        A library optimizer, any object with an elementwise ``update(params, grads, state)``, or a sharded optimizer.
-        None: plain SGD with ``config.learning_rate``.
+        A library optimizer, any object with an elementwise ``update(params, grads, state)``, or a sharded optimizer;
+        for a TorchModel also ``torch.optim.SGD``, ``Adam`` or ``AdamW`` of its module, with their groups. None: plain
+        SGD with ``config.learning_rate``.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
         Which of parameters, gradients and optimizer state are sharded over the replicas.
     mesh : Mesh or None
@@ -273,6 +274,7 @@ def distribute(
     if comm is not None and (mesh is not None or isinstance(config, ShardingConfig)):
         raise ConfigError("give comm, or mesh=..., or a ShardingConfig, which has a comm of its own: only one of them")
     placement(strategy)
+    optimizer = getattr(model, "taken_over", _unchanged)(optimizer)
     owns = mesh is None and not isinstance(config, ShardingConfig)
     mesh, config = ranks_and_settings(Mesh(comm) if comm is not None else mesh, config)
     if config.cuts is not None and mesh.pipeline == 1:
@@ -287,6 +289,10 @@ def distribute(
         )
     made._owns_mesh = owns
     return made
+
+
+def _unchanged(optimizer: Any) -> Any:
+    return optimizer
 
 
 #: Names of the strategies, by ZeRO stage.

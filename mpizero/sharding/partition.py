@@ -62,6 +62,11 @@ def check_model(model: Any) -> None:
         _check_part(f"the loss of {name}", "a loss", model.loss, ("forward", "backward"))
         require(f"{name}.seed", model.seed, seed)
     elif not isinstance(model, BlackBoxModel):
+        if any(kind.__module__.startswith("torch.nn") for kind in type(model).__mro__):
+            raise ArgumentError(
+                f"{name} is a module of PyTorch, which has no loss: give mz.adapters.torch.TorchModel(module, loss), "
+                'where the loss returns a sum over samples, as torch.nn.CrossEntropyLoss(reduction="sum")'
+            )
         raise ArgumentError(
             f"{name} is not a model: it needs 'blocks', 'loss', 'dtype' and 'seed' (a sequence of layers), or "
             "'parameters' and 'loss_and_grad' (a function; wrap it in mpizero.FunctionModel)"

@@ -22,6 +22,7 @@ from mpizero._util.names import explains, nearest, shown
 from mpizero._util.text import notice
 from mpizero.comm.agreement import agree_equal, all_ranks, check_call
 from mpizero.data import OnlineSource, Source
+from mpizero.data.source import source_for
 from mpizero.errors import ArgumentError, ConfigError, DataError, StateError
 from mpizero.layout.flat import joined
 from mpizero.sharding import Config, Mesh, ShardedModelBase, distribute
@@ -94,9 +95,8 @@ def sources_of(source: object, validation: object, global_batch: int) -> tuple[S
     for name, given, kind in (("source", source, Source | OnlineSource), ("validation", validation, Source | None)):
         if not isinstance(given, kind):
             what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
-            raise ArgumentError(
-                f"Trainer: {name} is {what}: expected a source of samples, such as mz.data.ArraySource(x, y)"
-            )
+            way = source_for(given) or ", such as mz.data.ArraySource(x, y)"
+            raise ArgumentError(f"Trainer: {name} is {what}: expected a source of samples{way}")
     assert isinstance(source, Source | OnlineSource)
     if isinstance(source, Source) and len(source) < global_batch:
         raise DataError(

@@ -45,6 +45,7 @@ from mpizero.adapters.torch.call import (
     without_values,
 )
 from mpizero.adapters.torch.first_pass import FirstPass, Trial
+from mpizero.adapters.torch.optimizers import taken_over
 from mpizero.adapters.torch.originals import (
     Originals,
     OwnForward,
@@ -222,6 +223,16 @@ class TorchModel:
         if hasattr(self, "blocks"):
             return found
         return found | {"module": self._module, "loss": self._calls[""].module.function, "frozen": self.frozen}
+
+    def taken_over(self, optimizer: Any) -> Any:
+        """Return the optimizer of mpizero that one of PyTorch stands for; any other object itself. Not collective."""
+        trained = [
+            joined(block, spec.name)
+            for block, call in self._calls.items()
+            for spec in call.tensors.specs
+            if spec.trainable
+        ]
+        return taken_over(optimizer, self._source, trained)
 
     def batch_norm_notice(self, samples: int) -> str:
         """Return a line about what so few samples a micro-batch do to batch norms; "" if nothing. Not collective."""
