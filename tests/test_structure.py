@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests import vocabulary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,6 +180,7 @@ def floor(module: str) -> float:
     return FLOORS.get(module.partition(".")[2], FLOORS[section(module)])
 
 
+@cache
 def code_lines(path: Path) -> int:
     """Count a module's lines of code: without blank lines, comments and docstrings."""
     texts = [
@@ -397,6 +400,7 @@ def test_the_page_for_contributors_names_what_exists():
     assert not unnamed, f"docs/architecture.md names no module and no folder of {unnamed}"
 
 
+@pytest.mark.slow
 def test_retired_words_do_not_come_back():
     """Each word has one meaning, which the field gave it; tests/vocabulary.py says what to write instead."""
     found = vocabulary.uses(ROOT)

@@ -27,6 +27,7 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
         file.write(bytes([byte ^ (1 << bit)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["state.h5", "manifest.json"])
 def test_one_flipped_bit_in_any_byte_is_found(small, folder, name):
     path = folder / name

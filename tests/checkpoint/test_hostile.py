@@ -626,6 +626,7 @@ def with_other_value(line, draw):
     return json.dumps(body).encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [with_other_text, with_other_value])
 def test_a_manifest_changed_at_random_under_a_good_seal_loads_or_is_refused(small, folder, change):
     draw, path = random.Random(5), folder / "manifest.json"

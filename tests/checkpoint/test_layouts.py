@@ -121,6 +121,7 @@ def test_a_reader_of_memory_lets_go_of_it(small):
     assert len(reader._source._data) == 0
 
 
+@pytest.mark.slow
 def test_the_work_of_a_save_grows_in_proportion_to_the_number_of_arrays(tmp_path):
     def calls(count):
         """The number of calls of functions while so many arrays are saved."""

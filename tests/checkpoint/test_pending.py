@@ -41,6 +41,7 @@ def gate(monkeypatch):
     opened.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_files_are_those_of_a_save_that_waits_and_the_same_arrays_again_take_one_exchange(
     state, small, tmp_path, ranks

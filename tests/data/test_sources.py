@@ -255,6 +255,7 @@ def test_npy_files_of_different_length_are_named(tmp_path):
         data.NpySource(tmp_path / "x.npy", tmp_path / "y.npy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["its file", "its function"])
 def test_digits_are_scikit_learns(where, monkeypatch):
     load_digits = pytest.importorskip("sklearn.datasets").load_digits

@@ -9,6 +9,8 @@ import pytest
 import mpizero as mz
 from mpizero.testing import check_model, run_in_threads, taylor_test
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "gallery"
 
 

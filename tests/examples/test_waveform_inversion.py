@@ -13,6 +13,8 @@ import mpizero as mz
 from mpizero.errors import ConfigError
 from mpizero.testing import adjoint_test, check_model, run_in_threads, taylor_test
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "gallery" / "waveform_inversion"
 RNG = np.random.default_rng(0)
 

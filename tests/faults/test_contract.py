@@ -12,6 +12,8 @@ import pytest
 
 from tests.faults.jobs import SOON
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = "programs/contract_program.py"
 
 

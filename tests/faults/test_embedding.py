@@ -9,6 +9,8 @@ import pytest
 from tests.faults.conftest import FOLDER
 from tests.faults.jobs import run_job
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = "programs/guest_program.py"
 
 

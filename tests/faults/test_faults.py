@@ -11,6 +11,8 @@ import pytest
 
 from tests.faults.jobs import SOON
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = "program.py"
 RUNNER = ("-m", "mpi4py")
 

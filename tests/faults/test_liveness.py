@@ -12,6 +12,8 @@ import pytest
 
 from tests.faults.jobs import SOON, pids
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = "programs/liveness_program.py"
 ALONE = "programs/alone_program.py"
 

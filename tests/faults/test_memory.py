@@ -10,6 +10,8 @@ import pytest
 from tests.faults.jobs import LIMIT, ROOT, SOON, small_shared_memory
 from tests.faults.programs.memory_program import trained
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = "programs/memory_program.py"
 
 

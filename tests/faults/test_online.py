@@ -16,6 +16,8 @@ from mpizero.testing import run_in_threads
 from tests.faults.conftest import FOLDER
 from tests.faults.jobs import ENVIRONMENT, ROOT, run_job
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = "programs/online_program.py"
 
 

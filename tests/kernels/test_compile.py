@@ -169,6 +169,7 @@ def test_one_kernel_serves_both_dtypes_in_any_order():
         assert np.all(x == 1)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_allocates_or_raises_is_refused_when_it_is_compiled():
     @kernel("void(T[::1])")
     def allocates(x):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +34,7 @@ def test_the_number_of_parts_grows_with_the_logarithm_of_the_number_of_grains() 
         assert len(claim_parts(range(count), workers)) <= 2 * workers * (2 + math.log2(count))
 
 
+@pytest.mark.slow
 @given(blocks, st.randoms())
 @settings(max_examples=100)
 def test_all_parts_are_claimed_in_no_more_rows_than_told_whoever_claims_them(block, random) -> None:
@@ -56,6 +58,7 @@ def test_all_parts_are_claimed_in_no_more_rows_than_told_whoever_claims_them(blo
     assert len(active) >= workers / 2
 
 
+@pytest.mark.slow
 def test_the_number_of_rows_told_is_about_what_some_claims_need() -> None:
     """All choices of parts are tried: the bound is above the need of the worst by one row at most."""
     for count, workers in ((8, 2), (13, 2), (16, 2), (16, 3)):

@@ -47,6 +47,7 @@ def test_bubbles_are_those_of_the_papers(stages: int) -> None:
             assert simulation.bubble == stages - 1 == formula(simulation, 1, (1.0, 1.0, 1.0))
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.integers(1, 12), SECONDS, SECONDS, SECONDS)
 @settings(max_examples=60, deadline=None)
 def test_formulas_that_hold_for_all_costs_do(

@@ -68,6 +68,7 @@ F64 = {**SMALL, "dtype": "float64"}
 OPTIONS = ({}, {"tied": False}, {"dropout": 0.3}, {"dropout": 0.3, "activation_checkpointing": True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 13, 40])
 def test_a_gpt_has_its_numbers_on_every_grid_even_where_ranks_have_no_places(length):
     """Every pair of length and grid, and of grid and option."""
@@ -76,6 +77,7 @@ def test_a_gpt_has_its_numbers_on_every_grid_even_where_ranks_have_no_places(len
         require_same_numbers(GPT(**F64, **options), tokens(length), *grids)
 
 
+@pytest.mark.slow
 def test_a_gpt_in_float32_has_its_numbers_within_rounding():
     for number, options in enumerate(OPTIONS):
         require_same_numbers(GPT(**SMALL, **options), tokens(37), *GRIDS[number::4])
@@ -198,6 +200,7 @@ def by_hand():
     })  # fmt: skip
 
 
+@pytest.mark.slow
 def test_models_made_by_hand_of_any_layers_are_split_and_cut(rng):
     require_same_numbers(by_hand(), tokens(23), (3, 1), (1, 3), *BOTH[:3])
     blocks = {

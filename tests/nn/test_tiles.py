@@ -129,6 +129,7 @@ def assert_same(alone, ranks, model, batch, tiles, **layout):
     assert all(rank == alone for rank in found), (ranks, layout)  # short: the difference itself would fill pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tiles", "dtype"), [(2, "float64"), (4, "float32")])
 def test_tensor_tiles_have_the_bits_of_a_tensor_group(tiles, dtype):
     """Every pair of model, number of tiles and layout."""
@@ -145,6 +146,7 @@ def test_tensor_tiles_have_the_bits_of_a_tensor_group(tiles, dtype):
             assert_same(alone, ranks, model, batch, {"tensor": tiles}, **layout)
 
 
+@pytest.mark.slow
 def test_a_rank_may_have_no_items_of_a_vocabulary():
     for vocabulary in (1, 3):
         model, batch = gpt(vocabulary=vocabulary), IDS % vocabulary
@@ -152,6 +154,7 @@ def test_a_rank_may_have_no_items_of_a_vocabulary():
         assert_same(alone, 2, model, batch, {"tensor": 4}, tensor=2)
 
 
+@pytest.mark.slow
 def test_context_tiles_have_the_bits_of_a_context_group():
     model, asked = gpt(tied=False, activation_checkpointing=True), {"context": 4}
     alone = trained(None, model, IDS, asked, stage=2)
@@ -165,6 +168,7 @@ def test_context_tiles_have_the_bits_of_a_context_group():
         assert_same(alone, ranks, model, IDS, asked, **layout)
 
 
+@pytest.mark.slow
 def test_tiles_of_both_axes_have_the_bits_of_both_groups():
     model, asked = gpt(activation_checkpointing=True), {"tensor": 4, "context": 2}
     alone = trained(None, model, IDS, asked, stage=1)

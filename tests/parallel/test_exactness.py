@@ -106,6 +106,7 @@ def test_batches_of_4_2_0_and_5_have_the_bits_of_one_batch_of_11(strategy: str) 
     assert set(found) == {serial("six grains of 11")}
 
 
+@pytest.mark.slow
 def test_a_black_box_with_frozen_empty_and_prime_sized_tensors_has_the_bits_of_one_process() -> None:
     def trained_box(comm: Any, strategy: str, memory: dict[str, Any]) -> str:
         model, _ = sharded(strategy, comm, hard_function(), mz.AdamW(lr=0.05), micro_batch=2, **memory)
@@ -124,6 +125,7 @@ def test_a_black_box_with_frozen_empty_and_prime_sized_tensors_has_the_bits_of_o
     on_layouts(run)
 
 
+@pytest.mark.slow
 def test_batches_that_shrink_and_grow_have_the_bits_of_one_process() -> None:
     """A smaller batch has fewer rows of gradients in the same window."""
 
@@ -140,6 +142,7 @@ def test_batches_that_shrink_and_grow_have_the_bits_of_one_process() -> None:
         assert set(found) == {expected}, (ranks, strategy, memory)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_elements_train() -> None:
     def loss_and_grad(p: Any, batch: Any) -> Any:
         error = batch[0] * p["w"] - batch[1]

@@ -52,6 +52,7 @@ def first_state(model: Any) -> Any:
     return slot, updater.state[slot], piece
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["parameter", "optimizer"])
 def test_a_bit_that_turns_over_between_two_updates_is_found_with_tensor_and_rank(what: str) -> None:
     def run(comm: Any, strategy: str, memory: dict[str, Any]) -> None:

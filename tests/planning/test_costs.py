@@ -253,6 +253,7 @@ def spreads(ranks: int) -> list[Job]:
 # ---------------------------------------------------------------------- planned = measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
 def test_owners_of_whole_tensors_hold_and_send_what_was_planned(number: int) -> None:
     memory = MEMORIES[number]
@@ -262,6 +263,7 @@ def test_owners_of_whole_tensors_hold_and_send_what_was_planned(number: int) -> 
         check_on_threads(Job(1, {"pipeline": 2}, mz.Muon(), config=memory), 4)
 
 
+@pytest.mark.slow
 def test_norms_over_tiles_send_what_was_planned() -> None:
     settings = {"tiles": {"tensor": 4}, "clip": 1.0}
     for ranks, tensor, zero in ((2, 1, 3), (4, 2, 1)):
@@ -270,6 +272,7 @@ def test_norms_over_tiles_send_what_was_planned() -> None:
         check_on_threads(tiled, ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_replicas_hold_and_send_what_was_planned(ranks: int) -> None:
     jobs = replicas(ranks)  # on two ranks every strategy with every memory, elsewhere with another each time
@@ -286,6 +289,7 @@ def test_default_grains_of_a_large_batch_are_planned(zero: int) -> None:
     check_on_threads(each, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_stages_tensor_parts_and_contexts_hold_and_send_what_was_planned(ranks: int) -> None:
     for each in spreads(ranks)[:: 1 if ranks < 8 else 5]:
@@ -299,6 +303,7 @@ def test_ranks_of_a_real_job_hold_and_send_what_was_planned(world: Any) -> None:
         check_on_mpi(each, world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [2, 3])
 def test_two_by_two_by_two_holds_and_sends_what_was_planned(zero: int) -> None:
     memory, way = MEMORIES[(zero + 1) % 3], {"pipeline": 2, "tensor": 2, "context": 1 + zero % 2}
@@ -314,6 +319,7 @@ def test_a_plan_that_runs_no_block_has_what_is_allocated() -> None:
     assert bare.simulation == whole.simulation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["data,tensor,pipeline", "tensor,pipeline,data", "context,data,tensor,pipeline"])
 def test_another_order_of_ranks_is_planned_as_it_runs(order: str) -> None:
     for way in ({"tensor": 2}, {"context": 2}, {"pipeline": 2}):
@@ -372,6 +378,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SUMMED_OTHERWISE = ("frozen", "untied", "averaged", "bf16", "fp16", "int8", "topk", "averaged, int8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model_holds_and_sends_what_was_planned(name: str) -> None:
     number = list(MODELS).index(name)
@@ -386,6 +393,7 @@ def test_every_kind_of_model_holds_and_sends_what_was_planned(name: str) -> None
         check_on_threads(job(MODELS[name], batch=5, parallel_layout={"tensor": 2}, config=MEMORIES[1]), 4)
 
 
+@pytest.mark.slow
 def test_messages_of_many_pieces_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduce, "EXCHANGE_ELEMENTS", 64)
     short = {"model": lambda: gpt(layers=1), "batch": 7}
@@ -395,6 +403,7 @@ def test_messages_of_many_pieces_are_counted_one_by_one(monkeypatch: pytest.Monk
         check_on_threads(job(short, zero=zero, config={"gradient_compression": "int8", **MEMORIES[1]}), 3)
 
 
+@pytest.mark.slow
 def test_messages_of_a_given_bucket_are_counted_one_by_one() -> None:
     for zero in range(4):
         check_on_threads(
@@ -402,6 +411,7 @@ def test_messages_of_a_given_bucket_are_counted_one_by_one() -> None:
         )
 
 
+@pytest.mark.slow
 def test_one_grain_a_rank_sends_2p_and_stage_3_sends_3p() -> None:
     """The papers' figures: Rajbhandari et al. 2020, section 7."""
     for ranks in (2, 3, 4, 8):
@@ -417,6 +427,7 @@ def test_one_grain_a_rank_sends_2p_and_stage_3_sends_3p() -> None:
 # ---------------------------------------------------------------------- activations
 
 
+@pytest.mark.slow
 def test_what_grows_evenly_is_found_from_a_few_samples() -> None:
     # Arrays below 1 KB may come from NumPy's own store, which whatever ran before has filled, and are not counted then.
     wide = (Job(model=lambda: gpt(dim=48)), Job(model=lambda: gpt(dim=48, activation_checkpointing=True)))
@@ -470,6 +481,7 @@ def silence() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_the_most_that_a_step_takes_is_planned_within_5_percent(world: Any, silence: None) -> None:
     """Traced by Python's own allocator, which NumPy uses: activations, working arrays and messages together.
@@ -497,6 +509,7 @@ def test_the_most_that_a_step_takes_is_planned_within_5_percent(world: Any, sile
         parallel_assert(world, abs(found - wanted) <= bound, f"{way}: {found} traced, {wanted} planned")
 
 
+@pytest.mark.slow
 def test_the_most_that_tiles_of_sequences_take_is_planned(silence: None) -> None:
     """Each tile has gradients of a block of its own, but only while those of the block's weights are computed."""
     each = Job(
@@ -556,6 +569,7 @@ def every_axes(size: int) -> list[Axes]:
     return found
 
 
+@pytest.mark.slow
 def test_work_falls_by_stages_parts_and_replicas_and_adds_up_to_the_whole() -> None:
     model = lambda: gpt(heads=4, dim=16, sequence=8, vocabulary=32)  # noqa: E731
     data = lambda count, batch: texts(count, batch, vocabulary=32, length=8)  # noqa: E731
@@ -584,6 +598,7 @@ def test_a_block_that_cannot_be_tried_is_named() -> None:
     assert "block 'hidden.1' cannot be tried alone" in planned(Job(model=lambda: broken, data=points), 1).not_counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
 def test_claimed_grains_hold_what_was_planned(memory: dict[str, Any]) -> None:
     for zero, number in ((0, 1), (1, 4), (2, 2))[:: 1 if memory else 2]:

@@ -43,6 +43,7 @@ def in_place() -> mz.FunctionModel:
     return mz.FunctionModel({name: np.full((6, 700), 0.1) for name in ("left", "right")}, squares, in_place=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_black_box_holds_and_sends_what_was_planned(ranks: int) -> None:
     for zero in range(4):

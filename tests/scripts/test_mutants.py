@@ -64,6 +64,7 @@ def mutant(function="Sum.mean", before="/ len(values)", after="/ 1", tests=("tes
     return Mutant("divisor", function, before, after, tests)
 
 
+@pytest.mark.slow
 def test_a_mutant_that_tests_notice_is_killed_and_taken_out_again(workshop, checkout):
     verdict, told, _ = workshop.try_out(mutant())
     assert (verdict, told) == (mutants.KILLED, "test_a_mean[values1]")
@@ -89,6 +90,7 @@ def test_a_mutant_that_does_not_fit_is_no_killed_one(workshop, changed, told):
     assert told in outcome.told
 
 
+@pytest.mark.slow
 def test_tests_that_fail_without_a_mutant_end_the_run(checkout, capsys):
     assert mutants.try_all([mutant()], 1, []) == 0
     assert "1 of 1 mutants killed" in capsys.readouterr().out
@@ -97,6 +99,7 @@ def test_tests_that_fail_without_a_mutant_end_the_run(checkout, capsys):
     assert "tests fail without any mutant" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("site", SITES, ids=[site.name for site in SITES])
 def test_every_mutant_of_the_list_can_be_planted(site):
     path, text = mutants.planted(ROOT, site)

@@ -147,6 +147,7 @@ def test_the_first_block_that_computes_other_bits_is_named(rng):
     assert all(run_in_threads(2, rank))
 
 
+@pytest.mark.slow
 def test_the_block_to_begin_with_comes_first_where_the_gradients_of_several_are_wrong(rng):
     """An error is seen in all blocks before its own, and not in its own gradients if it is in backward_input."""
 

@@ -47,6 +47,7 @@ def test_layouts_that_are_right_have_the_same_bits(layout):
     report.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [("tensor=2, data=2", "float64"), ("context=2", "float32"), ("pipeline=2, tensor=2", "float32")],

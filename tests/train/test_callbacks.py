@@ -365,6 +365,7 @@ class StopsTwice(mz.Callback):
             raise ZeroDivisionError("killed here")
 
 
+@pytest.mark.slow
 def test_a_run_that_a_callback_has_ended_stays_ended_until_a_step_is_named(tmp_path, capsys):
     for hook, failures in (("on_step", 0), ("on_checkpoint", 1)):  # at 1 the run ends well
         folder, ends = tmp_path / hook, [0] * failures

@@ -72,6 +72,7 @@ def damage(step: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_does_what_it_says(tool):
     """The lines of the page, one after the other; a comment may promise another status than 0."""
     pytest.importorskip("safetensors")

@@ -75,6 +75,7 @@ def test_a_run_resumed_on_another_layout_equals_an_uninterrupted_one(deeper, on_
     assert [line["step"] for line in on_threads.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_tiles_of_its_checkpoint_on_groups_of_other_sizes(on_threads):
     """One process with tiles is what its parts on a tensor group, on stages and on a context group add up to."""
     whole = on_threads.train(1, "model.layers=2", "checkpoint.folder=whole", *parallel("tiles.tensor=2"))

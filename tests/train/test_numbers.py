@@ -168,6 +168,7 @@ def test_what_a_replay_quotes_cannot_move_the_cursor(changed, capsys):
         assert "\\u001b[2J\\nstep 9, all is well \\ud800" in out
 
 
+@pytest.mark.slow
 def test_a_run_keeps_few_bad_steps_and_ends_after_five_in_a_row(data, alone, capsys):
     train(configuration(data, steps=MAX_DUMPS * 5 + 5), alone)  # one step an epoch of five
     assert len(list((data / "run" / "bad_steps").iterdir())) == MAX_DUMPS
@@ -193,6 +194,7 @@ def overflowing(data, monkeypatch):
     return with_scale
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_while_the_loss_scale_still_backs_off(data, alone, overflowing, capsys):
     """An overflow at a scale that can be lowered is no sign of a broken run, nor of bad samples."""
     overflowing()

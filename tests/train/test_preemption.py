@@ -317,6 +317,7 @@ def configured(folder: Path, *overrides: str):
     return parse_config(ConfigDocument("tiny.toml", TINY, [*places, *overrides]))
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_mid_epoch_goes_on_with_other_ranks_and_stages_to_the_same_bits(tmp_path):
     """Each visit finds a file STOP: it does one step, saves, and leaves the rest to the next."""
     write_inputs(tmp_path)

@@ -183,6 +183,7 @@ def test_other_data_than_the_saved_run_s_is_an_error(trained, on_threads):
     assert "the training samples are not those of the saved run" in outcome.err
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_on_four_ranks(on_threads):
     pytest.importorskip("sklearn", reason="scikit-learn's digits are optional data")
     (on_threads.folder / "digits.toml").write_text(

@@ -115,6 +115,7 @@ def lines(folder):
     return [{name: line[name] for name in line if name not in left_out} for line in metrics(folder / "run")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_interrupted_run_equals_an_uninterrupted_one_in_parameters_figures_and_decisions(tmp_path, asynchronous):
     """On 2, 3 and 1 ranks with three strategies; the metric improves late no more, and patience ends the run."""

@@ -275,6 +275,7 @@ def test_whoever_knows_the_secret_can_answer(pair):
     assert places(found) == {1: "there"}
 
 
+@pytest.mark.slow
 def test_every_slot_that_fits_on_a_board_fits_into_an_answer(pair):
     board, marks = pair[1]._status_board, {}
     while board.read_one(1)["marks"] == json.loads(json.dumps(marks)):  # until the board leaves some of them out

@@ -97,6 +97,7 @@ def test_float32_agrees_with_dense_attention_of_float64_as_well_as_dense_attenti
         assert_close(ring_pass(layer, *arguments, ranks), expected, rounding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "run"), [(2, EVALUATE), (3, TRAINING)])
 def test_gradients_are_those_of_finite_differences(ranks, run, rng, small_tiles):
     layer = CausalSelfAttention(4, 2, dropout=0.3, site=1)
@@ -211,6 +212,7 @@ def test_a_sequence_four_times_longer_on_four_ranks_keeps_the_same_cache_on_each
     assert four[0] == pytest.approx(one + rows, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_sequence_four_times_longer_on_four_ranks_has_the_same_peak():
     """A whole forward and backward pass, four threads together against four times one process.
 

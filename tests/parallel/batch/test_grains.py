@@ -134,6 +134,7 @@ def test_claimed_grains_have_the_bits_of_one_process(
     assert set(found) == {alone(name, optimizer)}
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_the_processes_of_a_node_claim_grains_and_have_the_bits_of_one(world: Any) -> None:
     """The table of claims is in memory that processes share, under a lock of the system."""
@@ -237,6 +238,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_names_the_sample() -> 
     assert run_in_threads(4, run) == [[(7, 8)]] * 4
 
 
+@pytest.mark.slow
 def test_minimizers_claim_terms_with_the_bits_of_one_process() -> None:
     def run(comm: Any, **settings: Any) -> tuple[float, str]:
         with (

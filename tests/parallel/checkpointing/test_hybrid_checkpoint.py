@@ -138,6 +138,7 @@ def goes_on(comm: Any, name: str, image: bytes, expected: list[tuple[str, float]
         return again
 
 
+@pytest.mark.slow
 def test_a_state_in_the_middle_of_a_run_is_all_that_the_run_needs() -> None:
     with Placed(None, LAYOUTS["1"]) as placed:
         placed.train(2)
@@ -155,6 +156,7 @@ def test_every_layout_loads_what_another_has_saved_and_goes_on_with_the_same_bit
             image = run_in_threads(layout.size, lambda comm, given=arguments: goes_on(comm, *given))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_ranks_of_mpi_load_what_others_have_saved(world: Any) -> None:
     """One layout of this size, or two, loads the file of one process, and then that of the other."""
@@ -163,6 +165,7 @@ def test_ranks_of_mpi_load_what_others_have_saved(world: Any) -> None:
         image = goes_on(world, name, image, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 def test_a_folder_of_a_hybrid_holds_the_whole_model_and_its_strict_layout(world: Any, tmp_path_factory: Any) -> None:
     folder = Path(world.broadcast_object(str(tmp_path_factory.mktemp("saved")) if world.rank == 0 else None))
@@ -197,6 +200,7 @@ def test_a_folder_of_a_hybrid_holds_the_whole_model_and_its_strict_layout(world:
     world.barrier()
 
 
+@pytest.mark.slow
 def test_copies_of_a_split_model_are_models_of_their_own() -> None:
     def body(comm: Any) -> None:
         with Placed(comm, LAYOUTS["2 x 2 x 2"]) as placed:

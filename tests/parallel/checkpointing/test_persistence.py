@@ -179,6 +179,7 @@ WRONG_ATTRIBUTES = {
 }
 
 
+@pytest.mark.slow
 def test_attributes_that_mpizero_cannot_have_written_are_refused_and_change_nothing() -> None:
     with trained_gpt() as model:
         arrays, told = model.checkpoint_arrays(), model.checkpoint_attributes()["mpizero"]
@@ -258,6 +259,7 @@ def test_a_small_model_in_use_is_as_before_whichever_reading_fails(kind: str, me
     run_in_threads(2, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "memory"), IN_USE)
 def test_a_model_that_is_half_loaded_refuses_to_be_used_until_it_is_whole(
     kind: str, memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -45,6 +45,7 @@ def refuses_to_mix(comm: Any, model: Any, rate: OfRank, step: Callable[[], objec
         assert model.parameters_sha256() != before[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rates_that_differ_between_ranks_are_an_error_before_a_weight_is_touched(ranks: int) -> None:
     def run(comm: Any, number: int, strategy: str, memory: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ def gone_on(
         return placed.grain_size(SAMPLES), train(placed, comm, 2)
 
 
+@pytest.mark.slow
 def test_a_large_batch_of_long_samples_has_more_than_sixteen_grains_on_every_layout() -> None:
     with place() as placed:
         assert placed.grain_size(SAMPLES) == 1
@@ -67,6 +68,7 @@ def test_a_large_batch_of_long_samples_has_more_than_sixteen_grains_on_every_lay
         assert set(run_in_threads(ranks, on)) == {whole}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_record_goes_on_with_a_sixteenth_of_the_batch_on_any_layout() -> None:
     with place(micro_batch=3) as placed:
         whole = train(placed, None, 3)
@@ -125,6 +127,7 @@ def test_an_unknown_order_of_additions_is_refused_before_anything_changes() -> N
         alone.deserialize(data)  # the parameters alone were added in no order
 
 
+@pytest.mark.slow
 def test_batches_of_a_model_are_those_that_each_rank_computes() -> None:
     def sent(comm: Any, give: Any) -> tuple[int, str]:
         source = mz.data.ArraySource(*tokens(SAMPLES))
@@ -212,6 +215,7 @@ def on(ranks: int, *args: Any, **sizes: Any) -> Any:
     return found[0]
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_with_its_bits_where_the_tiles_are_kept_and_says_which_are(capfd) -> None:
     _, whole, _, told = on(2, None, 3, tensor=2)
     assert "tiles" not in told  # they are the sizes of its groups, as in older checkpoints

@@ -31,6 +31,7 @@ def bad_points(samples: int, first: int) -> tuple[Any, Any]:
     return x, y
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_first_grain_is_named_on_every_layout(tmp_path: Path) -> None:
     """With clipping, several micro-batches a grain, or neither of them, in turn."""
 

@@ -44,6 +44,7 @@ def skips(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
         assert optimizer.step_count == 2
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> None:
     on_layouts(skips)
 
@@ -95,6 +96,7 @@ def test_a_weight_that_divides_nothing_is_refused_and_one_that_is_not_finite_ski
         np.testing.assert_array_equal(model.get_parameters(), np.ones(3))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else() -> None:
     policy = mz.DynamicLossScale(initial=2.0**100, largest=2.0**100, interval=2)
@@ -121,6 +123,7 @@ def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else() -> None:
     on_layouts(run)
 
 
+@pytest.mark.slow
 def test_the_clipping_factor_is_that_of_one_process_on_every_layout() -> None:
     x, y = tokens(8)
 

@@ -37,6 +37,7 @@ def test_gradients_agree_with_differences_of_the_loss(name: str) -> None:
     assert "agree" in str(check_model(CASES[name].model(), x, y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_strategy_and_schedule_has_the_bits_of_one_process(ranks: int) -> None:
     ways = [*(Way(zero=zero) for zero in range(4)), *pipelines(ranks, 5)]

@@ -72,6 +72,7 @@ def trained(comm, strategy, **layout):
 LAYOUTS = {2: ("zero2", {}), 3: ("zero3", {}), 4: ("", {"pipeline_parallel_size": 2, "zero_stage": 2})}
 
 
+@pytest.mark.slow
 def test_one_hash_for_each_loss_on_any_number_of_ranks():
     alone = trained("self", "ddp")
     for ranks, (strategy, layout) in LAYOUTS.items():
@@ -88,6 +89,7 @@ def test_one_hash_for_each_loss_on_any_number_of_ranks():
         assert (other > 0) == (name == "huber")
 
 
+@pytest.mark.slow
 def test_losses_see_whole_predictions_where_the_last_layer_is_split():
     def evaluated(comm, tensor):
         found = {}
@@ -148,6 +150,7 @@ class Twice:
         return self.once.backward(cache, 2 * scale)
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_users_own_takes_whole_predictions_however_the_last_block_is_split():
     def loss_of(comm, pipeline=1, tensor=1):
         model = nn.GPT(dim=8, layers=2, heads=4, sequence=4, vocabulary=30, dtype="float64")

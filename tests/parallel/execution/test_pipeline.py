@@ -103,6 +103,7 @@ def test_every_option_on_threads_has_the_bits_of_one_process(name: str) -> None:
     same_on_threads(size, name, Way(stages, zero=number % 4, schedule=schedule))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_six_ranks_as_many_stages_as_blocks_and_three_replicas(schedule: str) -> None:
     stages = BLOCKS // CHUNKS[schedule]
@@ -183,6 +184,7 @@ def frozen_head() -> Blocks:
     return Blocks(gpt(dropout=0.0), {"head": Frozen})
 
 
+@pytest.mark.slow
 def test_a_frozen_layer_adds_nothing_to_the_gradient_of_what_it_shares() -> None:
     model, (x, y) = frozen_head(), texts(1, 8)[0]
     start = mz.nn.initial_parameters(model)
@@ -223,6 +225,7 @@ def test_matrices_shared_by_any_blocks_of_any_stages_have_the_bits_of_one_proces
         same_on_threads(size, "shared matrices", Way(stages, zero=zero, schedule=schedule), **memory)
 
 
+@pytest.mark.slow
 def test_every_block_may_be_a_stage_of_its_own() -> None:
     case = Case(knotted, batches=vectors(2, 7))
     expected = trained_alone(case)

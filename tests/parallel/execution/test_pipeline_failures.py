@@ -93,6 +93,7 @@ def expected_bits() -> str:
         return str(model.parameters_sha256())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_error_in_a_layer_of_one_stage_is_raised_on_all_and_leaves_the_model_as_it_was(

@@ -102,6 +102,7 @@ def test_nothing_is_lost_between_processes(world: Any) -> None:
         parallel_assert(world, found < 1e-5, f"{strategy} {kind}: {found}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", *KINDS])
 def test_all_copies_have_the_same_bits_and_a_second_run_too(kind: str) -> None:
     def run(comm: Any, strategy: str) -> Any:
@@ -129,6 +130,7 @@ COPIES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "kind"), COPIES, ids=str)
 def test_copies_on_other_stages_and_tensor_ranks_stay_equal(way: Way, kind: str) -> None:
     """Copies are compared in each step, and those of a tensor group have the gradient of a training that sends all."""
@@ -154,6 +156,7 @@ def test_copies_on_other_stages_and_tensor_ranks_stay_equal(way: Way, kind: str)
     assert way.tensor == 1 or unsplit <= same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", *KINDS])
 def test_averaged_parameters_are_sent_exactly(kind: str) -> None:
     def run(comm: Any, strategy: str, compression: str | None) -> Any:
@@ -191,6 +194,7 @@ def test_bytes_are_those_of_the_formula(n: int) -> None:
             assert found == sum(bytes_of(size) for peer, size in enumerate(sizes) if peer != rank)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_parameters_and_residuals_as_they_were() -> None:
     def run(comm: Any, strategy: str, kind: str, clip: float | None) -> bool:
         settings = {"micro_batch": 1, "gradient_compression": kind, "clip": clip, **PRIVATE}

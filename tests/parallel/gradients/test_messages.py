@@ -92,6 +92,7 @@ def in_buckets(comm: Any, strategy: str, **settings: Any) -> tuple[str, int, flo
         return model.parameters_sha256(), by_tag["gradients"] + by_tag["unit gradients"], model.last_step.bucket_mb
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "memory"), [*zip(STRATEGIES, (*MEMORIES[1:], *MEMORIES[:0:-1]), strict=True)])
 def test_smaller_buckets_are_more_messages_of_the_same_bits(strategy: str, memory: dict[str, Any]) -> None:
     """Rows (DDP, ZeRO-1) and waves (ZeRO-2, ZeRO-3) with each kind of memory that sends messages."""
@@ -122,6 +123,7 @@ def test_compressed_messages_have_one_size() -> None:
         mz.GradientCompressionOptimizer(mz.AdamW(), mz.ShardingConfig(bucket_mb=1), compression="bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_messages_in_many_pieces_have_the_bits_of_one(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ranks hold unequal numbers of partial sums of 10 grains, and must still make equally many turns."""
@@ -131,6 +133,7 @@ def test_messages_in_many_pieces_have_the_bits_of_one(strategy: str, monkeypatch
         assert {sha for sha, *_ in run_in_threads(3, lambda c, m=memory: in_buckets(c, strategy, **m))} == {expected}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_plans_that_are_kept_do_not_grow_with_the_number_of_sizes(strategy: str) -> None:
     sizes = KEPT_PLANS + 4

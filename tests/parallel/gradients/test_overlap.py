@@ -96,6 +96,7 @@ def without_failure() -> list[str]:
     return after_failures(None, "ddp", [""] * 3, {})
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_leaves_nothing_in_flight() -> None:
     fine = {"bucket_mb": FINE}
     cases = (
@@ -200,6 +201,7 @@ def test_what_blocks_have_finished_travels_while_the_others_compute() -> None:
     assert nodes == [(late, False, 4), (early, False, 4)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("memory", "ways"),
     [(MEMORIES[1], ("predict", "gradients", "clone")), (MEMORIES[2], ("evaluate", "apply", "integrity"))],
@@ -330,6 +332,7 @@ def fine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publication, "REGION", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fine")
 @pytest.mark.parametrize("place", range(4))
 def test_every_use_sees_all_that_was_published(place: int) -> None:

@@ -140,6 +140,7 @@ def test_that_holds_where_layers_are_spread_over_ranks(ways: Any, call: str, tmp
     check_odd_one(lambda comm: spread(comm, ways), call, "train", tmp_path)
 
 
+@pytest.mark.slow
 def test_that_holds_for_local_steps(tmp_path: Path) -> None:
     def run(comm: Any, call: str) -> None:
         optimizer = mz.LocalSGDOptimizer(mz.SGD(lr=0.1), every=2)
@@ -173,6 +174,7 @@ def alone(comm: Any, strategy: str, use: Callable[..., Any]) -> None:
         model.train(*part(comm, *points(8)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "use"),
     [

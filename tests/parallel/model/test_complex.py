@@ -97,6 +97,7 @@ def trained_in_pairs(name: str) -> str:
     return trained(in_pairs, "ddp", None, OPTIMIZERS[name][0], **OPTIMIZERS[name][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_on_every_layout_optimizers_and_norms_see_pairs_of_real_numbers(ranks: int) -> None:
     for number, (strategy, memory) in enumerate(layouts(ranks)):
@@ -132,6 +133,7 @@ def test_users_see_complex_arrays(dtype: str) -> None:
             model.load_named({**given, "odd": np.ones(3, complex)})
 
 
+@pytest.mark.slow
 def test_files_hold_complex_arrays_which_any_layout_loads(tmp_path: Path) -> None:
     x, y = samples()
 

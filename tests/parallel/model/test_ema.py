@@ -76,6 +76,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_average_has_the_same_bits_on_every_layout(name):
     alone = trained("self", name, "ddp")

@@ -42,6 +42,7 @@ def trained(comm, net, x, y, **layout):
             return model.parameters_sha256(), gradient, same, before
 
 
+@pytest.mark.slow
 def test_frozen_parameters_keep_their_bits_on_every_layout():
     patterns = ["embedding.*", "blocks.0.*", "*.norm1.*"]
     net = nn.freeze(gpt(), patterns)

@@ -156,6 +156,7 @@ def test_every_rank_gets_the_prediction_and_the_metrics_of_one_process(name: str
     on_threads(name, lambda job, comm: predicts(job, comm, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_over_mpi_too_every_rank_gets_the_prediction_and_the_metrics_of_one_process(world: Any) -> None:
     expected = of_first(world, predicted_alone)
@@ -260,6 +261,7 @@ def test_gradients_by_hand_make_the_step_of_one_process(name: str) -> None:
     on_threads(name, lambda job, comm: gradients_by_hand(job, comm, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 def test_over_mpi_too_gradients_by_hand_make_the_step_of_one_process(world: Any) -> None:
     expected = of_first(world, by_hand_alone)
@@ -301,6 +303,7 @@ def optimized(job: Job | None, comm: Any, **options: Any) -> tuple[Any, str]:
         return told, model.parameters_sha256()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pp 2", "V 2 x dp 2"])
 def test_the_whole_loop_has_the_history_of_one_process(name: str) -> None:
     job = JOBS[name]

@@ -41,6 +41,7 @@ def trained(comm: Any, strategy: str, sizes: dict[str, Any], **settings: Any) ->
         return model.parameters_sha256()
 
 
+@pytest.mark.slow
 def test_every_mesh_trains_to_the_bits_of_one_process() -> None:
     known = {str(tiles): trained("self", "ddp", {}, tiles=tiles) for tiles in (None, TILES)}
     for number, (ranks, sizes) in enumerate(MESHES):

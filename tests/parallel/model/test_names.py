@@ -186,6 +186,7 @@ def test_a_name_of_optimizer_state_that_cannot_be_stored_is_refused_at_once(slot
         mz.ShardedOptimizer(Momentum(slot), config)
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=4, unique=True))
 @settings(max_examples=10, deadline=None)
 @example(["\U0001d400" * NAME_LIMIT])
@@ -208,6 +209,7 @@ def test_what_is_not_refused_can_be_saved_read_and_verified(tmp_path_factory, na
         assert set(file.files) == set(names)
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_names_without_a_fault_can_be_shown(name):
     assert fault_of(name) or name.isprintable()

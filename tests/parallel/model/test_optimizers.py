@@ -25,6 +25,7 @@ class Signum:
         params -= params.dtype.type(0.01) * np.sign(m)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_users_own_optimizer_has_the_bits_of_one_process_at_every_stage(ranks):
     def train(comm, strategy="ddp", **settings):
@@ -145,6 +146,7 @@ def optimized(comm, optimizer=None, settings=None, **options):
         return found.optimize(two_lines()), found.model.get_parameters(), found.step_count
 
 
+@pytest.mark.slow
 def test_optimize_trains_validates_and_ends_with_the_best_parameters():
     result, parameters, steps = optimized(None, epochs=6)
     assert len(result.history) == 6
@@ -207,6 +209,7 @@ def best_of(comm, kind, **settings):
     return parameters, result.best_parameters, pickle.loads(pickle.dumps(result)).best_parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "settings"), [("zero3", PRIVATE), ("hybrid", {}), ("hybrid", PRIVATE), ("zero1", {})])
 def test_optimize_stops_early_and_keeps_the_best_parameters_as_the_model_keeps_its_own(kind, settings, monkeypatch):
     """No rank gathers the model to keep them: only who asks for them does; then they stay."""
@@ -282,6 +285,7 @@ def test_sgd_averaged_after_every_step_is_distributed_sgd_up_to_rounding():
     assert len(set(run_in_threads(3, run))) == 1
 
 
+@pytest.mark.slow
 def test_bytes_fall_by_the_interval():
     def run(comm, every):
         with local(comm, mz.AdamW(lr=0.01), every, **PRIVATE) as (model, _):

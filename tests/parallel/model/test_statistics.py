@@ -91,6 +91,7 @@ def test_integers_count_steps():
     assert alone("fused")[1] == {f"norm{i}.{name}": value for i in range(2) for name, value in expected.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_replicas_have_the_bits_of_one_process(ranks):
     """All samples come from one rank."""
@@ -101,6 +102,7 @@ def test_replicas_have_the_bits_of_one_process(ranks):
         assert run_in_threads(ranks, run) == [alone(name)] * ranks, (name, strategy, memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_schedule_has_the_bits_of_one_process(ranks):
     for number, way in enumerate(w for w in pipelines(ranks, 7) if w.pipeline == 2):
@@ -117,6 +119,7 @@ def test_ranks_of_a_real_job_have_the_bits_of_one_process(world):
         assert trained_as(name, world, way, **memory) == known(world, alone, name), (name, way, memory)
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_them_and_any_layout_goes_on(tmp_path):
     case = CASES["clipped"]
 
@@ -229,6 +232,7 @@ def test_those_of_frozen_layers_are_constants_and_of_checkpointed_ones_are_not()
     assert "layers: they overwrite" in str(check_model(chain, *samples(1, 6)[0]))
 
 
+@pytest.mark.slow
 def test_the_example_has_one_hash():
     example = runpy.run_path(str(EXAMPLES / "residual_in_numpy.py"))
     case = Case(lambda: example["make"](channels=2), batches=[example["data"](6)], config={"micro_batch": 3})
@@ -265,6 +269,7 @@ def function(poison=lambda x, found: None, *, in_place=False):
     )
 
 
+@pytest.mark.slow
 def test_functions_are_given_them_and_return_new_ones_in_place_of_gradients():
     x, y = samples(1, 11)[0]
 

@@ -32,6 +32,7 @@ def noisy(seen: set[Any] | None = None, **more: Any) -> mz.FunctionModel:
     return mz.FunctionModel(whole.parameters, loss_and_grad, frozen=["scale"], **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_noise_of_a_function_is_the_same_on_any_ranks(ranks: int) -> None:
     """Three epochs of a step each, the seed, and an evaluation: the same everywhere, and of every micro-batch."""
@@ -106,6 +107,7 @@ def test_a_decorated_function_is_called_as_its_decorator_takes_it() -> None:
             assert model.train(np.ones((2, 1)), np.ones(2)) == loss
 
 
+@pytest.mark.slow
 def test_evaluate_calls_a_loss_without_gradient_where_there_is_one() -> None:
     def never(p: Any, batch: Any) -> Any:
         raise AssertionError("evaluate needs no gradient")
@@ -238,6 +240,7 @@ def gathered(comm: Any, strategy: str, black_box: bool, **memory: Any) -> Any:
         return gradient.values.tobytes(), gradient.loss, gradient.weight, model.parameters_sha256()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_gathered_gradient_has_the_same_bits_on_all_ranks_under_every_strategy(ranks: int) -> None:
     """Of a black box or a model of blocks: each layout has one of them, the other on the other number of ranks."""

@@ -98,6 +98,7 @@ def test_iterates_have_the_bits_of_one_process_over_mpi(world):
         assert minimized(world, curved(), None, strategy, settings=memory, **choice)[:2] == wanted[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_minimum_is_found(method):
     told, _, x, _ = minimized("self", curved(), method=method, options={"gtol": 1e-9})
@@ -131,6 +132,7 @@ TIMES = np.linspace(0.0, 4.0, 21)
 CURVE = 2.5 * np.exp(-1.3 * TIMES) + 0.5 + 0.05 * np.sin(40.0 * TIMES)
 
 
+@pytest.mark.slow
 def test_gauss_newton_with_the_models_products_finds_the_least_squares_on_every_layout():
     choice = {"method": "gauss-newton", "options": {"gtol": 1e-12}}
     told, digest, x, _ = minimized("self", curve_fit(), (TIMES, CURVE), **choice)
@@ -169,6 +171,7 @@ def best_in_box(lower, upper):
     return np.array(best[1])
 
 
+@pytest.mark.slow
 def test_with_bounds_the_minimum_in_the_box_is_found_and_no_trial_leaves_it():
     seen = []
 
@@ -212,6 +215,7 @@ def trained(comm, model, steps, optimizer, layout=None, **settings):
 RNG_BATCH = np.random.default_rng(5).normal(size=(14, 6)).astype(np.float32), np.arange(14) % 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [mz.LBFGS(history=3), mz.NonlinearCG(), mz.NewtonCG()], ids=METHODS)
 def test_as_the_optimizer_of_a_model_it_lowers_the_loss_and_keeps_its_bits_in_stages_and_tiles(optimizer):
     losses, digest = trained("self", mlp(), 8, optimizer)
@@ -399,6 +403,7 @@ def scaled_squares(parameters: Any, batch: Any) -> tuple[float, Any, float]:
     return value, {"w": slope["w"] * SCALES}, weight
 
 
+@pytest.mark.slow
 def test_a_preconditioner_of_the_right_scales_makes_the_steps_of_the_problem_in_these_scales() -> None:
     model = mz.FunctionModel({"w": np.zeros(6)}, scaled_squares)
     choice = {"data": (MATRIX, TARGETS), "options": {"gtol": 1e-9}}
@@ -411,6 +416,7 @@ def test_a_preconditioner_of_the_right_scales_makes_the_steps_of_the_problem_in_
     assert found[0][3] <= natural[0][3] + 3 < plain[0][3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factors", "ranks"), [({"w": SCALES**-2.0}, 2), ({"*": 0.1}, 3)], ids=["array", "number"])
 def test_a_preconditioner_keeps_the_bits_of_one_process(factors: Any, ranks: int) -> None:
     model = mz.FunctionModel({"w": np.zeros(6)}, scaled_squares)
@@ -448,6 +454,7 @@ def test_losses_with_the_errors_of_long_sums_do_not_end_a_search_early(method: s
     assert told[1] <= 1e-10
 
 
+@pytest.mark.slow
 def test_a_learned_diagonal_needs_fewer_evaluations_where_scales_differ() -> None:
     model = mz.FunctionModel({"w": np.zeros(6)}, scaled_squares)
     choice = {"data": (MATRIX, TARGETS)}
@@ -480,6 +487,7 @@ def test_a_learned_diagonal_is_that_of_the_bfgs_update() -> None:
     np.testing.assert_allclose(learned[0]["diagonal"], b, rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bounds", "places"), [(None, PLACES[::2]), ((-0.5, 0.5), PLACES[1::2])])
 def test_a_learned_diagonal_keeps_the_bits_of_one_process_also_after_a_resume(
     bounds: Any, places: Any, tmp_path: Any

@@ -56,6 +56,7 @@ def test_tikhonov_gives_the_solution_of_the_normal_equations() -> None:
     assert found[0] == pytest.approx(loss, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["l-bfgs", "cg", "newton-cg", "gauss-newton"])
 def test_every_method_finds_the_same_minimum(method: str) -> None:
     model = linear(product=product) if method == "gauss-newton" else linear()
@@ -90,6 +91,7 @@ def test_iterates_of_a_real_job_have_the_bits_of_one_process(world: Any) -> None
     assert found[:3] == minimized("self", terms, options=options)[:3]
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_count_each_term_once() -> None:
     x, y = points(12)
 

@@ -148,6 +148,7 @@ def run(comm: Any, way: Way, dtype: str, given: dict[str, Array], grads: dict[st
     return found, norm, changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_ranks_with_one_tile_or_several_have_the_norms_and_the_step_of_one_process(
     dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -207,6 +208,7 @@ def resumed(comm: Any, folder: Path, writes: bool, **sizes: int) -> tuple[list[f
         return [norms[0], norms[-1]], placed.parameters_sha256()
 
 
+@pytest.mark.slow
 def test_training_with_norms_goes_on_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
     (alone,) = run_in_threads(1, lambda comm: resumed(comm, tmp_path / "saved", writes=True))
     for ranks, sizes in (

@@ -78,6 +78,7 @@ def alone(*arguments: Any) -> Any:
     return trained(None, "ddp", *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_threads_have_the_bits_of_one_process_with_every_strategy(ranks):
     for number, strategy in enumerate(STRATEGIES):
@@ -93,6 +94,7 @@ def test_every_strategy_has_the_bits_of_one_process(world):
         assert trained(world, strategy, name, **memory) == known(world, alone, name), (strategy, memory, name)
 
 
+@pytest.mark.slow
 def test_clipping_loss_scale_and_average_work_with_the_same_bits():
     def run(comm, strategy, **memory):
         x, y = points(9)

@@ -62,6 +62,7 @@ def test_private_memory_follows_the_papers_formulas(strategy: str, ranks: int) -
         assert parameters + gradients + state == 16 * PARAMETERS
 
 
+@pytest.mark.slow
 def test_shared_memory_holds_one_copy_of_parameters_and_state_a_node() -> None:
     for strategy in STRATEGIES:
         for kinds, _, exchange in run_in_threads(4, lambda comm, s=strategy: measured(comm, s)):

@@ -262,6 +262,7 @@ def test_every_layout_reads_what_every_layout_writes(number: int) -> None:
     loads(number, (5 * number + 9) % len(SPREADS), pristine=number % 2 == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("short_range", "elements"), [(0, 1 << 19), (1 << 18, 1), (1 << 18, 50)])
 def test_slices_are_read_alike_range_by_range_and_by_rows_in_windows_of_any_size(
     monkeypatch: pytest.MonkeyPatch, short_range: int, elements: int
@@ -293,6 +294,7 @@ def test_what_is_damaged_for_one_tensor_rank_is_refused_by_all_and_changes_nothi
     assert all("blocks.1.attention.qkv.weight" in error and "checksum mismatch" in error for error in errors)
 
 
+@pytest.mark.slow
 def test_a_strict_layout_counts_stages_and_tensor_ranks_and_files_that_know_none_were_written_without() -> None:
     def strict(engine: Any) -> None:
         with checkpoint.from_bytes(saved(10)) as reader:

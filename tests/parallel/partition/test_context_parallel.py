@@ -88,6 +88,7 @@ def test_cut_sequences_train_what_whole_ones_train(name: str) -> None:
         assert same_within_rounding(found[0], expected), (used, memory, found[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "way"),
     [
@@ -108,6 +109,7 @@ def test_tensor_and_context_groups_together_train_what_one_process_trains(name: 
     assert same_within_rounding(found[0], trained_alone(BOTH[name]))
 
 
+@pytest.mark.slow
 def test_heads_that_three_ranks_share_and_three_parts_of_a_sequence() -> None:
     case = Case(lambda: gpt(**{**FOUR_HEADS, "heads": 6}), batches=LENGTHS[:2], config={"clip": 0.2})
     expected = trained_alone(case)
@@ -136,6 +138,7 @@ def test_neither_stages_nor_replicas_nor_schedules_nor_memory_nor_zero_stages_ch
         assert set(map(str, found)) == {expected}, (used, memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("context", "accumulate"), [(2, 2), (3, 1), (4, 2)])
 def test_every_zero_stage_adds_the_parts_of_grains_in_one_order(context: int, accumulate: int) -> None:
     """The last grain is short; with ``accumulate`` it has fewer micro-batches than the others."""
@@ -236,6 +239,7 @@ def test_a_checkpoint_goes_on_with_other_groups(tmp_path: Any) -> None:
 # ---------------------------------------------------------------------- what is said, and what is refused
 
 
+@pytest.mark.slow
 def test_metadata_counts_all_groups_and_a_part_of_a_matrix_is_held_by_every_context() -> None:
     def body(comm: Any, way: Way) -> Any:
         model, _ = placed(BOTH["dropout, clipping"], comm, way)

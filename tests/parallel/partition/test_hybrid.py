@@ -110,6 +110,7 @@ def test_processes_that_split_layers_sequences_and_stages_have_the_bits_of_their
         parallel_assert(world, same, str(way))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "way", "model"),
     [
@@ -125,6 +126,7 @@ def test_float32_stays_within_its_rounding(size: int, way: Way, model: Any) -> N
     assert same_within_rounding(found[0], trained_alone(case), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [{"cuts": [1]}, {"cuts": [3]}, {"costs": [9, 1, 1, 1]}], ids=["first", "last", "costs"]
 )
@@ -134,6 +136,7 @@ def test_tied_tables_cut_apart_between_stages_and_split_within_them_change_no_bi
     assert set(map(str, found)) == {str(in_two_tiles("LAMB, clipping"))}, way
 
 
+@pytest.mark.slow
 def test_four_tensor_ranks_beside_two_stages() -> None:
     """Parts by the shard rule: three of the widths are not divisible by four."""
     case = CASES["MLP"]
@@ -146,6 +149,7 @@ def test_four_tensor_ranks_beside_two_stages() -> None:
 # ---------------------------------------------------------------------- sums over all ranks
 
 
+@pytest.mark.slow
 def test_norms_have_the_same_bits_on_every_rank_and_count_every_element_once() -> None:
     case = Case(lambda: gpt(dropout=0.0, **F64), lambda: mz.SGD(lr=0.1), texts(1, 8), config={"clip": 1e-3})
     expected = trained_alone(case).norms[0]
@@ -164,6 +168,7 @@ def test_norms_have_the_same_bits_on_every_rank_and_count_every_element_once() -
         assert found[0][1] == pytest.approx(0.1 * 1e-3, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_parameters_and_state_of_2_x_2_x_2_lie_where_the_formulas_say() -> None:
     """Four stages x tensor parts hold the model once, and the copies that ties and whole parameters need."""
     model_of = gpt(layers=2, dim=16, vocabulary=32)
@@ -189,6 +194,7 @@ def test_parameters_and_state_of_2_x_2_x_2_lie_where_the_formulas_say() -> None:
         assert sum(run_in_threads(8, lambda comm, z=zero: held(comm, z))) == 2 * (whole + copies)
 
 
+@pytest.mark.slow
 def test_replicas_that_see_other_batches_are_no_error_and_peers_that_do_are_named() -> None:
     x, y = texts(1, 8)[0]
 
@@ -228,6 +234,7 @@ def refuses_bad_samples(comm: Any, way: Way) -> None:
             parallel_assert(comm, model.parameters_sha256() == twin.parameters_sha256(), "parameters")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "way"),
     [

@@ -71,6 +71,7 @@ def test_split_layers_learn_what_whole_layers_learn(name: str) -> None:
         assert same_within_rounding(found[0], expected), (way, found[0], expected)
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_model_takes_all_ranks_unless_told_otherwise() -> None:
     case = CASES["MLP"]
 
@@ -159,6 +160,7 @@ def of_users(kind: Callable[[Linear], Layer]) -> Blocks:
     return Blocks(mlp(hidden=(8, 6), **F64), changes)
 
 
+@pytest.mark.slow
 def test_a_users_layer_says_how_it_is_split_and_others_stay_whole() -> None:
     for first, others in ((Splittable, Splittable), (Plain, Splittable)):
         changes = {**of_users(others).changes, "hidden.0": of_users(first).changes["hidden.0"]}

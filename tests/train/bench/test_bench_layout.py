@@ -59,6 +59,7 @@ def test_counted_bytes_and_messages_of_every_rank_equal_the_plan(name):
     assert f"{ranks - 1:4} " in layout_report([table])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_collections")
 def test_the_command_prints_every_rank_beside_its_plan(on_threads):
     arguments = ["bench", "memory", "--pipeline", "2", "--parameters", "1e4", "--memory", "private", "--steps", "1"]

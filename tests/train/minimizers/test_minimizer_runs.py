@@ -98,6 +98,7 @@ def test_a_fit_ends_converged_at_the_minimum_with_the_same_bits_on_any_ranks(fit
     assert last["validation_loss"] == pytest.approx(float((error**2).mean()), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_validated_and_saved_is_the_iterate_also_where_a_trial_was_rejected(fits):
     fits_all = ["data.validation=0.0", "optimizer.gtol=1e-12"]
     assert fit(fits, 1, *fits_all).status == 0
@@ -337,6 +338,7 @@ def trainer(folder, comm="self", *, model=None, optimizer=None, **settings):
     return mz.Trainer(model or linear(), source, mz.ShardingConfig(comm=comm), optimizer=method, **given)
 
 
+@pytest.mark.slow
 def test_callbacks_see_the_iterate_and_change_no_bit(tmp_path):
     class Looking(mz.Callback):
         """Records the losses of the parameters that callbacks see, computed here, beside those that are told."""
@@ -364,6 +366,7 @@ def test_callbacks_see_the_iterate_and_change_no_bit(tmp_path):
     assert len({rank for size in (1, 3) for rank in run_in_threads(size, work)}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("optimizer", [mz.LBFGS(gtol=1e-8), mz.NewtonCG(gtol=1e-8)], ids=["l-bfgs", "newton-cg"])
 def test_a_fit_that_resumes_has_the_bits_of_one_process_over_mpi(world, tmp_path, optimizer):

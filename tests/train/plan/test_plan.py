@@ -93,6 +93,7 @@ def test_bad_options_are_named(on_threads):
         assert flag[0] in outcome.told[0]
 
 
+@pytest.mark.slow
 def test_nothing_as_large_as_the_model_is_made(on_threads):
     """A model of 3.8 GB, 15 GB with its optimizer, is planned in a fraction of that."""
     large = ("model.dim=512", "model.layers=300", "model.heads=8", "train.global_batch=64")

@@ -342,6 +342,7 @@ def without_pictures(monkeypatch):
             monkeypatch.setattr(found, "picture", lambda name, label, draw, *size, **more: Markup(""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strange", STRANGE, ids=lambda value: str(value)[:9])
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "metrics.superseded.jsonl", "run_complete"])
 def test_strange_records_are_shown_or_named_as_damaged(name, strange, eventful, tmp_path, without_pictures):
