@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from mpizero.sharding import LocalSGDOptimizer as LocalSGDOptimizer
     from mpizero.sharding import Mesh as Mesh
     from mpizero.sharding import MinimizeResult as MinimizeResult
+    from mpizero.sharding import Model as Model
     from mpizero.sharding import ModelMetadata as ModelMetadata
     from mpizero.sharding import OptimizationOptions as OptimizationOptions
     from mpizero.sharding import OptimizationResult as OptimizationResult

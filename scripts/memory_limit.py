@@ -67,7 +67,7 @@ def train(options: argparse.Namespace, width: int, layers: int, steps: int) -> d
     adamw = mz.AdamW(lr=1e-4)
     with peak_growth() as rss, proportional_growth(0.05) as pss, mz.FSDPModel(net, config, optimizer=adamw) as model:
         losses = [model.train(x[mine], y[mine]).hex() for _ in range(steps)]
-        digest, count, counted = model.parameters_sha256(), model.parameter_count, model.engine.memory.peak_bytes
+        digest, count, counted = model.parameters_sha256(), model.parameter_count, model._engine.memory.peak_bytes
     everyone = comm.allgather_object({"counted": counted, "pss": pss[0], "rss": rss[0]})
     config.close()
     return {"losses": losses, "sha256": digest, "parameters": count, "ranks": everyone}

@@ -272,7 +272,9 @@ def unknown_name(module: str, name: str, known: Iterable[str]) -> UnknownNameErr
     return UnknownNameError(f"module {module!r} has no attribute {name!r}{nearest(name, known)}")
 
 
-#: What PyTorch's modules and optimizers have, and sharded ones have not, with what takes its place.
+CLASSES = "the classes of one strategy each, such as mz.ZeRO2Model, which have it"
+#: What PyTorch's modules and optimizers have, or the classes of one strategy each, or had an earlier version of this
+#: library, and sharded ones have not, with what takes its place.
 INSTEAD: Mapping[str, str] = {
     "zero_grad": "leave it out: gradients of different calls are never added",
     "backward": "model.train(x, y) computes gradients and makes the step; model.compute_gradients(x, y) leaves it out",
@@ -300,6 +302,25 @@ INSTEAD: Mapping[str, str] = {
     "load_checkpoint": "model.load_model(path)",
     "param_groups": "a learning rate that changes is a function of the step, lr=lambda step: ...; groups= has others",
     "add_param_group": "give the optimizer groups=",
+    "get_parameters": "model.gather_full_parameters(), an array that cannot be written to",
+    "with_parameters": "a model that mz.distribute makes, and its set_parameters(values)",
+    "clone": "a model that mz.distribute makes, and its load_named(model.named_parameters())",
+    "deep_copy": "a model that mz.distribute makes, and its load_model(path) of what save_model(path) has written",
+    "sharding_configuration": "model.config",
+    "local_parameter_shard": "model.owned has the ranges, and mz.ZeRO2Model and its like also their values",
+    "shard_start": "model.owned has the ranges",
+    "shard_size": "model.owned has the ranges",
+    "default_loss_function": "model.wrapped_model.loss",
+    "invalidate_cache": "leave it out: what changes parameters says so by itself",
+    **dict.fromkeys(("serialize", "save_state"), f"model.save_model(path), or {CLASSES}"),
+    **dict.fromkeys(("deserialize", "load_state"), f"model.load_model(path), or {CLASSES}"),
+    **dict.fromkeys(("supports_jit_compilation", "jit_compile", "export_computation_graph"), CLASSES),
+    **dict.fromkeys(("feature_importance", "active_feature_indices", "is_feature_used"), CLASSES),
+    "export_npz": "numpy.savez(path, **model.named_parameters())",
+    "import_npz": "model.load_parameters(path)",
+    "finish_save": "commit() of what begin_save has returned",
+    "average_parameters": "model.optimizer.average_parameters()",
+    "engine": "model.mesh has the ranks and their groups, model.metadata() what this rank holds",
 }
 #: Settings of optimizers, which programs for PyTorch change between steps.
 SETTINGS = frozenset({"lr", "learning_rate", "momentum", "weight_decay", "betas", "eps", "param_groups"})

@@ -35,13 +35,6 @@ def write(
             _write_entry(archive, item.name, item.shape, item.dtype, values(item))
 
 
-def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
-    """Write named arrays into a file, and replace the file if it exists."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        for name, array in arrays.items():
-            _write_entry(archive, name, array.shape, array.dtype, [np.ascontiguousarray(array).reshape(-1)])
-
-
 _NO_DATE = (1980, 1, 1, 0, 0, 0)  # the same arrays give the same bytes
 
 

@@ -76,6 +76,11 @@ class Placement:
     one_unit: bool
     in_rounds: bool
 
+    @property
+    def zero_stage(self) -> int:
+        """The number of kinds of state that are sharded: 0 (DDP) to 3."""
+        return self.shard_optimizer + self.shard_gradients + self.shard_parameters
+
     def in_contexts(self, contexts: int) -> Placement:
         """Return this row as it is executed with context groups of ``contexts`` ranks. Not collective.
 

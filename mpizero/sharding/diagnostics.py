@@ -51,7 +51,7 @@ from mpizero.layout.flat import Unit, flat_names
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.forward_backward import BlackBoxEvaluator, BlockEvaluator, Evaluator
 from mpizero.sharding.grad_reduce import GradientViews
-from mpizero.sharding.model import ShardedModelBase
+from mpizero.sharding.model import Model
 from mpizero.sharding.step_report import NonFinite, StepReport
 from mpizero.types import EVALUATE, Array, Loss, Params, Run, as_reals
 
@@ -130,7 +130,7 @@ class BadStep:
 
 
 def dump_bad_step(
-    model: ShardedModelBase,
+    model: Model,
     batch: tuple[Any, Any],
     folder: str | os.PathLike[str],
     *,
@@ -203,14 +203,14 @@ def _checked(x: Any, y: Any) -> tuple[SampleTree, dict[str, Any]]:
 
 
 def _gather(
-    model: ShardedModelBase, tree: SampleTree, indices: Any, found: tuple[NonFinite, ...]
+    model: Model, tree: SampleTree, indices: Any, found: tuple[NonFinite, ...]
 ) -> tuple[dict[int, BadGrain], int]:
     """Gather the samples of the grains in ``found`` from all ranks. Collective.
 
     ``tree`` has this rank's samples and ``indices`` their positions in the data set. Return the grains by number, and
     the number of samples in the global batch.
     """
-    group = model.engine.grid.batch
+    group = model._engine.grid.batch
     counts = np.empty(group.size, np.int64)
     group.allgather(np.array([own := tree.count()], np.int64), counts, "bad step")
     total, first = int(counts.sum()), int(counts[: group.rank].sum())
@@ -228,8 +228,8 @@ def _gather(
     return grains, total
 
 
-def _described(model: ShardedModelBase, report: StepReport, total: int) -> dict[str, Any]:
-    engine, found = model.engine, report.non_finite
+def _described(model: Model, report: StepReport, total: int) -> dict[str, Any]:
+    engine, found = model._engine, report.non_finite
     epoch = engine.asked.epoch
     return ({"epoch": epoch} if epoch else {}) | {
         "format": FORMAT,
@@ -473,7 +473,7 @@ class Replay:
         return next((figures for figures in self.figures if figures.not_finite), None)
 
 
-def replay_bad_step(step: BadStep | str | os.PathLike[str], model: ShardedModelBase) -> list[Replay]:
+def replay_bad_step(step: BadStep | str | os.PathLike[str], model: Model) -> list[Replay]:
     """Run the samples of a bad step forward and backward; return statistics of all arrays, by micro-batch.
 
     Not collective: ``model`` is on one process. The pass uses the parameters of ``model`` and does not change them. The
@@ -532,8 +532,8 @@ def replay_bad_step(step: BadStep | str | os.PathLike[str], model: ShardedModelB
 class _Trace:
     """Run one micro-batch forward and backward, and record the statistics of every array."""
 
-    def __init__(self, model: ShardedModelBase, loss_scale: float) -> None:
-        self.model, self.engine, self.loss_scale = model, model.engine, loss_scale
+    def __init__(self, model: Model, loss_scale: float) -> None:
+        self.model, self.engine, self.loss_scale = model, model._engine, loss_scale
         self.figures: list[ReplayedArray] = []
         self._views = GradientViews(self.engine.layout, self.engine.memory, self.engine.dtype, self.engine.integers)
         self._targets: dict[int, Any] = {}

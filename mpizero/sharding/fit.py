@@ -25,7 +25,7 @@ from mpizero.types import Array
 
 if TYPE_CHECKING:
     from mpizero.data.source import Source
-    from mpizero.sharding.model import ShardedModelBase
+    from mpizero.sharding.model import Model
     from mpizero.sharding.optimizer import ShardedOptimizer
 
 
@@ -263,33 +263,33 @@ class BestParameters:
 
     Parameters
     ----------
-    model : ShardedModelBase
+    model : Model
         The model; the constructor copies its present parameters.
     """
 
-    def __init__(self, model: ShardedModelBase) -> None:
-        self._model: ShardedModelBase | None = model
+    def __init__(self, model: Model) -> None:
+        self._model: Model | None = model
         self.take()
 
     def take(self) -> None:
         """Replace the copy by the model's present parameters. Not collective."""
         assert self._model is not None
-        whole = self._model.engine.whole
+        whole = self._model._engine.whole
         self._whole: Array | None = None if whole.gathers else whole.vector()
-        self._owned: Array | None = self._model.local_parameter_shard if whole.gathers else None
-        self._integers = {name: value.copy() for name, value in self._model.engine.integers.values.items()}
+        self._owned: Array | None = self._model._engine.store.owned_values() if whole.gathers else None
+        self._integers = {name: value.copy() for name, value in self._model._engine.integers.values.items()}
 
     def give_back(self) -> None:
         """Set the model's parameters and integer arrays to the copy. Collective over the model's ranks."""
         assert self._model is not None
-        self._model.engine.integers.set(self._integers)
+        self._model._engine.integers.set(self._integers)
         if self._owned is None:
             assert self._whole is not None
             self._model.set_parameters(self._whole)
             return
-        self._model.engine.store.fill_owned(self._owned)
-        self._model.engine.begin_average()
-        self._model.invalidate_cache()
+        self._model._engine.store.fill_owned(self._owned)
+        self._model._engine.begin_average()
+        self._model._cache = None
 
     @property
     def nbytes(self) -> int:
@@ -302,12 +302,12 @@ class BestParameters:
 
         The first call is collective over the model's ranks if parameters are sharded or split; later calls are not.
         """
-        if self._model is not None and self._model.shards_parameters:
+        if self._model is not None and self._model._shards_parameters:
             self._model._check_call("best_parameters")
         if self._whole is None:
             assert self._model is not None
             assert self._owned is not None
-            self._whole = gather_owned(self._model.engine, self._owned)
+            self._whole = gather_owned(self._model._engine, self._owned)
         self._model = self._owned = None
         return self._whole
 

@@ -20,8 +20,8 @@ from mpizero.errors import ArgumentError, ConfigError
 from mpizero.optim.minimizers import MethodProgress
 from mpizero.sharding.fit import compared_samples
 from mpizero.sharding.forward_backward import BlackBoxEvaluator
-from mpizero.sharding.model import ShardedModelBase
-from mpizero.sharding.parameter_access import ParameterAccess, gather_pieces
+from mpizero.sharding.model import Model
+from mpizero.sharding.parameter_access import gather_pieces
 from mpizero.sharding.vectors import VectorUpdater
 from mpizero.types import Array, BlockModel
 
@@ -51,7 +51,7 @@ class MinimizeResult:
         Whether the method has converged.
     message : str
         Why it has ended.
-    model : ShardedModelBase
+    model : Model
         The model, whose parameters are the result.
 
     Examples
@@ -77,17 +77,17 @@ class MinimizeResult:
     nfev: int
     success: bool
     message: str
-    model: ShardedModelBase = field(repr=False, compare=False)
+    model: Model = field(repr=False, compare=False)
 
     @property
     def x(self) -> Array:
         """The parameters of the whole model as a 1-D array in declared order; collective if they are sharded."""
-        return self.model.get_parameters()
+        return self.model.gather_full_parameters().copy()
 
 
 @explains
 def minimize(
-    model: ShardedModelBase,
+    model: Model,
     data: Any = None,
     *,
     method: str | optim.VectorMethod = "l-bfgs",
@@ -104,7 +104,7 @@ def minimize(
 
     Parameters
     ----------
-    model : ShardedModelBase
+    model : Model
         The placed model; its optimizer is replaced by the method.
     data : (x, y) arrays, the same on every rank, or a data source, or None
         All samples. Each rank reads its part once. None is one sample, for functions that ignore their batch.
@@ -143,17 +143,15 @@ def minimize(
     ...     print(result.x.round(6), result.success)
     [1. 2.] True
     """
-    if not isinstance(model, ParameterAccess):
-        raise ArgumentError(
-            f"minimize takes a placed model, such as ZeRO1Model(model, config); got {type(model).__name__}"
-        )
+    if not isinstance(model, Model):
+        raise ArgumentError(f"minimize takes a placed model, such as mz.distribute returns; got {type(model).__name__}")
     comm = model.mesh.communicator
     with all_ranks(comm):
         limits, optimizer = _settings(model.wrapped_model, method, bounds, regularization, dict(options or {}))
         source = _as_source(data)
     agree_equal(comm, lambda: {"maxiter and maxfun": limits}, "minimize")
     agree_arrays(comm, "minimize", lambda: {"the number of samples": len(source), **compared_samples(source)})
-    model.optimizer_class(optimizer).set_model(model)
+    model._optimizer_class(optimizer).set_model(model)
     if resume is not None:
         model.load_model(resume)
     x, y = whole_batch(source, model)
@@ -163,9 +161,9 @@ def minimize(
 class _Minimization:
     """Evaluate until the method has converged; methods are collective over the model's ranks."""
 
-    def __init__(self, model: ShardedModelBase, x: Any, y: Any, callback: Callable[[MinimizeResult], object] | None):
+    def __init__(self, model: Model, x: Any, y: Any, callback: Callable[[MinimizeResult], object] | None):
         self._model, self._x, self._y, self._callback = model, x, y, callback
-        updater = model.engine.updater
+        updater = model._engine.updater
         assert isinstance(updater, VectorUpdater)
         self._updater = updater
 
@@ -175,7 +173,7 @@ class _Minimization:
 
     def run(self, maxiter: int, maxfun: int) -> MinimizeResult:
         """Return the result; the model's parameters are those of the last iterate then."""
-        self._model.engine.place(iterate=False)
+        self._model._engine.place(iterate=False)
         message = self._reached(maxiter, maxfun)  # a checkpoint may hold the last iteration
         while self._progress.stage != "done" and not message:
             before = self._progress.iterations
@@ -185,12 +183,12 @@ class _Minimization:
                 message = "the callback has raised StopIteration"
             else:
                 message = self._reached(maxiter, maxfun)
-        self._model.engine.place(iterate=True)
+        self._model._engine.place(iterate=True)
         return self._result(self._progress.message or message)
 
     def _product(self) -> AbstractContextManager[None]:
         """Return a context in which an evaluation is a product of the model, if one is wanted. Collective."""
-        method, engine = self._updater.optimizer, self._model.engine
+        method, engine = self._updater.optimizer, self._model._engine
         if self._progress.stage != "product" or not method.exact:
             return nullcontext()
         values, layout = self._updater.state[self._progress.along], engine.whole.layout
@@ -213,12 +211,12 @@ class _Minimization:
         if self._callback is None:
             return False
         stop, comm = False, self._model.mesh.communicator
-        self._model.engine.place(iterate=True)
+        self._model._engine.place(iterate=True)
         try:
             self._callback(self._result(self._progress.message))
         except StopIteration:
             stop = True
-        self._model.engine.place(iterate=False)
+        self._model._engine.place(iterate=False)
         return bool(agree_on_call(comm, (stop,))[:, 0].any())
 
     def _result(self, message: str) -> MinimizeResult:

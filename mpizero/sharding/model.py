@@ -1,4 +1,4 @@
-"""Define ``ShardedModelBase``, the base class of all sharded models, which trains, evaluates, saves and loads.
+"""Define :class:`Model`, which trains, evaluates, saves and loads, and ``distribute``, which makes it.
 
 Its methods stand by subject: training and evaluation; gradients by hand, for users who do not call ``train``; the
 copies of the model that :class:`LocalSGDOptimizer` averages; checkpoints. What reads and sets parameters is in its
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -29,21 +29,21 @@ from mpizero.comm.reduce import gather_spans, mean_over_ranks
 from mpizero.errors import ArgumentError, ConfigError, DataError, LayoutError, NonFiniteError, StateError
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.mesh import GROUPS
-from mpizero.sharding import saved_attributes, state_dict
+from mpizero.sharding import state_dict
 from mpizero.sharding.batch import NO_SAMPLES, Asked, Totals, check_weight, tree_total
-from mpizero.sharding.config import Config, placement
+from mpizero.sharding.config import Config, ShardingConfig, placement, ranks_and_settings
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.forward_backward import Evaluation
+from mpizero.sharding.mesh import ORDER, SPLITTING, Mesh
 from mpizero.sharding.optimizer import ShardedOptimizer
 from mpizero.sharding.parameter_access import ModelMetadata, ParameterAccess, Pending, describe, gather_pieces
 from mpizero.sharding.params import Shard
-from mpizero.sharding.saved_attributes import opened_alike
+from mpizero.sharding.partition import ParallelLayout
 from mpizero.sharding.step_report import StepReport
 from mpizero.types import Array
 
 if TYPE_CHECKING:
     from mpizero.checkpoint import LocalArray, PendingSave, SnapshotBuffer
-    from mpizero.sharding.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -103,31 +103,46 @@ class Gradients:
 
 
 @explains
-class ShardedModelBase(ParameterAccess):
-    """Distribute the parameters, gradients and optimizer state of a model over the ranks of a mesh.
+class Model(ParameterAccess):
+    """Train a model whose parameters, gradients and optimizer state are distributed over the ranks of a mesh.
 
-    Construction, and every method that is not marked otherwise, is collective over the mesh. The model holds
-    windows and communicators: close it, or use it as a context manager. Methods of a closed model raise RuntimeError.
-    When a call fails on one rank, every rank raises (RemoteError reports the error of another rank), and the model is
-    unchanged. For layers that are split over ranks, :class:`HybridShardedModel` says which errors end the job instead.
+    :func:`~mpizero.distribute` makes it. Its construction, and every method that is not marked otherwise, is collective
+    over the mesh. The model holds windows and communicators: close it, or use it as a context manager. Methods of a
+    closed model raise RuntimeError. When a call fails on one rank, every rank raises (RemoteError reports the error of
+    another rank), and the model is unchanged.
+
+    Layers that are split over ranks are an exception: while one rank raises, the others wait for it inside the layer,
+    so an error that is not caught ends the job. A DataError is safe in them, because all ranks of a tensor group find
+    it in the same samples.
 
     Parameters
     ----------
     wrapped_model : BlockModel or BlackBoxModel
         The model to train. It is never changed: the sharded model holds the parameters.
-    config : ShardingConfig or Config
-        The settings, and the ranks unless ``mesh`` has them.
-    mesh : Mesh, optional
-        The ranks. None: those of ``config``, which is then a :class:`~mpizero.ShardingConfig`.
+    config : Config
+        The settings.
+    mesh : Mesh
+        The ranks.
+    strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
+        Which of parameters, gradients and optimizer state are sharded over the replicas.
+    parallel_layout : ParallelLayout, optional
+        How the model is split over pipeline, tensor and context ranks. None: it is not split.
     optimizer : optimizer, ShardedOptimizer or None
         Updates the parameters: a library optimizer, any object with an elementwise ``update(params, grads, state)``, or
         a sharded optimizer that is bound to no model yet. With None, plain SGD with ``config.learning_rate`` is used
         until a sharded optimizer is bound by its ``set_model``.
+    owns_mesh : bool
+        Whether closing the model closes the mesh, too.
+
+    Attributes
+    ----------
+    last_step : StepReport or None
+        What the last training step did: loss, norm of the gradient, learning rate, bytes sent.
 
     Raises
     ------
     TypeError
-        If model or configuration is None or of a wrong type, or the optimizer is not gradient-based.
+        If the model is None or of a wrong type, or the optimizer is not gradient-based.
     ConfigError
         If ranks pass different models, configurations or optimizers, or a sharded optimizer was created with another
         configuration or does not work with this strategy.
@@ -135,29 +150,18 @@ class ShardedModelBase(ParameterAccess):
     Examples
     --------
     >>> import mpizero as mz
-    >>> with mz.ZeRO1Model(mz.nn.MLP(2, [4], 2), mz.ShardingConfig(comm="self")) as model:
-    ...     isinstance(model, mz.ShardedModelBase), model.parameter_count, list(model.named_parameters())[:1]
-    (True, 22, ['hidden.0.linear.weight'])
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(), "zero1", comm="self") as model:
+    ...     type(model).__name__, model.parameter_count, list(model.named_parameters())[:1]
+    ('Model', 22, ['hidden.0.linear.weight'])
     """
 
     #: Class of the sharded optimizer that is made of a plain optimizer.
-    optimizer_class: ClassVar[type[ShardedOptimizer]] = ShardedOptimizer
+    _optimizer_class: type[ShardedOptimizer] = ShardedOptimizer
     _saving: PendingSave | None = None
     _snapshot: SnapshotBuffer | None = None
     #: Path of the loaded checkpoint whose optimizer state was not loaded, because no optimizer was bound; else "".
     _unread = ""
-    _told_replaced = False
-
-    def __init__(self, wrapped_model: Any, config: Config, *, optimizer: Any = None, mesh: Mesh | None = None) -> None:
-        self._optimizer, self._told_plain = optimizer, False
-        super().__init__(wrapped_model, config, mesh)
-        given, self._optimizer = self._optimizer, None
-        if given is not None:
-            try:
-                given.set_model(self)
-            except BaseException:
-                self.engine.grid.world.defer_close(self._free)  # the other ranks may not have raised
-                raise
+    _told_plain = _told_replaced = False
 
     def _plans(self) -> dict[str, Any]:
         """Return all values that must be equal on all ranks, by name, with the optimizer's settings. Not collective.
@@ -166,10 +170,15 @@ class ShardedModelBase(ParameterAccess):
         """
         plans, given = super()._plans(), self._optimizer
         if given is not None and not isinstance(given, ShardedOptimizer):
-            given = self._optimizer = self.optimizer_class(given)
+            given = self._optimizer = self._optimizer_class(given)
         if given is not None and given.is_bound:
             raise StateError(f"the {type(given).__name__} belongs to another model: give each model its own")
         return {**plans, **({} if given is None else given.comparable(self))}
+
+    @property
+    def _call(self) -> str:
+        """How such a model is made with an optimizer, for error messages."""
+        return "mz.distribute(model, mz.AdamW(lr=1e-3))"
 
     @property
     def optimizer(self) -> ShardedOptimizer:
@@ -181,24 +190,31 @@ class ShardedModelBase(ParameterAccess):
             If none is bound (then plain SGD with ``config.learning_rate`` trains the model), or if the optimizer has
             been bound to another model meanwhile.
         """
-        name, bound = type(self).__name__, self._optimizer
+        bound = self._optimizer
         if bound is None:
             raise StateError(
-                f"this {name} has no optimizer: give it one when it is made, {name}(model, config, "
-                "optimizer=mz.AdamW(lr=1e-3)), or bind one by its set_model"
+                f"this {self._name} has no optimizer: give it one when it is made, {self._call}, or bind one by its "
+                "set_model"
             )
         if bound.model is not self:
-            raise StateError(f"the {type(bound).__name__} of this {name} has been bound to another model meanwhile")
+            raise StateError(
+                f"the {type(bound).__name__} of this {self._name} has been bound to another model meanwhile"
+            )
         return cast("ShardedOptimizer", bound)
 
-    def is_updated_by(self, optimizer: ShardedOptimizer) -> bool:
-        """Tell whether ``optimizer`` is the sharded optimizer that was last bound to this model. Not collective."""
-        return self._optimizer is optimizer
-
     def _take_optimizer(self, optimizer: ShardedOptimizer) -> None:
-        """Store ``optimizer`` as the one that is bound to this model. Not collective."""
+        """Store ``optimizer`` as the one that is bound to this model. Not collective.
+
+        Rank 0 prints a notice if a checkpoint was loaded before: the optimizer begins without the state in it.
+        """
         self._optimizer = optimizer
-        self.tell_unread()
+        if self._unread and self.rank == 0:
+            notice(
+                f"the optimizer begins anew: its state in {self._unread} was not read, for the "
+                "model had no optimizer yet; to go on where that training ended, give the model its optimizer, or call "
+                "set_model, before load_model"
+            )
+        self._unread = ""
 
     @recorded
     def train(self, x: Any, y: Any, *, epoch: int = 0) -> float:
@@ -225,7 +241,7 @@ class ShardedModelBase(ParameterAccess):
         NonFiniteError
             After too many skipped steps in a row, as ``config.bad_steps`` says.
         """
-        self._pending, self.engine.asked = None, Asked(epoch)
+        self._pending, self._engine.asked = None, Asked(epoch)
         if not self._config.auto_sync_gradients:
             totals = self._pend(lambda engine: (engine.local_gradients(x, y), None)).totals
             return totals.mean
@@ -245,7 +261,7 @@ class ShardedModelBase(ParameterAccess):
         unbound = next(iter(self._mesh.unbound), None)
         forgotten = "" if unbound is None else f"; {type(unbound).__name__} is bound to no model: call its set_model"
         notice(
-            f"{type(self).__name__} has no optimizer: plain SGD with learning_rate={self._config.learning_rate} trains "
+            f"{self._name} has no optimizer: plain SGD with learning_rate={self._config.learning_rate} trains "
             f"it (optimizer=... gives it another){forgotten}"
         )
 
@@ -260,8 +276,8 @@ class ShardedModelBase(ParameterAccess):
         """
         if ema:
             self._check_call("evaluate")
-        with self.engine.with_average(use=ema):
-            return self._evaluate_alone(x, y, loss) if self._mean_every else self.engine.evaluate(x, y, loss)
+        with self._engine.with_average(use=ema):
+            return self._evaluate_alone(x, y, loss) if self._mean_every else self._engine.evaluate(x, y, loss)
 
     def predict(self, x: Any, *, ema: bool = False) -> Any:
         """Return the predictions for this rank's ``x``; ranks may pass different numbers of samples.
@@ -270,11 +286,11 @@ class ShardedModelBase(ParameterAccess):
         memory. Otherwise each rank may call it alone. With ``ema`` the moving average of the parameters is used in
         their place (``ShardingConfig(ema=...)``), and the call is collective.
         """
-        if self.shards_parameters or ema:
+        if self._shards_parameters or ema:
             self._check_call("predict")
         if not ema:
-            return self.engine.runner.predict(x)
-        engine, comm = self.engine, self._mesh.communicator
+            return self._engine.runner.predict(x)
+        engine, comm = self._engine, self._mesh.communicator
         agree = nullcontext() if engine.partitioned.splits_layers else all_ranks(comm)
         with engine.with_average(use=True), agree:
             return engine.runner.predict(x)
@@ -291,7 +307,7 @@ class ShardedModelBase(ParameterAccess):
         IntegrityError
             On every rank, if memory is damaged. The message names the tensor, its elements and the rank.
         """
-        self.engine.integrity.check()
+        self._engine.integrity.check()
 
     def metadata(self) -> ModelMetadata:
         """Describe how parameters, gradients and optimizer state are distributed, and count bytes. Not collective.
@@ -299,7 +315,7 @@ class ShardedModelBase(ParameterAccess):
         The bytes are those of this rank: stored, and sent in the last step.
         """
         sent = self.last_step.bytes_sent if self.last_step is not None else 0
-        return describe(self.engine, self._mesh, sent, self.label, self._mean_every)
+        return describe(self._engine, self._mesh, self._label, sent, self._mean_every)
 
     # ------------------------------------------------------------------ gradients by hand
 
@@ -332,7 +348,7 @@ class ShardedModelBase(ParameterAccess):
                 "compute_gradients(gather=True) with auto_sync_gradients=False: these are the rank's own sums; call "
                 "synchronize_gradients(gather=True) after it"
             )
-        self.engine.asked = Asked(epoch, bool(gather))
+        self._engine.asked = Asked(epoch, bool(gather))
 
         def compute(engine: Engine) -> tuple[Totals, Array | None]:
             with engine.runner.using_loss(loss):
@@ -342,7 +358,7 @@ class ShardedModelBase(ParameterAccess):
         totals, reduced, *_ = self._pend(compute)
         if reduced is not None:
             return self._gradients(totals, reduced, gather=gather)
-        engine = self.engine
+        engine = self._engine
         layout = engine.layout
         values = np.zeros(layout.size, engine.dtype)
         row = engine.local_sum()
@@ -384,7 +400,7 @@ class ShardedModelBase(ParameterAccess):
         NonFiniteError
             If the gradient is infinite or NaN on some rank.
         """
-        engine, comm = self.engine, self._mesh.communicator
+        engine, comm = self._engine, self._mesh.communicator
         shard, layout, grid = engine.store.shard, engine.layout, engine.grid
         replicated = not (engine.placement.shard_gradients or self._mean_every)
         gathered = gradients.layout if isinstance(gradients, Gradients) else None
@@ -406,14 +422,13 @@ class ShardedModelBase(ParameterAccess):
         owned = gathered is not None or engine.placement.shard_gradients
         for unit, span, offset in zip(layout.units, shard.spans, shard.offsets, strict=True):
             start = offset if owned else span.start
-            self.engine.store.owned(unit.index)[:] -= rate * values[start : start + span.size]
-        self.engine.exchange.finish(updated=True)
-        self.engine.store.all_gather()
-        self._pending = None
-        self.invalidate_cache()
+            self._engine.store.owned(unit.index)[:] -= rate * values[start : start + span.size]
+        self._engine.exchange.finish(updated=True)
+        self._engine.store.all_gather()
+        self._pending = self._cache = None
 
     def _check_gradients(self, gradients: Any) -> None:
-        dtype = self.engine.dtype
+        dtype = self._engine.dtype
         if not isinstance(gradients, Gradients):
             raise ArgumentError(
                 "apply_gradients takes the Gradients that compute_gradients or synchronize_gradients returned, got "
@@ -428,8 +443,8 @@ class ShardedModelBase(ParameterAccess):
                 "apply_gradients takes a synchronized gradient, this one holds the rank's own sums: call "
                 "synchronize_gradients first, and give what it returns"
             )
-        sharded = self.engine.placement.shard_gradients
-        expected = self.shard_size if sharded else self.engine.layout.size
+        sharded = self._engine.placement.shard_gradients
+        expected = self._engine.store.shard.size if sharded else self._engine.layout.size
         whose = "those of the ranges that this rank owns" if sharded else "all that this rank's stage and part hold"
         if gradients.layout is not None:
             expected, whose = self.parameter_count, "one for each parameter"
@@ -446,7 +461,7 @@ class ShardedModelBase(ParameterAccess):
             )
 
     @recorded
-    def apply_pending(self) -> None:
+    def _apply_pending(self) -> None:
         """Update the parameters from the pending gradient with the bound optimizer; ``optimizer.step`` calls this.
 
         If the loss or the gradient is infinite or NaN, the update is skipped, and the report ``last_step`` says so.
@@ -458,7 +473,7 @@ class ShardedModelBase(ParameterAccess):
         NonFiniteError
             After too many skipped steps in a row, as in ``train``.
         """
-        engine, pending = self.engine, self._waiting("step")
+        engine, pending = self._engine, self._waiting("step")
         totals, sent = pending.totals, pending.sent
         if pending.calls > 1 and not self._told_replaced:
             self._told_replaced = True
@@ -503,7 +518,7 @@ class ShardedModelBase(ParameterAccess):
         return self._pending
 
     def _reduced_pending(self, name: str) -> tuple[Totals, Array, int]:
-        engine, pending = self.engine, self._waiting(name)
+        engine, pending = self._engine, self._waiting(name)
         reduced = pending.reduced if pending.reduced is not None else engine.reduce_local(pending.totals)
         self._pending = pending._replace(reduced=reduced)
         return pending.totals, reduced, pending.sent
@@ -514,12 +529,12 @@ class ShardedModelBase(ParameterAccess):
         The result has the ranges that this rank owns if gradients are sharded, else all parameters of this rank's stage
         and tensor part; with ``gather`` it has those of the whole model.
         """
-        engine, shard = self.engine, self.engine.store.shard
+        engine, shard = self._engine, self._engine.store.shard
         if gather:
             whole = gather_pieces(engine, engine.dtype, lambda p: reduced[p.gradient : p.gradient + p.size])
             return Gradients(whole, totals.weight, totals.mean, True, engine.whole.layout)
         sharded = engine.placement.shard_gradients
-        values = np.zeros(self.shard_size if sharded else engine.layout.size, engine.dtype)
+        values = np.zeros(shard.size if sharded else engine.layout.size, engine.dtype)
         for piece in engine.pieces():
             start = piece.span.start
             if sharded:
@@ -534,25 +549,35 @@ class ShardedModelBase(ParameterAccess):
     # ------------------------------------------------------------------ a copy of the model on each rank (local SGD)
 
     @recorded
-    def become_local(self, every: int) -> None:
-        """Give every rank its own copy of the parameters; from now on ``train`` averages them every ``every`` steps."""
-        values, device = self.get_parameters(), self.engine.compute_device.device_number
-        integers = self.engine.integers
-        self.engine.close()
-        alone = replace(self._mesh, comm="self")
-        self._engine = Engine(self._wrapped, alone, self._config, placement(self.strategy), device=device)
-        self.engine.integers.copy_from(integers)
-        self.engine.prints_notices = self.rank == 0
+    def _become_local(self, every: int) -> None:
+        """Give every rank its own copy of the parameters; from now on ``train`` averages them every ``every`` steps.
+
+        Raises
+        ------
+        ConfigError
+            If a rank holds only its part of the model.
+        """
+        if self._parallel_layout is not None:
+            raise ConfigError(
+                f"{self._name} cannot train by local steps: a rank holds only its part of the model; use a "
+                "data-parallel model with LocalSGDOptimizer"
+            )
+        before, values = self._engine, self.gather_full_parameters().copy()
+        before.close()
+        alone, device = replace(self._mesh, comm="self"), before.compute_device.device_number
+        self._open_engine = Engine(self._wrapped, alone, self._config, self._placement, device=device)
+        self._open_engine.integers.copy_from(before.integers)
+        self._open_engine.prints_notices = self.rank == 0
         self._mean_every, self._pending = every, None
-        self._update_local_shard_from_full(values)
+        self._fill(values)
 
     @collective
-    def average_parameters(self) -> None:
+    def _average_parameters(self) -> None:
         """Set the parameters of every rank to their mean over the ranks."""
         self._average()
 
     def _average(self) -> None:
-        self._update_local_shard_from_full(mean_over_ranks(self._mesh.communicator, self.engine.store.values))
+        self._fill(mean_over_ranks(self._mesh.communicator, self._engine.store.values))
 
     def _train_alone(self, x: Any, y: Any) -> float:
         return self._step_and_average(lambda engine: engine.train(x, y) if count_samples(x, y) else None)
@@ -573,7 +598,7 @@ class ShardedModelBase(ParameterAccess):
         Return the mean loss over the batches of all ranks. ``step`` returns None on a rank that has no samples: its
         parameters stay as they are until they are averaged.
         """
-        comm, engine = self._mesh.communicator, self.engine
+        comm, engine = self._mesh.communicator, self._engine
         with all_ranks(comm, first=True):
             made = step(engine)
             report = self._idle(engine) if made is None else self._stepped_alone(made)
@@ -603,7 +628,7 @@ class ShardedModelBase(ParameterAccess):
         found = Evaluation(0.0, 0.0, 0)
         with all_ranks(self._mesh.communicator, first=True):
             if count_samples(x, y):
-                found = self.engine.evaluate(x, y, loss, weightless=True)
+                found = self._engine.evaluate(x, y, loss, weightless=True)
         values = [found.loss_sum, found.weight, found.correct or 0, found.predictions, found.correct is None]
         loss_sum, weight, correct, predictions, unscored = self._sum_over_ranks(values).tolist()
         check_weight(weight)
@@ -615,15 +640,9 @@ class ShardedModelBase(ParameterAccess):
         comm.allgather(np.array(values, np.float64), table.reshape(-1), "sums of local steps")
         return tree_total(table)
 
-    def _twin(self, wrapped: Any) -> Self:
-        copy = super()._twin(wrapped)
-        if self._mean_every:
-            copy.become_local(self._mean_every)
-        return copy
-
     # ------------------------------------------------------------------ saving and loading
 
-    def checkpoint_arrays(self) -> list[LocalArray]:
+    def _checkpoint_arrays(self) -> list[LocalArray]:
         """Return the ranges of parameters and optimizer state that this rank saves: views, or copies from a GPU.
 
         Not collective, except with local SGD. Then rank 0 saves the mean of all ranks' parameters and its own optimizer
@@ -631,38 +650,34 @@ class ShardedModelBase(ParameterAccess):
         """
         if self._mean_every:
             self._check_call("checkpoint_arrays")
-        mean = mean_over_ranks(self._mesh.communicator, self.engine.store.values) if self._mean_every else None
-        return self._written(state_dict.local_arrays(self.engine, values=mean))
+        mean = mean_over_ranks(self._mesh.communicator, self._engine.store.values) if self._mean_every else None
+        return self._written(state_dict.local_arrays(self._engine, values=mean))
 
-    def optimizer_arrays(self) -> list[LocalArray]:
+    def _optimizer_arrays(self) -> list[LocalArray]:
         """Return the ranges of the optimizer state that this rank saves: views, or copies from a GPU.
 
         Not collective.
         """
-        return self._written(state_dict.local_arrays(self.engine, parameters=False))
+        return self._written(state_dict.local_arrays(self._engine, parameters=False))
 
-    def checkpoint_attributes(self) -> dict[str, Any]:
+    def _checkpoint_attributes(self) -> dict[str, Any]:
         """Return the values to save beside the arrays: step count, optimizer, layout, learning rate.
 
         Collective only with local SGD.
         """
         if self._mean_every:
             self._check_call("checkpoint_attributes")
-        found = {
-            "mpizero": state_dict.attributes(self.engine),
-            saved_attributes.LEARNING_RATE: saved_attributes.learning_rate_record(self.engine.updater),
-        }
+        found = state_dict.checkpoint_attributes(self._engine)
         return self._mesh.communicator.broadcast_object(found) if self._mean_every else found
 
     def _written(self, arrays: list[LocalArray]) -> list[LocalArray]:
         return arrays if self.rank == 0 or not self._mean_every else [replace(a, pieces=()) for a in arrays]
 
     @collective
-    def restore_arrays(self, reader: Any) -> None:
+    def _restore_arrays(self, reader: Any) -> None:
         """Restore parameters and optimizer state from an open checkpoint; errors are as for :meth:`load_model`."""
-        state_dict.restore(self.loadable_engine, reader)
-        self._pending = None
-        self.invalidate_cache()
+        state_dict.restore(self._loadable_engine, reader)
+        self._pending = self._cache = None
 
     @collective
     def save_model(
@@ -688,7 +703,7 @@ class ShardedModelBase(ParameterAccess):
             As for :func:`mpizero.checkpoint.write`.
         """
         self._finish_save()
-        arrays, found = self.checkpoint_arrays(), self.checkpoint_attributes() | dict(attributes or {})
+        arrays, found = self._checkpoint_arrays(), self._checkpoint_attributes() | dict(attributes or {})
         comm = self._mesh.communicator
         _tell_paths(comm, "save_model", path)
         checkpoint.write(path, arrays, found, comm, backend, replace, alignment=alignment)
@@ -711,43 +726,39 @@ class ShardedModelBase(ParameterAccess):
         """
         self._finish_save()
         _tell_paths(self._mesh.communicator, "begin_save", path)
-        self.reserve_snapshot()
-        arrays, found = self.checkpoint_arrays(), self.checkpoint_attributes() | dict(attributes or {})
+        self._reserve_snapshot()
+        arrays, found = self._checkpoint_arrays(), self._checkpoint_attributes() | dict(attributes or {})
         comm, buffer = self._mesh.communicator, self._snapshot
         self._saving = checkpoint.begin(path, arrays, found, comm, buffer=buffer, replace=replace, alignment=alignment)
         return self._saving
 
-    def reserve_snapshot(self) -> None:
+    def _reserve_snapshot(self) -> None:
         """Allocate the memory for the copy of :meth:`begin_save` now, so that its first call is as fast as later ones.
 
         Not collective.
         """
-        memory = self.engine.memory
+        memory = self._engine.memory
         if self._snapshot is None:
             self._snapshot = checkpoint.SnapshotBuffer(
                 lambda nbytes: memory.private("snapshot", nbytes, np.uint8),
                 lambda room: memory.release("snapshot", room),
             )
-        self._snapshot.reserve(self._written(state_dict.local_arrays(self.engine, fetch=False)))
-
-    @collective
-    def finish_save(self) -> None:
-        """Commit the save that :meth:`begin_save` has started, if it was not committed or discarded already."""
-        self._finish_save()
+        self._snapshot.reserve(self._written(state_dict.local_arrays(self._engine, fetch=False)))
 
     def _finish_save(self) -> None:
         pending, self._saving = self._saving, None
         if pending is not None and not pending.ended:
             pending.commit()
 
-    def _on_before_close(self) -> None:
-        """Commit a save that :meth:`begin_save` has started, and free the memory for its copy."""
+    def _free(self) -> None:
+        """Commit a save that :meth:`begin_save` has started, and free the memory for its copy and of the model."""
         try:
             self._finish_save()
         finally:
             if self._snapshot is not None:
                 self._snapshot.close()
                 self._snapshot = None
+            super()._free()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the model; after an exception, discard a save that :meth:`begin_save` has started."""
@@ -775,11 +786,10 @@ class ShardedModelBase(ParameterAccess):
         """
         _tell_paths(self._mesh.communicator, "load_model", path)
         with checkpoint.open_checkpoint(path, self._mesh.communicator) as reader:
-            state_dict.restore(engine := self.loadable_engine, reader, strict_layout=strict_layout)
+            state_dict.restore(engine := self._loadable_engine, reader, strict_layout=strict_layout)
             left = engine.updater is None and reader.attributes.get("mpizero", {}).get("optimizer")
         self._unread = str(path) if left else ""
-        self._pending = None
-        self.invalidate_cache()
+        self._pending = self._cache = None
 
     @collective
     def load_parameters(
@@ -830,52 +840,89 @@ class ShardedModelBase(ParameterAccess):
         """
         with all_ranks(self._mesh.communicator):
             choice = state_dict.Choice.of(include, exclude, rename, strict)
-        report = state_dict.load_chosen(self.loadable_engine, path, choice)
-        self._pending = None
-        self.invalidate_cache()
+        report = state_dict.load_chosen(self._loadable_engine, path, choice)
+        self._pending = self._cache = None
         if self.rank == 0 and report.told:
             notice(str(report))
         return report
 
-    def tell_unread(self) -> None:
-        """Print a notice on rank 0 if a checkpoint was loaded before the optimizer was bound. Not collective.
 
-        The optimizer then begins without the state in that checkpoint.
-        """
-        if self._unread and self.rank == 0:
-            notice(
-                f"the optimizer begins anew: its state in {self._unread} was not read, for the "
-                "model had no optimizer yet; to go on where that training ended, give the model its optimizer, or call "
-                "set_model, before load_model"
-            )
-        self._unread = ""
+@explains
+def distribute(
+    model: Any,
+    optimizer: Any,
+    strategy: str = "zero2",
+    *,
+    mesh: Mesh | None = None,
+    config: Config | None = None,
+    comm: Any = None,
+) -> Model:
+    """Shard a model and its optimizer over the ranks of a mesh, and split the model as the mesh says.
 
-    @collective
-    def serialize(self) -> bytes:
-        """Return parameters and optimizer state as the bytes of an HDF5 file, the same on every rank."""
-        return checkpoint.to_bytes(self.checkpoint_arrays(), self.checkpoint_attributes(), self._mesh.communicator)
+    Collective over the ranks.
 
-    @recorded
-    def deserialize(self, data: bytes) -> None:
-        """Load the bytes that ``serialize`` returned, the same on every rank; errors are as for :meth:`load_model`."""
-        with opened_alike(self._mesh.communicator, "deserialize", data) as reader:
-            self.restore_arrays(reader)
+    Parameters
+    ----------
+    model : BlockModel or BlackBoxModel
+        The model to train.
+    optimizer : optimizer, ShardedOptimizer or None
+        A library optimizer, any object with an elementwise ``update(params, grads, state)``, or a sharded optimizer;
+        for a TorchModel also ``torch.optim.SGD``, ``Adam`` or ``AdamW`` of its module, with their groups. None: plain
+        SGD with ``config.learning_rate``.
+    strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
+        Which of parameters, gradients and optimizer state are sharded over the replicas.
+    mesh : Mesh or None
+        The ranks, and how many pipeline stages, tensor and context ranks split the model. None takes all ranks that the
+        launcher has started, or those of a ShardingConfig; closing the model then closes what was made for them.
+    config : Config or ShardingConfig or None
+        The settings; None takes the defaults.
+    comm : mpi4py communicator, InMemoryCommunicator, "self" or None
+        Short for ``mesh=Mesh(comm)``.
 
-    @collective
-    def save_state(self, file: IO[bytes]) -> None:
-        """Write the bytes of :meth:`serialize` to an open binary file on rank 0; other ranks' ``file`` is ignored."""
-        data = self.serialize()
-        with all_ranks(self._mesh.communicator):
-            if self.rank == 0:
-                file.write(data)
-                file.flush()
+    Returns
+    -------
+    model : Model
+        The model, ready to train. Its attribute ``optimizer`` is the sharded optimizer.
 
-    @collective
-    def load_state(self, file: IO[bytes]) -> None:
-        """Load the bytes that ``save_state`` wrote; every rank passes an open binary file that contains them."""
-        with all_ranks(self._mesh.communicator):
-            data = file.read()
-        self.deserialize(data)
+    Raises
+    ------
+    ConfigError
+        If the strategy is unknown, ranks are given twice, ranks differ in a setting, or ``cuts`` are set without a
+        pipeline.
+    GridError
+        If the product of the sizes of the mesh is not the number of ranks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.array([[0.0, 1.0], [1.0, 0.0]] * 2, np.float32), np.array([0, 1] * 2)
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(lr=0.1), "zero2", comm="self") as model:
+    ...     losses = [model.train(x, y) for _ in range(5)]
+    ...     model.metadata().strategy, model.optimizer.step_count
+    ('ZeRO-2', 5)
+    >>> losses[-1] < losses[0]
+    True
+    >>> def held(comm):
+    ...     with mz.Mesh(comm, pipeline=2) as mesh, mz.distribute(mz.nn.MLP(4, [6], 2), mz.AdamW(), mesh=mesh) as model:
+    ...         return model.metadata().held_count, model.parameter_count
+    >>> mz.testing.run_in_threads(2, held)
+    [(30, 44), (14, 44)]
+    """
+    if comm is not None and (mesh is not None or isinstance(config, ShardingConfig)):
+        raise ConfigError("give comm, or mesh=..., or a ShardingConfig, which has a comm of its own: only one of them")
+    placement(strategy)
+    optimizer = model.taken_over(optimizer) if hasattr(model, "taken_over") else optimizer
+    owns = mesh is None and not isinstance(config, ShardingConfig)
+    mesh, config = ranks_and_settings(Mesh(comm) if comm is not None else mesh, config)
+    if config.cuts is not None and mesh.pipeline == 1:
+        raise ConfigError(f"cuts={list(config.cuts)} need a pipeline; the mesh has pipeline=1: mz.Mesh(pipeline=...)")
+    split = None
+    if mesh.splits_model:
+        sizes = {axis: getattr(mesh, axis) for axis in (*SPLITTING, "data")}
+        cut = {name: getattr(config, name) for name in ("schedule", "virtual_stages", "cuts", "costs")}
+        split = ParallelLayout(**sizes, order=mesh.order or ORDER, **cut)
+    return Model(model, config, mesh, strategy, parallel_layout=split, optimizer=optimizer, owns_mesh=owns)
 
 
 def _tell_paths(comm: Communicator, call: str, path: Any) -> None:

@@ -2,7 +2,7 @@
 
 :class:`ShardedOptimizer` binds any optimizer to a sharded model. Two subclasses send fewer bytes:
 :class:`GradientCompressionOptimizer` sends compressed gradients, and :class:`LocalSGDOptimizer` averages parameters
-every few steps (local SGD, Stich 2019); for it each rank gets a copy of the model (``ShardedModelBase.become_local``).
+every few steps (local SGD, Stich 2019); for it each rank gets a copy of the model (``Model._become_local``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mpizero.sharding.whole_tensors import home_of
 from mpizero.types import Array, as_reals
 
 if TYPE_CHECKING:
-    from mpizero.sharding.model import ShardedModelBase
+    from mpizero.sharding.model import Model
 
 
 @explains
@@ -84,7 +84,7 @@ class ShardedOptimizer:
         self.wrapped_optimizer = adapt(wrapped_optimizer)
         self.options = self._checked(options) or OptimizationOptions()
         self._config, self._loss_scale = config, loss_scale
-        self._model: ShardedModelBase | None = None
+        self._model: Model | None = None
         self._stalled = False
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -104,7 +104,7 @@ class ShardedOptimizer:
 
     # ------------------------------------------------------------------ binding and stepping
 
-    def set_model(self, model: ShardedModelBase) -> None:
+    def set_model(self, model: Model) -> None:
         """Bind to a model, and allocate the optimizer state of this rank. Collective over the model's ranks.
 
         This optimizer becomes ``model.optimizer``. If the model had another one, its state is dropped.
@@ -126,15 +126,15 @@ class ShardedOptimizer:
         model.mesh.unbound.discard(self)
         model._take_optimizer(self)
 
-    def _bind(self, model: ShardedModelBase) -> None:
+    def _bind(self, model: Model) -> None:
         """Bind the wrapped optimizer to the model's engine; subclasses extend this method. Collective."""
-        model.engine.bind(self.wrapped_optimizer, model.config.loss_scale(self._loss_scale))
+        model._engine.bind(self.wrapped_optimizer, model.config.loss_scale(self._loss_scale))
 
-    def _plans(self, model: ShardedModelBase) -> dict[str, Any]:
+    def _plans(self, model: Model) -> dict[str, Any]:
         """Return all values that must be equal on all ranks when the optimizer is bound, by name. Not collective."""
         _check_sharded(model)
         plans, optimizer = self.comparable(model), self.wrapped_optimizer
-        specs = [entry.spec for entry in model.layout.parameters if not entry.spec.averaged]
+        specs = [entry.spec for entry in model._engine.whole.layout.parameters if not entry.spec.averaged]
         if isinstance(optimizer, optim.FlatOptimizer) or optimizer.needs_vectors:
             optimizer.check_names([spec.name for spec in specs])
         groups = {optimizer.group_of(spec) for spec in specs}
@@ -143,7 +143,7 @@ class ShardedOptimizer:
             "the optimizer's first step": {group: optimizer.hyper(1, group, np.float64) for group in sorted(groups)},
         }
 
-    def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
+    def comparable(self, model: Model) -> dict[str, Any]:
         """Return all settings that must be equal on all ranks, by name. Not collective.
 
         Raises
@@ -156,11 +156,10 @@ class ShardedOptimizer:
                 "model and optimizer must share one ShardingConfig object; an optimizer that is given none takes the "
                 "model's"
             )
-        if self.strategies and model.strategy not in self.strategies:
+        if self.strategies and model._kind not in self.strategies:
             wanted = " or ".join(repr(strategy) for strategy in self.strategies)
             raise ConfigError(
-                f"{type(self).__name__} belongs to a model of strategy {wanted}, "
-                f"got {type(model).__name__} of {model.strategy!r}"
+                f"{type(self).__name__} belongs to a model of strategy {wanted}, got {model._name} of {model._kind!r}"
             )
         return {
             "the class of the sharded optimizer": type(self).__name__,
@@ -169,7 +168,7 @@ class ShardedOptimizer:
             "the loss scale": model.config.loss_scale(self._loss_scale),
         }
 
-    def for_copy(self, model: ShardedModelBase) -> Self:
+    def for_copy(self, model: Model) -> Self:
         """Return a copy of this optimizer, bound to ``model``. Not collective.
 
         ``model`` is a copy of this optimizer's model, and its engine already has a copy of the optimizer state.
@@ -197,7 +196,7 @@ class ShardedOptimizer:
         return self.config.loss_scale(self._loss_scale)
 
     @property
-    def model(self) -> ShardedModelBase:
+    def model(self) -> Model:
         """The model that this optimizer was last bound to. Not collective."""
         if self._model is None:
             raise StateError(
@@ -209,7 +208,7 @@ class ShardedOptimizer:
     @property
     def is_bound(self) -> bool:
         """Tell whether this optimizer is bound to a model and no later one has replaced it there. Not collective."""
-        return self._model is not None and self._model.is_updated_by(self)
+        return self._model is not None and self._model._optimizer is self
 
     @property
     def step_count(self) -> int:
@@ -218,7 +217,7 @@ class ShardedOptimizer:
 
     @property
     def _updater(self) -> Updater:
-        updater = self.model.engine.updater
+        updater = self.model._engine.updater
         if updater is None or plain(updater.optimizer) is not self.wrapped_optimizer:
             raise StateError("the model has been given another optimizer meanwhile: call set_model again")
         return updater
@@ -236,7 +235,7 @@ class ShardedOptimizer:
         RuntimeError
             If no gradient is pending.
         """
-        self.model.apply_pending()
+        self.model._apply_pending()
 
     @recorded
     def optimize(self, data: Any, options: OptimizationOptions | None = None) -> OptimizationResult:
@@ -279,9 +278,9 @@ class ShardedOptimizer:
     def reset(self) -> None:
         """Reset optimizer state, step count and loss scale to those before the first step. Collective."""
         self._updater.reset()
-        self.model.engine.exchange.forget()
-        self.model.engine.integrity.forget()
-        self.model.engine.loss_scale = None if self.loss_scale is None else self.loss_scale.start()
+        self.model._engine.exchange.forget()
+        self.model._engine.integrity.forget()
+        self.model._engine.loss_scale = None if self.loss_scale is None else self.loss_scale.start()
         self._stalled = False
 
     @collective
@@ -296,8 +295,8 @@ class ShardedOptimizer:
         int
             Number of differences found: one for each slot and each group of peers whose copies were not equal.
         """
-        updater, grid = self._updater, self.model.engine.grid
-        engine = self.model.engine
+        updater, grid = self._updater, self.model._engine.grid
+        engine = self.model._engine
         everyone = engine.scalars.everyone
         updater.step_count, engine.loss_scale = everyone.broadcast_object((updater.step_count, engine.loss_scale), 0)
         repaired = 0
@@ -322,7 +321,7 @@ class ShardedOptimizer:
         Its keys are "step_count" and "state"; ``state[slot][name]`` is an array in the shape of parameter ``name``, or
         in that of the optimizer's array of a whole tensor. A method of whole vectors adds "progress", its scalars.
         """
-        updater, engine = self._updater, self.model.engine
+        updater, engine = self._updater, self.model._engine
         slots: dict[str, dict[str, Array]] = {}
         for slot in updater.state:
             whole = gather_slot(engine, slot)
@@ -345,7 +344,7 @@ class ShardedOptimizer:
         ConfigError
             If ranks pass different states. The message names the first rank and array that differ.
         """
-        updater, engine = self._updater, self.model.engine
+        updater, engine = self._updater, self.model._engine
         comm = self._communicator
         own = 0 if engine.grid.world.size == comm.size else comm.rank  # local steps leave every rank its own state
         agree_arrays(comm, "load_state_dict", lambda: checked_state(engine, updater, state), own)
@@ -364,21 +363,21 @@ class ShardedOptimizer:
     def serialize(self) -> bytes:
         """Return the optimizer state as the bytes of an HDF5 file, the same on every rank. Collective."""
         return checkpoint.to_bytes(
-            self.model.optimizer_arrays(), self.model.checkpoint_attributes(), self._communicator
+            self.model._optimizer_arrays(), self.model._checkpoint_attributes(), self._communicator
         )
 
     @recorded
     def deserialize(self, data: bytes) -> None:
         """Restore the optimizer state from bytes of ``serialize``; every rank passes the same bytes. Collective."""
         with opened_alike(self._communicator, "deserialize", data) as reader:
-            restore_state(self.model.loadable_engine, reader)
+            restore_state(self.model._loadable_engine, reader)
 
     @collective
     def save(self, path: str | Path) -> None:
         """Write the optimizer state to the checkpoint folder ``path``, replacing an existing one. Collective."""
         model = self.model
         checkpoint.write(
-            path, model.optimizer_arrays(), model.checkpoint_attributes(), self._communicator, replace=True
+            path, model._optimizer_arrays(), model._checkpoint_attributes(), self._communicator, replace=True
         )
 
     @collective
@@ -393,13 +392,13 @@ class ShardedOptimizer:
             If the checkpoint is damaged, or has the state of another optimizer.
         """
         with checkpoint.open_checkpoint(path, self._communicator) as reader:
-            restore_state(self.model.loadable_engine, reader)
+            restore_state(self.model._loadable_engine, reader)
 
 
 def _check_sharded(model: Any) -> None:
     if not isinstance(model, ParameterAccess):
         raise ArgumentError(
-            f"set_model takes a sharded model, such as ZeRO2Model(model, config); got {type(model).__name__}"
+            f"set_model takes a sharded model, such as mz.distribute returns; got {type(model).__name__}"
         )
 
 
@@ -459,14 +458,14 @@ class GradientCompressionOptimizer(ShardedOptimizer):
         _check_elementwise(self)
         self.compression = compression
 
-    def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
+    def comparable(self, model: Model) -> dict[str, Any]:
         """Return all settings that must be equal on all ranks, by name, including the compression. Not collective."""
         check_bucket(model.config.bucket_mb, self.compression)
         return super().comparable(model) | {"compression": self.compression}
 
-    def _bind(self, model: ShardedModelBase) -> None:
+    def _bind(self, model: Model) -> None:
         super()._bind(model)
-        model.engine.exchange.compress(self.compression)
+        model._engine.exchange.compress(self.compression)
 
 
 class LocalSGDOptimizer(ShardedOptimizer):
@@ -518,7 +517,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         _check_elementwise(self)
         self.every = require("every", every, whole(1))
 
-    def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
+    def comparable(self, model: Model) -> dict[str, Any]:
         """Return all settings that must be equal on all ranks, by name, including ``every``. Not collective."""
         if model.config.ema is not None:
             raise ConfigError(
@@ -527,14 +526,14 @@ class LocalSGDOptimizer(ShardedOptimizer):
             )
         return super().comparable(model) | {"every": self.every}
 
-    def _bind(self, model: ShardedModelBase) -> None:
-        model.become_local(self.every)
+    def _bind(self, model: Model) -> None:
+        model._become_local(self.every)
         super()._bind(model)
 
     @recorded
     def average_parameters(self) -> None:
         """Set the parameters of every rank to the mean over all ranks, now. Collective."""
-        self.model.average_parameters()
+        self.model._average_parameters()
 
 
 def _check_elementwise(optimizer: ShardedOptimizer) -> None:

@@ -2,49 +2,35 @@
 
 :class:`ParameterAccess` holds a wrapped model, a configuration and the engine that trains it. If the first step does
 not find enough shared memory, it moves the model to memory that ranks do not share (:func:`in_private_memory`). It
-reads, sets and copies the parameters: as one 1-D array, as named arrays, as a copy of the model; and it passes calls
-for inspection and compilation to the wrapped model, with the current parameters. :func:`describe` says what is
-replicated, what is sharded, and how many bytes a rank stores and sends. The functions at the end gather arrays of the
-whole model, of parameters' elements or of optimizer state.
+reads and sets the parameters: as one 1-D array, or as named arrays. :func:`describe` says what is replicated, what is
+sharded, and how many bytes a rank stores and sends. The functions at the end gather arrays of the whole model, of
+parameters' elements or of optimizer state.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from mpizero._util.checks import number_array, require, whole
-from mpizero._util.names import check_names, explains, nearest, not_here
+from mpizero._util.names import check_names, nearest, not_here
 from mpizero._util.pytree import SampleTree
 from mpizero._util.text import notice
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import agree_arrays, agree_equal, agree_on_call, all_ranks, check_call, collective, recorded
+from mpizero.comm.agreement import agree_arrays, agree_on_call, all_ranks, check_call, collective, recorded
 from mpizero.comm.reduce import gather_spans
 from mpizero.comm.startup import agree_to_start
-from mpizero.errors import (
-    ArgumentError,
-    CheckpointError,
-    ConfigError,
-    LayoutError,
-    SharedMemoryError,
-    StateError,
-    UnsupportedError,
-)
+from mpizero.errors import ArgumentError, CheckpointError, ConfigError, LayoutError, SharedMemoryError, StateError
 from mpizero.layout import Span
-from mpizero.layout.flat import FlatLayout, ParameterUse, by_global_name, joined, nested
+from mpizero.layout.flat import FlatLayout, ParameterUse, by_global_name, joined
 from mpizero.nn.layer import start_value
 from mpizero.optim.elementwise import state_size, state_specs, tensor_state_size
-from mpizero.sharding import state_dict
 from mpizero.sharding.batch import Totals
-from mpizero.sharding.config import Config, Placement, ShardingConfig, placement, ranks_of
+from mpizero.sharding.config import Config, Placement, ShardingConfig, placement
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.mesh import Mesh
 from mpizero.sharding.params import Shard, UpdatePiece, tell_private
@@ -57,7 +43,7 @@ from mpizero.sharding.partition import (
     exactness,
     misfits,
 )
-from mpizero.sharding.step_report import BadSteps, SkippedSteps, StepReport
+from mpizero.sharding.step_report import SkippedSteps, StepReport
 from mpizero.sharding.update import Updater
 from mpizero.types import Array
 
@@ -78,46 +64,58 @@ class Pending(NamedTuple):
     calls: int = 1
 
 
-@explains
-class ParameterAccess(ABC):
+class ParameterAccess:
     """Construct, describe and close a sharded model, read and set its parameters.
 
     Every method that is not marked otherwise is collective over the ranks of the mesh. The parameters of the
-    constructor are those of :class:`ShardedModelBase`, but for the optimizer.
+    constructor are those of :class:`Model`.
 
     Raises
     ------
     TypeError
-        If an argument is None or of a wrong type.
+        If the model is None or of a wrong type.
     """
 
-    strategy: ClassVar[str]
-    #: Name of the strategy in the metadata; None takes the name in the table of strategies.
-    label: ClassVar[str | None] = None
-    #: Pipeline, tensor and context parallelism of the model; None for data parallelism alone.
-    _parallel_layout: ParallelLayout | None = None
+    #: What the last training step did; None before it.
+    last_step: StepReport | None = None
     #: The sharded optimizer that is bound to the model.
     _optimizer: Any = None
     #: Whether this is a copy of a sharded model, so that its wrapped model has been compared between ranks already.
     _is_copy = False
-    #: Whether the mesh was made for this model alone, and is closed with it.
-    _owns_mesh = False
+    #: Number of steps between two averages where each rank trains a copy of its own; else 0.
+    _mean_every = 0
+    _pending: Pending | None = None
+    #: The gathered parameters, kept until they change.
+    _cache: Array | None = None
+    #: The engine; None once the model is closed.
+    _open_engine: Engine | None = None
 
-    def __init__(self, wrapped_model: Any, config: Config, mesh: Mesh | None = None) -> None:
-        self._wrapped, self._config = wrapped_model, config
-        mesh = mesh or self.__dict__.get("_mesh") or ranks_of(type(self), config)
-        self._mesh: Mesh = mesh
+    def __init__(
+        self,
+        wrapped_model: Any,
+        config: Config,
+        mesh: Mesh,
+        strategy: str,
+        *,
+        parallel_layout: ParallelLayout | None = None,
+        optimizer: Any = None,
+        owns_mesh: bool = False,
+    ) -> None:
+        self._optimizer = optimizer  # until it is bound
+        self._wrapped, self._config, self._mesh = wrapped_model, config, mesh
+        self._strategy, self._parallel_layout, self._owns_mesh = strategy, parallel_layout, owns_mesh
         self._which = mesh.number_model()
-        check_call(mesh.communicator, "make a model", self._which)
         self._rank, self._world_size = mesh.rank, mesh.size
-        self._engine: Engine | None = None
-        self._pending: Pending | None = None
-        self._cache: Array | None = None
-        self._mean_every = 0
-        self.last_step: StepReport | None = None
+        check_call(mesh.communicator, "make a model", self._which)
         self._skipped = SkippedSteps(config.bad_steps)
-        self._on_before_initialize_sharding()
-        self._initialize_sharding()
+        self._place()
+        given, self._optimizer = self._optimizer, None
+        if given is not None:
+            try:
+                given.set_model(self)
+            except BaseException:
+                self._engine.grid.world.defer_close(self._free)  # the other ranks may not have raised
+                raise
 
     if not TYPE_CHECKING:  # where it would hide what is misspelt
 
@@ -125,25 +123,19 @@ class ParameterAccess(ABC):
             """Raise :class:`AttributeError` for what is not there."""
             raise not_here(self, name)
 
-    # ------------------------------------------------------------------ hooks
-
-    def _on_before_initialize_sharding(self) -> None:  # noqa: B027  (a hook that most need not)
-        """Do nothing; a subclass may override this to run code before parameters are distributed."""
-
-    def _on_before_close(self) -> None:  # noqa: B027
-        """Do nothing; a subclass may override this to run code before the engine is closed. Collective."""
-
-    def _initialize_sharding(self) -> None:
+    def _place(self) -> None:
         """Check that all ranks passed equal arguments, and make the engine, which distributes the parameters."""
-        agree_to_start(self._mesh.communicator, self._plans)
-        check_own_modules(self._mesh.communicator, self._wrapped)
-        self._mesh.communicator.run_deferred_closes()
-        self._engine = Engine(self._wrapped, self._mesh, self._config, self._placement, self._parallel_layout)
-        if self._config.tiles is not None and not self._is_copy and self._engine.prints_notices:
-            for reason in misfits(self._engine.partitioned.parallel_layout):
+        comm = self._mesh.communicator
+        agree_to_start(comm, self._plans)
+        check_own_modules(comm, self._wrapped)
+        comm.run_deferred_closes()
+        engine = Engine(self._wrapped, self._mesh, self._config, self._placement, self._parallel_layout)
+        self._open_engine = engine
+        if self._config.tiles is not None and not self._is_copy and engine.prints_notices:
+            for reason in misfits(engine.partitioned.parallel_layout):
                 notice(f"{reason}, so results agree with other layouts only within rounding")
-        if self._engine.assigned_in_advance and not self._is_copy and self._engine.prints_notices:
-            notice(f"grain_assignment='dynamic' has no effect here: {self._engine.assigned_in_advance}")
+        if engine.assigned_in_advance and not self._is_copy and engine.prints_notices:
+            notice(f"grain_assignment='dynamic' has no effect here: {engine.assigned_in_advance}")
 
     def _with_room(self, step: Callable[[Engine], T]) -> T:
         """Return ``step(engine)``; if its gradients do not fit into shared memory, move the model out of it and retry.
@@ -151,20 +143,19 @@ class ParameterAccess(ABC):
         After that every rank keeps its own copy of the model in memory that it does not share.
         """
         try:
-            return step(self.engine)
+            return step(self._engine)
         except SharedMemoryError as error:  # raised on all ranks alike, before anything was computed
-            engine = self.engine
+            engine = self._engine
             check_movable(engine, error)
-            self._engine = None  # the model counts as closed if a rank has no room for a copy of its own either
-            self._engine = in_private_memory(engine, self._parallel_layout, error)
-            self._engine.asked = engine.asked
-            return step(self.engine)
+            self._open_engine = None  # the model counts as closed if a rank has no room for a copy of its own either
+            self._open_engine = in_private_memory(engine, self._parallel_layout, error)
+            self._open_engine.asked = engine.asked
+            return step(self._open_engine)
 
     def _stepped(self, report: StepReport) -> None:
         """Store the report of a step; if it was skipped, warn or raise as ``config.bad_steps`` says. Not collective."""
-        self.last_step = report
-        self.invalidate_cache()
-        self._skipped.see(report, speaks=self.engine.grid.world.rank == 0)
+        self.last_step, self._cache = report, None
+        self._skipped.see(report, speaks=self._engine.grid.world.rank == 0)
 
     @collective
     def reserve(self, global_batch: int) -> None:
@@ -183,41 +174,42 @@ class ParameterAccess(ABC):
             require("reserve: global_batch", global_batch, whole(1, of=" of samples"))
         self._with_room(lambda engine: engine.reserve(global_batch))
 
-    def count_skipped_steps(self, policy: BadSteps) -> None:
-        """From now on treat skipped steps as ``policy`` says, in place of ``config.bad_steps``. Not collective."""
-        self._skipped = SkippedSteps(policy)
-
     def _plans(self) -> dict[str, Any]:
-        """Return all values that must be equal on all ranks, by name; subclasses add to them. Not collective."""
+        """Return all values that must be equal on all ranks, by name; :class:`Model` adds to them. Not collective."""
+        split: dict[str, Any] = {}
+        if self._parallel_layout is not None:
+            _ = self._parallel_layout.axes(self.world_size)  # or an error
+            stage, _ = self._placement.zero_stage, self._parallel_layout.chunks
+            split = {"the parallel layout": {**self._parallel_layout.comparable(), "zero_stage": stage}}
         if self._wrapped is None:
-            raise ArgumentError(f"{type(self).__name__} needs a model, got None")
+            raise ArgumentError(f"{self._name} needs a model, got None")
         check_model(self._wrapped)
         _ = self._mesh.axes  # or an error for sizes that do not make the number of ranks
         if self._parallel_layout is None and self._mesh.splits_model:
-            raise ConfigError(f"{type(self).__name__} does not split a model: give this mesh to mz.distribute")
+            raise ConfigError(f"{self._name} does not split a model: give this mesh to mz.distribute")
         blocks = blocks_of(self._wrapped)
         check_names(joined(block, spec.name) for block, specs in blocks.items() for spec in specs)
         # Ranks of different meshes have models of different kinds: the setting is named, not what follows from it.
         ranks = {} if isinstance(self._config, ShardingConfig) else {"Mesh": self._mesh.comparable()}
         settings = self._config.comparable() | ({} if ranks else self._mesh.comparable())
-        plans: dict[str, Any] = {**ranks, "strategy": self.strategy, type(self._config).__name__: settings}
+        plans: dict[str, Any] = {**ranks, "strategy": self._kind, **split, type(self._config).__name__: settings}
         if self._is_copy:
             return plans
         grain = {"the samples of a default grain": self._config.grain_rule(self._wrapped).efficient}
         return {**plans, **describe_model(self._wrapped, blocks), **grain}
 
-    def _update_local_shard_from_full(self, values: Array) -> None:
+    def _fill(self, values: Array) -> None:
         """Set the parameters to ``values``, a 1-D array of the whole model; each rank copies only its own ranges."""
-        self.engine.whole.fill(values)
-        self.engine.begin_average()
-        self.invalidate_cache()
+        self._engine.whole.fill(values)
+        self._engine.begin_average()
+        self._cache = None
 
     def _callers(self) -> tuple[Communicator, str]:
         """Return the ranks that must make the same collective calls, and the name of this model in error messages.
 
         Not collective.
         """
-        _ = self.loadable_engine
+        _ = self._loadable_engine
         return self._mesh.communicator, self._which
 
     def _check_call(self, operation: str) -> None:
@@ -233,22 +225,27 @@ class ParameterAccess(ABC):
     @property
     def _placement(self) -> Placement:
         """The row of the placement table for this model's strategy: which state is sharded, and in which units."""
-        return placement(self.strategy)
+        return placement(self._strategy)
 
     @property
-    def parallel_layout(self) -> ParallelLayout | None:
-        """The way in which the model is split over ranks; None if every rank computes the whole model."""
-        return self._parallel_layout
+    def _kind(self) -> str:
+        """The strategy, or "hybrid" if the model is split over ranks."""
+        return self._strategy if self._parallel_layout is None else "hybrid"
 
     @property
-    def shards_parameters(self) -> bool:
-        """Tell whether parameters are sharded by the strategy or split over ranks, even if the ranks share memory."""
+    def _label(self) -> str:
+        """The strategy's name in the metadata."""
+        return self._placement.strategy if self._parallel_layout is None else "3D-Parallelism (Hybrid)"
+
+    @property
+    def _name(self) -> str:
+        """What error messages call this model."""
+        return f"{type(self).__name__} ({self._strategy}{'' if self._parallel_layout is None else ', split'})"
+
+    @property
+    def _shards_parameters(self) -> bool:
+        """True if parameters are sharded by the strategy or split over ranks, even if the ranks share memory."""
         return self._parallel_layout is not None or self._placement.shard_parameters
-
-    @property
-    def keeps_copies(self) -> bool:
-        """True if each rank trains a copy of its own, as :class:`LocalSGDOptimizer` does."""
-        return bool(self._mean_every)
 
     @property
     def batch_group(self) -> Communicator:
@@ -256,7 +253,7 @@ class ParameterAccess(ABC):
 
         It has all ranks also where each rank trains a copy of its own (:class:`LocalSGDOptimizer`).
         """
-        return self._mesh.communicator if self._mean_every else self.engine.grid.batch
+        return self._mesh.communicator if self._mean_every else self._engine.grid.batch
 
     def grain_size(self, global_batch: int, samples: tuple[Any, Any] | None = None) -> int:
         """Return the number of samples of a full grain, for a global batch of ``global_batch`` samples.
@@ -280,7 +277,7 @@ class ParameterAccess(ABC):
         DataError
             If arrays in it have different numbers of samples.
         """
-        engine = self.loadable_engine
+        engine = self._loadable_engine
         if samples is not None:
             if not isinstance(samples, tuple) or len(samples) != 2:
                 raise ArgumentError(f"grain_size: samples is a tuple (x, y), got {type(samples).__name__}")
@@ -291,7 +288,7 @@ class ParameterAccess(ABC):
         return engine.grain_rule.grain_size(global_batch)
 
     @property
-    def engine(self) -> Engine:
+    def _engine(self) -> Engine:
         """The engine, which trains the model.
 
         Raises
@@ -301,25 +298,26 @@ class ParameterAccess(ABC):
         CheckpointError
             If loading a checkpoint has failed half-way, so that some parameters have old values and some new ones.
         """
-        engine = self.loadable_engine
+        engine = self._loadable_engine
         if engine.half_loaded is not None:
-            raise CheckpointError(f"this {type(self).__name__} is {engine.half_loaded}")
+            raise CheckpointError(f"this {self._name} is {engine.half_loaded}")
         return engine
 
     @property
-    def loadable_engine(self) -> Engine:
+    def _loadable_engine(self) -> Engine:
         """The engine, even if loading a checkpoint has failed half-way: for loading a checkpoint again."""
-        if self._engine is not None and not self._engine.mesh.holds(self._engine.grid):
+        engine = self._open_engine
+        if engine is None:
             raise StateError(
-                f"the Mesh (or ShardingConfig) of this {type(self).__name__} is closed, and its communicators are freed"
-                ": close the model first, or make both in one with statement, the model last"
+                f"this {self._name} is closed and its memory is freed: make a new one, and save or read parameters "
+                "before close() or the end of its with block"
             )
-        if self._engine is None:
+        if not engine.mesh.holds(engine.grid):
             raise StateError(
-                f"this {type(self).__name__} is closed and its memory is freed: make a new one, and save or read "
-                "parameters before close() or the end of its with block"
+                f"the Mesh (or ShardingConfig) of this {self._name} is closed, and its communicators are freed: close "
+                "the model first, or make both in one with statement, the model last"
             )
-        return self._engine
+        return engine
 
     @property
     def wrapped_model(self) -> Any:
@@ -337,16 +335,6 @@ class ParameterAccess(ABC):
         return self._config
 
     @property
-    def sharding_configuration(self) -> Config:
-        """The same as :attr:`config`."""
-        return self._config
-
-    @property
-    def layout(self) -> FlatLayout:
-        """Names, shapes and offsets of all parameters of the whole model, the same on every rank."""
-        return self.engine.whole.layout
-
-    @property
     def rank(self) -> int:
         """The number of this rank in the mesh."""
         return self._rank
@@ -359,7 +347,7 @@ class ParameterAccess(ABC):
     @property
     def parameter_count(self) -> int:
         """The number of parameter elements of the whole model."""
-        return self.engine.whole.parameter_count
+        return self._engine.whole.parameter_count
 
     @property
     def owned(self) -> tuple[Span, ...]:
@@ -367,51 +355,23 @@ class ParameterAccess(ABC):
 
         Ranges count elements of the flat vector of all parameters of this rank's pipeline stage and tensor part.
         """
-        return self.engine.store.shard.spans
-
-    @property
-    def local_parameter_shard(self) -> Array:
-        """A copy of the parameters that this rank owns: the values of all ranges of :attr:`owned`, concatenated."""
-        store = self.engine.store
-        return np.concatenate([store.values[:0], *(store.owned(unit.index) for unit in store.layout.units)])
-
-    @property
-    def shard_start(self) -> int:
-        """The start of the first range of :attr:`owned`; 0 if there is none."""
-        return self.owned[0].start if self.owned else 0
-
-    @property
-    def shard_size(self) -> int:
-        """The number of parameter elements that this rank owns."""
-        return self.engine.store.shard.size
-
-    @property
-    def default_loss_function(self) -> Any:
-        """The loss layer of the wrapped model; None for a black box, whose function computes the loss itself."""
-        return getattr(self._wrapped, "loss", None) if hasattr(self._wrapped, "blocks") else None
-
-    def invalidate_cache(self) -> None:
-        """Drop the kept copy of the gathered parameters, because parameters have changed. Not collective."""
-        self._cache = None
+        return self._engine.store.shard.spans
 
     # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
         """Commit an asynchronous save that is still running, and free windows; a second call does nothing."""
-        if self._engine is None:
+        engine = self._open_engine
+        if engine is None:
             return
-        if self._engine.mesh.holds(self._engine.grid):  # else its communicators are freed already
+        if engine.mesh.holds(engine.grid):  # else its communicators are freed already
             self._check_call("close")
         self._free()
 
     def _free(self) -> None:
         """Close the model without checking that all ranks call ``close`` now. Collective."""
-        if self._engine is None:
-            return
-        try:
-            self._on_before_close()
-        finally:
-            engine, self._engine = self._engine, None
+        engine, self._open_engine = self._open_engine, None
+        if engine is not None:
             self._pending = self._cache = None
             engine.close()
             self._mesh.drop_model(last_closes=self._owns_mesh)
@@ -424,8 +384,8 @@ class ParameterAccess(ABC):
         """Close the model; after an exception, postpone that until all ranks make a model or close ``config``."""
         if error is None:
             self.close()
-        elif self._engine is not None:  # the other ranks may not have raised
-            self._engine.grid.world.defer_close(self._free)
+        elif self._open_engine is not None:  # the other ranks may not have raised
+            self._open_engine.grid.world.defer_close(self._free)
 
     # ------------------------------------------------------------------ parameters
 
@@ -435,18 +395,13 @@ class ParameterAccess(ABC):
 
         Until parameters change, further calls return the same array object.
         """
-        whole = self.engine.whole
+        whole = self._engine.whole
         # A rank that forgot its cache alone must not gather alone.
         cached = agree_on_call(self._mesh.communicator, (self._cache is not None,))[:, 0]
         if self._cache is None or not cached.all():
             self._cache = whole.vector()
             self._cache.flags.writeable = False
         return self._cache
-
-    @recorded
-    def get_parameters(self) -> Array:
-        """Return a copy of all parameters of the model as a 1-D array in declared order, on every rank."""
-        return self.gather_full_parameters().copy()
 
     @recorded
     def set_parameters(self, values: Array) -> None:
@@ -463,19 +418,7 @@ class ParameterAccess(ABC):
         ConfigError
             If ranks pass different values. The message names the first rank and parameter that differ.
         """
-        self._update_local_shard_from_full(self._checked("set_parameters", values))
-
-    @recorded
-    def with_parameters(self, values: Array) -> Self:
-        """Return a new sharded model with the same wrapped model and the given parameters, without an optimizer.
-
-        ``values`` are as for :meth:`set_parameters`. Integer arrays are copied from this model.
-        """
-        values = self._checked("with_parameters", values)
-        copy = self._twin(self._wrapped)
-        copy.engine.integers.copy_from(self.engine.integers)
-        copy._update_local_shard_from_full(values)
-        return copy
+        self._fill(self._checked("set_parameters", values))
 
     def _checked(self, operation: str, values: Array) -> Array:
         array = np.empty(0)
@@ -487,13 +430,13 @@ class ParameterAccess(ABC):
                     f"one vector of all parameters is taken, got a {type(values).__name__} by name: use load_named"
                 )
             found = number_array(values, "the vector of all parameters", complex=False)
-            array = found.astype(self.engine.dtype, copy=False)
+            array = found.astype(self._engine.dtype, copy=False)
             if array.shape != (self.parameter_count,):
                 raise LayoutError(
                     f"got {array.size} values in an array of shape {array.shape}; the model has {self.parameter_count} "
                     f"parameters and takes an array of shape ({self.parameter_count},)"
                 )
-            return {_called(e): found[e.span.start : e.span.stop] for e in self.layout.parameters}
+            return {_called(e): found[e.span.start : e.span.stop] for e in self._engine.whole.layout.parameters}
 
         agree_arrays(self._mesh.communicator, operation, given)
         return array
@@ -501,7 +444,7 @@ class ParameterAccess(ABC):
     @recorded
     def named_parameters(self) -> dict[str, Array]:
         """Return copies of all parameters and integer arrays of the whole model by name, on every rank."""
-        return self.engine.whole.named(self.gather_full_parameters()) | self.engine.integers.all_values()
+        return self._engine.whole.named(self.gather_full_parameters()) | self._engine.integers.all_values()
 
     @recorded
     def load_named(self, arrays: Mapping[str, Array]) -> None:
@@ -516,23 +459,23 @@ class ParameterAccess(ABC):
         ConfigError
             If ranks pass different arrays. The message names the first rank and parameter that differ.
         """
-        values = np.empty(self.parameter_count, self.engine.dtype)
+        values = np.empty(self.parameter_count, self._engine.dtype)
         integers: dict[str, Array] = {}
         agree_arrays(self._mesh.communicator, "load_named", lambda: self._arrange(arrays, values, integers))
-        self.engine.integers.set(integers)
-        self._update_local_shard_from_full(values)
+        self._engine.integers.set(integers)
+        self._fill(values)
 
     def _arrange(self, arrays: Mapping[str, Array], values: Array, integers: dict[str, Array]) -> dict[str, Array]:
         """Check arrays by name, and copy them into ``values``, a 1-D array of the whole model. Not collective.
 
         Integer arrays are added to ``integers``. Return the arrays by the name that error messages use.
         """
-        entries = {entry.spec.name: entry for entry in self.layout.parameters}
+        entries = {entry.spec.name: entry for entry in self._engine.whole.layout.parameters}
         if not isinstance(arrays, Mapping):
             raise LayoutError(
                 f"load_named takes arrays by name, got {type(arrays).__name__}: for one vector use set_parameters"
             )
-        held = by_global_name(self.engine.integers.whole)
+        held = by_global_name(self._engine.integers.whole)
         missing, unknown = sorted(entries.keys() - arrays.keys()), sorted(arrays.keys() - entries.keys() - held.keys())
         if missing or unknown:
             hint = nearest(unknown[0], missing or entries) if unknown else ""
@@ -549,28 +492,6 @@ class ParameterAccess(ABC):
                 integers[name] = given[f"integer array {name!r}"] = start_value(name, spec, arrays[name])
         return given
 
-    @recorded
-    def export_npz(self, path: str | Path) -> None:
-        """Write all parameters by name to one ``.npz`` file. Rank 0 writes it; no suffix is added to ``path``."""
-        from mpizero.checkpoint.npz import write_arrays
-
-        named = self.named_parameters()
-        with all_ranks(self._mesh.communicator):
-            if self.rank == 0:
-                write_arrays(path, named)
-
-    @recorded
-    def import_npz(self, path: str | Path) -> None:
-        """Set all parameters from an ``.npz`` file that every rank can read; nothing in it is unpickled.
-
-        The file may be compressed. If its arrays have more bytes than those of this model can have, an error is raised.
-        """
-        from mpizero.checkpoint.npz import read_arrays
-
-        with all_ranks(self._mesh.communicator, first=True):
-            arrays = read_arrays(os.path.realpath(path), 16 * self.parameter_count)
-        self.load_named(arrays)
-
     @collective
     def parameters_sha256(self) -> str:
         """Return the SHA-256, in hexadecimal, of the bytes of all parameters of the model in declared order.
@@ -578,146 +499,11 @@ class ParameterAccess(ABC):
         Integer arrays follow. Only one unit at a time is gathered, to save memory.
         """
         digest = hashlib.sha256()
-        for values in self.engine.whole.units():
+        for values in self._engine.whole.units():
             digest.update(values.tobytes())
-        for array in self.engine.integers.all_values().values():
+        for array in self._engine.integers.all_values().values():
             digest.update(array.tobytes())
         return digest.hexdigest()
-
-    # ------------------------------------------------------------------ copies
-
-    @recorded
-    def clone(self) -> Self:
-        """Return a sharded model with the same configuration and communicator and its own copy of the parameters.
-
-        The clone has no optimizer: bind one with ``set_model``, or use :meth:`deep_copy`.
-        """
-        copy = self._twin(self._wrapped)
-        copy.engine.store.copy_from(self.engine.store)
-        return copy
-
-    @recorded
-    def deep_copy(self) -> Self:
-        """Return a copy of this sharded model with copies of the parameters, wrapped model, optimizer and its state.
-
-        ``train`` makes the same steps on the copy as on the original.
-        """
-        copy, engine = self._twin(deepcopy(self._wrapped)), self.engine
-        shared = copy.engine.grid.node.size - engine.grid.node.size
-        if shared > 0:
-            copy._engine = in_private_memory(
-                copy.engine, copy._parallel_layout, SharedMemoryError("the original does so")
-            )
-        elif shared < 0:
-            copy.close()
-            raise SharedMemoryError("deep_copy: the nodes have no shared memory for a second model; save and load it")
-        copy.engine.store.copy_from(engine.store)
-        state_dict.copy_state(engine, copy.engine)
-        if self._optimizer is not None:
-            copy._optimizer = self._optimizer.for_copy(copy)
-        return copy
-
-    def _twin(self, wrapped: Any) -> Self:
-        """Return a new sharded model of the same class around ``wrapped``, with initial parameters. Collective.
-
-        Subclasses override this if their constructors take other arguments.
-        """
-        twin = type(self).__new__(type(self))
-        twin._is_copy, twin._mesh, twin._owns_mesh = True, self._mesh, self._owns_mesh
-        twin.__init__(wrapped, self._config)  # type: ignore[misc]
-        return twin
-
-    # ------------------------------------------------------------------ the wrapped model
-
-    @collective
-    def feature_importance(self) -> dict[str, float]:
-        """Return the importance of each input feature by its name, computed by the wrapped model. Collective.
-
-        Raises
-        ------
-        NotImplementedError
-            If the wrapped model has no ``feature_importance(params)``.
-        """
-        function = self._delegate("feature_importance")
-        result: dict[str, float] = function(self._bound_parameters())
-        return result
-
-    @property
-    def active_feature_indices(self) -> tuple[int, ...]:
-        """Indices of the input features that the wrapped model uses.
-
-        Reading is not collective. Setting is collective, and every rank must set the same indices.
-        """
-        indices: Sequence[int] = self._delegate("active_feature_indices")
-        return tuple(indices)
-
-    @active_feature_indices.setter
-    @collective
-    def active_feature_indices(self, indices: Sequence[int]) -> None:
-        chosen = tuple(int(i) for i in indices)
-        agree_equal(self._mesh.communicator, lambda: {"active_feature_indices": chosen}, "active_feature_indices")
-        self._replace_wrapped(self._delegate("with_active_features")(chosen))
-
-    def is_feature_used(self, index: int) -> bool:
-        """Tell whether the wrapped model uses input feature number ``index``. Not collective."""
-        return index in self.active_feature_indices
-
-    @property
-    def supports_jit_compilation(self) -> bool:
-        """Tell whether the wrapped model has the method that :meth:`jit_compile` needs. Not collective."""
-        return hasattr(self._wrapped, "compile_predictor")
-
-    def export_computation_graph(self) -> dict[str, Any]:
-        """Return the graph of the wrapped model's operations as values that JSON can hold. Not collective.
-
-        Raises
-        ------
-        NotImplementedError
-            If the wrapped model has no ``export_computation_graph()``.
-        """
-        graph: dict[str, Any] = self._delegate("export_computation_graph")()
-        return graph
-
-    @collective
-    def jit_compile(self) -> Callable[[Array], Array]:
-        """Return a compiled function from inputs to predictions. Collective.
-
-        The function keeps a copy of the current parameters, so later training does not change its predictions.
-
-        Raises
-        ------
-        NotImplementedError
-            If the wrapped model has no ``compile_predictor(params)``.
-        """
-        function = self._delegate("compile_predictor")
-        compiled: Callable[[Array], Array] = function(self._bound_parameters())
-        return compiled
-
-    def _delegate(self, name: str) -> Any:
-        if not hasattr(self._wrapped, name):
-            raise UnsupportedError(
-                f"{type(self._wrapped).__name__} has no {name!r}: a wrapped model that offers it makes this work"
-            )
-        return getattr(self._wrapped, name)
-
-    def _replace_wrapped(self, wrapped: Any) -> None:
-        if blocks_of(self._wrapped) != blocks_of(wrapped):
-            raise ConfigError("the new model's parameters differ from the old one's in name or shape")
-        self._wrapped = wrapped
-        self.engine.exchange_model(wrapped)
-
-    def _bound_parameters(self) -> dict[str, Any]:
-        """Gather all parameters and return them as the wrapped model takes them. Collective.
-
-        A model of blocks takes a nested dictionary for each block, a black box takes arrays by name.
-        """
-        full = self.gather_full_parameters()
-        blocks: dict[str, dict[str, Any]] = {block: {} for unit in self.layout.units for block in unit.blocks}
-        for entry in self.layout.entries:
-            blocks[entry.block][entry.local_name] = entry.spec.view(full[entry.span.start : entry.span.stop])
-        if not hasattr(self._wrapped, "blocks"):
-            return {block: np.asarray(arrays[""]) for block, arrays in blocks.items()}
-        return {block: nested(arrays) for block, arrays in blocks.items()}
 
 
 def check_movable(engine: Engine, error: SharedMemoryError) -> None:
@@ -873,14 +659,12 @@ class ModelMetadata:
         return asdict(self)
 
 
-def describe(
-    engine: Engine, mesh: Mesh, bytes_sent: int, label: str | None = None, averaged_every: int = 0
-) -> ModelMetadata:
+def describe(engine: Engine, mesh: Mesh, label: str, bytes_sent: int, averaged_every: int) -> ModelMetadata:
     """Collect the metadata of a model from its engine. Not collective.
 
-    ``mesh`` is that of the model; with local SGD, ``engine.mesh`` has only one rank. ``bytes_sent`` is
-    the number of bytes that this rank sent in the last step. ``label`` is the strategy's name in the metadata; None
-    takes the name in the placement table. ``averaged_every`` is the field of the result.
+    ``mesh`` is that of the model; with local SGD, ``engine.mesh`` has only one rank. ``label`` is the strategy's name.
+    ``bytes_sent`` is the number of bytes that this rank sent in the last step. ``averaged_every`` is the field of the
+    result.
     """
     row, grid, memory = engine.placement, engine.grid, engine.memory
     flags = {
@@ -893,8 +677,8 @@ def describe(
         for kind in sorted({*memory.shared_bytes, *memory.private_bytes})
     }
     return ModelMetadata(
-        strategy=label or row.strategy,
-        zero_stage=sum(flags.values()),
+        strategy=label,
+        zero_stage=row.zero_stage,
         is_distributed=mesh.size > 1,
         world_size=mesh.size,
         rank=mesh.rank,

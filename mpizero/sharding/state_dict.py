@@ -142,6 +142,12 @@ def _add(arrays: Mapping[str, HeldArray], piece: HeldPiece, wanted: Callable[[Pa
         arrays[piece.spec.guest or piece.spec.name].pieces.append(piece)
 
 
+def checkpoint_attributes(engine: Engine) -> dict[str, Any]:
+    """Return the values to save beside the arrays, as the attributes of a checkpoint. Not collective."""
+    rate = saved_attributes.learning_rate_record(engine.updater)
+    return {"mpizero": attributes(engine), saved_attributes.LEARNING_RATE: rate}
+
+
 def attributes(engine: Engine) -> dict[str, Any]:
     """Return the value of the checkpoint attribute ``mpizero``. Not collective.
 

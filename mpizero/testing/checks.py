@@ -32,8 +32,8 @@ from mpizero.layout.flat import nested, value_at
 from mpizero.nn.layer import fresh_integers
 from mpizero.nn.models import run_on
 from mpizero.nn.virtual_ranks import TiledBlock, tiled_model
-from mpizero.sharding import HybridShardedModel, ShardingConfig
-from mpizero.sharding.partition import TILED_AXES, fits_tiles
+from mpizero.sharding import Model, ShardingConfig
+from mpizero.sharding.partition import TILED_AXES, ParallelLayout, fits_tiles
 from mpizero.types import Array, BlockModel, Group, Layer, Loss, ParameterSpec, Run
 
 Point = Array | Mapping[str, Array]
@@ -408,11 +408,12 @@ class SplitTraining:
 
     def _trained(self, comm: Any, size: int) -> list[dict[str, Any]]:
         """Return for each step its loss, and by name the gradients and the parameters after it."""
-        layout: dict[str, Any] = {f"{self.axis}_parallel_size": size, "optimizer": optim.AdamW(lr=1e-2)}
+        sizes: dict[str, Any] = {self.axis: size}
+        way: dict[str, Any] = {"parallel_layout": ParallelLayout(**sizes), "optimizer": optim.AdamW(lr=1e-2)}
         seen: list[dict[str, Any]] = []
         with (
             ShardingConfig(comm=comm, **{**self.settings, "tiles": {self.axis: self.tiles}}) as config,
-            HybridShardedModel(self.model, config, **layout) as placed,
+            Model(self.model, config, config.mesh, "zero1", **way) as placed,
         ):
             for _ in range(self.steps):
                 gradients = placed.compute_gradients(*self.batch, gather=True).named()

@@ -24,7 +24,7 @@ from mpizero.checkpoint.inspect import find_checkpoint
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks, from_rank_0
 from mpizero.errors import CheckpointError
-from mpizero.sharding import HybridShardedModel, ShardingConfig, state_dict
+from mpizero.sharding import Model, ShardingConfig, state_dict
 from mpizero.train.config.checks import SettingError, check_option
 from mpizero.train.config.sections import GptSection, ParallelSection
 from mpizero.train.run_folder import SavedRun
@@ -200,8 +200,8 @@ def open_language_model(
                 predict = partial(nn.evaluate, model, nn.bind(model, named))
             else:
                 sharding = stack.enter_context(ShardingConfig(comm=comm, threads=threads))
-                sharded = stack.enter_context(HybridShardedModel(model, sharding, **layout.arguments()))
-                state_dict.restore(sharded.engine, reader)
+                sharded = stack.enter_context(Model(model, sharding, sharding.mesh, **layout.arguments()))
+                state_dict.restore(sharded._engine, reader)
                 predict = sharded.predict
         yield LanguageModel(model.sequence, predict)
 

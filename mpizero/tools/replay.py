@@ -21,7 +21,7 @@ from mpizero._util.text import aligned, joined
 from mpizero.checkpoint.format import ARRAY_LIMIT, is_count
 from mpizero.comm.startup import available_memory
 from mpizero.errors import ConfigError, DataError
-from mpizero.sharding import BadStep, DDPModel, Replay, ShardingConfig, read_bad_step, replay_bad_step, state_dict
+from mpizero.sharding import BadStep, Replay, distribute, read_bad_step, replay_bad_step, state_dict
 from mpizero.sharding.diagnostics import ReplayedArray
 from mpizero.train.config.build import build_model, make_model, user_functions, users_modules
 from mpizero.train.config.checks import SettingError, shown
@@ -76,12 +76,12 @@ def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> Repl
 
 
 def _replayed(step: BadStep, model: Any, found: str | None) -> ReplayedStep:
-    with ShardingConfig(comm="self") as sharding, DDPModel(model, sharding) as placed:
+    with distribute(model, None, "ddp", comm="self") as placed:
         told = "the start values"
         if found is not None:
             with checkpoint.open_checkpoint(found, "self") as reader:
                 done = SavedRun.of(reader.attributes, found).step
-                state_dict.restore(placed.engine, reader)
+                state_dict.restore(placed._engine, reader)
             told = f"step {done}, from {found}"
         return ReplayedStep(step, told, replay_bad_step(step, placed))
 

@@ -238,7 +238,7 @@ class CallbackRounds:
     ----------
     callbacks : sequence
         The callbacks, of the same classes on every rank.
-    model : ShardedModelBase
+    model : Model
         The model that is trained. Its communicator compares the calls of the ranks.
     """
 
@@ -309,12 +309,12 @@ class CallbackRounds:
         return found, agree_after(self._comm, what, None, wanted=bool(self._wanted))
 
     def _call(self, hook: str, arguments: Sequence[Any]) -> None:
-        step = self._model.engine.step_number
+        step = self._model._engine.step_number
         self._running = hook
         try:
             for one in self._called[hook]:
                 getattr(one, hook)(*arguments)
-                if self._model.engine.step_number != step:
+                if self._model._engine.step_number != step:
                     raise StateError(f"{type(one).__name__}.{hook} has trained the model: only the trainer may do that")
         finally:
             self._running = ""
@@ -383,7 +383,7 @@ class UserMetrics:
     ----------
     metrics : dict
         The functions by name.
-    model : ShardedModelBase
+    model : Model
         The model.
     """
 

@@ -128,7 +128,7 @@ def run_visit(
     finally:
         folder.close()
         progress.close()
-        setup.model.count_skipped_steps(setup.model.config.bad_steps)
+        setup.model._skipped = SkippedSteps(setup.model.config.bad_steps)
     return Preempted(loop.farewell) if result is None else result
 
 
@@ -556,7 +556,7 @@ class NumberWatch:
         self.spikes = LossSpikes()
         self._policy: BadSteps = setup.model.config.bad_steps
         self._skipped = SkippedSteps(self._policy)
-        setup.model.count_skipped_steps(BadSteps(limit=None, warn=False))
+        setup.model._skipped = SkippedSteps(BadSteps(limit=None, warn=False))
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that a checkpoint keeps: the losses before, and the skipped steps in a row."""
@@ -669,14 +669,14 @@ def validate(setup: RunSetup) -> dict[str, Any]:
 @contextmanager
 def _averaged(model: Any, *, use: bool) -> Iterator[None]:
     """Let functions of the user, which agree on their errors, see the average in place of the parameters."""
-    with model.engine.with_average(use=use, agreed=True):
+    with model._engine.with_average(use=use, agreed=True):
         try:
             if use:
-                model.invalidate_cache()
+                model._cache = None
             yield
         finally:
             if use:
-                model.invalidate_cache()
+                model._cache = None
 
 
 class SameBatch:
@@ -706,7 +706,7 @@ class MethodWatch:
 
     Parameters
     ----------
-    model : ShardedModelBase
+    model : Model
         The model.
     """
 
@@ -717,7 +717,7 @@ class MethodWatch:
     @property
     def progress(self) -> MethodProgress | None:
         """The progress of the method; None if there is no such method. Not collective."""
-        updater = self._model.engine.updater
+        updater = self._model._engine.updater
         return None if updater is None or updater.method is None else updater.method.progress
 
     @property
@@ -763,15 +763,15 @@ class MethodWatch:
         """Set the parameters to those of the next trial, before the first step of this call. Collective."""
         self._shown = None
         if self.progress is not None:
-            self._model.engine.place(iterate=False)
-            self._model.invalidate_cache()
+            self._model._engine.place(iterate=False)
+            self._model._cache = None
 
     def show_iterate(self) -> None:
         """Set the parameters to the last iterate, until :meth:`go_on`. Collective."""
         if self.progress is not None and self._shown is None:
-            self._model.engine.place(iterate=True)
-            self._model.invalidate_cache()
-            self._shown = self._model.engine.store.version
+            self._model._engine.place(iterate=True)
+            self._model._cache = None
+            self._shown = self._model._engine.store.version
 
     def go_on(self) -> None:
         """Set the parameters to those of the next trial again, if the iterate was shown. Collective.
@@ -783,7 +783,7 @@ class MethodWatch:
         """
         if self._shown is None:
             return
-        if self._shown != self._model.engine.store.version:
+        if self._shown != self._model._engine.store.version:
             name = type(self._model.optimizer.wrapped_optimizer).__name__
             raise StateError(
                 f"a callback has changed the parameters, which only {name} may change: they are its iterate"

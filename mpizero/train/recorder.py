@@ -88,7 +88,7 @@ class RunRecorder:
 
         ``superseded`` is the number of lines of metrics that this start has moved aside; only rank 0's counts.
         """
-        setup, comm, engine = self._setup, self._comm, self._setup.model.engine
+        setup, comm, engine = self._setup, self._comm, self._setup.model._engine
         self._first = step
         hosts = comm.allgather_object(socket.gethostname(), "record")
         names = list(dict.fromkeys(hosts))
@@ -203,7 +203,7 @@ class RunRecorder:
         self._folder.write_event(replace(event, time=round(time.time(), 3), visit=self._visit).to_dict())
 
     def _layout(self) -> dict[str, Any]:
-        setup, engine = self._setup, self._setup.model.engine
+        setup, engine = self._setup, self._setup.model._engine
         told, parallel_layout = setup.model.metadata(), engine.partitioned.parallel_layout
         grains = Grains(setup.loop.global_batch, setup.model.grain_size(setup.loop.global_batch))
         return setup.layout() | {
@@ -224,7 +224,7 @@ class RunRecorder:
         }
 
     def _memory(self, step: int) -> MemoryCount:
-        engine = self._setup.model.engine
+        engine = self._setup.model._engine
         counted = {part: size for part, size in engine.memory.kinds().items() if size}
         counted |= {part: size for part, size in group_buffers(engine.grid).items() if size}
         own = (counted, engine.compute_device.held(), engine.memory.peak_bytes, peak_resident())
@@ -256,7 +256,7 @@ class RunRecorder:
 
     def _timetable(self, step: int, ranks: Sequence[TracedStep]) -> PipelineTimetable | None:
         assert self._plan is not None
-        engine, first = self._setup.model.engine, min(rank.start for rank in ranks)
+        engine, first = self._setup.model._engine, min(rank.start for rank in ranks)
         first_replica = [
             rank
             for number, rank in enumerate(ranks)
@@ -373,7 +373,7 @@ class VisitPlan:
 
     Parameters
     ----------
-    model : ShardedModelBase
+    model : Model
         The sharded model with its optimizer.
     strategy : str
         Name of the strategy.
@@ -393,7 +393,7 @@ class VisitPlan:
     def _training(self) -> TrainingPlan:
         from mpizero.tools.plan.plan import TrainingPlan  # a run without a folder records no plan
 
-        config, parallel_layout = self._model.config, self._model.parallel_layout or ParallelLayout()
+        config, parallel_layout = self._model.config, self._model._parallel_layout or ParallelLayout()
         together = self._nodes.count(0)
         if list(self._nodes) != [rank // together for rank in range(len(self._nodes))]:
             raise ConfigError("nodes have different numbers of ranks, or their ranks do not follow one another")

@@ -602,8 +602,8 @@ def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
             check_data(what, before == now, saved.contents, record.contents, f"cannot resume from {path}", elsewhere)
             if comm.rank == 0 and (told := touched(*(one.get(what, {}) for one in (saved.contents, record.contents)))):
                 notice(f"the {what} data: {told}")
-        state_dict.restore(setup.model.loadable_engine, reader)
-    setup.model.invalidate_cache()
+        state_dict.restore(setup.model._loadable_engine, reader)
+    setup.model._cache = None
     return saved
 
 
@@ -679,7 +679,7 @@ class Saver:
         with all_ranks(comm):
             check_backend(setup.comm, self._section.backend)
             if self._section.asynchronous:
-                setup.model.reserve_snapshot()
+                setup.model._reserve_snapshot()
             if comm.rank == 0:  # a run that was killed after its last save, and is complete, saves no more
                 remove_leftovers(folder.checkpoints)
         # Those of rank 0: what a checkpoint holds is the same on all ranks.

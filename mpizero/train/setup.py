@@ -99,7 +99,7 @@ class RunSetup:
 
     Attributes
     ----------
-    model : ShardedModelBase
+    model : Model
         The sharded model with its optimizer.
     source, validation : Source
         The samples for training, and the samples for validation (None if there are none).
@@ -139,17 +139,17 @@ class RunSetup:
     @property
     def takes_all(self) -> bool:
         """True if every step takes all samples, because the optimizer is a method of whole vectors."""
-        return self.model.engine.updater.method is not None
+        return self.model._engine.updater.method is not None
 
     @property
     def strategy(self) -> str:
         """The name of the model's ZeRO strategy, such as "zero2"."""
-        saved_as = self.model.engine.placement.saved_as
+        saved_as = self.model._engine.placement.saved_as
         return next(name for name, row in PLACEMENTS.items() if row.saved_as == saved_as)
 
     def layout(self) -> dict[str, Any]:
         """Return the sizes of the axes of parallelism by name, and the name of the schedule. Not collective."""
-        axes, parallel_layout = self.model.engine.grid.axes, self.model.parallel_layout
+        axes, parallel_layout = self.model._engine.grid.axes, self.model._parallel_layout
         schedule = parallel_layout.schedule if parallel_layout is not None and axes.pipeline > 1 else None
         return {**{axis: getattr(axes, axis) for axis in AXES}, "schedule": schedule}
 
@@ -167,7 +167,7 @@ class RunSetup:
         if self.record.description:
             return self.record.description
         model, batch, ranks = self.model, self.loop.global_batch, self.comm.size
-        exactness = model.engine.told_exactness
+        exactness = model._engine.told_exactness
         split = [f"{axis} {size}" for axis, size in self.layout().items() if axis in AXES and size > 1]
         where = " x ".join(split) if len(split) > 1 else f"{ranks} rank{'s' if ranks > 1 else ''}"
         held_back = f" and {len(self.validation):,} validation" if self.validation is not None else ""

@@ -25,7 +25,7 @@ from mpizero.data import OnlineSource, Source
 from mpizero.data.source import source_for
 from mpizero.errors import ArgumentError, ConfigError, DataError, StateError
 from mpizero.layout.flat import joined
-from mpizero.sharding import Config, Mesh, ShardedModelBase, distribute
+from mpizero.sharding import Config, Mesh, Model, distribute
 from mpizero.sharding.config import placement, ranks_and_settings
 from mpizero.sharding.partition import blocks_of
 from mpizero.train.callbacks import Metric, check_callbacks, check_metrics, state_name
@@ -124,7 +124,7 @@ def check_validation(
             raise ConfigError(f"Trainer: {name}={value!r}: needs validations: give validate_every > 0")
 
 
-def check_sharded(model: ShardedModelBase, given: Mapping[str, Any]) -> None:
+def check_sharded(model: Model, given: Mapping[str, Any]) -> None:
     """Raise an error if a model that is sharded already comes with arguments for sharding, or cannot be trained.
 
     Not collective. ``given`` are these arguments by name; those that were not given are None.
@@ -132,13 +132,13 @@ def check_sharded(model: ShardedModelBase, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"Trainer: {name} is for a model that is not sharded yet; this {type(model).__name__} has its own: "
+                f"Trainer: {name} is for a model that is not sharded yet; this {model._name} has its own: "
                 f"leave {name} out"
             )
     _ = model.optimizer  # or an error that says how to give one
-    if model.keeps_copies:
+    if model._mean_every:
         raise ConfigError(
-            f"Trainer: the ranks of this {type(model).__name__} train copies of their own (LocalSGDOptimizer), of "
+            f"Trainer: the ranks of this {model._name} train copies of their own (LocalSGDOptimizer), of "
             "which a checkpoint keeps only the mean, so no run could be resumed exactly; write the loop yourself"
         )
 
@@ -163,7 +163,7 @@ class TrainerArguments:
     @property
     def is_sharded(self) -> bool:
         """True if the model is sharded already."""
-        return isinstance(self.model, ShardedModelBase)
+        return isinstance(self.model, Model)
 
     def ranks(self) -> tuple[Mesh, Config]:
         """Return ranks and settings to train with, new ones if none were given. Not collective."""
@@ -265,7 +265,7 @@ class TrainerArguments:
         setup.model.close()
         return replace(setup, model=self._placed(mesh, config, setup.loop))
 
-    def _placed(self, mesh: Mesh, config: Config, loop: LoopSection) -> ShardedModelBase:
+    def _placed(self, mesh: Mesh, config: Config, loop: LoopSection) -> Model:
         """Return the sharded model, with memory for the gradients of a step. Collective.
 
         Now the model can still move to private memory where shared memory is short, not once a checkpoint is loaded.
@@ -274,11 +274,11 @@ class TrainerArguments:
         if not self.is_sharded:
             model = distribute(model, self.optimizer, self.strategy or "zero2", mesh=mesh, config=config)
         model.reserve(loop.global_batch)
-        return cast(ShardedModelBase, model)
+        return cast(Model, model)
 
 
 def record_of(
-    model: ShardedModelBase, source: Source | OnlineSource, loop: LoopSection, fingerprints: tuple[str, str]
+    model: Model, source: Source | OnlineSource, loop: LoopSection, fingerprints: tuple[str, str]
 ) -> RunRecord:
     """Return what a run of ``Trainer`` records about itself. Not collective.
 
@@ -530,7 +530,7 @@ class Trainer:
         if resumes and config.tiles is None:
             checkpoints = RunFolder(setup.checkpoints.folder).checkpoints
             tiles = tiles_of_checkpoint(checkpoints, setup.comm, step)
-            if tiles not in (None, setup.model.engine.partitioned.parallel_layout.asked_tiles):
+            if tiles not in (None, setup.model._engine.partitioned.parallel_layout.asked_tiles):
                 config = config.with_tiles(tiles)
         if self._loop is not None or config.tiles != setup.model.config.tiles:
             self._setup = given.sharded_again(setup, self._mesh, config)

@@ -101,7 +101,7 @@ class Exchanges:
         """Return a function that does what the engine does after a backward pass: sum in the window and update."""
         from mpizero.sharding.batch import Divisors
 
-        engine = self.model.engine
+        engine = self.model._engine
         divisors = Divisors(*[np.array([RANKS], np.float32)] * 2)
 
         def run() -> None:
@@ -152,7 +152,7 @@ class Exchanges:
 
     def same_memory(self) -> Callable[[], None]:
         """Return a function that runs the plain Numba loop over the same memory as the library's fused pass."""
-        engine = self.model.engine
+        engine = self.model._engine
         (run,) = engine.updater.plain_runs
         w, state = engine.updater._run_arrays(run.store, run.state, run.size)
         m, v = state.values()

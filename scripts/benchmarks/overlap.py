@@ -121,7 +121,7 @@ class Training:
         Collective over all ranks.
         """
         WORLD.Barrier()
-        with traced(self.model.engine) as timeline:
+        with traced(self.model._engine) as timeline:
             timeline.take()
             started = time.perf_counter()
             self.model.train(self.x, self.y)

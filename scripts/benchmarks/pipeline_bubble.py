@@ -114,7 +114,7 @@ def measured(args: argparse.Namespace, schedule: str) -> Row:
         ways = {"schedule": schedule, "virtual_stages": SCHEDULES[schedule]}
         model = mz.PipelineParallelModel(gpt, config, **ways, optimizer=mz.AdamW(lr=1e-4))
         with model:
-            probe = Probe(model.engine.runner, world)
+            probe = Probe(model._engine.runner, world)
             seconds = []
             for step in range(args.warmup + args.steps):
                 if step == args.warmup:

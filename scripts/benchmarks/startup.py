@@ -121,14 +121,14 @@ def memory(parameters: int, strategy: str) -> None:
     before = idle_size(comm)
     model = mz.distribute(plain, mz.SGD(lr=1e-3), strategy=strategy, config=config)
     seen = 0.0
-    for unit in model.engine.layout.units:
-        with model.engine.store.unshard(unit) as named:
+    for unit in model._engine.layout.units:
+        with model._engine.store.unshard(unit) as named:
             seen += sum(float(leaf.sum()) for leaf in leaves(named))  # so that every rank maps every page
     grown = comm.allgather_object(idle_size(comm) - before)
     facts = model.metadata()
     if comm.rank == 0:
         copy = 4 * facts.parameter_count
-        rows = model.engine.memory.shared_bytes
+        rows = model._engine.memory.shared_bytes
         answer({"copy": copy, "grown": grown, "windows": dict(rows), "seen": seen})
     model.close()
 

@@ -65,24 +65,24 @@ class Exchange:
         )
         model = mz.FunctionModel({"w": np.zeros_like(gradient)}, lambda parameters, batch: (0.0, {"w": gradient}, 1.0))
         self.model = (mz.ZeRO1Model if half else mz.DDPModel)(model, self.config)
-        self.totals = self.model.engine.local_gradients(np.zeros((1, 1)), np.zeros(1))
+        self.totals = self.model._engine.local_gradients(np.zeros((1, 1)), np.zeros(1))
 
     def __call__(self) -> None:
         """Average the gradients of all ranks in place.
 
         Afterwards all ranks have the same gradient, so further calls send as many bytes and change no value.
         """
-        self.model.engine.reduce_local(self.totals)
+        self.model._engine.reduce_local(self.totals)
 
     @property
     def sent(self) -> int:
         """The number of bytes that this rank has sent so far, as mpizero counts them."""
-        return self.model.engine.grid.bytes_sent
+        return self.model._engine.grid.bytes_sent
 
     @property
     def peers(self) -> Any:
         """The communicator of this rank's peers."""
-        return self.model.engine.grid.peers
+        return self.model._engine.grid.peers
 
     def close(self) -> None:
         """Free the model's windows and communicators."""

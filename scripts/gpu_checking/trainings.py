@@ -94,9 +94,9 @@ class Training:
         losses, skipped = [], []
         with mz.ShardingConfig(comm="self", **settings) as config, mz.DDPModel(self.model(), config) as model:
             scale = self.scale if self.scale is not None else config.loss_scale(None)
-            model.engine.bind(self.optimizer(), scale)
+            model._engine.bind(self.optimizer(), scale)
             for _ in range(steps):
-                report = model.engine.train(*self.batch)
+                report = model._engine.train(*self.batch)
                 losses.append(report.loss)
                 skipped.append(report.skipped is not None)
         return losses, skipped
@@ -174,7 +174,7 @@ def _state(model: Any) -> str:
     import hashlib
 
     digest = hashlib.sha256()
-    for array in model.checkpoint_arrays():
+    for array in model._checkpoint_arrays():
         digest.update(array.path.encode())
         for first, values in array.pieces:
             digest.update(first.to_bytes(8, "little") + values.tobytes())

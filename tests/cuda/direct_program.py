@@ -33,11 +33,11 @@ def trained(comm, layout, *, directly):
         mz.ShardingConfig(comm=comm, device="cuda", micro_batch=1, direct_messages=directly) as config,
         mz.HybridShardedModel(model, config, **LAYOUTS[layout]) as placed,
     ):
-        placed.engine.bind(mz.AdamW(lr=1e-2))
+        placed._engine.bind(mz.AdamW(lr=1e-2))
         copied.clear()  # what the probe has looked at
         loss = placed.train(drawn[:, :-1], drawn[:, 1:])
         values = placed.gather_full_parameters()
-        told = placed.engine.compute_device.describe()
+        told = placed._engine.compute_device.describe()
     p2p.to_host = to_host
     return loss, hashlib.sha256(values.tobytes()).hexdigest(), told, len(copied)
 

@@ -55,9 +55,9 @@ def config(comm=None, **settings):
 def trained(kind="plain", optimizer="adamw", place=mz.DDPModel, steps=2, **settings):
     """Return losses, parameters and optimizer state."""
     with config(**settings) as sharding, place(network(kind), sharding) as model:
-        model.engine.bind(OPTIMIZERS[optimizer])
+        model._engine.bind(OPTIMIZERS[optimizer])
         losses = [model.train(*batch(kind)) for _ in range(steps)]
-        state = model.engine.updater.host_state()
+        state = model._engine.updater.host_state()
         return losses, model.gather_full_parameters().tobytes(), {slot: a.tobytes() for slot, a in state.items()}
 
 
@@ -88,11 +88,11 @@ def copied(monkeypatch):
 )
 def test_a_step_copies_no_gradient_and_no_parameter(place, optimizer, clip, copied):
     with config(clip=clip) as sharding, place(network(), sharding) as model:
-        model.engine.bind(OPTIMIZERS[optimizer])
+        model._engine.bind(OPTIMIZERS[optimizer])
         model.train(*batch())
         del copied[:]
         model.train(*batch())
-        assert max(copied, default=0) <= len(model.engine.store.layout.parameters), "more than a norm of each tensor"
+        assert max(copied, default=0) <= len(model._engine.store.layout.parameters), "more than a norm of each tensor"
         del copied[:]
         values = model.get_parameters()
         assert set(copied) == {model.parameter_count}
@@ -128,9 +128,9 @@ def test_every_strategy_has_the_same_bits():
 def test_what_is_written_on_the_host_counts_from_then_on():
     def changed(where):
         with config(optimizer_device=where) as sharding, mz.DDPModel(network(), sharding) as model:
-            model.engine.bind(OPTIMIZERS["adamw"])
+            model._engine.bind(OPTIMIZERS["adamw"])
             model.train(*batch())
-            store = model.engine.store
+            store = model._engine.store
             store.owned(0)[:2] = 7.0  # the first values anybody asks for: the others must be the new ones too
             store.all_gather()
             model.train(*batch())
@@ -190,16 +190,16 @@ def test_ranks_that_train_alone_between_means_keep_their_own_gpus():
             optimizer = mz.LocalSGDOptimizer(mz.SGD(lr=0.1), sharding, every=2)
             optimizer.set_model(model)
             model.train(*batch())
-            return model.engine.compute_device.device_number, model.engine.compute_device.keeps_gradients
+            return model._engine.compute_device.device_number, model._engine.compute_device.keeps_gradients
 
     assert run_in_threads(2, number) == [(0, True), (1, True)]
 
 
 def test_a_look_at_memory_overwrites_nothing_that_was_written_on_the_host():
     with config() as sharding, mz.DDPModel(network(), sharding) as model:
-        model.engine.bind(OPTIMIZERS["adamw"])
+        model._engine.bind(OPTIMIZERS["adamw"])
         model.train(*batch())
-        store = model.engine.store
+        store = model._engine.store
         store.owned(0)[:2] = 7.0
         model.check_integrity()
         store.all_gather()
@@ -208,10 +208,10 @@ def test_a_look_at_memory_overwrites_nothing_that_was_written_on_the_host():
 
 def test_a_parameter_that_turned_over_on_the_gpu_is_found_and_named():
     with config(check_every=1) as sharding, mz.DDPModel(network(), sharding) as model:
-        model.engine.bind(OPTIMIZERS["adamw"])
+        model._engine.bind(OPTIMIZERS["adamw"])
         model.train(*batch())
         model.train(*batch())
-        model.engine.compute_device.parameter_provider(model.engine.store).current()[1] = 0.5
+        model._engine.compute_device.parameter_provider(model._engine.store).current()[1] = 0.5
         with pytest.raises(IntegrityError, match=r"parameter 'hidden.0.linear.weight', elements 0 to"):
             model.train(*batch())
 
@@ -230,7 +230,7 @@ def test_a_parameter_that_turned_over_on_the_gpu_is_found_and_named():
 def test_a_plan_tells_what_lies_where_to_the_byte(place, settings, kind):
     x, y = batch(kind)
     with config(**settings) as sharding, place(network(kind), sharding) as model:
-        model.engine.bind(OPTIMIZERS["adamw"])
+        model._engine.bind(OPTIMIZERS["adamw"])
         model.train(x, y)
         held = model.metadata()
         whole = TrainingPlan(
@@ -257,10 +257,10 @@ def test_stages_of_one_rank_each_exchange_the_uses_of_a_tied_table_and_nothing_e
             config(comm, optimizer_device=where, share_node_memory=False) as sharding,
             mz.HybridShardedModel(network("tied"), sharding, **settings) as model,
         ):
-            model.engine.bind(OPTIMIZERS["adamw"])
+            model._engine.bind(OPTIMIZERS["adamw"])
             losses = [model.train(x, y) for _ in range(2)]
             most = max(copied)
-            return losses, model.gather_full_parameters().tobytes(), model.engine.compute_device.keeps_gradients, most
+            return losses, model.gather_full_parameters().tobytes(), model._engine.compute_device.keeps_gradients, most
 
     here, there = (run_in_threads(2, lambda comm, where=where: found(comm, where)) for where in (None, "cpu"))
     assert [told[:2] for told in here] == [told[:2] for told in there]

@@ -77,7 +77,7 @@ def trained(optimizer, comm=None, *, place=mz.DDPModel, dtype="float32", steps=3
         bound = OPTIMIZER_OF[place](OPTIMIZERS[optimizer], sharding)
         bound.set_model(model)
         losses = train(model, steps, dtype)
-        on_device = isinstance(model.engine.updater, DeviceUpdater)
+        on_device = isinstance(model._engine.updater, DeviceUpdater)
         assert on_device == (settings.get("optimizer_device") != "cpu")
         return losses, found_of(model, bound)
 
@@ -130,14 +130,14 @@ def test_a_rank_alone_never_copies_its_parameters_to_the_gpu_again(monkeypatch):
         gpu.Device, "write", lambda device, target, values: (written.append(values.size), write(device, target, values))
     )
     with config() as sharding, mz.DDPModel(network(), sharding) as model:
-        model.engine.bind(OPTIMIZERS["adamw"])
+        model._engine.bind(OPTIMIZERS["adamw"])
         train(model, 3)
         assert written == [model.parameter_count]
         model.set_parameters(model.get_parameters() + 1)  # changed by other means: they go there once more
         model.predict(batch()[0])
         assert written == [model.parameter_count] * 2
-        parameters = model.engine.compute_device.parameter_provider(model.engine.store).current()
-        assert np.array_equal(parameters.get(), model.engine.store.values)
+        parameters = model._engine.compute_device.parameter_provider(model._engine.store).current()
+        assert np.array_equal(parameters.get(), model._engine.store.values)
 
 
 def test_state_on_a_gpu_is_saved_as_the_hosts_and_loads_on_both(tmp_path):
@@ -145,7 +145,7 @@ def test_state_on_a_gpu_is_saved_as_the_hosts_and_loads_on_both(tmp_path):
     images, wanted = [], None
     for where, path in paths.items():
         with config(optimizer_device=where) as sharding, mz.DDPModel(network(), sharding) as model:
-            model.engine.bind(OPTIMIZERS["adamw"])
+            model._engine.bind(OPTIMIZERS["adamw"])
             train(model, 2)
             images.append(model.serialize())
             pending = model.begin_save(path)
@@ -156,7 +156,7 @@ def test_state_on_a_gpu_is_saved_as_the_hosts_and_loads_on_both(tmp_path):
     for path in paths.values():
         for where in paths:
             with config(optimizer_device=where) as sharding, mz.ZeRO2Model(network(), sharding) as model:
-                model.engine.bind(OPTIMIZERS["adamw"])
+                model._engine.bind(OPTIMIZERS["adamw"])
                 train(model, 1)  # not the start values: loading verifies first
                 model.load_model(path)
                 train(model, 1)
@@ -186,20 +186,20 @@ def test_replicated_state_that_differs_is_repaired_on_the_gpu():
             optimizer = mz.DDPOptimizer(OPTIMIZERS["adamw"], sharding)
             optimizer.set_model(model)
             train(model, 1)
-            right = model.engine.updater.host_state()["exp_avg"].copy()
+            right = model._engine.updater.host_state()["exp_avg"].copy()
             if comm.rank == 1:
-                model.engine.updater.state["exp_avg"][3] = 7.0
+                model._engine.updater.state["exp_avg"][3] = 7.0
             repaired = optimizer.synchronize_optimizer_state()
-            return repaired, np.array_equal(model.engine.updater.state["exp_avg"].get(), right)
+            return repaired, np.array_equal(model._engine.updater.state["exp_avg"].get(), right)
 
     assert run_in_threads(2, repair) == [(1, True)] * 2
 
 
 def test_a_bit_that_turned_over_on_the_gpu_is_found_and_named():
     with config(check_every=1) as sharding, mz.DDPModel(network(), sharding) as model:
-        model.engine.bind(OPTIMIZERS["adamw"])
+        model._engine.bind(OPTIMIZERS["adamw"])
         train(model, 2)
-        model.engine.updater.state["exp_avg_sq"][0] = 0.5
+        model._engine.updater.state["exp_avg_sq"][0] = 0.5
         with pytest.raises(IntegrityError, match=r"exp_avg_sq.*elements 0 to"):
             train(model, 1)
 
@@ -229,16 +229,16 @@ def test_a_users_own_optimizer_takes_the_sums_on_the_host_and_stays_there():
     found = []
     for where in (None, "cpu"):
         with config(optimizer_device=where, clip=0.5) as sharding, mz.DDPModel(network(), sharding) as model:
-            model.engine.bind(Own())
+            model._engine.bind(Own())
             losses = train(model, 2)
             assert "optimizer state" not in model.metadata().bytes_on_device
-            model.engine.bind(OPTIMIZERS["adamw"])  # and then one of the library's, on the GPU or not
+            model._engine.bind(OPTIMIZERS["adamw"])  # and then one of the library's, on the GPU or not
             found.append((losses, train(model, 1), model.gather_full_parameters().tobytes()))
     assert found[0] == found[1]
     with config(optimizer_device="cuda") as sharding, mz.DDPModel(network(), sharding) as model:
         with pytest.raises(ConfigError, match=r"Own.update works on arrays of the host"):
-            model.engine.bind(Own())
-        model.engine.bind(mz.SGD(lr=0.1))
+            model._engine.bind(Own())
+        model._engine.bind(mz.SGD(lr=0.1))
 
 
 def test_whole_tensors_are_updated_on_the_host():
@@ -247,7 +247,7 @@ def test_whole_tensors_are_updated_on_the_host():
 
         def run(comm, where=where):
             with config(comm, optimizer_device=where) as sharding, mz.ZeRO2Model(network(), sharding) as model:
-                model.engine.bind(mz.Muon(lr=0.01))
+                model._engine.bind(mz.Muon(lr=0.01))
                 train(model, 2)
                 assert "optimizer state" not in model.metadata().bytes_on_device
                 return model.gather_full_parameters()
@@ -256,7 +256,7 @@ def test_whole_tensors_are_updated_on_the_host():
     assert found[0].tobytes() == found[1].tobytes() == found[2].tobytes()
     wrong = pytest.raises(ConfigError, match=r"Muon.update works on arrays of the host")
     with config(optimizer_device="cuda") as sharding, mz.DDPModel(network(), sharding) as model, wrong:
-        model.engine.bind(mz.Muon())
+        model._engine.bind(mz.Muon())
 
 
 def test_an_optimizer_on_a_gpu_needs_layers_there():
@@ -275,8 +275,8 @@ def test_a_plan_tells_where_state_lies_to_the_byte(optimizer, memory, where):
 
     def held(comm):
         with config(comm, **settings) as sharding, mz.ZeRO3Model(network(), sharding) as model:
-            model.engine.bind(OPTIMIZERS["sgd"])
-            model.engine.bind(OPTIMIZERS[optimizer])  # what the first had is given back
+            model._engine.bind(OPTIMIZERS["sgd"])
+            model._engine.bind(OPTIMIZERS[optimizer])  # what the first had is given back
             train(model, 1)
             told = model.metadata()
             return told.bytes_on_device, told.bytes_on_rank.get("optimizer state", 0)

@@ -57,7 +57,7 @@ def trained(device, comm=None, *, place=mz.DDPModel, optimizer=None, batch=None,
         mz.ShardingConfig(comm=comm, device=device, **{"micro_batch": 1, **settings}) as sharding,
         place(gpt() if model is None else model, sharding, **layout) as placed,
     ):
-        placed.engine.bind(optimizer or mz.AdamW(lr=1e-2))
+        placed._engine.bind(optimizer or mz.AdamW(lr=1e-2))
         losses = [placed.train(x[own], y[own]) for _ in range(steps)]
         right = placed.evaluate(x[own], y[own])
         return losses, placed.gather_full_parameters(), placed.predict(x), right
@@ -149,7 +149,7 @@ def test_the_products_of_split_layers_are_rounded_too(axis, monkeypatch):
 def test_ranks_of_a_node_take_its_gpus_in_turn():
     def number(comm):
         with mz.ShardingConfig(comm=comm, device="cuda") as config, mz.DDPModel(gpt(), config) as model:
-            return model.engine.compute_device.device.number
+            return model._engine.compute_device.device.number
 
     assert run_in_threads(3, number) == [0, 1, 0]
 
@@ -431,13 +431,13 @@ def test_float16_scales_its_loss_and_skips_what_overflows():
             assert optimizer.loss_scale == mz.DynamicLossScale()
             assert losses[-1] < losses[0]
             assert np.isfinite(model.get_parameters()).all()
-            model.engine.loss_scale = mz.DynamicLossScale(initial=2.0**24).start()  # above all that float16 can hold
+            model._engine.loss_scale = mz.DynamicLossScale(initial=2.0**24).start()  # above all that float16 can hold
             before = model.get_parameters()
             model.train(*ids())
             assert model.last_step.skipped
             assert np.array_equal(model.get_parameters(), before)
             assert not np.array_equal(start, before)
-            assert model.engine.loss_scale.scale == 2.0**23
+            assert model._engine.loss_scale.scale == 2.0**23
 
 
 def test_16_bits_need_a_gpu_and_master_weights_in_float32():

@@ -148,11 +148,11 @@ def train_with_sums_on_their_way():
     config = mz.ShardingConfig(comm=COMM, micro_batch=1, share_node_memory=False)
     network = mz.nn.GPT(dim=32, layers=2, heads=2, sequence=16, vocabulary=32)
     model = mz.distribute(network, mz.AdamW(lr=1e-3), strategy="zero2", config=config)
-    reducer = model.engine.reducer
+    reducer = model._engine.reducer
     finish = reducer.finish
 
     def meet():
-        if model.engine.step_number == 3 and reducer._in_flight is not None and COMM.rank == VICTIM:
+        if model._engine.step_number == 3 and reducer._in_flight is not None and COMM.rank == VICTIM:
             note_fault()
             FAULTS[FAULT.removesuffix("_amid_sums")]()
         finish()

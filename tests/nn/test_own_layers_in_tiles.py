@@ -102,7 +102,11 @@ def trained(comm, model, x, tiles, **sizes):
     with mz.ShardingConfig(comm=comm, micro_batch=2, tiles=tiles) as config:
         sharded = mz.HybridShardedModel(model, config, **sizes, optimizer=mz.AdamW(lr=1e-2))
         losses = [sharded.train(x, Y) for _ in range(2)]
-        return losses, sharded.parameters_sha256(), {n: int(v) for n, v in sharded.engine.integers.all_values().items()}
+        return (
+            losses,
+            sharded.parameters_sha256(),
+            {n: int(v) for n, v in sharded._engine.integers.all_values().items()},
+        )
 
 
 def assert_same(model, x, tiles, *layouts):

@@ -26,6 +26,10 @@ def tokens(samples: int, seed: int = 0) -> tuple[Array, Array]:
     return rng.integers(0, 31, (samples, 8)), rng.integers(0, 31, (samples, 8))
 
 
+#: The class of each strategy, which has more members than what mz.distribute makes.
+KINDS: dict[str, type[mz.ShardedModelBase]] = {
+    "ddp": mz.DDPModel, "zero1": mz.ZeRO1Model, "zero2": mz.ZeRO2Model, "zero3": mz.ZeRO3Model, "fsdp": mz.FSDPModel
+}  # fmt: skip
 PRIVATE: dict[str, Any] = {"share_node_memory": False}
 
 
@@ -40,10 +44,10 @@ def layouts(size: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def sharded(strategy: str, comm: Any, model: Any = None, optimizer: Any = None, **settings: Any) -> Any:
-    """A placed model, whose configuration is closed with it, and its optimizer."""
+    """A placed model of its strategy's class, whose configuration is closed with it, and its optimizer."""
     config = mz.ShardingConfig(comm="self" if comm is None else comm, **{"minimum_parameter_group_size": 1, **settings})
     chosen = optimizer if optimizer is not None else mz.AdamW(lr=1e-2)
-    placed = mz.distribute(model if model is not None else mlp(), chosen, strategy=strategy, config=config)
+    placed = KINDS[strategy](model if model is not None else mlp(), config, optimizer=chosen)
 
     def close() -> None:
         type(placed).close(placed)
@@ -66,7 +70,7 @@ def step_whose_sum_overflows(comm: Any) -> tuple[Any, Array]:
     model, optimizer = sharded("zero1", comm, mlp(hidden=(), task="regression", outputs=1), micro_batch=1)
     with model:
         model.set_parameters(np.zeros(7, np.float32))
-        model.engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=1.0))
+        model._engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=1.0))
         model.train(*part(comm, np.ones((2, 6), np.float32), np.full((2, 1), 1.0e38, np.float32)))
         return model.last_step, model.get_parameters()
 

@@ -62,7 +62,7 @@ def trained(case: str, strategy: str, comm: Any, sizes: list[int] | None = None,
         sharded = mz.distribute(model, optimizer, strategy=strategy, config=config)
         with sharded:
             if loss_scale is not None:
-                sharded.engine.bind(optimizer, loss_scale)
+                sharded._engine.bind(optimizer, loss_scale)
             for _ in range(3):
                 loss = sharded.train(*part(comm, x, y, sizes))
             return sharded.parameters_sha256(), loss

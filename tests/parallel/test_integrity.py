@@ -46,7 +46,7 @@ def told(comm: Any, act: Any) -> list[str]:
 
 def first_state(model: Any) -> Any:
     """The optimizer's first slot, and the first parameter of which this rank keeps some of it."""
-    updater = model.engine.updater
+    updater = model._engine.updater
     slot = sorted(updater.state)[0]
     piece = next((piece for piece in updater.trees.own if piece.size), None)
     return slot, updater.state[slot], piece
@@ -61,7 +61,7 @@ def test_a_bit_that_turns_over_between_two_updates_is_found_with_tensor_and_rank
         model, _ = sharded(strategy, comm, mlp(), micro_batch=1, check_every=2, **memory)
         with model:
             spoiler = Flip(model.default_loss_function)
-            model.engine.runner.evaluator.criterion = spoiler
+            model._engine.runner.evaluator.criterion = spoiler
             for _ in range(2):
                 model.train(*part(comm, x, y))
             slot, values, piece = first_state(model)
@@ -69,7 +69,7 @@ def test_a_bit_that_turns_over_between_two_updates_is_found_with_tensor_and_rank
             if tensor is None:
                 return
             if comm.rank == victim:
-                spoiler.values = model.engine.store.values if what == "parameter" else values
+                spoiler.values = model._engine.store.values if what == "parameter" else values
                 spoiler.place = piece.store if what == "parameter" else piece.state
             kind = "parameter" if what == "parameter" else f"optimizer/{slot}"
             for message in told(comm, lambda: model.train(*part(comm, x, y))):
@@ -94,8 +94,8 @@ def test_a_bit_in_one_of_several_copies_is_found_at_the_next_check_and_the_minor
         with model:
             model.train(*part(comm, x, y))
             if comm.rank == 1:
-                slot = sorted(model.engine.updater.state)[0]
-                flip(model.engine.store.values if what == "parameter" else model.engine.updater.state[slot], 20)
+                slot = sorted(model._engine.updater.state)[0]
+                flip(model._engine.store.values if what == "parameter" else model._engine.updater.state[slot], 20)
             (message,) = set(told(comm, model.check_integrity))
             return message
 
@@ -122,7 +122,7 @@ def test_a_hybrid_finds_a_bit_in_whatever_a_rank_holds(way: Way, memory: dict[st
             name = comm.allgather_object(piece.entry.spec.guest or piece.entry.spec.name)[3]
             what = f"optimizer/{slot}" if memory else "parameter"
             if comm.rank == 3:
-                flip(values if memory else model.engine.store.values, piece.state if memory else piece.store)
+                flip(values if memory else model._engine.store.values, piece.state if memory else piece.store)
             for message in told(comm, lambda: model.train(*part(model.batch_group, *batch))):
                 assert re.search(f"{what} '{re.escape(name)}', elements .* changed on rank 3 ", message)
 
@@ -138,10 +138,10 @@ def test_copies_of_a_tied_parameter_on_two_stages_and_whole_ones_of_tensor_ranks
         with model:
             model.train(*part(model.batch_group, *tokens(8)))
             model.check_integrity()
-            held = {entry.spec.guest or entry.spec.name: entry for entry in model.engine.layout.parameters}
+            held = {entry.spec.guest or entry.spec.name: entry for entry in model._engine.layout.parameters}
             entry = next(e for home, e in held.items() if name in home and e.spec.part is None)
             if comm.rank == 1:
-                flip(model.engine.store.values, entry.offset)
+                flip(model._engine.store.values, entry.offset)
             for message in told(comm, model.check_integrity):
                 assert re.search(f"parameter '[^']*{name}[^']*', elements .* differs between ranks 0 ", message)
 

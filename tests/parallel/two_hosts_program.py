@@ -39,10 +39,10 @@ def train(config, strategy, folder):
         model = mz.distribute(gpt(), optimizer, strategy=strategy, config=config)
         group = config.communicator
     with model:
-        before = by_interface(config.communicator), model.engine.grid.bytes_sent
+        before = by_interface(config.communicator), model._engine.grid.bytes_sent
         for x, y in batches(group.rank, group.size):
             model.train(x, y)
-        after = by_interface(config.communicator), model.engine.grid.bytes_sent
+        after = by_interface(config.communicator), model._engine.grid.bytes_sent
         interface, counted = (late - early for late, early in zip(after, before, strict=True))
         model.save_model(Path(folder) / strategy)
         return {"sha256": str(model.parameters_sha256()), "by_interface": interface, "counted": counted}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from mpizero.sharding.api import ZERO_STAGES
 
 import mpizero as mz
 from mpizero.comm import Communicator, ProcessGrid, reduce
@@ -17,7 +18,6 @@ from mpizero.errors import ConfigError
 from mpizero.guard import guard
 from mpizero.layout import SCHEDULES, Axes, Grains
 from mpizero.nn import Frozen
-from mpizero.sharding.api import ZERO_STAGES
 from mpizero.sharding.config import placement
 from mpizero.sharding.partition import ParallelLayout
 from mpizero.testing import parallel_assert, run_in_threads
@@ -118,7 +118,7 @@ def measured(
     own = Grains(job.batch, model.grain_size(job.batch)).samples_of(group.rank, group.size)
     with model:
         model.train(x[own], y[own])
-        engine = model.engine
+        engine = model._engine
         before, mine = counted(engine, job), (x[own], y[own])
         around(lambda: model.train(*mine))
         groups = engine.grid.tensor_group, engine.grid.context_group

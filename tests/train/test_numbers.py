@@ -238,7 +238,7 @@ def test_damaged_memory_is_never_saved(data, alone, monkeypatch):
 
     def see(self, step, report, batch):
         if step == 4:
-            self.setup.model.engine.store.values.view(np.uint8)[5] ^= 8
+            self.setup.model._engine.store.values.view(np.uint8)[5] ^= 8
         return real(self, step, report, batch)
 
     monkeypatch.setattr(loop.NumberWatch, "see", see)

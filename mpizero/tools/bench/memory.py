@@ -25,7 +25,7 @@ from mpizero.comm.mesh import group_buffers
 from mpizero.data import batches
 from mpizero.layout.flat import FlatLayout
 from mpizero.optim.elementwise import averaging, state_size
-from mpizero.sharding import HybridShardedModel, ShardedModelBase, ShardingConfig
+from mpizero.sharding import Model, ShardingConfig
 from mpizero.sharding.config import placement
 from mpizero.sharding.partition import blocks_of
 from mpizero.tools.bench.machine import node_leaders, ranks_per_node
@@ -94,8 +94,8 @@ class RankRow:
 
 def measure_steps(
     comm: Communicator,
-    placed: Callable[[], AbstractContextManager[ShardedModelBase]],
-    feed: Callable[[ShardedModelBase], Iterator[tuple[Any, Any]]],
+    placed: Callable[[], AbstractContextManager[Model]],
+    feed: Callable[[Model], Iterator[tuple[Any, Any]]],
     steps: int,
 ) -> dict[str, Any]:
     """Train one step to warm up and ``steps`` steps, and return the figures of this rank.
@@ -107,7 +107,7 @@ def measure_steps(
     """
     node, before = node_leaders(comm)[comm.rank], idle_size(comm)
     with placed() as sharded:
-        grid, engine = sharded.engine.grid, sharded.engine
+        grid, engine = sharded._engine.grid, sharded._engine
         kept = watch(engine) if engine.block_model else CacheMeter()
         stream = feed(sharded)
         sharded.train(*next(stream))  # stages tell each other the shapes of messages once
@@ -320,16 +320,16 @@ class _LayoutRun:
         """Train, and return this rank's figures, those of :func:`measure_steps`. Collective."""
 
         @contextmanager
-        def placed() -> Iterator[ShardedModelBase]:
-            sizes = self.parallel.arguments()
+        def placed() -> Iterator[Model]:
+            way, adamw = self.parallel.arguments(), optim.AdamW(lr=1e-4)
             with (
                 self.config(self.comm) as config,
-                HybridShardedModel(self.model, config, **sizes, optimizer=optim.AdamW(lr=1e-4)) as sharded,
+                Model(self.model, config, config.mesh, **way, optimizer=adamw) as sharded,
             ):
                 yield sharded
 
-        def feed(sharded: ShardedModelBase) -> Iterator[tuple[Array, Array]]:
-            yield from repeat(_samples(self.model, self.request.micro_batches, sharded.engine.grid.here.data))
+        def feed(sharded: Model) -> Iterator[tuple[Array, Array]]:
+            yield from repeat(_samples(self.model, self.request.micro_batches, sharded._engine.grid.here.data))
 
         return measure_steps(self.comm, placed, feed, steps)
 
@@ -456,7 +456,7 @@ class _ConfigRun:
         config, train = self.config, self.config.train
 
         @contextmanager
-        def placed() -> Iterator[ShardedModelBase]:
+        def placed() -> Iterator[Model]:
             with all_ranks(self.comm):
                 model = build_model(config, *self.sources)
             with (
@@ -466,7 +466,7 @@ class _ConfigRun:
                 sharded.reserve(train.global_batch)
                 yield sharded
 
-        def feed(sharded: ShardedModelBase) -> Iterator[tuple[Any, Any]]:
+        def feed(sharded: Model) -> Iterator[tuple[Any, Any]]:
             return iter(batches(self.sources[0], sharded, train.global_batch, seed=train.seed))
 
         return measure_steps(self.comm, placed, feed, steps)

@@ -184,7 +184,7 @@ def measure_step(
     config.parallel.check_ranks(comm.size)
     floors = _floors(request, config, comm)
     with build(config, comm) as setup:
-        grid = setup.model.engine.grid
+        grid = setup.model._engine.grid
         several = [c for c in (grid.world, *grid.communicators) if c.size > 1]
         first, offset = leaders(several, grid.world), clock_offset(comm)
         plain, watched, spans = _train(request, setup, tell)
@@ -236,7 +236,7 @@ def _train(
         look = number >= request.warm_up and (number - request.warm_up) % 2 == 1
         comm.barrier("bench step")
         start = time.monotonic()
-        with traced(model.engine) if look else nullcontext() as timeline:
+        with traced(model._engine) if look else nullcontext() as timeline:
             model.train(x, y)
         stop = time.monotonic()
         if timeline is not None:

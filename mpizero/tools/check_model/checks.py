@@ -39,7 +39,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError, DataError, ModelCheckError, MpizeroError
 from mpizero.sharding import ShardingConfig
-from mpizero.sharding.parameter_access import ParameterAccess
+from mpizero.sharding.model import Model
 from mpizero.tools.check_model.model import (
     CheckedBlocks,
     CheckedModel,
@@ -737,7 +737,7 @@ def _looked_at(
 ) -> ModelReport:
     started = time.monotonic()
     with all_ranks(comm, "check_model"):
-        if isinstance(model, ParameterAccess):
+        if isinstance(model, Model):
             raise TypeError(f"check_model takes the model before it is sharded: {type(model).__name__}.wrapped_model")
         check = _Check(checked_model(model), batch, seed)
         try:

@@ -40,7 +40,7 @@ from mpizero.sharding import ShardingConfig, StepReport
 from mpizero.sharding.batch import Totals
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.full_params import take
-from mpizero.sharding.model import ShardedModelBase
+from mpizero.sharding.model import Model
 from mpizero.sharding.parameter_access import gather_pieces, gather_slot, slot_entries
 from mpizero.sharding.params import UpdatePiece
 from mpizero.sharding.partition import own_reasons, shown_tiles
@@ -228,13 +228,13 @@ class ObservedTraining:
     ``batches`` yields this rank's part of one global batch after the other.
     """
 
-    def __init__(self, model: ShardedModelBase, batches: Iterator[tuple[Any, Any]]) -> None:
+    def __init__(self, model: Model, batches: Iterator[tuple[Any, Any]]) -> None:
         self.model, self.batches = model, batches
 
     @property
     def engine(self) -> Engine:
         """Return the model's engine. Not collective."""
-        return self.model.engine
+        return self.model._engine
 
     @property
     def updater(self) -> Updater:
@@ -390,7 +390,7 @@ class ObservedTraining:
             report = self.engine.step(gradient.totals, lambda: gradient.reduced, 0)
         finally:
             self.updater.watch = None
-        self.model.invalidate_cache()
+        self.model._cache = None
         return StepUpdate(report, seen[0] if seen else None, self.state())
 
 

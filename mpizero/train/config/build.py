@@ -25,7 +25,7 @@ from mpizero.errors import ConfigError, DataError, MpizeroError
 from mpizero.layout import Grains
 from mpizero.layout.flat import FlatLayout
 from mpizero.nn.models import unfrozen
-from mpizero.sharding import HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
+from mpizero.sharding import Model, ShardingConfig
 from mpizero.sharding.partition import blocks_of, check_model
 from mpizero.train.config.checks import rejected, shown
 from mpizero.train.config.schema import OptimizerSection, RunConfig
@@ -223,9 +223,8 @@ def _made_model(section: MadeModelSection, config: RunConfig, sources: Sequence[
     model = function.call(section.arguments, offered)
     if model is None:
         raise function.reject(f"must return a model; {returned(model)}")
-    if isinstance(model, ShardedModelBase):
-        kind = type(model).__name__
-        raise function.reject(f"must return the model alone, not a {kind}: [parallel] says how it is sharded")
+    if isinstance(model, Model):
+        raise function.reject(f"must return the model alone, not a {model._name}: [parallel] says how it is sharded")
     try:
         check_model(model)
     except MpizeroError as error:
@@ -389,7 +388,7 @@ def build(config: RunConfig, comm: Communicator, *, overridden: tuple[str, ...] 
         sharding.close()
 
 
-def _described(config: RunConfig, model: ShardedModelBase, source: Any, validation: Any) -> str:
+def _described(config: RunConfig, model: Model, source: Any, validation: Any) -> str:
     """Describe a run in one line: model, layout, numbers of samples, grains. Not collective."""
     train, parallel, sharing = config.train, config.parallel, model.batch_group.size
     grains = Grains(train.global_batch, model.grain_size(train.global_batch))
@@ -398,14 +397,14 @@ def _described(config: RunConfig, model: ShardedModelBase, source: Any, validati
     idle = f"; {who} {count} to {sharing - 1} have no grain and only help" if sharing > count else ""
     return (
         f"{config.model.described} with {model.parameter_count:,} parameters, "
-        f"{parallel.describe(model.world_size)}{model.engine.told_exactness}; "
+        f"{parallel.describe(model.world_size)}{model._engine.told_exactness}; "
         f"{len(source):,} training and {len(validation):,} validation samples; "
         f"{train.global_batch} a step in {grains.described(train.accumulate)}{idle}"
-        f"{model.engine.compute_device.describe()}"
+        f"{model._engine.compute_device.describe()}"
     )
 
 
-def _load_start(section: ModelSection, model: ShardedModelBase) -> str:
+def _load_start(section: ModelSection, model: Model) -> str:
     """Load the start values that ``model.start`` names; return a message for rank 0, which says what was taken.
 
     Collective over the ranks that train.
@@ -431,14 +430,13 @@ def _check_bounds(config: RunConfig, optimizer: Any, model: Any) -> None:
         raise config.optimizer.reject("bounds", str(error).partition("bounds: ")[2]) from None
 
 
-def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: ShardingConfig) -> ShardedModelBase:
+def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: ShardingConfig) -> Model:
     """Divide a model and its optimizer over ranks, and return the sharded model.
 
     Collective over the ranks of ``sharding``. ``parallel`` gives the strategy, and how the model is split.
     """
-    if not parallel.splits_model:
-        return distribute(model, optimizer, parallel.strategy, config=sharding)
-    return HybridShardedModel(model, sharding, **parallel.arguments(), optimizer=optimizer)
+    way = parallel.arguments() if parallel.splits_model else {"strategy": parallel.strategy}
+    return Model(model, sharding, sharding.mesh, optimizer=optimizer, **way)
 
 
 def build_optimizer(config: RunConfig) -> Any:

@@ -14,7 +14,7 @@ import datetime
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from mpizero._util.checks import Check, fraction, number, positive, whole
@@ -179,11 +179,6 @@ class ParallelSection(ConfigSection):
         return any(getattr(self, axis) > 1 for axis in _SPLITTING)
 
     @property
-    def zero_stage(self) -> int:
-        """The strategy as a number: 0 for "ddp" to 3 for "zero3"."""
-        return STRATEGIES.index(self.strategy)
-
-    @property
     def chunks(self) -> int:
         """Number of chunks into which the model's blocks are cut; 1 without a pipeline."""
         return 1 if self.pipeline == 1 else len(chunk_stages(self.schedule, self.pipeline, self.virtual_stages))
@@ -251,11 +246,8 @@ class ParallelSection(ConfigSection):
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that :class:`mpizero.HybridShardedModel` takes for this layout."""
-        parallel_layout = self.parallel_layout()
-        sizes = {f"{axis}_parallel_size": getattr(parallel_layout, axis) for axis in (*_SPLITTING, "data")}
-        rest = {name: getattr(parallel_layout, name) for name in ("order", "schedule", "virtual_stages", "cuts")}
-        return {**sizes, **rest, "zero_stage": self.zero_stage}
+        """Return the keyword arguments by which a :class:`mpizero.Model` is split like this."""
+        return {"strategy": self.strategy, "parallel_layout": replace(self.parallel_layout(), tiles=None)}
 
     def describe(self, ranks: int) -> str:
         """Describe the layout of a job of ``ranks`` ranks, such as "pipeline 2 x tensor 1 x data 2, 1f1b, zero1"."""

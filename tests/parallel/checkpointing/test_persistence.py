@@ -60,8 +60,8 @@ def test_a_save_beside_training_has_the_values_of_its_call(strategy: str, tmp_pa
     def train(comm: Any) -> None:
         model, _ = sharded(strategy, comm, **PRIVATE)
         with model:
-            model.reserve_snapshot()
-            held = model.engine.memory.private_bytes["snapshot"]
+            model._reserve_snapshot()
+            held = model._engine.memory.private_bytes["snapshot"]
             for step in range(3):
                 model.save_model(tmp_path / f"waited{step}", attributes={"step": step})
                 pending = model.begin_save(tmp_path / f"begun{step}", attributes={"step": step})
@@ -69,7 +69,7 @@ def test_a_save_beside_training_has_the_values_of_its_call(strategy: str, tmp_pa
                 if step == 0:
                     pending.commit()
                 assert pending.ended is (step == 0), "the next save, and the end, wait for it"
-            assert model.engine.memory.private_bytes["snapshot"] == held > 0
+            assert model._engine.memory.private_bytes["snapshot"] == held > 0
         assert pending.ended
 
     run_in_threads(3, train)
@@ -138,8 +138,8 @@ def test_replicas_that_differ_are_found_and_repaired() -> None:
             model.train(*part(comm, *points(8)))
             assert optimizer.synchronize_optimizer_state() == 0
             if comm.rank == 2:
-                model.engine.updater.state["exp_avg"][3] += 1
-                model.engine.updater.step_count = 9
+                model._engine.updater.state["exp_avg"][3] += 1
+                model._engine.updater.step_count = 9
             repaired = optimizer.synchronize_optimizer_state()
             return repaired, optimizer.step_count, optimizer.serialize().hex()
 
@@ -182,7 +182,7 @@ WRONG_ATTRIBUTES = {
 @pytest.mark.slow
 def test_attributes_that_mpizero_cannot_have_written_are_refused_and_change_nothing() -> None:
     with trained_gpt() as model:
-        arrays, told = model.checkpoint_arrays(), model.checkpoint_attributes()["mpizero"]
+        arrays, told = model._checkpoint_arrays(), model._checkpoint_attributes()["mpizero"]
         given: list[Any] = [[]]
         for name, values in WRONG_ATTRIBUTES.items():
             first, _, key = name.partition(".")
@@ -250,9 +250,9 @@ def test_a_small_model_in_use_is_as_before_whichever_reading_fails(kind: str, me
             with checkpoint.from_bytes(good) as reader:
                 failing = Failing(comm, reader, 1)
                 with pytest.raises((OSError, RemoteError), match="Input/output error"):
-                    model.restore_arrays(failing)
+                    model._restore_arrays(failing)
                 assert model.serialize() == before
-                model.restore_arrays(failing)
+                model._restore_arrays(failing)
                 assert failing.readings == 2
             assert model.serialize() == good
 
@@ -273,13 +273,13 @@ def test_a_model_that_is_half_loaded_refuses_to_be_used_until_it_is_whole(
             good, whole = model.serialize(), Failing(comm, reader, 0)
             step()
             before = model.serialize()
-            model.restore_arrays(whole)
+            model._restore_arrays(whole)
             groups = whole.readings // 2
             assert groups > 2
             for last in (1, groups, groups + 1, groups + 2, whole.readings):
                 model.deserialize(before)
                 with pytest.raises((OSError, RemoteError), match="Input/output error"):
-                    model.restore_arrays(Failing(comm, reader, last))
+                    model._restore_arrays(Failing(comm, reader, last))
                 if last <= groups + 1:
                     assert model.serialize() == before
                     continue
@@ -313,9 +313,9 @@ def test_parameters_alone_do_not_make_a_half_loaded_model_whole(monkeypatch: pyt
         good = model.serialize()
         with checkpoint.from_bytes(good) as reader:
             whole = Failing(mz.InMemoryCommunicator.group(2)[1], reader, 0)
-            model.restore_arrays(whole)
+            model._restore_arrays(whole)
             with pytest.raises(OSError, match="Input/output error"):
-                model.restore_arrays(Failing(whole.comm, reader, whole.readings))
+                model._restore_arrays(Failing(whole.comm, reader, whole.readings))
         model.deserialize(bare.serialize())
         with pytest.raises(CheckpointError, match=r"half loaded: optimizer/\S+ and \d+ more"):
             step()
@@ -335,9 +335,9 @@ def test_parameters_alone_do_not_make_a_half_loaded_model_whole(monkeypatch: pyt
 def test_optimizer_state_is_never_left_out_without_a_word(change: Any, message: str) -> None:
     """A model with an optimizer takes all the state that is there, or says why not; one without asks for none."""
     with trained_gpt() as model, mz.DDPModel(gpt(layers=1), mz.ShardingConfig()) as plain:
-        attributes, trained = model.checkpoint_attributes(), model.parameters_sha256()
+        attributes, trained = model._checkpoint_attributes(), model.parameters_sha256()
         change(attributes)
-        data = checkpoint.to_bytes(model.checkpoint_arrays(), attributes)
+        data = checkpoint.to_bytes(model._checkpoint_arrays(), attributes)
         model.train(*tokens(4))
         after = model.parameters_sha256()
         with pytest.raises(CheckpointError, match=message):
@@ -358,9 +358,9 @@ def test_momentum_is_not_dropped_by_an_optimizer_of_the_same_name_without_one() 
 
 def test_a_manifest_without_the_ranks_of_its_layout_is_an_error_also_where_the_layout_counts(tmp_path: Path) -> None:
     with sharded("ddp", None)[0] as model:
-        told = model.checkpoint_attributes()["mpizero"]
+        told = model._checkpoint_attributes()["mpizero"]
         del told["layout"]["ranks"]
-        checkpoint.write(tmp_path / "c", model.checkpoint_arrays(), {"mpizero": told})
+        checkpoint.write(tmp_path / "c", model._checkpoint_arrays(), {"mpizero": told})
         for strict in (False, True):
             with pytest.raises(CheckpointError, match="attribute 'mpizero': layout is .* ranks and nodes"):
                 model.load_model(tmp_path / "c", strict_layout=strict)

@@ -172,6 +172,8 @@ def test_a_load_that_moves_the_rate_says_so(saved_by: Any, read_by: Any, told: s
 def test_what_mpizero_cannot_have_told_of_the_rate_is_refused(told: Any) -> None:
     model, _ = sharded("ddp", None)
     with model:
-        data = checkpoint.to_bytes(model.checkpoint_arrays(), {**model.checkpoint_attributes(), "learning_rate": told})
+        data = checkpoint.to_bytes(
+            model._checkpoint_arrays(), {**model._checkpoint_attributes(), "learning_rate": told}
+        )
         with pytest.raises(CheckpointError, match="attribute 'learning_rate' cannot be"):
             model.deserialize(data)

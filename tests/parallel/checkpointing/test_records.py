@@ -37,10 +37,10 @@ def written(comm: Any = None, change: Any = None, model: Any = None, **settings:
     """The checkpoint of a model after one step; ``change`` takes and returns its record of grains."""
     with place(comm, model=model, **settings) as placed:
         train(placed, comm, 1)
-        attributes = placed.checkpoint_attributes()
+        attributes = placed._checkpoint_attributes()
         if change is not None:
             attributes["mpizero"]["grains"] = change(attributes["mpizero"]["grains"])
-        return checkpoint.to_bytes(placed.checkpoint_arrays(), attributes)
+        return checkpoint.to_bytes(placed._checkpoint_arrays(), attributes)
 
 
 def gone_on(
@@ -152,7 +152,7 @@ def test_each_load_and_each_new_optimizer_begins_anew(capfd: pytest.CaptureFixtu
             assert placed.grain_size(SAMPLES) == grain
         assert capfd.readouterr().err == ""
         placed.deserialize(loads[0][0])
-        placed.engine.bind(mz.AdamW(lr=1e-2))
+        placed._engine.bind(mz.AdamW(lr=1e-2))
         assert placed.grain_size(SAMPLES) == 1
 
 
@@ -205,7 +205,7 @@ def in_tiles(comm: Any, data: bytes | None, steps: int, tiles: Any = None, model
                 model.deserialize(data)
             for _ in range(steps):
                 model.train(*part(model.batch_group, *tokens(8)))
-            told = model.checkpoint_attributes()["mpizero"]
+            told = model._checkpoint_attributes()["mpizero"]
             return model.metadata(), model.parameters_sha256(), model.serialize(), told
 
 

@@ -16,7 +16,7 @@ from tests.parallel.models import STRATEGIES, gpt, layouts, mlp, part, points, s
 
 
 def state_of(model: Any) -> tuple[Any, ...]:
-    updater = model.engine.updater
+    updater = model._engine.updater
     slots = {slot: values.tobytes() for slot, values in updater.state.items()}
     return model.parameters_sha256(), updater.step_count, slots
 
@@ -31,7 +31,7 @@ def skips(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
     model, optimizer = sharded(strategy, comm, ten(infinite_above_100), micro_batch=1, **memory)
     with model:
         model.train(*part(comm, np.ones_like(x), x))
-        before, owner = state_of(model), model.engine.reducer.owners(len(x))[-1]
+        before, owner = state_of(model), model._engine.reducer.owners(len(x))[-1]
         model.train(*part(comm, x, x))
         where = f"rank {owner}, samples {len(x) - 1} to {len(x) - 1}"
         assert model.last_step.skipped == f"the gradient of 'w' is not finite on {where}"
@@ -113,12 +113,12 @@ def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else() -> None:
             while model.last_step.skipped is not None:
                 scale -= 1
                 assert state_of(model) == before
-                assert comm.allgather_object(model.engine.loss_scale.scale) == [2.0**scale] * comm.size
+                assert comm.allgather_object(model._engine.loss_scale.scale) == [2.0**scale] * comm.size
                 model.train(*part(comm, x, y))
             assert 80 < scale < 100
-            assert model.engine.loss_scale.scale == 2.0**scale
+            assert model._engine.loss_scale.scale == 2.0**scale
             model.train(*part(comm, x, y))
-            assert model.engine.loss_scale.scale in (2.0 ** (scale + 1), 2.0 ** (scale - 1))  # two good steps
+            assert model._engine.loss_scale.scale in (2.0 ** (scale + 1), 2.0 ** (scale - 1))  # two good steps
 
     on_layouts(run)
 
@@ -165,7 +165,7 @@ def test_a_weight_that_the_loss_scale_lifts_out_of_float32_is_refused_and_nothin
 
     model, optimizer = sharded("zero1", None, mlp(loss=Heavy()))
     with model:
-        model.engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=2.0**40, largest=2.0**40))
+        model._engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=2.0**40, largest=2.0**40))
         before = model.parameters_sha256()
         with pytest.raises(
             DataError, match=r"has weight 4e\+30, which, times the loss scale 1.09951e\+12, is beyond float32"
@@ -270,7 +270,7 @@ def test_steps_that_only_lower_the_loss_scale_are_told_and_not_counted(capsys: p
     x, y = points(4)
     model, optimizer = sharded("zero1", None, mlp(), bad_steps=mz.BadSteps(limit=1))
     with model:
-        model.engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=2.0**100, largest=2.0**100))
+        model._engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=2.0**100, largest=2.0**100))
         for _ in range(3):
             model.train(2.0**30 * x, y)
             assert model.last_step.backing_off

@@ -160,7 +160,7 @@ def test_a_stage_keeps_no_more_caches_than_its_schedule_says(schedule: str) -> N
         model, _ = placed(CASES["MLP"], comm, Way(3, schedule=schedule, more={}))
         with model:
             model.train(*CASES["MLP"].batches[0])
-            runner = model.engine.runner
+            runner = model._engine.runner
             return runner.most_caches, runner.schedule(7).caches()[runner.partitioned.stage]
 
     for held, allowed in run_in_threads(3, run):
@@ -170,8 +170,8 @@ def test_a_stage_keeps_no_more_caches_than_its_schedule_says(schedule: str) -> N
 def test_one_process_runs_a_hybrid_as_plain_data_parallelism() -> None:
     model, _ = placed(CASES["11 samples"], None, Way(zero=0))
     with model:
-        assert type(model.engine.runner).__name__ == "SequentialRunner"
-        assert model.engine.global_sums is None
+        assert type(model._engine.runner).__name__ == "SequentialRunner"
+        assert model._engine.global_sums is None
         assert model.metadata().strategy == "3D-Parallelism (Hybrid)"
         assert np.isfinite(model.train(*CASES["11 samples"].batches[0]))
 

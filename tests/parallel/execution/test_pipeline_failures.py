@@ -43,7 +43,7 @@ SCALE_1 = mz.DynamicLossScale(initial=1.0)
 
 
 def state_of(model: Any) -> tuple[Any, ...]:
-    updater = model.engine.updater
+    updater = model._engine.updater
     slots = {slot: values.tobytes() for slot, values in updater.state.items()}
     return model.parameters_sha256(), updater.step_count, slots
 
@@ -221,16 +221,16 @@ def test_an_infinite_gradient_on_one_stage_skips_the_step_on_all_and_is_named(nu
             armed.update(what="infinite", first=6)
             loss = model.train(*part(model.batch_group, *BATCHES[1]))
             parallel_assert(comm, np.isfinite(loss) and state_of(model) == before, "changed")
-            scales = comm.allgather_object(model.engine.loss_scale and model.engine.loss_scale.scale)
+            scales = comm.allgather_object(model._engine.loss_scale and model._engine.loss_scale.scale)
             assert scales == [4.0 if scale else None] * size
-            holder = comm.allgather_object(f"{name}.linear.weight" in model.engine.layout.by_name)
+            holder = comm.allgather_object(f"{name}.linear.weight" in model._engine.layout.by_name)
             last = max(rank for rank, held in enumerate(holder) if held)  # the last replica has the last grain
             told = f"the gradient of '{name}.linear.weight' is not finite on rank {last}, samples 6 to 7"
             assert comm.allgather_object(model.last_step.skipped) == [told] * size
             armed.clear()
             model.train(*part(model.batch_group, *BATCHES[1]))
             assert model.last_step.skipped is None
-            assert model.engine.updater.step_count == 2
+            assert model._engine.updater.step_count == 2
 
     run_in_threads(size, run)
 
@@ -343,7 +343,7 @@ def test_a_split_model_cannot_train_by_local_steps() -> None:
             with pytest.raises(ConfigError, match="belongs to a model of strategy 'ddp', got HybridShardedModel"):
                 mz.LocalSGDOptimizer(mz.SGD(lr=0.1), model.config, every=2).set_model(model)
             with pytest.raises(ConfigError, match="cannot train by local steps: a rank holds only its part"):
-                model.become_local(2)
+                model._become_local(2)
             model.train(*texts(1, 4)[0])
 
     run_in_threads(2, run)

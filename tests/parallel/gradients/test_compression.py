@@ -50,7 +50,7 @@ def mine(comm: Any, step: int, samples: int) -> tuple[Any, Any]:
 
 def unsent(model: Any) -> Any:
     """What all ranks together have left out of means, in the order of the parameters."""
-    engine, total = model.engine, np.zeros(SIZE)
+    engine, total = model._engine, np.zeros(SIZE)
     exchange, layout = engine.exchange, engine.layout
     exchange.begin(1, 1.0)
     exchange.weigh(1.0, sent=False)  # of a batch of one sample whose weight is 1, sums are means
@@ -80,7 +80,7 @@ def lost(strategy: str, comm: Any, kind: str, memory: dict[str, Any]) -> float:
             wanted += batch_of(step, samples)[0].astype(float).mean(0) / (1 + step)
         sent = -model.get_parameters().astype(float)
         left = unsent(model)
-        assert (np.abs(left).max() > 0) == (model.engine.grid.peers.size > 1)
+        assert (np.abs(left).max() > 0) == (model._engine.grid.peers.size > 1)
         return float(np.abs(sent + left - wanted).max() / np.abs(wanted).max())
 
 
@@ -110,7 +110,7 @@ def test_all_copies_have_the_same_bits_and_a_second_run_too(kind: str) -> None:
         with model:
             for step in range(3):
                 model.train(*mine(comm, step, 12))
-            values = model.engine.store.values if strategy == "ddp" else model.get_parameters()
+            values = model._engine.store.values if strategy == "ddp" else model.get_parameters()
             return values.tobytes()
 
     for strategy in STRATEGIES:
@@ -142,9 +142,9 @@ def test_copies_on_other_stages_and_tensor_ranks_stay_equal(way: Way, kind: str)
         with model:
             for number, batch in enumerate(case.batches):
                 model.train(*part(model.batch_group, *batch))
-                model.engine.integrity.check()
+                model._engine.integrity.check()
                 if number == 0:
-                    first = dict(model.engine.whole.named(model.get_parameters().copy()))
+                    first = dict(model._engine.whole.named(model.get_parameters().copy()))
         return first
 
     exact = run_in_threads(2 * way.pipeline * way.tensor, lambda comm: run(comm, None))[0]
@@ -185,7 +185,7 @@ def test_bytes_are_those_of_the_formula(n: int) -> None:
         model, _ = model_of(strategy, comm, micro_batch=1, gradient_compression=kind, **PRIVATE)
         with model:
             model.train(*mine(comm, 0, n))
-            return int(model.engine.grid.peers.counters.bytes_by_tag["gradients"])
+            return int(model._engine.grid.peers.counters.bytes_by_tag["gradients"])
 
     sizes = Partition(SIZE, n).sizes()
     for kind, bytes_of in formulas.items():
@@ -260,10 +260,10 @@ def test_residuals_are_parts_of_means_whatever_the_loss_scale() -> None:
         settings = {"gradient_compression": "int8", "micro_batch": 1, **PRIVATE}
         model, optimizer = sharded("zero1", comm, mlp(), mz.SGD(lr=0.1), **settings)
         with model:
-            model.engine.bind(optimizer.wrapped_optimizer, scale)
+            model._engine.bind(optimizer.wrapped_optimizer, scale)
             for _ in range(3):
                 model.train(*part(comm, *points(4)))
-            return model.get_parameters().tobytes(), model.engine.exchange._kept.tobytes()
+            return model.get_parameters().tobytes(), model._engine.exchange._kept.tobytes()
 
     plain, scaled = (
         run_in_threads(2, lambda comm, s=s: run(comm, s)) for s in (None, mz.DynamicLossScale(initial=4.0, interval=1))
@@ -354,7 +354,7 @@ def test_half_precision_takes_half_the_bytes_and_stays_close(strategy: str) -> N
         with model:
             model.train(*part(comm, *points(comm.size)))
             # fp16 may overflow, so the norm of the sum is looked at: a few float64 partial sums.
-            norms = model.engine.updater.trees._all_sums[0][comm.rank] * 8 * (comm.size - 1) if kind == "fp16" else 0
+            norms = model._engine.updater.trees._all_sums[0][comm.rank] * 8 * (comm.size - 1) if kind == "fp16" else 0
             return model.last_step.bytes_sent - norms, model.get_parameters(), model.shard_size
 
     plain = run_in_threads(3, lambda comm: step(comm, None))

@@ -88,7 +88,7 @@ def in_buckets(comm: Any, strategy: str, **settings: Any) -> tuple[str, int, flo
     with model:
         for seed in range(2):
             model.train(*part(comm, *tokens(10, seed)))
-        by_tag = model.engine.grid.peers.counters.messages_by_tag
+        by_tag = model._engine.grid.peers.counters.messages_by_tag
         return model.parameters_sha256(), by_tag["gradients"] + by_tag["unit gradients"], model.last_step.bucket_mb
 
 

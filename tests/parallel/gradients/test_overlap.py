@@ -53,7 +53,7 @@ def test_the_next_unit_comes_while_one_is_used(memory: dict[str, Any]) -> None:
         model, _ = sharded("zero3", comm, mz.nn.MLP(6, (7, 5, 4), 3), **memory)
         found = []
         with model:
-            store = model.engine.store
+            store = model._engine.store
             units = store.layout.units
             for order in orders:
                 rows = []
@@ -159,7 +159,7 @@ def in_flight(comm: Any, strategy: str, memory: dict[str, Any]) -> tuple[list[bo
         found.append(under_way())
 
     def under_way() -> bool:
-        engine = placed[0].engine
+        engine = placed[0]._engine
         if engine.reducer.in_rounds:
             return engine.reducer._in_flight is not None
         sums = engine.rows.overlapped
@@ -172,7 +172,7 @@ def in_flight(comm: Any, strategy: str, memory: dict[str, Any]) -> tuple[list[bo
     x, y = np.ones((2 * comm.size, 6), np.float32), np.zeros(2 * comm.size, np.int64)
     with model:
         model.train(*part(comm, x, y))
-        counters = model.engine.grid.peers.counters
+        counters = model._engine.grid.peers.counters
         exchanges = counters.messages_by_tag["unit gradients"] + counters.messages_by_tag["gradients"]
         return found, under_way(), exchanges
 
@@ -238,7 +238,7 @@ def test_who_takes_a_block_waits_for_what_it_uses_and_no_more(monkeypatch: pytes
         model, _ = sharded("zero1", comm, mz.nn.MLP(6, (7, 5, 4), 3), **PRIVATE)
         gates, found = made[comm.rank], []
         with model:
-            store = model.engine.store
+            store = model._engine.store
             comm.barrier()
             monkeypatch.setattr(publication, "begin_gather", begin)
             comm.barrier()

@@ -48,7 +48,7 @@ def held(comm: Any, grains: int, **settings: Any) -> dict[str, int]:
     model, _ = sharded("ddp", comm, **{"micro_batch": 1, **settings})
     with model:
         model.train(*part(comm, *points_of(grains * settings.get("accumulate", 1))))
-        return dict(model.engine.memory.kinds())
+        return dict(model._engine.memory.kinds())
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_pipelines_and_black_boxes_hold_rows() -> None:
     model, _ = sharded("ddp", None, hard_function(), micro_batch=1)
     with model:
         model.train(*vectors(4))
-        assert model.engine.memory.kinds()["gradients"] == 3 * paged(8 * model.engine.layout.gradient_size)
+        assert model._engine.memory.kinds()["gradients"] == 3 * paged(8 * model._engine.layout.gradient_size)
 
     def staged(comm: Any) -> None:
         config = mz.ShardingConfig(comm=comm, micro_batch=1)
         with config, mz.PipelineParallelModel(mlp(), config, 2) as model:
             model.train(*part(model.batch_group, *points_of(4)))
-            assert model.engine.memory.kinds()["gradients"] == 3 * paged(4 * model.engine.layout.gradient_size)
+            assert model._engine.memory.kinds()["gradients"] == 3 * paged(4 * model._engine.layout.gradient_size)
 
     run_in_threads(2, staged)
 
@@ -89,9 +89,9 @@ def test_memory_that_is_reserved_is_all_that_a_step_takes() -> None:
     model, _ = sharded("ddp", None, micro_batch=1)
     with model:
         model.reserve(16)
-        before = model.engine.memory.kinds()
+        before = model._engine.memory.kinds()
         model.train(*points_of(16))
-        assert model.engine.memory.kinds()["gradients"] == before["gradients"]
+        assert model._engine.memory.kinds()["gradients"] == before["gradients"]
 
 
 # ---------------------------------------------------------------------- bits
@@ -161,7 +161,7 @@ def test_what_is_looked_at_is_the_gradient_of_one_micro_batch() -> None:
         found: list[Any] = []
         model, _ = sharded("ddp", None, micro_batch=1)
         with model:
-            model.engine.scalars.watch = lambda grain, number, block, views: found.append(
+            model._engine.scalars.watch = lambda grain, number, block, views: found.append(
                 (grain, block, {name: view.copy() for name, view in flat_names(views)})
             )
             model.train(*points_of(8))

@@ -18,7 +18,6 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import CollectiveMismatch, ConfigError
-from mpizero.sharding.model import ShardedModelBase
 from mpizero.sharding.optimizer import ShardedOptimizer
 from mpizero.testing import run_in_threads
 from tests.parallel.models import STRATEGIES, hard_function, mlp, part, points, sharded, ten
@@ -39,11 +38,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "gather_full_parameters": lambda m, o, x, y, f: m.gather_full_parameters(),
     "named_parameters": lambda m, o, x, y, f: m.named_parameters(),
     "set_parameters": lambda m, o, x, y, f: m.set_parameters(np.zeros(m.parameter_count)),
-    "export_npz": lambda m, o, x, y, f: m.export_npz(f / "a.npz"),
     "clone": lambda m, o, x, y, f: m.clone(),
     "save_model": lambda m, o, x, y, f: m.save_model(f / "saved"),
     "begin_save": lambda m, o, x, y, f: m.begin_save(f / "saved"),
-    "finish_save": lambda m, o, x, y, f: m.finish_save(),
     "load_model": lambda m, o, x, y, f: m.load_model(f / "missing"),
     "serialize": lambda m, o, x, y, f: m.serialize(),
     "reserve": lambda m, o, x, y, f: m.reserve(8),
@@ -239,16 +236,14 @@ def public(kind: type) -> Iterator[tuple[str, str, set[str]]]:
 
 #: Calls that compare themselves, and why.
 BY_HAND = {
-    "ShardedModelBase.predict": "free where parameters are not sharded",
+    "Model.predict": "free where parameters are not sharded",
     "ParameterAccess.close": "does nothing the second time",
     "ShardedOptimizer.set_model": "under no name of a class, so that ranks with another one are told in words",
     "LocalSGDOptimizer.set_model": "as its parent's",
-    "ShardedModelBase.checkpoint_arrays": "collective for local steps only",
-    "ShardedModelBase.checkpoint_attributes": "collective for local steps only",
 }
 
 
-@pytest.mark.parametrize("kind", [ShardedModelBase, ShardedOptimizer, mz.HybridShardedModel, mz.LocalSGDOptimizer])
+@pytest.mark.parametrize("kind", [ShardedOptimizer, mz.HybridShardedModel, mz.LocalSGDOptimizer])
 def test_every_public_method_is_compared_or_says_that_it_is_not_collective(kind: type) -> None:
     for name, told, marks in public(kind):
         free = "property" in marks or "Not\ncollective" in told or "Not collective" in told or told.startswith("Raise ")

@@ -10,6 +10,7 @@ from mpizero.checkpoint.convert import export
 from mpizero.checkpoint.npz import read_arrays
 from mpizero.errors import ConfigError, DataError, StateError
 from mpizero.testing import run_in_threads
+from tests.parallel.models import KINDS
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(12, 4)).astype("f4"), RNG.integers(0, 3, 12)
@@ -33,7 +34,7 @@ def placed(comm, optimizer, strategy="zero3", layout=None, **settings):
     config = mz.ShardingConfig(comm=comm, micro_batch=3, **{"ema": 0.9, **settings})
     if layout:
         return mz.HybridShardedModel(network(), config, **layout, optimizer=optimizer)
-    return mz.distribute(network(), optimizer, strategy=strategy, config=config)
+    return KINDS[strategy](network(), config, optimizer=optimizer)
 
 
 def share(model):
@@ -87,7 +88,7 @@ def test_the_average_has_the_same_bits_on_every_layout(name):
 
 SETTERS = {
     "set_parameters": lambda model, values, path: model.set_parameters(values),
-    "load_named": lambda model, values, path: model.load_named(model.engine.whole.named(values)),
+    "load_named": lambda model, values, path: model.load_named(model._engine.whole.named(values)),
     "load_parameters": lambda model, values, path: model.load_parameters(path / "saved"),
     "load_model": lambda model, values, path: model.load_model(path / "saved"),
 }

@@ -88,7 +88,7 @@ def test_metadata_tells_groups_places_and_what_is_held(name: str) -> None:
             assert set(told.replicated) | set(told.sharded) == {"parameters", "gradients", "optimizer state"}
             assert len(told.sharded) == job.way.zero
             assert told.parameter_count == told.trainable_count == model.parameter_count == total
-            assert model.layout.size == total
+            assert model._engine.whole.layout.size == total
             assert model.shard_size == model.local_parameter_shard.size == sum(span.size for span in model.owned)
             assert told.peak_bytes >= told.bytes_on_rank["parameters"] > 0
             assert (told.bytes_sent_last_step > 0) == (job.size > 1)
@@ -211,7 +211,7 @@ def by_hand_alone() -> tuple[list[Step], Any, Any]:
             found = single.compute_gradients(X, Y)
             named = {
                 e.spec.name: found.values[e.span.start : e.span.stop].reshape(e.spec.shape).copy()
-                for e in single.layout.parameters
+                for e in single._engine.whole.layout.parameters
             }
             plain.step()
             taken.append(Step(named, found.weight, found.loss, single.last_step.loss, single.get_parameters().copy()))
@@ -235,7 +235,7 @@ def gradients_by_hand(job: Job, comm: Any, expected: tuple[list[Step], Any, Any]
             job.same(found.loss, wanted.loss)
             whole = model.synchronize_gradients()
             assert whole.synchronized
-            mine = local_part(model.engine, wanted.named)
+            mine = local_part(model._engine, wanted.named)
             owned = np.concatenate([mine[:0], *(mine[span.start : span.stop] for span in model.owned)])
             job.same(whole.values, owned if job.way.zero >= 2 else mine)
             optimizer.step()

@@ -68,7 +68,7 @@ def test_nothing_is_copied_and_no_gradient_is_held_twice(strategy: str) -> None:
     model, _ = sharded(strategy, None, in_place(lambda g, value, call: seen.append(np.copyto(g["b"], value) or g["b"])))
     with model:
         model.train(*vectors(2))
-        engine = model.engine
+        engine = model._engine
         where = engine.reducer.slots[0] if engine.reducer.in_rounds else engine.reducer.window
         assert np.shares_memory(seen[0], where)
         size = engine.layout.gradient_size * 8

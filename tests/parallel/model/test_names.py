@@ -76,10 +76,11 @@ def saved(tmp_path_factory):
         for step in (1, 2):
             model.train(np.zeros((2, 1), np.float32), np.zeros((2, 1), np.float32))
             model.save_model(folder / f"step{step}")
-        model.export_npz(folder / "named.npz")
+        with checkpoint.open_checkpoint(folder / "step2", "self") as reader:
+            export(reader, folder / "named.npz", "npz")
         expected = model.named_parameters()
         model.load_model(folder / "step1")
-        model.import_npz(folder / "named.npz")
+        model.load_parameters(folder / "named.npz")
         assert {name: a.tolist() for name, a in model.named_parameters().items()} == {
             name: a.tolist() for name, a in expected.items()
         }

@@ -415,9 +415,6 @@ def test_what_is_missing_says_what_takes_its_place():
                     getattr(owner, name)
                 assert INSTEAD[name] in str(told.value)
         assert not hasattr(model, "misspelt")
-        twin = model.deep_copy()
-        assert twin.parameters_sha256() == model.parameters_sha256()
-        twin.close()
         assert copy.copy(model.optimizer).wrapped_optimizer is model.optimizer.wrapped_optimizer
 
 

@@ -313,7 +313,7 @@ def test_start_values_without_a_loss_end_it():
 
 def test_state_takes_twice_the_history_and_four_vectors():
     def held(placed, found):
-        return placed.engine.memory.kinds()["optimizer state"]
+        return placed._engine.memory.kinds()["optimizer state"]
 
     choice = {"method": mz.LBFGS(history=5), "options": {"maxiter": 1}}  # the history has its place from the start
     for size in (1, 2, 4):
@@ -472,7 +472,7 @@ def test_a_learned_diagonal_is_that_of_the_bfgs_update() -> None:
     learned: list[Any] = []
 
     def look(placed: Any, found: Any) -> Any:
-        return {slot: array.copy() for slot, array in placed.engine.updater.state.items()}
+        return {slot: array.copy() for slot, array in placed._engine.updater.state.items()}
 
     options = {"initial": "diagonal", "preconditioner": {"w": SCALES}, "history": 5}
     for iterations in (2, 3):

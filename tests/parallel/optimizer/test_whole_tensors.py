@@ -100,7 +100,7 @@ def test_clipping_loss_scale_and_average_work_with_the_same_bits():
         x, y = points(9)
         model, optimizer = sharded(strategy, comm, mlp(), mz.Muon(lr=1e-2), micro_batch=2, clip=0.2, ema=0.9, **memory)
         with model:
-            model.engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=2.0**10))
+            model._engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=2.0**10))
             expected = model.get_parameters().astype("f8")
             for _ in range(3):
                 model.train(*part(comm, x, y))
@@ -192,14 +192,14 @@ def test_frozen_tensors_stay_and_a_skipped_step_changes_nothing():
         with sharded("zero2", comm, model, mz.SOAP(lr=1e-2), micro_batch=2)[0] as model:
             start = model.named_parameters()["hidden.1.linear.weight"].copy()
             steps_of(model, comm, 3)
-            before = model.parameters_sha256(), {s: a.tobytes() for s, a in model.engine.updater.state.items()}
+            before = model.parameters_sha256(), {s: a.tobytes() for s, a in model._engine.updater.state.items()}
             x, y = points(9)
             x[4] = np.inf
             model.train(*part(comm, x, y))
             assert model.last_step.skipped
             assert before == (
                 model.parameters_sha256(),
-                {s: a.tobytes() for s, a in model.engine.updater.state.items()},
+                {s: a.tobytes() for s, a in model._engine.updater.state.items()},
             )
             np.testing.assert_array_equal(model.named_parameters()["hidden.1.linear.weight"], start)
             state = model.optimizer.state_dict()["state"]["left"]
@@ -281,7 +281,7 @@ def test_a_resume_on_other_ranks_and_strategies_has_the_bits_of_no_interruption(
 def test_checkpoints_hold_the_arrays_of_each_tensor_by_name(tmp_path):
     with sharded("ddp", None, mlp(), RowMeans(lr=1e-2), micro_batch=2)[0] as model:
         steps_of(model, None, 2)
-        names = [e.spec.name for e in model.layout.parameters]
+        names = [e.spec.name for e in model._engine.whole.layout.parameters]
         model.save_model(tmp_path / "saved")
         state = model.optimizer.state_dict()["state"]
     with h5py.File(tmp_path / "saved" / "state.h5") as file:

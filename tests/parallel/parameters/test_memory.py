@@ -35,7 +35,7 @@ def measured(comm: Any, strategy: str, **settings: Any) -> tuple[dict[str, int],
     with model:
         x = np.ones((size, 64), np.float32)
         model.train(*part(comm, x, x))
-        memory = model.engine.memory
+        memory = model._engine.memory
         told = model.metadata()
         assert told.bytes_on_rank == memory.kinds()
         assert told.peak_bytes == memory.peak_bytes >= memory.rank_bytes
@@ -90,9 +90,9 @@ def test_no_rank_ever_holds_a_full_gradient(strategy: str, monkeypatch: pytest.M
 def test_evaluation_needs_no_gradient_memory() -> None:
     model, _ = sharded("zero2", None, wide(), accumulate=2)
     with model:
-        before = model.engine.memory.private_bytes["gradients"]
+        before = model._engine.memory.private_bytes["gradients"]
         model.evaluate(np.ones((4, 64), np.float32), np.ones((4, 64), np.float32))
-        assert model.engine.memory.private_bytes["gradients"] == before
+        assert model._engine.memory.private_bytes["gradients"] == before
 
 
 def test_frozen_parameters_cost_no_gradient_and_no_state() -> None:
@@ -101,10 +101,10 @@ def test_frozen_parameters_cost_no_gradient_and_no_state() -> None:
         model, _ = sharded(strategy, None, hard_function(), mz.AdamW(lr=0.1))
         with model:
             model.train(*vectors(1))
-            assert model.layout.gradient_size == sum(sizes.values())
-            assert sum(a.size for a in model.engine.updater.state.values()) == 2 * sum(sizes.values())
+            assert model._engine.whole.layout.gradient_size == sum(sizes.values())
+            assert sum(a.size for a in model._engine.updater.state.values()) == 2 * sum(sizes.values())
             assert model.metadata().trainable_count == sum(sizes.values()) == model.parameter_count - 13
-            assert set(model.engine.updater.state) == {"exp_avg", "exp_avg_sq"}
+            assert set(model._engine.updater.state) == {"exp_avg", "exp_avg_sq"}
 
 
 def test_a_new_model_holds_its_shard_and_no_more_than_a_unit_besides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_a_new_model_holds_its_shard_and_no_more_than_a_unit_besides(monkeypatch
         models[:] = run_in_threads(2, lambda comm: mz.ZeRO3Model(wide(), mz.ShardingConfig(comm=comm, **settings)))
 
     most = traced_peak(make)
-    shards = sum(model.engine.memory.rank_bytes for model in models)
+    shards = sum(model._engine.memory.rank_bytes for model in models)
     assert shards <= 4 * (2 * PARAMETERS + 2 * 3 * UNIT) + 4 * PAGE
     # Both ranks' Python objects are in the figure too: half a megabyte of layouts, plans and views.
     assert most <= shards + 2 * 4 * UNIT + (1 << 19)
@@ -147,10 +147,10 @@ def test_setting_the_parameters_of_a_split_model_takes_no_copy_of_its_shard() ->
             comm.barrier()
             if comm.rank:
                 for _ in range(2):
-                    model.engine.whole.fill(values)
+                    model._engine.whole.fill(values)
             else:
                 assert (
-                    traced_peak(lambda: model.engine.whole.fill(values), tries=2) < model.local_parameter_shard.nbytes
+                    traced_peak(lambda: model._engine.whole.fill(values), tries=2) < model.local_parameter_shard.nbytes
                 )
 
     run_in_threads(2, run)
@@ -166,7 +166,7 @@ def trained(comm: Any, strategy: str, samples: int = 6, **settings: Any) -> tupl
         for _ in range(2):
             placed.train(*part(comm, *tokens(samples)))
         told = placed.metadata()
-        assert told.bytes_on_rank == placed.engine.memory.kinds()
+        assert told.bytes_on_rank == placed._engine.memory.kinds()
         return placed.parameters_sha256(), told.ranks_per_node
 
 
@@ -220,7 +220,7 @@ def test_private_copies_keep_the_compression_of_the_optimizer(monkeypatch: pytes
             with mz.DDPModel(gpt(), config, optimizer=optimizer) as model:
                 model.train(*part(comm, *tokens(24)))
                 assert model.metadata().ranks_per_node == 1
-                return model.engine.exchange.compression
+                return model._engine.exchange.compression
 
     limit_windows(monkeypatch, 3 * ROW)
     assert run_in_threads(4, train) == ["int8"] * 4

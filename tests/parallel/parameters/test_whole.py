@@ -81,7 +81,7 @@ def on(spread: Spread, body: Callable[[Any], Any], model: Any = MODELS[0]) -> li
     def run(comm: Any) -> Any:
         sharded, _ = placed(Case(lambda: model), comm, spread.way, **spread.memory)
         with sharded:
-            return body(sharded.engine)
+            return body(sharded._engine)
 
     return run_in_threads(spread.size, run)
 

@@ -247,7 +247,7 @@ def test_metadata_counts_all_groups_and_a_part_of_a_matrix_is_held_by_every_cont
             told = model.metadata()
             sizes = {"pipeline": way.pipeline, "tensor": way.tensor, "data": 2, "context": 2}
             assert told.group_sizes == sizes
-            assert (model.batch_group.size, model.engine.grid.data.size) == (2, 4)
+            assert (model.batch_group.size, model._engine.grid.data.size) == (2, 4)
             return tuple(told.group_ranks.values()), told.held_count
 
     staged = run_in_threads(8, lambda comm: body(comm, Way(2, context=2, zero=3)))
@@ -265,7 +265,7 @@ def test_zero_1_holds_of_gradients_what_zero_2_does_and_ddp_a_copy_for_each_grai
             model.train(*texts(1, 8)[0])
             told = model.metadata()
             assert told.zero_stage == zero
-            return told.bytes_on_rank["gradients"], paged(model.engine.layout.gradient_size * 8)
+            return told.bytes_on_rank["gradients"], paged(model._engine.layout.gradient_size * 8)
 
     found = [run_in_threads(2, lambda comm, z=zero: held(comm, z)) for zero in (0, 1, 2)]
     assert found[1] == found[2]

@@ -184,7 +184,7 @@ def test_parameters_and_state_of_2_x_2_x_2_lie_where_the_formulas_say() -> None:
             told = model.metadata()
             parameters = 4 * told.held_count / (2 if zero == 3 else 1)
             state = 8 * told.held_count / (2 if zero >= 1 else 1)
-            slack = 4 * len(model.engine.layout.units)
+            slack = 4 * len(model._engine.layout.units)
             assert abs(told.bytes_on_rank["parameters"] - parameters) <= slack + 64
             assert abs(told.bytes_on_rank["optimizer state"] - state) <= 2 * slack
             assert told.formula_bytes["parameters"] == parameters
@@ -264,7 +264,7 @@ def test_all_ranks_get_the_costs_that_rank_0_has_measured() -> None:
         with mz.ShardingConfig(comm=comm) as config:
             costs = measured_costs(gpt(layers=3), *texts(1, 2)[0], config)
             with mz.HybridShardedModel(gpt(layers=3), config, 2, costs=costs) as model:
-                held = model.engine.layout.size * (model.metadata().group_ranks["data"] == 0)
+                held = model._engine.layout.size * (model.metadata().group_ranks["data"] == 0)
                 return costs, held, model.parameter_count
 
     found = run_in_threads(4, run)

@@ -112,7 +112,7 @@ def test_parameters_state_and_work_of_a_rank_fall_with_the_tensor_size() -> None
         sharded, _ = placed(Case(lambda: model), comm, Way(tensor=comm.size, zero=0))
         with sharded:
             told = sharded.metadata()
-            counts = mz.nn.model_operations(sharded.engine.partitioned.local, (7,))
+            counts = mz.nn.model_operations(sharded._engine.partitioned.local, (7,))
             return told.held_count, told.bytes_on_rank["optimizer state"], sum(sum(count) for count in counts.values())
 
     for size in (2, 4):

@@ -125,13 +125,13 @@ def test_watching_changes_no_bit_and_ends(strategy, share):
             spans = []
             for _ in range(2):
                 if watched:
-                    with traced(model.engine) as timeline:
+                    with traced(model._engine) as timeline:
                         model.train(x[comm.rank :: 2], y[comm.rank :: 2])
                     spans += timeline.take()
                 else:
                     model.train(x[comm.rank :: 2], y[comm.rank :: 2])
             model.train(x[comm.rank :: 2], y[comm.rank :: 2])
-            assert model.engine.timeline.take() == []
+            assert model._engine.timeline.take() == []
             return model.parameters_sha256(), {span.phase for span in spans}
 
     plain, watched = (run_in_threads(2, lambda comm, w=w: train(comm, watched=w)) for w in (False, True))

@@ -1,22 +1,318 @@
-"""Define the classes of sharded models and optimizers, a pair for each strategy, and ``distribute``, which makes them.
+"""Keep the classes of sharded models and optimizers by strategy, which :func:`~mpizero.distribute` has replaced.
 
-The data-parallel strategies come first: each class is a name for one row of the placement table
-(``sharding/config.py``), and one engine executes all rows. The classes after ``distribute`` also split a model over
-ranks: by blocks (pipeline), matrices (tensor), sequences (context), or several of them.
+They are an earlier way to the same engine: :class:`ShardedModelBase` is a :class:`~mpizero.sharding.Model` that takes a
+:class:`~mpizero.ShardingConfig` and has more members, and each class below it names a row of the placement table
+(``sharding/config.py``), or fixes some sizes of the axes. A reader of the library may skip this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import IO, Any, ClassVar, Self
 
+import numpy as np
+
+from mpizero import checkpoint
 from mpizero._util.names import explains
-from mpizero.errors import ConfigError
-from mpizero.sharding.config import Config, Placement, ShardingConfig, placement, ranks_and_settings, ranks_of
-from mpizero.sharding.mesh import ORDER, SPLITTING, Mesh
-from mpizero.sharding.model import ShardedModelBase
+from mpizero.comm.agreement import agree_equal, all_ranks, collective, recorded
+from mpizero.errors import ConfigError, SharedMemoryError, UnsupportedError
+from mpizero.layout.flat import nested
+from mpizero.sharding import state_dict
+from mpizero.sharding.config import Config, Placement, ShardingConfig, placement, ranks_of
+from mpizero.sharding.mesh import ORDER, Mesh
+from mpizero.sharding.model import Model
 from mpizero.sharding.optimizer import ShardedOptimizer
-from mpizero.sharding.partition import ParallelLayout
+from mpizero.sharding.parameter_access import in_private_memory
+from mpizero.sharding.partition import ParallelLayout, blocks_of
+from mpizero.sharding.saved_attributes import opened_alike
+from mpizero.types import Array
+
+#: The strategies by ZeRO stage.
+ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
+
+
+@explains
+class ShardedModelBase(Model):
+    """Distribute a model as its subclass says: there is one for each strategy, with more members than :class:`Model`.
+
+    Parameters
+    ----------
+    wrapped_model : BlockModel or BlackBoxModel
+        The model to train. It is never changed: the sharded model holds the parameters.
+    config : ShardingConfig or Config
+        The settings, and the ranks unless ``mesh`` has them.
+    mesh : Mesh, optional
+        The ranks. None: those of ``config``, which is then a :class:`~mpizero.ShardingConfig`.
+    optimizer : optimizer, ShardedOptimizer or None
+        As for :class:`Model`.
+
+    Raises
+    ------
+    TypeError
+        If model or configuration is None or of a wrong type, or the optimizer is not gradient-based.
+    ConfigError
+        If ranks pass different models, configurations or optimizers, or a sharded optimizer was created with another
+        configuration or does not work with this strategy.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> with mz.ZeRO1Model(mz.nn.MLP(2, [4], 2), mz.ShardingConfig(comm="self")) as model:
+    ...     isinstance(model, mz.ShardedModelBase), model.parameter_count, list(model.named_parameters())[:1]
+    (True, 22, ['hidden.0.linear.weight'])
+    """
+
+    strategy: ClassVar[str]
+
+    def __init__(self, wrapped_model: Any, config: Config, *, optimizer: Any = None, mesh: Mesh | None = None) -> None:
+        mesh = mesh or self.__dict__.get("_mesh") or ranks_of(type(self), config)
+        super().__init__(wrapped_model, config, mesh, self.strategy, optimizer=optimizer)
+
+    @property
+    def _kind(self) -> str:
+        return self.strategy
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def _call(self) -> str:
+        return f"{type(self).__name__}(model, config, optimizer=mz.AdamW(lr=1e-3))"
+
+    # ------------------------------------------------------------------ hooks
+
+    def _on_before_initialize_sharding(self) -> None:
+        """Do nothing; a subclass may override this to run code before parameters are distributed."""
+
+    def _initialize_sharding(self) -> None:
+        """Check that all ranks passed equal arguments, and distribute the parameters."""
+        super()._place()
+
+    def _update_local_shard_from_full(self, values: Array) -> None:
+        """Set the parameters to ``values``, a 1-D array of the whole model; each rank copies only its own ranges."""
+        super()._fill(values)
+
+    def _place(self) -> None:
+        self._on_before_initialize_sharding()
+        self._initialize_sharding()
+
+    def _fill(self, values: Array) -> None:
+        self._update_local_shard_from_full(values)
+
+    # ------------------------------------------------------------------ parameters
+
+    @property
+    def sharding_configuration(self) -> Config:
+        """The same as :attr:`config`."""
+        return self._config
+
+    @property
+    def local_parameter_shard(self) -> Array:
+        """A copy of the parameters that this rank owns: the values of all ranges of :attr:`owned`, concatenated."""
+        return self._engine.store.owned_values()
+
+    @property
+    def shard_start(self) -> int:
+        """The start of the first range of :attr:`owned`; 0 if there is none."""
+        return self.owned[0].start if self.owned else 0
+
+    @property
+    def shard_size(self) -> int:
+        """The number of parameter elements that this rank owns."""
+        return self._engine.store.shard.size
+
+    def invalidate_cache(self) -> None:
+        """Drop the kept copy of the gathered parameters, because parameters have changed. Not collective."""
+        self._cache = None
+
+    @recorded
+    def get_parameters(self) -> Array:
+        """Return a copy of all parameters of the model as a 1-D array in declared order, on every rank."""
+        return self.gather_full_parameters().copy()
+
+    @recorded
+    def with_parameters(self, values: Array) -> Self:
+        """Return a new sharded model with the same wrapped model and the given parameters, without an optimizer.
+
+        ``values`` are as for :meth:`set_parameters`. Integer arrays are copied from this model.
+        """
+        values = self._checked("with_parameters", values)
+        copy = self._twin(self._wrapped)
+        copy._engine.integers.copy_from(self._engine.integers)
+        copy._fill(values)
+        return copy
+
+    # ------------------------------------------------------------------ copies
+
+    @recorded
+    def clone(self) -> Self:
+        """Return a sharded model with the same configuration and communicator and its own copy of the parameters.
+
+        The clone has no optimizer: bind one with ``set_model``, or use :meth:`deep_copy`.
+        """
+        copy = self._twin(self._wrapped)
+        copy._engine.store.copy_from(self._engine.store)
+        return copy
+
+    @recorded
+    def deep_copy(self) -> Self:
+        """Return a copy of this sharded model with copies of the parameters, wrapped model, optimizer and its state.
+
+        ``train`` makes the same steps on the copy as on the original.
+        """
+        copy, engine = self._twin(deepcopy(self._wrapped)), self._engine
+        shared = copy._engine.grid.node.size - engine.grid.node.size
+        if shared > 0:
+            reason = SharedMemoryError("the original does so")
+            copy._open_engine = in_private_memory(copy._engine, copy._parallel_layout, reason)
+        elif shared < 0:
+            copy.close()
+            raise SharedMemoryError("deep_copy: the nodes have no shared memory for a second model; save and load it")
+        copy._engine.store.copy_from(engine.store)
+        state_dict.copy_state(engine, copy._engine)
+        if self._optimizer is not None:
+            copy._optimizer = self._optimizer.for_copy(copy)
+        return copy
+
+    def _twin(self, wrapped: Any) -> Self:
+        """Return a new sharded model of the same class around ``wrapped``, with initial parameters. Collective.
+
+        Subclasses override this if their constructors take other arguments.
+        """
+        twin = type(self).__new__(type(self))
+        twin._is_copy, twin._mesh = True, self._mesh
+        twin.__init__(wrapped, self._config)  # type: ignore[misc]
+        if self._mean_every:
+            twin._become_local(self._mean_every)
+        return twin
+
+    # ------------------------------------------------------------------ saving and loading
+
+    @collective
+    def serialize(self) -> bytes:
+        """Return parameters and optimizer state as the bytes of an HDF5 file, the same on every rank."""
+        return checkpoint.to_bytes(self._checkpoint_arrays(), self._checkpoint_attributes(), self._mesh.communicator)
+
+    @recorded
+    def deserialize(self, data: bytes) -> None:
+        """Load the bytes that ``serialize`` returned, the same on every rank; errors are as for :meth:`load_model`."""
+        with opened_alike(self._mesh.communicator, "deserialize", data) as reader:
+            self._restore_arrays(reader)
+
+    @collective
+    def save_state(self, file: IO[bytes]) -> None:
+        """Write the bytes of :meth:`serialize` to an open binary file on rank 0; other ranks' ``file`` is ignored."""
+        data = self.serialize()
+        with all_ranks(self._mesh.communicator):
+            if self.rank == 0:
+                file.write(data)
+                file.flush()
+
+    @collective
+    def load_state(self, file: IO[bytes]) -> None:
+        """Load the bytes that ``save_state`` wrote; every rank passes an open binary file that contains them."""
+        with all_ranks(self._mesh.communicator):
+            data = file.read()
+        self.deserialize(data)
+
+    # ------------------------------------------------------------------ the wrapped model
+
+    @property
+    def default_loss_function(self) -> Any:
+        """The loss layer of the wrapped model; None for a black box, whose function computes the loss itself."""
+        return getattr(self._wrapped, "loss", None) if hasattr(self._wrapped, "blocks") else None
+
+    @collective
+    def feature_importance(self) -> dict[str, float]:
+        """Return the importance of each input feature by its name, computed by the wrapped model. Collective.
+
+        Raises
+        ------
+        NotImplementedError
+            If the wrapped model has no ``feature_importance(params)``.
+        """
+        function = self._delegate("feature_importance")
+        result: dict[str, float] = function(self._bound_parameters())
+        return result
+
+    @property
+    def active_feature_indices(self) -> tuple[int, ...]:
+        """Indices of the input features that the wrapped model uses.
+
+        Reading is not collective. Setting is collective, and every rank must set the same indices.
+        """
+        indices: Sequence[int] = self._delegate("active_feature_indices")
+        return tuple(indices)
+
+    @active_feature_indices.setter
+    @collective
+    def active_feature_indices(self, indices: Sequence[int]) -> None:
+        chosen = tuple(int(i) for i in indices)
+        agree_equal(self._mesh.communicator, lambda: {"active_feature_indices": chosen}, "active_feature_indices")
+        self._replace_wrapped(self._delegate("with_active_features")(chosen))
+
+    def is_feature_used(self, index: int) -> bool:
+        """Tell whether the wrapped model uses input feature number ``index``. Not collective."""
+        return index in self.active_feature_indices
+
+    @property
+    def supports_jit_compilation(self) -> bool:
+        """Tell whether the wrapped model has the method that :meth:`jit_compile` needs. Not collective."""
+        return hasattr(self._wrapped, "compile_predictor")
+
+    def export_computation_graph(self) -> dict[str, Any]:
+        """Return the graph of the wrapped model's operations as values that JSON can hold. Not collective.
+
+        Raises
+        ------
+        NotImplementedError
+            If the wrapped model has no ``export_computation_graph()``.
+        """
+        graph: dict[str, Any] = self._delegate("export_computation_graph")()
+        return graph
+
+    @collective
+    def jit_compile(self) -> Callable[[Array], Array]:
+        """Return a compiled function from inputs to predictions. Collective.
+
+        The function keeps a copy of the current parameters, so later training does not change its predictions.
+
+        Raises
+        ------
+        NotImplementedError
+            If the wrapped model has no ``compile_predictor(params)``.
+        """
+        function = self._delegate("compile_predictor")
+        compiled: Callable[[Array], Array] = function(self._bound_parameters())
+        return compiled
+
+    def _delegate(self, name: str) -> Any:
+        if not hasattr(self._wrapped, name):
+            raise UnsupportedError(
+                f"{type(self._wrapped).__name__} has no {name!r}: a wrapped model that offers it makes this work"
+            )
+        return getattr(self._wrapped, name)
+
+    def _replace_wrapped(self, wrapped: Any) -> None:
+        if blocks_of(self._wrapped) != blocks_of(wrapped):
+            raise ConfigError("the new model's parameters differ from the old one's in name or shape")
+        self._wrapped = wrapped
+        self._engine.exchange_model(wrapped)
+
+    def _bound_parameters(self) -> dict[str, Any]:
+        """Gather all parameters and return them as the wrapped model takes them. Collective.
+
+        A model of blocks takes a nested dictionary for each block, a black box takes arrays by name.
+        """
+        full, layout = self.gather_full_parameters(), self._engine.whole.layout
+        blocks: dict[str, dict[str, Any]] = {block: {} for unit in layout.units for block in unit.blocks}
+        for entry in layout.entries:
+            blocks[entry.block][entry.local_name] = entry.spec.view(full[entry.span.start : entry.span.stop])
+        if not hasattr(self._wrapped, "blocks"):
+            return {block: np.asarray(arrays[""]) for block, arrays in blocks.items()}
+        return {block: nested(arrays) for block, arrays in blocks.items()}
 
 
 class DDPOptimizer(ShardedOptimizer):
@@ -55,7 +351,7 @@ class DDPModel(ShardedModelBase):
     """
 
     strategy = "ddp"
-    optimizer_class = DDPOptimizer
+    _optimizer_class = DDPOptimizer
 
 
 class ZeRO1Optimizer(ShardedOptimizer):
@@ -94,7 +390,7 @@ class ZeRO1Model(ShardedModelBase):
     """
 
     strategy = "zero1"
-    optimizer_class = ZeRO1Optimizer
+    _optimizer_class = ZeRO1Optimizer
 
 
 class ZeRO2Optimizer(ShardedOptimizer):
@@ -132,7 +428,7 @@ class ZeRO2Model(ShardedModelBase):
     """
 
     strategy = "zero2"
-    optimizer_class = ZeRO2Optimizer
+    _optimizer_class = ZeRO2Optimizer
 
 
 class ZeRO3Optimizer(ShardedOptimizer):
@@ -171,7 +467,7 @@ class ZeRO3Model(ShardedModelBase):
     """
 
     strategy = "zero3"
-    optimizer_class = ZeRO3Optimizer
+    _optimizer_class = ZeRO3Optimizer
 
 
 class FSDPOptimizer(ZeRO3Optimizer):
@@ -201,102 +497,7 @@ class FSDPModel(ZeRO3Model):
     """
 
     strategy = "fsdp"
-    optimizer_class = FSDPOptimizer
-
-
-_MODELS: dict[str, type[ShardedModelBase]] = {
-    model.strategy: model for model in (DDPModel, ZeRO1Model, ZeRO2Model, ZeRO3Model, FSDPModel)
-}
-
-
-@explains
-def distribute(
-    model: Any,
-    optimizer: Any,
-    strategy: str = "zero2",
-    *,
-    mesh: Mesh | None = None,
-    config: Config | None = None,
-    comm: Any = None,
-) -> ShardedModelBase:
-    """Shard a model and its optimizer over the ranks of a mesh, and split the model as the mesh says.
-
-    Collective over the ranks.
-
-    Parameters
-    ----------
-    model : BlockModel or BlackBoxModel
-        The model to train.
-    optimizer : optimizer, ShardedOptimizer or None
-        A library optimizer, any object with an elementwise ``update(params, grads, state)``, or a sharded optimizer;
-        for a TorchModel also ``torch.optim.SGD``, ``Adam`` or ``AdamW`` of its module, with their groups. None: plain
-        SGD with ``config.learning_rate``.
-    strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
-        Which of parameters, gradients and optimizer state are sharded over the replicas.
-    mesh : Mesh or None
-        The ranks, and how many pipeline stages, tensor and context ranks split the model. None takes all ranks that the
-        launcher has started, or those of a ShardingConfig; closing the model then closes what was made for them.
-    config : Config or ShardingConfig or None
-        The settings; None takes the defaults.
-    comm : mpi4py communicator, InMemoryCommunicator, "self" or None
-        Short for ``mesh=Mesh(comm)``.
-
-    Returns
-    -------
-    model : ShardedModelBase
-        The model, ready to train. Its attribute ``optimizer`` is the sharded optimizer.
-
-    Raises
-    ------
-    ConfigError
-        If the strategy is unknown, ranks are given twice, ranks differ in a setting, or ``cuts`` are set without a
-        pipeline.
-    GridError
-        If the product of the sizes of the mesh is not the number of ranks.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import mpizero as mz
-    >>> x, y = np.array([[0.0, 1.0], [1.0, 0.0]] * 2, np.float32), np.array([0, 1] * 2)
-    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(lr=0.1), "zero2", comm="self") as model:
-    ...     losses = [model.train(x, y) for _ in range(5)]
-    ...     model.metadata().strategy, model.optimizer.step_count
-    ('ZeRO-2', 5)
-    >>> losses[-1] < losses[0]
-    True
-    >>> def held(comm):
-    ...     with mz.Mesh(comm, pipeline=2) as mesh, mz.distribute(mz.nn.MLP(4, [6], 2), mz.AdamW(), mesh=mesh) as model:
-    ...         return model.metadata().held_count, model.parameter_count
-    >>> mz.testing.run_in_threads(2, held)
-    [(30, 44), (14, 44)]
-    """
-    if comm is not None and (mesh is not None or isinstance(config, ShardingConfig)):
-        raise ConfigError("give comm, or mesh=..., or a ShardingConfig, which has a comm of its own: only one of them")
-    placement(strategy)
-    optimizer = getattr(model, "taken_over", _unchanged)(optimizer)
-    owns = mesh is None and not isinstance(config, ShardingConfig)
-    mesh, config = ranks_and_settings(Mesh(comm) if comm is not None else mesh, config)
-    if config.cuts is not None and mesh.pipeline == 1:
-        raise ConfigError(f"cuts={list(config.cuts)} need a pipeline; the mesh has pipeline=1: mz.Mesh(pipeline=...)")
-    if not mesh.splits_model:
-        made = _MODELS[strategy](model, config, optimizer=optimizer, mesh=mesh)
-    else:
-        sizes = {f"{axis}_parallel_size": getattr(mesh, axis) for axis in (*SPLITTING, "data")}
-        stage = ZERO_STAGES.index("zero3" if strategy == "fsdp" else strategy)
-        made = HybridShardedModel(
-            model, config, **sizes, order=mesh.order or ORDER, zero_stage=stage, optimizer=optimizer, mesh=mesh
-        )
-    made._owns_mesh = owns
-    return made
-
-
-def _unchanged(optimizer: Any) -> Any:
-    return optimizer
-
-
-#: Names of the strategies, by ZeRO stage.
-ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
+    _optimizer_class = FSDPOptimizer
 
 
 class HybridShardedOptimizer(ShardedOptimizer):
@@ -338,8 +539,7 @@ class ModelParallelBase(ShardedModelBase):
         As in :class:`ShardedModelBase`.
     """
 
-    _parallel_layout: ParallelLayout
-    optimizer_class: ClassVar[type[ShardedOptimizer]] = HybridShardedOptimizer
+    _optimizer_class = HybridShardedOptimizer
 
     def __init__(
         self,
@@ -350,8 +550,9 @@ class ModelParallelBase(ShardedModelBase):
         optimizer: Any = None,
         mesh: Mesh | None = None,
     ) -> None:
-        self._parallel_layout, self.zero_stage = parallel_layout, zero_stage
-        super().__init__(wrapped_model, config, optimizer=optimizer, mesh=mesh)
+        self.zero_stage, mesh = zero_stage, mesh or ranks_of(type(self), config)
+        split: Any = {"parallel_layout": parallel_layout, "optimizer": optimizer}
+        Model.__init__(self, wrapped_model, config, mesh, self.strategy, **split)
 
     @property
     def _placement(self) -> Placement:
@@ -359,25 +560,11 @@ class ModelParallelBase(ShardedModelBase):
             raise ConfigError(f"zero_stage={self.zero_stage!r}: expected 0 (DDP), 1, 2 or 3")
         return placement(ZERO_STAGES[self.zero_stage])
 
-    def _plans(self) -> dict[str, Any]:
-        """Return all values that must be equal on all ranks, by name; raise ConfigError for sizes that do not fit."""
-        _ = self._parallel_layout.axes(self.world_size), self._placement, self._parallel_layout.chunks
-        plans = super()._plans()
-        parallel_layout = {**self._parallel_layout.comparable(), "zero_stage": self.zero_stage}
-        first: dict[str, Any] = {name: plans.pop(name) for name in ("Mesh", "strategy") if name in plans}
-        return {**first, "the parallel layout": parallel_layout, **plans}
-
-    def become_local(self, every: int) -> None:
-        """Raise ConfigError, because local SGD needs the whole model on every rank."""
-        raise ConfigError(
-            f"{type(self).__name__} cannot train by local steps: a rank holds only its part of the model; use a "
-            "data-parallel model with LocalSGDOptimizer"
-        )
-
     def _twin(self, wrapped: Any) -> Self:
         twin = type(self).__new__(type(self))  # past constructors that turn their arguments into this layout
-        twin._is_copy, twin._owns_mesh = True, self._owns_mesh
-        ModelParallelBase.__init__(twin, wrapped, self._config, self._parallel_layout, self.zero_stage, mesh=self._mesh)
+        twin._is_copy, layout = True, self._parallel_layout
+        assert layout is not None
+        ModelParallelBase.__init__(twin, wrapped, self._config, layout, self.zero_stage, mesh=self._mesh)
         return twin
 
 
@@ -439,7 +626,7 @@ class HybridShardedModel(ModelParallelBase):
     """
 
     strategy: ClassVar[str] = "hybrid"
-    label: ClassVar[str | None] = "3D-Parallelism (Hybrid)"
+    _label = "3D-Parallelism (Hybrid)"
 
     def __init__(
         self,
@@ -498,7 +685,7 @@ class TensorParallelModel(ModelParallelBase):
     """
 
     strategy: ClassVar[str] = "tensor"
-    label: ClassVar[str | None] = "TensorParallel"
+    _label = "TensorParallel"
 
     def __init__(
         self,
@@ -543,7 +730,7 @@ class PipelineParallelModel(ModelParallelBase):
     """
 
     strategy: ClassVar[str] = "pipeline"
-    label: ClassVar[str | None] = "PipelineParallel"
+    _label = "PipelineParallel"
 
     def __init__(
         self,
