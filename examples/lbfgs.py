@@ -38,7 +38,8 @@ with mz.distribute(function, None, "ddp", config=config) as model:
         return found.loss, found.values
 
     bounds = [(0, None)] * 3 + [(1e-3, 20)] * 3  # sizes, then rates: the order of the parameters
-    found = minimize(of, model.get_parameters(), jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 300})
+    start = model.gather_full_parameters()
+    found = minimize(of, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 300})
     model.set_parameters(found.x)
     rates = ", ".join(f"{rate:.3f}" for rate in np.sort(model.named_parameters()["rate"]))
     digest, ranks = model.parameters_sha256(), model.world_size

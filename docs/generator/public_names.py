@@ -77,6 +77,10 @@ def is_member(name: str, value: Any) -> bool:
 def library_groups(page: str | None = None) -> list[tuple[list[str], str]]:
     """Return the rows of the tables of names in ``docs/library.md``: the names, and what they are."""
     text = page if page is not None else (DOCS / "library.md").read_text(encoding="utf-8")
-    sections = re.findall(r"^## (?:Six names|All other names)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    sections = re.findall(
+        r"^## (?:Seven names|All other names|Classes of single strategies)\n(.*?)(?=^## |\Z)",
+        text,
+        re.MULTILINE | re.DOTALL,
+    )
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", "\n".join(sections), re.MULTILINE)
     return [(re.findall(r"`(\w+)`", names), said) for names, said in rows]

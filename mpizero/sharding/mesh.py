@@ -158,8 +158,8 @@ class Mesh:
 
     @property
     def grid(self) -> ProcessGrid:
-        """The groups of ranks for a model that is not split. The first access is collective."""
-        return self.grid_of(None)
+        """The groups of ranks for a model that is split as the mesh says. The first access is collective."""
+        return self.grid_of(self.axes if self.splits_model else None)
 
     def grid_of(self, axes: Axes | None, *, private: bool = False) -> ProcessGrid:
         """Return the groups of ranks for ``axes``, the numbers of pipeline stages, tensor and context ranks.

@@ -177,7 +177,7 @@ class Model(ParameterAccess):
 
     @property
     def _call(self) -> str:
-        """How such a model is made with an optimizer, for error messages."""
+        """The call that makes such a model with an optimizer, for error messages."""
         return "mz.distribute(model, mz.AdamW(lr=1e-3))"
 
     @property

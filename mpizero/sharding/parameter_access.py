@@ -239,7 +239,7 @@ class ParameterAccess:
 
     @property
     def _name(self) -> str:
-        """What error messages call this model."""
+        """The name of this model in error messages."""
         return f"{type(self).__name__} ({self._strategy}{'' if self._parallel_layout is None else ', split'})"
 
     @property

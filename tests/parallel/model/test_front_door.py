@@ -139,6 +139,39 @@ def test_distribute_returns_a_model_that_has_its_optimizer() -> None:
     run_in_threads(2, run)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
+def test_distribute_makes_a_model_of_one_class_for_every_strategy_and_mesh(strategy: str) -> None:
+    def run(comm: Any) -> tuple[type, type, str]:
+        with mz.Mesh(comm, pipeline=comm.size) as mesh, mz.distribute(mlp(), ADAMW, strategy, mesh=mesh) as model:
+            return type(model), type(model.optimizer), model.metadata().strategy
+
+    ((kind, optimizer, name),) = run_in_threads(1, run)
+    assert (kind, optimizer) == (mz.Model, mz.ShardedOptimizer)
+    assert name.lower().replace("-", "") == strategy
+    assert run_in_threads(2, run) == [(mz.Model, mz.ShardedOptimizer, "3D-Parallelism (Hybrid)")] * 2
+
+
+def members(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+def test_a_model_has_at_most_thirty_public_members() -> None:
+    with mz.distribute(mlp(), ADAMW, comm="self") as model:
+        trained(model, 1)
+        assert members(mz.Model) >= {name for name in vars(model) if not name.startswith("_")}
+    assert len(members(mz.Model)) <= 30
+
+
+def test_what_the_classes_of_single_strategies_have_is_answered_by_a_model() -> None:
+    kinds = [kind for kind, _ in KINDS.values() if isinstance(kind, type)]
+    more = set().union(*map(members, kinds)) - members(mz.Model) - {"strategy", "zero_stage"}
+    assert more >= {"get_parameters", "clone", "deep_copy", "serialize", "jit_compile", "shard_size"}
+    with mz.distribute(mlp(), ADAMW, comm="self") as model:
+        for name in more:
+            with pytest.raises(AttributeError, match=rf"'Model' object has no attribute '{name}': \w+"):
+                getattr(model, name)
+
+
 def test_a_sharded_optimizer_without_a_configuration_takes_that_of_its_model() -> None:
     def run(comm: Any) -> None:
         options = mz.OptimizationOptions(epochs=2, batch_size=6)
@@ -414,9 +447,9 @@ def test_accuracy_counts_predictions_whatever_their_weight(optimizer: Any) -> No
 # ---------------------------------------------------------------------- the pages
 
 
-def test_the_library_leads_with_six_names_and_lists_all() -> None:
+def test_the_library_leads_with_seven_names_and_lists_all() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs/library.md").read_text()
-    first = ["Mesh", "Config", "distribute", "FunctionModel", "nn", "data"]
+    first = ["Mesh", "Config", "distribute", "Model", "FunctionModel", "nn", "data"]
     table = page.partition("| name | what it is |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == first
     others = page.partition("## All other names")[2]
