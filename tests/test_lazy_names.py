@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from mpizero._util.names import declared
 from mpizero.errors import UnknownNameError
 
 PACKAGES = [
@@ -32,7 +33,50 @@ def test_a_public_name_is_no_module_whatever_was_imported(package):
 def test_every_name_that_a_package_imports_as_itself_is_public(package):
     tree = ast.parse(Path(import_module(package).__file__).read_text(encoding="utf-8"))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert {a.name for node in imports for a in node.names if a.name == a.asname} == set(import_module(package).__all__)
+    listed, unlisted = declared(package)
+    assert [*listed] == import_module(package).__all__
+    assert [a.name for node in imports for a in node.names if a.name == a.asname] == [*listed, *unlisted]
+    assert package == "mpizero" or not unlisted
+
+
+def test_the_package_lists_at_most_forty_names_by_topic_and_finds_some_more():
+    import mpizero as mz
+
+    assert mz.__all__[:5] == ["Mesh", "Config", "distribute", "Model", "FunctionModel"]
+    assert mz.__all__[-1] == "testing"
+    assert len(mz.__all__) <= 40
+    unlisted = declared("mpizero")[1]
+    assert set(unlisted) >= {
+        "layout",
+        "sharding",
+        "ShardingConfig",
+        "ZeRO2Model",
+        "HybridShardedOptimizer",
+        "Gradients",
+    }
+    assert all(getattr(mz, name).__name__.rpartition(".")[2] == name for name in unlisted)
+    assert dir(mz) == sorted(mz.__all__)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        *(
+            ("TensorOptimizer", "optim"),
+            ("TensorStep", "optim"),
+            ("ProcessGrid", "comm"),
+            ("measured_costs", "sharding"),
+        ),
+        *((name, "sharding") for name in ("dump_bad_step", "replay_bad_step", "StepReport", "MinimizeResult")),
+        *(("MLP", "nn"), ("batches", "data"), ("Axes", "layout")),
+    ],
+)
+def test_a_name_of_another_package_is_answered_by_where_it_is(name, where):
+    import mpizero as mz
+
+    with pytest.raises(UnknownNameError, match=rf"'mpizero' has no attribute '{name}': it is mz\.{where}\.{name}$"):
+        getattr(mz, name)
+    assert getattr(getattr(mz, where), name).__name__ == name
 
 
 def test_the_name_of_a_module_is_no_public_name_and_says_which_one_may_be_meant():

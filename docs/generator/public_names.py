@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mpizero._util.names import declared
+
 DOCS = Path(__file__).resolve().parents[1]
 #: Packages that ``__all__`` of their parent does not name, because importing them needs another library.
 OF_OTHER_LIBRARIES = ("mpizero.adapters.torch", "mpizero.adapters.jax")
@@ -42,7 +44,9 @@ class PublicName:
 
 
 def own_names(module: ModuleType) -> list[str]:
-    """Return a module's public names: ``__all__``, or what is defined in it."""
+    """Return a module's public names: ``__all__``, or what is defined in it; of ``mpizero`` also those not listed."""
+    if module.__name__ == "mpizero":
+        return sorted((name for part in declared("mpizero") for name in part), key=str.lower)
     defined = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and n[0] != "_"]
     return sorted(dict.fromkeys(getattr(module, "__all__", defined)), key=str.lower)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import wraps
 from importlib import import_module
@@ -108,14 +108,9 @@ ELSEWHERE: Mapping[str, Sequence[str]] = {
     "module": ("Layer",),
     "transformer": ("GPT", "TransformerBlock"),
     "swish": ("SiLU",),
-    "ddp": ("DDPModel",),
-    "dataparallel": ("DDPModel",),
-    "distributeddataparallel": ("DDPModel",),
-    "fsdp": ("FSDPModel",),
-    "fullyshardeddataparallel": ("FSDPModel",),
-    "pipelinemodel": ("PipelineParallelModel",),
-    "tensormodel": ("TensorParallelModel",),
-    "hybridmodel": ("HybridShardedModel",),
+    **dict.fromkeys(("ddp", "dataparallel", "distributeddataparallel"), ("distribute",)),
+    **dict.fromkeys(("fsdp", "fullyshardeddataparallel"), ("distribute",)),
+    **dict.fromkeys(("pipelinemodel", "tensormodel", "hybridmodel"), ("Mesh",)),
     "config": ("Config", "config"),
     "devicemesh": ("Mesh",),
     "blackboxmodel": ("FunctionModel",),
@@ -376,18 +371,19 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
     The public names are those that this file imports as themselves (``from module import name as name``, one name in a
     statement), usually under ``if TYPE_CHECKING:``, where they cost nothing, and checkers of types and readers find
-    them. So a process imports only what it uses. For other names ``__getattr__`` raises ``UnknownNameError`` with the
-    most similar one.
+    them. So a process imports only what it uses. Names below a comment ``# Not listed`` are found, but not in
+    ``__all__`` and ``__dir__``. For other names ``__getattr__`` raises ``UnknownNameError``, which says that one of the
+    package's packages has the name, or what the most similar name is.
     """
-    homes = dict(_homes(package))
-    names = sorted(homes)
+    listed, unlisted = declared(package)
+    homes, names = listed | unlisted, list(listed)
 
     def find(name: str) -> Any:
         if name not in homes:
             if name.startswith("__"):  # inspect asks so while it goes through a namespace, which must not change
                 raise AttributeError(f"module {package!r} has no attribute {name!r}")
             if not name.isidentifier() or find_spec(f"{package}.{name}") is None:
-                raise unknown_name(package, name, names)
+                raise _elsewhere(package, name, homes) or unknown_name(package, name, homes)
             # ``from package import module`` asks for the name first, so no similar name is searched for: that is slow.
             alike = "".join(f"; did you mean {public!r}?" for public in names if public.lower() == name)
             raise UnknownNameError(f"module {package!r} has no public name {name!r}, which is a module of it{alike}")
@@ -411,8 +407,19 @@ def lazy_modules(package: str) -> Callable[[str], Any]:
     return find
 
 
-def _homes(package: str) -> Iterator[tuple[str, str]]:
-    """Yield each name that a package imports as itself, and the module that it imports it from."""
+def declared(package: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the names that a package imports as itself, with their modules: those that it lists, and the others."""
     source = sys.modules[package].__spec__.loader.get_source(package)  # type: ignore[union-attr]
-    for module, name in re.findall(r"from (\S+) import \(?\s*(\w+) as \2\b", source):
-        yield name, module
+    listed, _, more = source.partition("# Not listed")
+    found = (re.findall(r"from (\S+) import \(?\s*(\w+) as \2\b", text) for text in (listed, more))
+    first, second = ({name: module for module, name in pairs} for pairs in found)
+    return first, second
+
+
+def _elsewhere(package: str, name: str, homes: Mapping[str, str]) -> UnknownNameError | None:
+    """Return the error of a name that not ``package`` has, but a package in it; None if there is none."""
+    for inner in (inner for inner, home in homes.items() if home == package):
+        if name in getattr(import_module(f"{package}.{inner}"), "__all__", ()):
+            where = f"{package}.{inner}.{name}".replace("mpizero", "mz", 1)
+            return UnknownNameError(f"module {package!r} has no attribute {name!r}: it is {where}")
+    return None

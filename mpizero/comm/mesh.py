@@ -65,7 +65,7 @@ class ProcessGrid(NodeOrder):
     --------
     >>> import mpizero as mz
     >>> def sizes(comm):
-    ...     with mz.ProcessGrid.create(comm, axes=mz.layout.Axes(tensor=2, data=2)) as grid:
+    ...     with mz.comm.ProcessGrid.create(comm, axes=mz.layout.Axes(tensor=2, data=2)) as grid:
     ...         return grid.here.tensor, grid.here.data, grid.tensor.size, grid.data.allgather_object(comm.rank)
     >>> mz.testing.run_in_threads(4, sizes)
     [(0, 0, 2, [0, 1]), (0, 1, 2, [0, 1]), (1, 0, 2, [2, 3]), (1, 1, 2, [2, 3])]

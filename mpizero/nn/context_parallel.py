@@ -650,7 +650,7 @@ def cut_batch(x: Any, y: Any, group: Group, tiles: int | None = None) -> tuple[A
     >>> from mpizero.testing import run_in_threads
     >>> ids = np.arange(8).reshape(1, 8)
     >>> def part(comm):
-    ...     group = mz.ProcessGrid.create(comm, axes=Axes(context=comm.size)).context_group
+    ...     group = mz.comm.ProcessGrid.create(comm, axes=Axes(context=comm.size)).context_group
     ...     return mz.nn.cut_batch(ids, ids + 1, group)[0].tolist()
     >>> run_in_threads(2, part)
     [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
@@ -812,7 +812,7 @@ def context_model(model: BlockModel, group: Group) -> BlockModel:
     >>> from mpizero.testing import run_in_threads
     >>> gpt, ids = mz.nn.GPT(dim=8, layers=1, heads=2, sequence=8), np.arange(9).reshape(1, 9)
     >>> def loss(comm):
-    ...     group = mz.ProcessGrid.create(comm, axes=Axes(context=comm.size)).context_group
+    ...     group = mz.comm.ProcessGrid.create(comm, axes=Axes(context=comm.size)).context_group
     ...     part, batch = mz.nn.context_model(gpt, group), mz.nn.cut_batch(ids[:, :-1], ids[:, 1:], group)
     ...     return mz.nn.loss_and_gradients(part, mz.nn.initial_parameters(gpt), batch)[:2]
     >>> parts, whole = run_in_threads(2, loss), run_in_threads(1, loss)[0]

@@ -351,7 +351,7 @@ class ColumnLinear(SplitLinearBase):
     >>> from mpizero.layout import Axes
     >>> from mpizero.testing import run_in_threads
     >>> def columns(comm):
-    ...     group = mz.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group
+    ...     group = mz.comm.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group
     ...     return {spec.name: spec.shape for spec in mz.nn.ColumnLinear(mz.nn.Linear(3, 8), group).specs()}
     >>> run_in_threads(2, columns)[0]
     {'weight': (3, 4), 'bias': (4,)}
@@ -437,7 +437,7 @@ class RowLinear(SplitLinearBase):
     >>> from mpizero.layout import Axes
     >>> from mpizero.testing import run_in_threads
     >>> def rows(comm):
-    ...     group = mz.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group
+    ...     group = mz.comm.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group
     ...     return {spec.name: spec.shape for spec in mz.nn.RowLinear(mz.nn.Linear(8, 3), group).specs()}
     >>> run_in_threads(2, rows)[0]
     {'weight': (4, 3), 'bias': (3,)}
@@ -1111,7 +1111,7 @@ class SplitModel:
     >>> from mpizero.layout import Axes
     >>> from mpizero.testing import run_in_threads
     >>> def held(comm):
-    ...     group = mz.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group
+    ...     group = mz.comm.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group
     ...     part = mz.nn.split_model(mz.nn.MLP(4, [6], 2), group)
     ...     return type(part).__name__, part.held_shape("hidden.0", (6,))
     >>> run_in_threads(2, held)  # three of six hidden features on each rank
@@ -1193,7 +1193,7 @@ def split_model(model: BlockModel, group: Group) -> BlockModel:
     >>> from mpizero.layout import Axes
     >>> from mpizero.testing import run_in_threads
     >>> def shapes(comm):
-    ...     group = mz.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group
+    ...     group = mz.comm.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group
     ...     return [spec.shape for spec in mz.nn.model_specs(mz.nn.split_model(mz.nn.MLP(4, [6], 2), group))]
     >>> run_in_threads(2, shapes)  # columns of the first weight, rows of the second
     [[(4, 3), (3,), (3, 2), (2,)], [(4, 3), (3,), (3, 2), (2,)]]
@@ -1227,7 +1227,7 @@ def whole_prediction(model: BlockModel, y: Array) -> Array:
     >>> from mpizero.testing import run_in_threads
     >>> gpt = mz.nn.GPT(dim=8, layers=1, heads=2, sequence=4)
     >>> def logits(comm):
-    ...     part = mz.nn.split_model(gpt, mz.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group)
+    ...     part = mz.nn.split_model(gpt, mz.comm.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group)
     ...     params = mz.nn.bind(part, mz.nn.initial_parameters(part))
     ...     y = mz.nn.evaluate(part, params, np.zeros((1, 4), int))
     ...     return y.shape, mz.nn.whole_prediction(part, y).shape

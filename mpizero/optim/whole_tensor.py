@@ -35,7 +35,7 @@ class TensorStep(NamedTuple):
     Examples
     --------
     >>> import mpizero as mz
-    >>> step = mz.TensorStep(number=1, lr=0.1, weight_decay=0.01)
+    >>> step = mz.optim.TensorStep(number=1, lr=0.1, weight_decay=0.01)
     >>> 1.0 - step.lr * step.weight_decay  # the factor of decoupled weight decay
     0.999
     """
@@ -68,7 +68,7 @@ class TensorOptimizer(AdamW):
     --------
     >>> import numpy as np
     >>> import mpizero as mz
-    >>> class SpectralDescent(mz.TensorOptimizer):  # steps along the orthogonal factor of the gradient
+    >>> class SpectralDescent(mz.optim.TensorOptimizer):  # steps along the orthogonal factor of the gradient
     ...     def state_shapes(self, shape):
     ...         return {}
     ...     def cost(self, shape):
@@ -201,7 +201,7 @@ class Muon(TensorOptimizer):
     >>> import mpizero as mz
     >>> muon = mz.Muon(lr=0.02, exclude=["head.*"])
     >>> w, g, state = np.zeros((2, 2)), np.array([[3.0, 0.0], [0.0, 1.0]]), {"momentum_buffer": np.zeros((2, 2))}
-    >>> muon.update_tensor(w, g, state, mz.TensorStep(number=1, lr=1.0, weight_decay=0.0))
+    >>> muon.update_tensor(w, g, state, mz.optim.TensorStep(number=1, lr=1.0, weight_decay=0.0))
     >>> w.round(1)  # nearly minus the orthogonal factor of the gradient
     array([[-0.8,  0. ],
            [ 0. , -1.1]])

@@ -5,21 +5,6 @@ from typing import TYPE_CHECKING
 from mpizero._util.names import lazy_names
 
 if TYPE_CHECKING:
-    from mpizero.sharding.compatibility import DDPModel as DDPModel
-    from mpizero.sharding.compatibility import DDPOptimizer as DDPOptimizer
-    from mpizero.sharding.compatibility import FSDPModel as FSDPModel
-    from mpizero.sharding.compatibility import FSDPOptimizer as FSDPOptimizer
-    from mpizero.sharding.compatibility import HybridShardedModel as HybridShardedModel
-    from mpizero.sharding.compatibility import HybridShardedOptimizer as HybridShardedOptimizer
-    from mpizero.sharding.compatibility import PipelineParallelModel as PipelineParallelModel
-    from mpizero.sharding.compatibility import ShardedModelBase as ShardedModelBase
-    from mpizero.sharding.compatibility import TensorParallelModel as TensorParallelModel
-    from mpizero.sharding.compatibility import ZeRO1Model as ZeRO1Model
-    from mpizero.sharding.compatibility import ZeRO1Optimizer as ZeRO1Optimizer
-    from mpizero.sharding.compatibility import ZeRO2Model as ZeRO2Model
-    from mpizero.sharding.compatibility import ZeRO2Optimizer as ZeRO2Optimizer
-    from mpizero.sharding.compatibility import ZeRO3Model as ZeRO3Model
-    from mpizero.sharding.compatibility import ZeRO3Optimizer as ZeRO3Optimizer
     from mpizero.sharding.config import Config as Config
     from mpizero.sharding.config import ShardingConfig as ShardingConfig
     from mpizero.sharding.diagnostics import BadStep as BadStep

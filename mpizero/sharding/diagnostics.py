@@ -110,7 +110,7 @@ class BadStep:
     >>> config = mz.ShardingConfig(comm="self", micro_batch=1, bad_steps=mz.BadSteps(warn=False))
     >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
     ...     _ = model.train(x, y)
-    ...     folder = mz.dump_bad_step(model, (x, y), "bad_steps")
+    ...     folder = mz.sharding.dump_bad_step(model, (x, y), "bad_steps")
     >>> step = mz.sharding.read_bad_step(folder)
     >>> step.step, step.global_batch, step.found[0]["tensor"], step.grains[0].x.tolist()
     (1, 2, 'loss', [[inf]])
@@ -173,7 +173,7 @@ def dump_bad_step(
     >>> batch = np.array([[np.inf]], np.float32), np.array([0])
     >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.AdamW(), comm="self") as model:
     ...     _ = model.train(*batch)
-    ...     sorted(path.name for path in mz.dump_bad_step(model, batch, "bad_steps").iterdir())
+    ...     sorted(path.name for path in mz.sharding.dump_bad_step(model, batch, "bad_steps").iterdir())
     ['grain_00000.npz', 'step.json']
     """
     report, comm = model.last_step, model.mesh.communicator
@@ -283,7 +283,7 @@ def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
     >>> config = mz.ShardingConfig(comm="self", micro_batch=1, bad_steps=mz.BadSteps(warn=False))
     >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
     ...     _ = model.train(x, y)
-    ...     folder = mz.dump_bad_step(model, (x, y), "bad_steps")
+    ...     folder = mz.sharding.dump_bad_step(model, (x, y), "bad_steps")
     >>> mz.sharding.read_bad_step(folder).grains[0].samples
     array([1])
     """
@@ -455,8 +455,8 @@ class Replay:
     >>> config = mz.ShardingConfig(comm="self", micro_batch=1, bad_steps=mz.BadSteps(warn=False))
     >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
     ...     _ = model.train(x, y)
-    ...     folder = mz.dump_bad_step(model, (x, y), "bad_steps")
-    ...     replay = mz.replay_bad_step(folder, model)[0]
+    ...     folder = mz.sharding.dump_bad_step(model, (x, y), "bad_steps")
+    ...     replay = mz.sharding.replay_bad_step(folder, model)[0]
     >>> replay.start, replay.stop, replay.first.what, replay.first.name
     (1, 2, 'input', 'x')
     """
@@ -506,8 +506,8 @@ def replay_bad_step(step: BadStep | str | os.PathLike[str], model: Model) -> lis
     >>> config = mz.ShardingConfig(comm="self", micro_batch=1, bad_steps=mz.BadSteps(warn=False))
     >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
     ...     _ = model.train(x, y)
-    ...     folder = mz.dump_bad_step(model, (x, y), "bad_steps")
-    ...     first = mz.replay_bad_step(folder, model)[0].first  # the first array that is not finite
+    ...     folder = mz.sharding.dump_bad_step(model, (x, y), "bad_steps")
+    ...     first = mz.sharding.replay_bad_step(folder, model)[0].first  # the first array that is not finite
     >>> first.what, first.not_finite
     ('input', 1)
     """

@@ -414,7 +414,8 @@ def measured_costs(model: BlockModel, x: Array, y: Array, mesh: Mesh | ShardingC
     >>> import numpy as np
     >>> import mpizero as mz
     >>> with mz.Mesh("self") as mesh:
-    ...     costs = mz.measured_costs(mz.nn.MLP(2, [4], 2), np.eye(2, dtype=np.float32), np.array([0, 1]), mesh)
+    ...     x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
+    ...     costs = mz.sharding.measured_costs(mz.nn.MLP(2, [4], 2), x, y, mesh)
     >>> len(costs), min(costs) > 0.0  # one a block, for mz.Config(costs=costs)
     (2, True)
     """

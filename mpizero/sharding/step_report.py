@@ -177,7 +177,7 @@ class BadSteps:
 
 _ADVICE = (
     "lower the learning rate, set ShardingConfig(clip=...), or look at the data: "
-    "mpizero.dump_bad_step(model, (x, y), folder) keeps the samples"
+    "mpizero.sharding.dump_bad_step(model, (x, y), folder) keeps the samples"
 )
 
 

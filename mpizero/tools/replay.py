@@ -92,7 +92,7 @@ def _config_of(step: BadStep, path: str) -> RunConfig:
     except KeyError:
         raise DataError(
             f"{path}: has no configuration: not written by `mpizero train`; replay it from Python, with "
-            "mpizero.replay_bad_step(path, model)"
+            "mpizero.sharding.replay_bad_step(path, model)"
         ) from None
     except (ConfigError, TypeError, ValueError) as error:
         raise DataError(f"{path}: its configuration is of another version: {error}") from None

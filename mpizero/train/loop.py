@@ -615,7 +615,7 @@ class NumberWatch:
             return f"its samples cannot be kept: {error}"
         if "config" in about:
             return f"see: mpizero replay {path}"
-        return f"see: mpizero.replay_bad_step({str(path)!r}, model)"
+        return f"see: mpizero.sharding.replay_bad_step({str(path)!r}, model)"
 
     def _indices(self, step: int) -> Any:
         """Return the positions in the training data of the samples that this rank was given in a step."""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from mpizero.sharding.api import ZERO_STAGES
 
 import mpizero as mz
 from mpizero.comm import Communicator, ProcessGrid, reduce
@@ -18,6 +17,7 @@ from mpizero.errors import ConfigError
 from mpizero.guard import guard
 from mpizero.layout import SCHEDULES, Axes, Grains
 from mpizero.nn import Frozen
+from mpizero.sharding.compatibility import ZERO_STAGES
 from mpizero.sharding.config import placement
 from mpizero.sharding.partition import ParallelLayout
 from mpizero.testing import parallel_assert, run_in_threads

@@ -189,7 +189,7 @@ def test_start_values_that_depend_on_the_rank_are_found_before_the_first_step():
     assert "start values" in found.diagnosis
 
 
-class Unrepeatable(mz.TensorOptimizer):
+class Unrepeatable(mz.optim.TensorOptimizer):
     """An optimizer whose state of whole tensors has random numbers without a seed, which no parameter sees."""
 
     tensor_slots = ("noise",)

@@ -119,11 +119,10 @@ def sleep_until(*names):
 
 def settle():
     """Train alone, by names that begin no supervised life: what NumPy and Numba register stays in the process."""
-    from mpizero.sharding.api import distribute
-
     from mpizero.nn.models import MLP
     from mpizero.optim import AdamW
     from mpizero.sharding.config import ShardingConfig
+    from mpizero.sharding.model import distribute
 
     with ShardingConfig(comm="self", embedded=True) as config:
         model = distribute(MLP(3, (8,), 2, dtype="float64"), AdamW(lr=0.01), config=config)

@@ -272,14 +272,14 @@ def test_the_samples_of_a_bad_step_are_kept_and_replayed_as_trees(tmp_path: Path
             x[4, :2] = 0.0
             batch = as_tree(*part(comm, x, y))
             model.train(*batch)
-            return mz.dump_bad_step(model, batch, tmp_path)
+            return mz.sharding.dump_bad_step(model, batch, tmp_path)
 
     path, _ = run_in_threads(2, run)
     bad = next(held for held in seen if not held[0].any())
     seen.clear()
     model, _ = sharded("zero1", None, mz.FunctionModel({"w": np.ones(2)}, loss_and_grad), micro_batch=2)
     with model:
-        (replay,) = mz.replay_bad_step(path, model)
+        (replay,) = mz.sharding.replay_bad_step(path, model)
     assert (replay.start, replay.stop, replay.first.what, replay.first.name) == (4, 6, "gradient", "w")
     assert [f.name for f in replay.figures if f.what == "input"][:2] == ["x['b']", "x['a'][0].left"]
     assert [np.asarray(a).tolist() for a in seen[0]] == [np.asarray(a).tolist() for a in bad]
@@ -302,13 +302,13 @@ def test_a_made_up_structure_is_refused(structure: Any, tmp_path: Path) -> None:
     with model:
         batch = {"a": nan, "b": nan}, nan
         model.train(*batch)
-        path = mz.dump_bad_step(model, batch, tmp_path)
-        assert mz.replay_bad_step(path, model)
+        path = mz.sharding.dump_bad_step(model, batch, tmp_path)
+        assert mz.sharding.replay_bad_step(path, model)
         told = json.loads((path / "step.json").read_text())
         assert told["structure"] == {"x": {"dict": [["a", "*"], ["b", "*"]]}, "y": "*"}
         (path / "step.json").write_text(json.dumps({**told, "structure": structure}))
         with pytest.raises(DataError, match=r"structure|not the samples of a grain"):
-            mz.replay_bad_step(path, model)
+            mz.sharding.replay_bad_step(path, model)
 
 
 def test_layouts_are_compared_on_trees() -> None:

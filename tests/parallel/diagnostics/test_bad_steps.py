@@ -51,7 +51,7 @@ def test_the_loss_of_the_first_grain_is_named_on_every_layout(tmp_path: Path) ->
             assert set(comm.allgather_object(found)) == {found}
             assert model.parameters_sha256() == before
             step = read_bad_step(
-                mz.dump_bad_step(model, part(comm, x, y), tmp_path / f"{comm.size} {strategy} {memory}")
+                mz.sharding.dump_bad_step(model, part(comm, x, y), tmp_path / f"{comm.size} {strategy} {memory}")
             )
             assert [list(grain.samples) for grain in step.grains] == [[f.start, f.start + 1] for f in found]
             np.testing.assert_array_equal(np.concatenate([grain.x for grain in step.grains]), x[bad : bad + 32])
@@ -81,7 +81,7 @@ def test_a_gradient_of_a_split_model_is_named_by_its_block_whoever_holds_it(way:
             first = model.last_step.non_finite[0]
             assert first.tensor.startswith("blocks.1." if armed else "loss")
             assert not armed or (first.start, first.stop) == (4, 6)
-            step = read_bad_step(mz.dump_bad_step(model, mine, tmp_path))
+            step = read_bad_step(mz.sharding.dump_bad_step(model, mine, tmp_path))
             np.testing.assert_array_equal(step.grains[0].x, x[first.start : first.stop])
 
     run_in_threads(4, run)
@@ -103,7 +103,7 @@ def test_gradients_that_overflow_in_their_sum_are_named_with_their_owner() -> No
 
 def dumped(folder: Path, model: Any, x: Any, y: Any) -> Any:
     model.train(x, y)
-    return mz.dump_bad_step(model, (x, y), folder)
+    return mz.sharding.dump_bad_step(model, (x, y), folder)
 
 
 def test_a_replay_finds_the_first_value_that_is_not_finite(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_replay_finds_the_first_value_that_is_not_finite(tmp_path: Path) -> No
         values[entry.span.start : entry.span.stop] = 3e38
         model.set_parameters(values)
         path = dumped(tmp_path, model, x, y)
-        replays = mz.replay_bad_step(path, model)
+        replays = mz.sharding.replay_bad_step(path, model)
         assert [(r.start, r.stop) for r in replays] == [(0, 2), (2, 4)]
         for replay in replays:
             assert (replay.first.what, replay.first.name) == ("output", "blocks.1")
@@ -139,7 +139,7 @@ def test_a_replay_sees_what_the_training_saw(tmp_path: Path) -> None:
         armed.clear()
         assert model.last_step.skipped
         np.testing.assert_array_equal(model.get_parameters(), start)
-        replays = mz.replay_bad_step(path, model)
+        replays = mz.sharding.replay_bad_step(path, model)
         assert all(replay.first is None for replay in replays)
         assert sum(replay.loss for replay in replays) / sum(r.weight for r in replays) == model.last_step.loss
 
@@ -155,7 +155,7 @@ def test_a_black_box_is_replayed_with_its_loss_and_gradients(tmp_path: Path) -> 
         x = np.ones((3, 3))
         x[2, 1] = 0.0
         path = dumped(tmp_path, model, x, x)
-        (replay,) = mz.replay_bad_step(path, model)
+        (replay,) = mz.sharding.replay_bad_step(path, model)
         assert (replay.start, replay.stop, replay.first.what, replay.first.name) == (2, 3, "gradient", "w")
         assert (replay.first.not_finite, replay.first.size) == (1, 3)
 
@@ -164,7 +164,7 @@ def test_a_replay_wants_one_process(tmp_path: Path) -> None:
     def run(comm: Any) -> None:
         model, _ = sharded("ddp", comm, micro_batch=1)
         with model, pytest.raises(ConfigError, match="one process, the model is on 2"):
-            mz.replay_bad_step(tmp_path, model)
+            mz.sharding.replay_bad_step(tmp_path, model)
 
     run_in_threads(2, run)
 
@@ -183,10 +183,10 @@ def test_a_good_step_leaves_nothing_and_a_batch_of_objects_is_refused(tmp_path: 
     model, _ = sharded("ddp", None, micro_batch=2)
     with model:
         model.train(*points(4))
-        assert mz.dump_bad_step(model, points(4), tmp_path) is None
+        assert mz.sharding.dump_bad_step(model, points(4), tmp_path) is None
         model.train(*bad_points(4, 2))
         with pytest.raises(DataError, match="x is an array of objects: only arrays of numbers"):
-            mz.dump_bad_step(model, (np.array([None] * 4), points(4)[1]), tmp_path)
+            mz.sharding.dump_bad_step(model, (np.array([None] * 4), points(4)[1]), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -385,14 +385,14 @@ def test_the_error_of_a_layer_comes_out_of_a_replay_as_itself(tmp_path: Path, at
 
         monkeypatch.setattr(mz.nn.Linear, at, broken)
         with pytest.raises(ZeroDivisionError, match=f"{at} of a layer"):
-            mz.replay_bad_step(path, model)
+            mz.sharding.replay_bad_step(path, model)
 
 
 def test_samples_that_the_model_does_not_take_are_named_by_the_layer(dump: Path) -> None:
     grain(dump / "grain_00001.npz", x=npy("<f4", (2, 5), bytes(40)))
     model, _ = sharded("ddp", None, micro_batch=2)
     with model, pytest.raises(DataError, match=r"takes 6 features.* shape \(2, 5\)"):
-        mz.replay_bad_step(dump, model)
+        mz.sharding.replay_bad_step(dump, model)
 
 
 def test_complex_samples_of_a_black_box_are_looked_at_as_two_numbers_each(tmp_path: Path) -> None:
@@ -402,6 +402,6 @@ def test_complex_samples_of_a_black_box_are_looked_at_as_two_numbers_each(tmp_pa
     model, _ = sharded("zero1", None, mz.FunctionModel({"w": np.ones(3)}, loss_and_grad), micro_batch=1)
     with model:
         x = np.array([[1 + 2j, complex(np.inf, 0)]])
-        (replay,) = mz.replay_bad_step(dumped(tmp_path, model, x, x.real), model)
+        (replay,) = mz.sharding.replay_bad_step(dumped(tmp_path, model, x, x.real), model)
     given = next(figures for figures in replay.figures if figures.what == "input")
     assert (given.minimum, given.maximum, given.not_finite, given.size) == (0.0, 2.0, 1, 4)

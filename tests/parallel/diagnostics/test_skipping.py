@@ -241,7 +241,7 @@ def test_a_good_step_begins_the_count_anew() -> None:
 
 
 def test_a_policy_may_be_silent_never_raise_and_ask_for_a_call(capsys: pytest.CaptureFixture[str]) -> None:
-    seen: list[mz.StepReport] = []
+    seen: list[mz.sharding.StepReport] = []
     policy = mz.BadSteps(limit=None, warn=False, callback=seen.append)
     model, _ = sharded("zero1", None, ten(), bad_steps=policy)
     with model:
@@ -256,7 +256,7 @@ def test_a_policy_may_be_silent_never_raise_and_ask_for_a_call(capsys: pytest.Ca
 def test_a_callback_may_keep_the_samples_of_the_step(tmp_path: Any) -> None:
     def run(comm: Any) -> None:
         batch = part(comm, BAD, BAD)
-        policy = mz.BadSteps(limit=1, callback=lambda report: mz.dump_bad_step(model, batch, tmp_path))
+        policy = mz.BadSteps(limit=1, callback=lambda report: mz.sharding.dump_bad_step(model, batch, tmp_path))
         model, _ = sharded("zero1", comm, ten(), micro_batch=1, bad_steps=policy)
         with model, pytest.raises(NonFiniteError):
             model.train(*batch)

@@ -176,8 +176,8 @@ def test_a_nan_that_was_computed_is_a_bad_step_and_can_be_replayed(tmp_path: Pat
     with model:
         model.train(*vectors(4))
         assert "the gradient of 'b' is not finite" in model.last_step.skipped
-        path = mz.dump_bad_step(model, vectors(4), tmp_path)
-        (first, *_) = mz.replay_bad_step(path, model)
+        path = mz.sharding.dump_bad_step(model, vectors(4), tmp_path)
+        (first, *_) = mz.sharding.replay_bad_step(path, model)
         assert (first.first.what, first.first.name) == ("gradient", "b")
 
 

@@ -33,7 +33,7 @@ from tests.parallel.parallel_layouts import Case, Way, known, trained_alone
 from tests.parallel.parallel_layouts import trained as spread
 
 
-class RowMeans(mz.TensorOptimizer):
+class RowMeans(mz.optim.TensorOptimizer):
     """Gradient descent along the mean over the steps of each row's sum: a user's own, with a state of its own shape."""
 
     tensor_slots = ("sums", "count")

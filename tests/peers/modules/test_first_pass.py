@@ -361,7 +361,7 @@ def test_a_measurement_before_the_training_hides_nothing() -> None:
     model = TorchModel(lambda: nn.Sequential(nn.Linear(3, 3), Net("tensor")), total, blocks=["0", "1"])
     with mz.ShardingConfig(comm="self", micro_batch=4) as config:
         with pytest.raises(MpizeroError, match="'seen'"):
-            mz.measured_costs(model, X[:4], Y[:4], config)
+            mz.sharding.measured_costs(model, X[:4], Y[:4], config)
         with mz.distribute(model, mz.SGD(0.1), config=config) as placed, pytest.raises(MpizeroError, match="'seen'"):
             placed.train(X, Y)
 

@@ -175,7 +175,7 @@ class Inversion:
         apart = (velocity - self._truth)[self._settings.survey.water :]
         return float(np.sqrt(np.mean(apart**2, dtype=np.float64)))
 
-    def _look(self, stage: int, found: mz.MinimizeResult) -> None:
+    def _look(self, stage: int, found: mz.sharding.MinimizeResult) -> None:
         """Report an iteration, and save a checkpoint where one is due; the callback of ``minimize``."""
         peak, most = self._settings.peaks[stage], self._settings.iterations
         error = self._error(found.model.named_parameters()["velocity"])
