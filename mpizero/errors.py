@@ -93,9 +93,9 @@ class StateError(MpizeroError, RuntimeError):
     Examples
     --------
     >>> import mpizero as mz
-    >>> mz.ZeRO2Optimizer(mz.AdamW()).step()
+    >>> mz.ShardedOptimizer(mz.AdamW()).step()
     Traceback (most recent call last):
-    mpizero.errors.StateError: ZeRO2Optimizer has no model yet: call set_model first, ...
+    mpizero.errors.StateError: ShardedOptimizer has no model yet: call set_model first, ...
     """
 
 
@@ -118,7 +118,7 @@ class UnsupportedError(MpizeroError, NotImplementedError):
     --------
     >>> import mpizero as mz
     >>> model = mz.FunctionModel({"w": [1.0]}, lambda parameters, batch: (0.0, {"w": [0.0]}, 1.0))
-    >>> with mz.DDPModel(model, mz.ShardingConfig(comm="self")) as placed:
+    >>> with mz.distribute(model, None, "ddp", comm="self") as placed:
     ...     placed.predict([[1.0]])
     Traceback (most recent call last):
     mpizero.errors.UnsupportedError: FunctionModel has no predict function: give one, FunctionModel(..., predict=...)
@@ -381,8 +381,8 @@ class NonFiniteError(MpizeroError, ArithmeticError):
     --------
     >>> import numpy as np
     >>> import mpizero as mz
-    >>> config = mz.ShardingConfig(comm="self", bad_steps=mz.BadSteps(limit=1, warn=False))
-    >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    >>> config = mz.Config(bad_steps=mz.BadSteps(limit=1, warn=False))
+    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config, comm="self") as model:
     ...     model.train(np.array([[np.nan]], np.float32), np.array([0]))
     Traceback (most recent call last):
     mpizero.errors.NonFiniteError: step 1: skipped 1 steps in a row: ...
@@ -398,11 +398,11 @@ class IntegrityError(MpizeroError):
     --------
     >>> import numpy as np
     >>> import mpizero as mz
-    >>> config = mz.ShardingConfig(comm="self", check_every=1)
+    >>> config = mz.Config(check_every=1)
     >>> x, y = np.ones((2, 1), np.float32), np.array([0, 1])
-    >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config, comm="self") as model:
     ...     _ = model.train(x, y)
-    ...     model.engine.store.values[0] += 1.0  # no code of a user does that
+    ...     model._engine.store.values[0] += 1.0  # no code of a user does that
     ...     model.train(x, y)
     Traceback (most recent call last):
     mpizero.errors.IntegrityError: state in memory is damaged: parameter 'output.linear.weight', elements 0 to 1, ...

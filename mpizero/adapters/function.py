@@ -99,7 +99,7 @@ class FunctionModel:
     >>> model = mz.FunctionModel({"slope": np.zeros(1)}, squares)
     >>> with mz.distribute(model, mz.SGD(lr=0.1), comm="self") as placed:
     ...     losses = [placed.train(x, 3 * x) for _ in range(20)]
-    ...     placed.get_parameters().round(3)
+    ...     placed.gather_full_parameters().round(3)
     array([3.])
     """
 

@@ -446,7 +446,7 @@ def open_checkpoint(folder: str | os.PathLike[str], comm: object = None) -> Read
     >>> import tempfile
     >>> import mpizero as mz
     >>> with mz.ShardingConfig(comm="self") as config, tempfile.TemporaryDirectory() as run:
-    ...     with mz.DDPModel(mz.nn.MLP(2, [3], 2), config) as model:
+    ...     with mz.distribute(mz.nn.MLP(2, [3], 2), None, "ddp", config=config) as model:
     ...         model.save_model(f"{run}/final")
     ...     with mz.checkpoint.open_checkpoint(f"{run}/final", comm="self") as reader:
     ...         print(reader.read_whole("parameters/output.linear.weight").shape)

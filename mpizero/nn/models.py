@@ -497,7 +497,7 @@ class MLP:
     ['hidden.0', 'output']
     >>> x = np.random.default_rng(0).normal(size=(16, 2))
     >>> with mz.ShardingConfig(comm="self") as config:
-    ...     with mz.DDPModel(net, config, optimizer=mz.Adam(lr=0.05)) as model:
+    ...     with mz.distribute(net, mz.Adam(lr=0.05), "ddp", config=config) as model:
     ...         losses = [model.train(x, x[:, :1] * x[:, 1:]) for step in range(20)]
     >>> losses[-1] < losses[0]
     True
@@ -668,7 +668,7 @@ class GPT:
     ['embedding', 'blocks.0', 'head']
     >>> ids = np.frombuffer(b"to be, or not to be", np.uint8).astype(int)[np.newaxis, :17]
     >>> with mz.ShardingConfig(comm="self") as config:
-    ...     with mz.DDPModel(gpt, config, optimizer=mz.AdamW(lr=0.01)) as model:
+    ...     with mz.distribute(gpt, mz.AdamW(lr=0.01), "ddp", config=config) as model:
     ...         losses = [model.train(ids[:, :-1], ids[:, 1:]) for step in range(5)]
     >>> losses[-1] < losses[0] < 5.6  # log 256 at the start
     True

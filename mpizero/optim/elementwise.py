@@ -353,7 +353,7 @@ class Adam(FlatOptimizer):
     >>> import mpizero as mz
     >>> x, y = np.array([[1.0], [2.0], [3.0]]), np.array([[2.0], [4.0], [6.0]])
     >>> line = mz.nn.MLP(1, [], 1, task="regression", dtype="float64")
-    >>> with mz.ZeRO1Model(line, mz.ShardingConfig(comm="self"), optimizer=mz.Adam(lr=0.5)) as model:
+    >>> with mz.distribute(line, mz.Adam(lr=0.5), "zero1", comm="self") as model:
     ...     losses = [model.train(x, y) for _ in range(20)]
     ...     sorted(model.optimizer.state_dict()["state"])
     ['exp_avg', 'exp_avg_sq']
@@ -976,7 +976,7 @@ class DynamicLossScale:
     >>> state.after(finite=True).after(finite=True).scale
     2048.0
     >>> with mz.ShardingConfig(comm="self") as config:
-    ...     sharded = mz.ZeRO2Optimizer(mz.AdamW(), config, loss_scale=mz.DynamicLossScale(initial=1024.0))
+    ...     sharded = mz.ShardedOptimizer(mz.AdamW(), config, loss_scale=mz.DynamicLossScale(initial=1024.0))
     ...     sharded.loss_scale.initial
     1024.0
     """

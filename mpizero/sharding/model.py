@@ -57,8 +57,9 @@ class Gradients:
 
         - Not synchronized: the gradient of the sum of losses over the samples that this rank computed.
         - Synchronized: the averaged gradient. DDP and ZeRO-1 have it of all parameters, ZeRO-2 and ZeRO-3 only of the
-          ranges that this rank owns, as ``local_parameter_shard`` has the parameters.
-        - Gathered (by ``gather=True``): the averaged gradient of the whole model, in the order of ``get_parameters``.
+          ranges that this rank owns, those of ``owned``, one after the other.
+        - Gathered (by ``gather=True``): the averaged gradient of the whole model, in the order of
+          ``gather_full_parameters``.
 
         In the first two kinds, a rank of a split model has only parameters of its pipeline stage and tensor part.
     weight : float
@@ -75,7 +76,7 @@ class Gradients:
     >>> import numpy as np
     >>> import mpizero as mz
     >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
-    >>> with mz.DDPModel(mz.nn.MLP(2, [], 2), mz.ShardingConfig(comm="self")) as model:
+    >>> with mz.distribute(mz.nn.MLP(2, [], 2), None, "ddp", comm="self") as model:
     ...     gradients = model.compute_gradients(x, y, gather=True)
     ...     model.apply_gradients(gradients, learning_rate=0.1)
     >>> gradients.weight, gradients.synchronized, {name: g.shape for name, g in gradients.named().items()}
@@ -335,8 +336,8 @@ class Model(ParameterAccess):
         epoch : int
             As in :meth:`train`.
         gather : bool
-            Whether to return the gradient of the whole model on every rank, in the order of ``get_parameters`` and with
-            the same bits under every strategy.
+            Whether to return the gradient of the whole model on every rank, in the order of ``gather_full_parameters``
+            and with the same bits under every strategy.
 
         Raises
         ------

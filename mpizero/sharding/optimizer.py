@@ -62,8 +62,9 @@ class ShardedOptimizer:
     Examples
     --------
     >>> import mpizero as mz
-    >>> isinstance(mz.ZeRO1Optimizer(mz.AdamW()), mz.ShardedOptimizer)
-    True
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(), comm="self") as model:
+    ...     type(model.optimizer).__name__, model.optimizer.step_count
+    ('ShardedOptimizer', 0)
     """
 
     #: Strategies of the models to which this class can be bound; empty for any strategy.
@@ -431,7 +432,7 @@ class GradientCompressionOptimizer(ShardedOptimizer):
     >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
     >>> def bytes_sent(comm, optimizer):
     ...     with mz.ShardingConfig(comm=comm, share_node_memory=False) as config:
-    ...         with mz.DDPModel(mz.nn.MLP(4, [64], 2), config, optimizer=optimizer) as model:
+    ...         with mz.distribute(mz.nn.MLP(4, [64], 2), optimizer, "ddp", config=config) as model:
     ...             part = slice(2 * comm.rank, 2 * comm.rank + 2)
     ...             model.train(x[part], y[part])
     ...             return model.last_step.bytes_sent
@@ -472,10 +473,10 @@ class LocalSGDOptimizer(ShardedOptimizer):
     """Train one copy of the model on each rank's batches, and average the copies every ``every`` steps.
 
     The mean is a tree sum over ranks, so it has the same bits on every rank. Unlike with the sharded strategies, the
-    result depends on the number of ranks. The optimizer must be bound to a ``DDPModel``. From then on each rank has its
-    own parameters and optimizer state. ``train`` returns the mean loss over the batches of all ranks. ``evaluate``
-    computes each rank's samples with the parameters of that rank, and sums over all ranks. A checkpoint holds the mean
-    of the parameters, and the optimizer state of rank 0.
+    result depends on the number of ranks. The optimizer must be bound to a model of strategy "ddp". From then on each
+    rank has its own parameters and optimizer state. ``train`` returns the mean loss over the batches of all ranks.
+    ``evaluate`` computes each rank's samples with the parameters of that rank, and sums over all ranks. A checkpoint
+    holds the mean of the parameters, and the optimizer state of rank 0.
 
     Parameters
     ----------
@@ -500,7 +501,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
     >>> def train(comm):
     ...     with mz.ShardingConfig(comm=comm) as config:
     ...         local = mz.LocalSGDOptimizer(mz.SGD(lr=0.5), every=2)
-    ...         with mz.DDPModel(mz.nn.MLP(2, [], 2), config, optimizer=local) as model:
+    ...         with mz.distribute(mz.nn.MLP(2, [], 2), local, "ddp", config=config) as model:
     ...             part = slice(comm.rank, comm.rank + 1)
     ...             for _ in range(4):
     ...                 model.train(x[part], y[part])

@@ -615,7 +615,7 @@ class ModelMetadata:
     Examples
     --------
     >>> import mpizero as mz
-    >>> with mz.ZeRO3Model(mz.nn.MLP(2, [4], 2), mz.ShardingConfig(comm="self"), optimizer=mz.AdamW()) as model:
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(), "zero3", comm="self") as model:
     ...     found = model.metadata()
     >>> found.strategy, found.sharded, found.parameter_count
     ('ZeRO-3', ('parameters', 'gradients', 'optimizer state'), 22)

@@ -278,8 +278,8 @@ def paged(nbytes: int, page: int = PAGE) -> int:
 
 #: Advice in errors: how to need less memory for model state, and for computing.
 STATE_ADVICE = (
-    "shard more (FSDPModel keeps 1/ranks of parameters, gradients and optimizer state), use more ranks or nodes, or "
-    "split the model (HybridShardedModel); `mpizero plan` tells what a layout needs"
+    'shard more (the strategy "zero3" keeps 1/ranks of parameters, gradients and optimizer state), use more ranks or '
+    "nodes, or split the model (mz.Mesh(pipeline=...)); `mpizero plan` tells what a layout needs"
 )
 COMPUTING_ADVICE = "choose a smaller micro_batch, more micro-batches (accumulate), or checkpointed blocks"
 

@@ -40,8 +40,8 @@ class NonFinite:
     --------
     >>> import numpy as np
     >>> import mpizero as mz
-    >>> config = mz.ShardingConfig(comm="self", micro_batch=1, bad_steps=mz.BadSteps(warn=False))
-    >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    >>> config = mz.Config(micro_batch=1, bad_steps=mz.BadSteps(warn=False))
+    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config, comm="self") as model:
     ...     _ = model.train(np.array([[0.0], [np.inf]], np.float32), np.array([0, 1]))
     ...     found = model.last_step.non_finite[0]
     >>> found.step, found.rank, found.tensor, found.start, found.stop
@@ -95,8 +95,8 @@ class StepReport:
     >>> import numpy as np
     >>> import mpizero as mz
     >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
-    >>> config = mz.ShardingConfig(comm="self", clip=1.0)
-    >>> with mz.DDPModel(mz.nn.MLP(2, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    >>> config = mz.Config(clip=1.0)
+    >>> with mz.distribute(mz.nn.MLP(2, [], 2), mz.SGD(0.1), "ddp", config=config, comm="self") as model:
     ...     loss, report = model.train(x, y), model.last_step
     >>> report.step, report.weight, report.learning_rate, report.skipped, report.loss == loss
     (1, 2.0, 0.1, None, True)
@@ -155,8 +155,8 @@ class BadSteps:
     >>> import mpizero as mz
     >>> seen = []
     >>> bad_steps = mz.BadSteps(limit=None, warn=False, callback=lambda report: seen.append(report.skipped))
-    >>> config = mz.ShardingConfig(comm="self", bad_steps=bad_steps)
-    >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    >>> config = mz.Config(bad_steps=bad_steps)
+    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config, comm="self") as model:
     ...     _ = model.train(np.array([[np.nan]], np.float32), np.array([0]))  # changes no parameter
     >>> seen
     ['the loss is not finite on rank 0, samples 0 to 0']

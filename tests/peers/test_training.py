@@ -59,7 +59,7 @@ def trained_here(model, optimizer, batches, strategy, **settings):
             with sharded:
                 for x, y in batches:
                     losses.append(sharded.train(x[comm.rank :: RANKS], y[comm.rank :: RANKS]))
-                return losses, sharded.get_parameters()
+                return losses, sharded.gather_full_parameters()
 
     return run_in_threads(RANKS, rank)[0]
 

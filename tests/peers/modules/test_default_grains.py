@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,16 +95,17 @@ def test_a_module_that_does_not_run_on_zeros_has_four_grains() -> None:
         assert np.isfinite(placed.train(x, x))
 
 
-def test_a_resumed_training_keeps_its_grains_whatever_samples_come_first() -> None:
+def test_a_resumed_training_keeps_its_grains_whatever_samples_come_first(tmp_path: Path) -> None:
     large, small = samples(16, 3, 64, 64), samples(16, 3, 8, 8)
     with mz.distribute(TorchModel(convolutions, TOTAL), mz.SGD(0.1), comm="self") as placed:
         placed.train(large, large)
-        data, size = placed.serialize(), placed.grain_size(1024)
+        placed.save_model(tmp_path / "saved")
+        size = placed.grain_size(1024)
         placed.train(small, small)
         assert placed.grain_size(1024) == size < sizes(TorchModel(convolutions, TOTAL), small, small, 1024)
         whole = placed.parameters_sha256()
     with mz.distribute(TorchModel(convolutions, TOTAL), mz.SGD(0.1), comm="self") as placed:
-        placed.deserialize(data)
+        placed.load_model(tmp_path / "saved")
         placed.train(small, small)
         assert placed.grain_size(1024) == size
         assert placed.parameters_sha256() == whole
