@@ -27,7 +27,7 @@ def main() -> None:
     config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=2)
     source = mz.data.TextSource(args.text, sequence=64)
     gpt = mz.nn.GPT(dim=args.dim, layers=2, heads=4, sequence=64)
-    with mz.FSDPModel(gpt, config, optimizer=mz.AdamW(lr=args.lr)) as model:
+    with mz.distribute(gpt, mz.AdamW(lr=args.lr), "fsdp", config=config) as model:
         for x, y in mz.data.batches(source, config, global_batch=args.batch, seed=0, steps=args.steps):
             loss = model.train(x, y)  # forward, backward, exact sum over ranks, sharded update
             if model.rank == 0 and model.optimizer.step_count % 10 == 0:

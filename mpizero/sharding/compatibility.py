@@ -11,13 +11,10 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import IO, Any, ClassVar, Self
 
-import numpy as np
-
-from mpizero import checkpoint
+from mpizero import checkpoint, nn
 from mpizero._util.names import explains
 from mpizero.comm.agreement import agree_equal, all_ranks, collective, recorded
 from mpizero.errors import ConfigError, SharedMemoryError, UnsupportedError
-from mpizero.layout.flat import nested
 from mpizero.sharding import state_dict
 from mpizero.sharding.config import Config, Placement, ShardingConfig, placement, ranks_of
 from mpizero.sharding.mesh import ORDER, Mesh
@@ -306,13 +303,8 @@ class ShardedModelBase(Model):
 
         A model of blocks takes a nested dictionary for each block, a black box takes arrays by name.
         """
-        full, layout = self.gather_full_parameters(), self._engine.whole.layout
-        blocks: dict[str, dict[str, Any]] = {block: {} for unit in layout.units for block in unit.blocks}
-        for entry in layout.entries:
-            blocks[entry.block][entry.local_name] = entry.spec.view(full[entry.span.start : entry.span.stop])
-        if not hasattr(self._wrapped, "blocks"):
-            return {block: np.asarray(arrays[""]) for block, arrays in blocks.items()}
-        return {block: nested(arrays) for block, arrays in blocks.items()}
+        named = self.named_parameters()
+        return nn.bind(self._wrapped, named) if hasattr(self._wrapped, "blocks") else named
 
 
 class DDPOptimizer(ShardedOptimizer):

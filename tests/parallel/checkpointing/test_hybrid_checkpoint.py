@@ -15,7 +15,7 @@ from mpizero import checkpoint
 from mpizero.errors import CheckpointError
 from mpizero.sharding.saved_attributes import recorded_tiles
 from mpizero.testing import parallel_assert, run_in_threads
-from tests.parallel.models import PRIVATE, gpt, part, require_saved, tokens
+from tests.parallel.models import KINDS, PRIVATE, gpt, part, require_saved, tokens
 from tests.parallel.parallel_layouts import of_first
 
 SCALE = mz.DynamicLossScale(initial=2.0**8, interval=3)
@@ -74,7 +74,7 @@ class Placed:
         self.config = mz.ShardingConfig(comm="self" if comm is None else comm, **settings)
         model, optimizer = gpt(dropout=dropout), mz.AdamW(lr=1e-2)
         if layout.strategy:
-            self.model = mz.distribute(model, optimizer, strategy=layout.strategy, config=self.config)
+            self.model = KINDS[layout.strategy](model, self.config, optimizer=optimizer)
         else:
             sizes = layout.pipeline, layout.tensor
             chunks = 2 if layout.schedule == "interleaved" else 1
