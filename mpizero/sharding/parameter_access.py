@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, TypeVar
 
 import numpy as np
 
@@ -122,6 +122,17 @@ class ParameterAccess:
         def __getattr__(self, name: str) -> Any:
             """Raise :class:`AttributeError` for what is not there."""
             raise not_here(self, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise :class:`TypeError`, which names the methods that take samples."""
+        raise TypeError("a sharded model is not called: model.predict(x), model.evaluate(x, y) or model.train(x, y)")
+
+    def __reduce__(self) -> NoReturn:
+        """Raise :class:`TypeError`, since a process has only a part of the model, and its ranks."""
+        raise TypeError(
+            "a sharded model can neither be pickled nor copied: model.save_model(path) writes it, on all ranks, and "
+            "model.named_parameters() has its arrays"
+        )
 
     def _place(self) -> None:
         """Check that all ranks passed equal arguments, and make the engine, which distributes the parameters."""

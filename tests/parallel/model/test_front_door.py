@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from functools import partial
@@ -170,6 +172,14 @@ def test_what_the_classes_of_single_strategies_have_is_answered_by_a_model() -> 
         for name in more:
             with pytest.raises(AttributeError, match=rf"'Model' object has no attribute '{name}': \w+"):
                 getattr(model, name)
+
+
+@pytest.mark.parametrize("habit", [lambda model: model(X), pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_model_that_is_called_pickled_or_copied_says_what_to_do(habit: Any) -> None:
+    with mz.distribute(mlp(), ADAMW, comm="self") as model:
+        with pytest.raises(TypeError, match=r"a sharded model .*: model\.(predict\(x\)|save_model\(path\))"):
+            habit(model)
+        assert np.isfinite(model.train(X, Y))
 
 
 def test_a_sharded_optimizer_without_a_configuration_takes_that_of_its_model() -> None:
