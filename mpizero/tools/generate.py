@@ -24,7 +24,7 @@ from mpizero.checkpoint.inspect import find_checkpoint
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks, from_rank_0
 from mpizero.errors import CheckpointError
-from mpizero.sharding import Model, ShardingConfig, state_dict
+from mpizero.sharding import Config, distribute, state_dict
 from mpizero.train.config.checks import SettingError, check_option
 from mpizero.train.config.sections import GptSection, ParallelSection
 from mpizero.train.run_folder import SavedRun
@@ -199,8 +199,9 @@ def open_language_model(
                 named = {spec.name: reader.read_whole(f"parameters/{spec.name}") for spec in specs}
                 predict = partial(nn.evaluate, model, nn.bind(model, named))
             else:
-                sharding = stack.enter_context(ShardingConfig(comm=comm, threads=threads))
-                sharded = stack.enter_context(Model(model, sharding, sharding.mesh, **layout.arguments()))
+                mesh = stack.enter_context(layout.mesh(comm))
+                config = Config(threads=threads, **layout.settings())
+                sharded = stack.enter_context(distribute(model, None, layout.strategy, mesh=mesh, config=config))
                 state_dict.restore(sharded._engine, reader)
                 predict = sharded.predict
         yield LanguageModel(model.sequence, predict)

@@ -32,7 +32,7 @@ def on_rank_0(call: Callable[[], Any]) -> None:
         call()
 
 
-@case.mistake(DIFFERS, "ZeRO2Model.compute_gradients at", "ZeRO2Model.train at", status=76, ranks=SEVERAL)
+@case.mistake(DIFFERS, "Model.compute_gradients at", "Model.train at", status=76, ranks=SEVERAL)
 def gradients_on_one_rank():
     """Call compute_gradients on one rank where the others call train."""
     model, _ = placed()
@@ -43,14 +43,14 @@ def gradients_on_one_rank():
     print(model.parameters_sha256())
 
 
-@case.mistake(DIFFERS, "ZeRO3Model.compute_gradients at", "ZeRO3Model.train at", status=76, ranks=SEVERAL)
+@case.mistake(DIFFERS, "Model.compute_gradients at", "Model.train at", status=76, ranks=SEVERAL)
 def gradients_on_one_rank_with_checks():
     """Call compute_gradients on one rank where the others call train, under ZeRO-3 with ``check_every=1``."""
     model, _ = placed("zero3", check_every=1)
     (model.compute_gradients if case.rank() == 1 else model.train)(*case.samples())
 
 
-@case.mistake(DIFFERS, "ZeRO2Model.check_integrity at", "ZeRO2Model.train at", status=76, ranks=SEVERAL)
+@case.mistake(DIFFERS, "Model.check_integrity at", "Model.train at", status=76, ranks=SEVERAL)
 def a_check_on_one_rank():
     """Call check_integrity on rank 0 only."""
     model, _ = placed()
@@ -58,7 +58,7 @@ def a_check_on_one_rank():
     model.train(*case.samples())
 
 
-@case.mistake(DIFFERS, "ZeRO2Model.evaluate at", "ZeRO2Model.train at", status=76, ranks=SEVERAL)
+@case.mistake(DIFFERS, "Model.evaluate at", "Model.train at", status=76, ranks=SEVERAL)
 def an_evaluation_on_one_rank():
     """Evaluate on rank 0 only."""
     model, _ = placed()
@@ -66,7 +66,7 @@ def an_evaluation_on_one_rank():
     model.train(*case.samples())
 
 
-@case.mistake(DIFFERS, "ZeRO3Model.parameters_sha256 at", "ZeRO3Model.train at", status=76, ranks=SEVERAL)
+@case.mistake(DIFFERS, "Model.parameters_sha256 at", "Model.train at", status=76, ranks=SEVERAL)
 def a_hash_on_one_rank():
     """Print the hash of the parameters on rank 0 only, although ranks share memory."""
     model, _ = placed("zero3")
@@ -74,7 +74,7 @@ def a_hash_on_one_rank():
     model.train(*case.samples())
 
 
-@case.mistake(DIFFERS, "DDPModel.get_parameters at", "DDPModel.train at", status=76, ranks=SEVERAL)
+@case.mistake(DIFFERS, "Model.get_parameters at", "Model.train at", status=76, ranks=SEVERAL)
 def parameters_of_one_rank():
     """Get the parameters on rank 0 only, to plot them."""
     model, _ = placed("ddp")
@@ -82,7 +82,7 @@ def parameters_of_one_rank():
     model.train(*case.samples())
 
 
-@case.mistake(DIFFERS, "ZeRO3Model.predict at", "ZeRO3Model.train at", status=76, ranks=SEVERAL)
+@case.mistake(DIFFERS, "Model.predict at", "Model.train at", status=76, ranks=SEVERAL)
 def a_prediction_on_one_rank():
     """Call predict on rank 0 only, although parameters are sharded."""
     model, _ = placed("zero3")
@@ -90,7 +90,7 @@ def a_prediction_on_one_rank():
     model.train(*case.samples())
 
 
-@case.mistake(DIFFERS, "ZeRO2Model.save_model at", "ZeRO2Model.train at", status=76, ranks=SEVERAL)
+@case.mistake(DIFFERS, "Model.save_model at", "Model.train at", status=76, ranks=SEVERAL)
 def a_save_on_one_rank():
     """Save the model on rank 0 only."""
     model, _ = placed()
@@ -99,7 +99,7 @@ def a_save_on_one_rank():
     model.train(*case.samples())
 
 
-@case.mistake(DIFFERS, "ZeRO2Model.close at", "ZeRO2Model.train at", status=76, ranks=SEVERAL)
+@case.mistake(DIFFERS, "Model.close at", "Model.train at", status=76, ranks=SEVERAL)
 def a_close_on_one_rank():
     """Close the model on rank 0 only."""
     model, _ = placed()
@@ -119,7 +119,7 @@ def an_error_of_one_rank_before_a_close():
         model.close()
 
 
-@case.mistake(DIFFERS, "ZeRO2Model.train at", "ZeRO2Model.evaluate at", status=76, ranks=SEVERAL)
+@case.mistake(DIFFERS, "Model.train at", "Model.evaluate at", status=76, ranks=SEVERAL)
 def one_batch_more_on_one_rank():
     """Train on a list of batches that is longer on one rank."""
     model, _ = placed()
@@ -128,7 +128,7 @@ def one_batch_more_on_one_rank():
     model.evaluate(*case.samples())
 
 
-@case.mistake(DIFFERS, "ZeRO2Model.train at", "ZeRO2Model.train 'model 2' at", status=76, ranks=SEVERAL)
+@case.mistake(DIFFERS, "Model.train at", "Model.train 'model 2' at", status=76, ranks=SEVERAL)
 def two_models_in_another_order():
     """Train two models of one configuration in another order on one rank."""
     first, _ = placed()
@@ -189,7 +189,7 @@ def a_state_of_each_rank():
     optimizer.load_state_dict(state | {"step_count": 7} if case.rank() == 1 else state)
 
 
-@case.mistake(DIFFERS, "ShardingConfig.close at", "ZeRO2Model.close at", status=76, ranks=SEVERAL)
+@case.mistake(DIFFERS, "ShardingConfig.close at", "Model.close at", status=76, ranks=SEVERAL)
 def the_configuration_before_the_model():
     """Close the configuration before the model on one rank."""
     model, _ = placed()

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.sharding import ShardingConfig
-from mpizero.train.config.build import build_sharding, computing_settings
+from mpizero.sharding import Config
+from mpizero.train.config.build import build_mesh, computing_settings
 from mpizero.train.config.schema import (
     OPTIMIZERS,
     CheckpointSection,
@@ -64,8 +64,7 @@ def test_time_is_given_in_seconds_or_as_batch_systems_write_it():
 def test_ranks_wait_for_one_another_as_long_as_the_configuration_says(given, seconds):
     config = parse(GPT, *given)
     assert config.train.timeout == seconds
-    assert build_sharding(config, None).timeout == seconds
-    assert computing_settings(config)["timeout"] == seconds  # of `mpizero verify`
+    assert build_mesh(config, None).timeout == seconds
 
 
 @pytest.mark.parametrize(
@@ -336,7 +335,7 @@ def test_the_mathematics_has_no_section_that_lays_out_work():
 
 def test_layouts_are_compared_with_all_settings_of_training_but_two():
     """Compressed gradients differ by the layout, and hashes of state are compared by the comparison itself."""
-    known = {item.name for item in fields(TrainSection)} & {item.name for item in fields(ShardingConfig)}
+    known = {item.name for item in fields(TrainSection)} & {item.name for item in fields(Config)}
     assert known - set(computing_settings(parse())) == {"gradient_compression", "check_every"}
 
 

@@ -25,7 +25,7 @@ from mpizero.comm.mesh import group_buffers
 from mpizero.data import batches
 from mpizero.layout.flat import FlatLayout
 from mpizero.optim.elementwise import averaging, state_size
-from mpizero.sharding import Model, ShardingConfig
+from mpizero.sharding import Config, Model, distribute
 from mpizero.sharding.config import placement
 from mpizero.sharding.partition import blocks_of
 from mpizero.tools.bench.machine import node_leaders, ranks_per_node
@@ -33,11 +33,11 @@ from mpizero.tools.bench.strategies import CacheMeter, MemoryRequest, idle_size,
 from mpizero.tools.plan.command import PlanRequest, plan
 from mpizero.tools.plan.plan import RankPlan, TrainingPlan
 from mpizero.train.config.build import (
+    build_mesh,
     build_model,
     build_optimizer,
-    build_sharding,
+    build_settings,
     build_source,
-    lay_out,
     model_and_sample,
     users_modules,
     with_batch,
@@ -307,24 +307,23 @@ class _LayoutRun:
     comm: Communicator
     model: nn.GPT
 
-    def config(self, comm: Communicator | str) -> ShardingConfig:
-        """Return settings by which each replica computes one grain a step. Not collective.
+    @property
+    def config(self) -> Config:
+        """Settings by which each replica computes one grain a step.
 
         The grain has ``request.micro_batches`` micro-batches of one sample each.
         """
-        count = self.request.micro_batches
-        share = self.parallel.share_node_memory
-        return ShardingConfig(comm=comm, micro_batch=1, accumulate=count, share_node_memory=share)
+        return Config(micro_batch=1, accumulate=self.request.micro_batches, **self.parallel.settings())
 
     def measure(self, steps: int) -> dict[str, Any]:
         """Train, and return this rank's figures, those of :func:`measure_steps`. Collective."""
 
         @contextmanager
         def placed() -> Iterator[Model]:
-            way, adamw = self.parallel.arguments(), optim.AdamW(lr=1e-4)
+            strategy, adamw = self.parallel.strategy, optim.AdamW(lr=1e-4)
             with (
-                self.config(self.comm) as config,
-                Model(self.model, config, config.mesh, **way, optimizer=adamw) as sharded,
+                self.parallel.mesh(self.comm) as mesh,
+                distribute(self.model, adamw, strategy, mesh=mesh, config=self.config) as sharded,
             ):
                 yield sharded
 
@@ -339,7 +338,8 @@ class _LayoutRun:
         planned = TrainingPlan(
             model=self.model,
             optimizer=optim.AdamW(lr=1e-4),
-            config=self.config("self"),
+            config=self.config,
+            mesh=self.parallel.mesh("self"),
             row=placement(self.parallel.strategy),
             parallel_layout=self.parallel.parallel_layout(),
             ranks=self.comm.size,
@@ -460,8 +460,10 @@ class _ConfigRun:
             with all_ranks(self.comm):
                 model = build_model(config, *self.sources)
             with (
-                build_sharding(config, self.comm) as sharding,
-                lay_out(model, build_optimizer(config), config.parallel, sharding) as sharded,
+                build_mesh(config, self.comm) as mesh,
+                distribute(
+                    model, build_optimizer(config), self.parallel.strategy, mesh=mesh, config=build_settings(config)
+                ) as sharded,
             ):
                 sharded.reserve(train.global_batch)
                 yield sharded

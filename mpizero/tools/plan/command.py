@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,14 +30,14 @@ from mpizero.tools.doctor import counted
 from mpizero.tools.plan.plan import PARTS, RankPlan, TrainingPlan
 from mpizero.tools.plan.time import Machine, TimeFloors
 from mpizero.tools.plan.traffic import PURPOSES
-from mpizero.train.config.build import build_optimizer, build_sharding, model_and_sample
+from mpizero.train.config.build import build_optimizer, build_settings, model_and_sample
 from mpizero.train.config.checks import check_option, optional
 from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.sections import VectorMethodSection
 from mpizero.types import BlockModel
 
 if TYPE_CHECKING:
-    from mpizero.comm import Communicator
+    pass
 
 
 #: Prefixes of units that a number of bytes may have.
@@ -124,12 +124,13 @@ def plan(config: RunConfig, request: PlanRequest) -> PlannedRun:
         raise config.optimizer.reject("name", "plan --machine expects no seconds of it: what a step computes varies")
     config, model, x, y = model_and_sample(config)
     parallel = config.parallel
-    sharding = build_sharding(config, cast("Communicator", "self"))  # whose ranks are never asked for
+    settings = build_settings(config)
     training = TrainingPlan(
         model=model,
         optimizer=build_optimizer(config),
-        config=sharding,
-        loss_scale=sharding.loss_scale(None) is not None,
+        config=settings,
+        mesh=parallel.mesh("self"),  # whose ranks are never asked for
+        loss_scale=settings.loss_scale(None) is not None,
         row=placement(parallel.strategy),
         parallel_layout=parallel.parallel_layout(),
         ranks=request.ranks,

@@ -21,7 +21,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
 from mpizero.data.batches import whole_batch
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.sharding import ShardingConfig
+from mpizero.sharding import Model
 from mpizero.tools.check_model.checks import examine
 from mpizero.tools.check_model.model import ModelReport
 from mpizero.tools.verify.compare import compare_layouts
@@ -66,10 +66,10 @@ def _verify(config: RunConfig, comm: Communicator, options: argparse.Namespace) 
         config = with_batch(config, source)
         layouts = choose(config, build_model(config, source, validation), comm, options.layouts, options.ranks)
 
-    def feed(sharding: ShardingConfig, group: Communicator) -> Iterator[Any]:
+    def feed(model: Model) -> Iterator[Any]:
         if isinstance(config.optimizer, VectorMethodSection):
-            return repeat(whole_batch(source, sharding, group=group))
-        return batches(source, sharding, config.train.global_batch, seed=config.train.seed, group=group)
+            return repeat(whole_batch(source, model))
+        return batches(source, model, config.train.global_batch, seed=config.train.seed)
 
     # The comparison of layouts would not find a model that is wrong in one process, too: check the model first.
     few = min(SAMPLES, config.train.global_batch, len(source))
@@ -91,6 +91,7 @@ def _verify(config: RunConfig, comm: Communicator, options: argparse.Namespace) 
             steps=options.steps,
             tolerance=options.tolerance,
             progress=_shown(progress),
+            timeout=config.train.timeout,
             **computing_settings(config),
         )
     finally:

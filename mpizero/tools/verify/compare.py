@@ -36,7 +36,7 @@ from mpizero.kernels import to_host
 from mpizero.layout import Grains
 from mpizero.layout.flat import FlatLayout, ParameterUse, flat_names
 from mpizero.optim import SGD
-from mpizero.sharding import ShardingConfig, StepReport
+from mpizero.sharding import Config, StepReport, distribute
 from mpizero.sharding.batch import Totals
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.full_params import take
@@ -56,7 +56,6 @@ from mpizero.tools.verify.verdicts import (
     Verdict,
     each_once,
 )
-from mpizero.train.config.build import lay_out
 from mpizero.types import Array
 
 
@@ -119,8 +118,8 @@ def difference(vectors: Vectors, entry: ParameterUse, mask: Array, tensors: int)
     return LocatedDifference(finding, entry.span.start + places, vectors.entries is None)
 
 
-#: A function ``feed(config, group)`` that yields this rank's part of one global batch after the other.
-Feed = Callable[[ShardingConfig, Communicator], Iterator[tuple[Any, Any]]]
+#: A function ``feed(model)`` that yields this rank's part of one global batch after the other.
+Feed = Callable[[Model], Iterator[tuple[Any, Any]]]
 #: What was hashed: a quantity ("parameter", "optimizer slot 'exp_avg'"), and the name of the parameter.
 Key = tuple[str, str]
 PARAMETER = "parameter"
@@ -137,11 +136,11 @@ class TrainingTask:
     make_optimizer : callable
         Returns a new optimizer.
     feed : callable
-        ``feed(config, group)`` yields this rank's part of each global batch, for its rank in ``group``.
+        ``feed(model)`` yields this rank's part of each global batch of a sharded model.
     steps : int
         Number of steps to compare.
     settings : mapping
-        Further settings of :class:`~mpizero.ShardingConfig`, such as ``micro_batch`` and ``clip``.
+        Further settings of :class:`~mpizero.Config`, such as ``micro_batch`` and ``clip``.
     """
 
     make_model: Callable[[Communicator], Any]
@@ -416,14 +415,13 @@ def placed(task: TrainingTask, comm: Communicator | str, layout: Layout) -> Iter
 
     Collective over ``comm``.
     """
-    parallel = layout.parallel
-    own = {
-        name: getattr(parallel, name) for name in ("grain_assignment", "share_node_memory", "ranks_per_node", "tiles")
-    }
-    with ShardingConfig(comm=comm, **{**task.settings, **own}) as config:
-        model = lay_out(task.make_model(config.communicator), task.make_optimizer(), parallel, config)
-        with model:
-            yield ObservedTraining(model, iter(task.feed(config, model.batch_group)))
+    parallel, settings = layout.parallel, dict(task.settings)
+    timeout = {"timeout": settings.pop("timeout")} if "timeout" in settings else {}
+    with parallel.mesh(comm, **timeout) as mesh:
+        config = Config(**{**settings, **parallel.settings()})
+        model = task.make_model(mesh.communicator)
+        with distribute(model, task.make_optimizer(), parallel.strategy, mesh=mesh, config=config) as sharded:
+            yield ObservedTraining(sharded, iter(task.feed(sharded)))
 
 
 T = TypeVar("T")
@@ -780,7 +778,7 @@ def compare_layouts(
     make_model : callable
         ``make_model(comm)`` returns a new model; ``comm`` are the layout's ranks, for models that communicate.
     batches : sequence of (x, y), or callable
-        Global batches, the same on every rank, or ``batches(config, group)``, which yields this rank's part of each.
+        Global batches, the same on every rank, or ``batches(model)``, which yields this rank's part of each.
     layouts : sequence of str
         Names such as "2", "zero3*4", "pipeline=2, data=2", "tensor=2"; docs/verify.md explains them.
     make_optimizer : callable
@@ -796,7 +794,7 @@ def compare_layouts(
     progress : callable or None
         ``progress(layout, step)`` is called on rank 0 after every step.
     **settings
-        Settings of :class:`~mpizero.ShardingConfig`: ``micro_batch``, ``clip``, ...
+        Settings of :class:`~mpizero.Config`: ``micro_batch``, ``clip``, ...; and ``timeout`` of the mesh.
 
     Returns
     -------
@@ -838,11 +836,12 @@ def _task(
 def _samples_of_rank(batches: Sequence[tuple[Any, Any]]) -> Feed:
     """Return a feed that gives each rank its samples of each global batch."""
 
-    def feed(config: ShardingConfig, group: Communicator) -> Iterator[tuple[Any, Any]]:
+    def feed(model: Model) -> Iterator[tuple[Any, Any]]:
+        group = model.batch_group
         for x, y in batches:
             tree = SampleTree.of(x=x, y=y)
             count = tree.count()
-            yield tree.cut(Grains(count, config.grain_size(count)).samples_of(group.rank, group.size))
+            yield tree.cut(Grains(count, model.grain_size(count)).samples_of(group.rank, group.size))
 
     return feed
 

@@ -25,7 +25,7 @@ from mpizero.errors import ConfigError, DataError, MpizeroError
 from mpizero.layout import Grains
 from mpizero.layout.flat import FlatLayout
 from mpizero.nn.models import unfrozen
-from mpizero.sharding import Model, ShardingConfig
+from mpizero.sharding import Config, Mesh, Model, distribute
 from mpizero.sharding.partition import blocks_of, check_model
 from mpizero.train.config.checks import rejected, shown
 from mpizero.train.config.schema import OptimizerSection, RunConfig
@@ -37,7 +37,6 @@ from mpizero.train.config.sections import (
     MadeModelSection,
     MlpSection,
     ModelSection,
-    ParallelSection,
     VectorMethodSection,
     source_arguments,
 )
@@ -357,8 +356,10 @@ def build(config: RunConfig, comm: Communicator, *, overridden: tuple[str, ...] 
             comm, lambda: {"the training data": fingerprint[:16], "the validation data": held[:16]}, "agree data"
         )
         contents = shared_contents(comm, source, validation)
-        sharding = build_sharding(config, comm)
-        with lay_out(wrapped, optimizer, config.parallel, sharding) as model:
+        mesh = build_mesh(config, comm)
+        with distribute(
+            wrapped, optimizer, config.parallel.strategy, mesh=mesh, config=build_settings(config)
+        ) as model:
             with all_ranks(comm):
                 choose_grains(model, source, config.train.global_batch)
             model.reserve(config.train.global_batch)
@@ -385,7 +386,7 @@ def build(config: RunConfig, comm: Communicator, *, overridden: tuple[str, ...] 
                 record=record,
                 begin=None if config.model.start is None else lambda: _load_start(config.model, model),
             )
-        sharding.close()
+        mesh.close()
 
 
 def _described(config: RunConfig, model: Model, source: Any, validation: Any) -> str:
@@ -430,15 +431,6 @@ def _check_bounds(config: RunConfig, optimizer: Any, model: Any) -> None:
         raise config.optimizer.reject("bounds", str(error).partition("bounds: ")[2]) from None
 
 
-def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: ShardingConfig) -> Model:
-    """Divide a model and its optimizer over ranks, and return the sharded model.
-
-    Collective over the ranks of ``sharding``. ``parallel`` gives the strategy, and how the model is split.
-    """
-    way = parallel.arguments() if parallel.splits_model else {"strategy": parallel.strategy}
-    return Model(model, sharding, sharding.mesh, optimizer=optimizer, **way)
-
-
 def build_optimizer(config: RunConfig) -> Any:
     """Build the optimizer, with its learning rate schedule if it has one.
 
@@ -465,21 +457,22 @@ def learning_rate(section: OptimizerSection, steps: int) -> Any:
 
 
 def computing_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the keyword arguments of :class:`ShardingConfig` that determine how a rank computes.
+    """Return the arguments of :class:`~mpizero.Config` that determine how a rank computes.
 
     Not collective. They do not depend on the sizes of the layout of the run over ranks, nor on what ranks send.
     """
-    names = {item.name for item in fields(ShardingConfig)} - {"gradient_compression", "check_every"}
+    names = {item.name for item in fields(Config)} - {"gradient_compression", "check_every"}
     own = {name: value for name, value in vars(config.train).items() if name in names}
     return own | {"clip": config.train.clip or None, "tiles": config.parallel.tiles}
 
 
-def build_sharding(config: RunConfig, comm: Communicator) -> ShardingConfig:
-    """Build the :class:`ShardingConfig` of a training.
+def build_mesh(config: RunConfig, comm: Communicator) -> Mesh:
+    """Build the :class:`~mpizero.Mesh` of a training; its first use is collective over ``comm``."""
+    return config.parallel.mesh(comm, timeout=config.train.timeout)
 
-    Not collective.
-    """
-    names = ("grain_assignment", "share_node_memory", "ranks_per_node", "bucket_mb")
-    own = {name: getattr(config.parallel, name) for name in names}
-    own |= {name: getattr(config.train, name) for name in ("gradient_compression", "check_every")}
-    return ShardingConfig(comm=comm, **own, **computing_settings(config))
+
+def build_settings(config: RunConfig) -> Config:
+    """Build the :class:`~mpizero.Config` of a training. Not collective."""
+    sent = {name: getattr(config.train, name) for name in ("gradient_compression", "check_every")}
+    own = config.parallel.settings() | computing_settings(config)
+    return Config(bucket_mb=config.parallel.bucket_mb, **sent, **own)

@@ -14,7 +14,7 @@ import datetime
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from mpizero._util.checks import Check, fraction, number, positive, whole
@@ -25,6 +25,7 @@ from mpizero.layout import SCHEDULES, Axes, chunk_stages
 from mpizero.layout.stages import explicit_cuts
 from mpizero.nn.losses import TASKS
 from mpizero.sharding.config import ASSIGNMENTS, check_bucket
+from mpizero.sharding.mesh import Mesh
 from mpizero.sharding.partition import ParallelLayout, Tiles, check_tiles, fits_tiles
 from mpizero.train.config.checks import (
     ConfigSection,
@@ -245,9 +246,15 @@ class ParallelSection(ConfigSection):
             **sizes, order=self.order, schedule=self.schedule, virtual_stages=self.virtual_stages, cuts=self.cuts
         )
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments by which a :class:`mpizero.Model` is split like this."""
-        return {"strategy": self.strategy, "parallel_layout": replace(self.parallel_layout(), tiles=None)}
+    def mesh(self, comm: Any, **more: Any) -> Mesh:
+        """Return the ranks of ``comm`` as a :class:`~mpizero.Mesh` of these axes; ``more`` are its other settings."""
+        names = (*_SPLITTING, "data", "order", "ranks_per_node", "share_node_memory")
+        return Mesh(comm, **{name: getattr(self, name) for name in names}, **more)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of :class:`~mpizero.Config` that say how the axes work."""
+        pipeline = ("schedule", "virtual_stages", "cuts") if self.pipeline > 1 else ()
+        return {name: getattr(self, name) for name in ("grain_assignment", "tiles", *pipeline)}
 
     def describe(self, ranks: int) -> str:
         """Describe the layout of a job of ``ranks`` ranks, such as "pipeline 2 x tensor 1 x data 2, 1f1b, zero1"."""
