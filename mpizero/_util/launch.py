@@ -179,6 +179,18 @@ def unclear(environment: Mapping[str, str]) -> str:
     )
 
 
+def launched_without_mpi(environment: Mapping[str, str]) -> str:
+    """Return why several processes that torchrun or its like has started are no ranks; "" if none has."""
+    count = environment.get("WORLD_SIZE", "")
+    if not {"RANK", "LOCAL_RANK"} <= set(environment) or not count.isdecimal() or int(count) < 2:
+        return ""
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "a launcher that is none of MPI's"
+    return (
+        f"{launcher} has started {count} processes (WORLD_SIZE), of which each would train alone: start the ranks by "
+        f"mpiexec -n {count} python, or srun"
+    )
+
+
 def place_of(launch: Launch) -> str:
     """Return "rank 1 of 4", as far as the launcher tells it."""
     return "a rank" if launch.rank is None else f"rank {launch.rank} of {launch.size or 'several'}"

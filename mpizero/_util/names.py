@@ -229,7 +229,8 @@ def _fault_of_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
         positional = [p.name for p in parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
         if len(args) - bound > len(positional):
             return f"{len(args) - bound} given without a name, at most {len(positional)} can be; {takes}"
-        return f"{error}; {takes}"
+        again = ", which is also the first one without a name" if "multiple values" in str(error) else ""
+        return f"{error}{again}; {takes}"
     return ""
 
 

@@ -22,7 +22,16 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from mpizero._util.launch import Launch, is_rank, is_several, place_of, standing, unclear, whole_number
+from mpizero._util.launch import (
+    Launch,
+    is_rank,
+    is_several,
+    launched_without_mpi,
+    place_of,
+    standing,
+    unclear,
+    whole_number,
+)
 from mpizero._util.text import installed_version, stacklevel
 from mpizero.comm.agreement import agree_equal
 from mpizero.comm.communicator import Communicator
@@ -112,6 +121,8 @@ def default_world() -> Any:
     if _works_alone(launch, way_out):
         return None
     if not is_several(os.environ) and (loaded is None or not loaded.Is_initialized()):
+        if text := launched_without_mpi(os.environ):
+            raise ConfigError(f"{text}; {way_out}")
         return None
     guard.current().before_mpi_starts()
     try:

@@ -147,6 +147,10 @@ class FlatOptimizer:
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
+        if wrong := of_pytorch(self.lr):
+            raise ConfigError(f"{owner}: {wrong}")
+        if isinstance(self.lr, Iterable) and not isinstance(self.lr, str | np.ndarray):
+            raise ConfigError(f"{owner} is given no parameters, since its model has them: mz.{owner}(lr=1e-3)")
         if callable(self.lr):
             _require_schedule(owner, self.lr)
         else:
@@ -189,12 +193,12 @@ class FlatOptimizer:
         return 2 * next(matches, len(self.groups)) + int(spec.decay)
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Check that every pattern of every group matches at least one parameter of a model.
+        """Check that every pattern matches a parameter of a model, and that every group is the first of one.
 
         Raises
         ------
         ConfigError
-            If a pattern matches none of ``names``.
+            If a pattern matches none of ``names``, or a group none that groups before it have left.
         """
         for pattern in (pattern for group in self.groups for pattern in group.patterns):
             if not any(fits(name, pattern) for name in names):
@@ -203,6 +207,13 @@ class FlatOptimizer:
                 raise ConfigError(
                     f"{type(self).__name__}: ParameterGroup({pattern!r}) matches no parameter"
                     f"{nearest(pattern, (*names, *sorted(parts)))}: the parameters are {shown}"
+                )
+        used = {next((i for i, group in enumerate(self.groups) if group.matches(name)), None) for name in names}
+        for i, group in enumerate(self.groups):
+            if i not in used:
+                raise ConfigError(
+                    f"{type(self).__name__}: ParameterGroup({group.pattern!r}) has no effect: all parameters that it "
+                    "matches belong to groups before it, of which the first one counts; give it first"
                 )
 
     def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:

@@ -237,8 +237,8 @@ def _tell_copies(grid: ProcessGrid, counts: Array, digests: Array, uncut: str) -
         if counts[rank] and grid.axes.coordinates(same).data != grid.axes.coordinates(rank).data:
             notice(
                 f"ranks {same} and {rank} give the same {counts[rank]} samples, and the global batch has them twice: "
-                "each rank gives its own part of a batch, which mpizero.data.batches(source, model, ...) cuts; with a "
-                "DataLoader of PyTorch, let it have DistributedSampler(dataset, world_size, rank)"
+                "each rank gives its own part of a batch, which mz.data.batches(source, model, ...) cuts; a Dataset of "
+                "PyTorch becomes a source by mz.data.DatasetSource(dataset)"
             )
             return
 

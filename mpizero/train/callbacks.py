@@ -16,8 +16,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from mpizero._util.checks import require, whole
 from mpizero._util.names import nearest, shown
 from mpizero._util.pytree import map_arrays
@@ -450,14 +448,14 @@ def _part(samples: tuple[Any, Any], start: int, count: int) -> tuple[Any, Any]:
 
 
 def _checked(name: str, found: Any) -> tuple[float, float]:
-    pair = found if isinstance(found, tuple | list) and len(found) == 2 else (None, None)
-    numbers = [value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value for value in pair]
-    if not all(isinstance(value, Real) for value in numbers) or not float(numbers[1]) >= 0:  # type: ignore[arg-type]
+    pair: Any = found if isinstance(found, tuple | list) and len(found) == 2 else (None, None)
+    numbers = [value.item() if getattr(value, "shape", None) == () else value for value in pair]
+    if not all(isinstance(value, Real) for value in numbers) or not float(numbers[1]) >= 0:
         raise ConfigError(
             f"metric {name!r} returned {found!r:.80}: expected two numbers, the sum over the samples of the batch and "
             "their weight (of a mean: the mean times the number of samples, and that number)"
         )
-    return float(numbers[0]), float(numbers[1])  # type: ignore[arg-type]
+    return float(numbers[0]), float(numbers[1])
 
 
 class TensorBoard(Callback):

@@ -7,8 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from mpizero._util.launch import RANK_PROCESS, is_several, mark, standing
+import mpizero as mz
+from mpizero._util.launch import BY_ANY, RANK_PROCESS, is_several, mark, standing
 from mpizero.comm import InMemoryCommunicator, as_communicator
+from mpizero.errors import ConfigError
 
 
 def test_self_becomes_a_communicator_of_one_that_does_everything():
@@ -91,6 +93,17 @@ def test_without_a_launcher_nothing_is_one_process_and_loads_no_mpi():
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "SLURM"))}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=alone)
     assert found.stdout.split() == ["1", "False", "True"]
+
+
+def test_processes_of_torchrun_do_not_train_alone_each(monkeypatch):
+    for name in (*BY_ANY, "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"torchrun has started 4 processes.*mpiexec -n 4 python.*comm=\"self\""):
+        _ = mz.Mesh().communicator
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert mz.Mesh().size == 1
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,16 @@ def test_a_schedule_sets_the_rate_of_every_step():
         (lambda: optim.SGD(groups=["*.bias"]), "expected ParameterGroup"),
         (lambda: optim.ParameterGroup("*", lr_scale=-1.0), "lr_scale=-1.0"),
         (lambda: optim.ParameterGroup("", lr_scale=1.0), "shell pattern"),
+        (lambda: optim.ParameterGroup([], lr_scale=1.0), "shell pattern"),
+        (
+            lambda: optim.SGD(groups=[optim.ParameterGroup(["a", "c.*"])]).check_names("ab"),
+            r"ParameterGroup\('c.\*'\) mat",
+        ),
+        (
+            lambda: optim.SGD(groups=[optim.ParameterGroup("*"), optim.ParameterGroup("b")]).check_names("ab"),
+            r"ParameterGroup\('b'\) has no effect: .*give it first",
+        ),
+        (lambda: optim.SGD(iter([1.0])), r"SGD is given no parameters.*mz.SGD\(lr=1e-3\)"),
         (lambda: optim.SGD(lr=lambda step: math.nan).hyper(3, 0, np.float32), r"lr\(2\)=nan"),
     ],
 )

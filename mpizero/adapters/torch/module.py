@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from time import perf_counter
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpizero._util import checks
 from mpizero._util.checks import named
-from mpizero._util.names import explains
+from mpizero._util.names import explains, not_here
 from mpizero._util.pytree import map_leaves
 from mpizero._util.text import Line, is_users, notice
 from mpizero.adapters.torch.autograd import Gradients, as_array, as_tensor, gradient_leaves
@@ -223,6 +224,16 @@ class TorchModel:
         if hasattr(self, "blocks"):
             return found
         return found | {"module": self._module, "loss": self._calls[""].module.function, "frozen": self.frozen}
+
+    if not TYPE_CHECKING:  # where it would hide what is misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise :class:`AttributeError` for what is not there, with what takes its place."""
+            raise not_here(self, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise :class:`TypeError`, since the module trains as part of a sharded model."""
+        raise TypeError("a TorchModel is not called: mz.distribute makes a model of it, which has predict(x)")
 
     def taken_over(self, optimizer: Any) -> Any:
         """Return the optimizer of mpizero that one of PyTorch stands for; any other object itself. Not collective."""
@@ -529,6 +540,7 @@ class LeftBehind:
 
     def __init__(self, module: torch.nn.Module | None = None, originals: Originals | None = None) -> None:
         self._originals = originals
+        self._module = None if module is None else weakref.ref(module)
         inside = [] if module is None else list(module.modules())
         self._versions = {id(inner): _versions(inner) for inner in inside}
         for inner in inside:
@@ -540,7 +552,9 @@ class LeftBehind:
         return type(self)()
 
     def __reduce__(self) -> Any:
-        """Pickle a hook that says nothing."""
+        """Pickle a hook that says nothing, as ``torch.save(module)`` does; here it is said."""
+        if self._module is not None and (module := self._module()) is not None:
+            self._used(module, "is pickled")
         return type(self), ()
 
     def __call__(self, module: torch.nn.Module, given: Any) -> None:

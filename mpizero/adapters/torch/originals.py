@@ -35,6 +35,15 @@ from mpizero.types import Run
 
 def check_parameters(module: torch.nn.Module) -> None:
     """Raise :class:`ConfigError` for uses of parameters that a copy of the module would not have. Not collective."""
+    if isinstance(module, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+        raise ConfigError(f"TorchModel: {type(module).__name__} shares work itself: give the module inside, .module")
+    for path, inner in module.named_modules():
+        if isinstance(inner, torch.nn.SyncBatchNorm):
+            raise ConfigError(
+                f"TorchModel: {path or 'the module'} is a SyncBatchNorm, whose statistics are of all ranks: take a "
+                "BatchNorm, which has those of a micro-batch, the same on any number of ranks, and a micro_batch that "
+                "is large enough for them"
+            )
     parameters = {id(p): name for name, p in module.named_parameters()}
     if hooked := next(
         (name for name, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks), None

@@ -32,11 +32,12 @@ def test_its_first_call_says_so_with_the_line(blocks: Any, capfd: Any) -> None:
     model = TorchModel(net, LOSS, blocks=blocks)
     with mz.distribute(model, mz.SGD(0.1), comm="self") as placed:
         net(x)  # not trained yet
+        copies = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
         placed.predict(X)
         placed.train(X, X)
         placed.evaluate(X, X)
         assert "start values" not in capfd.readouterr().err
-        for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        for other in copies:
             other(x)
         assert "start values" not in capfd.readouterr().err
         for _ in range(2):

@@ -111,6 +111,34 @@ def test_a_module_without_its_loss_is_told_the_adapter():
         mz.distribute(network(), mz.AdamW(), comm="self")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: mz.AdamW(network().parameters()), r"AdamW is given no parameters.*mz.AdamW\(lr=1e-3\)"),
+        (lambda: mz.AdamW(network().parameters(), lr=1e-3), "'lr', which is also the first one without a name"),
+        (lambda: mz.SGD(scheduled(network())), "torch.optim.AdamW is taken with its groups"),
+        (lambda: mz.SGD(OPTIM.lr_scheduler.StepLR(OPTIM.SGD(network().parameters()), 3)), "StepLR is a scheduler"),
+        (lambda: TorchModel(torch.nn.DataParallel(network()), LOSS), "give the module inside, .module"),
+        (lambda: TorchModel(torch.nn.SyncBatchNorm(4), LOSS), "is a SyncBatchNorm.*take a BatchNorm"),
+        (lambda: TorchModel(network, LOSS)(X), "a TorchModel is not called"),
+        (lambda: TorchModel(network, LOSS).eval(), "'TorchModel' object has no attribute 'eval': leave it out"),
+    ],
+)
+def test_what_else_is_given_by_habit_is_answered_by_name(wrong, message):
+    with pytest.raises((TypeError, ConfigError, AttributeError), match=message):
+        wrong()
+
+
+def test_a_module_that_is_saved_although_its_copy_was_trained_says_so(tmp_path, capsys):
+    net = network()
+    with mz.distribute(TorchModel(net, LOSS), mz.SGD(lr=0.1), comm="self") as model:
+        torch.save(net, tmp_path / "before.pt")
+        model.train(X, Y)
+        assert "is pickled" not in capsys.readouterr().err
+        torch.save(net, tmp_path / "after.pt")
+    assert "Sequential is pickled" in capsys.readouterr().err
+
+
 def test_a_dataset_is_a_source_and_a_loader_is_told_so():
     from torch.utils.data import DataLoader, TensorDataset
 
