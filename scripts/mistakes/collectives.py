@@ -74,11 +74,11 @@ def a_hash_on_one_rank():
     model.train(*case.samples())
 
 
-@case.mistake(DIFFERS, "Model.get_parameters at", "Model.train at", status=76, ranks=SEVERAL)
+@case.mistake(DIFFERS, "Model.gather_full_parameters at", "Model.train at", status=76, ranks=SEVERAL)
 def parameters_of_one_rank():
     """Get the parameters on rank 0 only, to plot them."""
     model, _ = placed("ddp")
-    on_rank_0(model.get_parameters)
+    on_rank_0(model.gather_full_parameters)
     model.train(*case.samples())
 
 
@@ -154,7 +154,7 @@ def random_parameters_without_a_seed():
 @case.mistake("with_parameters: parameter 'weight' of rank 1 is not that of rank 0", status=78, ranks=SEVERAL)
 def a_copy_with_parameters_of_each_rank():
     """Call with_parameters with different parameters on each rank."""
-    model, _ = placed("zero3")
+    model = mz.ZeRO3Model(mz.FunctionModel(case.parameters(), case.squares), mz.ShardingConfig())
     model.with_parameters(np.full(10, 1.0 + case.rank()))
 
 
