@@ -186,14 +186,14 @@ def test_metrics_of_one_s_own_have_the_same_bits_on_any_ranks(tmp_path):
 def test_metrics_see_the_average_that_validations_are_asked_for(tmp_path):
     class Kept(mz.Callback):
         def on_step(self, trainer, report):
-            self.parameters = trainer.model.get_parameters()
+            self.parameters = trainer.model.gather_full_parameters()
 
     def work(comm):
         def own(model, batch):
             x, y = batch
             found = model.predict(x)
             assert np.array_equal(model.predict(x, ema=True), found)
-            assert not np.array_equal(model.get_parameters(), kept.parameters)
+            assert not np.array_equal(model.gather_full_parameters(), kept.parameters)
             if errors:
                 raise errors.pop()
             return ((found - y) ** 2).sum(), len(y)
@@ -204,9 +204,9 @@ def test_metrics_see_the_average_that_validations_are_asked_for(tmp_path):
             while errors:
                 with pytest.raises(type(errors[-1])):
                     trainer.fit()
-                assert np.array_equal(trainer.model.get_parameters(), kept.parameters)
+                assert np.array_equal(trainer.model.gather_full_parameters(), kept.parameters)
             figures = trainer.fit().validations
-            assert np.array_equal(trainer.model.get_parameters(), kept.parameters)
+            assert np.array_equal(trainer.model.gather_full_parameters(), kept.parameters)
         assert [one["own"] for one in figures] == [pytest.approx(one["validation_loss"]) for one in figures]
         return str(figures)
 

@@ -162,7 +162,7 @@ def test_bounds_are_those_of_the_file(fits):
         start = mz.FunctionModel({"a": np.zeros(1), "b": np.zeros(1)}, lambda p, b: (0.0, p, 1.0))
         with mz.DDPModel(start, config) as model:
             model.load_model(fits.folder / "run" / "checkpoints" / f"step_{outcome.result['steps']:08d}")
-            a, b = model.get_parameters()
+            a, b = model.gather_full_parameters()
     first, second, y = MATRIX[:, 0], MATRIX[:, 1], TARGETS[:, 0]
     assert first @ y / (first @ first) < 0.5, "the bound is needed"
     assert a == 0.5
@@ -314,7 +314,7 @@ def test_the_configuration_file_of_the_page_fits_what_made_its_data(on_threads):
         start = {name: np.array(0.0) for name in ("height", "rate", "background")}
         with mz.DDPModel(mz.FunctionModel(start, lambda p, b: (0.0, p, 1.0)), sharding) as model:
             model.load_model(on_threads.folder / "run" / "checkpoints" / f"step_{outcomes[0].result['steps']:08d}")
-            np.testing.assert_allclose(model.get_parameters(), [3.0, 1.3, 0.4], rtol=1e-6)
+            np.testing.assert_allclose(model.gather_full_parameters(), [3.0, 1.3, 0.4], rtol=1e-6)
 
 
 # ------------------------------------------------------------------ the trainer
@@ -347,7 +347,7 @@ def test_callbacks_see_the_iterate_and_change_no_bit(tmp_path):
             self.seen = []
 
         def on_step(self, trainer, report):
-            mine = 0.5 * np.mean((MATRIX @ trainer.model.get_parameters() - TARGETS[:, 0]) ** 2)
+            mine = 0.5 * np.mean((MATRIX @ trainer.model.gather_full_parameters() - TARGETS[:, 0]) ** 2)
             self.seen.append((trainer.figures["iterate_loss"], mine))
 
     def work(comm):
