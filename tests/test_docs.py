@@ -73,13 +73,13 @@ def commands(page: Path) -> list[list[str]]:
 
 #: Its blocks are parts of programs, which tests/peers/test_recipes.py runs.
 RECIPES = ROOT / "docs" / "recipes.md"
-#: Its Python needs other libraries: tests/peers/test_bring_your_model.py runs it.
-BRING = ROOT / "docs" / "bring_your_model.md"
+#: Their Python needs other libraries: tests/peers/test_bring_your_model.py runs it.
+PEERS = {ROOT / "docs" / "bring_your_model.md", ROOT / "docs" / "pytorch.md"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if blocks(p, "python") and p not in (RECIPES, BRING)], ids=lambda p: p.name
+    "page", [p for p in PAGES if blocks(p, "python") and p not in {RECIPES, *PEERS}], ids=lambda p: p.name
 )
 def test_python_of_the_docs_runs(page, tmp_path):
     """A page's blocks are one script, in a folder with some text; the first page's is also the end of a process."""

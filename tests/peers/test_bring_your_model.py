@@ -1,4 +1,4 @@
-"""The Python of each section of docs/bring_your_model.md is a script that runs."""
+"""The Python of each section of docs/bring_your_model.md, and that of docs/pytorch.md, is a script that runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ jax = pytest.importorskip("jax")
 
 import mpizero.adapters.jax  # noqa: E402, F401 - before JAX computes anything, as the page says
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "bring_your_model.md"
-SECTIONS = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SECTIONS = re.split(r"^## ", (DOCS / "bring_your_model.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
 SCRIPTS = {
     text.partition("\n")[0]: "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
-    for text in SECTIONS
+    for text in [*SECTIONS, (DOCS / "pytorch.md").read_text(encoding="utf-8")]
 }
 NEEDS = {"JAX": "optax", "PyTorch": "torch"}
 
