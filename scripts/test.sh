@@ -389,7 +389,7 @@ part_serial() {
     local beside=()
     ! chosen torch || skipped torch || beside=(--ignore tests/peers)
     ! $QUICK || beside=(--ignore tests/peers)
-    run_pytest serial 1800 -n 2 --dist worksteal --durations=40 -m "not mpi$FAST" $ONE_CASE "${beside[@]}" tests
+    run_pytest serial 3600 -n 2 --dist worksteal --durations=40 -m "not mpi$FAST" $ONE_CASE "${beside[@]}" tests
 }
 
 part_mpich() {
@@ -402,7 +402,7 @@ part_mpich() {
 }
 
 part_cuda() {
-    NUMBA_ENABLE_CUDASIM=1 run_pytest cuda 600 -n 2 --dist worksteal tests/cuda
+    NUMBA_ENABLE_CUDASIM=1 run_pytest cuda 1200 -n 2 --dist worksteal tests/cuda
 }
 
 # With PyTorch and JAX in the environment, as there.
@@ -414,7 +414,7 @@ part_gpu() {
         --download "$("$CUDA_VENV/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" >"$LOGS/gpu-wheels.log" 2>&1 || { cat "$LOGS/gpu-wheels.log" && return 1; }
     env -u MPI4PY_LIBMPI PYTHON="$CUDA_VENV/bin/python" \
         PYTHONPATH="$("$TORCH_VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" \
-        timeout -k 10 900 scripts/gpu_check.sh --rehearse --wheels "$wheels" "$out" && return
+        timeout -k 10 1800 scripts/gpu_check.sh --rehearse --wheels "$wheels" "$out" && return
     tail -n 60 "$out/log.txt"
     return 1
 }
@@ -423,7 +423,7 @@ part_ptx() {
     wait_prepared cuda || return 1
     timeout -k 10 900 "$CUDA_VENV/bin/python" scripts/cuda_kernels.py || return 1
     # The environment has no more than this takes: no plugins of tests/conftest.py.
-    PY=$CUDA_VENV/bin/python run_pytest ptx 300 --noconftest tests/cuda/test_machine_code.py
+    PY=$CUDA_VENV/bin/python run_pytest ptx 600 --noconftest tests/cuda/test_machine_code.py
 }
 
 part_torch() {
@@ -436,7 +436,7 @@ part_torch() {
     command -v gfortran >/dev/null || { can_apt && apt_install gfortran gcc libc6-dev >"$LOGS/gfortran.log" 2>&1; }
     # Recipes run under the other environment's MPICH: mpi4py would take the system's library first.
     MPI4PY_LIBMPI=$VENV/lib/libmpi.so.12 MPIZERO_MPIEXEC="$VENV/bin/mpiexec $TORCH_VENV/bin/python" \
-        PY=$TORCH_VENV/bin/python run_pytest torch 900 tests/peers || return 1
+        PY=$TORCH_VENV/bin/python run_pytest torch 1800 tests/peers || return 1
     command -v gfortran >/dev/null || { NOTE='without Fortran: there is no gfortran' && return; }
     grep -E '[0-9]+ skipped' "$LOGS/torch.log" && echo 'a comparison was skipped here' && return 1
     own_models
@@ -450,7 +450,7 @@ own_models() {
     skipped openmpi || { wait_prepared openmpi && second=(--second-mpiexec mpiexec.openmpi
         --second-python "env -u MPI4PY_LIBMPI PYTHONPATH=$PWD:$packages $OPENMPI_VENV/bin/python") || return 1; }
     # shellcheck disable=SC2086
-    timeout -k 10 900 $first scripts/own_models.py --covering --steps 1 --ranks 2 --second-ranks 3 --threads 1,4,8 \
+    timeout -k 10 1800 $first scripts/own_models.py --covering --steps 1 --ranks 2 --second-ranks 3 --threads 1,4,8 \
         --mpiexec "$VENV/bin/mpiexec" --python "$first" "${second[@]}"
 }
 
@@ -473,13 +473,13 @@ part_hybrid() {
 }
 
 part_torture() {
-    timeout -k 10 600 "$PY" scripts/torture.py --short --mpiexec "$VENV/bin/mpiexec"
+    timeout -k 10 1200 "$PY" scripts/torture.py --short --mpiexec "$VENV/bin/mpiexec"
 }
 
 part_slurm() {
     local status=0
     wait_prepared openmpi || return 1
-    timeout -k 60 600 scripts/test_slurm.sh --python "$OPENMPI_VENV/bin/python" --mpich-python "$PY" || status=$?
+    timeout -k 60 1200 scripts/test_slurm.sh --python "$OPENMPI_VENV/bin/python" --mpich-python "$PY" || status=$?
     [ $status != 77 ] || NOTE='Slurm cannot be had; SKIP_PARTS can name this part'
     return $status
 }
@@ -487,8 +487,8 @@ part_slurm() {
 part_site() {
     wait_prepared site || return 1
     rm -rf build/site # pages of files that are gone
-    timeout -k 10 900 "$SITE_VENV/bin/python" -m sphinx -q -W --keep-going -b html docs build/site || return 1
-    PY=$SITE_VENV/bin/python run_pytest site 600 --durations=5 tests/site || return 1
+    timeout -k 10 1200 "$SITE_VENV/bin/python" -m sphinx -q -W --keep-going -b html docs build/site || return 1
+    PY=$SITE_VENV/bin/python run_pytest site 1200 --durations=5 tests/site || return 1
     ! grep -E '[0-9]+ skipped' "$LOGS/site.log" || { echo 'a page was not looked at' && return 1; }
 }
 
