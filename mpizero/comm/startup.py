@@ -116,14 +116,17 @@ def default_world() -> Any:
         If MPI sees another number of processes than the launcher has started, cannot be loaded, or has been finalized,
         or if it is not clear whether this process is a rank.
     """
-    launch, loaded = Launch.of(os.environ), sys.modules.get("mpi4py.MPI")
+    launch = Launch.of(os.environ)
+    loaded: Any = sys.modules.get("mpi4py.MPI")
     way_out = 'comm="self" is this process alone'
     if _works_alone(launch, way_out):
         return None
-    if not is_several(os.environ) and (loaded is None or not loaded.Is_initialized()):
+    unused = loaded is None or not loaded.Is_initialized()
+    if not is_several(os.environ) and (unused or loaded.COMM_WORLD.Get_size() == 1):
         if text := launched_without_mpi(os.environ):
             raise ConfigError(f"{text}; {way_out}")
-        return None
+        if unused:
+            return None
     guard.current().before_mpi_starts()
     try:
         from mpi4py import MPI

@@ -598,6 +598,7 @@ def test_groups_without_end_are_refused_by_their_size(small, folder, outside):
     refused(small, folder, READERS, "belong to no array")
 
 
+@pytest.mark.slow
 def test_links_without_end_are_counted_before_they_are_listed(small, folder, outside):
     with h5py.File(folder / "state.h5", "r+") as file:
         for number in range(2_000):

@@ -69,6 +69,7 @@ def test_a_black_box_is_compared_too_and_global_batches_may_be_uneven():
     assert report.agrees, report
 
 
+@pytest.mark.slow
 def test_lamb_and_momentum_are_compared_with_their_state():
     assert compared("zero3*3, private", make_optimizer=lambda: mz.LAMB(lr=1e-2)).agrees
     assert compared("tensor=2", make_optimizer=lambda: mz.LAMB(lr=1e-2)).agrees
@@ -212,6 +213,7 @@ def test_state_of_whole_tensors_is_compared_and_named():
     assert (found.tensor, found.size, found.differing, found.ranks) == ("blocks.0.attention.qkv.weight", 2, 2, ())
 
 
+@pytest.mark.slow
 def test_state_of_whole_tensors_follows_a_layout_that_rounds():
     report = compared("context=3", make_optimizer=lambda: mz.SOAP(lr=1e-2, frequency=1))
     assert report.agrees

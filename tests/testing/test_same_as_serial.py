@@ -67,6 +67,7 @@ class Pair(mz.nn.Layer):
         return Pair(self.fault, group)
 
 
+@pytest.mark.slow
 def test_layers_and_models_that_use_their_group_alone_keep_their_bits():
     assert_same_as_serial(Pair(), x=X)
     run_in_threads(2, lambda comm: assert_same_as_serial(Pair(), comm, X, tiles=4))

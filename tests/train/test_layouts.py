@@ -129,6 +129,7 @@ def test_a_multi_layer_perceptron_is_cut_into_stages(on_threads):
     assert uneven.result["loss"] == pytest.approx(alone.result["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_text_is_the_same_however_the_model_is_laid_out_and_was(deeper, on_threads):
     whole = ["model.layers=2", "checkpoint.every=0", "train.validate_every=0"]  # one checkpoint, at the end
     assert on_threads.train(4, *whole, *parallel("pipeline=2")).status == 0

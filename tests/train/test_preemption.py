@@ -360,6 +360,7 @@ def test_signals_from_the_loading_of_libraries_to_the_end_do_no_harm(mpizero):
     assert "Traceback" not in outcome.err
 
 
+@pytest.mark.slow
 def test_a_run_stops_before_its_time_ends_and_can_go_on(on_threads):
     limit = ("train.steps=100000", "checkpoint.every=0", "train.time_limit=1000", "train.time_reserve=999")
     stopped = on_threads.train(2, *limit)

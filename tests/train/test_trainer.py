@@ -166,6 +166,7 @@ def test_a_run_keeps_its_tiles_on_other_sizes_and_starts_anew_without_them(tmp_p
     assert run_in_threads(1, lambda comm: work(comm, "parts", "resume", 5)) == whole[:1]
 
 
+@pytest.mark.slow
 def test_metrics_of_one_s_own_have_the_same_bits_on_any_ranks(tmp_path):
     def figures(ranks, strategy):
         found = trained(tmp_path / f"{ranks}{strategy}", ranks, strategy=strategy, validation=0.4, validate_samples=31)

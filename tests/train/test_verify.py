@@ -70,6 +70,7 @@ def test_layouts_in_threads_agree_and_are_listed(on_threads):
     assert "step 10/10" in outcome.err
 
 
+@pytest.mark.slow
 def test_layouts_on_several_ranks_take_the_first_of_them(on_threads):
     outcome = on_threads(3, "verify", "tiny.toml", "--steps", "2", "--layouts", "1; 2; zero1*3", "--json")
     assert outcome.status == 0, outcome.err
@@ -115,6 +116,7 @@ def config(tmp_path, monkeypatch):
     return parse_config(ConfigDocument("tiny.toml", TINY, ["train.clip=0.1"]))
 
 
+@pytest.mark.slow
 def test_a_difference_is_printed_and_the_status_is_1(config, monkeypatch, capsys):
     planted.missed_clip(monkeypatch, first=2)
     assert verify(config, as_communicator(None), options()) == 1

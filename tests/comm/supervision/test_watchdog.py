@@ -56,6 +56,7 @@ def test_of_a_long_path_in_a_report_the_name_of_the_file_stays():
     assert shown.endswith("run/.tmp-step_00000002/state.h5")
 
 
+@pytest.mark.slow
 def test_slow_ranks_are_left_alone():
     def train(comm):
         with Watchdog(comm, timeout=0.5):
@@ -103,6 +104,7 @@ def test_watchdogs_of_many_threads_share_one_thread_which_looks_at_no_frames(mon
     assert threading.active_count() == before
 
 
+@pytest.mark.slow
 def test_threads_that_wait_for_one_that_writes_are_left_alone_while_bytes_come():
     def save(comm):
         with Watchdog(comm, timeout=1.5):

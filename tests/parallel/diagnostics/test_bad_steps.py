@@ -356,6 +356,7 @@ def changed_at_random(data: bytes, draw: random.Random) -> bytes:
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step.json", "grain_00001.npz"])
 def test_a_step_changed_at_random_is_read_or_refused(dump: Path, name: str) -> None:
     draw, whole = random.Random(7), (dump / name).read_bytes()

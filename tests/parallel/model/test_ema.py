@@ -128,6 +128,7 @@ def test_split_layers_average_their_parts_and_clipping_changes_nothing_of_it():
     assert whole == alone
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_with_the_average_on_another_layout(tmp_path, capsys):
     def first(comm):
         with placed(comm, mz.AdamW(1e-2), "zero3", share_node_memory=False) as model:

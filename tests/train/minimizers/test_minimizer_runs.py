@@ -134,6 +134,7 @@ def test_an_interrupted_run_goes_on_on_other_ranks_with_the_bits_of_one_that_was
     assert again.result["parameters_sha256"] == whole["parameters_sha256"]
 
 
+@pytest.mark.slow
 def test_asynchronous_saves_and_the_best_checkpoint_hold_iterates(fits):
     settings = ["checkpoint.asynchronous=true", "checkpoint.best=validation_loss", "train.validate_samples=0"]
     outcome = fit(fits, 2, *settings)
@@ -293,6 +294,7 @@ def test_settings_of_the_method_cannot_change_in_a_run(fits):
 # ------------------------------------------------------------------ the page
 
 
+@pytest.mark.slow
 def test_the_configuration_file_of_the_page_fits_what_made_its_data(on_threads):
     page = (ROOT / "docs" / "minimize.md").read_text(encoding="utf-8")
     section = page.partition("## From a configuration file")[2].partition("\n## ")[0]
@@ -381,6 +383,7 @@ def test_a_fit_that_resumes_has_the_bits_of_one_process_over_mpi(world, tmp_path
     assert [getattr(found, key) for key in same] == [getattr(alone, key) for key in same]
 
 
+@pytest.mark.slow
 def test_it_takes_the_iterates_of_minimize_also_when_it_resumes_with_the_same_settings_only(tmp_path):
     with trainer(tmp_path) as one:
         result = one.fit()

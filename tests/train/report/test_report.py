@@ -235,6 +235,7 @@ def test_a_line_in_the_writing_is_left_out_and_a_damaged_one_is_named(tmp_path):
         main(["report", str(run)])
 
 
+@pytest.mark.slow
 def test_several_runs_tell_only_what_differs(eventful, tmp_path):
     config = {"train": {"steps": 100, "seed": 1}, "model": {"name": EVIL}}
     other = write_run(tmp_path / "other", [line(1)], [start(config=config)])
