@@ -129,10 +129,7 @@ class ParameterAccess:
 
     def __reduce__(self) -> NoReturn:
         """Raise :class:`TypeError`, since a process has only a part of the model, and its ranks."""
-        raise TypeError(
-            "a sharded model can neither be pickled nor copied: model.save_model(path) writes it, on all ranks, and "
-            "model.named_parameters() has its arrays"
-        )
+        raise TypeError("a sharded model is neither pickled nor copied: model.save_model(path), on all ranks, saves it")
 
     def _place(self) -> None:
         """Check that all ranks passed equal arguments, and make the engine, which distributes the parameters."""

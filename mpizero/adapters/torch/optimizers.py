@@ -42,8 +42,8 @@ def taken_over(optimizer: Any, module: Any, trained: Sequence[str]) -> Any:
     Raises
     ------
     ConfigError
-        If it has a scheduler, a setting without a counterpart, groups that differ in more than rate and weight decay,
-        parameters that the module does not have, or not all that are trained.
+        If it has made steps, or has a scheduler, a setting without a counterpart, groups that differ in more than rate
+        and weight decay, parameters that the module does not have, or not all that are trained.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ not in TAKEN:
         return optimizer
@@ -53,6 +53,8 @@ def taken_over(optimizer: Any, module: Any, trained: Sequence[str]) -> Any:
             f"a scheduler of PyTorch changes the rate of this torch.optim.{kind}, which nothing reads here: "
             f"{_SCHEDULE.format(kind)}"
         )
+    if optimizer.state:
+        raise ConfigError(f"this torch.optim.{kind} has made steps, whose averages are not taken over: give a new one")
     names, settings = _named_groups(optimizer, module, trained), _common_settings(optimizer)
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     decays = [float(group["weight_decay"]) for group in optimizer.param_groups]

@@ -64,7 +64,15 @@ def scheduled(net):
     return optimizer
 
 
+def stepped(net):
+    optimizer = OPTIM.Adam(net.parameters())
+    net(torch.from_numpy(X)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
 REFUSED = [
+    (stepped, "this torch.optim.Adam has made steps, whose averages are not taken over"),
     (lambda net: OPTIM.AdamW(net.parameters(), amsgrad=True), "amsgrad=True has no counterpart in mz.AdamW"),
     (lambda net: OPTIM.AdamW(net[0].parameters()), r"does not have '1.weight' and 3 more, which would be trained"),
     (lambda net: OPTIM.SGD(network().parameters(), lr=0.1), "group 0 has parameters that Sequential does not have"),
