@@ -175,8 +175,8 @@ class Config:
         Number of the first block of every chunk of the pipeline, without the first chunk; only with a pipeline. None
         chooses them so that the stages have about equal costs.
     costs : sequence of float or None
-        Cost of every block, from which ``cuts=None`` chooses, for example the result of :func:`measured_costs`. None
-        uses the floating-point operations of the block's layers.
+        Cost of every block, from which ``cuts=None`` chooses, for example the result of
+        :func:`~mpizero.sharding.measured_costs`. None uses the floating-point operations of the block's layers.
     grain_assignment : {"static", "dynamic"}
         How the grains of a step are assigned to ranks: before it, equally many to each, or while they compute: then a
         rank of a node claims the next few grains of its node when it is free, for grains whose costs differ and ranks
