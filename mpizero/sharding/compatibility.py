@@ -44,13 +44,7 @@ class ShardedModelBase(Model):
     optimizer : optimizer, ShardedOptimizer or None
         As for :class:`Model`.
 
-    Raises
-    ------
-    TypeError
-        If model or configuration is None or of a wrong type, or the optimizer is not gradient-based.
-    ConfigError
-        If ranks pass different models, configurations or optimizers, or a sharded optimizer was created with another
-        configuration or does not work with this strategy.
+    Errors are those of :class:`Model`, and TypeError if the configuration is None or of a wrong type.
 
     Examples
     --------
@@ -565,9 +559,7 @@ class HybridShardedModel(ModelParallelBase):
     """Combine pipeline, tensor, context and data parallelism, with any ZeRO stage over the data group.
 
     Each rank stores and computes the blocks of its stage, split over its tensor group. All ranks get losses and
-    metrics. An error inside a layer is raised on all ranks, and the model is unchanged. Layers that are split over
-    ranks are an exception: while one rank raises, the others wait for it inside the layer, so an error that is not
-    caught ends the job. A DataError is safe in them, because all ranks of a tensor group find it in the same samples.
+    metrics. Errors inside of layers are those of :class:`Model`.
 
     Parameters
     ----------
