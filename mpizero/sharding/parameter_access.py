@@ -124,12 +124,14 @@ class ParameterAccess:
             raise not_here(self, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise :class:`TypeError`, which names the methods that take samples."""
-        raise TypeError("a sharded model is not called: model.predict(x), model.evaluate(x, y) or model.train(x, y)")
+        """Raise :class:`ArgumentError`, which names the methods that take samples."""
+        raise ArgumentError(
+            "a sharded model is not called: model.predict(x), model.evaluate(x, y) or model.train(x, y)"
+        )
 
     def __reduce__(self) -> NoReturn:
-        """Raise :class:`TypeError`, since a process has only a part of the model, and its ranks."""
-        raise TypeError("a sharded model is neither pickled nor copied: model.save_model(path), on all ranks, saves it")
+        """Raise :class:`ArgumentError`, since a process has only a part of the model, and its ranks."""
+        raise ArgumentError("a sharded model is not pickled or copied: model.save_model(path), on all ranks, saves it")
 
     def _place(self) -> None:
         """Check that all ranks passed equal arguments, and make the engine, which distributes the parameters."""
