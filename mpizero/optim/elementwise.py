@@ -770,27 +770,29 @@ def _adapted(optimizer: Any) -> Any:
 
 #: PyTorch's optimizers that others of mpizero resemble; those of one name are the same.
 _COUNTERPARTS = {"Muon": "mz.Muon", "RMSprop": "mz.RMSprop", "LBFGS": "mz.LBFGS", "Adagrad": "mz.RMSprop"}
-#: PyTorch's optimizers that are taken with their groups: :mod:`mpizero.adapters.torch.optimizers`.
-TAKEN = ("SGD", "Adam", "AdamW")
+#: PyTorch's optimizers that a TorchModel converts: :mod:`mpizero.adapters.torch.optimizers`.
+CONVERTED = ("SGD", "Adam", "AdamW")
+#: What takes the place of a scheduler.
+RATE_OF_STEP = (
+    "a rate that changes is a function of the step, lr=mz.optim.cosine(1e-3, steps=1000, warmup=50), "
+    "mz.optim.linear or one of your own"
+)
 
 
 def of_pytorch(optimizer: Any) -> str:
     """Return what takes the place of an optimizer or scheduler of PyTorch, as an error's text; "" for other objects."""
     home, name = type(optimizer).__module__, type(optimizer).__name__
     if home == "torch.optim.lr_scheduler":
-        return (
-            f"{name} is a scheduler of PyTorch: the rate of a step is a function of its number here, "
-            "mz.AdamW(lr=mz.optim.cosine(1e-3, steps=1000, warmup=50)), mz.optim.linear, or one of your own"
-        )
+        return f"{name} is a scheduler of PyTorch: {RATE_OF_STEP}"
     if not home.startswith("torch.optim"):
         return ""
-    if name in TAKEN:
+    if name in CONVERTED:
         return (
-            f"torch.optim.{name} is taken with its groups by mz.distribute and mz.Trainer, for the TorchModel of the "
-            f"module whose parameters it has; elsewhere give mz.{name}(lr=..., groups=[mz.ParameterGroup(...)])"
+            f"torch.optim.{name} is taken with its groups where a model is made of the TorchModel of the module whose "
+            f"parameters it has; elsewhere give mz.{name}(lr=..., groups=[mz.ParameterGroup(...)])"
         )
     like = _COUNTERPARTS.get(name, "mz.AdamW, or an object with an elementwise update(params, grads, state)")
-    return f"torch.optim.{name} cannot be sharded: give {like}"
+    return f"torch.optim.{name} is not converted: give {like}"
 
 
 def learning_rate(optimizer: Any, step: int) -> float:

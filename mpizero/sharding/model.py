@@ -171,6 +171,8 @@ class Model(ParameterAccess):
         """
         plans, given = super()._plans(), self._optimizer
         if given is not None and not isinstance(given, ShardedOptimizer):
+            if hasattr(self._wrapped, "convert_optimizer"):
+                given = self._wrapped.convert_optimizer(given)
             given = self._optimizer = self._optimizer_class(given)
         if given is not None and given.is_bound:
             raise StateError(f"the {type(given).__name__} belongs to another model: give each model its own")
@@ -913,7 +915,6 @@ def distribute(
     if comm is not None and (mesh is not None or isinstance(config, ShardingConfig)):
         raise ConfigError("give comm, or mesh=..., or a ShardingConfig, which has a comm of its own: only one of them")
     placement(strategy)
-    optimizer = model.taken_over(optimizer) if hasattr(model, "taken_over") else optimizer
     owns = mesh is None and not isinstance(config, ShardingConfig)
     mesh, config = ranks_and_settings(Mesh(comm) if comm is not None else mesh, config)
     if config.cuts is not None and mesh.pipeline == 1:

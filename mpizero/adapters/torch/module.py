@@ -46,7 +46,7 @@ from mpizero.adapters.torch.call import (
     without_values,
 )
 from mpizero.adapters.torch.first_pass import FirstPass, Trial
-from mpizero.adapters.torch.optimizers import taken_over
+from mpizero.adapters.torch.optimizers import convert_optimizer
 from mpizero.adapters.torch.originals import (
     Originals,
     OwnForward,
@@ -57,7 +57,7 @@ from mpizero.adapters.torch.originals import (
 )
 from mpizero.adapters.torch.passes import ModuleCall, Passed, TorchLoss, efficient_samples
 from mpizero.adapters.user_code import PassTimes
-from mpizero.errors import ConfigError, LayoutError
+from mpizero.errors import ArgumentError, ConfigError, LayoutError
 from mpizero.layout.flat import joined, nested
 from mpizero.types import EVALUATE, Array, Run
 
@@ -232,18 +232,18 @@ class TorchModel:
             raise not_here(self, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise :class:`TypeError`, since the module trains as part of a sharded model."""
-        raise TypeError("a TorchModel is not called: mz.distribute makes a model of it, which has predict(x)")
+        """Raise :class:`ArgumentError`, since the module trains as part of a sharded model."""
+        raise ArgumentError("a TorchModel is not called: mz.distribute makes a model of it, which has predict(x)")
 
-    def taken_over(self, optimizer: Any) -> Any:
-        """Return the optimizer of mpizero that one of PyTorch stands for; any other object itself. Not collective."""
+    def convert_optimizer(self, optimizer: Any) -> Any:
+        """Convert an optimizer of PyTorch to one of mpizero; return any other object itself. Not collective."""
         trained = [
             joined(block, spec.name)
             for block, call in self._calls.items()
             for spec in call.tensors.specs
             if spec.trainable
         ]
-        return taken_over(optimizer, self._source, trained)
+        return convert_optimizer(optimizer, self._source, trained)
 
     def batch_norm_notice(self, samples: int) -> str:
         """Return a line about what so few samples a micro-batch do to batch norms; "" if nothing. Not collective."""

@@ -1,4 +1,4 @@
-"""Make optimizers of mpizero from those of PyTorch, with their groups of parameters.
+"""Convert optimizers of PyTorch to those of mpizero, with their groups of parameters.
 
 A sharded optimizer updates ranges of one flat array and knows parameters by name, so an optimizer of PyTorch, which
 holds tensors, cannot be run itself. What it says is taken over: the class, its settings, and for each group the rate
@@ -16,23 +16,21 @@ import torch
 from mpizero import optim
 from mpizero._util.names import shown
 from mpizero.errors import ConfigError
-from mpizero.optim.elementwise import TAKEN
+from mpizero.optim.elementwise import CONVERTED, RATE_OF_STEP
 
 #: Settings that change how PyTorch computes, and no result.
 _WITHOUT_EFFECT = {"foreach", "fused", "capturable", "decoupled_weight_decay"}
-#: What takes the place of a scheduler.
-_SCHEDULE = "a rate that changes is a function of the step, mz.{}(lr=mz.optim.cosine(1e-3, steps=1000, warmup=50))"
 #: Those of a group; all others are the optimizer's.
 _OF_GROUPS = {"params", "param_names", "lr", "weight_decay"}
 
 
-def taken_over(optimizer: Any, module: Any, trained: Sequence[str]) -> Any:
-    """Return the optimizer of mpizero with the settings and groups of one of PyTorch; any other object itself.
+def convert_optimizer(optimizer: Any, module: Any, trained: Sequence[str]) -> Any:
+    """Return an optimizer of mpizero with the settings and groups of one of PyTorch; any other object itself.
 
     Parameters
     ----------
     optimizer : object
-        Taken over are ``torch.optim.SGD``, ``Adam`` and ``AdamW``, made from the parameters of ``module``. Their
+        Converted are ``torch.optim.SGD``, ``Adam`` and ``AdamW``, made from the parameters of ``module``. Their
         ``step``, and a rate that is set later, raise an error from then on. Not collective.
     module : torch.nn.Module or callable
         The module that is trained, or the function that makes it.
@@ -45,13 +43,13 @@ def taken_over(optimizer: Any, module: Any, trained: Sequence[str]) -> Any:
         If it has made steps, or has a scheduler, a setting without a counterpart, groups that differ in more than rate
         and weight decay, parameters that the module does not have, or not all that are trained.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ not in TAKEN:
+    if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ not in CONVERTED:
         return optimizer
     kind = type(optimizer).__name__
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise ConfigError(
             f"a scheduler of PyTorch changes the rate of this torch.optim.{kind}, which nothing reads here: "
-            f"{_SCHEDULE.format(kind)}"
+            f"{RATE_OF_STEP}"
         )
     if optimizer.state:
         raise ConfigError(f"this torch.optim.{kind} has made steps, whose averages are not taken over: give a new one")
@@ -65,7 +63,7 @@ def taken_over(optimizer: Any, module: Any, trained: Sequence[str]) -> Any:
         if those
     ]
     optimizer.register_step_pre_hook(_refuse_step)
-    optimizer.param_groups[:] = map(_TakenOver, optimizer.param_groups)
+    optimizer.param_groups[:] = map(_ConvertedGroup, optimizer.param_groups)
     return getattr(optim, kind)(lr=base, groups=groups, **settings)
 
 
@@ -115,14 +113,14 @@ def _common_settings(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
     return {name: value for name, value in first.items() if name in known}
 
 
-class _TakenOver(dict[str, Any]):
-    """Hold the settings of a group that have been taken over, and refuse others, which nothing would read."""
+class _ConvertedGroup(dict[str, Any]):
+    """Hold the settings of a group that was converted, and refuse others, which nothing would read."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Raise :class:`ConfigError`."""
         raise ConfigError(
             f"{name}={value!r} of a group: the settings of PyTorch's optimizer were taken over by the model; "
-            f"{_SCHEDULE.format('AdamW')}"
+            f"{RATE_OF_STEP}"
         )
 
 

@@ -80,9 +80,9 @@ REFUSED = [
         lambda net: OPTIM.AdamW([{"params": net[:2].parameters(), "eps": 0.1}, {"params": net[2:].parameters()}]),
         "eps is 0.1 in one group and 1e-08 in another",
     ),
-    (scheduled, r"a scheduler of PyTorch changes the rate.*mz.AdamW\(lr=mz.optim.cosine"),
+    (scheduled, r"a scheduler of PyTorch changes the rate.*lr=mz.optim.cosine"),
     (lambda net: OPTIM.lr_scheduler.StepLR(OPTIM.SGD(net.parameters()), 3), "StepLR is a scheduler of PyTorch"),
-    (lambda net: OPTIM.Adagrad(net.parameters()), "torch.optim.Adagrad cannot be sharded: give mz.RMSprop"),
+    (lambda net: OPTIM.Adagrad(net.parameters()), "torch.optim.Adagrad is not converted: give mz.RMSprop"),
 ]
 
 
@@ -157,3 +157,9 @@ def test_a_dataset_is_a_source_and_a_loader_is_told_so():
         for given in (dataset, DataLoader(dataset, batch_size=2)):
             with pytest.raises(DataError, match=r"mz.data.DatasetSource\("):
                 mz.data.batches(given, mesh, global_batch=2)
+
+
+def test_the_classes_of_single_strategies_take_such_an_optimizer_too():
+    net, config = network(), mz.ShardingConfig(comm="self")
+    with config, mz.ZeRO1Model(TorchModel(net, LOSS), config, optimizer=OPTIM.SGD(net.parameters(), lr=0.5)) as model:
+        assert model.optimizer.wrapped_optimizer.lr == 0.5
