@@ -272,15 +272,15 @@ def check_source(source: Any, by: str, *, like: str = "") -> None:
 
 def source_for(given: Any) -> str:
     """Return which source takes the place of an object that is none, as the end of an error's text; "" if unknown."""
-    home = type(given).__module__
-    if home.startswith("torch.utils.data") and hasattr(given, "dataset") and hasattr(given, "batch_size"):
+    kinds = {kind.__name__ for kind in type(given).__mro__ if kind.__module__.startswith("torch.utils.data")}
+    if "DataLoader" in kinds:
         return (
             "; give its dataset, mz.data.DatasetSource(loader.dataset): global_batch, seed and prefetch take the place "
             "of batch_size, shuffle and workers, and ranks share the samples without a sampler"
         )
-    if any(kind.__name__ == "IterableDataset" for kind in type(given).__mro__):
+    if "IterableDataset" in kinds:
         return "; its samples have no numbers: give them by mz.data.OnlineSource, or write a mz.data.Source"
-    if any(kind.__module__.startswith("torch.utils.data") for kind in type(given).__mro__):
+    if kinds:
         return "; give mz.data.DatasetSource(dataset)"
     if hasattr(given, "__getitem__") or hasattr(given, "__iter__"):
         return "; of arrays or tensors make mz.data.ArraySource(x, y), of samples read one by one mz.data.DatasetSource"

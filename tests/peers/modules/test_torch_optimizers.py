@@ -148,14 +148,26 @@ def test_a_module_that_is_saved_although_its_copy_was_trained_says_so(tmp_path, 
 
 
 def test_a_dataset_is_a_source_and_a_loader_is_told_so():
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+    class Own(DataLoader):
+        """A loader of one's own is a loader."""
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(())
 
     dataset = TensorDataset(torch.arange(8.0).reshape(4, 2), torch.arange(4))
     x, y = mz.data.DatasetSource(dataset).samples([3, 1])
     assert (x.tolist(), y.tolist()) == ([[6.0, 7.0], [2.0, 3.0]], [3, 1])
     with mz.Mesh("self") as mesh:
-        for given in (dataset, DataLoader(dataset, batch_size=2)):
-            with pytest.raises(DataError, match=r"mz.data.DatasetSource\("):
+        for given, message in (
+            (dataset, r"mz.data.DatasetSource\(dataset"),
+            (DataLoader(dataset, batch_size=2), r"mz.data.DatasetSource\(loader.dataset\)"),
+            (Own(dataset), r"mz.data.DatasetSource\(loader.dataset\)"),
+            (Stream(), "its samples have no numbers"),
+        ):
+            with pytest.raises(DataError, match=message):
                 mz.data.batches(given, mesh, global_batch=2)
 
 
