@@ -11,6 +11,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -195,16 +196,21 @@ def test_drawings_are_those_of_their_script(tmp_path):
     assert drawn == {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "pictures").glob("*.svg")}
 
 
-def test_every_setting_is_documented():
-    from mpizero.train.config.schema import OPTIMIZERS, RunConfig
-    from mpizero.train.config.sections import MODELS
+def test_every_setting_is_documented_and_tables_have_its_default():
+    from mpizero.train.config.optimizers import optimizer_section
+    from mpizero.train.config.schema import CheckpointSection, ParallelSection, TrainSection, section_kinds
 
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    defaults = [field.default for field in dataclasses.fields(RunConfig)]
-    plain = [type(default) for default in defaults if dataclasses.is_dataclass(default)]
-    for section in {*MODELS.values(), *OPTIMIZERS.values(), *plain}:
+    for section in section_kinds():
         missing = [field.name for field in dataclasses.fields(section) if f"`{field.name}`" not in text]
         assert not missing, f"docs/cli.md does not name {missing} of {section.__name__}"
+    for section in (ParallelSection, TrainSection, CheckpointSection, optimizer_section("adam")):
+        table = text.partition(f"### `[{section.title()}]`")[2].partition("\n#")[0]
+        shown = dict(re.findall(r"^\| `(\w+)` \| `?([\w.\"/,-]+)`? \|", table, re.MULTILINE))
+        for field in dataclasses.fields(section):
+            default = field.metadata["off"] if field.default is None else field.default
+            if field.name in shown.keys() - {"name", "schedule_steps"}:  # those of AdamW, and of train.steps
+                assert tomllib.loads(f"value = {shown[field.name]}")["value"] == default, field.name
 
 
 #: Its table shows settings that do not exist.

@@ -17,7 +17,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
-from dataclasses import field, fields
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -51,42 +50,6 @@ def require(name: str, value: object, check: Callable[[Any], T], error: type[Mpi
         return check(value)
     except Unexpected as expected:
         raise error(f"{name}={value!r}: expected {expected}") from None
-
-
-def setting(default: Any, check: Check) -> Any:
-    """Declare a field of a dataclass of settings, with its default and its check."""
-    return field(default=default, metadata={"check": check})
-
-
-def check_settings(settings: Any) -> None:
-    """Call the check of each field that :func:`setting` has declared, and store the value that it returns.
-
-    Raises
-    ------
-    ConfigError
-        If a check fails. The message names the setting, its value and what is expected.
-    """
-    for item in fields(settings):
-        if check := item.metadata.get("check"):
-            object.__setattr__(settings, item.name, require(item.name, getattr(settings, item.name), check))
-
-
-def optional(check: Check) -> Check:
-    """Return a check that allows None, and uses ``check`` for other values."""
-    return lambda value: None if value is None else check(value)
-
-
-def one_of(*words: str | None) -> Check:
-    """Return a check that allows only the given words, and None if it is among them."""
-    *most, last = map(repr, words)
-    expected = f"{', '.join(most)} or {last}"
-
-    def check(value: Any) -> str | None:
-        if value is not None and not isinstance(value, str) or value not in words:
-            raise Unexpected(expected)
-        return value
-
-    return check
 
 
 def is_whole(value: object, least: int = 0, most: int = 2**63 - 1) -> TypeGuard[int]:

@@ -22,6 +22,7 @@ import numpy as np
 
 from mpizero import checkpoint, nn
 from mpizero._util.checks import number
+from mpizero._util.settings import check_option, shown
 from mpizero._util.text import age, aligned, amount, joined, printable, show
 from mpizero.checkpoint.convert import Expected, ImportRules, TensorFile, export, export_bytes, write_imported
 from mpizero.checkpoint.format import PARAMETERS
@@ -42,7 +43,6 @@ from mpizero.checkpoint.inspect import (
 from mpizero.cli.options import EXPORTS, Run
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, DataError
 from mpizero.train.config.build import build_model, build_source
-from mpizero.train.config.checks import check_option, shown
 from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.sections import GptSection
 from mpizero.train.config.toml import ConfigDocument, parse_config, read_config

@@ -157,8 +157,8 @@ def add_watch(commands: Any, run: Run) -> None:
 def run_watch(options: argparse.Namespace) -> int:
     """Follow a run, and return the exit status."""
     from mpizero._util.checks import number
+    from mpizero._util.settings import check_option
     from mpizero.tools.report.watch import watch
-    from mpizero.train.config.checks import check_option
 
     check_option("--interval", options.interval, number(0.1, 3600.0))
     return watch(options.folder, once=options.once, interval=options.interval)
@@ -221,9 +221,9 @@ def run_completion(options: argparse.Namespace, parser: argparse.ArgumentParser)
 
 def settings() -> list[str]:
     """Return all settings of a configuration file as ``--set`` wants them: ``section.key=``."""
-    from mpizero.train.config.toml import CLASSES
+    from mpizero.train.config.schema import section_kinds
 
-    return sorted({f"{section.title()}.{key.name}=" for section in CLASSES for key in fields(section)})
+    return sorted({f"{section.title()}.{key.name}=" for section in section_kinds() for key in fields(section)})
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

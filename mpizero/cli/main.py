@@ -185,8 +185,8 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
 
 def _generate(options: argparse.Namespace) -> None:
     from mpizero._util.checks import whole
+    from mpizero._util.settings import check_option
     from mpizero.tools.generate import Sampling, open_language_model, write
-    from mpizero.train.config.checks import check_option
 
     check_option("--length", options.length, whole())
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, seed=options.seed)

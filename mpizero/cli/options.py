@@ -139,7 +139,7 @@ def named_as_options() -> Iterator[None]:
 
     The setting ``parallel.tensor = 3`` becomes ``--tensor 3``.
     """
-    from mpizero.train.config.checks import SettingError
+    from mpizero._util.settings import SettingError
 
     try:
         yield

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mpizero._util.names import nearest
+from mpizero._util.settings import SettingError, rejected
 from mpizero.comm import Communicator
 from mpizero.comm.startup import agree_to_start
 from mpizero.tools.ensemble import Member, run_members
 from mpizero.train.config.build import build
-from mpizero.train.config.checks import SettingError, rejected
 from mpizero.train.config.schema import RunConfig, check_overridden
 from mpizero.train.config.toml import ConfigDocument, parse_config, tables_of
 from mpizero.train.loop import Preempted

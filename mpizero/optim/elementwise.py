@@ -22,6 +22,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero._util.checks import flag, fraction, number, positive, require, whole
 from mpizero._util.names import as_patterns, check_slots, explains, fits, nearest
+from mpizero._util.settings import Settings, many, setting
 from mpizero.errors import ArgumentError, ConfigError, NonFiniteError
 from mpizero.kernels import jit
 from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
@@ -105,9 +106,13 @@ class RowSum(NamedTuple):
     divisor: Array
 
 
+#: Check for a pair of decay rates, each in [0, 1).
+DECAY_RATES = many(fraction, count=2)
+
+
 @explains
 @dataclass(frozen=True, kw_only=True)
-class FlatOptimizer:
+class FlatOptimizer(Settings):
     """Base class of mpizero's optimizers, which update flat arrays element by element.
 
     An optimizer knows no model, rank or communicator.
@@ -135,7 +140,7 @@ class FlatOptimizer:
     """
 
     lr: LearningRate = field(default=1e-3, kw_only=False)
-    weight_decay: float = 0.0
+    weight_decay: float = setting(0.0, number())
     groups: Sequence[ParameterGroup] = ()
 
     #: True if the update needs the norm of each tensor: then ``direction`` and ``apply_direction`` replace ``apply``.
@@ -155,17 +160,17 @@ class FlatOptimizer:
             _require_schedule(owner, self.lr)
         else:
             require(f"{owner}: lr", self.lr, number())
-        require(f"{owner}: weight_decay", self.weight_decay, number())
         if isinstance(self.groups, ParameterGroup | str) or not isinstance(self.groups, Iterable):
             raise ConfigError(f"{owner}: groups is a sequence of ParameterGroup objects, got {self.groups!r}")
         object.__setattr__(self, "groups", tuple(self.groups))
         for group in self.groups:
             if not isinstance(group, ParameterGroup):
                 raise ConfigError(f"{owner}: groups holds {group!r}; expected ParameterGroup objects")
-        self._check(owner)
+        super().__post_init__()
 
-    def _check(self, owner: str) -> None:
-        """Check the settings that a subclass adds; raise :class:`ConfigError` if one is wrong."""
+    def reject(self, name: str, message: str) -> ConfigError:
+        """Return the error about the wrong setting ``name``; ``message`` says what is wrong, or what is allowed."""
+        return ConfigError(f"{type(self).__name__}: {name}={getattr(self, name)!r}: {message}")
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -315,18 +320,16 @@ class SGD(FlatOptimizer):
     ('momentum_buffer',)
     """
 
-    momentum: float = 0.0
-    dampening: float = 0.0
-    nesterov: bool = False
+    momentum: float = setting(0.0, fraction)
+    dampening: float = setting(0.0, fraction)
+    nesterov: bool = setting(False, flag)
 
-    def _check(self, owner: str) -> None:
-        require(f"{owner}: momentum", self.momentum, fraction)
-        require(f"{owner}: dampening", self.dampening, fraction)
-        if require(f"{owner}: nesterov", self.nesterov, flag) and (self.momentum == 0.0 or self.dampening != 0.0):
-            raise ConfigError(
-                f"{owner}: nesterov=True with momentum={self.momentum!r}, dampening={self.dampening!r} is not "
-                "allowed; expected momentum > 0 and dampening = 0"
-            )
+    def check_combination(self) -> None:
+        """Raise ``ConfigError`` for settings of a momentum that is 0, or for Nesterov momentum with dampening."""
+        if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
+            raise self.reject("nesterov", f"needs {self.named('momentum')} > 0 and {self.named('dampening')} = 0")
+        if self.dampening and not self.momentum:
+            raise self.reject("dampening", f"needs {self.named('momentum')} > 0")
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -372,12 +375,8 @@ class Adam(FlatOptimizer):
     True
     """
 
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-
-    def _check(self, owner: str) -> None:
-        object.__setattr__(self, "betas", _decay_rates(owner, self.betas))
-        require(f"{owner}: eps", self.eps, positive)
+    betas: tuple[float, float] = setting((0.9, 0.999), DECAY_RATES)
+    eps: float = setting(1e-8, positive)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -397,13 +396,6 @@ class Adam(FlatOptimizer):
     def _scalars(self, step: int, lr: float, decay: float) -> Sequence[float]:
         rates, first, second = self._averages(step)
         return decay, *rates, lr * first, second, self.eps
-
-
-def _decay_rates(owner: str, betas: Any) -> tuple[float, float]:
-    """Check that ``betas`` is a pair of decay rates, each in [0, 1), and return it."""
-    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
-        raise ConfigError(f"{owner}: betas={betas!r}: expected two numbers >= 0 and < 1")
-    return require(f"{owner}: betas[0]", betas[0], fraction), require(f"{owner}: betas[1]", betas[1], fraction)
 
 
 @explains
@@ -431,7 +423,7 @@ class AdamW(Adam):
     mpizero.errors.ConfigError: AdamW: lr=-1.0: expected a finite number >= 0
     """
 
-    weight_decay: float = 0.01
+    weight_decay: float = setting(0.01, number())
 
     def _scalars(self, step: int, lr: float, decay: float) -> Sequence[float]:
         rates, first, second = self._averages(step)
@@ -464,12 +456,8 @@ class RMSprop(FlatOptimizer):
     """
 
     lr: LearningRate = field(default=1e-2, kw_only=False)
-    alpha: float = 0.99
-    eps: float = 1e-8
-
-    def _check(self, owner: str) -> None:
-        require(f"{owner}: alpha", self.alpha, fraction)
-        require(f"{owner}: eps", self.eps, positive)
+    alpha: float = setting(0.99, fraction)
+    eps: float = setting(1e-8, positive)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -505,10 +493,7 @@ class Lion(FlatOptimizer):
     """
 
     lr: LearningRate = field(default=1e-4, kw_only=False)
-    betas: tuple[float, float] = (0.9, 0.99)
-
-    def _check(self, owner: str) -> None:
-        object.__setattr__(self, "betas", _decay_rates(owner, self.betas))
+    betas: tuple[float, float] = setting((0.9, 0.99), DECAY_RATES)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -546,8 +531,8 @@ class LAMB(Adam):
     True
     """
 
-    eps: float = 1e-6
-    weight_decay: float = 0.01
+    eps: float = setting(1e-6, positive)
+    weight_decay: float = setting(0.01, number())
 
     needs_tensor_norms: ClassVar[bool] = True
 

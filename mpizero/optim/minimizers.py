@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 
-from mpizero._util.checks import flag, number, positive, require, whole
+from mpizero._util.checks import flag, number, positive, whole
+from mpizero._util.settings import Settings, one_of, setting
 from mpizero.errors import ConfigError
 from mpizero.optim.regularization import TRIAL, Bounds, Diagonal, Regularization, VectorSpace
 from mpizero.types import Array, Dtype, ParameterSpec
@@ -122,7 +123,7 @@ _STALLS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class VectorMethod(ABC):
+class VectorMethod(Settings, ABC):
     """Minimize a function of all parameters together; a step is one evaluation of the function and its gradient.
 
     Every step must be given the same samples, all of them. It ends with the parameters at which the next evaluation is
@@ -152,8 +153,8 @@ class VectorMethod(ABC):
     mpizero.errors.ConfigError: NewtonCG: gtol=-1.0: expected a finite number >= 0
     """
 
-    gtol: float = 1e-5
-    ftol: float = 0.0
+    gtol: float = setting(1e-5, number(), resume="never")
+    ftol: float = setting(0.0, number(), resume="never")
     regularization: Any = None
 
     #: Part of the interface of optimizers: such a method updates no flat arrays by itself.
@@ -180,10 +181,12 @@ class VectorMethod(ABC):
 
     def __post_init__(self) -> None:
         """Raise :class:`~mpizero.errors.ConfigError` if a setting is out of range."""
-        owner = type(self).__name__
-        require(f"{owner}: gtol", self.gtol, number())
-        require(f"{owner}: ftol", self.ftol, number())
-        object.__setattr__(self, "regularization", Regularization.parse(self.regularization, owner))
+        super().__post_init__()
+        object.__setattr__(self, "regularization", Regularization.parse(self.regularization, type(self).__name__))
+
+    def reject(self, name: str, message: str) -> ConfigError:
+        """Return the error about the wrong setting ``name``; ``message`` says what is wrong, or what is allowed."""
+        return ConfigError(f"{type(self).__name__}: {name}={getattr(self, name)!r}: {message}")
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -216,7 +219,7 @@ class VectorMethod(ABC):
             if not self._is_flat(progress):
                 self._go_on(space, progress)
 
-    def reject(self, space: VectorSpace, progress: MethodProgress) -> bool:
+    def retry(self, space: VectorSpace, progress: MethodProgress) -> bool:
         """Take notice that loss or gradient are infinite or NaN; tell whether another trial can be made. Collective."""
         if progress.stage in ("first", "done"):
             return False
@@ -302,7 +305,7 @@ class VectorRun:
 
         Collective over all ranks.
         """
-        return self._method.reject(self._space, self.progress)
+        return self._method.retry(self._space, self.progress)
 
     def place(self, *, iterate: bool) -> None:
         """Set the parameters to the last iterate, or to those that the method wants to be evaluated next.
@@ -537,16 +540,11 @@ class SearchingMethod(VectorMethod):
         The most evaluations of one line search.
     """
 
-    most_trials: int = 20
+    most_trials: int = setting(20, whole(1), resume="never")
 
     #: Constants of the Wolfe conditions.
     decrease: ClassVar[float] = 1e-3
     curvature: ClassVar[float] = 0.9
-
-    def __post_init__(self) -> None:
-        """Raise :class:`~mpizero.errors.ConfigError` if a setting is out of range."""
-        super().__post_init__()
-        require(f"{type(self).__name__}: most_trials", self.most_trials, whole(1))
 
     def _go_on(self, space: VectorSpace, progress: MethodProgress) -> None:
         if progress.numbers:
@@ -668,18 +666,15 @@ class LBFGS(SearchingMethod):
     [1.  1.5] True
     """
 
-    history: int = 10
+    history: int = setting(10, whole(1), resume="never")
     bounds: Any = None
     preconditioner: Any = None
-    initial: str = "scalar"
+    initial: str = setting("scalar", one_of(*INITIAL), resume="never")
 
     def __post_init__(self) -> None:
         """Raise :class:`~mpizero.errors.ConfigError` if a setting is out of range."""
         super().__post_init__()
         owner = type(self).__name__
-        require(f"{owner}: history", self.history, whole(1))
-        if self.initial not in INITIAL:
-            raise ConfigError(f"{owner}: initial={self.initial!r:.80}: expected 'scalar' or 'diagonal'")
         object.__setattr__(self, "bounds", Bounds.parse(self.bounds, owner))
         object.__setattr__(self, "preconditioner", Diagonal.parse(self.preconditioner, owner))
 
@@ -853,14 +848,8 @@ class NewtonCG(VectorMethod):
     [1. 2.] True
     """
 
-    radius: float = 1.0
-    exact: bool = False
-
-    def __post_init__(self) -> None:
-        """Raise :class:`~mpizero.errors.ConfigError` if a setting is out of range."""
-        super().__post_init__()
-        require(f"{type(self).__name__}: radius", self.radius, positive)
-        require(f"{type(self).__name__}: exact", self.exact, flag)
+    radius: float = setting(1.0, positive, resume="never")
+    exact: bool = setting(False, flag)
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -10,16 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from mpizero import kernels
-from mpizero._util.checks import flag, fraction, number, require, whole
-from mpizero._util.names import as_patterns, explains, fits, selected
+from mpizero._util.checks import flag, fraction, number, whole
+from mpizero._util.names import explains, fits, selected
+from mpizero._util.settings import many, one_of, setting, text
 from mpizero.errors import ConfigError
-from mpizero.optim.elementwise import AdamW
+from mpizero.optim.elementwise import DECAY_RATES, AdamW
 from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    return () if value is None else tuple(many(text)((value,) if isinstance(value, str) else value))
 
 
 class TensorStep(NamedTuple):
@@ -83,18 +88,18 @@ class TensorOptimizer(AdamW):
     True
     """
 
-    exclude: Sequence[str] = ()
-    adamw_lr_scale: float = 1.0
+    exclude: Sequence[str] = setting((), _patterns)
+    adamw_lr_scale: float = setting(1.0, number())
 
     needs_whole_tensors: ClassVar[bool] = True
     #: Names of all state arrays that a tensor may have. The arrays are zero before the first step.
     tensor_slots: ClassVar[tuple[str, ...]] = ()
 
-    def _check(self, owner: str) -> None:
-        super()._check(owner)
-        object.__setattr__(self, "exclude", as_patterns(f"{owner}: exclude", self.exclude))
-        require(f"{owner}: adamw_lr_scale", self.adamw_lr_scale, number())
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` if a setting is out of range, or an array has the name of one of AdamW's."""
+        super().__post_init__()
         if both := sorted({*self.slots} & {*self.tensor_slots}):
+            owner = type(self).__name__
             raise ConfigError(
                 f"{owner}: tensor_slots has {both[0]!r}, the name of one of AdamW's arrays: call it otherwise"
             )
@@ -208,22 +213,13 @@ class Muon(TensorOptimizer):
     """
 
     lr: LearningRate = field(default=2e-2, kw_only=False)
-    momentum: float = 0.95
-    nesterov: bool = True
-    iterations: int = 5
-    scale: str = "original"
-    output_axis: int = 1
+    momentum: float = setting(0.95, fraction)
+    nesterov: bool = setting(True, flag)
+    iterations: int = setting(5, whole(1))
+    scale: str = setting("original", one_of(*SCALES))
+    output_axis: int = setting(1, whole(0, 1))
 
     tensor_slots: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
-
-    def _check(self, owner: str) -> None:
-        super()._check(owner)
-        require(f"{owner}: momentum", self.momentum, fraction)
-        require(f"{owner}: nesterov", self.nesterov, flag)
-        require(f"{owner}: iterations", self.iterations, whole(1))
-        require(f"{owner}: output_axis", self.output_axis, whole(0, 1))
-        if self.scale not in SCALES:
-            raise ConfigError(f"{owner}: scale={self.scale!r}: expected one of {', '.join(map(repr, SCALES))}")
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of the momentum, which is the matrix's own."""
@@ -327,9 +323,9 @@ class SOAP(TensorOptimizer):
     """
 
     lr: LearningRate = field(default=3e-3, kw_only=False)
-    betas: tuple[float, float] = (0.95, 0.95)
-    frequency: int = 10
-    max_dimension: int = 10_000
+    betas: tuple[float, float] = setting((0.95, 0.95), DECAY_RATES)
+    frequency: int = setting(10, whole(1))
+    max_dimension: int = setting(10_000, whole(1))
 
     magnifies_rounding: ClassVar[str] = (
         "SOAP magnifies it: in float32 a difference in the last place becomes one of a whole step in a few steps"
@@ -342,11 +338,6 @@ class SOAP(TensorOptimizer):
         "left_basis",
         "right_basis",
     )
-
-    def _check(self, owner: str) -> None:
-        super()._check(owner)
-        require(f"{owner}: frequency", self.frequency, whole(1))
-        require(f"{owner}: max_dimension", self.max_dimension, whole(1))
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the two moments, which are the matrix's, and of averages and bases of its sides."""

@@ -15,36 +15,23 @@ the copies and sends once a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
-import numpy as np
-
-from mpizero._util.checks import (
-    Check,
-    Unexpected,
-    check_settings,
-    flag,
-    number,
-    one_of,
-    optional,
-    positive,
-    setting,
-    whole,
-)
+from mpizero._util.checks import Unexpected, flag, number, positive, whole
 from mpizero._util.names import explains, nearest
+from mpizero._util.settings import Settings, like, one_of, optional, setting, shown
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.reduce import Codec, codec_of
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.kernels.gpu import SIXTEEN_BITS
-from mpizero.layout import SCHEDULES, GrainRule
+from mpizero.layout import GrainRule
 from mpizero.layout.flat import FlatLayout, ParameterUse, Span
 from mpizero.layout.mesh import NodeOrder
 from mpizero.nn.models import efficient_samples
 from mpizero.optim import DynamicLossScale
-from mpizero.sharding.mesh import Mesh
-from mpizero.sharding.partition import PartitionedModel, Tiles, check_tiles
+from mpizero.sharding.mesh import Mesh, NodeSettings
+from mpizero.sharding.partition import PartitionedModel, SplitSettings, Tiles
 from mpizero.sharding.step_report import BadSteps
 
 
@@ -118,9 +105,21 @@ ASSIGNMENTS = ("static", "dynamic")
 _DEVICES = ("cpu", "cuda")
 
 
-def _compression(value: Any) -> Any:
-    codec_of(value)
-    return value
+def _compression(value: Any) -> str:
+    try:
+        codec_of(value)
+    except ConfigError:
+        raise Unexpected(
+            '"bf16", "fp16", "int8", or "topk:SHARE" with the share of the values that is sent, more than 0 and less '
+            'than 0.5, such as "topk:0.01"'
+        ) from None
+    return str(value)
+
+
+def _bucket(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 4096:
+        raise Unexpected("MiB of more than 0 and at most 4096")
+    return float(value)
 
 
 def _bad_steps(value: Any) -> BadSteps:
@@ -129,20 +128,41 @@ def _bad_steps(value: Any) -> BadSteps:
     return value
 
 
-def _listed(expected: str) -> Check:
-    """Return a check for a list, which returns it as a tuple; what it lists depends on the model."""
+@dataclass(frozen=True, kw_only=True)
+class ComputeSettings(Settings):
+    """Hold how ranks compute a step; :class:`Config` describes the settings."""
 
-    def check(value: Any) -> tuple[Any, ...]:
-        if isinstance(value, str | Mapping) or not isinstance(value, Sequence | np.ndarray):
-            raise Unexpected(f"{expected}, as a list")
-        return tuple(value)
+    micro_batch: int | None = setting(None, optional(whole(1)), resume="never")
+    accumulate: int = setting(1, whole(1), resume="never")
+    clip: float | None = setting(None, optional(positive), off=0.0)
+    ema: float | None = setting(None, optional(number(0.0, 1.0, above=True)))
+    gradient_compression: str | None = setting(None, optional(_compression), off="none")
+    threads: int = setting(1, whole(1, 1024), resume="free")
+    check_every: int = setting(0, whole(0), resume="free")
+    device: str = setting("cpu", one_of(*_DEVICES), resume="free")
+    optimizer_device: str | None = setting(None, optional(one_of(*_DEVICES)), resume="free")
+    direct_messages: bool = setting(True, flag, resume="free")
+    mixed_precision: str | None = setting(None, optional(one_of(*reversed(SIXTEEN_BITS))))
 
-    return check
+    def check_combination(self) -> None:
+        """Raise an error for settings of GPUs where layers compute on CPUs."""
+        super().check_combination()
+        for name in ("optimizer_device", "mixed_precision"):
+            if getattr(self, name) not in (None, "cpu") and self.device == "cpu":
+                raise self.reject(name, f'is for GPUs: give {self.named("device")} = "cuda" with it, or leave it out')
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelSettings(Settings):
+    """Hold how a data group divides grains and reduces gradients; :class:`Config` describes the settings."""
+
+    grain_assignment: str = setting("static", one_of(*ASSIGNMENTS), resume="free")
+    bucket_mb: float | None = setting(None, optional(_bucket), resume="free")
 
 
 @explains
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Config:
+class Config(SplitSettings, DataParallelSettings, ComputeSettings):
     """Hold the settings of a training: how ranks share its work, how they compute, and what they send.
 
     It is plain data: it can be compared, hashed and pickled. The ranks are a :class:`~mpizero.Mesh`.
@@ -234,39 +254,15 @@ class Config:
     mpizero.errors.ConfigError: micro_batch=0: expected a whole number >= 1
     """
 
-    micro_batch: int | None = setting(None, optional(whole(1)))
-    accumulate: int = setting(1, whole(1))
-    clip: float | None = setting(None, optional(positive))
-    ema: float | None = setting(None, optional(number(0.0, 1.0, above=True)))
-    tiles: Tiles = setting(None, check_tiles)
-    schedule: str = setting("1f1b", one_of(*SCHEDULES))
-    virtual_stages: int = setting(1, whole(1))
-    cuts: Sequence[int] | None = setting(None, optional(_listed("the number of the first block of every later stage")))
-    costs: Sequence[float] | None = setting(None, optional(_listed("a number for every block, in order")))
-    grain_assignment: str = setting("static", one_of(*ASSIGNMENTS))
     auto_sync_gradients: bool = setting(True, flag)
     learning_rate: float = setting(0.01, positive)
     minimum_parameter_group_size: int = setting(1024, whole(1))
-    gradient_compression: str | None = setting(None, _compression)
-    bucket_mb: float | None = None
-    threads: int = setting(1, whole(1))
-    check_every: int = setting(0, whole(0))
-    device: str = setting("cpu", one_of(*_DEVICES))
-    optimizer_device: str | None = setting(None, one_of(None, *_DEVICES))
-    direct_messages: bool = setting(True, flag)
-    mixed_precision: str | None = setting(None, one_of(None, *reversed(SIXTEEN_BITS)))
     bad_steps: BadSteps = setting(BadSteps(), _bad_steps)
 
-    def __post_init__(self) -> None:
-        """Raise ``ConfigError`` if a value is invalid; the message names the setting."""
-        check_settings(self)
-        check_bucket(self.bucket_mb, self.gradient_compression)
-        for name in ("optimizer_device", "mixed_precision"):
-            if self.device == "cpu" and getattr(self, name) not in (None, "cpu"):
-                what = "for layers on GPUs" if name == "optimizer_device" else "for GPUs"
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is {what}: give device='cuda' with it, or leave it out"
-                )
+    def check_combination(self) -> None:
+        """Raise ``ConfigError`` for values that do not fit together; the message names the setting."""
+        super().check_combination()
+        check_bucket(self, self.gradient_compression)
 
     def __repr__(self) -> str:
         """Return the settings that are not the defaults, as a call that makes an equal object."""
@@ -319,7 +315,7 @@ class Config:
 
 @explains
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ShardingConfig(Config):
+class ShardingConfig(Config, NodeSettings):
     """Hold ranks and settings together: a :class:`Config` with the arguments of a :class:`~mpizero.Mesh`.
 
     The classes of each strategy take it, such as ``ZeRO2Model(model, config)``. New programs give :func:`distribute` a
@@ -348,19 +344,14 @@ class ShardingConfig(Config):
     """
 
     comm: Any = None
-    share_node_memory: bool = True
-    ranks_per_node: int | None = None
-    timeout: float | None = 600.0
-    embedded: bool = False
+    timeout: float | None = like(Mesh, "timeout")
+    embedded: bool = like(Mesh, "embedded")
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` if a value is invalid; the message names the setting."""
         super().__post_init__()
-        names = ("share_node_memory", "ranks_per_node", "timeout", "embedded")
-        mesh = Mesh(self.comm, **{name: getattr(self, name) for name in names})
-        object.__setattr__(self, "_mesh", mesh)
-        for name in names:
-            object.__setattr__(self, name, getattr(mesh, name))
+        resources = self.values_of(NodeSettings) | {"timeout": self.timeout, "embedded": self.embedded}
+        object.__setattr__(self, "_mesh", Mesh(self.comm, **resources))
 
     @property
     def mesh(self) -> Mesh:
@@ -459,22 +450,13 @@ def elements_of(mebibytes: float, itemsize: int) -> int:
     return max(1, int(mebibytes * 2**20) // itemsize)
 
 
-def check_bucket(bucket_mb: object, compression: str | None) -> None:
-    """Check the setting ``bucket_mb``: None or MiB. Not collective.
-
-    Raises
-    ------
-    ConfigError
-        If it is something else, or is combined with gradient compression.
-    """
-    if bucket_mb is None:
-        return
-    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not 0 < bucket_mb <= 4096:
-        raise ConfigError(f"bucket_mb={bucket_mb!r}: expected None, or MiB of more than 0 and at most 4096")
-    if compression is not None:
-        raise ConfigError(
-            f"bucket_mb={bucket_mb!r} with gradient_compression={compression!r}: what a compressed message leaves out "
-            "depends on where it is cut, so its size is fixed; leave one of them out"
+def check_bucket(settings: DataParallelSettings, compression: str | None, named: str = "gradient_compression") -> None:
+    """Raise an error for a size of messages where ``compression``, the setting ``named``, fixes it. Not collective."""
+    if settings.bucket_mb is not None and compression is not None:
+        raise settings.reject(
+            "bucket_mb",
+            f"must be left out with {named} = {shown(compression)}: what a compressed message leaves out depends on "
+            "where it is cut, so its size is fixed",
         )
 
 

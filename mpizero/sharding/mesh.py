@@ -7,17 +7,18 @@ plain data are in :class:`~mpizero.sharding.config.Config`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Self
 from weakref import WeakSet
 
-from mpizero._util.checks import check_settings, flag, optional, positive, setting, whole
+from mpizero._util.checks import Unexpected, flag, is_whole, whole
 from mpizero._util.names import explains
+from mpizero._util.settings import Settings, duration, optional, setting
 from mpizero.comm import Communicator, ProcessGrid, as_communicator
 from mpizero.comm.agreement import check_call
-from mpizero.errors import ConfigError
+from mpizero.errors import GridError
 from mpizero.guard import guard
 from mpizero.guard.watchdog import Watchdog
 from mpizero.layout import Axes
@@ -28,9 +29,60 @@ SPLITTING = ("pipeline", "tensor", "context")
 ORDER = "pipeline,tensor,data"
 
 
+def _replicas(value: Any) -> int:
+    if not is_whole(value, 1) and value != -1:
+        raise Unexpected("-1 (all remaining ranks) or a whole number >= 1")
+    return int(value)
+
+
+def _axis_order(value: Any) -> str:
+    try:
+        Axes.build(1, order=value)
+    except GridError:
+        raise Unexpected(
+            "pipeline, tensor and data once each (and context, which else comes last), slowest first, "
+            "separated by commas"
+        ) from None
+    return str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisSettings(Settings):
+    """Hold the sizes and the order of the axes of parallelism; :class:`Mesh` describes them."""
+
+    pipeline: int = setting(1, whole(1), resume="free")
+    tensor: int = setting(1, whole(1), resume="free")
+    context: int = setting(1, whole(1), resume="free")
+    data: int = setting(-1, _replicas, resume="free")
+    order: str = setting(ORDER, _axis_order, resume="free")
+
+    @property
+    def splits_model(self) -> bool:
+        """True if a rank holds only a part of the model or of each sequence."""
+        return any(getattr(self, axis) > 1 for axis in SPLITTING)
+
+    def axes_of(self, ranks: int) -> Axes:
+        """Return the sizes and the order of the axes for a job of ``ranks`` ranks.
+
+        Raises
+        ------
+        GridError
+            If the product of the sizes is not the number of ranks.
+        """
+        return Axes.build(ranks, **self.values_of(AxisSettings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSettings(Settings):
+    """Hold which ranks share memory; :class:`Mesh` describes the settings."""
+
+    ranks_per_node: int | None = setting(None, optional(whole(1)), resume="free")
+    share_node_memory: bool = setting(True, flag, resume="free")
+
+
 @explains
-@dataclass(frozen=True, eq=False)
-class Mesh:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Mesh(AxisSettings, NodeSettings):
     """Hold the ranks that train together, as a grid of pipeline x tensor x data x context ranks. A context manager.
 
     The first use of the communicator or of a group is collective over ``comm``, and so is :meth:`close`. Close the
@@ -46,9 +98,9 @@ class Mesh:
         split. Models of blocks only.
     data : int
         Number of replicas; -1 makes as many as there are ranks for.
-    order : str or None
-        Names of the axes, slowest first: ranks that differ only on the last axis have consecutive numbers. None is
-        "pipeline,tensor,data". The context axis comes last if it is not named.
+    order : str
+        Names of the axes, slowest first: ranks that differ only on the last axis have consecutive numbers. The context
+        axis comes last if it is not named.
     ranks_per_node : int or None
         Number of consecutive ranks in each simulated node; None uses the real nodes.
     share_node_memory : bool
@@ -80,24 +132,16 @@ class Mesh:
     pipeline 1: tensor 0: 4 5, tensor 1: 6 7
     """
 
-    comm: Any = None
-    _: KW_ONLY
-    pipeline: int = setting(1, whole(1))
-    tensor: int = setting(1, whole(1))
-    context: int = setting(1, whole(1))
-    data: int = setting(-1, whole(-1))
-    order: str | None = None
-    ranks_per_node: int | None = setting(None, optional(whole(1)))
-    share_node_memory: bool = setting(True, flag)
-    timeout: float | None = setting(600.0, optional(positive))
+    comm: Any = field(default=None, kw_only=False)
+    timeout: float | None = setting(600.0, optional(duration), resume="free")
     embedded: bool = setting(False, flag)
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` if a value is invalid; the message names the setting."""
-        check_settings(self)
-        if self.data == 0:
-            raise ConfigError("data=0: expected a whole number >= 1, or -1 for all remaining ranks")
-        Axes.build(1, order=self.order or ORDER)  # or an error that names the axes
+        super().__post_init__()
         if self.embedded:
             guard.current().release_to_host()
 
@@ -123,11 +167,6 @@ class Mesh:
         return self.communicator.size
 
     @property
-    def splits_model(self) -> bool:
-        """True if a rank holds only a part of the model or of each sequence. Not collective."""
-        return any(getattr(self, axis) > 1 for axis in SPLITTING)
-
-    @property
     def axes(self) -> Axes:
         """The sizes and the order of the axes.
 
@@ -136,8 +175,7 @@ class Mesh:
         GridError
             If the product of the sizes is not the number of ranks.
         """
-        sizes = {axis: getattr(self, axis) for axis in (*SPLITTING, "data")}
-        return Axes.build(self.size, order=self.order or ORDER, **sizes)
+        return self.axes_of(self.size)
 
     @property
     def is_guest(self) -> bool:

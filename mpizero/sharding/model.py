@@ -34,11 +34,11 @@ from mpizero.sharding.batch import NO_SAMPLES, Asked, Totals, check_weight, tree
 from mpizero.sharding.config import Config, ShardingConfig, placement, ranks_and_settings
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.forward_backward import Evaluation
-from mpizero.sharding.mesh import ORDER, SPLITTING, Mesh
+from mpizero.sharding.mesh import AxisSettings, Mesh
 from mpizero.sharding.optimizer import ShardedOptimizer
 from mpizero.sharding.parameter_access import ModelMetadata, ParameterAccess, Pending, describe, gather_pieces
 from mpizero.sharding.params import Shard
-from mpizero.sharding.partition import ParallelLayout
+from mpizero.sharding.partition import ParallelLayout, SplitSettings
 from mpizero.sharding.step_report import StepReport
 from mpizero.types import Array
 
@@ -921,9 +921,7 @@ def distribute(
         raise ConfigError(f"cuts={list(config.cuts)} need a pipeline; the mesh has pipeline=1: mz.Mesh(pipeline=...)")
     split = None
     if mesh.splits_model:
-        sizes = {axis: getattr(mesh, axis) for axis in (*SPLITTING, "data")}
-        cut = {name: getattr(config, name) for name in ("schedule", "virtual_stages", "cuts", "costs")}
-        split = ParallelLayout(**sizes, order=mesh.order or ORDER, **cut)
+        split = ParallelLayout(**mesh.values_of(AxisSettings), **config.values_of(SplitSettings))
     return Model(model, config, mesh, strategy, parallel_layout=split, optimizer=optimizer, owns_mesh=owns)
 
 

@@ -455,13 +455,13 @@ class GradientCompressionOptimizer(ShardedOptimizer):
         if codec_of(compression) is None:
             raise ConfigError("compression=None: expected 'topk:SHARE', 'int8', 'bf16' or 'fp16'")
         if config is not None:
-            check_bucket(config.bucket_mb, compression)
+            check_bucket(config, compression, "compression")
         _check_elementwise(self)
         self.compression = compression
 
     def comparable(self, model: Model) -> dict[str, Any]:
         """Return all settings that must be equal on all ranks, by name, including the compression. Not collective."""
-        check_bucket(model.config.bucket_mb, self.compression)
+        check_bucket(model.config, self.compression, "compression")
         return super().comparable(model) | {"compression": self.compression}
 
     def _bind(self, model: Model) -> None:

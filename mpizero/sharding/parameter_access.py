@@ -188,7 +188,7 @@ class ParameterAccess:
         """Return all values that must be equal on all ranks, by name; :class:`Model` adds to them. Not collective."""
         split: dict[str, Any] = {}
         if self._parallel_layout is not None:
-            _ = self._parallel_layout.axes(self.world_size)  # or an error
+            _ = self._parallel_layout.axes_of(self.world_size)  # or an error
             stage, _ = self._placement.zero_stage, self._parallel_layout.chunks
             split = {"the parallel layout": {**self._parallel_layout.comparable(), "zero_stage": stage}}
         if self._wrapped is None:

@@ -15,23 +15,24 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from numbers import Real
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from mpizero import nn
-from mpizero._util.checks import Unexpected, is_whole, require, seed
+from mpizero._util.checks import Unexpected, is_whole, number, require, seed, whole
 from mpizero._util.fingerprint import LARGEST_ARRAY, Fingerprint, qualified_name
 from mpizero._util.pytree import leaves_of
+from mpizero._util.settings import Settings, many, one_of, optional, setting
 from mpizero.comm import Communicator, InMemoryCommunicator, ProcessGrid
 from mpizero.errors import ArgumentError, ConfigError
-from mpizero.layout import Axes, balanced_chunks, chunk_stages
+from mpizero.layout import SCHEDULES, balanced_chunks, chunk_stages
 from mpizero.layout.flat import FlatLayout, by_global_name, joined
 from mpizero.layout.stages import explicit_cuts
 from mpizero.nn.layer import call_located, integers_of
 from mpizero.nn.models import run_on
+from mpizero.sharding.mesh import AxisSettings
 from mpizero.types import Array, BlackBoxModel, BlockModel, Group, Init, Layer, Loss, ParameterSpec, Run
 
 _LAYER = ("specs", "forward", "backward")
@@ -164,47 +165,32 @@ MOST_TILES = 1 << 16
 Tiles = int | Mapping[str, int] | None
 
 
+def check_tiles(value: Any) -> Tiles:
+    """Check a number of tiles, or numbers by axis, and return them; None is allowed."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        if value.keys() <= set(TILED_AXES) and all(is_whole(number, 1, MOST_TILES) for number in value.values()):
+            return {axis: int(value[axis]) for axis in TILED_AXES if axis in value} or None
+    elif is_whole(value, 1, MOST_TILES):
+        return int(value)
+    raise Unexpected(f'a whole number from 1 to {MOST_TILES}, or one for the axis "tensor", "context" or each, by name')
+
+
 @dataclass(frozen=True, kw_only=True)
-class ParallelLayout:
-    """Describe the sizes and order of the axes of parallelism, and how a pipeline is cut and scheduled.
+class SplitSettings(Settings):
+    """Hold how a model is split into pipeline stages and tiles; :class:`~mpizero.Config` describes the settings."""
 
-    Parameters
-    ----------
-    pipeline, tensor, context : int
-        Number of pipeline stages, of tensor ranks that split layers, and of context ranks that split sequences.
-    data : int
-        Number of replicas; -1 makes as many replicas as there are ranks for.
-    order : str
-        Names of the axes, separated by commas. Ranks that differ only in the last axis have successive numbers. The
-        context axis is added at the end if it is not named.
-    schedule : str
-        The pipeline schedule: "gpipe", "1f1b", "interleaved", "zero_bubble" or "zero_bubble_v".
-    virtual_stages : int
-        Number of chunks on every stage; only for "interleaved". "zero_bubble_v" always has two.
-    cuts : sequence of int or None
-        For every chunk after the first, the index of its first block among the model's blocks, counted from 0. None
-        cuts so that the costs of the stages are balanced.
-    costs : sequence of float or None
-        Cost of every block in any unit, for example the seconds from :func:`measured_costs`; used if ``cuts`` is None.
-        None takes the number of floating-point operations, or of parameters if the model cannot count its operations.
-    tiles : int, mapping of str to int, or None
-        Number of tiles of the tensor and the context axis, of both or by their names; see :attr:`tensor_tiles`.
-    """
+    schedule: str = setting("1f1b", one_of(*SCHEDULES), resume="free")
+    virtual_stages: int = setting(1, whole(1), resume="free")
+    cuts: Sequence[int] | None = setting(None, optional(many(whole(1))), resume="free")
+    costs: Sequence[float] | None = setting(None, optional(many(number())), resume="free")
+    tiles: Tiles = setting(None, check_tiles, resume="free")
 
-    pipeline: int = 1
-    tensor: int = 1
-    data: int = -1
-    context: int = 1
-    order: str = "pipeline,tensor,data"
-    schedule: str = "1f1b"
-    virtual_stages: int = 1
-    cuts: Sequence[int] | None = None
-    costs: Sequence[float] | None = None
-    tiles: Tiles = None
 
-    def __post_init__(self) -> None:
-        _require_sequence("cuts", self.cuts, "the number of the first block of every later stage")
-        _require_sequence("costs", self.costs, "a number for every block, in order")
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout(AxisSettings, SplitSettings):
+    """Combine the axes of a :class:`~mpizero.Mesh` with the settings of how a model is cut along them."""
 
     @property
     def tensor_tiles(self) -> int:
@@ -238,18 +224,6 @@ class ParallelLayout:
         stages = chunk_stages(self.schedule, self.pipeline, self.virtual_stages)
         return stages if self.pipeline > 1 else (0,)
 
-    def axes(self, world: int) -> Axes:
-        """Return the sizes and order of the axes for ``world``, the number of ranks. Not collective.
-
-        Raises
-        ------
-        GridError
-            If the product of the sizes cannot be the number of ranks, or ``order`` is not valid.
-        """
-        return Axes.build(
-            world, pipeline=self.pipeline, tensor=self.tensor, data=self.data, context=self.context, order=self.order
-        )
-
     def cut(self, blocks: Mapping[str, Sequence[ParameterSpec]], model: Any) -> tuple[tuple[str, ...], ...]:
         """Return, for every chunk, the names of its blocks. Not collective.
 
@@ -273,14 +247,12 @@ class ParallelLayout:
 
     def _costs(self, blocks: Mapping[str, Sequence[ParameterSpec]], model: Any) -> list[float]:
         if self.costs is not None:
-            if odd := [cost for cost in self.costs if not isinstance(cost, Real)]:
-                raise ConfigError(f"costs has {odd[0]!r}: expected a number for every block, in order")
             if len(self.costs) != len(blocks):
                 raise ConfigError(
                     f"costs has {len(self.costs)} numbers, the model has {len(blocks)} blocks: {', '.join(blocks)}; "
                     "give one each, or leave costs out"
                 )
-            return [float(cost) for cost in self.costs]
+            return list(self.costs)
         try:
             counted = block_operations(model)
         except Exception as error:  # of a user's layer, or of a shape that its layers do not take
@@ -294,30 +266,13 @@ class ParallelLayout:
 
     def comparable(self) -> dict[str, Any]:
         """Return all settings by name, for a check that they are equal on every rank."""
-        return {**self.__dict__, "cuts": self.cuts and tuple(self.cuts), "costs": self.costs and tuple(self.costs)}
+        return dict(self.__dict__)
 
 
 def fits_tiles(size: int, tiles: int) -> bool:
     """Tell whether ranks of a group of ``size`` can compute ``tiles`` tiles: a power of two on each, 1 included."""
     each, rest = divmod(tiles, size)
     return rest == 0 and each > 0 and each & (each - 1) == 0
-
-
-def check_tiles(value: Any) -> Tiles:
-    """Check a number of tiles, or numbers by axis, and return them; None is allowed (a check of ``validation``)."""
-    if value is None:
-        return None
-    if isinstance(value, Mapping):
-        if value.keys() <= set(TILED_AXES) and all(is_whole(number, 1, MOST_TILES) for number in value.values()):
-            return {axis: int(value[axis]) for axis in TILED_AXES if axis in value} or None
-    elif is_whole(value, 1, MOST_TILES):
-        return int(value)
-    raise Unexpected(f'a whole number from 1 to {MOST_TILES}, or one for the axis "tensor", "context" or each, by name')
-
-
-def _require_sequence(name: str, value: Any, expected: str) -> None:
-    if value is not None and (isinstance(value, str | Mapping) or not isinstance(value, Sequence | np.ndarray)):
-        raise ConfigError(f"{name}={value!r:.60}: expected {expected}, as a list")
 
 
 def block_operations(model: Any) -> dict[str, float] | None:

@@ -162,7 +162,7 @@ class PlacedModel:
 
         With ``private=True``, ranks share no memory.
         """
-        axes = None if parallel_layout is None else parallel_layout.axes(self.mesh.size)
+        axes = None if parallel_layout is None else parallel_layout.axes_of(self.mesh.size)
         self.grid = self.mesh.grid_of(axes, private=private)
         if self.grid.context.size > 1 and self.grid.order != tuple(range(self.grid.data.size)):
             self.grid = self.mesh.grid_of(axes, private=True)  # the parts of a grain must be neighbours in a round

@@ -19,13 +19,13 @@ import numpy as np
 
 from mpizero import checkpoint, nn
 from mpizero._util.checks import number, whole
+from mpizero._util.settings import SettingError, check_option
 from mpizero._util.text import printable
 from mpizero.checkpoint.inspect import find_checkpoint
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks, from_rank_0
 from mpizero.errors import CheckpointError
 from mpizero.sharding import Config, distribute, state_dict
-from mpizero.train.config.checks import SettingError, check_option
 from mpizero.train.config.sections import GptSection, ParallelSection
 from mpizero.train.run_folder import SavedRun
 from mpizero.types import Array

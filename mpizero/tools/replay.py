@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpizero import checkpoint, nn
+from mpizero._util.settings import SettingError, shown
 from mpizero._util.text import aligned, joined
 from mpizero.checkpoint.format import ARRAY_LIMIT, is_count
 from mpizero.comm.startup import available_memory
@@ -24,7 +25,6 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.sharding import BadStep, Replay, distribute, read_bad_step, replay_bad_step, state_dict
 from mpizero.sharding.diagnostics import ReplayedArray
 from mpizero.train.config.build import build_model, make_model, user_functions, users_modules
-from mpizero.train.config.checks import SettingError, shown
 from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.sections import NamedModelSection
 from mpizero.train.config.toml import config_of

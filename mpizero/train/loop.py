@@ -22,6 +22,7 @@ import numpy as np
 
 from mpizero._util.faults import inject
 from mpizero._util.names import nearest
+from mpizero._util.settings import rejected, shown
 from mpizero.checkpoint import StepFolder
 from mpizero.checkpoint.manager import BEST
 from mpizero.comm.agreement import all_ranks
@@ -33,7 +34,6 @@ from mpizero.sharding import BadSteps, StepReport
 from mpizero.sharding.forward_backward import Evaluation
 from mpizero.sharding.step_report import SkippedSteps
 from mpizero.train.callbacks import CallbackRounds, UserMetrics
-from mpizero.train.config.checks import rejected, shown
 from mpizero.train.events import Progress
 from mpizero.train.machine import peak_resident
 from mpizero.train.recorder import RunRecorder

@@ -577,7 +577,7 @@ def _overrides(setup: RunSetup, saved: SavedRun, path: str, elsewhere: str) -> l
     for key, (was, now) in changes(saved.config, setup.record.settings).items():
         if key not in allowed:
             section, _, name = key.partition(".")
-            able = override and overridable(key) and name in setup.record.settings.get(section, {})
+            able = override and overridable(key, saved.config) and name in setup.record.settings.get(section, {})
             way = f"go on with the new one by {override.format(key)}, " if able else ""
             changed = described_change(key, (was, now))
             raise ConfigError(f"cannot resume from {path}: {changed}; give the saved value, {way}{elsewhere}")

@@ -181,7 +181,7 @@ def slurm_limit(environment: Mapping[str, str], ask: Callable[[str], str] = ask_
     Not collective: called on one rank. Slurm 22.05 and older do not set SLURM_JOB_END_TIME. In that case ``ask`` is
     called with the number of the job, and must return the remaining time as ``squeue`` prints it.
     """
-    from mpizero.train.config.checks import clock_seconds
+    from mpizero._util.settings import clock_seconds
 
     job, end = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_JOB_END_TIME", "")
     if not job:
@@ -467,7 +467,7 @@ def state_of_job(job: str) -> JobState:
     ConfigError
         If Slurm does not answer.
     """
-    from mpizero.train.config.checks import clock_seconds
+    from mpizero._util.settings import clock_seconds
 
     answer = _slurm(["squeue", "--noheader", f"--jobs={job}", "--format=%T|%r|%M"]).strip()
     state, reason, used = [*answer.split("|"), "", ""][:3]

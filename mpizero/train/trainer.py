@@ -19,6 +19,7 @@ from mpizero import optim
 from mpizero._util.checks import flag, require, whole
 from mpizero._util.fingerprint import Fingerprint
 from mpizero._util.names import explains, nearest, shown
+from mpizero._util.settings import SettingError
 from mpizero._util.text import notice
 from mpizero.comm.agreement import agree_equal, all_ranks, check_call
 from mpizero.data import OnlineSource, Source
@@ -30,7 +31,6 @@ from mpizero.sharding.config import placement, ranks_and_settings
 from mpizero.sharding.partition import blocks_of
 from mpizero.train.callbacks import Metric, check_callbacks, check_metrics, state_name
 from mpizero.train.config.build import task_of, units_per_sample
-from mpizero.train.config.checks import SettingError
 from mpizero.train.config.schema import ALL_SAMPLES, CheckpointSection, LoopSection
 from mpizero.train.data_identity import data_fingerprint, shared_contents
 from mpizero.train.loop import Preempted, TrainingLoop, run_visit

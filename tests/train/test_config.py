@@ -14,15 +14,8 @@ from hypothesis import strategies as st
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.sharding import Config
 from mpizero.train.config.build import build_mesh, computing_settings
-from mpizero.train.config.schema import (
-    OPTIMIZERS,
-    CheckpointSection,
-    TrainSection,
-    changes,
-    described_change,
-    mathematics,
-)
-from mpizero.train.config.sections import MODELS, DataSection, ParallelSection
+from mpizero.train.config.optimizers import OPTIMIZERS, optimizer_section
+from mpizero.train.config.schema import TrainSection, changes, described_change, mathematics, section_kinds
 from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
 
 GPT = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n'
@@ -80,15 +73,6 @@ def test_ranks_wait_for_one_another_as_long_as_the_configuration_says(given, sec
 def test_settings_that_do_not_go_together_are_named(text, overrides, words):
     told = failure(text, *overrides)
     assert all(word in told for word in words), told
-
-
-def test_an_initial_matrix_may_be_what_lbfgs_takes_and_nothing_else():
-    """The configuration has the words a second time, for it is read where no method of minimization is loaded."""
-    from mpizero.optim.minimizers import INITIAL
-
-    for word in INITIAL:
-        assert parse(GPT, "optimizer.name=l-bfgs", f"optimizer.initial={word}").optimizer.initial == word
-    assert all(f'"{word}"' in failure(GPT, "optimizer.name=l-bfgs", "optimizer.initial=unit") for word in INITIAL)
 
 
 def test_a_file_with_every_section_is_accepted():
@@ -222,7 +206,7 @@ def test_layouts_that_fit_the_model_are_accepted(overrides):
 def test_sizes_must_multiply_to_the_ranks_and_else_all_numbers_are_told(overrides, ranks, fits):
     section = parse(GPT, *(f"parallel.{override}" for override in overrides)).parallel
     if fits:
-        assert section.axes(ranks).size == ranks
+        assert section.axes_of(ranks).size == ranks
         return
     with pytest.raises(ConfigError) as caught:
         section.check_ranks(ranks)
@@ -290,11 +274,9 @@ def test_defaults_of_the_environment_give_way_to_the_file():
 
 
 def test_every_setting_but_the_names_and_the_data_has_a_default():
-    for kind in (*MODELS.values(), *OPTIMIZERS.values(), ParallelSection, TrainSection, CheckpointSection, DataSection):
-        needed = {item.name for item in fields(kind) if item.default is item.default_factory}
-        assert needed <= {"name"}
-        if kind in OPTIMIZERS.values():
-            kind()
+    for kind in section_kinds():
+        assert {item.name for item in fields(kind) if item.default is item.default_factory} <= {"name"}
+    assert [optimizer_section(name)().name for name in OPTIMIZERS] == list(OPTIMIZERS)
 
 
 def test_a_configuration_survives_its_dictionary():

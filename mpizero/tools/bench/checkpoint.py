@@ -24,6 +24,7 @@ import numpy as np
 
 from mpizero import checkpoint
 from mpizero._util.checks import whole
+from mpizero._util.settings import check_option
 from mpizero.checkpoint import LocalArray, SnapshotBuffer
 from mpizero.checkpoint.format import Manifest
 from mpizero.checkpoint.reader import FileByteSource, read_manifest
@@ -33,7 +34,6 @@ from mpizero.comm.agreement import from_rank_0
 from mpizero.errors import ConfigError
 from mpizero.layout import Partition, Span
 from mpizero.tools.bench.machine import drop_cached, read_part, together, write_part
-from mpizero.train.config.checks import check_option
 from mpizero.train.machine import peak_growth, proportional_growth, release_free_memory
 from mpizero.types import Array
 

@@ -30,6 +30,7 @@ from threadpoolctl import threadpool_limits
 from mpizero import optim
 from mpizero._util.checks import whole
 from mpizero._util.numbers import Measurement
+from mpizero._util.settings import check_option, shown
 from mpizero._util.text import amount, columns
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks, from_rank_0
@@ -47,9 +48,8 @@ from mpizero.tools.doctor import counted
 from mpizero.tools.plan.time import FileSpeed, Machine, MatrixProduct, MemoryPass, MessageSpeed, write_machine
 from mpizero.train import machine as facts
 from mpizero.train.config.build import build_source, with_batch
-from mpizero.train.config.checks import check_option, shown
 from mpizero.train.config.schema import RunConfig
-from mpizero.train.config.sections import GptSection, VectorMethodSection
+from mpizero.train.config.sections import GptSection
 from mpizero.types import Array
 
 #: Seconds that a waiting rank sleeps between two tests: it must not keep a core busy while another rank is measured.
@@ -158,7 +158,7 @@ class ProductShapes:
             raise ConfigError(f"the model is {shown(section.described)}: {told}")
         gpt = GPT(section.dim, section.layers, section.heads, section.sequence, vocabulary=_VOCABULARY)
         rule = GrainRule(train.micro_batch, train.accumulate, efficient_samples(gpt))
-        if isinstance(config.optimizer, VectorMethodSection):
+        if config.optimizer.kind.needs_vectors:
             train = with_batch(config, build_source(config)[0]).train
         batch = rule.micro_size(train.global_batch)
         return cls(section.dim, section.heads, section.sequence, batch, section.dtype)

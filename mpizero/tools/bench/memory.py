@@ -19,6 +19,7 @@ import numpy as np
 
 from mpizero import nn, optim
 from mpizero._util.checks import whole
+from mpizero._util.settings import check_option
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.mesh import group_buffers
@@ -42,7 +43,6 @@ from mpizero.train.config.build import (
     users_modules,
     with_batch,
 )
-from mpizero.train.config.checks import check_option
 from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.sections import STRATEGIES, ParallelSection
 from mpizero.train.machine import proportional
@@ -344,7 +344,7 @@ class _LayoutRun:
             parallel_layout=self.parallel.parallel_layout(),
             ranks=self.comm.size,
             ranks_per_node=together,
-            global_batch=self.request.micro_batches * self.parallel.axes(self.comm.size).data,
+            global_batch=self.request.micro_batches * self.parallel.axes_of(self.comm.size).data,
             x=x,
             y=y,
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 from mpizero._util.checks import whole
 from mpizero._util.numbers import Measurement
+from mpizero._util.settings import check_option
 from mpizero._util.text import columns
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks, from_rank_0
@@ -40,7 +41,6 @@ from mpizero.tools.doctor import counted
 from mpizero.tools.plan.command import PlanRequest, plan
 from mpizero.tools.plan.time import Machine
 from mpizero.train.config.build import build
-from mpizero.train.config.checks import check_option
 from mpizero.train.config.schema import RunConfig
 from mpizero.train.setup import RunSetup
 

@@ -18,6 +18,7 @@ import numpy as np
 from mpizero import nn, optim
 from mpizero._util.checks import whole
 from mpizero._util.names import nearest
+from mpizero._util.settings import check_option
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import available_memory
@@ -27,7 +28,6 @@ from mpizero.sharding.config import placement
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.pipeline import PipelineRunner
 from mpizero.tools.plan.memory import buffers
-from mpizero.train.config.checks import check_option
 from mpizero.train.config.sections import STRATEGIES
 from mpizero.train.machine import proportional, release_free_memory
 from mpizero.types import Array

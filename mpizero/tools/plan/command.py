@@ -18,6 +18,7 @@ import numpy as np
 
 from mpizero import nn
 from mpizero._util.checks import positive, whole
+from mpizero._util.settings import check_option, optional
 from mpizero._util.text import PREFIXES, aligned, amount, columns
 from mpizero.errors import ConfigError
 from mpizero.guard.reports import rank_ranges
@@ -31,9 +32,7 @@ from mpizero.tools.plan.plan import PARTS, RankPlan, TrainingPlan
 from mpizero.tools.plan.time import Machine, TimeFloors
 from mpizero.tools.plan.traffic import PURPOSES
 from mpizero.train.config.build import build_optimizer, build_settings, model_and_sample
-from mpizero.train.config.checks import check_option, optional
 from mpizero.train.config.schema import RunConfig
-from mpizero.train.config.sections import VectorMethodSection
 from mpizero.types import BlockModel
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def plan(config: RunConfig, request: PlanRequest) -> PlannedRun:
         For every error in configuration or data for which the training itself would raise it.
     """
     config.parallel.check_ranks(request.ranks)
-    if request.machine is not None and isinstance(config.optimizer, VectorMethodSection):
+    if request.machine is not None and config.optimizer.kind.needs_vectors:
         raise config.optimizer.reject("name", "plan --machine expects no seconds of it: what a step computes varies")
     config, model, x, y = model_and_sample(config)
     parallel = config.parallel
@@ -215,7 +214,7 @@ class PlannedRun:
         training = self.training
         if (lacking := training.not_counted or training.unseen) and self.request.memory_per_node is not None:
             yield f"what is not counted must fit --memory-per-node, too: {lacking}"
-        if isinstance(self.config.optimizer, VectorMethodSection):
+        if self.config.optimizer.kind.needs_vectors:
             yield f"the small messages of {self.config.optimizer.name}'s dot products are not counted: they vary"
         axes, grains = training.axes, training.grains
         if idle := training.idle:

@@ -417,7 +417,7 @@ class TrainingPlan:
     @cached_property
     def axes(self) -> Axes:
         """Sizes and order of the axes of parallelism."""
-        return self.parallel_layout.axes(self.ranks)
+        return self.parallel_layout.axes_of(self.ranks)
 
     @cached_property
     def tiled_layout(self) -> ParallelLayout:

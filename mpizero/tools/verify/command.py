@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpizero._util.checks import whole
+from mpizero._util.settings import check_option, optional
 from mpizero._util.text import notice
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
@@ -35,9 +36,7 @@ from mpizero.train.config.build import (
     users_modules,
     with_batch,
 )
-from mpizero.train.config.checks import check_option, optional
-from mpizero.train.config.schema import RunConfig, TensorSection
-from mpizero.train.config.sections import VectorMethodSection
+from mpizero.train.config.schema import RunConfig
 from mpizero.train.events import Progress
 from mpizero.types import BlockModel
 
@@ -67,7 +66,7 @@ def _verify(config: RunConfig, comm: Communicator, options: argparse.Namespace) 
         layouts = choose(config, build_model(config, source, validation), comm, options.layouts, options.ranks)
 
     def feed(model: Model) -> Iterator[Any]:
-        if isinstance(config.optimizer, VectorMethodSection):
+        if config.optimizer.kind.needs_vectors:
             return repeat(whole_batch(source, model))
         return batches(source, model, config.train.global_batch, seed=config.train.seed)
 
@@ -123,7 +122,7 @@ def choose(config: RunConfig, model: Any, comm: Communicator, named: str | None,
         raise ConfigError(f"--ranks {ranks}: this job has {launched}")
     if named is None:
         heads, sequence = config.model.split_sizes
-        if isinstance(config.optimizer, TensorSection):
+        if config.optimizer.kind.needs_whole_tensors:
             heads = 1  # whole tensors are in no tensor group
         size = ranks if ranks is not None else launched if launched > 1 else 2
         blocks = len(model.blocks) if isinstance(model, BlockModel) else 1
@@ -147,7 +146,7 @@ def choose(config: RunConfig, model: Any, comm: Communicator, named: str | None,
 def _own(config: RunConfig, ranks: int) -> list[Layout]:
     """Return the layout in the configuration, for ``ranks`` ranks; none if it does not fit that number of ranks."""
     try:
-        return [Layout(replace(config.parallel, data=config.parallel.axes(ranks).data))]
+        return [Layout(replace(config.parallel, data=config.parallel.axes_of(ranks).data))]
     except ConfigError:
         return []
 

@@ -78,7 +78,7 @@ class Layout:
             parallel = ParallelSection(**{"strategy": strategy, "data": 1, **given})
             if ranks is not None:
                 chosen = replace(parallel, data=given.get("data", -1))
-                parallel = replace(chosen, data=chosen.axes(ranks).data)
+                parallel = replace(chosen, data=chosen.axes_of(ranks).data)
         except ConfigError as error:
             raise ConfigError(f"layout {text!r}: {error}") from None
         return cls(parallel)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpizero import data, nn, optim
+from mpizero import data, nn
 from mpizero._util.checks import whole
 from mpizero._util.pytree import SampleTree
+from mpizero._util.settings import rejected, shown
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_equal, all_ranks, from_rank_0
 from mpizero.data import ArraySource, Source
@@ -26,18 +27,16 @@ from mpizero.layout import Grains
 from mpizero.layout.flat import FlatLayout
 from mpizero.nn.models import unfrozen
 from mpizero.sharding import Config, Mesh, Model, distribute
+from mpizero.sharding.config import ComputeSettings
 from mpizero.sharding.partition import blocks_of, check_model
-from mpizero.train.config.checks import rejected, shown
-from mpizero.train.config.schema import OptimizerSection, RunConfig
+from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.sections import (
     DataSection,
     GptSection,
-    LbfgsSection,
     MadeDataSection,
     MadeModelSection,
     MlpSection,
     ModelSection,
-    VectorMethodSection,
     source_arguments,
 )
 from mpizero.train.data_identity import data_fingerprint, shared_contents
@@ -153,7 +152,7 @@ def with_batch(config: RunConfig, source: Any) -> RunConfig:
     SettingError
         If the global batch that was given is larger than the number of training samples, or has to have all of them.
     """
-    if isinstance(config.optimizer, VectorMethodSection):
+    if config.optimizer.kind.needs_vectors:
         train = config.train.of_all(len(source), f'optimizer.name = "{config.optimizer.name}"')
         return replace(config, train=train)
     if len(source) < config.train.global_batch:
@@ -257,7 +256,7 @@ def model_and_sample(config: RunConfig) -> tuple[RunConfig, Any, Any, Any]:
     Not collective. The data are opened, unless neither the model, a GPT, nor the batch depends on them.
     """
     section = config.model
-    if isinstance(section, GptSection) and not isinstance(config.optimizer, VectorMethodSection):
+    if isinstance(section, GptSection) and not config.optimizer.kind.needs_vectors:
         sample = np.zeros((1, section.sequence), np.int64)
         return config, build_model(config), sample, sample
     source, validation = build_source(config)
@@ -423,7 +422,7 @@ def _load_start(section: ModelSection, model: Model) -> str:
 
 def _check_bounds(config: RunConfig, optimizer: Any, model: Any) -> None:
     """Raise a SettingError if bounds are for parameters that the model does not have. Not collective."""
-    if not isinstance(config.optimizer, LbfgsSection):
+    if config.optimizer.name != "l-bfgs":
         return
     try:
         optimizer.check_names([entry.spec.name for entry in FlatLayout.build(blocks_of(model)).parameters])
@@ -432,28 +431,8 @@ def _check_bounds(config: RunConfig, optimizer: Any, model: Any) -> None:
 
 
 def build_optimizer(config: RunConfig) -> Any:
-    """Build the optimizer, with its learning rate schedule if it has one.
-
-    Not collective.
-    """
-    section = config.optimizer
-    if isinstance(section, VectorMethodSection):
-        methods = {"l-bfgs": optim.LBFGS, "cg": optim.NonlinearCG, "newton-cg": optim.NewtonCG}
-        return methods[section.name](**section.values("name"))
-    kind = next(getattr(optim, name) for name in dir(optim) if name.lower() == section.name)
-    rate = {item.name for item in fields(OptimizerSection)} - {"weight_decay"}
-    return kind(lr=learning_rate(section, config.train.steps), **section.values(*rate))
-
-
-def learning_rate(section: OptimizerSection, steps: int) -> Any:
-    """Build the learning rate schedule that ``section`` describes.
-
-    Not collective. "linear" and "cosine" end after ``section.schedule_steps`` steps; if that is None, after ``steps``.
-    """
-    if section.schedule == "constant":
-        return optim.constant(section.lr, warmup=section.warmup)
-    schedule = {"linear": optim.linear, "cosine": optim.cosine}[section.schedule]
-    return schedule(section.lr, steps=section.schedule_steps or steps, warmup=section.warmup, end=section.end)
+    """Build the optimizer, with its learning rate schedule if it has one. Not collective."""
+    return config.optimizer.optimizer(config.train.steps)
 
 
 def computing_settings(config: RunConfig) -> dict[str, Any]:
@@ -461,9 +440,9 @@ def computing_settings(config: RunConfig) -> dict[str, Any]:
 
     Not collective. They do not depend on the sizes of the layout of the run over ranks, nor on what ranks send.
     """
-    names = {item.name for item in fields(Config)} - {"gradient_compression", "check_every"}
-    own = {name: value for name, value in vars(config.train).items() if name in names}
-    return own | {"clip": config.train.clip or None, "tiles": config.parallel.tiles}
+    sent = {"gradient_compression", "check_every"}
+    own = {name: value for name, value in config.train.values_of(ComputeSettings).items() if name not in sent}
+    return own | {"tiles": config.parallel.tiles}
 
 
 def build_mesh(config: RunConfig, comm: Communicator) -> Mesh:
@@ -473,6 +452,4 @@ def build_mesh(config: RunConfig, comm: Communicator) -> Mesh:
 
 def build_settings(config: RunConfig) -> Config:
     """Build the :class:`~mpizero.Config` of a training. Not collective."""
-    sent = {name: getattr(config.train, name) for name in ("gradient_compression", "check_every")}
-    own = config.parallel.settings() | computing_settings(config)
-    return Config(bucket_mb=config.parallel.bucket_mb, **sent, **own)
+    return Config(**config.train.values_of(ComputeSettings), **config.parallel.settings())

@@ -1,10 +1,9 @@
 """Define the configuration of a run: one frozen dataclass per table of the TOML file, checked when it is made.
 
 :class:`RunConfig` combines the sections. Those of the training itself are defined here: :class:`TrainSection`, whose
-:class:`LoopSection` :class:`mpizero.Trainer` shares, the optimizers' by name (``OPTIMIZERS``), and
-:class:`CheckpointSection`; the others are in ``train/config/sections.py``. The functions below them compare
-a run's configuration with that of its checkpoint, and decide which settings a resumed run may change, if it is asked to
-by name (``--override``).
+:class:`LoopSection` :class:`mpizero.Trainer` shares, and :class:`CheckpointSection`; the others are in
+``train/config/sections.py`` and ``train/config/optimizers.py``. The functions below them compare a run's configuration
+with that of its checkpoint, and decide which settings a resumed run may change, by what is declared with each.
 """
 
 from __future__ import annotations
@@ -13,21 +12,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from mpizero._util.checks import fraction, number, positive, whole
+from mpizero._util.checks import flag, number, whole
 from mpizero._util.names import nearest
+from mpizero._util.settings import ConfigSection, Resume, duration, like, one_of, optional, setting, shown, text
 from mpizero.checkpoint.format import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.errors import ConfigError
-from mpizero.train.config.checks import ConfigSection, choice, duration, flag, many, optional, setting, shown, text
+from mpizero.sharding.config import ComputeSettings, check_bucket
+from mpizero.sharding.mesh import Mesh
+from mpizero.train.config.optimizers import (
+    OPTIMIZERS,
+    OptimizerSection,
+    RateSection,
+    VectorMethodSection,
+    optimizer_section,
+)
 from mpizero.train.config.sections import (
-    KINDS,
-    VECTOR_METHODS,
-    VECTOR_SECTIONS,
+    MODELS,
     DataSection,
     MadeDataSection,
+    MadeModelSection,
     ModelSection,
     ParallelSection,
-    VectorMethodSection,
-    compression,
 )
 
 #: The value of ``global_batch`` that stands for all training samples, until their number is known.
@@ -42,17 +47,17 @@ def _batch(value: Any) -> int:
 class LoopSection(ConfigSection):
     """Hold the settings of the training loop: its steps, its samples, when it validates and when it ends."""
 
-    steps: int = setting(200, whole(1))
-    global_batch: int = setting(64, _batch)
+    steps: int = setting(200, whole(1), resume="free")
+    global_batch: int = setting(64, _batch, resume="never")
     seed: int = setting(0, whole(0, 2**63 - 1))
-    validate_every: int = setting(50, whole(0))
-    validate_samples: int = setting(512, whole(0))
-    validate_ema: bool = setting(False, flag)
-    patience: int | None = setting(None, optional(whole(1)))
-    min_delta: float = setting(0.0, number())
-    time_limit: float | None = setting(None, optional(duration))
-    time_reserve: float | None = setting(None, optional(duration))
-    prefetch: int = setting(0, whole(0))
+    validate_every: int = setting(50, whole(0), resume="free")
+    validate_samples: int = setting(512, whole(0), resume="free")
+    validate_ema: bool = setting(False, flag, resume="free")
+    patience: int | None = setting(None, optional(whole(1)), resume="free")
+    min_delta: float = setting(0.0, number(), resume="free")
+    time_limit: float | None = setting(None, optional(duration), resume="free")
+    time_reserve: float | None = setting(None, optional(duration), resume="free")
+    prefetch: int = setting(0, whole(0), resume="free")
 
     def check_combination(self) -> None:
         """Raise an error for a ``patience`` without validations, or a ``time_reserve`` not less than ``time_limit``."""
@@ -82,51 +87,16 @@ class LoopSection(ConfigSection):
         return replace(self, global_batch=count)
 
 
-#: Settings that may differ between a saved run and the run that resumes it: none changes the mathematics (tensor and
-#: context groups, and GPUs, round sums differently). Training data are compared by content, not by path.
-FREE_SECTIONS = ("parallel", "checkpoint")
-FREE_KEYS = (
-    "train.steps",
-    "train.threads",
-    "train.device",
-    "train.optimizer_device",
-    "train.direct_messages",
-    "train.validate_every",
-    "train.validate_samples",
-    "train.validate_ema",
-    "train.check_every",
-    "train.patience",
-    "train.min_delta",
-    "train.time_limit",
-    "train.time_reserve",
-    "train.prefetch",
-    "train.timeout",
-    "model.activation_checkpointing",
-    "data.make",
-    *(f"data.{kind}" for kind in KINDS),
-)
 #: The setting with the step at which the learning rate schedule ends.
 LENGTH = "optimizer.schedule_steps"
-#: Names of the optimizers with a learning rate.
-STEPPING = ("sgd", "adam", "adamw", "rmsprop", "lion", "lamb", "muon", "soap")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSection(LoopSection):
-    """Hold the settings of batches, computing and the training loop."""
+class TrainSection(ComputeSettings, LoopSection):
+    """Hold the settings of the training loop, and those of :class:`~mpizero.Config` that say how a step is computed."""
 
-    micro_batch: int | None = setting(None, optional(whole(1)))
-    accumulate: int = setting(1, whole(1))
-    clip: float = setting(0.0, number())
-    gradient_compression: str | None = setting(None, optional(compression))
-    threads: int = setting(1, whole(1, 1024))
-    device: str = setting("cpu", choice("cpu", "cuda"))
-    optimizer_device: str | None = setting(None, optional(choice("cpu", "cuda")))
-    direct_messages: bool = setting(True, flag)
-    mixed_precision: str | None = setting(None, optional(choice("bfloat16", "float16")))
-    check_every: int = setting(50, whole(0))
-    ema: float | None = setting(None, optional(number(0.0, 1.0, above=True)))
-    timeout: float = setting(600.0, duration)
+    check_every: int = like(ComputeSettings, "check_every", default=50)
+    timeout: float = like(Mesh, "timeout")
 
     def check_combination(self) -> None:
         """Raise an error for grains larger than the global batch, GPU settings on CPUs, or wrong time limits."""
@@ -135,9 +105,6 @@ class TrainSection(LoopSection):
             self._check_grains()
         if self.validate_ema and self.ema is None:
             raise self.reject("validate_ema", "needs train.ema, the average of the parameters, such as 0.999")
-        for name in ("optimizer_device", "mixed_precision"):
-            if getattr(self, name) not in (None, "cpu") and self.device == "cpu":
-                raise self.reject(name, 'is for GPUs: set train.device = "cuda" with it')
 
     def _check_grains(self) -> None:
         if self.micro_batch is not None and self.micro_batch > self.global_batch:
@@ -151,130 +118,17 @@ class TrainSection(LoopSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSection(ConfigSection):
-    """Hold the settings of all optimizers with a learning rate; subclasses add their own."""
-
-    named = "optimizer"
-
-    name: str = setting("adamw", choice(*STEPPING, *VECTOR_METHODS))
-    lr: float = setting(3e-4, positive)
-    schedule: str = setting("constant", choice("constant", "linear", "cosine"))
-    schedule_steps: int | None = setting(None, optional(whole(1)))
-    warmup: int = setting(0, whole(0))
-    end: float = setting(0.0, number())
-    weight_decay: float = setting(0.0, number())
-
-    def check_combination(self) -> None:
-        """Raise an error if ``end`` or ``schedule_steps`` is given for a constant rate, or ``end`` is above ``lr``."""
-        for name in ("end", "schedule_steps"):
-            if getattr(self, name) and self.schedule == "constant":
-                raise self.reject(name, 'belongs to the schedules "linear" and "cosine"; a constant rate has no end')
-        if self.end > self.lr:
-            raise self.reject("end", f"must be at most optimizer.lr = {self.lr}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SgdSection(OptimizerSection):
-    """Hold the settings of stochastic gradient descent."""
-
-    lr: float = setting(0.01, positive)
-    momentum: float = setting(0.0, fraction)
-    dampening: float = setting(0.0, fraction)
-    nesterov: bool = setting(False, flag)
-
-    def check_combination(self) -> None:
-        """Raise an error for Nesterov momentum or dampening if ``momentum`` is 0, and for Nesterov with dampening."""
-        super().check_combination()
-        if self.nesterov and (not self.momentum or self.dampening):
-            raise self.reject("nesterov", "needs optimizer.momentum > 0 and optimizer.dampening = 0")
-        if self.dampening and not self.momentum:
-            raise self.reject("dampening", "needs optimizer.momentum > 0")
-
-
-_BETAS = many(fraction, count=2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamSection(OptimizerSection):
-    """Hold the settings of Adam; weight decay is added to the gradient."""
-
-    betas: tuple[float, float] = setting((0.9, 0.999), _BETAS)
-    eps: float = setting(1e-8, positive)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamwSection(AdamSection):
-    """Hold the settings of AdamW: Adam with weight decay applied to the weights directly."""
-
-    weight_decay: float = setting(0.01, number())
-
-
-@dataclass(frozen=True, kw_only=True)
-class LambSection(AdamSection):
-    """Hold the settings of LAMB: Adam with a trust ratio for every tensor."""
-
-    eps: float = setting(1e-6, positive)
-    weight_decay: float = setting(0.01, number())
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorSection(AdamwSection):
-    """Hold the settings of optimizers that update whole matrices; AdamW updates the other parameters."""
-
-    exclude: tuple[str, ...] = setting((), many(text))
-    adamw_lr_scale: float = setting(1.0, number())
-
-
-@dataclass(frozen=True, kw_only=True)
-class MuonSection(TensorSection):
-    """Hold the settings of Muon: momentum whose matrices are made nearly orthogonal."""
-
-    lr: float = setting(0.02, positive)
-    momentum: float = setting(0.95, fraction)
-    nesterov: bool = setting(True, flag)
-    iterations: int = setting(5, whole(1))
-    scale: str = setting("original", choice("original", "match_rms_adamw"))
-    output_axis: int = setting(1, whole(0, 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoapSection(TensorSection):
-    """Hold the settings of SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
-
-    lr: float = setting(3e-3, positive)
-    betas: tuple[float, float] = setting((0.95, 0.95), _BETAS)
-    frequency: int = setting(10, whole(1))
-    max_dimension: int = setting(10_000, whole(1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RmspropSection(OptimizerSection):
-    """Hold the settings of RMSprop."""
-
-    alpha: float = setting(0.99, fraction)
-    eps: float = setting(1e-8, positive)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LionSection(OptimizerSection):
-    """Hold the settings of Lion: the sign of an interpolated momentum."""
-
-    lr: float = setting(1e-4, positive)
-    betas: tuple[float, float] = setting((0.9, 0.99), _BETAS)
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointSection(ConfigSection):
     """Hold the folder of checkpoints, and how often and how they are saved; ``every = 0`` saves at the end only."""
 
-    folder: str = setting("run/checkpoints", text)
-    every: int = setting(100, whole(0))
-    keep: int = setting(2, whole(1))
-    keep_every: int = setting(0, whole(0))
-    best: str | None = setting(None, optional(text))
-    asynchronous: bool = setting(False, flag)
-    backend: str = setting("direct", choice("direct", "mpio"))
-    alignment: int = setting(ALIGNMENT, whole(ALIGNMENT, ALIGNMENT_LIMIT))
+    folder: str = setting("run/checkpoints", text, resume="free")
+    every: int = setting(100, whole(0), resume="free")
+    keep: int = setting(2, whole(1), resume="free")
+    keep_every: int = setting(0, whole(0), resume="free")
+    best: str | None = setting(None, optional(text), resume="free")
+    asynchronous: bool = setting(False, flag, resume="free")
+    backend: str = setting("direct", one_of("direct", "mpio"), resume="free")
+    alignment: int = setting(ALIGNMENT, whole(ALIGNMENT, ALIGNMENT_LIMIT), resume="free")
 
     def check_combination(self) -> None:
         """Raise an error if the alignment is not a power of two, or for asynchronous saves with parallel HDF5."""
@@ -285,19 +139,6 @@ class CheckpointSection(ConfigSection):
                 "asynchronous",
                 'needs checkpoint.backend = "direct": parallel HDF5 calls MPI, which nothing beside training may',
             )
-
-
-OPTIMIZERS: dict[str, type[OptimizerSection | VectorMethodSection]] = {
-    "sgd": SgdSection,
-    "adam": AdamSection,
-    "adamw": AdamwSection,
-    "rmsprop": RmspropSection,
-    "lion": LionSection,
-    "lamb": LambSection,
-    "muon": MuonSection,
-    "soap": SoapSection,
-    **VECTOR_SECTIONS,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +152,7 @@ class RunConfig:
     data: DataSection | MadeDataSection
     parallel: ParallelSection = ParallelSection()
     train: TrainSection = TrainSection()
-    optimizer: OptimizerSection | VectorMethodSection = AdamwSection()
+    optimizer: OptimizerSection = optimizer_section("adamw")()
     checkpoint: CheckpointSection = CheckpointSection()
     folder: str = "."
 
@@ -322,8 +163,7 @@ class RunConfig:
         if self.train.mixed_precision is not None and dtype != "float32":
             raise self.train.reject("mixed_precision", f"needs model.dtype = float32, it is {dtype}")
         self.model.check_data(self.data)
-        if self.parallel.bucket_mb is not None and self.train.gradient_compression is not None:
-            raise self.parallel.reject("bucket_mb", "must be left out with train.gradient_compression: it fixes sizes")
+        check_bucket(self.parallel, self.train.gradient_compression, self.train.named("gradient_compression"))
         if self.checkpoint.best is not None and not self.train.validate_every:
             raise self.checkpoint.reject("best", "is chosen by validations: set train.validate_every > 0 with it")
         self.model.check_layout(self.parallel)
@@ -335,6 +175,7 @@ class RunConfig:
             return
         if train.global_batch == ALL_SAMPLES:
             raise train.reject("global_batch", "must be a whole number >= 1")
+        assert isinstance(optimizer, RateSection)
         length, given = optimizer.schedule_steps or train.steps, optimizer.schedule_steps is not None
         if optimizer.warmup > length:
             whose = "optimizer.schedule_steps" if given else "train.steps"
@@ -352,10 +193,53 @@ class RunConfig:
         return {section.title(): section.to_dict() for section in sections}
 
 
-def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+Tables = Mapping[str, Mapping[str, Any]]
+
+
+def section_kind(title: str, tables: Tables) -> type[ConfigSection]:
+    """Return the class of a table of a configuration, by what its keys choose; one without settings for other tables.
+
+    Not collective.
+    """
+    table = tables.get(title, {})
+    if title == "optimizer":
+        name = table.get("name", "adamw")
+        return optimizer_section(name) if name in OPTIMIZERS else OptimizerSection
+    if title == "model":
+        return MadeModelSection if "make" in table else MODELS.get(table.get("name", ""), ModelSection)
+    if title == "data":
+        return MadeDataSection if "make" in table else DataSection
+    plain: dict[str, type[ConfigSection]]
+    plain = {"train": TrainSection, "parallel": ParallelSection, "checkpoint": CheckpointSection}
+    return plain.get(title, ConfigSection)
+
+
+def section_kinds() -> list[type[ConfigSection]]:
+    """Return the classes of all tables that have a fixed set of keys. Not collective."""
+    optimizers = map(optimizer_section, OPTIMIZERS)
+    return [TrainSection, ParallelSection, CheckpointSection, DataSection, *optimizers, *MODELS.values()]
+
+
+def _declaration(key: str, config: Tables) -> Mapping[str, Any]:
+    """Return what is declared with the setting ``key`` of a run with this configuration; its check, above all."""
+    title, _, name = key.partition(".")
+    for item in fields(section_kind(title, config)):
+        if item.name == name:
+            return item.metadata
+    return {"resume": "never" if title == "data" else "override"}  # the argument of a function of the user's
+
+
+def _resume_rule(key: str, config: Tables) -> Resume:
+    rule: Resume = _declaration(key, config).get("resume", "override")
+    return rule
+
+
+def mathematics(config: Tables) -> dict[str, Any]:
     """Return the settings that determine the result of training, by names such as ``train.seed``.
 
-    ``config`` is the result of :meth:`RunConfig.to_dict`.
+    ``config`` is the result of :meth:`RunConfig.to_dict`. The others may differ between a saved run and the run that
+    resumes it: none changes the mathematics (tensor and context groups, and GPUs, round sums differently). Training
+    data are compared by content, not by path.
     """
     flat = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
     if flat.get("optimizer.schedule") in ("linear", "cosine"):
@@ -363,9 +247,9 @@ def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     else:
         flat.pop(LENGTH, None)
     return {
-        key: value
+        key: None if value == _declaration(key, config).get("off") else value
         for key, value in sorted(flat.items())
-        if key not in FREE_KEYS and key.partition(".")[0] not in FREE_SECTIONS
+        if _resume_rule(key, config) != "free"
     }
 
 
@@ -373,7 +257,7 @@ def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
 _NAMES = ("model.name", "model.make", "optimizer.name")
 
 
-def changes(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+def changes(saved: Tables, wanted: Tables) -> dict[str, tuple[Any, Any]]:
     """Return, by key, both values of the settings that make two configurations compute different results.
 
     Both are results of :meth:`RunConfig.to_dict`. A setting that a configuration lacks has the value None.
@@ -390,26 +274,12 @@ def described_change(key: str, values: tuple[Any, Any]) -> str:
     return f"{key} was {shown(values[0])} in the saved run and is {shown(values[1])} now{hint}"
 
 
-#: Settings on which the meaning of what is saved depends: names, shapes, element types, samples consumed.
-_FIXED = (
-    "model.name",
-    "model.make",
-    "model.dtype",
-    *(f"model.{item.name}" for item in fields(ModelSection)),
-    "optimizer.name",
-    *(f"optimizer.{item.name}" for kind in VECTOR_SECTIONS.values() for item in fields(kind)),
-    "train.global_batch",
-    "train.micro_batch",
-    "train.accumulate",
-)
-
-
-def overridable(key: str) -> bool:
+def overridable(key: str, config: Tables) -> bool:
     """Tell whether a resumed run may change a setting that determines the result. Not collective."""
-    return not key.startswith("data.") and key not in _FIXED
+    return _resume_rule(key, config) != "never"
 
 
-def check_overridden(keys: Sequence[str], config: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+def check_overridden(keys: Sequence[str], config: Tables) -> tuple[str, ...]:
     """Return the settings that a resumed run may change; ``config`` is the result of :meth:`RunConfig.to_dict`.
 
     Not collective. The keys of ``--override`` may be changed, and with one of the schedule also the step at which it
@@ -424,12 +294,12 @@ def check_overridden(keys: Sequence[str], config: Mapping[str, Mapping[str, Any]
     for key in keys:
         if key not in known:
             raise ConfigError(f"--override {key}: there is no such setting{nearest(key, known)}")
-        if not overridable(key):
+        if not overridable(key, config):
             raise ConfigError(
                 f"--override {key}: cannot change in a run, because what is saved depends on it; start another run, "
                 "from this one's parameters if you like: model.start"
             )
-        if key in FREE_KEYS or key.partition(".")[0] in FREE_SECTIONS:
+        if _resume_rule(key, config) == "free":
             raise ConfigError(f"--override {key}: a resumed run takes it without this option, from its file or --set")
     ends = [LENGTH] if any(key.startswith("optimizer.schedule") for key in keys) else []
     return (*keys, *ends)

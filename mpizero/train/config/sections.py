@@ -3,9 +3,9 @@
 :class:`ParallelSection` is ``[parallel]``, the layout of a run over ranks, checked against model and number of ranks.
 :class:`DataSection` reads samples from files, and the subclasses of :class:`ModelSection` are models of the library by
 name; :class:`MadeDataSection` and :class:`MadeModelSection` take what a function of the user's makes: ``make`` names it
-(:class:`MakeSettings`), and the other keys of the section are its arguments. :class:`VectorMethodSection` and its
-subclasses are the ``[optimizer]`` of methods of whole vectors. A check returns the value to use, or raises ValueError
-that says what is allowed. ``train/config/schema.py`` has the sections of the training itself, and combines all.
+(:class:`MakeSettings`), and the other keys of the section are its arguments. A check returns
+the value to use, or raises ValueError that says what is allowed. ``train/config/optimizers.py`` has the tables of
+optimizers, and ``train/config/schema.py`` those of the training itself; it combines all.
 """
 
 from __future__ import annotations
@@ -14,33 +14,30 @@ import datetime
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
 
-from mpizero._util.checks import Check, fraction, number, positive, whole
+from mpizero._util.checks import Check, flag, fraction, whole
 from mpizero._util.names import nearest
-from mpizero.comm.reduce import codec_of
-from mpizero.errors import ConfigError, GridError
-from mpizero.layout import SCHEDULES, Axes, chunk_stages
-from mpizero.layout.stages import explicit_cuts
-from mpizero.nn.losses import TASKS
-from mpizero.sharding.config import ASSIGNMENTS, check_bucket
-from mpizero.sharding.mesh import Mesh
-from mpizero.sharding.partition import ParallelLayout, Tiles, check_tiles, fits_tiles
-from mpizero.train.config.checks import (
+from mpizero._util.settings import (
     ConfigSection,
     SettingError,
     allowed,
-    choice,
-    flag,
     many,
+    one_of,
     optional,
     rejected,
-    required,
     setting,
     shown,
     text,
 )
+from mpizero.errors import ConfigError, GridError
+from mpizero.layout import Axes, chunk_stages
+from mpizero.layout.stages import explicit_cuts
+from mpizero.nn.losses import TASKS
+from mpizero.sharding.config import DataParallelSettings
+from mpizero.sharding.mesh import SPLITTING, AxisSettings, Mesh, NodeSettings
+from mpizero.sharding.partition import ParallelLayout, SplitSettings, fits_tiles
 from mpizero.types import BlockModel
 
 #: The only key of a table that stands for a TOML value which JSON lacks: a date, a time, NaN or an infinite number.
@@ -67,7 +64,7 @@ class MakeSettings(ConfigSection):
         The section's other keys with their TOML values: keyword arguments of the function.
     """
 
-    make: str = required(reference)
+    make: str = setting(MISSING, reference, resume="never")
     arguments: Mapping[str, Any] = field(default_factory=dict, metadata={"check": dict})
 
     @classmethod
@@ -104,87 +101,30 @@ def _decoded(value: Any) -> Any:
     return {key: _decoded(item) for key, item in value.items()}
 
 
-def compression(value: Any) -> str | None:
-    """Check ``train.gradient_compression``; return None for "none"."""
-    if value == "none":
-        return None
-    try:
-        codec_of(value)
-    except ConfigError:
-        raise ValueError(
-            'must be "none", "bf16", "fp16", "int8", or "topk:SHARE" with the share of the values that is sent, more '
-            'than 0 and less than 0.5, such as "topk:0.01"'
-        ) from None
-    return str(value)
-
-
-def bucket(value: Any) -> float:
-    """Check ``parallel.bucket_mb``: it must be a number of MiB."""
-    try:
-        check_bucket(value, None)
-    except ConfigError:
-        raise ValueError("must be MiB of more than 0 and at most 4096") from None
-    return float(value)
-
-
 #: Names of the strategies, by ZeRO stage.
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-#: The axes that split a model; the axis ``data`` replicates it.
-_SPLITTING = ("pipeline", "tensor", "context")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelSection(ConfigSection):
-    """Hold the layout of a run over ranks.
+class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSettings, AxisSettings):
+    """Hold the layout of a run over ranks, settings of :class:`~mpizero.Mesh` and of :class:`~mpizero.Config`."""
 
-    ``pipeline``, ``tensor``, ``data`` and ``context`` are the sizes of the axes of the process grid; ``data = -1``
-    takes all remaining ranks. All layouts that compute in the same tiles train to the same bits. ``tiles`` is described
-    with :class:`~mpizero.sharding.config.ShardingConfig`, to which it is handed on.
-    """
-
-    strategy: str = setting("zero2", choice(*STRATEGIES))
-    pipeline: int = setting(1, whole(1))
-    tensor: int = setting(1, whole(1))
-    data: int = setting(-1, whole(-1))
-    context: int = setting(1, whole(1))
-    tiles: Tiles = setting(None, check_tiles)
-    schedule: str = setting("1f1b", choice(*SCHEDULES))
-    virtual_stages: int = setting(1, whole(1))
-    order: str = setting("pipeline,tensor,data", text)
-    cuts: tuple[int, ...] | None = setting(None, optional(many(whole(1))))
-    grain_assignment: str = setting("static", choice(*ASSIGNMENTS))
-    share_node_memory: bool = setting(True, flag)
-    ranks_per_node: int | None = setting(None, optional(whole(1)))
-    bucket_mb: float | None = setting(None, optional(bucket))
+    strategy: str = setting("zero2", one_of(*STRATEGIES), resume="free")
 
     def check_combination(self) -> None:
-        """Raise :class:`SettingError` for sizes, axis orders and schedules that fit no job and no model."""
-        if self.data == 0:
-            raise self.reject("data", "must be -1 (all remaining ranks) or a whole number >= 1")
+        """Raise :class:`SettingError` for schedules that fit no pipeline."""
+        super().check_combination()
         try:
             chunk_stages(self.schedule, self.pipeline, self.virtual_stages)
         except ConfigError as error:
             raise self.reject("virtual_stages", f"does not fit parallel.schedule: {error}") from None
-        try:
-            Axes.build(1, order=self.order)
-        except GridError:
-            raise self.reject(
-                "order",
-                "must name pipeline, tensor and data once each (and context, which else comes last), slowest first, "
-                "separated by commas",
-            ) from None
-
-    @property
-    def splits_model(self) -> bool:
-        """True if a rank holds only a part of the model or of each sequence."""
-        return any(getattr(self, axis) > 1 for axis in _SPLITTING)
 
     @property
     def chunks(self) -> int:
         """Number of chunks into which the model's blocks are cut; 1 without a pipeline."""
         return 1 if self.pipeline == 1 else len(chunk_stages(self.schedule, self.pipeline, self.virtual_stages))
 
-    def axes(self, ranks: int) -> Axes:
+    def axes_of(self, ranks: int) -> Axes:
         """Return the sizes and order of the axes for a job of ``ranks`` ranks.
 
         Raises
@@ -192,17 +132,16 @@ class ParallelSection(ConfigSection):
         SettingError
             If the product of the axes' sizes is not ``ranks``.
         """
-        sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data")}
         try:
-            return Axes.build(ranks, order=self.order, **sizes)
+            return super().axes_of(ranks)
         except GridError as error:
-            split = (axis for axis in _SPLITTING if sizes[axis] > 1)
+            split = (axis for axis in SPLITTING if getattr(self, axis) > 1)
             key = "data" if self.data != -1 else next(split, "pipeline")
             raise self.reject(key, f"does not fit this job: {error}") from None
 
     def check_ranks(self, ranks: int) -> None:
         """Raise an error if the product of the axes' sizes is not ``ranks``, the number of ranks of the job."""
-        self.axes(ranks)
+        self.axes_of(ranks)
 
     def check_blocks(self, blocks: int) -> None:
         """Raise an error if the model has ``blocks`` blocks, and ``cuts`` or the pipeline's chunks do not fit them."""
@@ -235,32 +174,29 @@ class ParallelSection(ConfigSection):
 
     def reject_split(self, allowed: str) -> SettingError:
         """Return the error about the first axis that splits the model; ``allowed`` says what is allowed."""
-        return self.reject(next(axis for axis in _SPLITTING if getattr(self, axis) > 1), allowed)
+        return self.reject(next(axis for axis in SPLITTING if getattr(self, axis) > 1), allowed)
 
     def parallel_layout(self) -> ParallelLayout:
-        """Return the layout as a :class:`ParallelLayout`; without a pipeline, schedule and cuts keep their defaults."""
-        sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data", "tiles")}
-        if self.pipeline == 1:
-            return ParallelLayout(**sizes, order=self.order)
-        return ParallelLayout(
-            **sizes, order=self.order, schedule=self.schedule, virtual_stages=self.virtual_stages, cuts=self.cuts
-        )
+        """Return the layout as a :class:`ParallelLayout`."""
+        return ParallelLayout(**self.values_of(AxisSettings), **self._split())
 
     def mesh(self, comm: Any, **more: Any) -> Mesh:
         """Return the ranks of ``comm`` as a :class:`~mpizero.Mesh` of these axes; ``more`` are its other settings."""
-        names = (*_SPLITTING, "data", "order", "ranks_per_node", "share_node_memory")
-        return Mesh(comm, **{name: getattr(self, name) for name in names}, **more)
+        return Mesh(comm, **self.values_of(AxisSettings), **self.values_of(NodeSettings), **more)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of :class:`~mpizero.Config` that say how the axes work."""
-        pipeline = ("schedule", "virtual_stages", "cuts") if self.pipeline > 1 else ()
-        return {name: getattr(self, name) for name in ("grain_assignment", "tiles", *pipeline)}
+        """Return the settings of :class:`~mpizero.Config` that this table has."""
+        return self.values_of(DataParallelSettings) | self._split()
+
+    def _split(self) -> dict[str, Any]:
+        """Return how the model is split; without a pipeline, the settings of one have no effect."""
+        return self.values_of(SplitSettings) if self.pipeline > 1 else {"tiles": self.tiles}
 
     def describe(self, ranks: int) -> str:
         """Describe the layout of a job of ``ranks`` ranks, such as "pipeline 2 x tensor 1 x data 2, 1f1b, zero1"."""
         if not self.splits_model:
             return f"{self.strategy} on {ranks} rank{'s' if ranks > 1 else ''}"
-        sizes = self.axes(ranks).sizes
+        sizes = self.axes_of(ranks).sizes
         named = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != "context" or size > 1)
         virtual = f" with {self.virtual_stages} parts a stage" if self.schedule == "interleaved" else ""
         schedule = f", {self.schedule}{virtual}" if self.pipeline > 1 else ""
@@ -358,12 +294,12 @@ class DataSection(ConfigSection):
     Relative paths start at the working directory. ``validation`` is the fraction of samples held back for validation.
     """
 
-    text: tuple[str, ...] | None = setting(None, optional(patterns))
-    arrays: Any = setting(None, optional(arrays))
-    hdf5: Any = setting(None, optional(stored))
-    zarr: Any = setting(None, optional(stored))
-    netcdf: Any = setting(None, optional(stored))
-    validation: float = setting(0.05, fraction)
+    text: tuple[str, ...] | None = setting(None, optional(patterns), resume="free")
+    arrays: Any = setting(None, optional(arrays), resume="free")
+    hdf5: Any = setting(None, optional(stored), resume="free")
+    zarr: Any = setting(None, optional(stored), resume="free")
+    netcdf: Any = setting(None, optional(stored), resume="free")
+    validation: float = setting(0.05, fraction, resume="never")
 
     @property
     def kind(self) -> str:
@@ -387,11 +323,11 @@ class MadeDataSection(MakeSettings):
     makes the samples for validation too.
     """
 
-    validation: float | None = setting(None, optional(fraction))
+    validation: float | None = setting(None, optional(fraction), resume="never")
 
     #: The setting that is given, as in :class:`DataSection`.
     kind = "make"
-    named = "data"
+    table = "data"
 
 
 def names_by_name(value: Any) -> dict[str, str]:
@@ -417,13 +353,13 @@ class ModelSection(ConfigSection):
         Patterns of the parameters that are not trained.
     """
 
-    named = "model"
+    table = "model"
 
-    start: str | None = setting(None, optional(text))
-    start_include: tuple[str, ...] | None = setting(None, optional(many(text, least=1)))
-    start_exclude: tuple[str, ...] | None = setting(None, optional(many(text, least=1)))
-    start_rename: Mapping[str, str] | None = setting(None, optional(names_by_name))
-    freeze: tuple[str, ...] | None = setting(None, optional(many(text, least=1)))
+    start: str | None = setting(None, optional(text), resume="never")
+    start_include: tuple[str, ...] | None = setting(None, optional(many(text, least=1)), resume="never")
+    start_exclude: tuple[str, ...] | None = setting(None, optional(many(text, least=1)), resume="never")
+    start_rename: Mapping[str, str] | None = setting(None, optional(names_by_name), resume="never")
+    freeze: tuple[str, ...] | None = setting(None, optional(many(text, least=1)), resume="never")
 
     def check_combination(self) -> None:
         """Raise an error for settings of start values where there are none."""
@@ -458,8 +394,8 @@ class ModelSection(ConfigSection):
 class NamedModelSection(ModelSection):
     """Hold the settings that all models of the library have; :class:`GptSection` and :class:`MlpSection` add theirs."""
 
-    name: str = required(choice("gpt", "mlp"))
-    dtype: str = setting("float32", choice("float32", "float64"))
+    name: str = setting(MISSING, one_of("gpt", "mlp"), resume="never")
+    dtype: str = setting("float32", one_of("float32", "float64"), resume="never")
 
     @property
     def described(self) -> str:
@@ -482,7 +418,7 @@ class GptSection(NamedModelSection):
     sequence: int = setting(128, whole(1))
     dropout: float = setting(0.0, fraction)
     tied: bool = setting(True, flag)
-    activation_checkpointing: bool = setting(False, flag)
+    activation_checkpointing: bool = setting(False, flag, resume="free")
 
     @property
     def block_count(self) -> int:
@@ -517,9 +453,9 @@ class MlpSection(NamedModelSection):
     """Hold the settings of a multi-layer perceptron, whose numbers of inputs and outputs are taken from the data."""
 
     hidden: tuple[int, ...] = setting((64, 64), many(whole(1)))
-    activation: str = setting("relu", choice("relu", "gelu", "silu", "tanh"))
-    task: str = setting("classification", choice(*TASKS))
-    loss: str | None = setting(None, optional(choice(*(name for losses in TASKS.values() for name in losses))))
+    activation: str = setting("relu", one_of("relu", "gelu", "silu", "tanh"))
+    task: str = setting("classification", one_of(*TASKS))
+    loss: str | None = setting(None, optional(one_of(*(name for losses in TASKS.values() for name in losses))))
 
     def check_combination(self) -> None:
         """Raise an error if the loss belongs to another task."""
@@ -567,95 +503,3 @@ class MadeModelSection(MakeSettings, ModelSection):
 
 
 MODELS: dict[str, type[NamedModelSection]] = {"gpt": GptSection, "mlp": MlpSection}
-
-
-#: Names of the methods.
-VECTOR_METHODS = ("l-bfgs", "cg", "newton-cg")
-#: Settings of ``[train]`` with which they do not know the loss and its exact gradient in the host's memory, and the
-#: values with which they do.
-_CLASHES: Mapping[str, Any] = {
-    "clip": 0.0,
-    "ema": None,
-    "gradient_compression": None,
-    "mixed_precision": None,
-    "device": "cpu",
-}
-_BOUNDS = "[low, high] for all parameters, or a table of such pairs by name; inf and -inf are no bounds"
-
-
-def _limit(value: Any) -> float | None:
-    if value is None:  # no bound, in what a checkpoint has recorded
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise ValueError("must be a number")
-    return None if math.isinf(value) else float(value)
-
-
-def _bounds(value: Any) -> dict[str, list[float | None]]:
-    """Check bounds, and return the pairs by patterns of names; None is no bound."""
-    found = {}
-    for name, pair in (value if isinstance(value, Mapping) else {"*": value}).items():
-        where = f"{name}: " if isinstance(value, Mapping) else ""
-        try:
-            low, high = many(_limit, count=2)(pair)
-        except ValueError as error:
-            raise ValueError(f"must be {_BOUNDS}; {where}{allowed(error)}") from None
-        if None not in (low, high) and low > high:
-            raise ValueError(f"must be {_BOUNDS}; {where}low is above high")
-        found[str(name)] = [low, high]
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class VectorMethodSection(ConfigSection):
-    """Hold the settings that all methods of whole vectors have; subclasses add their own."""
-
-    named = "optimizer"
-
-    name: str = setting("l-bfgs", choice(*VECTOR_METHODS))
-    gtol: float = setting(1e-5, number())
-    ftol: float = setting(0.0, number())
-
-    def check_run(self, train: ConfigSection, model: ConfigSection) -> None:
-        """Raise an error for settings of ``[train]`` and ``[model]`` that do not go together with these methods."""
-        method = f'optimizer.name = "{self.name}"'
-        for key, without in _CLASHES.items():
-            if getattr(train, key) != without:
-                raise train.reject(
-                    key, f"must be left out with {method}, which needs the exact loss and gradient, on the host"
-                )
-        if getattr(model, "dropout", 0.0):
-            raise model.reject("dropout", f"must be 0 with {method}, which needs the same function in every step")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConjugateGradientSection(VectorMethodSection):
-    """Hold the settings of nonlinear conjugate gradients."""
-
-    name: str = setting("cg", choice(*VECTOR_METHODS))
-    most_trials: int = setting(20, whole(1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LbfgsSection(VectorMethodSection):
-    """Hold the settings of L-BFGS."""
-
-    most_trials: int = setting(20, whole(1))
-    history: int = setting(10, whole(1))
-    bounds: Any = setting(None, optional(_bounds))
-    initial: str = setting("scalar", choice("scalar", "diagonal"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class NewtonSection(VectorMethodSection):
-    """Hold the settings of Newton's method with conjugate gradients."""
-
-    name: str = setting("newton-cg", choice(*VECTOR_METHODS))
-    radius: float = setting(1.0, positive)
-
-
-VECTOR_SECTIONS: dict[str, type[VectorMethodSection]] = {
-    "l-bfgs": LbfgsSection,
-    "cg": ConjugateGradientSection,
-    "newton-cg": NewtonSection,
-}

@@ -30,34 +30,17 @@ from typing import Any
 
 from mpizero._util.checks import home_path
 from mpizero._util.names import nearest
+from mpizero._util.settings import ConfigSection, SettingError, allowed, rejected, shown
 from mpizero._util.text import is_users, users_line
 from mpizero.errors import ConfigError, MpizeroError
-from mpizero.train.config.checks import SettingError, rejected, shown
-from mpizero.train.config.schema import (
-    ALL_SAMPLES,
-    OPTIMIZERS,
-    CheckpointSection,
-    OptimizerSection,
-    RunConfig,
-    TrainSection,
-)
-from mpizero.train.config.sections import (
-    MODELS,
-    DataSection,
-    MadeDataSection,
-    MadeModelSection,
-    ModelSection,
-    NamedModelSection,
-    ParallelSection,
-    VectorMethodSection,
-)
+from mpizero.train.config.optimizers import OPTIMIZERS, OptimizerSection, VectorMethodSection, optimizer_section
+from mpizero.train.config.schema import ALL_SAMPLES, RunConfig, section_kind, section_kinds
+from mpizero.train.config.sections import MODELS, MakeSettings, NamedModelSection
 
 Tables = dict[str, dict[str, Any]]
 _CONFIG_LIMIT = 1 << 20
 #: All sections; that of the ensemble is read by :mod:`mpizero.cli.train` alone.
 SECTIONS = ("model", "data", "parallel", "train", "optimizer", "checkpoint", "ensemble")
-#: The classes of sections that have a fixed set of keys.
-CLASSES = (TrainSection, ParallelSection, CheckpointSection, DataSection, *OPTIMIZERS.values(), *MODELS.values())
 
 
 @dataclass(frozen=True)
@@ -227,54 +210,59 @@ def config_of(tables: Tables, folder: str = ".") -> RunConfig:
     for section in ("model", "data"):
         if section not in tables:
             raise SettingError(section, f"[{section}] is missing: it has no default")
-    optimizer = _chosen(tables, "optimizer", OptimizerSection, OPTIMIZERS, "adamw")
-    if issubclass(optimizer, VectorMethodSection):  # their number is known when the data are open
+    _check_name(tables, "optimizer", OptimizerSection, "adamw")
+    if issubclass(section_kind("optimizer", tables), VectorMethodSection):  # their number is known with the data
         tables = tables | {"train": {"global_batch": ALL_SAMPLES} | tables.get("train", {})}
-    return RunConfig(
-        model=_model(tables),
-        data=MadeDataSection.of(tables["data"]) if "make" in tables["data"] else _section(DataSection, tables),
-        parallel=_section(ParallelSection, tables),
-        train=_section(TrainSection, tables),
-        optimizer=_section(optimizer, tables, OPTIMIZERS),
-        checkpoint=_section(CheckpointSection, tables),
-        folder=folder,
-    )
+    _check_model(tables["model"], tables)
+    return RunConfig(**{title: _section(title, tables) for title in SECTIONS if title != "ensemble"}, folder=folder)
 
 
-def _model(tables: Tables) -> ModelSection:
-    given = tables["model"]
-    names = ", ".join(map(shown, MODELS))
-    if "make" not in given:
-        if "name" not in given:
-            message = f'model.name is missing: it must be one of {names}; or give model.make = "my_model.py:make"'
-            raise SettingError("model", message)
-        section: ModelSection = _section(_chosen(tables, "model", NamedModelSection, MODELS, ""), tables, MODELS)
-        return section
-    if "name" in given:
+def _check_model(given: Mapping[str, Any], tables: Tables) -> None:
+    if "make" in given and "name" in given:
         raise rejected("model.name", given["name"], "must be left out with model.make, which makes the model")
-    return MadeModelSection.of(given)
+    if "make" not in given and "name" not in given:
+        names = ", ".join(map(shown, MODELS))
+        message = f'model.name is missing: it must be one of {names}; or give model.make = "my_model.py:make"'
+        raise SettingError("model", message)
+    if "make" not in given:
+        _check_name(tables, "model", NamedModelSection, "")
 
 
-def _chosen(tables: Tables, section: str, base: Any, kinds: Mapping[str, Any], default: str) -> Any:
-    name = tables.get(section, {}).get("name", default)
+def _check_name(tables: Tables, title: str, base: type[ConfigSection], default: str) -> None:
+    """Raise an error if the name in a table, which says what other keys it has, is not one of those known."""
+    name = tables.get(title, {}).get("name", default)
     check = next(item for item in fields(base) if item.name == "name").metadata["check"]
     try:
-        return kinds[check(name)]
+        check(name)
     except ValueError as error:
-        raise rejected(f"{section}.name", name, str(error)) from None
+        raise rejected(f"{title}.name", name, allowed(error)) from None
 
 
-def _section(kind: Any, tables: Tables, kinds: Mapping[str, Any] | None = None) -> Any:
-    title = kind.title()
-    given = tables.get(title, {})
+def _section(title: str, tables: Tables) -> Any:
+    kind, given = section_kind(title, tables), tables.get(title, {})
+    if issubclass(kind, MakeSettings):
+        return kind.of(given)
     known = [item.name for item in fields(kind)]
     for key in (key for key in given if key not in known):
-        having = [other for other in CLASSES if key in {item.name for item in fields(other)}]
-        owners = [name for name, other in (kinds or {}).items() if other in having]
-        whose = f"not a setting of {given.get('name', 'adamw')} but of {', '.join(owners)}" if owners else "unknown key"
-        hint = "" if owners else f" (did you mean '{having[0].title()}.{key}'?)" if having else nearest(key, known)
-        raise SettingError(f"{title}.{key}", f"{title}.{key}: {whose}{hint}; known: {', '.join(known)}")
+        raise SettingError(
+            f"{title}.{key}", f"{title}.{key}: {_unknown(title, key, given, known)}; known: {', '.join(known)}"
+        )
     return kind(**given)
+
+
+def _unknown(title: str, key: str, given: Mapping[str, Any], known: Sequence[str]) -> str:
+    """Say whose the key is that a table does not have, or which of its own is the nearest."""
+    named: Mapping[str, type[ConfigSection]] = MODELS if title == "model" else {}
+    if title == "optimizer":
+        named = {name: optimizer_section(name) for name in OPTIMIZERS}
+    if owners := [name for name, kind in named.items() if key in _keys(kind)]:
+        return f"not a setting of {given.get('name', 'adamw')} but of {', '.join(owners)}"
+    having = [kind for kind in section_kinds() if key in _keys(kind)]
+    return f"unknown key (did you mean '{having[0].title()}.{key}'?)" if having else f"unknown key{nearest(key, known)}"
+
+
+def _keys(kind: type[ConfigSection]) -> set[str]:
+    return {item.name for item in fields(kind)}
 
 
 _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

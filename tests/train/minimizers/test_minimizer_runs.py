@@ -15,7 +15,7 @@ from mpizero.data.online import OnlineSource
 from mpizero.errors import ArgumentError, ConfigError, MpizeroError, StateError
 from mpizero.testing import run_in_threads
 from mpizero.tools.plan.command import PlanRequest, plan
-from mpizero.train.config.sections import VECTOR_METHODS
+from mpizero.train.config.optimizers import VECTOR_METHODS
 from mpizero.train.config.toml import ConfigDocument, config_of, parse_config
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,0 +1,248 @@
+"""Declare settings: fields of a frozen dataclass, each with its default, its check, and what a resumed run may change.
+
+:class:`Settings` checks them when it is made. Classes of settings combine by inheritance: a table of the configuration
+file has the fields of those classes of the library whose settings it takes (``train/config/schema.py``), and
+:class:`ConfigSection` words their errors as errors of a file. A check returns the value to use, or raises
+:class:`~mpizero._util.checks.Unexpected`, whose text says what is expected; the text of another ValueError is the whole
+message.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from mpizero._util.checks import Check, Unexpected, positive
+from mpizero._util.names import nearest
+from mpizero._util.text import printable
+from mpizero.errors import ConfigError
+
+#: Whether a resumed run may change a setting: as it likes, if it is asked to by name (``--override``), or never.
+Resume = Literal["free", "override", "never"]
+
+
+def setting(default: Any, check: Check, *, resume: Resume = "override", off: Any = None) -> Any:
+    """Declare a setting with its default, which ``dataclasses.MISSING`` stands for where there is none, and its check.
+
+    ``off`` is what a file has for None, which TOML does not know.
+    """
+    return field(default=default, metadata={"check": check, "resume": resume, "off": off})
+
+
+def like(kind: type, name: str, **changes: Any) -> Any:
+    """Declare a setting like that of another class; ``changes`` are another ``default``, ``resume`` or ``off``."""
+    found = next(item for item in fields(kind) if item.name == name)
+    default = changes.pop("default", found.default)
+    return field(default=default, metadata={**found.metadata, **changes})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Serve as base class of settings: the constructor calls each field's check, and then :meth:`check_combination`."""
+
+    def __post_init__(self) -> None:
+        """Raise an error if a value is wrong, or values do not fit together; the message names the setting."""
+        for item in fields(self):
+            if check := item.metadata.get("check"):
+                try:
+                    object.__setattr__(self, item.name, check(self._given(item.name, item.metadata)))
+                except ValueError as error:
+                    raise self._wrong(item.name, error) from None
+        self.check_combination()
+
+    def check_combination(self) -> None:
+        """Raise an error for settings that do not fit together; subclasses override this."""
+
+    def reject(self, name: str, message: str) -> ConfigError:
+        """Return the error about the wrong setting ``name``; ``message`` says what is wrong, or what is allowed."""
+        return ConfigError(f"{name}={getattr(self, name)!r}: {message}")
+
+    def named(self, name: str) -> str:
+        """Return how messages name a setting of this object."""
+        return name
+
+    def values_of(self, kind: type) -> dict[str, Any]:
+        """Return the settings that the class ``kind`` declares, by name."""
+        return {item.name: getattr(self, item.name) for item in fields(kind)}
+
+    def _given(self, name: str, _: Mapping[str, Any]) -> Any:
+        return getattr(self, name)
+
+    def _wrong(self, name: str, error: ValueError) -> ConfigError:
+        return self.reject(name, f"expected {error}" if isinstance(error, Unexpected) else str(error))
+
+
+# ---------------------------------------------------------------------- settings of files
+
+
+class SettingError(ConfigError):
+    """Report a wrong setting; ``key`` is its name, such as ``train.steps``, for finding its line in the file."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+        self.message = message
+
+
+def rejected(key: str, value: object, allowed: str) -> SettingError:
+    """Return the error about a wrong setting; its message has the key, the value and what is allowed."""
+    return SettingError(key, f"{key} = {shown(value)}: {allowed}")
+
+
+def shown(value: object) -> str:
+    """Format a value as in a TOML file."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return '"' + printable(value.replace("\\", "\\\\").replace('"', '\\"')) + '"'
+        case list() | tuple():
+            return "[" + ", ".join(map(shown, value)) + "]"
+        case dict():
+            return "{" + ", ".join(f"{key} = {shown(item)}" for key, item in value.items()) + "}"
+        case None:
+            return "(not given)"
+        case _:
+            return str(value)
+
+
+def allowed(error: ValueError) -> str:
+    """Return what the error of a check says about allowed values, such as "must be true or false"."""
+    if not isinstance(error, Unexpected):
+        return str(error)
+    return f"must be {error}".replace("True or False", "true or false")
+
+
+def check_option(option: str, value: object, check: Check) -> None:
+    """Check the value of a command line option.
+
+    Raises
+    ------
+    ConfigError
+        If the check fails. The message names the option, its value and what is allowed.
+    """
+    try:
+        check(value)
+    except ValueError as error:
+        raise ConfigError(f"{option} {value}: {allowed(error)}") from None
+
+
+@dataclass(frozen=True)
+class ConfigSection(Settings):
+    """Serve as base class of the tables of a configuration file, whose errors are worded as such."""
+
+    #: The table's name in the file; "" takes it from the class's name.
+    table: ClassVar[str] = ""
+
+    @classmethod
+    def title(cls) -> str:
+        """Return the table's name in the file."""
+        return cls.table or cls.__name__.removesuffix("Section").lower()
+
+    def named(self, name: str) -> str:
+        """Return the key of a setting, such as "train.steps"."""
+        return f"{self.title()}.{name}"
+
+    def reject(self, name: str, message: str) -> SettingError:
+        """Return the error about the wrong setting ``name`` of this table; ``message`` says what is allowed."""
+        return rejected(self.named(name), getattr(self, name), message)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every setting, defaults included, as JSON values by key."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    def values(self, *without: str) -> dict[str, Any]:
+        """Return the settings as they are used, by key, but for those named."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in without}
+
+    def _given(self, name: str, metadata: Mapping[str, Any]) -> Any:
+        value = getattr(self, name)
+        return None if metadata.get("off") is not None and _equal(value, metadata["off"]) else value
+
+    def _wrong(self, name: str, error: ValueError) -> ConfigError:
+        off = next(item.metadata.get("off") for item in fields(self) if item.name == name)
+        return self.reject(name, allowed(error) + ("" if off is None else f", or {shown(off)} for none"))
+
+
+def _equal(value: Any, off: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, type(off) | int) and bool(value == off)
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def optional(check: Check) -> Check:
+    """Return a check that allows None, and uses ``check`` for other values."""
+    return lambda value: None if value is None else check(value)
+
+
+def one_of(*words: str) -> Check:
+    """Return a check that allows only the given words."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in words:
+            raise Unexpected("one of " + ", ".join(map(shown, words)) + nearest(value, words))
+        return value
+
+    return check
+
+
+def text(value: Any) -> str:
+    """Check that a value is a string that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise Unexpected("a string that is not empty")
+    if "\0" in value:
+        raise Unexpected("a string without NUL characters")
+    return value
+
+
+def many(check: Check, *, least: int = 0, count: int | None = None) -> Check:
+    """Return a check for lists, which returns a tuple of what ``check`` returns for each item.
+
+    There must be ``count`` items or, without it, at least ``least`` items.
+    """
+    size = f"a list of {count} values" if count is not None else "a list" + f" of at least {least} values" * (least > 0)
+
+    def check_all(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str | Mapping) or not isinstance(value, Sequence | np.ndarray):
+            raise Unexpected(size)
+        if len(value) < least or (count is not None and len(value) != count):
+            raise Unexpected(f"{size}, got {len(value)}")
+        try:
+            return tuple(map(check, value))
+        except ValueError as error:
+            raise ValueError(f"each value {allowed(error)}") from None
+
+    return check_all
+
+
+def clock_seconds(value: str) -> float:
+    """Convert a batch system's duration "MM:SS", "HH:MM:SS" or "D-HH:MM:SS" to seconds.
+
+    Raises
+    ------
+    ValueError
+        If the text has another form.
+    """
+    found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", value)
+    if found is None:
+        raise ValueError(f"not a time: {value}")
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def duration(value: Any) -> float:
+    """Check a duration and return it in seconds: a number > 0, a text such as "HH:MM:SS", or a TOML time."""
+    if isinstance(value, datetime.time):
+        value = value.strftime("%H:%M:%S")
+    try:
+        if isinstance(value, str) and value.count(":") == 2:
+            value = clock_seconds(value)
+        return positive(value)
+    except ValueError:
+        raise Unexpected('seconds > 0, "HH:MM:SS" or "D-HH:MM:SS"') from None

@@ -1,0 +1,163 @@
+"""Define the table ``[optimizer]`` of a configuration, and make the optimizer that it describes.
+
+The table has the settings that the optimizer's own class declares, and those of the learning rate's schedule. A class
+is loaded when its name is used first: methods of whole vectors, above all, are in few runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+from mpizero import optim
+from mpizero._util.checks import number, positive, whole
+from mpizero._util.settings import ConfigSection, allowed, many, one_of, optional, setting
+
+#: The optimizers with a learning rate, and the methods of whole vectors: names in a file, and classes of
+#: :mod:`mpizero.optim`.
+STEPPING = {
+    "sgd": "SGD",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "rmsprop": "RMSprop",
+    "lion": "Lion",
+    "lamb": "LAMB",
+    "muon": "Muon",
+    "soap": "SOAP",
+}
+VECTOR_METHODS = {"l-bfgs": "LBFGS", "cg": "NonlinearCG", "newton-cg": "NewtonCG"}
+OPTIMIZERS = STEPPING | VECTOR_METHODS
+#: The default learning rates of those for which the one of :class:`RateSection` is not usual.
+_RATES = {"sgd": 0.01, "lion": 1e-4, "muon": 0.02, "soap": 3e-3}
+#: Settings of ``[train]`` with which methods of whole vectors do not know the loss and its exact gradient in the host's
+#: memory, and the values with which they do.
+_CLASHES: Mapping[str, Any] = {
+    "clip": None,
+    "ema": None,
+    "gradient_compression": None,
+    "mixed_precision": None,
+    "device": "cpu",
+}
+_BOUNDS = "[low, high] for all parameters, or a table of such pairs by name; inf and -inf are no bounds"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection(ConfigSection):
+    """Serve as base class of the tables of all optimizers, which :func:`optimizer_section` makes by name."""
+
+    table = "optimizer"
+    #: The optimizer's class.
+    kind: ClassVar[Any]
+
+    name: str = setting("adamw", one_of(*OPTIMIZERS), resume="never")
+
+    def check_combination(self) -> None:
+        """Raise an error for settings that the optimizer does not take together."""
+        self.kind.check_combination(self)  # which looks at its own settings alone, and these are fields here, too
+
+    def own(self) -> dict[str, Any]:
+        """Return the settings that the optimizer's class declares, by name."""
+        known = {item.name for item in fields(self)} - {"lr"}
+        return {item.name: getattr(self, item.name) for item in fields(self.kind) if item.name in known}
+
+    def optimizer(self, steps: int) -> Any:
+        """Return the optimizer for a training of ``steps`` steps. Not collective."""
+        return self.kind(**self.own())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateSection(OptimizerSection):
+    """Hold the learning rate and its schedule."""
+
+    lr: float = setting(3e-4, positive)
+    schedule: str = setting("constant", one_of("constant", "linear", "cosine"))
+    schedule_steps: int | None = setting(None, optional(whole(1)))
+    warmup: int = setting(0, whole(0))
+    end: float = setting(0.0, number())
+
+    def check_combination(self) -> None:
+        """Raise an error if ``end`` or ``schedule_steps`` is given for a constant rate, or ``end`` is above ``lr``."""
+        super().check_combination()
+        for name in ("end", "schedule_steps"):
+            if getattr(self, name) and self.schedule == "constant":
+                raise self.reject(name, 'belongs to the schedules "linear" and "cosine"; a constant rate has no end')
+        if self.end > self.lr:
+            raise self.reject("end", f"must be at most optimizer.lr = {self.lr}")
+
+    def rate(self, steps: int) -> Any:
+        """Return the schedule, whose end is at ``schedule_steps``; if that is None, after ``steps``. Not collective."""
+        if self.schedule == "constant":
+            return optim.constant(self.lr, warmup=self.warmup)
+        schedule = {"linear": optim.linear, "cosine": optim.cosine}[self.schedule]
+        return schedule(self.lr, steps=self.schedule_steps or steps, warmup=self.warmup, end=self.end)
+
+    def optimizer(self, steps: int) -> Any:
+        """Return the optimizer with its schedule, for a training of ``steps`` steps. Not collective."""
+        return self.kind(lr=self.rate(steps), **self.own())
+
+
+@dataclass(frozen=True, kw_only=True)
+class VectorMethodSection(OptimizerSection):
+    """Hold the settings of a method of whole vectors."""
+
+    def check_run(self, train: ConfigSection, model: ConfigSection) -> None:
+        """Raise an error for settings of ``[train]`` and ``[model]`` that do not go together with these methods."""
+        method = f'optimizer.name = "{self.name}"'
+        for key, without in _CLASHES.items():
+            if getattr(train, key) != without:
+                raise train.reject(
+                    key, f"must be left out with {method}, which needs the exact loss and gradient, on the host"
+                )
+        if getattr(model, "dropout", 0.0):
+            raise model.reject("dropout", f"must be 0 with {method}, which needs the same function in every step")
+
+
+@cache
+def optimizer_section(name: str) -> type[OptimizerSection]:
+    """Return the class of the table ``[optimizer]`` with this name. Not collective."""
+    kind = getattr(optim, OPTIMIZERS[name])
+    own: dict[str, Any] = {item.name: _like(item) for item in fields(kind) if "check" in item.metadata}
+    own.pop("exact", None)  # of NewtonCG, only for mpizero.minimize
+    own["name"] = setting(name, one_of(*OPTIMIZERS), resume="never")
+    if name in _RATES:
+        own["lr"] = setting(_RATES[name], positive)
+    if name == "l-bfgs":
+        own["bounds"] = setting(None, optional(_bounds), resume="never")
+    return make_dataclass(
+        f"{kind.__name__}Section",
+        [(key, Any, made) for key, made in own.items()],
+        bases=(RateSection if name in STEPPING else VectorMethodSection,),
+        namespace={"kind": kind},
+        frozen=True,
+        kw_only=True,
+    )
+
+
+def _like(item: Any) -> Any:
+    return field(default=item.default, metadata=item.metadata)
+
+
+def _limit(value: Any) -> float | None:
+    if value is None:  # no bound, in what a checkpoint has recorded
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise ValueError("must be a number")
+    return None if math.isinf(value) else float(value)
+
+
+def _bounds(value: Any) -> dict[str, list[float | None]]:
+    """Check bounds, and return the pairs by patterns of names; None is no bound."""
+    found = {}
+    for name, pair in (value if isinstance(value, Mapping) else {"*": value}).items():
+        where = f"{name}: " if isinstance(value, Mapping) else ""
+        try:
+            low, high = many(_limit, count=2)(pair)
+        except ValueError as error:
+            raise ValueError(f"must be {_BOUNDS}; {where}{allowed(error)}") from None
+        if None not in (low, high) and low > high:
+            raise ValueError(f"must be {_BOUNDS}; {where}low is above high")
+        found[str(name)] = [low, high]
+    return found
