@@ -75,7 +75,7 @@ def test_singular_values_come_near_one_and_a_gradient_of_zeros_stays():
         ({"iterations": 0}, r"Muon: iterations=0: expected a whole number >= 1"),
         ({"scale": "adamw"}, r"Muon: scale='adamw': expected one of \"original\", \"match_rms_adamw\""),
         ({"output_axis": 2}, r"Muon: output_axis=2: expected a whole number from 0 to 1"),
-        ({"exclude": [3]}, r"Muon: exclude=3: expected a list"),
+        ({"exclude": [3]}, r"Muon: exclude=\[3\]: each value must be a string"),
         ({"adamw_lr_scale": -1}, r"Muon: adamw_lr_scale=-1: expected"),
     ],
 )
