@@ -42,7 +42,7 @@ class MpizeroError(Exception):
     ...     mz.ShardingConfig(threads=0)
     ... except mz.errors.MpizeroError as error:
     ...     print(error, int(error.status))
-    threads=0: expected a whole number >= 1 78
+    threads=0: expected a whole number from 1 to 1024 78
     """
 
     status: ExitStatus = ExitStatus.RANK_FAILED
@@ -118,7 +118,7 @@ class UnsupportedError(MpizeroError, NotImplementedError):
     --------
     >>> import mpizero as mz
     >>> model = mz.FunctionModel({"w": [1.0]}, lambda parameters, batch: (0.0, {"w": [0.0]}, 1.0))
-    >>> with mz.distribute(model, None, "ddp", comm="self") as placed:
+    >>> with mz.distribute(model, None, "ddp") as placed:
     ...     placed.predict([[1.0]])
     Traceback (most recent call last):
     mpizero.errors.UnsupportedError: FunctionModel has no predict function: give one, FunctionModel(..., predict=...)
@@ -382,7 +382,7 @@ class NonFiniteError(MpizeroError, ArithmeticError):
     >>> import numpy as np
     >>> import mpizero as mz
     >>> config = mz.Config(bad_steps=mz.BadSteps(limit=1, warn=False))
-    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config, comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config) as model:
     ...     model.train(np.array([[np.nan]], np.float32), np.array([0]))
     Traceback (most recent call last):
     mpizero.errors.NonFiniteError: step 1: skipped 1 steps in a row: ...
@@ -400,7 +400,7 @@ class IntegrityError(MpizeroError):
     >>> import mpizero as mz
     >>> config = mz.Config(check_every=1)
     >>> x, y = np.ones((2, 1), np.float32), np.array([0, 1])
-    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config, comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config) as model:
     ...     _ = model.train(x, y)
     ...     model._engine.store.values[0] += 1.0  # no code of a user does that
     ...     model.train(x, y)

@@ -97,7 +97,7 @@ class FunctionModel:
     ...     return float(error @ error), {"slope": np.array([2 * error @ x])}, float(len(x))
     >>> x = np.arange(4.0)
     >>> model = mz.FunctionModel({"slope": np.zeros(1)}, squares)
-    >>> with mz.distribute(model, mz.SGD(lr=0.1), comm="self") as placed:
+    >>> with mz.distribute(model, mz.SGD(lr=0.1)) as placed:
     ...     losses = [placed.train(x, 3 * x) for _ in range(20)]
     ...     placed.gather_full_parameters().round(3)
     array([3.])

@@ -367,7 +367,7 @@ class Adam(FlatOptimizer):
     >>> import mpizero as mz
     >>> x, y = np.array([[1.0], [2.0], [3.0]]), np.array([[2.0], [4.0], [6.0]])
     >>> line = mz.nn.MLP(1, [], 1, task="regression", dtype="float64")
-    >>> with mz.distribute(line, mz.Adam(lr=0.5), "zero1", comm="self") as model:
+    >>> with mz.distribute(line, mz.Adam(lr=0.5), "zero1") as model:
     ...     losses = [model.train(x, y) for _ in range(20)]
     ...     sorted(model.optimizer.state_dict()["state"])
     ['exp_avg', 'exp_avg_sq']
@@ -526,7 +526,7 @@ class LAMB(Adam):
     >>> lamb = mz.LAMB(lr=0.01)
     >>> lamb.trust_ratio(weight_norm=2.0, direction_norm=0.5)  # the step of this tensor has the norm 0.01 * 2.0
     4.0
-    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), lamb, comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), lamb) as model:
     ...     model.optimizer.wrapped_optimizer is lamb
     True
     """

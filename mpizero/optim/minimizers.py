@@ -660,7 +660,7 @@ class LBFGS(SearchingMethod):
     >>> def bowl(parameters, batch):
     ...     apart = parameters["x"] - np.array([1.0, 2.0])
     ...     return float(apart @ apart), {"x": 2 * apart}, 1.0
-    >>> with mz.distribute(mz.FunctionModel({"x": np.zeros(2)}, bowl), None, "ddp", comm="self") as model:
+    >>> with mz.distribute(mz.FunctionModel({"x": np.zeros(2)}, bowl), None, "ddp") as model:
     ...     result = mz.minimize(model, method=mz.LBFGS(history=5, bounds=(None, 1.5)))
     ...     print(result.x.round(6), result.success)
     [1.  1.5] True
@@ -776,7 +776,7 @@ class NonlinearCG(SearchingMethod):
     >>> def bowl(parameters, batch):
     ...     apart = parameters["x"] - np.array([1.0, 2.0])
     ...     return float(apart @ apart), {"x": 2 * apart}, 1.0
-    >>> with mz.distribute(mz.FunctionModel({"x": np.zeros(2)}, bowl), None, "ddp", comm="self") as model:
+    >>> with mz.distribute(mz.FunctionModel({"x": np.zeros(2)}, bowl), None, "ddp") as model:
     ...     result = mz.minimize(model, method=mz.NonlinearCG(gtol=1e-8))
     ...     print(result.x.round(6), result.success)
     [1. 2.] True
@@ -842,7 +842,7 @@ class NewtonCG(VectorMethod):
     >>> def bowl(parameters, batch):
     ...     apart = parameters["x"] - np.array([1.0, 2.0])
     ...     return float(apart @ apart), {"x": 2 * apart}, 1.0
-    >>> with mz.distribute(mz.FunctionModel({"x": np.zeros(2)}, bowl), None, "ddp", comm="self") as model:
+    >>> with mz.distribute(mz.FunctionModel({"x": np.zeros(2)}, bowl), None, "ddp") as model:
     ...     result = mz.minimize(model, method=mz.NewtonCG(radius=10.0))
     ...     print(result.x.round(6), result.success)
     [1. 2.] True

@@ -82,7 +82,7 @@ class TensorOptimizer(AdamW):
     ...         u, _, v = np.linalg.svd(g, full_matrices=False)
     ...         w -= step.lr * (u @ v)
     >>> x, y = np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([0, 1])
-    >>> with mz.distribute(mz.nn.MLP(2, [4], 2, dtype="float64"), SpectralDescent(0.1), comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2, dtype="float64"), SpectralDescent(0.1)) as model:
     ...     losses = [model.train(x, y) for _ in range(5)]
     >>> losses[-1] < losses[0] / 2
     True
@@ -317,7 +317,7 @@ class SOAP(TensorOptimizer):
     >>> soap = mz.SOAP(lr=3e-3, max_dimension=1000)
     >>> soap.state_shapes((4, 2000))  # the larger side is not rotated
     {'momentum': (4, 2000), 'second_moment': (4, 2000), 'left': (4, 4), 'left_basis': (4, 4)}
-    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), soap, comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), soap) as model:
     ...     sorted(model.optimizer.state_dict()["state"])[:4]
     ['exp_avg', 'exp_avg_sq', 'left', 'left_basis']
     """

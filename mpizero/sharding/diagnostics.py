@@ -108,7 +108,7 @@ class BadStep:
     >>> import mpizero as mz
     >>> x, y = np.array([[0.0], [np.inf]], np.float32), np.array([0, 1])
     >>> config = mz.Config(micro_batch=1, bad_steps=mz.BadSteps(warn=False))
-    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config, comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config) as model:
     ...     _ = model.train(x, y)
     ...     folder = mz.sharding.dump_bad_step(model, (x, y), "bad_steps")
     >>> step = mz.sharding.read_bad_step(folder)
@@ -171,7 +171,7 @@ def dump_bad_step(
     >>> import numpy as np
     >>> import mpizero as mz
     >>> batch = np.array([[np.inf]], np.float32), np.array([0])
-    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.AdamW(), comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.AdamW()) as model:
     ...     _ = model.train(*batch)
     ...     sorted(path.name for path in mz.sharding.dump_bad_step(model, batch, "kept").iterdir())
     ['grain_00000.npz', 'step.json']
@@ -281,7 +281,7 @@ def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
     >>> import mpizero as mz
     >>> x, y = np.array([[0.0], [np.inf]], np.float32), np.array([0, 1])
     >>> config = mz.Config(micro_batch=1, bad_steps=mz.BadSteps(warn=False))
-    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config, comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config) as model:
     ...     _ = model.train(x, y)
     ...     folder = mz.sharding.dump_bad_step(model, (x, y), "bad_steps")
     >>> mz.sharding.read_bad_step(folder).grains[0].samples
@@ -453,7 +453,7 @@ class Replay:
     >>> import mpizero as mz
     >>> x, y = np.array([[0.0], [np.inf]], np.float32), np.array([0, 1])
     >>> config = mz.Config(micro_batch=1, bad_steps=mz.BadSteps(warn=False))
-    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config, comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config) as model:
     ...     _ = model.train(x, y)
     ...     folder = mz.sharding.dump_bad_step(model, (x, y), "bad_steps")
     ...     replay = mz.sharding.replay_bad_step(folder, model)[0]
@@ -504,7 +504,7 @@ def replay_bad_step(step: BadStep | str | os.PathLike[str], model: Model) -> lis
     >>> import mpizero as mz
     >>> x, y = np.array([[0.0], [np.inf]], np.float32), np.array([0, 1])
     >>> config = mz.Config(micro_batch=1, bad_steps=mz.BadSteps(warn=False))
-    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config, comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config) as model:
     ...     _ = model.train(x, y)
     ...     folder = mz.sharding.dump_bad_step(model, (x, y), "bad_steps")
     ...     first = mz.sharding.replay_bad_step(folder, model)[0].first  # the first array that is not finite

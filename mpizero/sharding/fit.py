@@ -106,7 +106,7 @@ class OptimizationResult:
     >>> import mpizero as mz
     >>> x, y = np.eye(8, 2, dtype=np.float32), np.array([0, 1] + [0] * 6)
     >>> options = mz.OptimizationOptions(epochs=3, batch_size=4, validation=0.25)
-    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(lr=0.1), comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(lr=0.1)) as model:
     ...     result = model.optimizer.optimize((x, y), options)
     >>> result.steps, len(result.history), result.stopped_early
     (5, 3, False)

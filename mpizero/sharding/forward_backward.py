@@ -724,7 +724,7 @@ class Evaluation(_Sums):
     >>> import numpy as np
     >>> import mpizero as mz
     >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
-    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(lr=0.1), comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(lr=0.1)) as model:
     ...     for _ in range(10):
     ...         _ = model.train(x, y)
     ...     found = model.evaluate(x, y)

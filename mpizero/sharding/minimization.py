@@ -63,7 +63,7 @@ class MinimizeResult:
     ...     gradient = np.array([-400 * a * (b - a**2) - 2 * (1 - a), 200 * (b - a**2)])
     ...     return 100 * (b - a**2) ** 2 + (1 - a) ** 2, {"x": gradient}, 1.0
     >>> model = mz.FunctionModel({"x": np.array([-1.2, 1.0])}, rosenbrock)
-    >>> with mz.distribute(model, None, "ddp", comm="self") as placed:
+    >>> with mz.distribute(model, None, "ddp") as placed:
     ...     result = mz.minimize(placed, options={"maxiter": 2})
     ...     result.x.size, result.nit, result.success
     (2, 2, False)
@@ -138,7 +138,7 @@ def minimize(
     >>> def bowl(parameters, batch):
     ...     apart = parameters["x"] - np.array([1.0, 2.0])
     ...     return float(apart @ apart), {"x": 2 * apart}, 1.0
-    >>> with mz.distribute(mz.FunctionModel({"x": np.zeros(2)}, bowl), None, "zero1", comm="self") as model:
+    >>> with mz.distribute(mz.FunctionModel({"x": np.zeros(2)}, bowl), None, "zero1") as model:
     ...     result = mz.minimize(model, method="l-bfgs", options={"gtol": 1e-8})
     ...     print(result.x.round(6), result.success)
     [1. 2.] True

@@ -76,7 +76,7 @@ class Gradients:
     >>> import numpy as np
     >>> import mpizero as mz
     >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
-    >>> with mz.distribute(mz.nn.MLP(2, [], 2), None, "ddp", comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(2, [], 2), None, "ddp") as model:
     ...     gradients = model.compute_gradients(x, y, gather=True)
     ...     model.apply_gradients(gradients, learning_rate=0.1)
     >>> gradients.weight, gradients.synchronized, {name: g.shape for name, g in gradients.named().items()}
@@ -151,7 +151,7 @@ class Model(ParameterAccess):
     Examples
     --------
     >>> import mpizero as mz
-    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(), "zero1", comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(), "zero1") as model:
     ...     type(model).__name__, model.parameter_count, list(model.named_parameters())[:1]
     ('Model', 22, ['hidden.0.linear.weight'])
     """
@@ -900,7 +900,7 @@ def distribute(
     >>> import numpy as np
     >>> import mpizero as mz
     >>> x, y = np.array([[0.0, 1.0], [1.0, 0.0]] * 2, np.float32), np.array([0, 1] * 2)
-    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(lr=0.1), "zero2", comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(lr=0.1), "zero2") as model:
     ...     losses = [model.train(x, y) for _ in range(5)]
     ...     model.metadata().strategy, model.optimizer.step_count
     ('ZeRO-2', 5)

@@ -62,7 +62,7 @@ class ShardedOptimizer:
     Examples
     --------
     >>> import mpizero as mz
-    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(), comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW()) as model:
     ...     type(model.optimizer).__name__, model.optimizer.step_count
     ('ShardedOptimizer', 0)
     """

@@ -625,7 +625,7 @@ class ModelMetadata:
     Examples
     --------
     >>> import mpizero as mz
-    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(), "zero3", comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(), "zero3") as model:
     ...     found = model.metadata()
     >>> found.strategy, found.sharded, found.parameter_count
     ('ZeRO-3', ('parameters', 'gradients', 'optimizer state'), 22)

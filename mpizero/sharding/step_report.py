@@ -41,7 +41,7 @@ class NonFinite:
     >>> import numpy as np
     >>> import mpizero as mz
     >>> config = mz.Config(micro_batch=1, bad_steps=mz.BadSteps(warn=False))
-    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config, comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config) as model:
     ...     _ = model.train(np.array([[0.0], [np.inf]], np.float32), np.array([0, 1]))
     ...     found = model.last_step.non_finite[0]
     >>> found.step, found.rank, found.tensor, found.start, found.stop
@@ -96,7 +96,7 @@ class StepReport:
     >>> import mpizero as mz
     >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
     >>> config = mz.Config(clip=1.0)
-    >>> with mz.distribute(mz.nn.MLP(2, [], 2), mz.SGD(0.1), "ddp", config=config, comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(2, [], 2), mz.SGD(0.1), "ddp", config=config) as model:
     ...     loss, report = model.train(x, y), model.last_step
     >>> report.step, report.weight, report.learning_rate, report.skipped, report.loss == loss
     (1, 2.0, 0.1, None, True)
@@ -156,7 +156,7 @@ class BadSteps:
     >>> seen = []
     >>> bad_steps = mz.BadSteps(limit=None, warn=False, callback=lambda report: seen.append(report.skipped))
     >>> config = mz.Config(bad_steps=bad_steps)
-    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config, comm="self") as model:
+    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.SGD(0.1), "ddp", config=config) as model:
     ...     _ = model.train(np.array([[np.nan]], np.float32), np.array([0]))  # changes no parameter
     >>> seen
     ['the loss is not finite on rank 0, samples 0 to 0']

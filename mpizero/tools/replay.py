@@ -76,7 +76,7 @@ def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> Repl
 
 
 def _replayed(step: BadStep, model: Any, found: str | None) -> ReplayedStep:
-    with distribute(model, None, "ddp", comm="self") as placed:
+    with distribute(model, None, "ddp") as placed:
         told = "the start values"
         if found is not None:
             with checkpoint.open_checkpoint(found, "self") as reader:

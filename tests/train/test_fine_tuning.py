@@ -82,7 +82,7 @@ def test_another_learning_rate_is_taken_when_asked_for_and_recorded(home, capsys
     changes = ("optimizer.lr=0.01", "optimizer.schedule=linear", "train.clip=1.0")
     asked = [word for change in changes for word in ("--override", change)]
     result = run("first", *more, *asked, ranks=2)
-    was = {"optimizer.lr": 3e-4, "optimizer.schedule": "constant", "optimizer.schedule_steps": None, "train.clip": 0.0}
+    was = {"optimizer.lr": 3e-4, "optimizer.schedule": "constant", "optimizer.schedule_steps": None, "train.clip": None}
     now = {"optimizer.lr": 0.01, "optimizer.schedule": "linear", "optimizer.schedule_steps": 8, "train.clip": 1.0}
     wanted = [{"step": 4, "key": key, "was": was[key], "now": now[key]} for key in was]
     assert result["overrides"] == wanted

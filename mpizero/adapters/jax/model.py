@@ -84,7 +84,7 @@ class JaxModel:
     ...     return jnp.sum((x @ parameters["weight"] + parameters["bias"] - y) ** 2)
     >>> model = JaxModel({"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)}, squares)
     >>> x = np.linspace(-1.0, 1.0, 8, dtype=np.float32).reshape(8, 1)
-    >>> with mz.distribute(model, mz.SGD(lr=0.2), comm="self") as placed:
+    >>> with mz.distribute(model, mz.SGD(lr=0.2)) as placed:
     ...     losses = [placed.train(x, 3 * x + 1) for _ in range(40)]
     ...     {name: float(value.round(2).item()) for name, value in placed.named_parameters().items()}
     {'bias': 1.0, 'weight': 3.0}

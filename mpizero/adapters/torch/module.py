@@ -128,7 +128,7 @@ class TorchModel:
     >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     >>> model = mz.adapters.torch.TorchModel(net, torch.nn.MSELoss(reduction="sum"), blocks=net)
     >>> x = np.linspace(-1.0, 1.0, 8, dtype=np.float32).reshape(8, 1)
-    >>> with mz.distribute(model, mz.AdamW(lr=0.05), strategy="zero3", comm="self") as placed:
+    >>> with mz.distribute(model, mz.AdamW(lr=0.05), strategy="zero3") as placed:
     ...     losses = [placed.train(x, x**2) for _ in range(20)]
     ...     list(placed.named_parameters())
     ['0.weight', '0.bias', '2.weight', '2.bias']
@@ -351,7 +351,7 @@ class TorchModel:
         >>> net = torch.nn.Linear(2, 1)
         >>> model = mz.adapters.torch.TorchModel(net, torch.nn.MSELoss(reduction="sum"))
         >>> x = np.ones((4, 2), np.float32)
-        >>> with mz.distribute(model, mz.SGD(0.1), comm="self") as placed:
+        >>> with mz.distribute(model, mz.SGD(0.1)) as placed:
         ...     loss = placed.train(x, x[:, :1])
         ...     net = model.fill(placed.named_parameters())
         ...     np.allclose(net(torch.from_numpy(x)).detach(), placed.predict(x))

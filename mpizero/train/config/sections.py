@@ -23,6 +23,7 @@ from mpizero._util.settings import (
     ConfigSection,
     SettingError,
     allowed,
+    like,
     many,
     one_of,
     optional,
@@ -323,6 +324,7 @@ class MadeDataSection(MakeSettings):
     makes the samples for validation too.
     """
 
+    make: str = like(MakeSettings, "make", resume="free")
     validation: float | None = setting(None, optional(fraction), resume="never")
 
     #: The setting that is given, as in :class:`DataSection`.
