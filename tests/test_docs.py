@@ -74,8 +74,8 @@ def commands(page: Path) -> list[list[str]]:
 
 #: Its blocks are parts of programs, which tests/peers/test_recipes.py runs.
 RECIPES = ROOT / "docs" / "recipes.md"
-#: Their Python needs other libraries: tests/peers/test_bring_your_model.py runs it.
-PEERS = {ROOT / "docs" / "bring_your_model.md", ROOT / "docs" / "pytorch.md"}
+#: Their Python needs other libraries: test_bring_your_model.py and test_migration.py of tests/peers run it.
+PEERS = {page for page in PAGES if page.stem in ("bring_your_model", "pytorch") or page.stem.startswith("from_")}
 
 
 @pytest.mark.slow
