@@ -72,16 +72,12 @@ def commands(page: Path) -> list[list[str]]:
     return [w[w.index("python") + 1 :] if "python" in w else w for w in words]
 
 
-#: Its blocks are parts of programs, which tests/peers/test_recipes.py runs.
-RECIPES = ROOT / "docs" / "recipes.md"
 #: Their Python needs other libraries: test_bring_your_model.py and test_migration.py of tests/peers run it.
 PEERS = {page for page in PAGES if page.stem in ("bring_your_model", "pytorch") or page.stem.startswith("from_")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if blocks(p, "python") and p not in {RECIPES, *PEERS}], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and p not in PEERS], ids=lambda p: p.name)
 def test_python_of_the_docs_runs(page, tmp_path):
     """A page's blocks are one script, in a folder with some text; the first page's is also the end of a process."""
     (tmp_path / "corpus").mkdir()
@@ -100,14 +96,6 @@ def test_python_of_the_docs_runs(page, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_the_recipes_link_the_examples_and_show_their_lines():
-    page = RECIPES.read_text(encoding="utf-8")
-    programs = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")}
-    assert set(programs) == set(re.findall(r"\]\(\.\./examples/(\w+\.py)\)", page))
-    for text in blocks(RECIPES, "python"):
-        assert any(set(text.splitlines()) <= set(program.splitlines()) for program in programs.values()), text
 
 
 def test_the_page_of_examples_links_every_program():

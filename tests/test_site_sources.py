@@ -48,7 +48,7 @@ def test_every_public_name_has_a_page_of_its_own_that_an_index_links(tmp_path):
 
 def test_links_to_programs_become_links_to_their_pages():
     text = "[a](../examples/lbfgs.py) [b](gpu.md#what-holds) [c](../README.md) [d](https://mpi4py.readthedocs.io)"
-    assert program_pages.rewritten(text, "recipes.md") == (
+    assert program_pages.rewritten(text, "examples.md") == (
         "[a](programs/examples/lbfgs.py.rst) [b](gpu.md#what-holds) [c](index.md) [d](https://mpi4py.readthedocs.io)"
     )
     readme = program_pages.rewritten("[a](docs/gpu.md) [b](LICENSE)", "index.md", home=DOCS.parent)

@@ -1,4 +1,4 @@
-"""The programs of examples, which docs/recipes.md explains, run, and leave the same bits on one rank and on several."""
+"""The programs of examples run, and leave the same bits on one rank and on several."""
 
 from __future__ import annotations
 
