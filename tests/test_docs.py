@@ -72,7 +72,7 @@ def commands(page: Path) -> list[list[str]]:
     return [w[w.index("python") + 1 :] if "python" in w else w for w in words]
 
 
-#: Their Python needs other libraries: test_bring_your_model.py and test_migration.py of tests/peers run it.
+#: Their Python needs other libraries: test_bring_your_model.py and test_recipes.py of tests/peers run it.
 PEERS = {page for page in PAGES if page.stem in ("bring_your_model", "pytorch") or page.stem.startswith("from_")}
 
 

@@ -1,4 +1,4 @@
-"""The programs of examples run, and leave the same bits on one rank and on several."""
+"""Programs of examples and of the pages for users of other libraries leave the same bits on one rank and on several."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import pytest
 from tests.faults.jobs import ENVIRONMENT, launchers, run_job
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+MIGRATION = sorted(EXAMPLES.with_name("docs").glob("from_*.md"))
 #: What needs no other framework runs in one job, one after the other.
 TOGETHER = ["bounds", "complex_filter", "lbfgs"]
 ALONE = sorted({path.stem for path in EXAMPLES.glob("*.py")}.difference(TOGETHER))
@@ -102,3 +103,15 @@ def test_compiled_programs_go_on_from_other_layouts_with_the_same_bits(tmp_path)
     assert alone(paths, ["--steps", "9", "--strategy", "ddp", "--resume"], tmp_path) == whole
     if missing:
         pytest.skip(f"needs {' and '.join(missing.values())}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", MIGRATION, ids=lambda page: page.stem)
+def test_the_program_of_a_page_leaves_the_same_bits_on_one_rank_and_on_two(page, tmp_path):
+    pytest.importorskip("jax" if page.stem == "from_netket" else "torch")
+    program = tmp_path / "train.py"
+    (text,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    program.write_text(text, encoding="utf-8")
+    found = alone([str(program)], [], tmp_path)
+    assert all(re.search(r", [0-9a-f]{64}$", line) for line in found)
+    assert together([str(program)], [], tmp_path, 2) == found
