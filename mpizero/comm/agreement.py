@@ -34,7 +34,7 @@ from mpizero.guard.reports import by_ranks, describe_error, ranks_text
 from mpizero.types import Array
 
 #: Number of 64-bit integers that an operation may send in its first message.
-FIGURES = 3
+MOST_ARGUMENTS = 3
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,11 +63,11 @@ def record_call(comm: Communicator, operation: str, which: str = "") -> None:
         comm.trace.begin_operation((operation, which))
 
 
-def agree_on_call(comm: Communicator, figures: Sequence[int] = ()) -> Array:
-    """Check that all ranks have called the same operation; return the ``figures`` of all ranks, one row for each rank.
+def agree_on_call(comm: Communicator, arguments: Sequence[int] = ()) -> Array:
+    """Check that all ranks have called the same operation; return the ``arguments`` of all, one row for each rank.
 
-    Collective over ``comm``: this is the first message of an operation, see [Note: calls]. ``figures`` are up to three
-    integers; rows are filled up with zeros to three columns.
+    Collective over ``comm``: this is the first message of an operation, see [Note: calls]. ``arguments`` are up to
+    three integers; rows are filled up with zeros to three columns.
 
     Raises
     ------
@@ -75,16 +75,16 @@ def agree_on_call(comm: Communicator, figures: Sequence[int] = ()) -> Array:
         On every rank, if the ranks have called different operations; names the operations, their ranks and source
         lines. Later calls of this function on the same communicator raise the same error again.
     """
-    mine = np.zeros(1 + FIGURES, np.int64)
-    mine[1 : 1 + len(figures)] = figures
+    message = np.zeros(1 + MOST_ARGUMENTS, np.int64)
+    message[1 : 1 + len(arguments)] = arguments
     if comm.size == 1:
-        return mine.reshape(1, -1)[:, 1:]
+        return message.reshape(1, -1)[:, 1:]
     if comm.out_of_step is not None:  # a close() in a ``finally``: the others may have ended
         raise comm.out_of_step
-    mine[0] = comm.trace.number
-    table = np.empty((comm.size, mine.size), np.int64)
+    message[0] = comm.trace.number
+    table = np.empty((comm.size, message.size), np.int64)
     try:
-        comm.allgather(mine, table.reshape(-1), "operation")
+        comm.allgather(message, table.reshape(-1), "operation")
         if (table[:, 0] != table[0, 0]).any():
             raise comm.mismatch()
     except CollectiveError as error:
@@ -171,9 +171,9 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False
     if first:
         failed = agree_on_call(comm, (error is not None,))[:, 0].any()
     else:
-        mine = np.array([error is not None], np.int8)
-        comm.allreduce(mine, "max", tag=tag)
-        failed = mine.any()
+        flag = np.array([error is not None], np.int8)
+        comm.allreduce(flag, "max", tag=tag)
+        failed = flag.any()
     if failed:
         raise_on_all(comm, error, tag)
 
@@ -183,11 +183,11 @@ def from_rank_0(comm: Communicator, function: Callable[[], R], tag: str = "all_r
 
     Collective over ``comm``: as :func:`all_ranks`, and a broadcast of the result, labelled ``tag``.
     """
-    found: R | None = None
+    value: R | None = None
     with all_ranks(comm):
         if comm.rank == 0:
-            found = function()
-    result: R = comm.broadcast_object(found, tag=tag)
+            value = function()
+    result: R = comm.broadcast_object(value, tag=tag)
     return result
 
 
@@ -196,8 +196,8 @@ def raise_on_all(comm: Communicator, error: Exception | None, tag: str) -> NoRet
 
     Collective over ``comm``. Call it only when all ranks know that at least one of them has an error.
     """
-    own = None if error is None else (isinstance(error, RemoteError), describe_error(error))
-    reports = comm.allgather_object(own, tag)
+    message = None if error is None else (isinstance(error, RemoteError), describe_error(error))
+    reports = comm.allgather_object(message, tag)
     if error is not None:
         raise error
     ranks = [rank for rank, report in enumerate(reports) if report is not None]
@@ -207,13 +207,13 @@ def raise_on_all(comm: Communicator, error: Exception | None, tag: str) -> NoRet
 
 
 #: Name of a value, and the steps (``.field``, ``[0]``) that lead from it to a part of it.
-_Place = tuple[str, tuple[str, ...]]
+_Path = tuple[str, tuple[str, ...]]
 
 #: Sent instead of a digest by a rank whose ``make`` has raised; no digest is all zeros.
 _FAILED = bytes(32)
 #: Stands for a part that a rank lacks; compared by identity.
 _ABSENT = str(bytearray(b"nothing"), "ascii")
-_WAY_OUT = "give every rank the same"
+_REMEDY = "give every rank the same"
 _ALLOWED = "or, if it may differ, a name that begins with an underscore, which is not compared (docs/failures.md)"
 
 
@@ -242,11 +242,11 @@ def agree_equal(comm: Communicator, make: Callable[[], Mapping[str, Any]], tag: 
     comm.allgather(np.frombuffer(digest, np.uint8).copy(), digests, tag=tag)
     if not digests.any(axis=1).all():
         raise_on_all(comm, error, tag)
-    if (digests != digests[0]).any() and (found := _Search(comm, tag).among(values)):
-        raise ConfigError(found)
+    if (digests != digests[0]).any() and (message := _Search(comm, tag).among(values)):
+        raise ConfigError(message)
     if comm.rank == 0 and comm.size > 1 and fingerprint.left_out:
-        places = ", ".join(f"{place} ({what})" for place, what in fingerprint.left_out.items())
-        notice_once(f"not compared between ranks: {places}; an object may offer fingerprint()")
+        paths = ", ".join(f"{path} ({what})" for path, what in fingerprint.left_out.items())
+        notice_once(f"not compared between ranks: {paths}; an object may offer fingerprint()")
 
 
 class _Search:
@@ -263,36 +263,38 @@ class _Search:
         """
         return self._first(values, lambda name: (name, ()))
 
-    def _first(self, items: Mapping[str, Any], place: Callable[[str], _Place]) -> str | None:
+    def _first(self, items: Mapping[str, Any], path: Callable[[str], _Path]) -> str | None:
         tables = self._gathered({name: self.fingerprint.digest(item) for name, item in items.items()})
         for name in dict.fromkeys(name for table in tables for name in table):
             if len({table.get(name) for table in tables}) > 1:
-                found = self._below(place(name), items.get(name, _ABSENT))
-                if found is not None:
-                    return found
+                difference = self._below(path(name), items.get(name, _ABSENT))
+                if difference is not None:
+                    return difference
         return None
 
-    def _below(self, place: _Place, value: Any) -> str | None:
+    def _below(self, path: _Path, value: Any) -> str | None:
         parts = Parts("absent") if value is _ABSENT else self.fingerprint.parts(value)
         skipped = parts.left_out is not None or any(value is other for other in self.above)
         heads = self._gathered((parts.kind, parts.content, bool(parts.items), skipped))
         if any(skips for *_, skips in heads):
             return None
         if len({head[:2] for head in heads}) > 1 or not any(holds for _, _, holds, _ in heads):
-            return self._describe(place, value)
+            return self._describe(path, value)
         self.above.append(value)
-        found = self._first(parts.items, lambda step: (place[0], (*place[1], step)))
+        difference = self._first(parts.items, lambda step: (path[0], (*path[1], step)))
         self.above.pop()
-        return found
+        return difference
 
-    def _describe(self, place: _Place, value: Any) -> str:
-        text = value if value is _ABSENT or (isinstance(value, str) and not place[1]) else shown(value)
+    def _describe(self, path: _Path, value: Any) -> str:
+        text = value if value is _ABSENT or (isinstance(value, str) and not path[1]) else shown(value)
         texts = self._gathered(text)
         if len(set(texts)) == 1:  # such as two long arrays with the same first elements
             texts = [f"{text} (sha256 {digest})" for digest in self._gathered(self.fingerprint.digest(value).hex()[:8])]
-        own = any(isinstance(other, FunctionType) or self.fingerprint.members(type(other)) for other in self.above)
-        way_out = f"{_WAY_OUT}, {_ALLOWED}" if any(self._gathered(own)) else _WAY_OUT
-        return f"ranks differ: {words(*place)} {by_ranks(texts)}; {way_out}"
+        has_members = any(
+            isinstance(other, FunctionType) or self.fingerprint.members(type(other)) for other in self.above
+        )
+        remedy = f"{_REMEDY}, {_ALLOWED}" if any(self._gathered(has_members)) else _REMEDY
+        return f"ranks differ: {words(*path)} {by_ranks(texts)}; {remedy}"
 
     def _gathered(self, value: Any) -> list[Any]:
         return self.comm.allgather_object(value, self.tag)
@@ -325,14 +327,14 @@ def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, 
     """
     error: Exception | None = None
     arrays: dict[str, Any] = {}
-    whole = 0
+    checksum = 0
     try:
         arrays = {name: native(np.asarray(unmasked(value, name))) for name, value in give().items()}
         for name, array in arrays.items():
-            whole = _checksum(name, array, whole)
+            checksum = _checksum(name, array, checksum)
     except Exception as caught:
         error = caught
-    flags = agree_on_call(comm, (error is not None, whole, first))
+    flags = agree_on_call(comm, (error is not None, checksum, first))
     if flags[:, 0].any():
         raise_on_all(comm, error, what)
     if (flags[:, 1] == flags[flags[:, 2], 1]).all():
@@ -342,13 +344,15 @@ def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, 
     rank = next(rank for rank in range(comm.size) if sums[rank] != sums[flags[rank, 2]])
     other = int(flags[rank, 2])
     pairs = zip_longest(sums[rank], sums[other])
-    place = next(place for place, (given, expected) in enumerate(pairs) if given != expected)
-    mine = [(name, _describe_array(array)) for name, array in arrays.items()][place : place + 1] or [("", "nothing")]
-    shown = comm.allgather_object(mine, what)
-    (name, given), (known, expected) = shown[rank][0], shown[other][0]
+    index = next(index for index, (actual, expected) in enumerate(pairs) if actual != expected)
+    description = [(name, _describe_array(array)) for name, array in arrays.items()][index : index + 1] or [
+        ("", "nothing")
+    ]
+    descriptions = comm.allgather_object(description, what)
+    (name, actual), (known, expected) = descriptions[rank][0], descriptions[other][0]
     raise ConfigError(
-        f"{what}: {name or known} of rank {rank} is not that of rank {other}: {given}, not {expected}; every rank must "
-        "give the same, bit for bit, for example what rank 0 has: comm.bcast(values, root=0)"
+        f"{what}: {name or known} of rank {rank} is not that of rank {other}: {actual}, not {expected}; every rank "
+        "must give the same, bit for bit, for example what rank 0 has: comm.bcast(values, root=0)"
     )
 
 

@@ -428,13 +428,13 @@ class Communicator(Transport):
         the spans of other ranks in ``recv`` read, before the request has ended.
         """
         check_pair(self, "igather_spans", tag, send, recv)
-        check_places(self, "igather_spans", tag, recv, spans)
+        check_spans(self, "igather_spans", tag, recv, spans)
         counts = tuple(span.size for span in spans)
-        check_own_block(self, "igather_spans", tag, send, counts)
+        check_block_size(self, "igather_spans", tag, send, counts)
         self.counters.add(send.nbytes * (self.size - 1), tag)
-        place = recv.reshape(-1)[spans[self.rank].start : spans[self.rank].stop]
-        if send.size and send.ctypes.data != place.ctypes.data:
-            place[:] = send.reshape(-1)
+        target = recv.reshape(-1)[spans[self.rank].start : spans[self.rank].stop]
+        if send.size and send.ctypes.data != target.ctypes.data:
+            target[:] = send.reshape(-1)
         call = ("igather_spans", tag, send.dtype.char, counts)
         return self._call(call, self._igather_spans, send, recv, spans)
 
@@ -468,7 +468,7 @@ class Communicator(Transport):
         """
         check_pair(self, "reduce_scatter", tag, send, recv)
         check_blocks(self, "reduce_scatter", tag, send, counts)
-        check_own_block(self, "reduce_scatter", tag, recv, counts)
+        check_block_size(self, "reduce_scatter", tag, recv, counts)
         check_reduction(self, "reduce_scatter", tag, send, "sum")
         self.counters.add(send.nbytes - recv.nbytes, tag)
         call = ("reduce_scatter", tag, send.dtype.char, tuple(counts))
@@ -637,7 +637,7 @@ class Communicator(Transport):
     def _count_allgatherv(self, operation: str, tag: str, send: Array, recv: Array, counts: Sequence[int]) -> Signature:
         check_pair(self, operation, tag, send, recv)
         check_blocks(self, operation, tag, recv, counts)
-        check_own_block(self, operation, tag, send, counts)
+        check_block_size(self, operation, tag, send, counts)
         self.counters.add(send.nbytes * (self.size - 1), tag)
         return operation, tag, send.dtype.char, tuple(counts)
 
@@ -690,8 +690,8 @@ def check_array(comm: Transport, operation: str, tag: object, value: Array, writ
     if value.dtype.char not in MOVABLE:
         raise comm.error(operation, tag, "this dtype has no message type; view it as integers of its width", value)
     if not value.dtype.isnative:
-        told = "another byte order than this machine's; convert it: a.astype(a.dtype.newbyteorder('='))"
-        raise comm.error(operation, tag, told, value)
+        reason = "another byte order than this machine's; convert it: a.astype(a.dtype.newbyteorder('='))"
+        raise comm.error(operation, tag, reason, value)
 
 
 def _flags_of_device_array(comm: Transport, operation: str, tag: object, value: Array) -> Any:
@@ -723,14 +723,14 @@ def check_blocks(comm: Transport, operation: str, tag: str, value: Array, counts
         )
 
 
-def check_places(comm: Transport, operation: str, tag: str, value: Array, spans: Sequence[Span]) -> None:
+def check_spans(comm: Transport, operation: str, tag: str, value: Array, spans: Sequence[Span]) -> None:
     """Raise CollectiveError if ``spans`` are not one range of elements of ``value`` for each rank."""
     wrong = [tuple(span) for span in spans if span.size and not 0 <= span.start < span.stop <= value.size]
     if len(spans) != comm.size or wrong:
         raise comm.error(operation, tag, f"{len(spans)} places of {comm.size} ranks, outside of it: {wrong}", value)
 
 
-def check_own_block(comm: Transport, operation: str, tag: str, value: Array, counts: Sequence[int]) -> None:
+def check_block_size(comm: Transport, operation: str, tag: str, value: Array, counts: Sequence[int]) -> None:
     """Raise CollectiveError if the size of ``value`` is not this rank's entry in ``counts``."""
     if counts[comm.rank] != value.size:
         raise comm.error(operation, tag, f"counts[{comm.rank}] is {counts[comm.rank]}", value)
@@ -819,8 +819,8 @@ class Timeline:
 
     def take(self) -> list[TimeSpan]:
         """Return the spans recorded since the last call of this method, and forget them."""
-        found, self._spans = self._spans, []
-        return found
+        spans, self._spans = self._spans, []
+        return spans
 
 
 class _Open:

@@ -1,4 +1,4 @@
-"""Make the communicators of a job: one for each axis of parallelism, one for the ranks of a node, and one for peers."""
+"""Make the communicators of a job: one for each axis of parallelism, one inside each node, and one between nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpizero.comm.threads import InMemoryCommunicator
 from mpizero.errors import GridError
 from mpizero.layout.mesh import (
     GROUPS,
-    SHARING,
+    WINDOW_GROUPS,
     Axes,
     Coordinates,
     NodeOrder,
@@ -39,7 +39,7 @@ class ProcessGrid(NodeOrder):
         All ranks. The caller made it and closes it.
     axes : Axes
         The sizes and the order of the axes.
-    here : Coordinates
+    coordinates : Coordinates
         The coordinates of this rank on the axes.
     data : Communicator
         The data group: the ranks that hold the same parameters. Gradients are summed and state is sharded over it. Its
@@ -53,7 +53,7 @@ class ProcessGrid(NodeOrder):
         The ranks of one replica, which are given the same samples; ordered by pipeline, then tensor, then context.
     node : Communicator
         The ranks of ``data`` that share memory with this one, in rank order.
-    peers : Communicator
+    inter_node : Communicator
         The ranks of ``data`` with the same number inside their nodes, one per node, in the order of ``nodes``.
     nodes : tuple of tuple of int
         For every node of the data group, its ranks, numbered as in ``data``; nodes are ordered by their first rank.
@@ -66,14 +66,15 @@ class ProcessGrid(NodeOrder):
     >>> import mpizero as mz
     >>> def sizes(comm):
     ...     with mz.comm.ProcessGrid.create(comm, axes=mz.layout.Axes(tensor=2, data=2)) as grid:
-    ...         return grid.here.tensor, grid.here.data, grid.tensor.size, grid.data.allgather_object(comm.rank)
+    ...         at = grid.coordinates
+    ...         return at.tensor, at.data, grid.tensor.size, grid.data.allgather_object(comm.rank)
     >>> mz.testing.run_in_threads(4, sizes)
     [(0, 0, 2, [0, 1]), (0, 1, 2, [0, 1]), (1, 0, 2, [2, 3]), (1, 1, 2, [2, 3])]
     """
 
     world: Communicator
     axes: Axes
-    here: Coordinates
+    coordinates: Coordinates
     data: Communicator
     batch: Communicator
     pipeline: Communicator
@@ -81,7 +82,7 @@ class ProcessGrid(NodeOrder):
     context: Communicator
     model: Communicator
     node: Communicator
-    peers: Communicator
+    inter_node: Communicator
     nodes: tuple[tuple[int, ...], ...]
     position: tuple[int, ...]
     _ranks_per_node: int | None = field(default=None, repr=False)
@@ -98,10 +99,10 @@ class ProcessGrid(NodeOrder):
     ) -> ProcessGrid:
         """Find the nodes of the job, and make the communicators of all groups.
 
-        Collective over ``world``. With ``share_node_memory=False`` every rank counts as a node of its own, and all
-        ranks of a data group are peers. The same happens when the nodes of a data group have unequal numbers of ranks;
-        rank 0 then prints a notice. ``ranks_per_node=k`` cuts each real node into simulated nodes of ``k`` consecutive
-        ranks. ``axes=None`` means data parallelism over all ranks.
+        Collective over ``world``. With ``share_node_memory=False`` every rank counts as a node of its own, and the
+        inter-node group is the data group. The same happens when the nodes of a data group have unequal numbers of
+        ranks; rank 0 then prints a notice. ``ranks_per_node=k`` cuts each real node into simulated nodes of ``k``
+        consecutive ranks. ``axes=None`` means data parallelism over all ranks.
 
         Raises
         ------
@@ -137,10 +138,10 @@ class ProcessGrid(NodeOrder):
         if host is not None and host is not node:
             host.close()
         position = node_major(nodes)
-        peers = alone if len(nodes) == 1 else data.split(node.rank, key=position[data.rank], name="peers")
-        here = axes.coordinates(world.rank)
+        inter_node = alone if len(nodes) == 1 else data.split(node.rank, key=position[data.rank], name="inter_node")
+        coordinates = axes.coordinates(world.rank)
         return cls(
-            world, axes, here, **groups, node=node, peers=peers, nodes=nodes, position=position,
+            world, axes, coordinates, **groups, node=node, inter_node=inter_node, nodes=nodes, position=position,
             _ranks_per_node=ranks_per_node,
         )  # fmt: skip
 
@@ -175,8 +176,8 @@ class ProcessGrid(NodeOrder):
     @property
     def communicators(self) -> tuple[Communicator, ...]:
         """The communicators that the grid has made (not ``world``), each once, in the same order on every rank."""
-        found = (*(getattr(self, name) for name in GROUPS), self.node, self.peers)
-        return tuple({id(communicator): communicator for communicator in found}.values())
+        communicators = (*(getattr(self, name) for name in GROUPS), self.node, self.inter_node)
+        return tuple({id(communicator): communicator for communicator in communicators}.values())
 
     @property
     def bytes_sent(self) -> int:
@@ -248,7 +249,7 @@ def _split(
             continue
         if members not in made:
             parent = world
-            if host is not None and name in SHARING and inside_nodes(axes, name, hosts):
+            if host is not None and name in WINDOW_GROUPS and inside_nodes(axes, name, hosts):
                 parent = host  # ranks of one node share memory
             made[members] = parent.split(min(members), members.index(world.rank), name=name)
         groups[name] = made[members]

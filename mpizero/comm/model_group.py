@@ -121,8 +121,8 @@ class CommunicatorGroup:
         if self.size == 1:
             return _copy(x)
         with self._timed("all_gather", tag):
-            whole = self._transport.gather(_cube(x, axis), sizes, tag)
-        return whole.reshape(*x.shape[:axis], sum(sizes), *x.shape[axis + 1 :])
+            gathered = self._transport.gather(_cube(x, axis), sizes, tag)
+        return gathered.reshape(*x.shape[:axis], sum(sizes), *x.shape[axis + 1 :])
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
         """Return this rank's block, of length ``sizes[rank]`` along ``axis``, of the sum of the ranks' arrays.
@@ -367,8 +367,8 @@ class MessageGroup:
         send, counts = x.reshape(-1), [outer * n * inner for n in sizes]
         if outer > 1:
             send = self._buffer("packed", x.size, x.dtype)
-            for place, block in self._blocks(send, x, sizes):
-                place[...] = block
+            for target, block in self._blocks(send, x, sizes):
+                target[...] = block
         arrived = self._buffer("arrived", size * result.size, x.dtype)
         self.comm.alltoallv(send, counts, arrived, [result.size] * size, tag)
         fold(np.add, arrived.reshape(size, result.size), result.reshape(-1))
@@ -387,8 +387,8 @@ class MessageGroup:
             return result
         arrived = self._buffer("arrived", result.size, x.dtype)
         self.comm.allgatherv(x, arrived, counts, tag)
-        for block, place in self._blocks(arrived, result, sizes):
-            place[...] = block
+        for block, target in self._blocks(arrived, result, sizes):
+            target[...] = block
         return result
 
     def close(self) -> None:
@@ -396,16 +396,16 @@ class MessageGroup:
         self._buffers.clear()
 
     @staticmethod
-    def _blocks(packed: Array, whole: Array, sizes: Sequence[int]) -> list[tuple[Array, Array]]:
-        """Return for each rank two views: its block in ``packed``, and its block of ``whole`` along axis 1.
+    def _blocks(packed: Array, full: Array, sizes: Sequence[int]) -> list[tuple[Array, Array]]:
+        """Return for each rank two views: its block in ``packed``, and its block of ``full`` along axis 1.
 
         In ``packed`` the blocks of the ranks lie one after another, each C-contiguous.
         """
-        outer, _, inner = whole.shape
+        outer, _, inner = full.shape
         pairs, start = [], 0
         for size in sizes:
-            place = packed[outer * start * inner :][: outer * size * inner].reshape(outer, size, inner)
-            pairs.append((place, whole[:, start : start + size]))
+            block = packed[outer * start * inner :][: outer * size * inner].reshape(outer, size, inner)
+            pairs.append((block, full[:, start : start + size]))
             start += size
         return pairs
 
@@ -474,8 +474,8 @@ class WindowGroup:
         if not shared_sum:
             fold(operation, terms, result)
             return result
-        own = Partition(x.size, self._size).shard(self._rank)
-        fold(operation, [term[own] for term in terms], rows[-1][own])
+        shard = Partition(x.size, self._size).shard(self._rank)
+        fold(operation, [term[shard] for term in terms], rows[-1][shard])
         self._barrier(tag)
         result[...] = rows[-1]
         return result
@@ -491,9 +491,9 @@ class WindowGroup:
             return self._message_group.scatter(x, sizes, tag)
         start = sum(sizes[: self._rank])
         stop = start + sizes[self._rank]
-        mine = rows[self._rank]
-        mine[:, :start] = x[:, :start]
-        mine[:, stop:] = x[:, stop:]
+        local = rows[self._rank]
+        local[:, :start] = x[:, :start]
+        local[:, stop:] = x[:, stop:]
         self._compare(call, tag)
         result = np.empty((x.shape[0], stop - start, x.shape[2]), x.dtype)
         terms = [(x if rank == self._rank else row)[:, start:stop] for rank, row in enumerate(rows)]
@@ -513,10 +513,10 @@ class WindowGroup:
         arrays = self._open(call, [(outer, sum(sizes), inner)], x.dtype, tag)
         if arrays is None:
             return self._message_group.gather(x, sizes, tag)
-        whole, start = arrays[0], sum(sizes[: self._rank])
-        whole[:, start : start + sizes[self._rank]] = x
+        gathered, start = arrays[0], sum(sizes[: self._rank])
+        gathered[:, start : start + sizes[self._rank]] = x
         self._compare(call, tag)
-        return whole.copy()
+        return gathered.copy()
 
     def close(self) -> None:
         """Free the window and the message buffers. Collective over the group."""
@@ -561,8 +561,10 @@ class WindowGroup:
         numbers[self._rank] = number
         self._barrier(tag)
         if numbers.tolist() != [number] * self._size:
-            mine = self._node.trace.records()[-1]._replace(what=describe_call((call[0], tag, *call[1:])), number=number)
-            gathered = dict(self._node.allgather_object((self._rank, mine), "contract"))
+            last_record = self._node.trace.records()[-1]._replace(
+                what=describe_call((call[0], tag, *call[1:])), number=number
+            )
+            gathered = dict(self._node.allgather_object((self._rank, last_record), "contract"))
             raise (
                 mismatch(self._node.name, {rank: [record] for rank, record in gathered.items()})
                 or self._node.mismatch()

@@ -54,7 +54,7 @@ MESSAGE_LIMIT = 1 << 30
 #: The tag of the pieces of long blocks; user tags are below :data:`mpizero.comm.communicator.TAG_LIMIT`.
 _PIECES = TAG_LIMIT + 1
 #: Pickled objects of fewer bytes, header included, are sent in one collective; longer ones take two.
-OBJECT_SLOT = 512
+OBJECT_RECORD = 512
 #: From so many bytes on, Alltoallw replaces Allgatherv. It sends blocks directly; MPICH's Allgatherv passes them from
 #: neighbour to neighbour in pieces of 32 KB: 4 ranks on 2 cores take 4 (two hosts) to 40 times (one host) as long.
 GATHER_DIRECTLY = 1 << 18
@@ -101,27 +101,29 @@ class MpiCommunicator(Communicator):
             # 4.1.4 writes wrong HDF5 data; a split does not. User messages never mix with messages of a split.
             waiting, joining = Waiting(holder.ranks_per_core), range_of()
             waiting.end(comm.Iallreduce(MPI.IN_PLACE, spec(joining), MPI.MIN))  # asleep; ranks that fail take part
-            own = comm.Split(0, comm.Get_rank())
-            own.Set_errhandler(MPI.ERRORS_RETURN)
-            figures = np.array([holder.verifies, holder.ranks_per_core])
-            waiting.end(own.Iallreduce(MPI.IN_PLACE, spec(figures), MPI.MAX))  # what is so on one rank is so on all
-            holder.verifies, waiting = bool(figures[0]), Waiting(float(figures[1]))
-            members = connect(own, waiting.meet)
-        self._adopt(own, limit, waiting, members, guest=guest)
+            private = comm.Split(0, comm.Get_rank())
+            private.Set_errhandler(MPI.ERRORS_RETURN)
+            settings = np.array([holder.verifies, holder.ranks_per_core])
+            waiting.end(
+                private.Iallreduce(MPI.IN_PLACE, spec(settings), MPI.MAX)
+            )  # what is so on one rank is so on all
+            holder.verifies, waiting = bool(settings[0]), Waiting(float(settings[1]))
+            members = connect(private, waiting.barrier)
+        self._adopt(private, limit, waiting, members, guest=guest)
 
-    def _adopt(self, own: MPI.Comm, limit: int, waiting: Waiting, members: tuple[int, ...], *, guest: bool) -> None:
-        self._comm = cast("MPI.Intracomm", own)
+    def _adopt(self, comm: MPI.Comm, limit: int, waiting: Waiting, members: tuple[int, ...], *, guest: bool) -> None:
+        self._comm = cast("MPI.Intracomm", comm)
         self._waiting = waiting
         self._limit, self._guest = limit, guest
         self._verifier: CallVerifier | None = None
         if guard.current().verifies and self.size > 1:
             self._verifier = CallVerifier(self._comm, self.trace, members)
 
-    def _of(self, own: MPI.Comm, name: str, *, shares_memory: bool) -> Self:
+    def _of(self, comm: MPI.Comm, name: str, *, shares_memory: bool) -> Self:
         made = type(self).__new__(type(self))
-        Communicator.__init__(made, own.Get_rank(), own.Get_size(), name, shares_memory)
-        members = guard.current().register_split(made.trace, own, guest=self._guest)
-        made._adopt(own, self._limit, self._waiting, members, guest=self._guest)
+        Communicator.__init__(made, comm.Get_rank(), comm.Get_size(), name, shares_memory)
+        members = guard.current().register_split(made.trace, comm, guest=self._guest)
+        made._adopt(comm, self._limit, self._waiting, members, guest=self._guest)
         return made
 
     @property
@@ -143,8 +145,8 @@ class MpiCommunicator(Communicator):
         holder = guard.current()
         if holder.mismatch_watch is not None:
             holder.mismatch_watch.ignore(self.trace)
-        mine = {e.key: (e.trace.name, e.trace.records()) for e in holder.register.inside(self.trace)}
-        return first_mismatch(self.allgather_object((holder.rank, mine), "contract")) or super().mismatch()
+        records = {e.key: (e.trace.name, e.trace.records()) for e in holder.register.inside(self.trace)}
+        return first_mismatch(self.allgather_object((holder.rank, records), "contract")) or super().mismatch()
 
     def _call(self, call: Signature, primitive: Callable[..., T], *arguments: Any) -> T:
         sequence = self.trace.begin(call)
@@ -170,8 +172,8 @@ class MpiCommunicator(Communicator):
     def _failure(self, operation: str, tag: str, reason: object, array: object = None) -> CollectiveError:
         mismatch_watch = guard.current().mismatch_watch
         point_to_point = operation in ("isend", "irecv")
-        found = None if mismatch_watch is None or point_to_point else mismatch_watch.explain(self.trace)
-        return found or self.error(operation, tag, reason, array)
+        error = None if mismatch_watch is None or point_to_point else mismatch_watch.explain(self.trace)
+        return error or self.error(operation, tag, reason, array)
 
     def _request(self, requests: list[MPI.Request], buffers: object) -> Request:
         return MpiRequest(self, self._waiting, requests, buffers)
@@ -236,14 +238,14 @@ class MpiCommunicator(Communicator):
         return self._start(_in_turn(send, send_counts), _in_turn(recv, recv_counts))
 
     def _reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
-        self._waiting.meet(self._comm)
+        self._waiting.barrier(self._comm)
         if send.nbytes <= self._limit:
             self._comm.Reduce_scatter(spec(send), spec(recv), counts, MPI.SUM)
             return
-        flat, own, start = send.reshape(-1), list(self._pieces(recv)), 0
+        flat, targets, start = send.reshape(-1), list(self._pieces(recv)), 0
         for root, count in enumerate(counts):
             for i, piece in enumerate(self._pieces(flat[start : start + count])):
-                self._comm.Reduce(spec(piece), spec(own[i]) if root == self.rank else None, MPI.SUM, root)
+                self._comm.Reduce(spec(piece), spec(targets[i]) if root == self.rank else None, MPI.SUM, root)
             start += count
 
     def _allreduce(self, buffer: Array, op: str) -> None:
@@ -256,14 +258,14 @@ class MpiCommunicator(Communicator):
         return self._request([self._comm.Iallreduce(MPI.IN_PLACE, spec(p), operation) for p in pieces], buffer)
 
     def _allgather_bytes(self, payload: bytes) -> list[bytes]:
-        room = OBJECT_SLOT - _HEADER
-        slot = (len(payload).to_bytes(_HEADER, "little") + payload[:room]).ljust(OBJECT_SLOT, b"\0")
-        table = bytearray(OBJECT_SLOT * self.size)
-        blocks = [slot, OBJECT_SLOT, MPI.BYTE], [table, OBJECT_SLOT, MPI.BYTE]
+        room = OBJECT_RECORD - _HEADER
+        record = (len(payload).to_bytes(_HEADER, "little") + payload[:room]).ljust(OBJECT_RECORD, b"\0")
+        table = bytearray(OBJECT_RECORD * self.size)
+        blocks = [record, OBJECT_RECORD, MPI.BYTE], [table, OBJECT_RECORD, MPI.BYTE]
         self._waiting.call(self._comm.Allgather, self._comm.Iallgather, *blocks)
-        slots = [bytes(table[i : i + OBJECT_SLOT]) for i in range(0, len(table), OBJECT_SLOT)]
-        lengths = [int.from_bytes(s[:_HEADER], "little") for s in slots]
-        heads = [s[_HEADER : _HEADER + n] for s, n in zip(slots, lengths, strict=True)]
+        records = [bytes(table[i : i + OBJECT_RECORD]) for i in range(0, len(table), OBJECT_RECORD)]
+        lengths = [int.from_bytes(s[:_HEADER], "little") for s in records]
+        heads = [s[_HEADER : _HEADER + n] for s, n in zip(records, lengths, strict=True)]
         counts = [max(0, n - room) for n in lengths]
         if not any(counts):
             return heads
@@ -273,14 +275,14 @@ class MpiCommunicator(Communicator):
         return [h + rest[b - n : b].tobytes() for h, n, b in zip(heads, counts, stops, strict=True)]
 
     def _broadcast_bytes(self, payload: bytes | None, root: int) -> bytes:
-        room = OBJECT_SLOT - _HEADER
-        slot = bytearray(OBJECT_SLOT)
+        room = OBJECT_RECORD - _HEADER
+        record = bytearray(OBJECT_RECORD)
         if payload is not None:
-            slot[:_HEADER] = len(payload).to_bytes(_HEADER, "little")
-            slot[_HEADER : _HEADER + len(payload[:room])] = payload[:room]
-        self._waiting.call(self._comm.Bcast, self._comm.Ibcast, [slot, OBJECT_SLOT, MPI.BYTE], root)
-        length = int.from_bytes(slot[:_HEADER], "little")
-        head = bytes(slot[_HEADER : _HEADER + length])
+            record[:_HEADER] = len(payload).to_bytes(_HEADER, "little")
+            record[_HEADER : _HEADER + len(payload[:room])] = payload[:room]
+        self._waiting.call(self._comm.Bcast, self._comm.Ibcast, [record, OBJECT_RECORD, MPI.BYTE], root)
+        length = int.from_bytes(record[:_HEADER], "little")
+        head = bytes(record[_HEADER : _HEADER + length])
         if length <= room:
             return head
         rest = np.empty(length - room, np.uint8) if payload is None else np.frombuffer(payload[room:], np.uint8)
@@ -299,16 +301,16 @@ class MpiCommunicator(Communicator):
     # ------------------------------------------------------------------ groups
 
     def _split(self, color: int, key: int, name: str) -> Communicator:
-        self._waiting.meet(self._comm)
+        self._waiting.barrier(self._comm)
         return self._of(self._comm.Split(color, key), name, shares_memory=self.shares_memory)
 
     def _split_node(self, ranks_per_node: int | None, name: str) -> Communicator:
-        self._waiting.meet(self._comm)
+        self._waiting.barrier(self._comm)
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         if ranks_per_node is not None:
-            whole, place = node, node.Get_rank()
-            node = whole.Split(place // ranks_per_node, place)
-            whole.Free()
+            host, local_rank = node, node.Get_rank()
+            node = host.Split(local_rank // ranks_per_node, local_rank)
+            host.Free()
         return self._of(node, name, shares_memory=True)
 
     def _allocate_shared(self, nbytes: int) -> SharedMemory:
@@ -492,10 +494,10 @@ class Waiting:
         if self.asleep and buffer.dtype.kind in "biu":  # exact, in whatever order the twin adds
             self.end(comm.Iallreduce(MPI.IN_PLACE, spec(buffer), operation))
         else:
-            self.meet(comm)
+            self.barrier(comm)
             comm.Allreduce(MPI.IN_PLACE, spec(buffer), operation)
 
-    def meet(self, comm: MPI.Intracomm) -> None:
+    def barrier(self, comm: MPI.Intracomm) -> None:
         """If ranks sleep, wait until all ranks of ``comm`` have come here. Collective over ``comm``."""
         if self.asleep:
             self.end(comm.Ibarrier())
@@ -587,8 +589,8 @@ def free_space(folder: str = SHARED_FOLDER) -> int | None:
         status = os.statvfs(folder)
         for file in os.scandir(folder):
             with contextlib.suppress(OSError):  # removed meanwhile
-                found = file.stat(follow_symlinks=False)
-                promised += max(0, found.st_size - 512 * found.st_blocks)
+                entry = file.stat(follow_symlinks=False)
+                promised += max(0, entry.st_size - 512 * entry.st_blocks)
     except OSError:
         return None
     unlimited = status.f_blocks == 0
@@ -700,18 +702,18 @@ class MpiSharedMemory(SharedMemory):
     @staticmethod
     def _allocate(comm: MPI.Intracomm, waiting: Waiting, nbytes: int, name: str) -> tuple[MPI.Win, Array]:
         """Allocate a window on the first rank; return it with the bytes that all ranks use. Collective."""
-        reason, whole, first = "", np.empty(0, np.uint8), comm.Get_rank() == 0
+        reason, window_bytes, first = "", np.empty(0, np.uint8), comm.Get_rank() == 0
         try:
             window = MPI.Win.Allocate_shared(nbytes + ALIGNMENT if first else 0, 1, MPI.INFO_NULL, comm)
             memory, _ = window.Shared_query(0)
-            whole = np.frombuffer(cast("memoryview", memory), np.uint8)
+            window_bytes = np.frombuffer(cast("memoryview", memory), np.uint8)
         except MPI.Exception as error:
             reason, window = str(error), MPI.WIN_NULL
         # Every process maps the window at the same distance from a page, so one offset aligns it for all.
-        failed, offset = _largest(comm, waiting, bool(reason), -whole.ctypes.data % ALIGNMENT if first else 0)
+        failed, offset = _largest(comm, waiting, bool(reason), -window_bytes.ctypes.data % ALIGNMENT if first else 0)
         if failed:
             raise SharedMemoryError(f"a window of {nbytes} bytes for {name!r} failed: {reason or 'on another rank'}")
-        return window, whole[offset : offset + nbytes]
+        return window, window_bytes[offset : offset + nbytes]
 
     def synchronize(self) -> None:
         """Order this rank's loads and stores of the window by ``Win.Sync``. Not collective.
@@ -729,11 +731,11 @@ class MpiSharedMemory(SharedMemory):
         self._window = MPI.WIN_NULL
 
 
-def _largest(comm: MPI.Intracomm, waiting: Waiting, *figures: int) -> list[int]:
+def _largest(comm: MPI.Intracomm, waiting: Waiting, *values: int) -> list[int]:
     """Return the largest value that each of the integers has on any rank. Collective."""
-    largest = np.array(figures, np.int64)
+    largest = np.array(values, np.int64)
     waiting.allreduce(comm, largest, MPI.MAX)
-    return [int(figure) for figure in largest]
+    return [int(value) for value in largest]
 
 
 class CallVerifier:
@@ -755,15 +757,15 @@ class CallVerifier:
 
     def start(self) -> PendingComparison:
         """Start to compare the hashes of all ranks, and return the comparison. Collective over the communicator."""
-        mine, everyone = np.array([self._trace.number]), np.empty(self._comm.Get_size(), np.int64)
-        request = self._comm.Iallgather([mine, MPI.INT64_T], [everyone, 1, MPI.INT64_T])
-        return PendingComparison(self, request, mine, everyone)
+        number, numbers = np.array([self._trace.number]), np.empty(self._comm.Get_size(), np.int64)
+        request = self._comm.Iallgather([number, MPI.INT64_T], [numbers, 1, MPI.INT64_T])
+        return PendingComparison(self, request, number, numbers)
 
     def error(self) -> CollectiveError:
         """Return the error that says which different calls the ranks have made. Collective over the communicator."""
         records = dict(self._comm.allgather((self._members[self._comm.Get_rank()], self._trace.records())))
-        found = mismatch(self._trace.name, records)
-        return found or CollectiveError(f"the ranks of {self._trace.name!r} have called different collectives")
+        error = mismatch(self._trace.name, records)
+        return error or CollectiveError(f"the ranks of {self._trace.name!r} have called different collectives")
 
     def blocks(self, send_counts: Sequence[int], recv_counts: Sequence[int]) -> str:
         """Return a text about a block of an alltoallv whose sender and receiver pass different lengths; "" if none.
@@ -771,9 +773,9 @@ class CallVerifier:
         Collective over the communicator. The counts are the lengths of the blocks in elements.
         """
         size = self._comm.Get_size()
-        mine = np.array([*send_counts, *recv_counts], np.int64)
+        counts = np.array([*send_counts, *recv_counts], np.int64)
         every = np.empty((size, 2, size), np.int64)
-        self._comm.Allgather([mine, MPI.INT64_T], [every, 2 * size, MPI.INT64_T])
+        self._comm.Allgather([counts, MPI.INT64_T], [every, 2 * size, MPI.INT64_T])
         wrong = np.argwhere(every[:, 0] != every[:, 1].T)
         if not wrong.size:
             return ""
@@ -791,9 +793,9 @@ class CallVerifier:
 class PendingComparison:
     """Represent a comparison of hashes that :meth:`CallVerifier.start` has started."""
 
-    def __init__(self, verifier: CallVerifier, request: MPI.Request, mine: Array, everyone: Array) -> None:
+    def __init__(self, verifier: CallVerifier, request: MPI.Request, number: Array, numbers: Array) -> None:
         self._verifier, self._request = verifier, request
-        self._mine, self._everyone = mine, everyone
+        self._number, self._numbers = number, numbers
 
     def wait(self) -> None:
         """Wait for the hashes of all ranks; if they differ, raise CollectiveMismatch on every rank.
@@ -811,7 +813,7 @@ class PendingComparison:
         return arrived
 
     def _compare(self) -> None:
-        if (self._everyone != self._mine).any():
+        if (self._numbers != self._number).any():
             raise self._verifier.error()
 
 

@@ -95,9 +95,9 @@ class TreeForm:
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             return cls((ArrayShape(tuple(value.shape), value.dtype.name),), "*", 0)
         leaves = leaves_of(value)
-        for place, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-                path, _ = list(paths_of(**{what: value}))[place]
+                path, _ = list(paths_of(**{what: value}))[index]
                 raise LayoutError(f"{path} is of type {type(leaf).__name__}; expected an array, or None")
         shapes = tuple(ArrayShape(tuple(leaf.shape), leaf.dtype.name) for leaf in leaves)
         numbers = count()
@@ -157,14 +157,16 @@ def broadcast_tree(comm: Communicator, form: TreeForm | None, value: Any, root: 
 
     The arguments ``form`` and ``value`` of the other ranks are not used.
     """
-    told: TreeForm = comm.broadcast_object(form, root, tag)
-    mine = comm.rank == root
+    agreed: TreeForm = comm.broadcast_object(form, root, tag)
+    is_root = comm.rank == root
     arrays = (
-        [np.ascontiguousarray(native(a)) for a in leaves_of(value)] if mine else [np.empty(*s) for s in told.shapes]
+        [np.ascontiguousarray(native(a)) for a in leaves_of(value)]
+        if is_root
+        else [np.empty(*s) for s in agreed.shapes]
     )
     for array in arrays:
         comm.broadcast(array, root, tag)
-    return told.build(arrays)
+    return agreed.build(arrays)
 
 
 #: Most axes of an array that is sent.
@@ -231,7 +233,7 @@ class PipelineP2P:
         self._known: dict[tuple[Route, Any], TreeForm] = {}
         self._sending: deque[tuple[Request, Array]] = deque()
         self._posted: dict[tuple[Route, int], tuple[TreeForm, list[tuple[Request, Array]]]] = {}
-        self._kept: dict[tuple[Route, int], Any] = {}
+        self._local_outputs: dict[tuple[Route, int], Any] = {}
 
     def send(self, route: Route, micro: int, key: Any, peer: int, value: Any) -> None:
         """Start to send a chunk's output for micro-batch ``micro`` to stage ``peer``.
@@ -240,7 +242,7 @@ class PipelineP2P:
         the micro-batch, the same on both stages. If ``peer`` is this stage, the output is kept for :meth:`receive`.
         """
         if peer == self.comm.rank:
-            self._kept[route, micro] = value
+            self._local_outputs[route, micro] = value
             return
         form = self._known.get((route, key))
         if form is None:
@@ -283,15 +285,15 @@ class PipelineP2P:
             If a dictionary has a key that is neither a string nor an integer.
         """
         known = self._known.get((route, key))
-        given = packable(value, what) if known is None else TreeForm.of(value, what)
-        if known is not None and given != known:
+        form = packable(value, what) if known is None else TreeForm.of(value, what)
+        if known is not None and form != known:
             raise LayoutError(
-                f"{what} is {given} for a micro-batch that is like an earlier one (shape and dtype {key}), "
+                f"{what} is {form} for a micro-batch that is like an earlier one (shape and dtype {key}), "
                 f"for which it was {known}: between pipeline stages, shapes must follow from the shape of the input"
             )
-        if any(shape.dtype not in _DTYPES or len(shape.dims) > _AXES for shape in given.shapes):
+        if any(shape.dtype not in _DTYPES or len(shape.dims) > _AXES for shape in form.shapes):
             raise LayoutError(
-                f"{what} is {given}: between pipeline stages go {', '.join(_DTYPES)} of at most {_AXES} axes"
+                f"{what} is {form}: between pipeline stages go {', '.join(_DTYPES)} of at most {_AXES} axes"
             )
 
     def post(self, route: Route, micro: int, key: Any, peer: int) -> None:
@@ -309,7 +311,7 @@ class PipelineP2P:
         Returns None if the chunk that computes it failed before its form was known to both stages.
         """
         if peer == self.comm.rank:
-            return self._kept.pop((route, micro))
+            return self._local_outputs.pop((route, micro))
         started = time.perf_counter()
         value = self._take(route, micro, key, peer)
         self.waited += time.perf_counter() - started
@@ -539,10 +541,10 @@ def unclaimed(comm: Communicator) -> str:
         return "there is one rank"
     if gpus().in_host_memory:
         return ""
-    return "" if _claims() else "this MPI does not say that it takes memory of CUDA devices"
+    return "" if _is_cuda_aware() else "this MPI does not say that it takes memory of CUDA devices"
 
 
-def _claims() -> bool:
+def _is_cuda_aware() -> bool:
     """Tell whether the loaded MPI library claims to support CUDA memory, by its ``MPIX_Query_cuda_support``.
 
     MPICH, Open MPI and MPI libraries derived from them have this function. False if the library does not have it.
@@ -564,7 +566,7 @@ def _claims() -> bool:
 
 def _agreed(comm: Communicator, reason: str) -> str:
     """Return the reason of the lowest rank that has one, or "", on all ranks. Collective."""
-    return next((given for given in comm.allgather_object(reason, "direct messages") if given), "")
+    return next((text for text in comm.allgather_object(reason, "direct messages") if text), "")
 
 
 def _tried(comm: Communicator, device: Device, send: Send) -> str:
@@ -589,9 +591,9 @@ def _among_all(comm: Communicator, device: Device, size: int) -> str:
     """Send patterns of ``size`` bytes in all by an all-to-all and an all-gather; return what arrived wrong, or ""."""
     ranks, part = comm.size, max(1, size // comm.size)
     blocks, gathered = (device.put(np.zeros(ranks * part, np.uint8)) for _ in range(2))
-    own = _pattern(comm.rank, part)
-    comm.alltoallv(device.put(np.tile(own, ranks)), [part] * ranks, blocks, [part] * ranks, "direct messages")
-    comm.allgatherv(device.put(own), gathered, [part] * ranks, "direct messages")
+    pattern = _pattern(comm.rank, part)
+    comm.alltoallv(device.put(np.tile(pattern, ranks)), [part] * ranks, blocks, [part] * ranks, "direct messages")
+    comm.allgatherv(device.put(pattern), gathered, [part] * ranks, "direct messages")
     wrong = (_compared(arrived, range(ranks), part, comm.rank) for arrived in (blocks, gathered))
     return next(filter(None, wrong), "")
 

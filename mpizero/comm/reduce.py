@@ -2,15 +2,15 @@
 
 A *row* is memory for one copy of the whole gradient vector: the gradient of one or several grains. A *group* is either
 the ranks of one node, which share a window with the rows of all these ranks, or a single rank with private memory.
-*Peers* are the ranks with the same number in their groups. Each element of the sum has one *owner*, the rank that needs
-it.
+The *inter-node group* is the ranks with the same number in their groups; they are each other's peers. Each element of
+the sum has one *owner*, the rank that needs it.
 
 With one group nothing is sent: each owner reads the rows of all ranks in the window. With several groups, each rank
-first adds rows of its own group, over the ranges of elements that its peers own. The peers then exchange these partial
-sums (:class:`ExactExchange`), which takes the bytes of a reduce-scatter; buffers stay small, because an exchange is cut
-into :class:`Segment` objects. Finally each owner adds the partial sums that it has received. The gathers are for
-parameters: each owner sends its elements to all. A :class:`Codec` compresses float32 values: to 16 bits, to 8 bits with
-one scale for each block, or by top-k.
+first adds rows of its own group, over the ranges of elements that its peers own. The inter-node group then exchanges
+these partial sums (:class:`ExactExchange`), which takes the bytes of a reduce-scatter; buffers stay small, because an
+exchange is cut into :class:`Segment` objects. Finally each owner adds the partial sums that it has received. The
+gathers are for parameters: each owner sends its elements to all. A :class:`Codec` compresses float32 values: to 16
+bits, to 8 bits with one scale for each block, or by top-k.
 
 [Note: error feedback] With eight bits or top-k a message leaves out much of a gradient. The sender keeps the difference
 (the residual) and adds it to its next message, so that every part is sent in the end (Seide et al. 2014, *1-bit
@@ -66,9 +66,9 @@ def exchange_step(counts: Sequence[int], elements: int | None = None) -> int:
     return max(1, in_flight(elements) // max(1, sum(counts), max(counts) * len(counts)))
 
 
-def gather_step(peers: int, elements: int | None = None) -> int:
-    """Return how many elements each of ``peers`` ranks sends in one segment of a gather. Not collective."""
-    return max(1, in_flight(elements) // peers)
+def gather_step(ranks: int, elements: int | None = None) -> int:
+    """Return how many elements each of ``ranks`` ranks sends in one segment of a gather. Not collective."""
+    return max(1, in_flight(elements) // ranks)
 
 
 class RowsToSum(NamedTuple):
@@ -78,14 +78,14 @@ class RowsToSum(NamedTuple):
     ----------
     values : array, shape (rows of the group, stride)
         The rows of this rank's group (of its node, or its own); each is one copy of the whole gradient vector.
-    ranges : sequence over peers of sequences of Span
+    ranges : sequence over ranks of sequences of Span
         The ranges of elements that each peer owns.
     programs : sequence over groups of sequences of program
         For each group, the tree programs of the partial sums that it sends, one program for each; a program names the
         rows of its own group by their indices.
     tag : str
         Name of the messages in counters and reports.
-    residuals : sequence over peers of 1-D float32 arrays
+    residuals : sequence over ranks of 1-D float32 arrays
         For a codec with feedback: for each peer, the part that earlier messages to this peer have left out, one value
         for each element that the peer owns and that is compressed.
     exact : sequence of Span
@@ -120,13 +120,13 @@ def fresh(name: str, size: int, dtype: Any) -> Array:
 
 
 class ExactExchange:
-    """Exchange partial sums between peers, so that every rank can sum the elements that it owns.
+    """Exchange partial sums between ranks, so that every rank can sum the elements that it owns.
 
     A group is the ranks of one node that share memory, or a single rank.
 
     Parameters
     ----------
-    peers : Communicator
+    comm : Communicator
         The ranks with this rank's number in their groups, in the order of their groups.
     codec : Codec or None
         Compresses float32 partial sums for other ranks, but for those of :attr:`RowsToSum.exact`. The receiver
@@ -139,17 +139,17 @@ class ExactExchange:
     """
 
     def __init__(
-        self, peers: Communicator, codec: Codec | None = None, scratch: Scratch = fresh, elements: int | None = None
+        self, comm: Communicator, codec: Codec | None = None, scratch: Scratch = fresh, elements: int | None = None
     ) -> None:
-        self.peers, self.codec, self.scratch, self.elements = peers, codec, scratch, elements
+        self.comm, self.codec, self.scratch, self.elements = comm, codec, scratch, elements
 
     def pieces(self, rows: RowsToSum) -> Iterator[RowRange]:
         """Exchange partial sums, and yield a RowRange for each part of the elements that this rank owns.
 
-        The caller adds the rows of each RowRange; they are valid until the next one is yielded. Collective over the
-        peers: every rank must consume the whole iterator.
+        The caller adds the rows of each RowRange; they are valid until the next one is yielded. Collective over
+        ``comm``: every rank must consume the whole iterator.
         """
-        if self.peers.size == 1:
+        if self.comm.size == 1:
             yield from _in_place(rows.values, rows.ranges[0])
             return
         for segment in self.segments(rows):
@@ -159,20 +159,20 @@ class ExactExchange:
         """Yield the segments of the exchange of ``rows``, each small enough for the buffers. Not collective."""
         counts = [len(programs) for programs in rows.programs]
         step = exchange_step(counts, self.elements)
-        sums = [program_array(program) for program in rows.programs[self.peers.rank]]
+        sums = [program_array(program) for program in rows.programs[self.comm.rank]]
         codec = self.codec if rows.values.dtype == np.float32 else None
-        places = [places_of(spans) for spans in rows.ranges]
-        forms = [(None, places)] if codec is None else in_forms(codec, places, rows.exact)
+        positions = [span_positions(spans) for spans in rows.ranges]
+        forms = [(None, positions)] if codec is None else in_forms(codec, positions, rows.exact)
         for form, chosen in forms:
             for low in range(0, max(map(elements_in, chosen)), step):
-                windows = [cut_places(part, low, low + step) for part in chosen]
+                windows = [cut_positions(part, low, low + step) for part in chosen]
                 left = [residual[low : low + step] for residual in rows.residuals] if form else []
                 yield Segment(rows.values, windows, counts, sums, rows.tag, residuals=left, codec=form)
 
     def begin_segment(self, segment: Segment, *, wait: bool = False) -> Arriving:
         """Compute this rank's partial sums of a segment and start to exchange them.
 
-        Collective over the peers. When this returns, the segment's rows have been read and may be overwritten. There
+        Collective over ``comm``. When this returns, the segment's rows have been read and may be overwritten. There
         are buffers for one segment only, so the received partial sums must be added before the next segment begins.
 
         Parameters
@@ -185,8 +185,8 @@ class ExactExchange:
         return self._plain(segment, wait) if segment.codec is None else self._packed(segment, segment.codec, wait)
 
     def _plain(self, segment: Segment, wait: bool) -> Arriving:
-        """Start to exchange a segment's partial sums without compression. Collective over the peers."""
-        widths, counts, me = segment.widths, segment.counts, self.peers.rank
+        """Start to exchange a segment's partial sums without compression. Collective over ``comm``."""
+        widths, counts, me = segment.widths, segment.counts, self.comm.rank
         send = self.scratch("send", counts[me] * sum(widths), segment.rows.dtype)
         position = 0
         for peer, width in enumerate(widths):
@@ -201,9 +201,9 @@ class ExactExchange:
     def _packed(self, segment: Segment, codec: Codec, wait: bool) -> Arriving:
         """Start to exchange a segment's partial sums, compressed by ``codec`` except those that stay on this rank.
 
-        Collective over the peers.
+        Collective over ``comm``.
         """
-        widths, counts, me = segment.widths, segment.counts, self.peers.rank
+        widths, counts, me = segment.widths, segment.counts, self.comm.rank
         sizes = [0 if peer == me else codec.packed(width) for peer, width in enumerate(widths)]
         send = self.scratch("packed send", counts[me] * sum(sizes), np.uint8)
         others = max(width for peer, width in enumerate(widths) if peer != me)
@@ -218,18 +218,18 @@ class ExactExchange:
         recv_counts = [0 if peer == me else count * arriving for peer, count in enumerate(counts)]
         recv = self.scratch("packed receive", sum(recv_counts), np.uint8)
         matrix = self.scratch("receive", sum(counts) * widths[me], segment.rows.dtype).reshape(sum(counts), widths[me])
-        own = range(sum(counts[:me]), sum(counts[: me + 1]))
-        for number, row in enumerate(own):
+        local_rows = range(sum(counts[:me]), sum(counts[: me + 1]))
+        for number, row in enumerate(local_rows):
             segment.add(me, number, matrix[row])
         send_counts = [counts[me] * size for size in sizes]
         request = self._exchange(send, send_counts, recv, recv_counts, segment.tag, wait)
 
         def unpack() -> Array:
-            place = 0
+            offset = 0
             for row in range(sum(counts)):
-                if row not in own:
-                    codec.decode(recv[place : place + arriving], matrix[row])
-                    place += arriving
+                if row not in local_rows:
+                    codec.decode(recv[offset : offset + arriving], matrix[row])
+                    offset += arriving
             return matrix
 
         return Arriving(request, unpack, segment.windows[me])
@@ -237,14 +237,14 @@ class ExactExchange:
     def _exchange(
         self, send: Array, send_counts: list[int], recv: Array, recv_counts: list[int], tag: str, wait: bool
     ) -> Request | None:
-        """Start an all-to-all and return its request. Collective over the peers.
+        """Start an all-to-all and return its request. Collective over ``comm``.
 
         With ``wait`` do it by the blocking call, which is faster, and return None. Counts are in elements.
         """
         if wait:
-            self.peers.alltoallv(send, send_counts, recv, recv_counts, tag)
+            self.comm.alltoallv(send, send_counts, recv, recv_counts, tag)
             return None
-        return self.peers.ialltoallv(send, send_counts, recv, recv_counts, tag)
+        return self.comm.ialltoallv(send, send_counts, recv, recv_counts, tag)
 
 
 def _in_place(rows: Array, spans: Sequence[Span]) -> Iterator[RowRange]:
@@ -287,10 +287,10 @@ class Segment:
 
     def add(self, peer: int, number: int, out: Array) -> None:
         """Compute the sum ``sums[number]`` over the segment's elements that ``peer`` owns, and write it to ``out``."""
-        place = 0
+        position = 0
         for _, span in self.windows[peer]:
-            tree_sum(self.rows, span.start, self.sums[number], self.one, out[place : place + span.size])
-            place += span.size
+            tree_sum(self.rows, span.start, self.sums[number], self.one, out[position : position + span.size])
+            position += span.size
 
 
 class Arriving:
@@ -316,10 +316,10 @@ class Arriving:
 
 
 #: Some elements that a rank owns: their position in the concatenation of all that it owns, and their range.
-Place = tuple[int, Span]
+SpanPosition = tuple[int, Span]
 
 
-def places_of(spans: Sequence[Span]) -> list[Place]:
+def span_positions(spans: Sequence[Span]) -> list[SpanPosition]:
     """Return, for each of ``spans``, its position in the concatenation of all of them, and the span itself.
 
     Empty spans are left out. Not collective.
@@ -328,31 +328,31 @@ def places_of(spans: Sequence[Span]) -> list[Place]:
     return [(position, span) for position, span in zip(positions, spans, strict=False) if span.size]
 
 
-def elements_in(places: Sequence[Place]) -> int:
-    """Return the number of elements of ``places``. Not collective."""
-    return sum(span.size for _, span in places)
+def elements_in(positions: Sequence[SpanPosition]) -> int:
+    """Return the number of elements of ``positions``. Not collective."""
+    return sum(span.size for _, span in positions)
 
 
 def in_forms(
-    codec: Codec, owned: Sequence[Sequence[Place]], exact: Sequence[Span]
-) -> list[tuple[Codec | None, list[list[Place]]]]:
-    """Divide what each peer owns: return the places that are sent as they are, and those that ``codec`` compresses.
+    codec: Codec, owned: Sequence[Sequence[SpanPosition]], exact: Sequence[Span]
+) -> list[tuple[Codec | None, list[list[SpanPosition]]]]:
+    """Divide what each rank owns: return the positions that are sent as they are, and those that ``codec`` compresses.
 
     ``exact`` are the ranges, ascending, that are not compressed. Not collective.
     """
-    plain: list[list[Place]] = [[] for _ in owned]
-    packed: list[list[Place]] = [[] for _ in owned]
-    for peer, places in enumerate(owned):
-        for position, span in places:
+    plain: list[list[SpanPosition]] = [[] for _ in owned]
+    packed: list[list[SpanPosition]] = [[] for _ in owned]
+    for peer, positions in enumerate(owned):
+        for position, span in positions:
             for part, inside in span.split(exact):
                 (plain if inside else packed)[peer].append((position + part.start - span.start, part))
     return [(None, plain), (codec, packed)]
 
 
-def cut_places(places: Sequence[Place], low: int, high: int) -> list[Place]:
-    """Return the parts of ``places`` that lie in ``low:high`` when they are put one after the other. Not collective."""
+def cut_positions(positions: Sequence[SpanPosition], low: int, high: int) -> list[SpanPosition]:
+    """Return the parts of ``positions`` in ``low:high`` when they are put one after the other. Not collective."""
     parts, passed = [], 0
-    for position, span in places:
+    for position, span in positions:
         start, stop = max(low, passed), min(high, passed + span.size)
         if start < stop:
             inside = Span(start, stop).shift(span.start - passed)
@@ -418,76 +418,76 @@ class Gathering:
 
 
 def begin_gather(
-    peers: Communicator, send: Sequence[Array], target: Array, spans: Sequence[Sequence[Span]]
+    comm: Communicator, send: Sequence[Array], target: Array, spans: Sequence[Sequence[Span]]
 ) -> Gathering:
-    """Start an all-gather: each peer sends the values of its spans, and every peer receives them in ``target``.
+    """Start an all-gather: each rank sends the values of its spans, and every rank receives them in ``target``.
 
-    Collective over ``peers``. It needs no buffers. Until ``wait()`` of the result has returned, the arrays in ``send``
+    Collective over ``comm``. It needs no buffers. Until ``wait()`` of the result has returned, the arrays in ``send``
     must not be written, and the spans of other ranks in ``target`` must not be used.
 
     Parameters
     ----------
-    peers, send, target, spans
-        As for :func:`gather_spans`. Every peer has the same number of spans; some may be empty.
+    comm, send, target, spans
+        As for :func:`gather_spans`. Every rank has the same number of spans; some may be empty.
     """
-    columns = [(values, [group[place] for group in spans]) for place, values in enumerate(send)]
+    columns = [(values, [group[index] for group in spans]) for index, values in enumerate(send)]
     filled = [(values, column) for values, column in columns if any(span.size for span in column)]
-    return Gathering([peers.igather_spans(values, target, column, "gather") for values, column in filled])
+    return Gathering([comm.igather_spans(values, target, column, "gather") for values, column in filled])
 
 
 def gather_spans(
-    peers: Communicator,
+    comm: Communicator,
     send: Sequence[Array],
     target: Array,
     spans: Sequence[Sequence[Span]],
     scratch: Scratch = fresh,
     elements: int | None = None,
 ) -> None:
-    """Do an all-gather: each peer sends the values of its spans, and every peer receives them in ``target``.
+    """Do an all-gather: each rank sends the values of its spans, and every rank receives them in ``target``.
 
-    Collective over ``peers``. The values are sent in segments of bounded size, so the buffers are small.
+    Collective over ``comm``. The values are sent in segments of bounded size, so the buffers are small.
 
     Parameters
     ----------
-    peers : Communicator
+    comm : Communicator
         The ranks that exchange.
     send : sequence of 1-D arrays
         This rank's values, one array for each of its spans; they may be views of ``target``.
     target : 1-D array
-        Receives the values of every peer.
-    spans : sequence over peers of sequences of Span
-        The ranges of ``target`` that each peer's values fill; the same on every rank.
+        Receives the values of every rank.
+    spans : sequence over ranks of sequences of Span
+        The ranges of ``target`` that each rank's values fill; the same on every rank.
     scratch : Scratch
         Provides the buffers: at most ``2 * elements`` elements.
     elements : int or None
         Number of elements in flight at once, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
     """
-    own = spans[peers.rank]
-    for span, values in zip(own, send, strict=True):
-        place = target[span.start : span.stop]
-        if span.size and not np.shares_memory(place[:1], values[:1]):
-            place[:] = values
-    if peers.size == 1:
+    local_spans = spans[comm.rank]
+    for span, values in zip(local_spans, send, strict=True):
+        local_target = target[span.start : span.stop]
+        if span.size and not np.shares_memory(local_target[:1], values[:1]):
+            local_target[:] = values
+    if comm.size == 1:
         return
-    step, places = gather_step(peers.size, elements), [places_of(group) for group in spans]
-    longest = max(map(elements_in, places))
+    step, positions = gather_step(comm.size, elements), [span_positions(group) for group in spans]
+    longest = max(map(elements_in, positions))
     for low in range(0, longest, step):
-        windows = [cut_places(group, low, low + step) for group in places]
+        windows = [cut_positions(group, low, low + step) for group in positions]
         counts = [sum(span.size for _, span in window) for window in windows]
-        packed = scratch("send", counts[peers.rank], target.dtype)
-        np.concatenate([target[:0], *(target[s.start : s.stop] for _, s in windows[peers.rank])], out=packed)
+        packed = scratch("send", counts[comm.rank], target.dtype)
+        np.concatenate([target[:0], *(target[s.start : s.stop] for _, s in windows[comm.rank])], out=packed)
         recv = scratch("receive", sum(counts), target.dtype)
-        peers.allgatherv(packed, recv, counts, "gather")
+        comm.allgatherv(packed, recv, counts, "gather")
         position = 0
         for peer, window in enumerate(windows):
             for _, span in window:
-                if peer != peers.rank:
+                if peer != comm.rank:
                     target[span.start : span.stop] = recv[position : position + span.size]
                 position += span.size
 
 
 def gather_packed(
-    peers: Communicator,
+    comm: Communicator,
     codec: Codec,
     target: Array,
     spans: Sequence[Sequence[Span]],
@@ -496,43 +496,43 @@ def gather_packed(
 ) -> None:
     """Do an all-gather like :func:`gather_spans`, with compressed messages, of values that are in ``target``.
 
-    Collective over ``peers``. A rank also replaces its own values by what the others decompress, so that all ranks end
+    Collective over ``comm``. A rank also replaces its own values by what the others decompress, so that all ranks end
     with the same bits.
 
     Parameters
     ----------
-    peers : Communicator
+    comm : Communicator
         The ranks that exchange.
     codec : Codec
         Compresses the values.
     target : 1-D float32 array
-        Holds this rank's values in its own spans; receives the values of all peers.
-    spans : sequence over peers of sequences of Span
-        The ranges of ``target`` that each peer's values fill; the same on every rank.
+        Holds this rank's values in its own spans; receives the values of all ranks.
+    spans : sequence over ranks of sequences of Span
+        The ranges of ``target`` that each rank's values fill; the same on every rank.
     residual : 1-D float32 array
         The part of this rank's values that earlier messages have left out, updated; empty without feedback.
     scratch : Scratch
         Provides the buffers.
     """
-    step, places = gather_step(peers.size), [places_of(group) for group in spans]
-    longest = max(map(elements_in, places))
+    step, positions = gather_step(comm.size), [span_positions(group) for group in spans]
+    longest = max(map(elements_in, positions))
     for low in range(0, longest, step):
-        windows = [cut_places(group, low, low + step) for group in places]
+        windows = [cut_positions(group, low, low + step) for group in positions]
         widths = [sum(span.size for _, span in window) for window in windows]
         sizes = [codec.packed(width) for width in widths]
-        values = scratch("send", widths[peers.rank], np.float32)
-        np.concatenate([target[:0], *(target[s.start : s.stop] for _, s in windows[peers.rank])], out=values)
-        send = scratch("packed send", sizes[peers.rank], np.uint8)
+        values = scratch("send", widths[comm.rank], np.float32)
+        np.concatenate([target[:0], *(target[s.start : s.stop] for _, s in windows[comm.rank])], out=values)
+        send = scratch("packed send", sizes[comm.rank], np.uint8)
         codec.encode(values, residual[low : low + step], send)
         recv = scratch("packed receive", sum(sizes), np.uint8)
-        peers.allgatherv(send, recv, sizes, "gather")
+        comm.allgatherv(send, recv, sizes, "gather")
         position = 0
         for window, width, size in zip(windows, widths, sizes, strict=True):
-            values, place = scratch("receive", width, np.float32), 0
+            values, offset = scratch("receive", width, np.float32), 0
             codec.decode(recv[position : position + size], values)
             for _, span in window:
-                target[span.start : span.stop] = values[place : place + span.size]
-                place += span.size
+                target[span.start : span.stop] = values[offset : offset + span.size]
+                offset += span.size
             position += size
 
 
@@ -551,8 +551,8 @@ def mean_over_ranks(comm: Communicator, values: Array) -> Array:
     for piece in ExactExchange(comm).pieces(rows):
         out = mean[piece.target : piece.target + piece.size]
         tree_sum(piece.rows, piece.first, program, divisor, out)
-    own = spans[comm.rank]
-    gather_spans(comm, [mean[own.start : own.stop]], mean, [[span] for span in spans])
+    shard = spans[comm.rank]
+    gather_spans(comm, [mean[shard.start : shard.stop]], mean, [[span] for span in spans])
     return mean
 
 
@@ -666,28 +666,28 @@ class TopK(Codec):
 
     Attributes
     ----------
-    share : float
-        The share of the values that is sent, rounded up to a whole number of values. It must be less than 1/2: with a
-        larger share, the values and their indices take more bytes than all values without indices.
+    fraction : float
+        The fraction of the values that is sent, rounded up to a whole number of values. It must be less than 1/2: with
+        a larger one, the values and their indices take more bytes than all values without indices.
     """
 
-    share: float
+    fraction: float
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if ``share`` is not above 0 and below 1/2."""
-        if not 0 < self.share < _MOST:
+        """Raise ConfigError if ``fraction`` is not above 0 and below 1/2."""
+        if not 0 < self.fraction < _MOST:
             raise ConfigError(
-                f"gradient_compression='topk:{self.share:g}': expected a share above 0 and below {_MOST:g} of "
+                f"gradient_compression='topk:{self.fraction:g}': expected a share above 0 and below {_MOST:g} of "
                 "the values; from there on a value with its index takes more bytes than all values do"
             )
 
-    def kept(self, count: int) -> int:
+    def count_sent(self, count: int) -> int:
         """Return how many of ``count`` values are sent."""
-        return math.ceil(count * self.share)
+        return math.ceil(count * self.fraction)
 
     def packed(self, count: int) -> int:
         """Return the number of bytes of a message of ``count`` values: eight for each value that is sent."""
-        return _PICKED * self.kept(count)
+        return _PICKED * self.count_sent(count)
 
     def encode(self, values: Array, residual: Array, message: Array) -> None:
         """Write the values of largest magnitude of ``values + residual`` to ``message``, the others to ``residual``."""
@@ -719,8 +719,8 @@ def codec_of(name: str | None) -> Codec | None:
     text = name if isinstance(name, str) else ""
     if text in known:
         return known[text]
-    kind, _, share = text.partition(":")
-    if kind == "topk" and (number := _number(share)) is not None:
+    kind, _, fraction = text.partition(":")
+    if kind == "topk" and (number := _number(fraction)) is not None:
         return TopK(number)
     raise ConfigError(
         f"gradient_compression={name!r}: expected None, 'bf16', 'fp16', 'int8', or 'topk:SHARE' with the share of the "

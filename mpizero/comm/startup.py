@@ -118,13 +118,13 @@ def default_world() -> Any:
     """
     launch = Launch.of(os.environ)
     loaded: Any = sys.modules.get("mpi4py.MPI")
-    way_out = 'comm="self" is this process alone'
-    if _works_alone(launch, way_out):
+    hint = 'comm="self" is this process alone'
+    if _works_alone(launch, hint):
         return None
     unused = loaded is None or not loaded.Is_initialized()
     if not is_several(os.environ) and (unused or loaded.COMM_WORLD.Get_size() == 1):
         if text := launched_without_mpi(os.environ):
-            raise ConfigError(f"{text}; {way_out}")
+            raise ConfigError(f"{text}; {hint}")
         if unused:
             return None
     guard.current().before_mpi_starts()
@@ -132,40 +132,40 @@ def default_world() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"comm=None is the world of {launch.name or 'the launcher'}, but MPI cannot be loaded: {error}; {way_out}"
+            f"comm=None is the world of {launch.name or 'the launcher'}, but MPI cannot be loaded: {error}; {hint}"
         ) from None
     if MPI.Is_finalized():
-        raise ConfigError(f"comm=None is the launcher's world, but MPI has been finalized; {way_out}")
-    _check_size(MPI, launch, f"; {way_out}")
+        raise ConfigError(f"comm=None is the launcher's world, but MPI has been finalized; {hint}")
+    _check_size(MPI, launch, f"; {hint}")
     return MPI.COMM_WORLD if MPI.COMM_WORLD.Get_size() > 1 else None
 
 
-def _works_alone(launch: Launch, way_out: str) -> bool:
+def _works_alone(launch: Launch, hint: str) -> bool:
     """Tell whether this process is a program that a rank has started, see [Note: programs of a rank]; warn if so.
 
-    Raises ConfigError with ``way_out`` if it may be a rank that a wrapper has cut off from the launcher: all ranks
+    Raises ConfigError with ``hint`` if it may be a rank that a wrapper has cut off from the launcher: all ranks
     would work alone, each as if it were the whole job.
     """
     if text := unclear(os.environ):
-        raise ConfigError(f"{text}; {way_out}")
-    found = standing(os.environ)
-    if found.program and launch.size != 1:
-        text = f"this program works alone, as one process: {found.text}, {place_of(launch)} of {launch.name}"
-        warnings.warn(f"{text} (without this warning: {way_out})", RuntimeWarning, stacklevel=stacklevel())
-    return not found.rank
+        raise ConfigError(f"{text}; {hint}")
+    role = standing(os.environ)
+    if role.program and launch.size != 1:
+        text = f"this program works alone, as one process: {role.text}, {place_of(launch)} of {launch.name}"
+        warnings.warn(f"{text} (without this warning: {hint})", RuntimeWarning, stacklevel=stacklevel())
+    return not role.rank
 
 
-def _check_size(mpi: Any, launch: Launch, way_out: str = "") -> None:
+def _check_size(mpi: Any, launch: Launch, hint: str = "") -> None:
     """Raise ConfigError if MPI sees another number of processes than the launcher has started.
 
-    ``way_out`` is added to the end of the message.
+    ``hint`` is added to the end of the message.
     """
     size = mpi.COMM_WORLD.Get_size()
     if launch.size not in (None, size):
         raise ConfigError(
             f"{launch.name} has started {launch.size} processes, but each sees {size}: it belongs to another MPI than "
             f"the one that mpi4py has loaded, which is {' '.join(map(str, mpi.get_vendor()[:1]))}, or starts none; "
-            f"{launch.remedy or 'use its own mpiexec'}{way_out}"
+            f"{launch.remedy or 'use its own mpiexec'}{hint}"
         )
 
 
@@ -273,10 +273,10 @@ def versions() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _read_versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in _PACKAGES:
-        found[name] = installed_version(name) or ("from source" if name == "mpizero" else "missing")
-    return found
+        versions[name] = installed_version(name) or ("from source" if name == "mpizero" else "missing")
+    return versions
 
 
 @lru_cache(maxsize=1)
@@ -321,8 +321,8 @@ def available_memory(proc: str = "/proc", environment: Mapping[str, str] = os.en
     process and of all above them (containers, ``--mem`` of Slurm), nor below the limit that Slurm has told the job.
     The page cache does not count as taken, because the kernel drops it. Not collective.
     """
-    found = [*_of_node(Path(proc)), *_of_groups(Path(proc)), *_of_slurm(Path(proc), environment)]
-    return max(0, min(found)) if found else None
+    limits = [*_of_node(Path(proc)), *_of_groups(Path(proc)), *_of_slurm(Path(proc), environment)]
+    return max(0, min(limits)) if limits else None
 
 
 def memory_of_node() -> int | None:
@@ -338,34 +338,34 @@ def _of_node(proc: Path) -> Iterator[int]:
 
 def _of_groups(proc: Path) -> Iterator[int]:
     """Yield what each control group with a limit leaves, from the one of this process up to the topmost one."""
-    for version, top, own in _memory_groups(proc):
+    for version, top, path in _memory_groups(proc):
         limit_name, used_name, dropped = _FILES[version]
-        for folder in [above for above in (top / own, *(top / own).parents) if above.is_relative_to(top)]:
+        for folder in [above for above in (top / path, *(top / path).parents) if above.is_relative_to(top)]:
             limit, used = _number(folder / limit_name), _number(folder / used_name)
             if limit is not None and used is not None and limit < _NONE:
-                told = dict(line.split() for line in _lines(folder / "memory.stat") if line.count(" ") == 1)
-                yield limit - used + sum(int(told.get(name, 0)) for name in dropped)
+                counters = dict(line.split() for line in _lines(folder / "memory.stat") if line.count(" ") == 1)
+                yield limit - used + sum(int(counters.get(name, 0)) for name in dropped)
 
 
 def _memory_groups(proc: Path) -> Iterator[tuple[int, Path, str]]:
     """Yield version, mount point and place below it of each hierarchy of control groups that limits memory."""
-    own: dict[int, str] = {}
+    paths: dict[int, str] = {}
     for line in _lines(proc / "self" / "cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
-            own[2] = path
+            paths[2] = path
         elif "memory" in controllers.split(","):
-            own[1] = path
+            paths[1] = path
     for line in _lines(proc / "self" / "mountinfo"):
         before, _, after = line.partition(" - ")
         fields, kinds = before.split(), after.split()
         if len(fields) < 5 or len(kinds) < 3:
             continue
         version = 2 if kinds[0] == "cgroup2" else 1 if kinds[0] == "cgroup" and "memory" in kinds[2].split(",") else 0
-        if version in own:
-            root, place = fields[3].rstrip("/"), own[version]  # a container may see a part of the hierarchy only
-            below = place.removeprefix(root) if place.startswith(root) else ""
+        if version in paths:
+            root, group_path = fields[3].rstrip("/"), paths[version]  # a container may see a part of the hierarchy only
+            below = group_path.removeprefix(root) if group_path.startswith(root) else ""
             yield version, Path(re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), fields[4])), below.strip("/")
 
 

@@ -157,7 +157,7 @@ class InMemoryCommunicator(Communicator):
         else:  # nobody waits, and a notebook goes on with what this one was split off from
             self.close()
 
-    def _check_peers(self, arrival: Arrival | None = None) -> None:
+    def _check_ranks(self, arrival: Arrival | None = None) -> None:
         """Raise PeerFailure if the job has failed, or a rank that ``arrival`` waits for has ended."""
         job, members = self._group.job, self._group.members
         if job.failure is not None:
@@ -180,7 +180,7 @@ class InMemoryCommunicator(Communicator):
             raise self.error(trace.operation, trace.tag, "the communicator is closed", describe)
         group, number = self._group, self._posted
         with group.job.lock:
-            self._check_peers()
+            self._check_ranks()
             if (exchange := group.exchanges.get(number)) is None:
                 exchange = group.exchanges[number] = Exchange(self.size)
             if exchange.post(self.rank, trace.number, payload):
@@ -270,7 +270,7 @@ class InMemoryCommunicator(Communicator):
     def _isend(self, buffer: Array, peer: int, tag: int) -> Request:
         group, message = self._group, buffer.reshape(-1).copy()
         with group.job.lock:
-            self._check_peers()
+            self._check_ranks()
             if (receipt := group.box(self.rank, peer, tag).put(message)) is not None:
                 group.job.finish(receipt)
         return _ThreadRequest(self, None, _nothing)
@@ -278,8 +278,8 @@ class InMemoryCommunicator(Communicator):
     def _irecv(self, buffer: Array, peer: int, tag: int) -> Request:
         group = self._group
         with group.job.lock:
-            self._check_peers()
-            receipt = group.box(peer, self.rank, tag).claim()
+            self._check_ranks()
+            receipt = group.box(peer, self.rank, tag).receive()
 
         def finish() -> None:
             message = receipt.message
@@ -302,20 +302,20 @@ class InMemoryCommunicator(Communicator):
     def _regroup(self, color: int, key: int, name: str, shares_memory: bool) -> Communicator:
         def regrouped(requests: list[tuple[int, int]]) -> dict[int, _Group]:
             members: dict[int, list[int]] = {}
-            for place, (chosen, _) in sorted(enumerate(requests), key=lambda request: (request[1][1], request[0])):
-                members.setdefault(chosen, []).append(self._group.members[place])
+            for index, (chosen, _) in sorted(enumerate(requests), key=lambda request: (request[1][1], request[0])):
+                members.setdefault(chosen, []).append(self._group.members[index])
             return {chosen: _Group(self._group.job, those) for chosen, those in members.items()}
 
         group: _Group = self._swap((color, key), regrouped)[color]
         return type(self)(group, group.ranks[self._member], name, shares_memory)
 
     def _allocate_shared(self, nbytes: int) -> SharedMemory:
-        whole = None
+        memory = None
         with suppress(MemoryError):
-            whole = np.zeros(nbytes + ALIGNMENT, np.uint8) if self.rank == 0 else None
-        gathered = self._swap((nbytes, whole))
-        if len(asked := {size for size, _ in gathered}) > 1:
-            raise SharedMemoryError(f"ranks of {self.name!r} ask for windows of {min(asked)} to {max(asked)} bytes")
+            memory = np.zeros(nbytes + ALIGNMENT, np.uint8) if self.rank == 0 else None
+        gathered = self._swap((nbytes, memory))
+        if len(sizes := {size for size, _ in gathered}) > 1:
+            raise SharedMemoryError(f"ranks of {self.name!r} ask for windows of {min(sizes)} to {max(sizes)} bytes")
         buffer = gathered[0][1]
         if buffer is None:
             raise SharedMemoryError(f"a window of {nbytes} bytes for {self.name!r} does not fit into this process")
@@ -370,7 +370,7 @@ class _ThreadRequest(Request):
         arrival, communicator = self._arrival, self._communicator
         if arrival is not None and not arrival.complete:
             group = communicator._group
-            if not group.job.wait(arrival, communicator._member, group.ranks, communicator._check_peers):
+            if not group.job.wait(arrival, communicator._member, group.ranks, communicator._check_ranks):
                 error = communicator.error(self._operation, self._tag, "all threads wait, none can go on")
                 communicator.abort(error)
                 raise error
@@ -382,7 +382,7 @@ class _ThreadRequest(Request):
             if not self._arrival.complete:
                 with self._communicator._group.job.lock:  # else it may come, and its sender end, during the check
                     if not self._arrival.complete:
-                        self._communicator._check_peers(self._arrival)
+                        self._communicator._check_ranks(self._arrival)
                         return False
             self._end()
         return True
@@ -580,7 +580,7 @@ class Mailbox:
         receipt.message = message
         return receipt
 
-    def claim(self) -> Receipt:
+    def receive(self) -> Receipt:
         """Return the receipt of the next receive. The caller holds the lock."""
         receipt = Receipt(self.sender, self._messages.popleft() if self._messages else None)
         if not receipt.complete:

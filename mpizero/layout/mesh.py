@@ -266,7 +266,7 @@ GROUPS = {
     "model": ("pipeline", "tensor", "context"),
 }
 #: The groups that use a shared memory window, where each of these groups lies inside one node.
-SHARING = ("tensor", "context")
+WINDOW_GROUPS = ("tensor", "context")
 
 
 class RankedGroup(Protocol):
@@ -282,7 +282,7 @@ class RankedGroup(Protocol):
 
 
 class NodeOrder:
-    """Compute, from its nodes, the order of a data group's ranks and this rank's peers; a base class of process grids.
+    """Compute, from its nodes, the order of a data group's ranks and the inter-node group; a base of process grids.
 
     A *data rank* is the number of a rank in the data group, not in the world.
 
@@ -315,7 +315,7 @@ class NodeOrder:
         return tuple(rank for ranks in self.nodes for rank in ranks)
 
     @property
-    def place(self) -> int:
+    def node_major_rank(self) -> int:
         """The position of this rank when the data ranks are listed node after node (see :attr:`order`)."""
         return self.position[self.data.rank]
 
@@ -325,8 +325,8 @@ class NodeOrder:
         return next(ranks for ranks in self.nodes if self.data.rank in ranks)
 
     @property
-    def peer_ranks(self) -> tuple[int, ...]:
-        """The data ranks of this rank's peers, one from each node and this rank included, in the order of the nodes."""
+    def inter_node_ranks(self) -> tuple[int, ...]:
+        """The data ranks of the inter-node group, one from each node, this rank included, in the order of the nodes."""
         return tuple(ranks[self.node.rank] for ranks in self.nodes)
 
     @property

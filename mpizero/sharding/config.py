@@ -616,7 +616,7 @@ def updated_by(placement: Placement, grid: NodeOrder) -> tuple[int, ...]:
     That is only itself if the optimizer state is sharded. Otherwise it is all its peers, itself included: every node
     then updates a whole copy.
     """
-    return (grid.data.rank,) if placement.shard_optimizer else grid.peer_ranks
+    return (grid.data.rank,) if placement.shard_optimizer else grid.inter_node_ranks
 
 
 def round_slots(layout: FlatLayout, node_size: int, *, in_place: bool) -> list[int]:

@@ -182,7 +182,7 @@ class Engine(PlacedModel):
         Sum and update are one pass over memory where :func:`fuses_update` says so.
         """
         updater, divisors = self._bound(), self._divisors(totals)
-        ties, peers, in_rounds = self.ties is not None, self.grid.peers.size, self.reducer.in_rounds
+        ties, peers, in_rounds = self.ties is not None, self.grid.inter_node.size, self.reducer.in_rounds
         if not fuses_update(updater.optimizer, norm=self._needs_norm, ties=ties, peers=peers, in_rounds=in_rounds):
             with self.timeline.span("reduction"):
                 reduced = self._reduced(self.reducer, divisors)
@@ -371,7 +371,7 @@ class Engine(PlacedModel):
         """
         batch = self._redistribute(x, y, self.rows)
         with self.scalars.everyone.trace.joint_task("evaluation"):
-            scores = self.partitioned.is_last and self.grid.here.tensor == 0  # losses are found here, and count
+            scores = self.partitioned.is_last and self.grid.coordinates.tensor == 0  # losses are found here, and count
             rounds, own = self.rows.rounds(batch.count), getattr(self.model, "loss", None) if loss is None else loss
             with self.runner.using_loss(loss):
                 found = evaluate(batch, self.runner, self.scalars, rounds, self._run, scores=scores, loss=own)

@@ -84,7 +84,7 @@ class GlobalView:
         self.store, self.grid = store, grid
         self._split = grid.axes.pipeline * grid.axes.tensor > 1
         self.layout = FlatLayout.build(blocks) if self._split else store.layout
-        self.nodes = grid.peers.size
+        self.nodes = grid.inter_node.size
         if self._split:
             self._exchange()
 
@@ -93,7 +93,7 @@ class GlobalView:
         grid, declared = self.grid, tuple(entry.spec for entry in self.store.layout.parameters)
         told, problem = list[Told](), ""
         try:
-            told = given_parameters(self.layout, grid.here, declared)
+            told = given_parameters(self.layout, grid.coordinates, declared)
         except LayoutError as error:
             problem = str(error)
         everyone = grid.model.allgather_object((told, self.nodes, problem), "what ranks hold")
@@ -264,7 +264,7 @@ class GlobalView:
 
     def writes(self, spec: ParameterSpec) -> bool:
         """Tell whether the parameter that this rank holds as ``spec`` is read from it, and so saved by it."""
-        return speaks_for(spec, self.grid.here)
+        return speaks_for(spec, self.grid.coordinates)
 
 
 def take(spec: ParameterSpec, whole: Array, start: int, out: Array) -> None:

@@ -271,7 +271,7 @@ class ReduceScatterBuffer:
                 self.stack = self.memory.private("gradients", (plan.rows, self.shard.gradient_size), self.dtype)
         jobs = []
         for this_round in plan.rounds:
-            index = this_round.grains[self.grid.place]
+            index = this_round.grains[self.grid.node_major_rank]
             grain = None if index is None else batch.grains[index]
             count = 0 if grain is None else len(grain.micro_batches)
             for number in range(self.accumulate):
@@ -363,7 +363,7 @@ class ReduceScatterBuffer:
         residuals = self.exchange.residuals(unit.index)
         exact = [s if self._in_place else s.shift(-self.layout.gradient_bases[unit.index]) for s in self.exchange.exact]
         to_sum = RowsToSum(rows, ranges, this_round.group_programs, "unit gradients", residuals, exact)
-        if self.exchange.peers.size == 1:
+        if self.exchange.comm.size == 1:
             for piece in self.exchange.pieces(to_sum):
                 self._merge(piece, base + piece.position, programs, this_round.arrivals)
         else:
@@ -467,7 +467,7 @@ class AllReduceBuffer:
     @property
     def overlaps(self) -> bool:
         """Tell whether rows are summed while the backward pass still fills them. Not collective."""
-        peers, stages = self.grid.peers.size, self.grid.pipeline.size
+        peers, stages = self.grid.inter_node.size, self.grid.pipeline.size
         return self._by_block and overlaps_reduction(self.exchange.placement, peers, stages, self.exchange.codec)
 
     def owners(self, count: int) -> list[int]:
@@ -508,7 +508,7 @@ class AllReduceBuffer:
             rows = (self.window, self.row(0))
             self.overlapped = OverlappedReduction(self.store, self.exchange, self._ranges, plan, rows)
         jobs: list[Job] = []
-        for step in plan.folds[self.grid.place].folds:
+        for step in plan.folds[self.grid.node_major_rank].folds:
             jobs += self._jobs_of(batch.grains[step.grain], step)
         if self.overlapped is not None and jobs:
             jobs[-1] = self._overlapping(jobs[-1], self.overlapped)
@@ -647,7 +647,7 @@ class AllReduceBuffer:
 
     def local_sum(self) -> Array:
         """Return the sum of the gradients of this rank's grains, as a new array like a row. Not collective."""
-        rows = [self.row(row) for _, row in self._current().folds[self.grid.place].held]
+        rows = [self.row(row) for _, row in self._current().folds[self.grid.node_major_rank].held]
         return reduce(add, rows[1:], rows[0].copy()) if rows else np.zeros(self.layout.gradient_size, self.dtype)
 
     def _meet(self) -> None:
@@ -684,7 +684,7 @@ class AllReduceBuffer:
         most = rows if self.claims is None else max(rows, claimed_rows(self.grid, count))
         needed = (most if self._claimed else rows) * self.grid.node.size
         if count not in self._reserved:  # some data groups may have room for it that others have to make
-            own, several = plan.folds[self.grid.place], self._scratch_use == "micro-batches"
+            own, several = plan.folds[self.grid.node_major_rank], self._scratch_use == "micro-batches"
             # A grain of several micro-batches, perhaps one that this rank only claims, is added in scratch memory.
             scratch = own.uses_scratch or (several and (len(own.folds) > 0 or self.claims is not None))
             reserved, self._reserved = self._reserved, set()  # where this fails, earlier rows may be gone
@@ -750,7 +750,7 @@ class OverlappedReduction:
         self._memory, self._timeline, layout = store.memory, store.timeline, store.layout
         self._exchange, (self._rows, self.total) = exchange, rows
         self._counts = [len(programs) for programs in plan.group_programs]
-        self._sums = [program_array(program) for program in plan.group_programs[exchange.peers.rank]]
+        self._sums = [program_array(program) for program in plan.group_programs[exchange.comm.rank]]
         self._root = program_array(plan.root)
         self._one = np.ones(1, self.total.dtype)
         self._buckets = cut_buckets(spans, layout.gradient_size, self._counts, exchange.elements)[::-1]
@@ -809,7 +809,7 @@ class OverlappedReduction:
         for piece in arriving.pieces():
             out = self.total[piece.target : piece.target + piece.size]
             tree_sum(piece.rows, piece.first, self._root, self._one, out)
-        peers = self._exchange.peers
+        peers = self._exchange.comm
         own = [self.total[span.start : span.stop] for span in bucket.parts[peers.rank]]
         self._gatherings.append(begin_gather(peers, own, self.total, bucket.parts))
 
@@ -920,7 +920,7 @@ class GradientExchange(ExactExchange):
         elements: int | None = None,
         exact: Sequence[Span] = (),
     ) -> None:
-        super().__init__(store.grid.peers, None, store.memory.scratch, elements)
+        super().__init__(store.grid.inter_node, None, store.memory.scratch, elements)
         self.memory, self.shards, self.dtype, self.placement = store.memory, store.peer_shards, store.dtype, placement
         self.replicated, self.exact = not placement.shard_optimizer, exact
         self._kept = self._next = np.empty(0, np.float32)
@@ -936,7 +936,7 @@ class GradientExchange(ExactExchange):
         self.compression, self.codec = compression, gradient_codec(compression, self.dtype.itemsize)
         self._of_units = [compressed_sizes(shard, self.exact) for shard in self.shards]
         sizes = residual_sizes(
-            [sum(units) for units in self._of_units], self.peers.rank, self.codec, replicated=self.replicated
+            [sum(units) for units in self._of_units], self.comm.rank, self.codec, replicated=self.replicated
         )
         self._bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         self._kept, self._next = (self.memory.private(RESIDUALS, self._bounds[-1], np.float32) for _ in range(2))
@@ -945,7 +945,7 @@ class GradientExchange(ExactExchange):
     @property
     def bucket_mb(self) -> float:
         """The number of MiB of gradients in flight at once; 0.0 if there is only one peer. Not collective."""
-        return 0.0 if self.peers.size == 1 else in_flight(self.elements) * self.dtype.itemsize / 2**20
+        return 0.0 if self.comm.size == 1 else in_flight(self.elements) * self.dtype.itemsize / 2**20
 
     @property
     def feedback(self) -> bool:
@@ -989,7 +989,7 @@ class GradientExchange(ExactExchange):
     def _partial_sums(self) -> list[slice]:
         """The slices of the residuals that hold those of partial sums for other peers."""
         bounds = [slice(*pair) for pair in pairwise(self._bounds)]
-        return [part for peer, part in enumerate(bounds) if peer != self.peers.rank]
+        return [part for peer, part in enumerate(bounds) if peer != self.comm.rank]
 
     def finish(self, *, updated: bool) -> None:
         """End a step: if it has ``updated`` the parameters, the copy of the residuals replaces them. Not collective."""
@@ -1044,14 +1044,14 @@ class GradientExchange(ExactExchange):
         Collective over the peers. ``spans`` holds the ranges of every peer.
         """
         plain = spans
-        if self.codec is not None and self.peers.size > 1:
+        if self.codec is not None and self.comm.size > 1:
             plain, packed = (
                 [[part for span in own for part, exact in span.split(self.exact) if exact is chosen] for own in spans]
                 for chosen in (True, False)
             )
-            gather_packed(self.peers, self.codec, row, packed, self.left_for(self.peers.rank), self.scratch)
-        own = [row[s.start : s.stop] for s in plain[self.peers.rank]]
-        gather_spans(self.peers, own, row, plain, self.scratch, self.elements)
+            gather_packed(self.comm, self.codec, row, packed, self.left_for(self.comm.rank), self.scratch)
+        own = [row[s.start : s.stop] for s in plain[self.comm.rank]]
+        gather_spans(self.comm, own, row, plain, self.scratch, self.elements)
 
 
 #: The kind under which the allocator counts the memory of residuals.

@@ -305,10 +305,10 @@ class ShardedOptimizer:
             state = updater.host_state()
             for slot in sorted(updater.optimizer.slots):  # whole tensors have one owner
                 values = state[slot]
-                digests = grid.peers.allgather_object(hashlib.sha256(values.tobytes()).hexdigest())
+                digests = grid.inter_node.allgather_object(hashlib.sha256(values.tobytes()).hexdigest())
                 if any(digest != digests[0] for digest in digests):
-                    repaired += grid.peers.rank == 0
-                    grid.peers.broadcast(values, 0, slot)
+                    repaired += grid.inter_node.rank == 0
+                    grid.inter_node.broadcast(values, 0, slot)
             updater.take_state(state)
         engine.integrity.forget()
         total = np.array([repaired], np.int64)

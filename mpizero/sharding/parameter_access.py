@@ -693,11 +693,11 @@ def describe(engine: Engine, mesh: Mesh, label: str, bytes_sent: int, averaged_e
         world_size=mesh.size,
         rank=mesh.rank,
         group_sizes=dict(grid.axes.sizes),
-        group_ranks=grid.here._asdict(),
+        group_ranks=grid.coordinates._asdict(),
         tiles=engine.partitioned.parallel_layout.all_tiles,
         within_rounding=engine.within_rounding,
         averaged_every=averaged_every,
-        nodes=grid.peers.size,
+        nodes=grid.inter_node.size,
         ranks_per_node=grid.node.size,
         replicated=tuple(kind for kind, sharded in flags.items() if not sharded),
         sharded=tuple(kind for kind, sharded in flags.items() if sharded),
@@ -735,7 +735,7 @@ def _formula(engine: Engine) -> dict[str, float]:
     changed = sum(entry.spec.size for entry in engine.layout.parameters if entry.spec.trainable)
     feedback = {}
     if engine.exchange.feedback:
-        peers = grid.peers.size
+        peers = grid.inter_node.size
         packed = engine.layout.gradient_size - sum(span.size for span in engine.exchange.exact)
         feedback["residuals"] = 2 * packed * item / local * (1 if engine.exchange.replicated else 1 - 1 / peers)
     return feedback | {

@@ -646,12 +646,12 @@ class ParameterStore:
     ) -> None:
         self.layout, self.grid, self.memory, self.dtype = layout, grid, memory, np.dtype(dtype)
         self.timeline = timeline or Timeline()
-        self.sharded = sharded and grid.peers.size > 1
+        self.sharded = sharded and grid.inter_node.size > 1
         self.shard = Shard(layout, grid.data.rank, grid.data.size)
         members = [Shard(layout, rank, grid.data.size) for rank in grid.node_ranks]
         self.bases = np.concatenate([[0], np.cumsum([shard.size for shard in members])]).tolist()
         size = int(self.bases[-1]) if self.sharded else layout.size
-        self.peer_shards = tuple(Shard(layout, rank, grid.data.size) for rank in grid.peer_ranks)
+        self.peer_shards = tuple(Shard(layout, rank, grid.data.size) for rank in grid.inter_node_ranks)
         self._slots: tuple[Array, ...] = ()
         self._next = 0
         with on_all_ranks(grid.world, "parameters"):
@@ -659,7 +659,7 @@ class ParameterStore:
             if self.sharded:
                 self._slots = memory.shared("buffers", [(layout.largest_gathered,)] * SLOTS, dtype)
         self._coming: tuple[Unit, Gathering] | None = None
-        self._regions = () if self.sharded or grid.peers.size == 1 else layout.regions(REGION)
+        self._regions = () if self.sharded or grid.inter_node.size == 1 else layout.regions(REGION)
         self._needed = {block: self._last_region(block) for unit in layout.units for block in unit.blocks}
         self._gathering: list[ParameterAllGather] = []
         weakref.finalize(self, let_arrive, self._gathering)
@@ -862,7 +862,7 @@ class ParameterStore:
     def _begin(self, unit: Unit) -> None:
         """Begin to gather a unit into the slot that is not in use. Collective over the data group."""
         spans = [self._slot_spans(unit, shard) for shard in self.peer_shards]
-        self._coming = unit, begin_gather(self.grid.peers, self._sent(unit), self._slots[self._next], spans)
+        self._coming = unit, begin_gather(self.grid.inter_node, self._sent(unit), self._slots[self._next], spans)
 
     def _bring(self, unit: Unit) -> int:
         """Finish gathering a unit, and return the number of its slot. Collective over the data group."""
@@ -966,8 +966,8 @@ class ParameterAllGather:
         self._barriers: list[Request | None] = []
         for unit, region in regions:
             spans = [(shard.spans[unit].intersect(region),) for shard in shards]
-            ((own,),) = spans[grid.peers.rank : grid.peers.rank + 1]
-            self._gatherings.append(begin_gather(grid.peers, [values[own.start : own.stop]], values, spans))
+            ((own,),) = spans[grid.inter_node.rank : grid.inter_node.rank + 1]
+            self._gatherings.append(begin_gather(grid.inter_node, [values[own.start : own.stop]], values, spans))
         self._arrived = self._ready = 0
 
     @property
@@ -1277,7 +1277,7 @@ def _window_bytes(
     def window(elements: int) -> int:
         return paged(elements * item)
 
-    if gathers_units(placement, grid.peers.size):
+    if gathers_units(placement, grid.inter_node.size):
         owned = sum(Shard(layout, rank, grid.data.size).size for rank in grid.node_ranks)
         parameters = window(owned) + SLOTS * window(layout.largest_gathered)
     else:

@@ -519,7 +519,7 @@ def partition_model(
     _refuse_frozen_copies(blocks_of(model), parallel_layout.chunks, cuts)
     tensor, context = group_for(grid.tensor_group), group_for(grid.context_group)
     split = tiled_model(model, tensor, context, tiles, {names[-1] for names in cuts})
-    stage = grid.here.pipeline
+    stage = grid.coordinates.pipeline
     here = [block for c, s in enumerate(parallel_layout.chunks) if s == stage for block in cuts[c]]
     local = LocalModel({name: split.blocks[name] for name in here}, split.loss, model.dtype, model.seed)
     return PartitionedModel(local, split, model, context, parallel_layout, cuts, stage)

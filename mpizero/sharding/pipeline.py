@@ -66,7 +66,7 @@ def make_runner(
     ``loss_scale`` returns the current loss scale.
     """
     kinds: Any = {
-        "counts": grid.here.tensor == 0,  # tensor ranks find the same losses
+        "counts": grid.coordinates.tensor == 0,  # tensor ranks find the same losses
         "agreeable": agreeable_errors(grid),
         "compute_device": device,
     }

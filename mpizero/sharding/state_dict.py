@@ -64,7 +64,7 @@ def local_arrays(
     """
     arrays = _parameter_arrays(engine, engine.whole.writes, values) if parameters else []
     if parameters:
-        here = engine.grid.here
+        here = engine.grid.coordinates
         arrays += _integer_arrays(engine, held=here.data == here.tensor == here.context == 0)
     if engine.updater is not None:
         state = engine.updater.host_state(fetch=fetch)

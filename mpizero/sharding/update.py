@@ -638,9 +638,9 @@ class GlobalSums:
 
     def __init__(self, grid: ProcessGrid, layout: FlatLayout, order: Sequence[str]) -> None:
         self.comm = grid.model
-        first = grid.here.tensor == 0
+        first = grid.coordinates.tensor == 0
         specs = [e.spec for e in layout.parameters if e.spec.optimized and e.spec.guest is None]
-        counted = [s for s in specs if (first or s.part is not None)] if grid.here.context == 0 else []
+        counted = [s for s in specs if (first or s.part is not None)] if grid.coordinates.context == 0 else []
         self.counted = tuple(s.name for s in counted)
         own = [s.name for s in counted for _ in range(tiles_of(s))]
         everyone: list[list[str]] = self.comm.allgather_object(own, "parameters that count")

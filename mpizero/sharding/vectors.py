@@ -360,7 +360,7 @@ class RegularizedGradient:
         plan = TensorPlan(layout, tuple(tensors), owners, grid.nodes, replicated)
         self._exchange = TensorExchange(store, plan, pieces)
         #: Whether this rank's terms count in the value: not those of copies of a parameter on other ranks.
-        self._counts = grid.here.tensor == 0
+        self._counts = grid.coordinates.tensor == 0
 
     def add(self, gradient: Array) -> float:
         """Add the gradients of all terms to ``gradient``, kept like optimizer state; return the sum of their values.

@@ -461,7 +461,7 @@ class TieExchange:
         return reduced[start : start + span.size]
 
     def _world_rank(self, holder: _Holder) -> int:
-        axes, here = self.grid.axes, self.grid.here
+        axes, here = self.grid.axes, self.grid.coordinates
         data, context = divmod(holder.data_rank, axes.context)
         return axes.rank_of(Coordinates(holder.stage, here.tensor, data, context))
 

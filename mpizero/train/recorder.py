@@ -94,7 +94,7 @@ class RunRecorder:
         names = list(dict.fromkeys(hosts))
         nodes = [names.index(host) for host in hosts]
         plan = VisitPlan(setup.model, setup.strategy, setup.loop.global_batch, nodes, setup.source)
-        planned = comm.allgather_object((engine.grid.here._asdict(), *plan.memory(comm.rank)), "record")
+        planned = comm.allgather_object((engine.grid.coordinates._asdict(), *plan.memory(comm.rank)), "record")
         with all_ranks(comm):
             if comm.rank == 0:
                 self._visit = self._folder.continue_events()
@@ -327,7 +327,7 @@ class StepTracer:
         offset = clock_offset(self._comm)
         own = StepSpans(start + offset, stop + offset, spans_of(spans, offset, self._first))
         phases = phases_of(own, self._latest(own))
-        cells = pipeline_cells(spans, self._engine.grid.here.pipeline, offset)
+        cells = pipeline_cells(spans, self._engine.grid.coordinates.pipeline, offset)
         found = TracedStep(own.start, own.stop, {name: taken for name, taken in phases.items() if taken}, cells)
         return list(self._comm.allgather_object(found, "step tracer"))
 

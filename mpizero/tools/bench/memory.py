@@ -119,7 +119,7 @@ def measure_steps(
         comm.barrier("bench")
         in_step = proportional()
         return {
-            "here": grid.here._asdict(),
+            "here": grid.coordinates._asdict(),
             "held": {**engine.memory.kinds(), **group_buffers(grid), "activations": kept.peak},
             "pss": (idle_size(comm) - before, in_step - before),
             "sent": [b - a for a, b in zip(sent, now, strict=True)],
@@ -328,7 +328,7 @@ class _LayoutRun:
                 yield sharded
 
         def feed(sharded: Model) -> Iterator[tuple[Array, Array]]:
-            yield from repeat(_samples(self.model, self.request.micro_batches, sharded._engine.grid.here.data))
+            yield from repeat(_samples(self.model, self.request.micro_batches, sharded._engine.grid.coordinates.data))
 
         return measure_steps(self.comm, placed, feed, steps)
 

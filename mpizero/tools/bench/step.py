@@ -190,7 +190,7 @@ def measure_step(
         plain, watched, spans = _train(request, setup, tell)
         own = tuple(StepSpans(a + offset, b + offset, spans_of(found, offset, first)) for a, b, found in spans)
         ranks: list[tuple[StepSpans, ...]] = comm.allgather_object(own, "bench step")
-        places = tuple(comm.allgather_object(grid.here._asdict(), "bench step"))
+        places = tuple(comm.allgather_object(grid.coordinates._asdict(), "bench step"))
         described = setup.described()
     latest = waits(ranks)
     tables = [[phases_of(step, latest) for step in steps] for steps in ranks]

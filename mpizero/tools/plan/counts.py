@@ -25,7 +25,7 @@ from mpizero.comm import model_group
 from mpizero.comm.reduce import Codec, exchange_step, gather_step
 from mpizero.layout import Axes, Coordinates, Grains, Partition
 from mpizero.layout.batch import claimed_rows, contiguous_owners, contiguous_parts, node_blocks, round_owners
-from mpizero.layout.mesh import GROUPS, SHARING, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
+from mpizero.layout.mesh import GROUPS, WINDOW_GROUPS, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
 from mpizero.layout.sum_tree import RoundPlan, RowsPlan, claim_parts, round_plan, rows_plan
 from mpizero.nn.virtual_ranks import Arrived
 from mpizero.sharding.batch import starts_of
@@ -430,11 +430,11 @@ class StepBatches:
         if self.in_rounds:
             workers, parts = grid.data.size, count * contexts
             for first in range(0, parts, workers):
-                number = first + grid.place
+                number = first + grid.node_major_rank
                 sizes = self.micro_batches(number // contexts) if number < parts else ()
                 found += [*sizes, *[0] * (self.accumulate - len(sizes))]
             return tuple(found)
-        for number in contiguous_parts(grid, count * contexts)[grid.place]:
+        for number in contiguous_parts(grid, count * contexts)[grid.node_major_rank]:
             found += self.micro_batches(number // contexts)
         return tuple(found)
 
@@ -494,12 +494,12 @@ class PlannedGroup(NamedTuple):
 class PlannedGrid(NodeOrder):
     """Hold the groups of one rank of a planned job, under the names that :class:`mpizero.comm.ProcessGrid` uses.
 
-    ``here`` holds the rank's coordinates on ``axes``, the axes of parallelism. ``nodes`` and ``position`` are described
-    in :class:`NodeOrder`.
+    ``coordinates`` holds the rank's coordinates on ``axes``, the axes of parallelism. ``nodes`` and ``position`` are
+    described in :class:`NodeOrder`.
     """
 
     axes: Axes
-    here: Coordinates
+    coordinates: Coordinates
     world: PlannedGroup
     data: PlannedGroup
     batch: PlannedGroup
@@ -508,7 +508,7 @@ class PlannedGrid(NodeOrder):
     context: PlannedGroup
     model: PlannedGroup
     node: PlannedGroup
-    peers: PlannedGroup
+    inter_node: PlannedGroup
     nodes: tuple[tuple[int, ...], ...]
     position: tuple[int, ...]
 
@@ -595,18 +595,18 @@ class PlannedRanks:
         groups = {name: self._group(name, rank, ranks) for name, ranks in members.items() if name != "data"}
         return PlannedGrid(
             axes=self.axes,
-            here=here,
+            coordinates=here,
             world=PlannedGroup(rank, self.axes.size),
             data=data,
             node=PlannedGroup(nodes[mine].index(data.rank), len(nodes[mine]), True),
-            peers=PlannedGroup(mine, len(nodes)),
+            inter_node=PlannedGroup(mine, len(nodes)),
             nodes=nodes,
             position=node_major(nodes),
             **groups,
         )
 
     def _group(self, name: str, rank: int, members: tuple[int, ...]) -> PlannedGroup:
-        shares = name in SHARING and self.share and self.inside_nodes(name)
+        shares = name in WINDOW_GROUPS and self.share and self.inside_nodes(name)
         return PlannedGroup(members.index(rank), len(members), shares)
 
 

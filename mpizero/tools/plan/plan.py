@@ -218,7 +218,9 @@ class RankMemory:
         if not step.in_rounds:
             plan = step.rows_plan(grid)
             rows = self._shared(step.rows(grid) * grid.node.size * paged(shards.layout.gradient_size * self._item))
-            uses = plan.folds[grid.place].uses_scratch or (step.scratch == "micro-batches" and any(traffic.jobs))
+            uses = plan.folds[grid.node_major_rank].uses_scratch or (
+                step.scratch == "micro-batches" and any(traffic.jobs)
+            )
             added = largest_block(shards.layout) * self._item if uses else 0
             return rows._replace(private=rows.private + (added if step.scratch else self._folded))
         slots = round_slots(shards.layout, grid.node.size, in_place=traffic.training.in_place)
@@ -255,7 +257,7 @@ class RankMemory:
         traffic = self.traffic
         totals = [sum(of_units) for of_units in traffic.compressed]
         replicated = not traffic.training.row.shard_optimizer
-        sizes = residual_sizes(totals, traffic.grid.peers.rank, traffic.training.codec, replicated=replicated)
+        sizes = residual_sizes(totals, traffic.grid.inter_node.rank, traffic.training.codec, replicated=replicated)
         return MemoryBytes(2 * sum(sizes) * self._item)
 
     def _buffers(self) -> MemoryBytes:
@@ -519,7 +521,7 @@ class TrainingPlan:
         work = sum(part.work(chunk).total for chunk in part.partitioned.chunks) * samples
         return RankPlan(
             rank=rank,
-            here=traffic.grid.here,
+            here=traffic.grid.coordinates,
             node=rank // (self.ranks_per_node or self.ranks),
             memory=holdings.parts(),
             device_memory=holdings.device(),
@@ -537,7 +539,7 @@ class TrainingPlan:
 
         It is computed once for all ranks with the same stage, tensor rank, context rank and micro-batches.
         """
-        _, tensor, _, context = traffic.grid.here
+        _, tensor, _, context = traffic.grid.coordinates
         key = (traffic.part.partitioned.stage, tensor, context, traffic.jobs)
         if key not in self._flows:
             self._flows[key] = StageActivations(traffic.part, traffic.jobs, traffic.program)
@@ -548,7 +550,7 @@ class TrainingPlan:
 
         It is computed once for all ranks that have the same part.
         """
-        stage, tensor, _, context = grid.here
+        stage, tensor, _, context = grid.coordinates
         if (tensor, context) not in self._parts:
             sample = TrialSample(self.x, self.y, Run(training=True, seed=getattr(self.model, "seed", 0)))
             minimum = self.config.minimum_parameter_group_size

@@ -420,7 +420,7 @@ class StepPasses:
     def _group(self) -> int:
         """Number of gradient elements that this rank and its peers own; for these it sums the gradients of its node."""
         gradients = self.traffic.part.shards.gradients
-        return sum(sum(gradients[rank]) for rank in self.traffic.grid.peer_ranks)
+        return sum(sum(gradients[rank]) for rank in self.traffic.grid.inter_node_ranks)
 
     @property
     def fused(self) -> bool:
@@ -433,7 +433,7 @@ class StepPasses:
             training.optimizer,
             norm=training.needs_norm,
             ties=partitioned.has_shared_parameters,
-            peers=self.traffic.grid.peers.size,
+            peers=self.traffic.grid.inter_node.size,
             in_rounds=training.step.in_rounds,
         )
 
@@ -453,7 +453,7 @@ class StepPasses:
                 found += [self._pass(self._held, 1, 1)] * 2 * grains  # into the partial sum, and out of it
             found += [self._pass(self._held, 2, 1)] * (present - grains)
         if not step.in_rounds:
-            folds = step.rows_plan(self.traffic.grid).folds[self.traffic.grid.place].folds
+            folds = step.rows_plan(self.traffic.grid).folds[self.traffic.grid.node_major_rank].folds
             found += [self._pass(self._held, 2, 1)] * sum(len(fold.targets) for fold in folds)
         return found
 
@@ -466,15 +466,15 @@ class StepPasses:
 
     def _rows(self) -> Iterator[PassBytes]:
         plan = self.traffic.training.step.rows_plan(self.traffic.grid)
-        if self.traffic.grid.peers.size > 1:
-            yield from self._folded(self._group, plan.group_programs[self.traffic.grid.peers.rank])
+        if self.traffic.grid.inter_node.size > 1:
+            yield from self._folded(self._group, plan.group_programs[self.traffic.grid.inter_node.rank])
         if not self.fused:
             yield self._pass(self._owned, _rows_read(plan.root), 1)
 
     def _rounds(self) -> Iterator[PassBytes]:
         for this_round in self.traffic.training.step.round_plan(self.traffic.grid).rounds:
-            if self.traffic.grid.peers.size > 1:
-                yield from self._folded(self._group, this_round.group_programs[self.traffic.grid.peers.rank])
+            if self.traffic.grid.inter_node.size > 1:
+                yield from self._folded(self._group, this_round.group_programs[self.traffic.grid.inter_node.rank])
             for merge in this_round.merges:
                 yield self._pass(self._owned, _rows_read(merge.program), 1)
         if not self.fused:

@@ -89,7 +89,7 @@ class RankTraffic:
     @cached_property
     def sharded(self) -> bool:
         """Tell whether parameters are sharded over this rank's peers, so that units are gathered before use."""
-        return gathers_units(self.training.row, self.grid.peers.size)
+        return gathers_units(self.training.row, self.grid.inter_node.size)
 
     @cached_property
     def updated(self) -> int:
@@ -125,14 +125,15 @@ class RankTraffic:
     @cached_property
     def reductions(self) -> list[ExchangeCost]:
         """The cost of each exchange of partial sums of gradients between peers in a step."""
-        if self.grid.peers.size == 1:
+        if self.grid.inter_node.size == 1:
             return []
         units = [unit.index for unit in self.part.layout.units]
         if self._overlaps:
             counts, item = self._row_counts, self.training.itemsize
             widths = [[sum(span.size for span in part) for part in bucket.parts] for bucket in self._buckets]
             return [
-                exchange_cost(width, self.grid.peers.rank, counts, item, None, self.training.bucket) for width in widths
+                exchange_cost(width, self.grid.inter_node.rank, counts, item, None, self.training.bucket)
+                for width in widths
             ]
         if not self.training.step.in_rounds:
             return self._exchanges(units, self._row_counts)
@@ -147,14 +148,17 @@ class RankTraffic:
         for codec, owned in self._forms:
             totals = [sum(of_units[unit] for unit in units) for of_units in owned]
             if any(totals):
-                peer = self.grid.peers.rank
+                peer = self.grid.inter_node.rank
                 found.append(exchange_cost(totals, peer, counts, training.itemsize, codec, training.bucket))
         return found
 
     @cached_property
     def _forms(self) -> tuple[tuple[Codec | None, list[list[int]]], ...]:
         """The number of gradients that each peer owns in each unit, by the codec that compresses them."""
-        codec, every = self.training.codec, [list(self.part.shards.gradients[rank]) for rank in self.grid.peer_ranks]
+        codec, every = (
+            self.training.codec,
+            [list(self.part.shards.gradients[rank]) for rank in self.grid.inter_node_ranks],
+        )
         if codec is None:
             return ((None, every),)
         packed = self.compressed
@@ -165,7 +169,7 @@ class RankTraffic:
     def compressed(self) -> list[list[int]]:
         """The number of gradients that are compressed, if there is a codec, for each peer and unit."""
         exact = sent_exactly(self.training.row, self.part.partitioned, self.part.layout)
-        return [compressed_sizes(self.part.shards.shares[rank], exact) for rank in self.grid.peer_ranks]
+        return [compressed_sizes(self.part.shards.shares[rank], exact) for rank in self.grid.inter_node_ranks]
 
     @property
     def _row_counts(self) -> list[int]:
@@ -177,7 +181,7 @@ class RankTraffic:
         """Tell whether gradients are summed over peers during the backward pass."""
         training, stages = self.training, self.grid.pipeline.size
         able = training.by_block and not training.step.claimed
-        return able and overlaps_reduction(training.row, self.grid.peers.size, stages, training.codec)
+        return able and overlaps_reduction(training.row, self.grid.inter_node.size, stages, training.codec)
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
@@ -185,7 +189,7 @@ class RankTraffic:
         layout, shares = self.part.layout, self.part.shards.shares
         spans = [
             [span for unit in layout.units for span in shares[rank].row_spans(unit.index)]
-            for rank in self.grid.peer_ranks
+            for rank in self.grid.inter_node_ranks
         ]
         return cut_buckets(spans, layout.gradient_size, self._row_counts, self.training.bucket)
 
@@ -198,8 +202,8 @@ class RankTraffic:
             return []
         if self._overlaps:
             columns = [[[s.size for s in spans] for spans in zip(*b.parts, strict=True)] for b in self._buckets]
-            return [direct_gather_cost(column, self.grid.peers.rank, self.training.itemsize) for column in columns]
-        training, peer = self.training, self.grid.peers.rank
+            return [direct_gather_cost(column, self.grid.inter_node.rank, self.training.itemsize) for column in columns]
+        training, peer = self.training, self.grid.inter_node.rank
         forms = [(codec, [sum(of_units) for of_units in owned]) for codec, owned in self._forms]
         return [gather_cost(totals, peer, training.itemsize, codec, training.bucket) for codec, totals in forms]
 
@@ -207,10 +211,10 @@ class RankTraffic:
         """Return the costs of the all-gathers that send updated parameters to the peers' copies. Not collective."""
         if self.sharded:
             return []
-        spans = [self.part.shards.shares[rank].spans for rank in self.grid.peer_ranks]
+        spans = [self.part.shards.shares[rank].spans for rank in self.grid.inter_node_ranks]
         regions = self.part.layout.regions(params.REGION)
         columns = ([own[unit].intersect(region).size for own in spans] for unit, region in regions)
-        return [direct_gather_cost([sizes], self.grid.peers.rank, self.training.itemsize) for sizes in columns]
+        return [direct_gather_cost([sizes], self.grid.inter_node.rank, self.training.itemsize) for sizes in columns]
 
     def gathers(self) -> list[ExchangeCost]:
         """Return the costs of the all-gathers of units in all passes of a step. Not collective."""
@@ -222,8 +226,8 @@ class RankTraffic:
         return [of_unit[unit.index] for instruction in passes for unit in units[instruction.chunk]]
 
     def _gather(self, unit: Unit) -> ExchangeCost:
-        columns = zip(*(self.part.shards.gathered(rank, unit) for rank in self.grid.peer_ranks), strict=True)
-        return direct_gather_cost(columns, self.grid.peers.rank, self.training.itemsize)
+        columns = zip(*(self.part.shards.gathered(rank, unit) for rank in self.grid.inter_node_ranks), strict=True)
+        return direct_gather_cost(columns, self.grid.inter_node.rank, self.training.itemsize)
 
     def _gradients(self) -> Sent:
         return total_sent(e.sent for e in (*self.reductions, *self.replications()))
@@ -314,10 +318,10 @@ class RankTraffic:
 
     def _counted(self) -> int:
         """Return how many sums of squares of parameters or tiles this rank sends to the other ranks of its replica."""
-        if self.grid.here.context:
+        if self.grid.coordinates.context:
             return 0
         specs = [e.spec for e in self.part.layout.parameters if e.spec.optimized and e.spec.guest is None]
-        return sum(tiles_of(spec) for spec in specs if self.grid.here.tensor == 0 or spec.part is not None)
+        return sum(tiles_of(spec) for spec in specs if self.grid.coordinates.tensor == 0 or spec.part is not None)
 
     def _control(self) -> Sent:
         others = self.grid.world.size - 1
