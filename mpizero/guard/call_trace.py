@@ -18,7 +18,7 @@ not compared. With MPIZERO_DEBUG=collectives they are recorded like all other ca
 [Note: three comparisons] Hashes of calls ([Note: matching calls]) are compared in three ways. First, once a step,
 before the training engine changes a parameter, it adds up one number of every rank in a message that it sends anyway;
 the sum is 0 if all calls match ([Note: one sum]). Second, the heartbeat threads of a node compare the hashes on the
-status board all the time (:class:`.MismatchWatch`). This finds ranks that wait for one another in different calls, and
+status table all the time (:class:`.MismatchWatch`). This finds ranks that wait for one another in different calls, and
 works without an engine. Third, with MPIZERO_DEBUG=collectives every collective is compared before it starts
 (:class:`.CallVerifier`). All three raise the same error.
 """
@@ -47,7 +47,7 @@ from mpizero.guard.reports import ranks_by_text
 REMEMBERED = 64
 #: Sums of numbers are taken modulo this prime, so that those of 65,536 ranks add up in 64 bits.
 MODULUS = 2**47 - 115
-_SHOWN = 160
+_TEXT_LIMIT = 160
 #: Shown in reports instead of the source line of a call that was only counted.
 _COUNTED = "a place that is not recorded"
 #: Name, in reports, of the operation in which ranks make a communicator.
@@ -66,7 +66,9 @@ _Entry = tuple[int, int, Signature, CodeType | None, int]
 _LIBRARY = f"{Path(__file__).parents[1]}{sep}"
 _PROGRAMS = tuple(f"{_LIBRARY}{folder}{sep}" for folder in ("train", "cli", "tools"))
 #: Files that send messages and watch them, as their code objects name them, and the one that enters context managers.
-_OWN_FILES = {contextlib.__file__}.union(*(map(str, Path(_LIBRARY, own).glob("*.py")) for own in ("comm", "guard")))
+_LIBRARY_FILES = {contextlib.__file__}.union(
+    *(map(str, Path(_LIBRARY, package).glob("*.py")) for package in ("comm", "guard"))
+)
 
 
 class CallRecord(NamedTuple):
@@ -159,13 +161,13 @@ class CallTrace:
         outwards to the first frame outside this package's files.
         """
         sequence = self.started + 1
-        own = self._numbers.get(call)
-        if own is None:
-            own = self._learn(call)
-        number = hash((self._last[1], own, sequence))  # of integers: the same in every process
+        call_number = self._numbers.get(call)
+        if call_number is None:
+            call_number = self._learn(call)
+        number = hash((self._last[1], call_number, sequence))  # of integers: the same in every process
         frame = sys._getframe(3)
         code = frame.f_code
-        while code.co_filename in _OWN_FILES and (outer := frame.f_back) is not None:
+        while code.co_filename in _LIBRARY_FILES and (outer := frame.f_back) is not None:
             frame, code = outer, outer.f_code
         self._entries[sequence % REMEMBERED] = self._last = (sequence, number, call, code, frame.f_lasti)
         self.started = sequence
@@ -181,8 +183,10 @@ class CallTrace:
         frame = sys._getframe(1)
         while _is_library(frame.f_code.co_filename) and frame.f_back is not None:
             frame = frame.f_back
-        sequence, own = self.started + 1, self._numbers.get(operation)
-        number = hash((self._last[1], self._learn(operation) if own is None else own, sequence))
+        sequence, operation_number = self.started + 1, self._numbers.get(operation)
+        number = hash(
+            (self._last[1], self._learn(operation) if operation_number is None else operation_number, sequence)
+        )
         entry = (sequence, number, operation, frame.f_code, frame.f_lasti)
         self._entries[sequence % REMEMBERED] = self._last = entry
         self.started = sequence
@@ -254,24 +258,24 @@ class CallTrace:
 
     def records(self) -> list[CallRecord]:
         """Return the kept records of the last collectives, the oldest first. Not collective."""
-        started, found = self.started, []
+        started, records = self.started, []
         for sequence in range(max(1, started + 1 - REMEMBERED), started + 1):
             entry = self._before(sequence)
             if entry is not None and entry[0] == sequence:
                 where = _line(entry[3], entry[4]) + self._errors.get(sequence, "")
-                found.append(CallRecord(*entry[:2], describe_call(entry[2]), where))
+                records.append(CallRecord(*entry[:2], describe_call(entry[2]), where))
             elif entry is not None:
                 tag = f" {self.tag!r}" if sequence == self.sequence and self.tag else ""
-                found.append(CallRecord(sequence, _after(entry, sequence), f"node_barrier{tag}", _COUNTED))
-        return found
+                records.append(CallRecord(sequence, _after(entry, sequence), f"node_barrier{tag}", _COUNTED))
+        return records
 
     def _before(self, sequence: int) -> _Entry | None:
         """Return the record of collective ``sequence`` or the last record before it; None if that is overwritten."""
-        for place in range(sequence, max(-1, sequence - REMEMBERED), -1):
-            entry = self._entries[place % REMEMBERED]
-            if entry[0] == place:
+        for number in range(sequence, max(-1, sequence - REMEMBERED), -1):
+            entry = self._entries[number % REMEMBERED]
+            if entry[0] == number:
                 return entry
-            if entry[0] > place:
+            if entry[0] > number:
                 return None
         return None
 
@@ -285,7 +289,7 @@ def _described(error: BaseException) -> str:
             line = f" at {Path(code.co_filename).name}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
     text = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f", after {text[:_SHOWN]}{line}"
+    return f", after {text[:_TEXT_LIMIT]}{line}"
 
 
 def _is_library(file: str) -> bool:
@@ -313,13 +317,13 @@ def weighted_sum(terms: Sequence[tuple[int, CallTrace]]) -> int:
 
 def number_of(call: Signature) -> int:
     """Return the hash of one call: an integer below :data:`MODULUS`, the same in every process. Not collective."""
-    return int.from_bytes(blake2b(describe_call(call, shown=None).encode(), digest_size=8).digest(), "little") % MODULUS
+    return int.from_bytes(blake2b(describe_call(call, limit=None).encode(), digest_size=8).digest(), "little") % MODULUS
 
 
-def describe_call(call: Signature, shown: int | None = _SHOWN) -> str:
+def describe_call(call: Signature, limit: int | None = _TEXT_LIMIT) -> str:
     """Return a call as text: operation, tag, dtype, counts and further arguments. Not collective.
 
-    The text is cut after ``shown`` characters; with None it is not cut.
+    The text is cut after ``limit`` characters; with None it is not cut.
     """
     operation, tag, *rest = call
     parts = [operation, repr(tag)] if tag else [operation]
@@ -330,7 +334,7 @@ def describe_call(call: Signature, shown: int | None = _SHOWN) -> str:
     elif rest and isinstance(rest[0], str):
         parts.append(str(np.dtype(rest.pop(0))))
     text = " ".join([*parts, *(f"{_MEANING.get(operation, '')}{other}" for other in rest)])
-    return text if shown is None or len(text) <= shown else f"{text[:shown]}..."
+    return text if limit is None or len(text) <= limit else f"{text[:limit]}..."
 
 
 def _line(code: CodeType | None, instruction: int) -> str:
@@ -379,10 +383,10 @@ class CommunicatorRegistry:
     _inside: dict[CallTrace, list[CommunicatorEntry]] = field(default_factory=dict)
     _terms: dict[CallTrace, list[tuple[int, CallTrace]]] = field(default_factory=dict)
 
-    def add(self, trace: CallTrace, members: Sequence[int], place: int = 0) -> CommunicatorEntry:
+    def add(self, trace: CallTrace, members: Sequence[int], rank: int = 0) -> CommunicatorEntry:
         """Add the communicator of ``trace``, which joins the world ranks ``members``; return its entry. Not collective.
 
-        ``place`` is the number of this rank in the communicator.
+        ``rank`` is the number of this rank in the communicator.
 
         Raises
         ------
@@ -398,7 +402,7 @@ class CommunicatorRegistry:
         group = tuple(members)
         ordinal = self._ordinals[group] = self._ordinals.get(group, -1) + 1
         key = f"{blake2b(repr(group).encode(), digest_size=4).hexdigest()}.{ordinal}"
-        entry = CommunicatorEntry(trace, group, key, _weight(key, place, len(group)))
+        entry = CommunicatorEntry(trace, group, key, _weight(key, rank, len(group)))
         self.live.append(entry)
         self._inside.clear()
         self._terms.clear()
@@ -432,9 +436,9 @@ class CommunicatorRegistry:
         calls, is closed. The others stay open, because their ranks have made different calls.
         """
         members = next((entry.members for entry in self.live if entry.trace is trace), None)
-        mine = [left for left in self.left if left[0].members == members]
-        gathered = allgather([(entry.key, self.mismatch_term(entry.trace)) for entry, _ in mine])
-        for left, *theirs in zip(mine, *gathered, strict=False):
+        leftover = [left for left in self.left if left[0].members == members]
+        gathered = allgather([(entry.key, self.mismatch_term(entry.trace)) for entry, _ in leftover])
+        for left, *theirs in zip(leftover, *gathered, strict=False):
             in_step = sum(number for _, number in theirs) % MODULUS == 0
             if in_step and all(key == left[0].key for key, _ in theirs) and left in self.left:
                 self.left.remove(left)
@@ -447,7 +451,7 @@ class CommunicatorRegistry:
         """
         return {entry.key: entry.trace.started for entry in (*reversed(self.live), *self.closed.values())}
 
-    def marks(self) -> dict[str, tuple[int, int]]:
+    def progress(self) -> dict[str, tuple[int, int]]:
         """Return the number of collectives begun on each communicator and the hash of them all, by its key.
 
         The order is the same as in :meth:`counts`.
@@ -465,8 +469,8 @@ class CommunicatorRegistry:
         That is so if all their ranks are ranks of that communicator; the communicator itself is included.
         """
         if trace not in self._inside:
-            whole = next((set(entry.members) for entry in self.live if entry.trace is trace), set[int]())
-            entries = [e for e in self.live if len(e.members) > 1 and whole.issuperset(e.members)]
+            members = next((set(entry.members) for entry in self.live if entry.trace is trace), set[int]())
+            entries = [e for e in self.live if len(e.members) > 1 and members.issuperset(e.members)]
             self._inside[trace] = entries
         return self._inside[trace]
 
@@ -487,9 +491,9 @@ class CommunicatorRegistry:
         return weighted_sum(terms) % MODULUS
 
 
-def _weight(key: str, place: int, size: int) -> int:
-    if place:
-        return int.from_bytes(blake2b(f"{key}/{place}".encode(), digest_size=8).digest(), "little") % MODULUS
+def _weight(key: str, rank: int, size: int) -> int:
+    if rank:
+        return int.from_bytes(blake2b(f"{key}/{rank}".encode(), digest_size=8).digest(), "little") % MODULUS
     return -sum(_weight(key, other, size) for other in range(1, size)) % MODULUS
 
 
@@ -507,20 +511,20 @@ def mismatch(name: str, records: Mapping[int, Sequence[CallRecord]]) -> Collecti
     records : mapping of int to sequence of CallRecord
         The last collectives of each rank, the oldest first.
     """
-    rows = {rank: {record.sequence: record for record in found} for rank, found in sorted(records.items())}
-    for sequence in sorted({number for row in rows.values() for number in row}):
-        here = {rank: row[sequence] for rank, row in rows.items() if sequence in row}
-        if len({record.number for record in here.values()}) > 1:
+    calls = {rank: {record.sequence: record for record in listed} for rank, listed in sorted(records.items())}
+    for sequence in sorted({number for by_sequence in calls.values() for number in by_sequence}):
+        present = {rank: by_sequence[sequence] for rank, by_sequence in calls.items() if sequence in by_sequence}
+        if len({record.number for record in present.values()}) > 1:
             break
     else:
         return None
-    if len({record.what for record in here.values()}) == 1:
+    if len({record.what for record in present.values()}) == 1:
         return CollectiveMismatch(
             f"the ranks of {name!r} have called different collectives more than {REMEMBERED} calls ago; "
-            f"at #{sequence}, the oldest that is remembered: {_groups(here)}"
+            f"at #{sequence}, the oldest that is remembered: {_groups(present)}"
         )
-    details = [f"  {what}" for what in _around(rows, sequence)]
-    return CollectiveMismatch(f"collective #{sequence} of {name!r} differs between ranks: {_groups(here)}", details)
+    details = [f"  {what}" for what in _around(calls, sequence)]
+    return CollectiveMismatch(f"collective #{sequence} of {name!r} differs between ranks: {_groups(present)}", details)
 
 
 def first_mismatch(
@@ -534,18 +538,18 @@ def first_mismatch(
     for key in dict.fromkeys(key for _, calls in calls_by_rank for key in calls):
         those = {rank: calls[key] for rank, calls in calls_by_rank if key in calls}
         name = next(iter(those.values()))[0]
-        if (found := mismatch(name, {rank: records for rank, (_, records) in those.items()})) is not None:
-            return found
+        if (error := mismatch(name, {rank: records for rank, (_, records) in those.items()})) is not None:
+            return error
     return None
 
 
-def _around(rows: Mapping[int, Mapping[int, CallRecord]], sequence: int) -> list[str]:
+def _around(calls: Mapping[int, Mapping[int, CallRecord]], sequence: int) -> list[str]:
     lines = []
     for number in range(sequence - _BEFORE, sequence + _AFTER + 1):
-        here = {rank: row[number] for rank, row in rows.items() if number in row}
-        if here:
-            mark = "before" if number < sequence else "differs" if number == sequence else "after"
-            lines.append(f"{mark:7} #{number}: {_groups(here)}")
+        records = {rank: by_sequence[number] for rank, by_sequence in calls.items() if number in by_sequence}
+        if records:
+            when = "before" if number < sequence else "differs" if number == sequence else "after"
+            lines.append(f"{when:7} #{number}: {_groups(records)}")
     return lines
 
 

@@ -16,8 +16,8 @@ writes the status of this rank for the other ranks of the node. When the last co
 thread are removed; the next communicator installs them again. With ``embedded=True`` mpizero is a *guest* inside
 another program: its communicators neither install nor remove anything.
 
-[Note: one report] If several ranks fail, only one of them reports. On a node it is the first rank that claims the
-report on the status board. Ranks of other nodes cannot be asked. So ranks on nodes without rank 0 wait for
+[Note: one report] If several ranks fail, only one of them reports. On a node it is the first rank that enters
+itself in the status table. Ranks of other nodes cannot be asked. So ranks on nodes without rank 0 wait for
 ``_OTHER_NODE`` seconds first; if another node ends the job meanwhile, they are killed before they report. An error of
 bad input (MpizeroError) is usually raised by all ranks at once. Then a minimum over the ranks finds the lowest failing
 rank and its exit status. That rank reports, and all ranks end without ``MPI_Abort``. A RemoteError or PeerFailure only
@@ -64,9 +64,9 @@ from mpizero.guard.heartbeat import (
     agree_range,
     watch_arrival,
 )
-from mpizero.guard.remote_status import PeerGroups
+from mpizero.guard.remote_status import StatusGroups
 from mpizero.guard.reports import await_delivery, describe_error, format_error, user_message, write_stderr
-from mpizero.guard.status import Slot, StartupBoard, is_working, scratch_folders
+from mpizero.guard.status import StartupTable, StatusRecord, is_working, scratch_folders
 
 #: Seconds after its failure in which a rank's process is ended by force, whatever MPI does.
 HARD_STOP = 4.0
@@ -89,7 +89,7 @@ class JobExit:
         self.rank, self.size, self.host = 0, 1, ""
         self.launched = launched
         self.hooks: PythonHooks | None = None
-        self.peers = PeerGroups()
+        self.statuses = StatusGroups()
         self.register = CommunicatorRegistry()
         self.supervisor = Supervisor()
         self.patience = EXIT_PATIENCE
@@ -105,7 +105,7 @@ class JobExit:
         if not self.ending:
             self.end_job(self.with_prefix(describe_error(error)), error.status)
 
-    def _state(self) -> Slot:
+    def _state(self) -> StatusRecord:
         return {"state": self._exit_state or "working", **self.context}
 
     def _mpi(self, join: bool = False) -> Any:
@@ -139,7 +139,7 @@ class JobExit:
             self.hooks.show(error, trace, hosts_only=True)
             # After a failed collective the ranks are not in step, and their communicators are of no more use.
             together = not origin and not isinstance(error, CollectiveError)
-            together = together and (self._all_ranks_comm is not None or not self.peers.groups)
+            together = together and (self._all_ranks_comm is not None or not self.statuses.groups)
             status = self._agree_to_fail(mpi, error) if mpi and together else None
             if status is None and mpi:
                 delay = 0.0 if together else self._consequence_delay(error, mpi)
@@ -177,7 +177,7 @@ class JobExit:
                 f"the MPI library ended this process in {call.operation} {call.tag!r} of {call.name!r}"
             )
         if error is not None:
-            if self.claims_report():
+            if self.should_report():
                 write_stderr(self.with_prefix(describe_error(error)))
                 await_delivery()
             else:
@@ -198,28 +198,28 @@ class JobExit:
 
     @property
     def _all_ranks_comm(self) -> Any:
-        """The mpi4py communicator of the peer group of all ranks, used only by the guard; None without this group."""
-        return next((group.control for group in self.peers.groups if len(group.members) == self.size), None)
+        """The mpi4py communicator of the status group of all ranks, used only by the guard; None without this group."""
+        return next((group.control for group in self.statuses.groups if len(group.members) == self.size), None)
 
     def _agree_to_fail(self, mpi: Any, error: MpizeroError) -> int | None:
         """Agree with all ranks to end now; return the common exit status, or None if not all ranks fail in time.
 
         The lowest rank whose error is not a consequence of another rank's error prints its error. The ranks agree on
-        the communicator of the peer group of all ranks. A rank that fails before it has made any communicator uses
+        the communicator of the status group of all ranks. A rank that fails before it has made any communicator uses
         COMM_WORLD, on which the first operation of a rank that makes the first communicator is its counterpart.
         """
         second = isinstance(error, RemoteError | PeerFailure)
         self._exit_state = "failed"
-        mine = (second << 56) | (self.rank << 8) | int(error.status)
-        limit = _CONSEQUENCE if second else _AGREEMENT if self.peers.groups else _AGREEMENT_AT_START
-        found = agree_range(mpi, [self._all_ranks_comm or mpi.COMM_WORLD], mine, lambda waited: waited > limit)
-        if found is None or found[1] == JOINS:
+        error_status = (second << 56) | (self.rank << 8) | int(error.status)
+        limit = _CONSEQUENCE if second else _AGREEMENT if self.statuses.groups else _AGREEMENT_AT_START
+        agreed = agree_range(mpi, [self._all_ranks_comm or mpi.COMM_WORLD], error_status, lambda waited: waited > limit)
+        if agreed is None or agreed[1] == JOINS:
             return None
         self._agreed = True
-        self.peers.close_startup_board(all_joined=True)  # the launcher may end the others when the first one ends
-        if found[0] == mine:
+        self.statuses.close_startup_table(all_joined=True)  # the launcher may end the others when the first one ends
+        if agreed[0] == error_status:
             write_stderr(f"{user_message(error)}\n")
-        return found[0] & 0xFF
+        return agreed[0] & 0xFF
 
     def _exit(self, status: int) -> NoReturn:
         # -m mpi4py has noted status 1 for the error it saw pass, and would abort with it at the end.
@@ -237,17 +237,17 @@ class JobExit:
             if self.heartbeat is not None:
                 self.heartbeat.beat()  # so that the others see all calls of this rank
             status, counts = self._requested  # if collectives came after it, the program has caught the exit
-            asked = status if counts == self.register.counts() else 0
-            early_exit = EarlyExit(self.peers, self.register, asked, self.patience, self._end_early)
+            requested = status if counts == self.register.counts() else 0
+            early_exit = EarlyExit(self.statuses, self.register, requested, self.patience, self._end_early)
             early_exit.wait()
-            if self.peers.groups:
+            if self.statuses.groups:
                 with contextlib.suppress(mpi.Exception):
-                    agree_range(mpi, [group.control for group in self.peers.groups], _NORMAL, early_exit.look)
+                    agree_range(mpi, [group.control for group in self.statuses.groups], _NORMAL, early_exit.look)
             if self.mismatch_watch is not None and (error := self.mismatch_watch.search(0.0)):
                 self._end_mismatch(error)
         self.supervisor.stop()
         if self._requested[0] not in (None, 0):  # the launcher ends the others then
-            self.peers.close_startup_board(all_joined=True)
+            self.statuses.close_startup_table(all_joined=True)
 
     def _wait_before_mpi(self) -> None:
         """Wait for the other ranks of this node to end; end the job if one of them starts MPI.
@@ -260,10 +260,10 @@ class JobExit:
         begun = time.monotonic()
         limit = begun + (EXIT_PATIENCE if self._requested[0] in (None, 0) else _CONSEQUENCE)
         while (now := time.monotonic()) < limit:
-            if not self.peers.others_work(now - begun):
+            if not self.statuses.others_work(now - begun):
                 return
-            others = self.peers.read_startup_board()
-            starts = [rank for rank, slot in others.items() if slot.get("starts") and is_working(slot)]
+            others = self.statuses.read_startup_table()
+            starts = [rank for rank, record in others.items() if record.get("starts") and is_working(record)]
             if starts and self._mpi(join=True) is not None:
                 self._end_early(f"rank {starts[0]} starts MPI, which takes all ranks, at {others[starts[0]]['place']}")
             time.sleep(0.1)
@@ -280,23 +280,23 @@ class JobExit:
 
         The first line names ``origin``, step and phase, if they are known.
         """
-        place = ", ".join(f"{name} {value}" for name, value in self.context.items())
-        head = " ".join(filter(None, [origin, f"at {place}" if place else ""]))
+        context = ", ".join(f"{name} {value}" for name, value in self.context.items())
+        head = " ".join(filter(None, [origin, f"at {context}" if context else ""]))
         body = f"{head}:\n{text}" if head else text
         prefix = f"[rank {self.rank}/{self.size} {self.host}]"
         return "".join(f"{prefix} {line}".rstrip() + "\n" for line in body.splitlines())
 
-    def claims_report(self) -> bool:
+    def should_report(self) -> bool:
         """Tell whether this rank is the one that reports why the job ends, see [Note: one report].
 
         May wait for up to 2.3 seconds.
         """
-        if not self.peers.groups and self.peers.startup_board is None:  # no status board: lower ranks first
+        if not self.statuses.groups and self.statuses.startup_table is None:  # no status table: lower ranks first
             time.sleep(min(0.1 * self.rank, _CONSEQUENCE) + (_OTHER_NODE if self.rank else 0.0))
             return True
-        if not (self.peers.leads if self.peers.groups else 0 in {self.rank, *self.peers.read_startup_board()}):
+        if not (self.statuses.leads if self.statuses.groups else 0 in {self.rank, *self.statuses.read_startup_table()}):
             time.sleep(_OTHER_NODE)
-        return self.peers.claim()
+        return self.statuses.become_reporter()
 
     @property
     def ending(self) -> bool:
@@ -325,12 +325,12 @@ class JobExit:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        if self.claims_report():
+        if self.should_report():
             write_stderr(text)
             await_delivery()
         else:
             time.sleep(_CONSEQUENCE)
-        self.peers.close_startup_board(all_joined=True)
+        self.statuses.close_startup_table(all_joined=True)
         if threading.current_thread() is threading.main_thread() or mpi.Query_thread() == mpi.THREAD_MULTIPLE:
             mpi.COMM_WORLD.Abort(int(status))
         os._exit(int(status))
@@ -394,12 +394,12 @@ class Guard(JobExit):
         self.hooks = PythonHooks(self)
         if is_several(os.environ):
             os.environ[RANK_PROCESS] = mark(os.environ)
-            self.rank = self.peers.rank = launched_rank(os.environ)
+            self.rank = self.statuses.rank = launched_rank(os.environ)
             folder = next((folder for folder in scratch_folders() if os.access(folder, os.W_OK)), "")
             size = Launch.of(os.environ).size or 1
             try:
                 name = job_name(os.environ)
-                self.peers.startup_board = StartupBoard(name, self.rank, size, folder) if name else None
+                self.statuses.startup_table = StartupTable(name, self.rank, size, folder) if name else None
             except OSError as error:
                 self.supervisor.warn_once(error)
             self._start_heartbeat()
@@ -431,7 +431,7 @@ class Guard(JobExit):
         if self.shows_stacks:
             self.shows_stacks = False
             faulthandler.unregister(_SIGNAL)
-        self.peers.close()
+        self.statuses.close()
         if self._c_exit_hook is not None:
             self._c_exit_hook.close()
             self._c_exit_hook = None
@@ -461,8 +461,8 @@ class Guard(JobExit):
         """Supervise the process while a new communicator is made inside a ``with`` statement, and register the new one.
 
         Collective over ``comm``, the mpi4py intracommunicator from which the new one is made. The value of the ``with``
-        statement is a function. The body calls it with the new communicator and :meth:`.Waiting.meet`. The call is
-        collective, connects the ranks outside MPI (:class:`.PeerGroups`), and returns their world ranks.
+        statement is a function. The body calls it with the new communicator and :meth:`.Waiting.barrier`. The call is
+        collective, connects the ranks outside MPI (:class:`.StatusGroups`), and returns their world ranks.
         """
         if not guest:
             self.install()
@@ -472,10 +472,10 @@ class Guard(JobExit):
         entry = self.register.add(trace, members, comm.Get_rank())
         try:
             if guest or len(members) == 1:
-                yield lambda own, meet: members
+                yield lambda new_comm, barrier: members
             else:
-                with watch_arrival(entry, self.supervisor, timeout, self._known_slots, self._end_stuck):
-                    yield lambda own, meet: self._join_group(own, members, meet)
+                with watch_arrival(entry, self.supervisor, timeout, self._known_records, self._end_stuck):
+                    yield lambda new_comm, barrier: self._join_group(new_comm, members, barrier)
         except BaseException:
             self.register.remove(trace)
             raise
@@ -486,25 +486,25 @@ class Guard(JobExit):
                 text += "unset MPI4PY_RC_THREAD_LEVEL and mpi4py.rc.thread_level, or be a guest: embedded=True"
                 warnings.warn(text, RuntimeWarning, stacklevel=4)
 
-    def _known_slots(self) -> dict[int, Slot]:
-        own = {} if self.heartbeat is None else {self.rank: self.heartbeat.last_slot}
-        return self.peers.read_startup_board() | self.peers.read() | own
+    def _known_records(self) -> dict[int, StatusRecord]:
+        latest = {} if self.heartbeat is None else {self.rank: self.heartbeat.last_record}
+        return self.statuses.read_startup_table() | self.statuses.read() | latest
 
     def _end_stuck(self, text: str) -> None:
         if not self.ending:
             self.end_job(self.with_prefix(text), ExitStatus.HANG)
 
-    def _join_group(self, comm: Any, members: tuple[int, ...], meet: Callable[[Any], None]) -> tuple[int, ...]:
-        """Open a peer group for the ranks of ``comm`` if there is none; return ``members``. Collective over ``comm``.
+    def _join_group(self, comm: Any, members: tuple[int, ...], barrier: Callable[[Any], None]) -> tuple[int, ...]:
+        """Open a status group for the ranks of ``comm`` if there is none; return ``members``. Collective over ``comm``.
 
         ``members`` are the world ranks of ``comm``. Also begins to write the status of this rank and to compare calls.
         """
-        if not self.peers.has_group(members):
-            self.peers.add_group(comm, members, self.host, self.supervisor.warn_once, meet)
+        if not self.statuses.has_group(members):
+            self.statuses.add_group(comm, members, self.host, self.supervisor.warn_once, barrier)
         self._start_heartbeat()
         self._watch_mismatches()
         if len(members) == self.size:
-            self.peers.close_startup_board(all_joined=True)
+            self.statuses.close_startup_table(all_joined=True)
         return members
 
     def world_ranks(self, comm: Any) -> tuple[int, ...]:
@@ -513,11 +513,11 @@ class Guard(JobExit):
 
         world = MPI.COMM_WORLD
         self.rank, self.size = world.Get_rank(), world.Get_size()
-        self.peers.rank = self.rank
-        group, everyone = comm.Get_group(), world.Get_group()
-        members = tuple(group.Translate_ranks(None, everyone))
+        self.statuses.rank = self.rank
+        group, world_group = comm.Get_group(), world.Get_group()
+        members = tuple(group.Translate_ranks(None, world_group))
         group.Free()
-        everyone.Free()
+        world_group.Free()
         return members
 
     def register_split(self, trace: CallTrace, comm: Any, *, guest: bool) -> tuple[int, ...]:
@@ -540,7 +540,7 @@ class Guard(JobExit):
         self.register.remove(trace)
         members = self._watched.pop(trace, None)
         if members and members not in self._watched.values():
-            self.peers.remove_group(members, free=free)
+            self.statuses.remove_group(members, free=free)
         if members is not None and not self._watched:
             self.release()
 
@@ -548,7 +548,7 @@ class Guard(JobExit):
         """Write to this rank's status that it is about to start MPI, which waits for all ranks. Not collective."""
         if self.heartbeat is not None and "mpi4py.MPI" not in sys.modules:
             self.heartbeat.extra_entries["starts"] = True
-            self.heartbeat.refresh_place()
+            self.heartbeat.refresh_stack()
             self._start_heartbeat()
 
     def _start_heartbeat(self) -> None:
@@ -556,7 +556,7 @@ class Guard(JobExit):
         if self.heartbeat is not None:
             self.heartbeat.beat()
             return
-        self.heartbeat = Heartbeat(self.peers, self.register, self.supervisor, self._state)
+        self.heartbeat = Heartbeat(self.statuses, self.register, self.supervisor, self._state)
         try:
             self.heartbeat.beat()
             self.supervisor.add(self.heartbeat.look)
@@ -665,7 +665,7 @@ class PythonHooks:
         Otherwise show the error by ``threading.__excepthook__``.
         """
         error = args.exc_value
-        ours = error is not None and args.exc_type is not SystemExit and _passes_through_here(args.exc_traceback)
+        ours = error is not None and args.exc_type is not SystemExit and _passes_through_library(args.exc_traceback)
         if error is not None and ours and self.live and self._listener.has_other_ranks():
             name = args.thread.name if args.thread else "?"
             self._listener.on_error(error, args.exc_traceback, f"in thread {name!r}")
@@ -697,7 +697,7 @@ class PythonHooks:
             self._listener.on_exit()
 
 
-def _passes_through_here(trace: TracebackType | None) -> bool:
+def _passes_through_library(trace: TracebackType | None) -> bool:
     while trace is not None:
         if trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
             return True
@@ -744,7 +744,7 @@ class CExitHook:
 _SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else 0
 
 
-def show_stacks_when_asked() -> bool:
+def show_stacks_on_request() -> bool:
     """Begin to write the stacks to standard error when :func:`ask_for_stacks` is called for it; False if it cannot."""
     with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):  # a standard error of its own
         if _SIGNAL and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
@@ -780,7 +780,7 @@ class ProcessSetting(Generic[Value]):
 
     def __init__(self, apply: Callable[[Value], object], restore: Callable[[], object]) -> None:
         self._apply, self._restore = apply, restore
-        self._held: dict[object, Value] = {}
+        self._values: dict[object, Value] = {}
         self._lock = threading.RLock()  # a holder may be collected, and so leave, while another one comes
 
     def hold(self, value: Value) -> Callable[[], None]:
@@ -791,14 +791,14 @@ class ProcessSetting(Generic[Value]):
         key = object()
         with self._lock:
             self._apply(value)
-            self._held[key] = value
+            self._values[key] = value
 
         def leave() -> None:
             with self._lock:
-                if self._held.pop(key, self) is self:
+                if self._values.pop(key, self) is self:
                     return
-                if self._held:
-                    self._apply(next(reversed(self._held.values())))
+                if self._values:
+                    self._apply(next(reversed(self._values.values())))
                 else:
                     self._restore()
 

@@ -1,7 +1,7 @@
 """Watch this rank and the other ranks from one thread that calls no MPI, and end the job if they cannot go on.
 
 The thread is a :class:`Supervisor`, which runs the periodic checks of the process. The :class:`Heartbeat` writes the
-status of this rank to the status boards, several times a second. :class:`MismatchWatch` compares the calls of the ranks
+status of this rank to the status tables, several times a second. :class:`MismatchWatch` compares the calls of the ranks
 of a node. :func:`watch_arrival` ends the job if not all ranks join in making a communicator. :class:`EarlyExit` decides
 whether the other ranks can finish without a rank that has reached the end of its program. What is reported on a call
 that does not return comes last.
@@ -12,7 +12,7 @@ supervisor's thread wakes far too late, the process was stopped, and :meth:`Supe
 If only one rank is stopped, the threads of the other ranks notice it.
 
 [Note: no channel yet] Making a communicator is itself collective, and MPI does not tell which ranks take part. The
-startup board tells this for the ranks of this node. Nothing is known of ranks on other nodes; the job ends all the
+startup table tells this for the ranks of this node. Nothing is known of ranks on other nodes; the job ends all the
 same.
 
 [Note: who may go on] While this rank waits at the end of its program, other ranks may work as long as they like: pack
@@ -40,9 +40,9 @@ import numpy as np
 
 from mpizero.errors import CollectiveMismatch
 from mpizero.guard.call_trace import MAKING, CallRecord, CallTrace, CommunicatorEntry, CommunicatorRegistry, mismatch
-from mpizero.guard.remote_status import PeerGroups
+from mpizero.guard.remote_status import StatusGroups
 from mpizero.guard.reports import rank_ranges, ranks_text, write_stderr
-from mpizero.guard.status import Slot, all_stacks, current_frame, describe_stack, innermost_line
+from mpizero.guard.status import StatusRecord, all_stacks, current_frame, describe_stack, innermost_line
 from mpizero.types import Array
 
 #: Seconds between two checks, unless a listener asks for shorter ones.
@@ -167,10 +167,10 @@ _STILL = 0.5
 #: Seconds between two reads of the main thread's stack, each of which costs it most of a millisecond. When it stops at
 #: an instruction, its stack is read at once, and then again as often: it may have come to the same one another way.
 _LOOK = 1.0
-#: Most ranges of ranks that a slot lists for a communicator that is being made; if there are more, it lists none.
+#: Most ranges of ranks that a record lists for a communicator that is being made; if there are more, it lists none.
 _RANGES = 200
-#: Most characters of a tag that a slot has.
-_SHOWN = 80
+#: Most characters of a tag that a record has.
+_TAG_LIMIT = 80
 
 _LIBRARY_CALL = re.compile(
     r"([A-Za-z_][\w.]*)\.((?:Neighbor_|neighbor_)?(?:[Aa]ll)?"
@@ -191,14 +191,14 @@ def library_call(frame: FrameType, world: Any) -> str:
     if line is None or column is None:
         return ""
     text = linecache.getline(frame.f_code.co_filename, line).encode()[column:end].decode(errors="replace")
-    found = _LIBRARY_CALL.match(text)
-    if not found:
+    match = _LIBRARY_CALL.match(text)
+    if not match:
         return ""
-    first, *rest = found[1].split(".")
+    first, *rest = match[1].split(".")
     value = frame.f_locals.get(first, frame.f_globals.get(first))
     for name in rest:  # by dictionaries only: no property of the user's objects may run in this thread
         value = getattr(value, "__dict__", {}).get(name)
-    return f"{found[2]} of COMM_WORLD" if type(value) is type(world) and value == world else ""
+    return f"{match[2]} of COMM_WORLD" if type(value) is type(world) and value == world else ""
 
 
 def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], float]) -> list[list[Any]]:
@@ -216,7 +216,7 @@ def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], f
 
 
 def _end_of(tag: str) -> str:
-    return tag if len(tag) <= _SHOWN else f"...{tag[3 - _SHOWN :]}"
+    return tag if len(tag) <= _TAG_LIMIT else f"...{tag[3 - _TAG_LIMIT :]}"
 
 
 def transfers_in_progress(traces: Iterable[CallTrace], since: Callable[[float], float]) -> list[list[Any]]:
@@ -228,53 +228,53 @@ def transfers_in_progress(traces: Iterable[CallTrace], since: Callable[[float], 
 
 
 class Heartbeat:
-    """Write the status slot of this rank to its status boards at every tick of the supervisor.
+    """Write the status record of this rank to its status tables at every tick of the supervisor.
 
-    A status slot is a dictionary that a rank writes about itself. ``context`` is a function that returns further
-    entries of the slot, such as the training step.
+    A status record is a dictionary that a rank writes about itself. ``context`` is a function that returns further
+    entries of the record, such as the training step.
     """
 
     def __init__(
         self,
-        peers: PeerGroups,
+        statuses: StatusGroups,
         register: CommunicatorRegistry,
         supervisor: Supervisor,
         context: Callable[[], dict[str, Any]],
     ) -> None:
-        self.peers = peers
+        self.statuses = statuses
         self.register = register
-        self.listeners: list[Callable[[Slot], None]] = []
-        self.extra_entries: Slot = {}
-        self.last_slot: Slot = {}
+        self.listeners: list[Callable[[StatusRecord], None]] = []
+        self.extra_entries: StatusRecord = {}
+        self.last_record: StatusRecord = {}
         self._supervisor = supervisor
         self._context = context
         self._watched = threading.main_thread().ident or 0
-        self._asked: list[str] = []
+        self._requested: list[str] = []
         self._spot: tuple[int, int] = (0, 0)
         self._since = time.monotonic()
-        self._place, self._looked = "", float("-inf")
+        self._stack, self._looked = "", float("-inf")
         self._looked_at: tuple[int, int] = (0, 0)
         self._writing = threading.RLock()
 
     def look(self, now: float) -> None:
-        """Write the current status slot, then call each of ``listeners`` with it; ``now`` is ``time.monotonic()``."""
-        slot = self.beat(now)
+        """Write the current status record, then call each of ``listeners`` with it; ``now`` is ``time.monotonic()``."""
+        record = self.beat(now)
         for listener in tuple(self.listeners):
-            listener(slot)
+            listener(record)
 
-    def refresh_place(self) -> None:
-        """Make the next status slot read the main thread's stack again, even if it was read recently."""
+    def refresh_stack(self) -> None:
+        """Make the next status record read the main thread's stack again, even if it was read recently."""
         self._looked = float("-inf")
 
-    def beat(self, now: float | None = None) -> Slot:
-        """Write the current status slot, and return it."""
+    def beat(self, now: float | None = None) -> StatusRecord:
+        """Write the current status record, and return it."""
         with self._writing:
-            self.last_slot = slot = self.slot(time.monotonic() if now is None else now)
-            self.peers.write(slot)
-        return slot
+            self.last_record = record = self.record(time.monotonic() if now is None else now)
+            self.statuses.write(record)
+        return record
 
-    def slot(self, now: float) -> Slot:
-        """Return the current status slot of this rank: its present source line, its calls in progress, and more.
+    def record(self, now: float) -> StatusRecord:
+        """Return the current status record of this rank: its present source line, its calls in progress, and more.
 
         ``now`` is the present ``time.monotonic()``.
         """
@@ -288,35 +288,35 @@ class Heartbeat:
         if moved:
             self._spot, self._since = spot, now
         if now - self._looked >= _LOOK or (not moved and spot != self._looked_at):
-            self._place, self._looked = describe_stack(all_stacks().get(self._watched) or innermost_line(frame)), now
+            self._stack, self._looked = describe_stack(all_stacks().get(self._watched) or innermost_line(frame)), now
             self._looked_at = (0, 0) if moved else spot
-        slot: Slot = {"beat": now, "place": self._place, "still": since(self._since), "pid": os.getpid()}
+        record: StatusRecord = {"beat": now, "place": self._stack, "still": since(self._since), "pid": os.getpid()}
         # The frame may be gone at any moment; an error here must not end the run.
         with suppress(Exception):
             mpi = sys.modules.get("mpi4py.MPI")
-            stands = frame is not None and mpi is not None and slot["still"] >= _STILL
-            slot["library"] = library_call(frame, mpi.COMM_WORLD) if frame and mpi and stands else ""
-        slot["calls"] = calls_in_progress(self.register, since)
+            stands = frame is not None and mpi is not None and record["still"] >= _STILL
+            record["library"] = library_call(frame, mpi.COMM_WORLD) if frame and mpi and stands else ""
+        record["calls"] = calls_in_progress(self.register, since)
         entries = tuple(self.register.live)
         making = {e.key: rank_ranges(sorted(e.members)) for e in entries if e.trace.operation == MAKING}
-        slot["making"] = {key: ranges if len(ranges) <= _RANGES else [] for key, ranges in making.items()}
-        slot["transfers"] = transfers_in_progress([entry.trace for entry in tuple(self.register.live)], since)
-        slot["joint_tasks"] = [
+        record["making"] = {key: ranges if len(ranges) <= _RANGES else [] for key, ranges in making.items()}
+        record["transfers"] = transfers_in_progress([entry.trace for entry in tuple(self.register.live)], since)
+        record["joint_tasks"] = [
             [e.key, e.trace.joint_tasks, what, since(begun)]
             for e in tuple(self.register.live)
             for what, begun in [e.trace.present_task]
             if what
         ]
-        slot["marks"] = self.register.marks()
-        if asked := self._asked_for():
-            slot["records"] = asked
-        return slot | self.extra_entries | self._context()
+        record["marks"] = self.register.progress()
+        if requested := self._requested_records():
+            record["records"] = requested
+        return record | self.extra_entries | self._context()
 
-    def _asked_for(self) -> dict[str, list[CallRecord]]:
+    def _requested_records(self) -> dict[str, list[CallRecord]]:
         """Return, by key, the last calls on each communicator for which a rank of the node has requested them."""
-        asked = self.peers.requested_keys()
-        self._asked = [*asked, *(key for key in self._asked if key not in asked)][: len(asked) + 1]
-        entries = filter(None, map(self.register.find, self._asked))
+        requested = self.statuses.requested_keys()
+        self._requested = [*requested, *(key for key in self._requested if key not in requested)][: len(requested) + 1]
+        entries = filter(None, map(self.register.find, self._requested))
         return {entry.key: entry.trace.records() for entry in entries}
 
 
@@ -334,22 +334,22 @@ class MismatchWatch:
     Parameters
     ----------
     heartbeat : Heartbeat
-        Provides the status boards and the registry of communicators. The caller adds :meth:`look` to its listeners.
+        Provides the status tables and the registry of communicators. The caller adds :meth:`look` to its listeners.
     end : callable
         Ends the job because of an error; does not return.
     """
 
     def __init__(self, heartbeat: Heartbeat, end: Callable[[CollectiveMismatch], None]) -> None:
         self._heartbeat = heartbeat
-        self._peers: PeerGroups = heartbeat.peers
+        self._statuses: StatusGroups = heartbeat.statuses
         self._register: CommunicatorRegistry = heartbeat.register
         self._end = end
         self._reported: set[str] = set()
         self._next = -1
 
-    def look(self, slot: Slot) -> None:
-        """End the job if a rank of this node has made different calls; ``slot`` is this rank's current status slot."""
-        waits = any(call[5] >= _PATIENCE for call in slot["calls"])
+    def look(self, record: StatusRecord) -> None:
+        """End the job if a rank of this node has made different calls; ``record`` is this rank's status record."""
+        waits = any(call[5] >= _PATIENCE for call in record["calls"])
         if (key := self._differing(_WAITING if waits else _RUNNING)) and (error := self._explain(key)):
             self._end(error)
 
@@ -386,16 +386,16 @@ class MismatchWatch:
         With ``limit`` only so many of the other ranks are compared, different ones at each call; the first are those
         after this rank, so that together the ranks of a node compare with all of them in every tick.
         """
-        others = [rank for rank in self._peers.ranks if rank != self._peers.rank]
+        others = [rank for rank in self._statuses.ranks if rank != self._statuses.rank]
         if limit is not None and len(others) > limit:
             if self._next < 0:
-                self._next = sum(rank < self._peers.rank for rank in others)
+                self._next = sum(rank < self._statuses.rank for rank in others)
             others, self._next = (others[self._next :] + others)[:limit], (self._next + limit) % len(others)
-        mine = {entry.key: entry.trace for entry in (*self._register.live, *self._register.closed.values())}
+        traces = {entry.key: entry.trace for entry in (*self._register.live, *self._register.closed.values())}
         for rank in others:
-            slot = self._peers.read_one(rank)
-            for key, (started, number) in (slot or {}).get("marks", {}).items():
-                if key in mine and key not in self._reported and mine[key].number_at(started) not in (None, number):
+            record = self._statuses.read_one(rank)
+            for key, (started, number) in (record or {}).get("marks", {}).items():
+                if key in traces and key not in self._reported and traces[key].number_at(started) not in (None, number):
                     return str(key)
         return ""
 
@@ -407,16 +407,18 @@ class MismatchWatch:
         entry = self._register.find(key)
         if entry is None:
             return None
-        expected = set(entry.members).intersection(self._peers.ranks)
-        self._peers.request_records(key)
+        expected = set(entry.members).intersection(self._statuses.ranks)
+        self._statuses.request_records(key)
         self._heartbeat.beat()
         limit = time.monotonic() + _ANSWER
         while True:
-            slots = self._peers.read()
-            shown = {rank: slot["records"][key] for rank, slot in slots.items() if key in slot.get("records", {})}
-            if expected.issubset(shown) or time.monotonic() > limit:
+            records = self._statuses.read()
+            answers = {
+                rank: record["records"][key] for rank, record in records.items() if key in record.get("records", {})
+            }
+            if expected.issubset(answers) or time.monotonic() > limit:
                 return mismatch(
-                    entry.trace.name, {rank: [CallRecord(*r) for r in rows] for rank, rows in shown.items()}
+                    entry.trace.name, {rank: [CallRecord(*r) for r in calls] for rank, calls in answers.items()}
                 )
             time.sleep(0.01)
 
@@ -437,7 +439,7 @@ def watch_arrival(
     entry: CommunicatorEntry,
     supervisor: Supervisor,
     timeout: float | None,
-    slots: Callable[[], dict[int, Slot]],
+    records: Callable[[], dict[int, StatusRecord]],
     end: Callable[[str], None],
 ) -> Iterator[None]:
     """End the job if the ``with`` block, in which the ranks make a communicator, lasts longer than ``timeout``.
@@ -450,8 +452,8 @@ def watch_arrival(
         The supervisor whose thread checks the time.
     timeout : float or None
         Seconds that the block may last; None for no limit.
-    slots : callable
-        Returns the known status slots by rank, including the slot of this rank.
+    records : callable
+        Returns the known status records by rank, including the record of this rank.
     end : callable
         Ends the job; it is called with the report.
     """
@@ -460,7 +462,7 @@ def watch_arrival(
         since = supervisor.since(begun, now)
         if timeout is not None and trace.entered and since > timeout:
             call = [entry.key, trace.name, 0, MAKING, "", since]
-            known = with_age(slots())
+            known = with_age(records())
             end("\n".join(describe_stuck_call(call, entry.members, known, timeout, supervisor.tick)))
 
     trace = entry.trace
@@ -488,22 +490,22 @@ _LOOK_FOR_EXITS, _COUNTED = 0.1, 0.5
 _MESSAGES = ("isend", "irecv")
 
 
-def waits_for_this_rank(register: CommunicatorRegistry, other: int, slot: Slot) -> str:
+def waits_for_this_rank(register: CommunicatorRegistry, other: int, record: StatusRecord) -> str:
     """Return a text that tells in which call rank ``other`` waits for this rank; "" if it does not wait for this rank.
 
-    Not collective. ``register`` lists this rank's communicators; ``slot`` is the last status slot of rank ``other``.
+    Not collective. ``register`` lists this rank's communicators; ``record`` is the last status record of ``other``.
     """
     known = register.counts()
-    for key, name, sequence, operation, tag, since in slot["calls"]:
+    for key, name, sequence, operation, tag, since in record["calls"]:
         if since >= BLOCKED and sequence > known.get(key, sequence):
             label = f" {tag!r}" if tag else ""
-            return f"rank {other} waits in {operation} #{sequence}{label} of {name!r} at {slot['place']}"
-    for key, ended, what, since in slot["joint_tasks"]:
+            return f"rank {other} waits in {operation} #{sequence}{label} of {name!r} at {record['place']}"
+    for key, ended, what, since in record["joint_tasks"]:
         entry = register.find(key)
         if since >= BLOCKED and entry is not None and entry.trace.joint_tasks <= ended:
-            return f"rank {other} is in {what} {ended + 1} of {entry.trace.name!r} at {slot['place']}"
-    if slot.get("library") and slot["still"] >= 2 * BLOCKED:
-        return f"rank {other} waits in {slot['library']} at {slot['place']}"
+            return f"rank {other} is in {what} {ended + 1} of {entry.trace.name!r} at {record['place']}"
+    if record.get("library") and record["still"] >= 2 * BLOCKED:
+        return f"rank {other} waits in {record['library']} at {record['place']}"
     return ""
 
 
@@ -513,8 +515,8 @@ class EarlyExit:
 
     Attributes
     ----------
-    peers, register
-        The status boards and the communicators of this process.
+    statuses, register
+        The status tables and the communicators of this process.
     status : object
         Exit status that the program has requested by ``sys.exit``; 0 and None are success.
     patience : float
@@ -523,7 +525,7 @@ class EarlyExit:
         Ends the job; it is called with the reason.
     """
 
-    peers: PeerGroups
+    statuses: StatusGroups
     register: CommunicatorRegistry
     status: Any
     patience: float
@@ -549,56 +551,60 @@ class EarlyExit:
         """
         if waited < BLOCKED:
             return ""
-        slots = self.peers.read_all(rarely=True)
-        everyone = self.peers.read_startup_board() | slots
-        for rank in sorted(set(everyone).difference({self.peers.rank})):
-            slot = everyone[rank]
-            if reason := waits_for_this_rank(self.register, rank, slot) or self._awaits(rank, slot):
+        records = self.statuses.read_all(rarely=True)
+        known = self.statuses.read_startup_table() | records
+        for rank in sorted(set(known).difference({self.statuses.rank})):
+            record = known[rank]
+            if reason := waits_for_this_rank(self.register, rank, record) or self._awaits(rank, record):
                 return reason
-        if not self.peers.groups:
+        if not self.statuses.groups:
             return ""
         if waited > _ALONE and self.status not in (None, 0):
             return f"with exit status {self.status!r}, and the others go on"
-        return self._standstill(slots)
+        return self._standstill(records)
 
     def wait(self) -> None:
-        """Wait until no other rank on the startup board of this node is working or starting. Not collective."""
+        """Wait until no other rank on the startup table of this node is working or starting. Not collective."""
         begun = time.monotonic()
-        while self.peers.others_work(waited := time.monotonic() - begun):
+        while self.statuses.others_work(waited := time.monotonic() - begun):
             self.look(waited)
             time.sleep(_LOOK_FOR_EXITS)
 
-    def _awaits(self, other: int, slot: Slot) -> str:
+    def _awaits(self, other: int, record: StatusRecord) -> str:
         """Return a text about a communicator of both ranks that ``other`` waits to make; "" if there is none.
 
-        ``slot`` is the last status slot of rank ``other``.
+        ``record`` is the last status record of rank ``other``.
         """
         known = self.register.counts()
-        making, own = slot.get("making", {}), self.peers.rank
-        for key, name, _, operation, _, since in slot["calls"]:
+        making, this_rank = record.get("making", {}), self.statuses.rank
+        for key, name, _, operation, _, since in record["calls"]:
             lasts = operation == MAKING and since >= BLOCKED
-            if lasts and key not in known and any(first <= own <= last for first, last in making.get(key, ())):
-                return f"rank {other} is {MAKING} {name!r} with it at {slot['place']}"
+            if lasts and key not in known and any(first <= this_rank <= last for first, last in making.get(key, ())):
+                return f"rank {other} is {MAKING} {name!r} with it at {record['place']}"
         return ""
 
-    def _standstill(self, slots: Mapping[int, Slot]) -> str:
+    def _standstill(self, records: Mapping[int, StatusRecord]) -> str:
         """Return a text about a rank that waits for a message which no rank can send any more; "" if there is none.
 
         That is so if all ranks of its communicator wait for messages too or have reached the end of their programs.
         """
-        waiting = {rank: members for rank, slot in slots.items() if (members := self._messages_of(slot))}
-        idle = {self.peers.rank, *waiting, *(rank for rank, slot in slots.items() if slot["state"] == "leaving")}
+        waiting = {rank: members for rank, record in records.items() if (members := self._messages_of(record))}
+        idle = {
+            self.statuses.rank,
+            *waiting,
+            *(rank for rank, record in records.items() if record["state"] == "leaving"),
+        }
         if not waiting or not idle.issuperset(*waiting.values()):
             return ""
         rank = min(waiting)
-        return f"rank {rank} waits for a message at {slots[rank]['place']}, and nobody is at work any more"
+        return f"rank {rank} waits for a message at {records[rank]['place']}, and nobody is at work any more"
 
-    def _messages_of(self, slot: Slot) -> tuple[int, ...]:
-        """Return the world ranks of the communicator on which the rank of ``slot`` waits too long for a message.
+    def _messages_of(self, record: StatusRecord) -> tuple[int, ...]:
+        """Return the world ranks of the communicator on which the rank of ``record`` waits too long for a message.
 
         Returns () if it does not wait so long for a message.
         """
-        for key, _, _, operation, _, since in slot["calls"]:
+        for key, _, _, operation, _, since in record["calls"]:
             if operation in _MESSAGES and since > self.patience and (entry := self.register.find(key)):
                 return entry.members
         return ()
@@ -633,37 +639,39 @@ _SILENT_TICKS = 8
 _MIN_SILENCE = 0.5
 
 
-def with_age(slots: Mapping[int, Slot]) -> dict[int, Slot]:
-    """Return the status slots, by rank, with an entry "age" added to each: the seconds since it was written."""
+def with_age(records: Mapping[int, StatusRecord]) -> dict[int, StatusRecord]:
+    """Return the status records, by rank, with an entry "age" added to each: the seconds since it was written."""
     now, wall = time.monotonic(), time.time()
-    return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in slots.items()}
+    return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in records.items()}
 
 
 def describe_stuck_call(
-    call: Sequence[Any], members: Sequence[int], slots: Mapping[int, Slot], timeout: float, tick: float
+    call: Sequence[Any], members: Sequence[int], records: Mapping[int, StatusRecord], timeout: float, tick: float
 ) -> list[str]:
     """Return the lines of the report on a call that lasts too long: the missing ranks, then the status of each rank.
 
     Parameters
     ----------
     call : list
-        The call as [key, communicator, sequence, operation, tag, seconds], an entry of "calls" in a status slot.
+        The call as [key, communicator, sequence, operation, tag, seconds], an entry of "calls" in a status record.
     members : sequence of int
         World ranks of the communicator.
-    slots : dict
-        Status slots by rank, with their age (see :func:`with_age`).
+    records : dict
+        Status records by rank, with their age (see :func:`with_age`).
     timeout, tick : float
-        The timeout of the call, and the time between two writes of a status slot, both in seconds.
+        The timeout of the call, and the time between two writes of a status record, both in seconds.
     """
     key, _, sequence, operation = call[:4]
-    unknown = [r for r in members if r not in slots]
+    unknown = [r for r in members if r not in records]
     if operation == MAKING:
-        missing = [r for r in members if r in slots and key not in slots[r]["marks"]]
+        missing = [r for r in members if r in records and key not in records[r]["marks"]]
         differing = []
         strange = f"nothing known of {ranks_text(unknown)} (without mpizero, or on another node)"
     else:
-        missing = [r for r in members if r in slots and slots[r]["marks"].get(key, (sequence, 0))[0] < sequence]
-        others = {r: c for r in members if r in slots for c in slots[r]["calls"] if c[0] == key and c[2] == sequence}
+        missing = [r for r in members if r in records and records[r]["marks"].get(key, (sequence, 0))[0] < sequence]
+        others = {
+            r: c for r in members if r in records for c in records[r]["calls"] if c[0] == key and c[2] == sequence
+        }
         differing = [r for r, c in others.items() if c[3] != operation]
         strange = f"nothing known of {ranks_text(unknown)} (another node)"
     verdict = [f"{ranks_text(missing)} not in it"] if missing else []
@@ -673,29 +681,29 @@ def describe_stuck_call(
         verdict = ["all ranks are in it: counts or types differ, or the library is stuck"]
     lasted = f"{call[5]:.1f} s (timeout {timeout:g} s)"
     head = f"stuck: {describe_call_entry(call)} has lasted {lasted}: {'; '.join(verdict)}"
-    return [head, *(f"  rank {rank}: {_describe_slot(slot, tick)}" for rank, slot in sorted(slots.items()))]
+    return [head, *(f"  rank {rank}: {_describe_record(record, tick)}" for rank, record in sorted(records.items()))]
 
 
-def _describe_slot(slot: Slot, tick: float) -> str:
-    context = ", ".join(f"{name} {slot[name]}" for name in ("step", "phase") if name in slot)
-    waits = [f"in {describe_call_entry(c)} for {c[5] + slot['age']:.1f} s" for c in slot["calls"]]
-    doing = {"leaving": "at the end of the program", "failed": "failing"}.get(slot["state"], "at work")
+def _describe_record(record: StatusRecord, tick: float) -> str:
+    context = ", ".join(f"{name} {record[name]}" for name in ("step", "phase") if name in record)
+    waits = [f"in {describe_call_entry(c)} for {c[5] + record['age']:.1f} s" for c in record["calls"]]
+    doing = {"leaving": "at the end of the program", "failed": "failing"}.get(record["state"], "at work")
     files = [
-        f"{what}, {nbytes} bytes so far, the last {seconds + slot['age']:.1f} s ago"
-        for what, nbytes, seconds in slot.get("transfers", ())
+        f"{what}, {nbytes} bytes so far, the last {seconds + record['age']:.1f} s ago"
+        for what, nbytes, seconds in record.get("transfers", ())
     ]
-    what = ", ".join([*waits, *files]) or (f"in {slot['library']}" if slot.get("library") else doing)
-    if is_silent(slot, tick):
-        what = f"silent for {slot['age']:.1f} s (stopped, or holding the interpreter lock); last seen {what}"
-    return f"{what} at {slot['place']}{f' ({context})' if context else ''}"
+    what = ", ".join([*waits, *files]) or (f"in {record['library']}" if record.get("library") else doing)
+    if is_silent(record, tick):
+        what = f"silent for {record['age']:.1f} s (stopped, or holding the interpreter lock); last seen {what}"
+    return f"{what} at {record['place']}{f' ({context})' if context else ''}"
 
 
-def is_silent(slot: Slot, tick: float) -> bool:
-    """Tell whether ``slot``, the last status slot of a rank, is so old that the rank must be stopped or stuck.
+def is_silent(record: StatusRecord, tick: float) -> bool:
+    """Tell whether ``record``, the last status record of a rank, is so old that the rank must be stopped or stuck.
 
-    ``tick`` is the number of seconds between two writes of a slot. A rank that reports asks other nodes meanwhile.
+    ``tick`` is the number of seconds between two writes of a record. A rank that reports asks other nodes meanwhile.
     """
-    return not slot.get("reports") and bool(slot["age"] > max(_SILENT_TICKS * tick, _MIN_SILENCE))
+    return not record.get("reports") and bool(record["age"] > max(_SILENT_TICKS * tick, _MIN_SILENCE))
 
 
 def describe_call_entry(call: Sequence[Any]) -> str:

@@ -1,18 +1,18 @@
 """Read and write the status of all ranks with which this process shares a communicator, while MPI may be stuck.
 
-On a node, ranks share a status board. Between nodes, :class:`RemoteStatus` sends the slots of a board by TCP. A
-:class:`PeerGroup` holds both for the ranks of one communicator, and :class:`PeerGroups` all groups of the process. What
-arrives by TCP is checked entry by entry (:func:`parse_slots`). :class:`TcpQueries` runs many short queries concurrently
-in one thread; each has one deadline for its whole duration.
+On a node, ranks share a status table. Between nodes, :class:`RemoteStatus` sends the records of a table by TCP. A
+:class:`StatusGroup` holds both for the ranks of one communicator, and :class:`StatusGroups` all groups of the process.
+What arrives by TCP is checked entry by entry (:func:`parse_records`). :class:`TcpQueries` runs many short queries
+concurrently in one thread; each has one deadline for its whole duration.
 
-[Note: peer groups] When ranks make an mpizero communicator from one of the user's, they also open a peer group: a
-status board on each node, and status servers between nodes. The group is closed with the last communicator of the same
+[Note: status groups] When ranks make an mpizero communicator from one of the user's, they also open a status group: a
+status table on each node, and status servers between nodes. The group is closed with the last communicator of the same
 ranks. Opening and closing are collective, so all ranks of a group know at any moment whether it exists. Communicators
 that are split off from an mpizero communicator open no group. A process can belong to several groups, and to none if it
 has no communicator.
 
 [Note: servers] The first two ranks of each node are servers. A daemon thread, which calls no MPI, listens and sends the
-slots of the node's status board to clients that know the job's secret. A rank queries them only when something may be
+records of the node's status table to clients that know the job's secret. A rank queries them only when something may be
 wrong: when its own program has ended and programs of other ranks have not, or when a watchdog has to report the status
 of all ranks. Nodes that cannot be reached are left out.
 
@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mpizero._util.checks import strict_json
-from mpizero.guard.status import Slot, StartupBoard, StatusBoard, encode, is_working, open_status_board
+from mpizero.guard.status import StartupTable, StatusRecord, StatusTable, encode, is_working, open_status_table
 
 T = TypeVar("T")
 #: Seconds for which a rank that ends waits for ranks that have not started yet: one of them may need it.
@@ -49,8 +49,8 @@ _STARTING = 3.0
 
 
 @dataclass(frozen=True, eq=False)
-class PeerGroup:
-    """Hold the status board and the connections by which the ranks of a group see each other's status.
+class StatusGroup:
+    """Hold the status table and the connections by which the ranks of a group see each other's status.
 
     Attributes
     ----------
@@ -58,41 +58,41 @@ class PeerGroup:
         World ranks of the group, in ascending order.
     control : MPI.Intracomm
         A communicator of these ranks, used only by the supervision of the process.
-    status_board : StatusBoard
-        The status board of this rank's node.
+    status_table : StatusTable
+        The status table of this rank's node.
     remote_status : RemoteStatus or None
-        Reads the status boards of other nodes; None if there are none, or it could not be opened.
+        Reads the status tables of other nodes; None if there are none, or it could not be opened.
     """
 
     members: tuple[int, ...]
     control: Any
-    status_board: StatusBoard
+    status_table: StatusTable
     remote_status: RemoteStatus | None
 
     def close(self) -> None:
-        """Stop this rank's status server, and close the status board. Not collective."""
+        """Stop this rank's status server, and close the status table. Not collective."""
         if self.remote_status is not None:
             self.remote_status.close()
-        self.status_board.close()
+        self.status_table.close()
 
 
-class PeerGroups:
-    """Hold the peer groups of this process, and read and write the status boards of all these groups.
+class StatusGroups:
+    """Hold the status groups of this process, and read and write the status tables of all these groups.
 
-    A status slot is a dictionary that a rank writes about itself; ``_FORMS`` lists its keys.
+    A status record is a dictionary that a rank writes about itself; ``_FORMS`` lists its keys.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
-        #: The groups, smallest first, which is the order in which :meth:`claim` asks their status boards.
-        self.groups: list[PeerGroup] = []
+        #: The groups, smallest first, which is the order in which :meth:`become_reporter` asks their status tables.
+        self.groups: list[StatusGroup] = []
         #: Status of all ranks of this node, with a common communicator or without; None if it is not open.
-        self.startup_board: StartupBoard | None = None
+        self.startup_table: StartupTable | None = None
 
     # ------------------------------------------------------------------ groups
 
     def has_group(self, members: Sequence[int]) -> bool:
-        """Tell whether there is a peer group of exactly these world ranks; they all get the same result.
+        """Tell whether there is a status group of exactly these world ranks; they all get the same result.
 
         Not collective.
         """
@@ -104,34 +104,34 @@ class PeerGroups:
         members: Sequence[int],
         host: str,
         warn_once: Callable[[BaseException], None],
-        meet: Callable[[Any], None],
+        barrier: Callable[[Any], None],
     ) -> None:
-        """Open a peer group for the ranks of ``comm``, an mpi4py communicator. Collective over ``comm``.
+        """Open a status group for the ranks of ``comm``, an mpi4py communicator. Collective over ``comm``.
 
-        ``members`` are the world ranks of ``comm``, and ``host`` is the name of this rank's host. If the status board
+        ``members`` are the world ranks of ``comm``, and ``host`` is the name of this rank's host. If the status table
         or the status server cannot be opened on a rank, this rank calls ``warn_once`` with the error and goes on
-        without it; the other ranks do not wait for this rank. ``meet`` is :meth:`.Waiting.meet`.
+        without it; the other ranks do not wait for this rank. ``barrier`` is :meth:`.Waiting.barrier`.
         """
         ranks = tuple(sorted(members))
-        meet(comm)
+        barrier(comm)
         control = comm.Split(0, self.rank)
 
         def ask(value: Any) -> list[Any]:
-            meet(control)
+            barrier(control)
             return list(control.allgather(value))
 
         hosts = dict(zip(ranks, ask(host), strict=True))
-        status_board = make_on_all(ask, lambda gather: open_status_board(self.rank, hosts, gather), warn_once)
-        status_board = status_board or StatusBoard((self.rank,), self.rank, None)
+        status_table = make_on_all(ask, lambda gather: open_status_table(self.rank, hosts, gather), warn_once)
+        status_table = status_table or StatusTable((self.rank,), self.rank, None)
 
         def opened(gather: Callable[[Any], list[Any]]) -> RemoteStatus:
-            return RemoteStatus(status_board, host, gather)
+            return RemoteStatus(status_table, host, gather)
 
         remote_status = make_on_all(ask, opened, warn_once) if len(set(hosts.values())) > 1 else None
-        self.groups = sorted([*self.groups, PeerGroup(ranks, control, status_board, remote_status)], key=_size)
+        self.groups = sorted([*self.groups, StatusGroup(ranks, control, status_table, remote_status)], key=_size)
 
     def remove_group(self, members: Sequence[int], *, free: bool) -> None:
-        """Close the peer group of the world ranks ``members``, if there is one.
+        """Close the status group of the world ranks ``members``, if there is one.
 
         With ``free`` its MPI communicator is freed too. Then the call is collective over ``members``, and MPI must not
         have been finalized.
@@ -145,99 +145,99 @@ class PeerGroups:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """World ranks on this node whose status slots can be read from a status board."""
-        return tuple(sorted({rank for group in self.groups for rank in group.status_board.ranks}))
+        """World ranks on this node whose status records can be read from a status table."""
+        return tuple(sorted({rank for group in self.groups for rank in group.status_table.ranks}))
 
     @property
     def leads(self) -> bool:
-        """True if the lowest rank of every peer group of this process is on this node."""
-        return all(group.members[0] in group.status_board.ranks for group in self.groups)
+        """True if the lowest rank of every status group of this process is on this node."""
+        return all(group.members[0] in group.status_table.ranks for group in self.groups)
 
-    # ------------------------------------------------------------------ status boards
+    # ------------------------------------------------------------------ status tables
 
-    def write(self, slot: Slot) -> None:
-        """Write the status of this rank to all status boards. Not collective; one thread at a time may call it."""
-        if self.startup_board is not None:
-            self.startup_board.write(slot)
+    def write(self, record: StatusRecord) -> None:
+        """Write the status of this rank to all status tables. Not collective; one thread at a time may call it."""
+        if self.startup_table is not None:
+            self.startup_table.write(record)
         for group in self.groups:
-            group.status_board.write(slot)
+            group.status_table.write(record)
 
-    def read(self) -> dict[int, Slot]:
-        """Return the last status slot of each rank of this node that has written one, by rank. Not collective."""
-        return {rank: slot for group in self.groups for rank, slot in group.status_board.read().items()}
+    def read(self) -> dict[int, StatusRecord]:
+        """Return the last status record of each rank of this node that has written one, by rank. Not collective."""
+        return {rank: record for group in self.groups for rank, record in group.status_table.read().items()}
 
-    def read_startup_board(self) -> dict[int, Slot]:
-        """Return the last status slots of other ranks on the startup board, by rank. Not collective."""
-        return {} if self.startup_board is None else self.startup_board.read()
+    def read_startup_table(self) -> dict[int, StatusRecord]:
+        """Return the last status records of other ranks on the startup table, by rank. Not collective."""
+        return {} if self.startup_table is None else self.startup_table.read()
 
     def others_work(self, waited: float) -> bool:
-        """Tell whether another rank on the startup board of this node works, or may still be starting. Not collective.
+        """Tell whether another rank on the startup table of this node works, or may still be starting. Not collective.
 
         ``waited`` is the number of seconds since this rank has reached the end of its program. Ranks that have written
         nothing yet may be starting during the first ``_STARTING`` seconds.
         """
-        if self.startup_board is None:
+        if self.startup_table is None:
             return False
-        starting = waited < _STARTING and not self.startup_board.all_started()
-        return starting or any(map(is_working, self.startup_board.read().values()))
+        starting = waited < _STARTING and not self.startup_table.all_started()
+        return starting or any(map(is_working, self.startup_table.read().values()))
 
-    def read_one(self, rank: int) -> Slot | None:
-        """Return the last status slot of a rank in :attr:`ranks`; None if it has written none. Not collective."""
-        return next((g.status_board.read_one(rank) for g in self.groups if rank in g.status_board.ranks), None)
+    def read_one(self, rank: int) -> StatusRecord | None:
+        """Return the last status record of a rank in :attr:`ranks`; None if it has written none. Not collective."""
+        return next((g.status_table.read_one(rank) for g in self.groups if rank in g.status_table.ranks), None)
 
-    def read_all(self, *, rarely: bool = False) -> dict[int, Slot]:
-        """Return the status slots of all ranks that can be read, also of ranks on other nodes, by rank.
+    def read_all(self, *, rarely: bool = False) -> dict[int, StatusRecord]:
+        """Return the status records of all ranks that can be read, also of ranks on other nodes, by rank.
 
         Not collective. With ``rarely`` other nodes are queried only after a pause, which grows with every query; until
-        then their last known slots are returned.
+        then their last known records are returned.
         """
-        found: dict[int, Slot] = {}
+        records: dict[int, StatusRecord] = {}
         for group in self.groups:
-            if group.remote_status is not None and set(group.members).difference(group.status_board.ranks):
-                found |= group.remote_status.read_rarely() if rarely else group.remote_status.read()
-        return found | self.read()
+            if group.remote_status is not None and set(group.members).difference(group.status_table.ranks):
+                records |= group.remote_status.read_rarely() if rarely else group.remote_status.read()
+        return records | self.read()
 
     def request_records(self, key: str) -> None:
-        """Ask the ranks of this node to write their last calls on a communicator to the status board. Not collective.
+        """Ask the ranks of this node to write their last calls on a communicator to the status table. Not collective.
 
         ``key`` identifies the communicator, see :class:`.CommunicatorEntry`.
         """
         for group in self.groups:
-            group.status_board.request_records(key)
+            group.status_table.request_records(key)
 
     def requested_keys(self) -> list[str]:
-        """Return, for each peer group, the key last passed to :meth:`request_records` on any rank of this node.
+        """Return, for each status group, the key last passed to :meth:`request_records` on any rank of this node.
 
         Not collective.
         """
-        return sorted({key for group in self.groups if (key := group.status_board.requested_key())})
+        return sorted({key for group in self.groups if (key := group.status_table.requested_key())})
 
-    def claim(self) -> bool:
+    def become_reporter(self) -> bool:
         """Return True on the first rank of the node that calls this, else False. Not collective.
 
         The rank that gets True reports why the job ends.
         """
-        if not self.groups and self.startup_board is not None:
-            return self.startup_board.claim()
-        return all(group.status_board.claim() for group in self.groups)
+        if not self.groups and self.startup_table is not None:
+            return self.startup_table.become_reporter()
+        return all(group.status_table.become_reporter() for group in self.groups)
 
     def close(self) -> None:
-        """Close all peer groups and the startup board. Not collective."""
+        """Close all status groups and the startup table. Not collective."""
         for group in self.groups:
             group.close()
-        self.close_startup_board()
+        self.close_startup_table()
 
-    def close_startup_board(self, *, all_joined: bool = False) -> None:
-        """Close the startup board; with ``all_joined`` also remove its file. Not collective.
+    def close_startup_table(self, *, all_joined: bool = False) -> None:
+        """Close the startup table; with ``all_joined`` also remove its file. Not collective.
 
         ``all_joined`` says that a communicator of all ranks exists, or that the job ends.
         """
-        startup_board, self.startup_board = self.startup_board, None
-        if startup_board is not None:
-            startup_board.close(remove=all_joined)
+        startup_table, self.startup_table = self.startup_table, None
+        if startup_table is not None:
+            startup_table.close(remove=all_joined)
 
 
-def _size(group: PeerGroup) -> tuple[int, tuple[int, ...]]:
+def _size(group: StatusGroup) -> tuple[int, tuple[int, ...]]:
     return len(group.members), group.members
 
 
@@ -296,35 +296,35 @@ class StatusServer:
 
 
 class RemoteStatus:
-    """Read the status slots of ranks on other nodes, and send them the slots of this node's ranks on request.
+    """Read the status records of ranks on other nodes, and send them the records of this node's ranks on request.
 
-    A status slot is a dictionary that a rank writes about itself.
+    A status record is a dictionary that a rank writes about itself.
 
     The constructor is collective over the ranks of ``allgather``, a function that takes a picklable object and returns
     the list of all ranks' objects. ``host`` is the name of this rank's host.
     """
 
-    def __init__(self, status_board: StatusBoard, host: str, allgather: Callable[[Any], list[Any]]) -> None:
-        self._status_board = status_board
+    def __init__(self, status_table: StatusTable, host: str, allgather: Callable[[Any], list[Any]]) -> None:
+        self._status_table = status_table
         self._servers: list[socket.socket] = []
         self._thread: threading.Thread | None = None
         self._closing = False
         self._remote_servers: dict[str, list[StatusServer]] = {}
-        self._last: dict[int, Slot] = {}
+        self._last: dict[int, StatusRecord] = {}
         self._next, self._pause = 0.0, 0.5
         self._body, self._encoded_at = b"", float("-inf")
-        hosts: list[tuple[int, str]] = allgather((status_board.rank, host))
-        if status_board.rank in status_board.ranks[:SERVING]:
+        hosts: list[tuple[int, str]] = allgather((status_table.rank, host))
+        if status_table.rank in status_table.ranks[:SERVING]:
             self._servers = list(_listening())
-        places = [server.getsockname() for server in self._servers]
-        gathered = allgather((places, addresses() if places else [], secrets.token_bytes(32)))
+        socket_names = [server.getsockname() for server in self._servers]
+        gathered = allgather((socket_names, addresses() if socket_names else [], secrets.token_bytes(32)))
         self._secret: bytes = gathered[0][2]
         self._known = {address for _, known, _ in gathered for address in known}
-        for (rank, name), (places, *_) in zip(hosts, gathered, strict=True):
+        for (rank, name), (socket_names, *_) in zip(hosts, gathered, strict=True):
             if name != host:
                 ranks = frozenset(other for other, theirs in hosts if theirs == name)
                 self._remote_servers.setdefault(name, []).extend(
-                    StatusServer(rank, tuple(place), ranks) for place in places
+                    StatusServer(rank, tuple(socket_name), ranks) for socket_name in socket_names
                 )
         if self._servers:
             self._thread = threading.Thread(target=self._serve, name="mpizero-status-server", daemon=True)
@@ -334,17 +334,17 @@ class RemoteStatus:
                 self._thread = None
                 self.close()
 
-    def read(self) -> dict[int, Slot]:
-        """Query one server of each other node; return the status slots of that node's ranks, by rank. Not collective.
+    def read(self) -> dict[int, StatusRecord]:
+        """Query one server of each other node; return the status records of that node's ranks, by rank. Not collective.
 
-        The time ``beat`` in the slots is converted to this host's clock.
+        The time ``beat`` in the records is converted to this host's clock.
         """
-        found: dict[int, Slot] = {}
+        records: dict[int, StatusRecord] = {}
         with contextlib.suppress(OSError):  # no files are left
-            self._query_all(found)
-        return found
+            self._query_all(records)
+        return records
 
-    def _query_all(self, found: dict[int, Slot]) -> None:
+    def _query_all(self, records: dict[int, StatusRecord]) -> None:
         limit = time.monotonic() + _ALL_ANSWERS
         untried = {name: list(servers) for name, servers in self._remote_servers.items()}
         running: dict[str, TcpQuery] = {}
@@ -356,14 +356,14 @@ class RemoteStatus:
                 for name in [name for name in untried if name not in running][: _CLIENTS - len(running)]:
                     server = untried[name].pop(0)
                     if (connection := _connecting(server.address)) is not None:
-                        running[name] = queries.start(connection, self._query(server, name, found, answered), _ANSWER)
+                        running[name] = queries.start(connection, self._query(server, name, records, answered), _ANSWER)
                 if any(not query.ended for query in running.values()):
                     queries.poll(limit - now)
                 elif not any(untried.values()):
                     break
 
-    def read_rarely(self) -> dict[int, Slot]:
-        """Return the status slots of the last query; query again only after a pause, which grows with each query.
+    def read_rarely(self) -> dict[int, StatusRecord]:
+        """Return the status records of the last query; query again only after a pause, which grows with each query.
 
         Not collective.
         """
@@ -385,17 +385,17 @@ class RemoteStatus:
 
     # ------------------------------------------------------------------ the exchange
 
-    def _query(self, server: StatusServer, name: str, found: dict[int, Slot], answered: set[str]) -> Script:
+    def _query(self, server: StatusServer, name: str, records: dict[int, StatusRecord], answered: set[str]) -> Script:
         challenge = yield _NONCE
         nonce = secrets.token_bytes(_NONCE)
         yield nonce + self._proof(b"ask", server.rank, challenge + nonce)
         head = yield _PROOF + _LENGTH
         size = int.from_bytes(head[_PROOF:], "big")
-        if size > SLOT_LIMIT * len(server.ranks):
+        if size > RECORD_LIMIT * len(server.ranks):
             raise ValueError(f"an answer of {size} bytes")
         body = yield size
         if hmac.compare_digest(head[:_PROOF], self._proof(b"answer", server.rank, challenge + nonce + body)):
-            found |= parse_slots(body, server.ranks, time.monotonic())
+            records |= parse_records(body, server.ranks, time.monotonic())
             answered.add(name)
 
     def _serve_query(self) -> Script:
@@ -403,9 +403,9 @@ class RemoteStatus:
         yield challenge
         request = yield _NONCE + _PROOF
         nonces = challenge + request[:_NONCE]
-        if hmac.compare_digest(request[_NONCE:], self._proof(b"ask", self._status_board.rank, nonces)):
+        if hmac.compare_digest(request[_NONCE:], self._proof(b"ask", self._status_table.rank, nonces)):
             body = self._reply()
-            proof = self._proof(b"answer", self._status_board.rank, nonces + body)
+            proof = self._proof(b"answer", self._status_table.rank, nonces + body)
             yield proof + len(body).to_bytes(_LENGTH, "big") + body
 
     def _proof(self, what: bytes, rank: int, text: bytes) -> bytes:
@@ -415,8 +415,8 @@ class RemoteStatus:
     def _reply(self) -> bytes:
         now = time.monotonic()
         if now - self._encoded_at > _SAME:
-            slots = {rank: slot for rank, slot in self._status_board.read().items() if "beat" in slot}
-            aged = {rank: slot | {"age": max(0.0, now - slot["beat"])} for rank, slot in slots.items()}
+            records = {rank: record for rank, record in self._status_table.read().items() if "beat" in record}
+            aged = {rank: record | {"age": max(0.0, now - record["beat"])} for rank, record in records.items()}
             self._body, self._encoded_at = encode(aged), now
         return self._body
 
@@ -439,13 +439,13 @@ class RemoteStatus:
         strangers = 0
         for _ in range(_CLIENTS):
             try:
-                connection, (place, _) = server.accept()
+                connection, (address, _) = server.accept()
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.ECONNABORTED) and not self._closing:  # no files are left
                     time.sleep(_PAUSE)
                 break
-            strangers += place not in self._known
-            if place in self._known or strangers <= _STRANGERS:
+            strangers += address not in self._known
+            if address in self._known or strangers <= _STRANGERS:
                 queries.start(connection, self._serve_query(), _ANSWER)
             else:
                 connection.close()
@@ -478,7 +478,7 @@ def job_addresses() -> list[str]:
 
     If the name resolves to no address of this host, or not within a second, all of :func:`addresses` are returned.
     """
-    own, named = addresses(), []
+    known, named = addresses(), []
 
     def resolve() -> None:
         with contextlib.suppress(OSError, UnicodeError):
@@ -488,13 +488,13 @@ def job_addresses() -> list[str]:
     with contextlib.suppress(RuntimeError):  # no more threads
         asking.start()
         asking.join(1.0)
-    return [address for address in own if address in named] or own
+    return [address for address in known if address in named] or known
 
 
 def addresses() -> list[str]:
     """Return the IPv4 addresses of this host; loopback addresses only if there are no others. Not collective."""
-    found = list(_addresses([name for _, name in socket.if_nameindex()]))
-    return [address for address in found if not address.startswith(_LOOPBACK)] or found
+    known = list(_addresses([name for _, name in socket.if_nameindex()]))
+    return [address for address in known if not address.startswith(_LOOPBACK)] or known
 
 
 def _addresses(names: Sequence[str]) -> Iterator[str]:
@@ -505,10 +505,10 @@ def _addresses(names: Sequence[str]) -> Iterator[str]:
                 yield socket.inet_ntoa(answer[20:24])
 
 
-#: Most bytes of one rank's slot in a message: a slot of a status board, with its age and rank.
-SLOT_LIMIT = 33_000
+#: Most bytes of one rank's record in a message: a record of a status table, with its age and rank.
+RECORD_LIMIT = 33_000
 _SECONDS = int | float
-#: Forms of the entries of a slot, see :func:`_has_form`; an entry may be missing.
+#: Forms of the entries of a record, see :func:`_has_form`; an entry may be missing.
 _FORMS: Mapping[str, Any] = {
     "age": _SECONDS,
     "still": _SECONDS,
@@ -523,34 +523,34 @@ _FORMS: Mapping[str, Any] = {
     "making": {"": [(int, int)]},
     "records": dict,
 }
-#: Entries that no slot may lack.
+#: Entries that no record may lack.
 _ALWAYS = frozenset({"age", "place", "state", "still", "calls", "joint_tasks", "marks"})
 
 
-def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
-    """Decode and check status slots that a status server has sent; return them by rank.
+def parse_records(data: bytes, ranks: Collection[int], now: float) -> dict[int, StatusRecord]:
+    """Decode and check status records that a status server has sent; return them by rank.
 
-    Slots are sent with their age in seconds. The time ``beat`` of each slot is set to ``now`` minus its age, where
+    Records are sent with their age in seconds. The time ``beat`` of each record is set to ``now`` minus its age, where
     ``now`` is the present ``time.monotonic()`` of this host.
 
     Raises
     ------
     ValueError
-        If ``data`` are not valid slots, or contain a slot of a rank that is not in ``ranks``.
+        If ``data`` are not valid records, or contain a record of a rank that is not in ``ranks``.
     """
-    found = strict_json(data)
-    if not isinstance(found, dict) or not {str(rank) for rank in ranks}.issuperset(found):
-        raise ValueError("not slots of these ranks")
-    for slot in found.values():
-        _check(slot)
-    return {int(rank): slot | {"beat": now - slot["age"]} for rank, slot in found.items()}
+    records = strict_json(data)
+    if not isinstance(records, dict) or not {str(rank) for rank in ranks}.issuperset(records):
+        raise ValueError("not records of these ranks")
+    for record in records.values():
+        _check(record)
+    return {int(rank): record | {"beat": now - record["age"]} for rank, record in records.items()}
 
 
-def _check(slot: Any) -> None:
-    if not isinstance(slot, dict) or not _ALWAYS.issubset(slot):
-        raise ValueError("not a slot")
-    for name in _FORMS.keys() & slot.keys():
-        if not _has_form(slot[name], _FORMS[name]):
+def _check(record: Any) -> None:
+    if not isinstance(record, dict) or not _ALWAYS.issubset(record):
+        raise ValueError("not a record")
+    for name in _FORMS.keys() & record.keys():
+        if not _has_form(record[name], _FORMS[name]):
             raise ValueError(f"{name} is of another form")
 
 

@@ -59,21 +59,21 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def rank_ranges(ranks: Iterable[int]) -> list[list[int]]:
     """Return the ranges of consecutive ranks, each as its first and last rank; ``ranks`` are in ascending order."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for rank in ranks:
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
         else:
-            found.append([rank, rank])
-    return found
+            ranges.append([rank, rank])
+    return ranges
 
 
 def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, str]:
     """Return, for each different text, its ranks as text ("ranks 0-2"); ``texts`` are (rank, text) in rank order."""
-    found: dict[str, list[int]] = {}
+    by_text: dict[str, list[int]] = {}
     for rank, text in texts:
-        found.setdefault(text, []).append(rank)
-    return {text: ranks_text(ranks) for text, ranks in found.items()}
+        by_text.setdefault(text, []).append(rank)
+    return {text: ranks_text(ranks) for text, ranks in by_text.items()}
 
 
 def by_ranks(texts: Sequence[str]) -> str:
@@ -152,14 +152,14 @@ def leftovers(folder: str = SHARED_FOLDER, age: float = AGE) -> list[Leftover]:
     The attribute ``spared`` of a returned file is set if its use cannot be determined, or if the file was changed less
     than ``age`` seconds ago.
     """
-    found = []
+    unused = []
     with contextlib.suppress(OSError):
         for path in sorted(Path(folder).iterdir()):
-            if path.name.startswith(_PREFIXES) and (nbytes := _mine(path)) is not None:
+            if path.name.startswith(_PREFIXES) and (nbytes := _user_file_bytes(path)) is not None:
                 with _unused(path) as why:
                     if why is not None:
-                        found.append(Leftover(str(path), nbytes, why or _too_young(path, age)))
-    return found
+                        unused.append(Leftover(str(path), nbytes, why or _too_young(path, age)))
+    return unused
 
 
 def session_folders(folder: str | None = None, age: float = AGE) -> list[Leftover]:
@@ -172,7 +172,7 @@ def session_folders(folder: str | None = None, age: float = AGE) -> list[Leftove
     import tempfile
 
     top = Path(folder or tempfile.gettempdir()) / f"ompi.{os.uname().nodename}.{os.getuid()}"
-    found = []
+    unused = []
     with contextlib.suppress(OSError):
         for path in sorted(top.glob("pid.*")):
             number = path.name.removeprefix("pid.")
@@ -182,11 +182,11 @@ def session_folders(folder: str | None = None, age: float = AGE) -> list[Leftove
                 if Path(f"/proc/{number}").exists() or None in states:
                     continue
                 nbytes = sum(512 * file.lstat().st_blocks for file in files)
-                found.append(Leftover(str(path), nbytes, next(filter(None, states), "") or _too_young(path, age)))
-    return found
+                unused.append(Leftover(str(path), nbytes, next(filter(None, states), "") or _too_young(path, age)))
+    return unused
 
 
-def remove_leftovers(found: Sequence[Leftover]) -> tuple[list[Leftover], list[Leftover]]:
+def remove_leftovers(candidates: Sequence[Leftover]) -> tuple[list[Leftover], list[Leftover]]:
     """Remove the found files and folders that may be removed; return the removed and the kept ones as two lists.
 
     Each file is checked again before it is removed. ``spared`` of the kept ones says why they were kept.
@@ -195,7 +195,7 @@ def remove_leftovers(found: Sequence[Leftover]) -> tuple[list[Leftover], list[Le
 
     gone: list[Leftover] = []
     spared: list[Leftover] = []
-    for leftover in found:
+    for leftover in candidates:
         path = Path(leftover.path)
         why = leftover.spared
         if not why and path.is_dir():
@@ -226,7 +226,7 @@ def taken_by_leftovers() -> str:
     return f"; {size} bytes of it are held by {files} of killed jobs of yours: `mpizero doctor --clean` removes them"
 
 
-def _mine(path: Path) -> int | None:
+def _user_file_bytes(path: Path) -> int | None:
     """Return the bytes that a regular file of this user occupies; None if ``path`` is anything else or is gone."""
     try:
         status = path.lstat()

@@ -1,15 +1,15 @@
 """Share the status of the ranks of a node without MPI, and read the stacks of the threads of this process.
 
-Each rank writes a dictionary about itself, its status slot. A :class:`StatusBoard` is for ranks that have a
-communicator, a :class:`StartupBoard` for those that have none yet. A slot names the line at which the main thread is:
+Each rank writes a dictionary about itself, its status record. A :class:`StatusTable` is for ranks that have a
+communicator, a :class:`StartupTable` for those that have none yet. A record names the line at which the main thread is:
 :func:`current_frame` and :func:`all_stacks` find it.
 
-[Note: status board] The file is in shared memory. All ranks of the node map it. It is unlinked as soon as all of them
+[Note: status table] The file is in shared memory. All ranks of the node map it. It is unlinked as soon as all of them
 have opened it, so even a killed job leaves no file behind. Reading and writing need no MPI, so a daemon thread can do
 both while a collective hangs or the program ends.
 
-[Note: startup board] A status board is opened by ranks that make a communicator together, so it cannot show which ranks
-fail to make one. The startup board can show this: each rank of a job opens it when it imports mpizero, without the
+[Note: startup table] A status table is opened by ranks that make a communicator together, so it cannot show which ranks
+fail to make one. The startup table can show this: each rank of a job opens it when it imports mpizero, without the
 other ranks. It lasts until a communicator joins all ranks of the job, or all ranks have ended. It is read and written
 as a file, not mapped: so a full file system raises an error, and does not kill the process by a signal. A killed job
 leaves a file of a few KB, which ``mpizero doctor --clean`` removes.
@@ -44,43 +44,43 @@ from typing import IO, Any
 
 from mpizero._util.text import Line, is_users
 
-Slot = dict[str, Any]
+StatusRecord = dict[str, Any]
 
 
-_SLOT = 32768
+_RECORD = 32768
 _HEADER = struct.Struct("<II")  # version (odd while being written), length
-_CLAIM = struct.Struct("<I")
-#: Offset and length, in the page before the slots, of the key that :meth:`StatusBoard.request_records` writes.
-_ASKED, _KEY = 64, 32
+_REPORTER = struct.Struct("<I")
+#: Offset and length, in the page before the records, of the key that :meth:`StatusTable.request_records` writes.
+_REQUEST, _KEY = 64, 32
 
 
-class StatusBoard:
-    """Hold one status slot for each rank of a node, and store which of these ranks reports why the job ends.
+class StatusTable:
+    """Hold one status record for each rank of a node, and store which of these ranks reports why the job ends.
 
-    A slot is a dictionary that a rank writes about itself: the time, its source line, and its calls in progress.
+    A record is a dictionary that a rank writes about itself: the time, its source line, and its calls in progress.
 
     Parameters
     ----------
     ranks : sequence of int
-        World ranks that share this status board.
+        World ranks that share this status table.
     rank : int
-        World rank of this process, which writes only its own slot.
+        World rank of this process, which writes only its own record.
     path : str or None
-        File made by :meth:`create_file`; None makes a status board of this process alone, in its own memory.
+        File made by :meth:`create_file`; None makes a status table of this process alone, in its own memory.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, path: str | None) -> None:
         self.ranks = tuple(ranks) if path else (rank,)
         self.rank = rank
-        self._own = self.ranks.index(rank)
+        self._index = self.ranks.index(rank)
         self._version = 0
-        size = _SLOT * (len(self.ranks) + 1)
+        size = _RECORD * (len(self.ranks) + 1)
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else -1
         self._map: mmap.mmap | bytearray = mmap.mmap(self._file, size) if path else bytearray(size)
 
     @staticmethod
     def create_file(ranks: int) -> str | None:
-        """Create a file with room for ``ranks`` slots; return its path, or None if no folder has the room.
+        """Create a file with room for ``ranks`` records; return its path, or None if no folder has the room.
 
         Not collective.
         """
@@ -91,7 +91,7 @@ class StatusBoard:
                 file, path = tempfile.mkstemp(prefix="mpizero-status-", dir=folder)
                 try:
                     # Allocated, not sparse: a full file system is an error here and not a SIGBUS later.
-                    os.posix_fallocate(file, 0, _SLOT * (ranks + 1))
+                    os.posix_fallocate(file, 0, _RECORD * (ranks + 1))
                 except OSError:
                     os.unlink(path)
                     raise
@@ -100,34 +100,38 @@ class StatusBoard:
                 return path
         return None
 
-    def write(self, slot: Slot) -> None:
-        """Replace this rank's status slot; records of calls that do not fit are left out. Not collective.
+    def write(self, record: StatusRecord) -> None:
+        """Replace this rank's status record; records of calls that do not fit are left out. Not collective.
 
         One thread at a time may call it.
         """
-        data, marks = encode(slot), list(slot.get("marks", {}).items())
-        while len(data) > _SLOT - _HEADER.size and "records" in slot:  # the oldest calls
-            left = {key: rows[len(rows) // 4 + 1 :] for key, rows in slot["records"].items()}
-            slot = slot | {"records": left} if any(left.values()) else {k: v for k, v in slot.items() if k != "records"}
-            data = encode(slot)
-        while len(data) > _SLOT - _HEADER.size and marks:  # the counts of communicators made long ago
-            marks = marks[: len(marks) // 2]
-            data = encode(slot | {"marks": dict(marks)})
-        data = data[: _SLOT - _HEADER.size]
-        start = _SLOT * (self._own + 1)
+        data, progress = encode(record), list(record.get("marks", {}).items())
+        while len(data) > _RECORD - _HEADER.size and "records" in record:  # the oldest calls
+            left = {key: calls[len(calls) // 4 + 1 :] for key, calls in record["records"].items()}
+            record = (
+                record | {"records": left}
+                if any(left.values())
+                else {k: v for k, v in record.items() if k != "records"}
+            )
+            data = encode(record)
+        while len(data) > _RECORD - _HEADER.size and progress:  # the counts of communicators made long ago
+            progress = progress[: len(progress) // 2]
+            data = encode(record | {"marks": dict(progress)})
+        data = data[: _RECORD - _HEADER.size]
+        start = _RECORD * (self._index + 1)
         self._version += 2
         _HEADER.pack_into(self._map, start, self._version - 1, len(data))
         self._map[start + _HEADER.size : start + _HEADER.size + len(data)] = data
         _HEADER.pack_into(self._map, start, self._version, len(data))
 
-    def read(self) -> dict[int, Slot]:
-        """Return the last status slot of every rank that has written one, by rank. Not collective."""
-        found = ((rank, self.read_one(rank)) for rank in self.ranks)
-        return {rank: slot for rank, slot in found if slot is not None}
+    def read(self) -> dict[int, StatusRecord]:
+        """Return the last status record of every rank that has written one, by rank. Not collective."""
+        records = ((rank, self.read_one(rank)) for rank in self.ranks)
+        return {rank: record for rank, record in records if record is not None}
 
-    def read_one(self, rank: int) -> Slot | None:
-        """Return the last status slot of one rank of the node; None if it has written none. Not collective."""
-        start = _SLOT * (self.ranks.index(rank) + 1)
+    def read_one(self, rank: int) -> StatusRecord | None:
+        """Return the last status record of one rank of the node; None if it has written none. Not collective."""
+        start = _RECORD * (self.ranks.index(rank) + 1)
         for _ in range(100):
             version, length = _HEADER.unpack_from(self._map, start)
             data = self._map[start + _HEADER.size : start + _HEADER.size + length]
@@ -135,33 +139,33 @@ class StatusBoard:
                 return None
             if version % 2 == 0 and _HEADER.unpack_from(self._map, start)[0] == version:
                 with contextlib.suppress(ValueError):
-                    slot: Slot = json.loads(data)
-                    return slot
+                    record: StatusRecord = json.loads(data)
+                    return record
         return None
 
     def request_records(self, key: str) -> None:
-        """Ask all ranks of the board to write their last calls on a communicator into their next slots.
+        """Ask all ranks of the table to write their last calls on a communicator into their next records.
 
         Not collective. ``key`` identifies the communicator, see :class:`.CommunicatorEntry`.
         """
-        self._map[_ASKED : _ASKED + _KEY] = key.encode().ljust(_KEY, b"\0")
+        self._map[_REQUEST : _REQUEST + _KEY] = key.encode().ljust(_KEY, b"\0")
 
     def requested_key(self) -> str:
         """Return the key last passed to :meth:`request_records` on any rank; "" if there is none. Not collective."""
-        return bytes(self._map[_ASKED : _ASKED + _KEY]).rstrip(b"\0").decode(errors="replace")
+        return bytes(self._map[_REQUEST : _REQUEST + _KEY]).rstrip(b"\0").decode(errors="replace")
 
-    def claim(self) -> bool:
+    def become_reporter(self) -> bool:
         """Return True on the first rank of the node that calls this, else False. Not collective.
 
         The rank that gets True reports why the job ends.
         """
         with contextlib.ExitStack() as unlock:
             if self._file >= 0:
-                fcntl.lockf(self._file, fcntl.LOCK_EX, _CLAIM.size)
-                unlock.callback(fcntl.lockf, self._file, fcntl.LOCK_UN, _CLAIM.size)
-            (holder,) = _CLAIM.unpack_from(self._map, 0)
+                fcntl.lockf(self._file, fcntl.LOCK_EX, _REPORTER.size)
+                unlock.callback(fcntl.lockf, self._file, fcntl.LOCK_UN, _REPORTER.size)
+            (holder,) = _REPORTER.unpack_from(self._map, 0)
             if holder == 0:
-                _CLAIM.pack_into(self._map, 0, self.rank + 1)
+                _REPORTER.pack_into(self._map, 0, self.rank + 1)
             return holder in (0, self.rank + 1)
 
     def close(self) -> None:
@@ -171,41 +175,41 @@ class StatusBoard:
             os.close(file)
 
 
-def encode(slots: Mapping[Any, Any]) -> bytes:
-    """Encode one status slot, or a mapping from ranks to slots, as compact JSON. Not collective."""
-    return json.dumps(slots, separators=(",", ":")).encode()
+def encode(records: Mapping[Any, Any]) -> bytes:
+    """Encode one status record, or a mapping from ranks to records, as compact JSON. Not collective."""
+    return json.dumps(records, separators=(",", ":")).encode()
 
 
-def open_status_board(rank: int, hosts: Mapping[int, str], allgather: Callable[[Any], list[Any]]) -> StatusBoard:
-    """Open the status board of this rank's node; if that fails, open a status board of this process alone.
+def open_status_table(rank: int, hosts: Mapping[int, str], allgather: Callable[[Any], list[Any]]) -> StatusTable:
+    """Open the status table of this rank's node; if that fails, open a status table of this process alone.
 
     Collective over the ranks of ``hosts``, which has the names of the hosts by world rank. ``allgather`` takes a
     picklable object and returns the list of all these ranks' objects, in the order of ``hosts``.
     """
     ranks = [other for other, name in hosts.items() if name == hosts[rank]]
-    path = StatusBoard.create_file(len(ranks)) if rank == ranks[0] else None
+    path = StatusTable.create_file(len(ranks)) if rank == ranks[0] else None
     shared = allgather(path)[list(hosts).index(ranks[0])]
     try:
-        status_board = StatusBoard(ranks, rank, shared)
+        status_table = StatusTable(ranks, rank, shared)
     except (OSError, ValueError):  # the same host name, but another file system (containers)
-        status_board = StatusBoard(ranks, rank, None)
+        status_table = StatusTable(ranks, rank, None)
     allgather(None)  # everyone has it open
     if path is not None:
         with contextlib.suppress(OSError):
             os.unlink(path)
-    return status_board
+    return status_table
 
 
-_STARTUP_SLOT = 16384
+_STARTUP_RECORD = 16384
 _STARTUP_HEADER = struct.Struct("<I")  # length
-#: Written instead of a slot's length when the rank has closed its slot.
+#: Written instead of a record's length when the rank has closed its record.
 _GONE = 2**32 - 1
 
 
-class StartupBoard:
-    """Read and write the file with the status slots of this job's ranks on this node.
+class StartupTable:
+    """Read and write the file with the status records of this job's ranks on this node.
 
-    A status slot is a dictionary that a rank writes about itself.
+    A status record is a dictionary that a rank writes about itself.
 
     Parameters
     ----------
@@ -232,43 +236,43 @@ class StartupBoard:
             os.close(self._file)
             raise PermissionError(f"{self._path} is another user's")
 
-    def write(self, slot: Slot) -> None:
-        """Replace this rank's status slot; a slot that is too long is not written. One thread at a time may call it."""
-        data = encode({name: value for name, value in slot.items() if name != "records"})
+    def write(self, record: StatusRecord) -> None:
+        """Replace this rank's status record; one that is too long is not written. One thread at a time may call it."""
+        data = encode({name: value for name, value in record.items() if name != "records"})
         with self._closing:
-            if self._file >= 0 and not self._gone and len(data) <= _STARTUP_SLOT - _STARTUP_HEADER.size:
-                os.pwrite(self._file, _STARTUP_HEADER.pack(len(data)) + data, _STARTUP_SLOT * self._rank)
+            if self._file >= 0 and not self._gone and len(data) <= _STARTUP_RECORD - _STARTUP_HEADER.size:
+                os.pwrite(self._file, _STARTUP_HEADER.pack(len(data)) + data, _STARTUP_RECORD * self._rank)
 
-    def read(self) -> dict[int, Slot]:
-        """Return the last status slot of every other rank that has written one and has not closed it, by rank."""
-        found: dict[int, Slot] = {}
+    def read(self) -> dict[int, StatusRecord]:
+        """Return the last status record of every other rank that has written one and has not closed it, by rank."""
+        records: dict[int, StatusRecord] = {}
         with self._closing:
             length = os.fstat(self._file).st_size if self._file >= 0 else 0
-            for rank in range(min(self._size, -(-length // _STARTUP_SLOT))):
-                if rank != self._rank and (slot := self._read_one(rank)) is not None:
-                    found[rank] = slot
-        return found
+            for rank in range(min(self._size, -(-length // _STARTUP_RECORD))):
+                if rank != self._rank and (record := self._read_one(rank)) is not None:
+                    records[rank] = record
+        return records
 
     def all_started(self) -> bool:
-        """Tell whether every rank of the job has written a slot to this file; ranks that have ended count too."""
+        """Tell whether every rank of the job has written a record to this file; ranks that have ended count too."""
         none = bytes(_STARTUP_HEADER.size)
         with self._closing:
             ranks = range(self._size if self._file >= 0 else 0)
-            slots = [os.pread(self._file, _STARTUP_HEADER.size, _STARTUP_SLOT * rank) for rank in ranks]
-        return all(slot not in (b"", none) for slot in slots)
+            records = [os.pread(self._file, _STARTUP_HEADER.size, _STARTUP_RECORD * rank) for rank in ranks]
+        return all(record not in (b"", none) for record in records)
 
-    def _read_one(self, rank: int) -> Slot | None:
+    def _read_one(self, rank: int) -> StatusRecord | None:
         for _ in range(100):  # it may be written at this moment
-            data = os.pread(self._file, _STARTUP_SLOT, _STARTUP_SLOT * rank)
+            data = os.pread(self._file, _STARTUP_RECORD, _STARTUP_RECORD * rank)
             (length,) = _STARTUP_HEADER.unpack_from(data.ljust(_STARTUP_HEADER.size, b"\0"))
             if length in (0, _GONE):
                 return None
             with contextlib.suppress(ValueError):
-                slot: Slot = json.loads(data[_STARTUP_HEADER.size : _STARTUP_HEADER.size + length])
-                return slot
+                record: StatusRecord = json.loads(data[_STARTUP_HEADER.size : _STARTUP_HEADER.size + length])
+                return record
         return None
 
-    def claim(self) -> bool:
+    def become_reporter(self) -> bool:
         """Return True on the first rank of the node that calls this, else False.
 
         The rank that gets True reports why the job ends.
@@ -276,7 +280,7 @@ class StartupBoard:
         with self._closing:
             if self._file < 0:
                 return True
-            start = _STARTUP_SLOT * self._size
+            start = _STARTUP_RECORD * self._size
             fcntl.lockf(self._file, fcntl.LOCK_EX, _STARTUP_HEADER.size, start)
             try:
                 (holder,) = _STARTUP_HEADER.unpack(
@@ -289,14 +293,14 @@ class StartupBoard:
             return holder in (0, self._rank + 1)
 
     def close(self, *, remove: bool = False) -> None:
-        """Mark this rank's slot as closed, and close the file; a second call does nothing.
+        """Mark this rank's record as closed, and close the file; a second call does nothing.
 
         The file is removed if no other rank of the node is working any more, or in any case with ``remove``.
         """
         with self._closing, contextlib.suppress(OSError):
             self._gone = True
             if self._file >= 0:
-                os.pwrite(self._file, _STARTUP_HEADER.pack(_GONE), _STARTUP_SLOT * self._rank)
+                os.pwrite(self._file, _STARTUP_HEADER.pack(_GONE), _STARTUP_RECORD * self._rank)
         alone = not any(map(is_working, self.read().values()))
         with self._closing:
             file, self._file = self._file, -1
@@ -307,15 +311,15 @@ class StartupBoard:
                 os.close(file)
 
 
-def is_working(slot: Slot) -> bool:
-    """Tell whether the rank of this node that wrote ``slot`` is running and has not reached the end of its program."""
-    return slot["state"] == "working" and Path(f"/proc/{slot['pid']}").exists()
+def is_working(record: StatusRecord) -> bool:
+    """Tell whether the rank of this node that wrote ``record`` runs and has not reached the end of its program."""
+    return record["state"] == "working" and Path(f"/proc/{record['pid']}").exists()
 
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) .*:")
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
-_OWN = tuple(str(Path(__file__).resolve().parents[1] / folder) + os.sep for folder in ("comm", "guard"))
+_SUPERVISION_FOLDERS = tuple(str(Path(__file__).resolve().parents[1] / folder) + os.sep for folder in ("comm", "guard"))
 
 #: Held while the garbage collector is off.
 _LOOKING = threading.Lock()
@@ -346,14 +350,14 @@ def all_stacks() -> dict[int, list[Line]]:
     with contextlib.suppress(OSError), anonymous_file() as file:
         faulthandler.dump_traceback(file)
         text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
-    found: dict[int, list[Line]] = {}
+    stacks: dict[int, list[Line]] = {}
     lines: list[Line] = []
     for row in text.splitlines():
         if thread := _THREAD.fullmatch(row):
-            lines = found[int(thread[1], 16)] = []
+            lines = stacks[int(thread[1], 16)] = []
         elif line := _LINE.fullmatch(row):
             lines.append(Line(line[1], int(line[2]), line[3]))
-    return found
+    return stacks
 
 
 def innermost_line(frame: FrameType | None) -> list[Line]:
@@ -366,7 +370,7 @@ def innermost_line(frame: FrameType | None) -> list[Line]:
 
 def describe_stack(stack: Sequence[Line]) -> str:
     """Return a stack as text: the innermost line of user code, and the innermost line outside mpizero's ``comm``."""
-    inner = next((line for line in stack if not line.file.startswith(_OWN)), None)
+    inner = next((line for line in stack if not line.file.startswith(_SUPERVISION_FOLDERS)), None)
     outer = next((line for line in stack if is_users(line.file)), None)
     lines = [outer] if inner is outer else [outer, inner]
     return " > ".join(str(line) for line in lines if line is not None)

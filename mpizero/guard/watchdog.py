@@ -1,7 +1,7 @@
 """Report a collective that does not return, with the source line of every rank, and end the job.
 
 [Note: two stages] Stage 1 of a :class:`Watchdog` is the supervisor's thread. When a call of a communicator lasts longer
-than the timeout, the thread reads the status boards, reports the missing ranks and the source line of every rank, and
+than the timeout, the thread reads the status tables, reports the missing ranks and the source line of every rank, and
 aborts the job. This works if one waiting rank can get Python's interpreter lock; ranks inside MPI do not hold the lock.
 Stage 2 is a kernel timer that needs no lock, a :class:`LockTimer`. The thread restarts the timer regularly. If some
 code holds the lock too long, the timer expires: it writes the stacks of all threads and ends the process, and the
@@ -38,7 +38,7 @@ from mpizero._util.launch import OPEN_MPI
 from mpizero.errors import CollectiveError, ConfigError, ExitStatus
 from mpizero.guard import guard
 from mpizero.guard.call_trace import CallTrace, CommunicatorRegistry
-from mpizero.guard.guard import ProcessSetting, ask_for_stacks, show_stacks_when_asked
+from mpizero.guard.guard import ProcessSetting, ask_for_stacks, show_stacks_on_request
 from mpizero.guard.heartbeat import (
     HEARTBEAT,
     TICK,
@@ -50,7 +50,7 @@ from mpizero.guard.heartbeat import (
     with_age,
 )
 from mpizero.guard.reports import write_stderr
-from mpizero.guard.status import Slot, all_stacks, describe_stack
+from mpizero.guard.status import StatusRecord, all_stacks, describe_stack
 
 #: Seconds for silent ranks to write their stacks before the job ends.
 _STACKS = 0.5
@@ -137,7 +137,7 @@ class Watchdog:
             self._register.add(self._comm.trace, range(self._comm.size), self._comm.rank)
         self._open_log()
         if self._shared:
-            if self._guard.shows_stacks or show_stacks_when_asked():
+            if self._guard.shows_stacks or show_stacks_on_request():
                 self._guard.shows_stacks = True
                 self._announce("stacks")
             self._timer = LockTimer(self._log or sys.__stderr__ or 2)
@@ -163,7 +163,7 @@ class Watchdog:
             self._log = None
 
     def _announce(self, what: str) -> None:
-        """Write to this rank's status slot that it shows its "stacks" when asked, or "reports" a stuck call."""
+        """Write to this rank's status record that it shows its "stacks" when asked, or "reports" a stuck call."""
         if (heartbeat := self._guard.heartbeat) is not None:
             heartbeat.extra_entries[what] = True
             try:
@@ -191,7 +191,7 @@ class Watchdog:
             self._restarted = now
             self._timer.restart(self._timeout + self._grace)
         if self._folder is not None:
-            self._publish()
+            self._write_status()
         calls = calls_in_progress(self._register, lambda moment: self._guard.supervisor.since(moment, now))
         for call in calls:
             if call[5] > self._timeout and not self._files_move(call, now):
@@ -207,11 +207,11 @@ class Watchdog:
         since = self._guard.supervisor.since
         if self._moved and since(self._moved, now) <= self._timeout:
             return True
-        found = transfers_in_progress(self._comm.traces(), lambda moment: since(moment, now))
+        transfers = transfers_in_progress(self._comm.traces(), lambda moment: since(moment, now))
         if self._shared:
-            slots = self._slots(self._members(call))
-            found += [[*t[:2], t[2] + s["age"]] for s in slots.values() for t in s.get("transfers", ())]
-        quiet = min((seconds for _, _, seconds in found), default=math.inf)
+            records = self._records(self._members(call))
+            transfers += [[*t[:2], t[2] + s["age"]] for s in records.values() for t in s.get("transfers", ())]
+        quiet = min((seconds for _, _, seconds in transfers), default=math.inf)
         self._moved = now - quiet if quiet <= self._timeout else 0.0
         return quiet <= self._timeout
 
@@ -224,20 +224,20 @@ class Watchdog:
             try:
                 self._announce("reports")
                 members = self._members(call)
-                slots, tick = self._slots(members), self._guard.supervisor.tick
-                lines = describe_stuck_call(call, members, slots, self._timeout, tick)
-                if not slots.keys() >= set(members) and self._guard.launcher == OPEN_MPI:
+                records, tick = self._records(members), self._guard.supervisor.tick
+                lines = describe_stuck_call(call, members, records, self._timeout, tick)
+                if not records.keys() >= set(members) and self._guard.launcher == OPEN_MPI:
                     lines.append(f"  {OPEN_MPI} may stay until that node answers: end it by two Ctrl-C, or scancel")
             except Exception as failure:  # the job ends all the same
                 lines = [f"stuck: {name} has lasted {call[5]:.1f} s; no more is known: {failure!r}"]
             text = self._guard.with_prefix("\n".join(lines))
-            if self._guard.claims_report():
+            if self._guard.should_report():
                 write_stderr(text)
                 self._ask_silent()
             self._guard.end_job("", ExitStatus.HANG)
-        found = all_stacks()
+        stacks = all_stacks()
         where = "; ".join(
-            f"{t.name} at {describe_stack(found.get(t.ident or 0, ()))}"
+            f"{t.name} at {describe_stack(stacks.get(t.ident or 0, ()))}"
             for t in threading.enumerate()
             if t is not threading.current_thread() and t.name != HEARTBEAT
         )
@@ -248,41 +248,41 @@ class Watchdog:
         assert self._folder is not None
         return self._folder / f"heartbeat-rank{rank:05d}.json"
 
-    def _publish(self) -> None:
-        """Write this rank's status slot to the common folder, where other nodes can read it; ignore file errors."""
-        own, heartbeat = self._path(self._rank), self._guard.heartbeat
-        slot = heartbeat.last_slot if heartbeat is not None and self._shared else {}
+    def _write_status(self) -> None:
+        """Write this rank's status record to the common folder, where other nodes can read it; ignore file errors."""
+        path, heartbeat = self._path(self._rank), self._guard.heartbeat
+        record = heartbeat.last_record if heartbeat is not None and self._shared else {}
         with contextlib.suppress(OSError):
-            temporary = own.with_suffix(".new")
-            temporary.write_text(json.dumps(slot | {"beat": 0.0, "wall": time.time()}))
-            temporary.replace(own)
+            temporary = path.with_suffix(".new")
+            temporary.write_text(json.dumps(record | {"beat": 0.0, "wall": time.time()}))
+            temporary.replace(path)
 
-    def _slots(self, members: tuple[int, ...]) -> dict[int, Slot]:
-        """Return the status slots of all ranks that can be read, by rank, each with its age in seconds.
+    def _records(self, members: tuple[int, ...]) -> dict[int, StatusRecord]:
+        """Return the status records of all ranks that can be read, by rank, each with its age in seconds.
 
-        They are read from the status boards of this node; for other ranks of ``members``, from the common folder and
+        They are read from the status tables of this node; for other ranks of ``members``, from the common folder and
         from the status servers of other nodes.
         """
-        peers = self._guard.peers
-        slots = peers.read()
+        groups = self._guard.statuses
+        records = groups.read()
         for rank in members if self._folder is not None else ():
-            if rank not in slots:
+            if rank not in records:
                 with contextlib.suppress(OSError, ValueError):
-                    slots[rank] = json.loads(self._path(rank).read_text())
-        if any(rank not in slots for rank in members):
-            slots |= peers.read_all()  # nodes that do not answer take seconds: those of this node are read after them
-        return with_age(slots)
+                    records[rank] = json.loads(self._path(rank).read_text())
+        if any(rank not in records for rank in members):
+            records |= groups.read_all()  # nodes that do not answer take seconds: those of this node are read after
+        return with_age(records)
 
     def _ask_silent(self) -> None:
         """Ask silent ranks of this node for their stacks, which they write even while they are stuck."""
-        asked = 0
-        for rank, slot in self._slots(()).items():
-            if rank != self._rank and slot.get("stacks") and is_silent(slot, self._guard.supervisor.tick):
-                write_stderr(self._guard.with_prefix(f"rank {rank} is asked for its stacks (process {slot['pid']}):"))
+        requested = 0
+        for rank, record in self._records(()).items():
+            if rank != self._rank and record.get("stacks") and is_silent(record, self._guard.supervisor.tick):
+                write_stderr(self._guard.with_prefix(f"rank {rank} is asked for its stacks (process {record['pid']}):"))
                 with contextlib.suppress(OSError):
-                    ask_for_stacks(slot["pid"])
-                    asked += 1
-        time.sleep(_STACKS if asked else 0.0)
+                    ask_for_stacks(record["pid"])
+                    requested += 1
+        time.sleep(_STACKS if requested else 0.0)
 
 
 #: A signal above those that C libraries and debuggers use.
@@ -317,8 +317,8 @@ class LockTimer:
     def restart(self, seconds: float) -> None:
         """Make the timer expire after ``seconds`` of processor time of the main thread, counted from now."""
         if self._library is not None:
-            whole = int(seconds)
-            times = _Times(0, 0, whole, max(1, int((seconds - whole) * 1e9)))
+            full_seconds = int(seconds)
+            times = _Times(0, 0, full_seconds, max(1, int((seconds - full_seconds) * 1e9)))
             self._library.timer_settime(self._timer, 0, ctypes.byref(times), None)
 
     def close(self) -> None:
