@@ -2,7 +2,7 @@
 
 A :class:`GrainRule` finds the size of :class:`Grains` from the global batch alone, so that every number of ranks adds
 the same grains. Each rank computes a contiguous run of grains, or one grain in each round. Where the ranks of a node
-claim grains, the runs of these ranks together are the node's grains.
+take grains dynamically, the runs of these ranks together are the node's grains.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import Partition
 from mpizero.layout.mesh import NodeOrder
-from mpizero.layout.sum_tree import claim_parts, claim_rows
+from mpizero.layout.sum_tree import dynamic_parts, dynamic_rows
 
 #: A global batch is cut into about this many grains, or into more, when the user does not choose their size.
 DEFAULT_GRAINS = 16
@@ -166,28 +166,28 @@ def contiguous_parts(grid: NodeOrder, count: int) -> list[range]:
     are those that :func:`grain_part_number` gives to the parts. Between two numbers of a rank are those of the other
     ranks of its group.
     """
-    contexts, shares = grid.context.size, []
-    for place in range(grid.data.size):
-        data, context = divmod(place, contexts)
-        own = Grains(count // contexts, 1).assigned(data, grid.batch.size)
-        start, stop = (grain_part_number(grain, context, contexts) for grain in (own.start, own.stop))
-        shares.append(range(start, stop, contexts))
-    return shares
+    contexts, parts = grid.context.size, []
+    for position in range(grid.data.size):
+        data, context = divmod(position, contexts)
+        assigned = Grains(count // contexts, 1).assigned(data, grid.batch.size)
+        start, stop = (grain_part_number(grain, context, contexts) for grain in (assigned.start, assigned.stop))
+        parts.append(range(start, stop, contexts))
+    return parts
 
 
 def node_blocks(grid: NodeOrder, count: int) -> list[range]:
     """Return the grains of each node, of ``count`` grains: those of all its ranks by :func:`contiguous_parts`."""
-    shares, blocks, first = contiguous_parts(grid, count), [], 0
+    parts, blocks, first = contiguous_parts(grid, count), [], 0
     for size in grid.group_sizes:
-        blocks.append(range(shares[first].start, shares[first + size - 1].stop))
+        blocks.append(range(parts[first].start, parts[first + size - 1].stop))
         first += size
     return blocks
 
 
-def claimed_rows(grid: NodeOrder, count: int) -> int:
-    """Return how many rows the ranks of any node need to claim ``count`` grains."""
+def max_dynamic_rows(grid: NodeOrder, count: int) -> int:
+    """Return how many rows the ranks of any node need to take ``count`` grains dynamically."""
     sizes = zip(node_blocks(grid, count), grid.group_sizes, strict=True)
-    return max(claim_rows(claim_parts(block, size), size, count) for block, size in sizes)
+    return max(dynamic_rows(dynamic_parts(block, size), size, count) for block, size in sizes)
 
 
 def round_owners(grid: NodeOrder, count: int) -> list[int]:

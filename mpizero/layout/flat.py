@@ -62,7 +62,7 @@ class Span(NamedTuple):
         Not collective.
         """
         start = self.start
-        for part in (found for one in chosen if (found := one.intersect(self)).size):
+        for part in (common for one in chosen if (common := one.intersect(self)).size):
             if start < part.start:
                 yield Span(start, part.start), False
             yield part, True
@@ -122,17 +122,17 @@ class Unit:
         The range of the unit's own parameters (tied uses excluded) in the flat array of parameters.
     entries : tuple of ParameterUse
         All uses of parameters by the blocks, tied uses included, in declared order.
-    own_gradients : int
+    untied_gradients : int
         Number of gradient elements of the unit's own parameters.
     gradients : int
-        Number of gradient elements of the unit: ``own_gradients`` and the gradients of its tied uses.
+        Number of gradient elements of the unit: ``untied_gradients`` and the gradients of its tied uses.
     """
 
     index: int
     blocks: tuple[str, ...]
     span: Span
     entries: tuple[ParameterUse, ...]
-    own_gradients: int
+    untied_gradients: int
     gradients: int
 
     @property
@@ -151,15 +151,15 @@ class Unit:
 
         Gradients that follow one another without a gap form one range.
         """
-        found: dict[str, list[Span]] = {block: [] for block in self.blocks}
+        by_block: dict[str, list[Span]] = {block: [] for block in self.blocks}
         for entry in sorted(self.entries, key=lambda entry: entry.gradient):
-            ranges, span = found[entry.block], Span(entry.gradient, entry.gradient + entry.spec.size)
+            ranges, span = by_block[entry.block], Span(entry.gradient, entry.gradient + entry.spec.size)
             if entry.gradient < 0:
                 continue
             if ranges and ranges[-1].stop == span.start:
                 span = Span(ranges.pop().start, span.stop)
             ranges.append(span)
-        return {block: tuple(ranges) for block, ranges in found.items()}
+        return {block: tuple(ranges) for block, ranges in by_block.items()}
 
     def gradient_of(self, offset: int) -> int:
         """Return the index, in this unit's gradient space, of the gradient of element ``offset`` of the flat array.
@@ -319,11 +319,11 @@ class FlatLayout:
     @cached_property
     def uses(self) -> dict[str, tuple[ParameterUse, ...]]:
         """For the name of each parameter that has tied uses, these uses in declared order, without frozen ones."""
-        found: dict[str, tuple[ParameterUse, ...]] = {}
+        by_name: dict[str, tuple[ParameterUse, ...]] = {}
         for entry in self.entries:
             if entry.spec.tied is not None and entry.gradient >= 0:
-                found[entry.spec.tied] = (*found.get(entry.spec.tied, ()), entry)
-        return found
+                by_name[entry.spec.tied] = (*by_name.get(entry.spec.tied, ()), entry)
+        return by_name
 
     @cached_property
     def gradient_bases(self) -> tuple[int, ...]:
@@ -340,12 +340,12 @@ class FlatLayout:
 
         Ranges that follow one another without a gap are joined; uses of frozen parameters have none. Not collective.
         """
-        found: list[Span] = []
+        ranges: list[Span] = []
         starts = {self.gradient_bases[e.unit] + e.gradient: e for e in self.entries if e.gradient >= 0 and chosen(e)}
         for start, entry in sorted(starts.items(), key=lambda item: item[0]):
-            first = found.pop().start if found and found[-1].stop == start else start
-            found.append(Span(first, start + entry.spec.size))
-        return tuple(found)
+            first = ranges.pop().start if ranges and ranges[-1].stop == start else start
+            ranges.append(Span(first, start + entry.spec.size))
+        return tuple(ranges)
 
     @cached_property
     def largest_gradient(self) -> int:
@@ -387,8 +387,8 @@ class FlatLayout:
         range returned is that of the unit's own parameters. Then follows one range for each tied use that is not
         frozen; it is empty if the owner holds no element of the parameter.
         """
-        own = shards[unit.index]
-        spans = [Span(unit.gradient_of(own.start), unit.gradient_of(own.stop))]
+        shard = shards[unit.index]
+        spans = [Span(unit.gradient_of(shard.start), unit.gradient_of(shard.stop))]
         for entry in unit.aliases:
             if entry.gradient < 0:
                 continue
@@ -403,17 +403,17 @@ class FlatLayout:
         A region lies inside one unit and ends where a block ends. It has at least ``minimum`` elements; only the last
         region of a unit can have fewer.
         """
-        found: list[tuple[int, Span]] = []
+        regions: list[tuple[int, Span]] = []
         for unit in self.units:
             start = stop = unit.span.start
             for block in unit.blocks:
                 stop += sum(e.spec.size for e in unit.entries if e.block == block and e.spec.tied is None)
                 if stop - start >= max(1, minimum):
-                    found.append((unit.index, Span(start, stop)))
+                    regions.append((unit.index, Span(start, stop)))
                     start = stop
             if stop > start:
-                found.append((unit.index, Span(start, stop)))
-        return tuple(found)
+                regions.append((unit.index, Span(start, stop)))
+        return tuple(regions)
 
     def pieces(self, span: Span) -> Iterator[tuple[ParameterUse, Span]]:
         """Yield (parameter, range of the overlap) for each parameter that overlaps a range of the flat array."""
@@ -458,20 +458,20 @@ class _Builder:
         self.known: dict[str, tuple[ParameterSpec, int]] = {}
 
     def unit(self, index: int, names: Sequence[str], blocks: Mapping[str, Sequence[ParameterSpec]]) -> Unit:
-        start, own, entries = self.offset, 0, []
+        start, untied, entries = self.offset, 0, []
         for block in names:
             for spec in blocks[block]:
                 entry = self.entry(replace(spec, name=joined(block, spec.name)), block, index)
                 if spec.tied is None and spec.trainable:
-                    entry = replace(entry, gradient=own)
-                    own += spec.size
+                    entry = replace(entry, gradient=untied)
+                    untied += spec.size
                 entries.append(entry)
-        total = own
+        total = untied
         for position, entry in enumerate(entries):
             if entry.spec.tied is not None and entry.spec.trainable:
                 entries[position] = replace(entry, gradient=total)
                 total += entry.spec.size
-        return Unit(index, tuple(names), Span(start, self.offset), tuple(entries), own, total)
+        return Unit(index, tuple(names), Span(start, self.offset), tuple(entries), untied, total)
 
     def entry(self, spec: ParameterSpec, block: str, unit: int) -> ParameterUse:
         if spec.tied is not None:
@@ -520,11 +520,11 @@ def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     It undoes :func:`nested`. A ``prefix`` such as the name of a block and the names below it are :func:`joined`.
     """
     for name, value in tree.items():
-        whole = joined(prefix, name)
+        full_name = joined(prefix, name)
         if isinstance(value, Mapping):
-            yield from flat_names(value, whole)
+            yield from flat_names(value, full_name)
         else:
-            yield whole, value
+            yield full_name, value
 
 
 def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,8 +87,8 @@ class Axes:
         sizes = {axis: getattr(self, axis) for axis in AXES}
         for axis, size in sizes.items():
             if not is_whole(size, 1):
-                given = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
-                raise GridError(f"{axis}={size!r} is not allowed among {given}; expected an integer >= 1")
+                listed = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
+                raise GridError(f"{axis}={size!r} is not allowed among {listed}; expected an integer >= 1")
         if sorted(self.order) != sorted(AXES):
             raise GridError(f"order={self.order!r} is not allowed; expected {', '.join(AXES)}, each once, in any order")
 
@@ -124,12 +124,12 @@ class Axes:
         if not is_whole(world, 1):
             raise GridError(f"a grid needs at least one rank, got {world=!r}")
         names = _order(order)
-        given = {"pipeline": pipeline, "tensor": tensor, "data": data, "context": context}
-        for axis, size in given.items():
+        sizes = {"pipeline": pipeline, "tensor": tensor, "data": data, "context": context}
+        for axis, size in sizes.items():
             if not is_whole(size, 1) and not (axis == "data" and size == -1):
                 allowed = "an integer >= 1, or -1 for all remaining ranks" if axis == "data" else "an integer >= 1"
                 raise GridError(
-                    f"{axis}={size!r} is not allowed for {_text(given)} on {world} ranks; expected {allowed}"
+                    f"{axis}={size!r} is not allowed for {_text(sizes)} on {world} ranks; expected {allowed}"
                 )
         if data == -1:
             replica = pipeline * tensor * context
@@ -138,13 +138,13 @@ class Axes:
                     f"{world} ranks are not a multiple of pipeline={pipeline} x tensor={tensor} x context={context} = "
                     f"{replica} ranks of one replica; start a multiple of {replica} ranks or change a size"
                 )
-            given["data"] = world // replica
-        if prod(given.values()) != world:
+            sizes["data"] = world // replica
+        if prod(sizes.values()) != world:
             raise GridError(
-                f"{_text(given)} = {prod(given.values())} ranks, but there are {world}; "
+                f"{_text(sizes)} = {prod(sizes.values())} ranks, but there are {world}; "
                 f"the product of the sizes must be the number of ranks (data=-1 takes all remaining ones)"
             )
-        return cls(order=names, **given)
+        return cls(order=names, **sizes)
 
     @property
     def size(self) -> int:
@@ -154,11 +154,11 @@ class Axes:
     @cached_property
     def strides(self) -> dict[str, int]:
         """For the name of each axis, by how much a rank's number grows when its coordinate on the axis grows by 1."""
-        found, stride = {}, 1
+        strides, stride = {}, 1
         for axis in reversed(self.order):
-            found[axis] = stride
+            strides[axis] = stride
             stride *= getattr(self, axis)
-        return found
+        return strides
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of a rank.
@@ -172,7 +172,7 @@ class Axes:
             raise GridError(f"rank {rank} does not exist: {_text(self.sizes)} has ranks 0 to {self.size - 1}")
         return Coordinates(*(rank // self.strides[axis] % getattr(self, axis) for axis in AXES))
 
-    def rank_of(self, place: Coordinates) -> int:
+    def rank_of(self, coordinates: Coordinates) -> int:
         """Return the rank that has the given coordinates.
 
         Raises
@@ -181,9 +181,9 @@ class Axes:
             If a coordinate is negative, or not less than the size of its axis.
         """
         for axis, size in self.sizes.items():
-            if not 0 <= getattr(place, axis) < size:
-                raise GridError(f"{place} is outside {_text(self.sizes)}: {axis} goes from 0 to {size - 1}")
-        return sum(getattr(place, axis) * stride for axis, stride in self.strides.items())
+            if not 0 <= getattr(coordinates, axis) < size:
+                raise GridError(f"{coordinates} is outside {_text(self.sizes)}: {axis} goes from 0 to {size - 1}")
+        return sum(getattr(coordinates, axis) * stride for axis, stride in self.strides.items())
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Return ``rank`` and all ranks whose coordinates differ from it on the axes ``axes`` only.
@@ -198,8 +198,8 @@ class Axes:
         """
         if unknown := set(axes) - set(AXES):
             raise GridError(f"unknown axis {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(AXES)}")
-        here, strides = self.coordinates(rank), self.strides
-        first = rank - sum(getattr(here, axis) * strides[axis] for axis in set(axes))
+        coordinates, strides = self.coordinates(rank), self.strides
+        first = rank - sum(getattr(coordinates, axis) * strides[axis] for axis in set(axes))
         steps = (range(0, getattr(self, a) * strides[a], strides[a]) for a in AXES if a in axes)
         return tuple(first + sum(moved) for moved in product(*steps))
 
@@ -342,8 +342,10 @@ def groups_of(axes: Axes, name: str) -> tuple[tuple[int, ...], ...]:
     :data:`GROUPS` lists the kinds. Groups are in ascending order of their smallest rank.
     """
     differing = GROUPS[name]
-    places = enumerate(map(axes.coordinates, range(axes.size)))
-    return tuple(axes.group(r, differing) for r, here in places if not any(getattr(here, a) for a in differing))
+    positions = enumerate(map(axes.coordinates, range(axes.size)))
+    return tuple(
+        axes.group(r, differing) for r, coordinates in positions if not any(getattr(coordinates, a) for a in differing)
+    )
 
 
 def inside_nodes(axes: Axes, name: str, hosts: Sequence[int]) -> bool:
@@ -361,7 +363,7 @@ def uneven_counts(axes: Axes, hosts: Sequence[int]) -> tuple[int, ...]:
     the world, the number of its node.
     """
     for members in groups_of(axes, "data"):
-        counts = tuple(len(places) for places in by_node([hosts[rank] for rank in members]))
+        counts = tuple(len(members_of_node) for members_of_node in by_node([hosts[rank] for rank in members]))
         if len(set(counts)) > 1:
             return counts
     return ()
@@ -372,10 +374,10 @@ def by_node(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
     ``hosts`` holds the number of each rank's node. Nodes come in the order in which their numbers first appear.
     """
-    found: dict[int, list[int]] = {}
-    for place, host in enumerate(hosts):
-        found.setdefault(host, []).append(place)
-    return tuple(map(tuple, found.values()))
+    nodes: dict[int, list[int]] = {}
+    for index, host in enumerate(hosts):
+        nodes.setdefault(host, []).append(index)
+    return tuple(map(tuple, nodes.values()))
 
 
 def node_major(nodes: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -80,8 +80,8 @@ class Instruction(NamedTuple):
             return (Instruction(BACKWARD_INPUT, chunk, micro),)
         if kind == FORWARD:
             return (Instruction(FORWARD, chunk - 1, micro),) if chunk else ()
-        own = Instruction(FORWARD, chunk, micro)
-        return (own,) if chunk == chunks - 1 else (own, Instruction(BACKWARD_INPUT, chunk + 1, micro))
+        forward = Instruction(FORWARD, chunk, micro)
+        return (forward,) if chunk == chunks - 1 else (forward, Instruction(BACKWARD_INPUT, chunk + 1, micro))
 
     @property
     def does(self) -> tuple[Instruction, ...]:
@@ -160,15 +160,15 @@ class Schedule:
         left = sizes if deferred is None else deferred
         peaks = []
         for program in self.programs:
-            held = peak = 0.0
+            size = peak = 0.0
             for kind, chunk, _ in program:
                 if kind == FORWARD:
-                    held += sizes[chunk]
+                    size += sizes[chunk]
                 elif kind == BACKWARD:
-                    held -= sizes[chunk]
+                    size -= sizes[chunk]
                 else:
-                    held += left[chunk] - sizes[chunk] if kind == BACKWARD_INPUT else -left[chunk]
-                peak = max(peak, held)
+                    size += left[chunk] - sizes[chunk] if kind == BACKWARD_INPUT else -left[chunk]
+                peak = max(peak, size)
             peaks.append(peak)
         return tuple(peaks)
 
@@ -321,21 +321,21 @@ def fuse(program: Iterable[Instruction], stage_of: tuple[int, ...]) -> Iterator[
     input gradient: if the chunk is the first of the model, or if the previous chunk is on the same stage. ``stage_of``
     holds the stage of every chunk.
     """
-    held: Instruction | None = None
+    pending: Instruction | None = None
     for instruction in program:
-        if held is not None:
-            if instruction == held._replace(kind=BACKWARD_WEIGHTS):
-                instruction = held._replace(kind=BACKWARD)
+        if pending is not None:
+            if instruction == pending._replace(kind=BACKWARD_WEIGHTS):
+                instruction = pending._replace(kind=BACKWARD)
             else:
-                yield held
-            held = None
+                yield pending
+            pending = None
         chunk = instruction.chunk
         if instruction.kind == BACKWARD_INPUT and (chunk == 0 or stage_of[chunk - 1] == stage_of[chunk]):
-            held = instruction
+            pending = instruction
         else:
             yield instruction
-    if held is not None:
-        yield held
+    if pending is not None:
+        yield pending
 
 
 class _ScheduleRow(NamedTuple):
@@ -409,8 +409,8 @@ def chunk_stages(name: str, stages: int, virtual: int = 1) -> tuple[int, ...]:
     if name not in _ROWS:
         raise ConfigError(f"unknown schedule {name!r}; expected one of {', '.join(SCHEDULES)}")
     row = _ROWS[name]
-    _require_whole(name, "stages", stages)
-    _require_whole(name, "virtual stages", virtual)
+    _require_positive(name, "stages", stages)
+    _require_positive(name, "virtual stages", virtual)
     if not row.virtual(virtual):
         raise ConfigError(f"schedule {name!r} cannot have {virtual} virtual stages; expected {row.wanted}")
     if stages * virtual > MOST_CHUNKS:
@@ -447,7 +447,7 @@ def build_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1)
     mpizero.errors.ConfigError: unknown schedule '2f2b'; expected one of gpipe, 1f1b, interleaved, ...
     """
     stage_of = chunk_stages(name, stages, virtual)
-    _require_whole(name, "micro-batches", micro_batches)
+    _require_positive(name, "micro-batches", micro_batches)
     row = _ROWS[name]
     micros = -(-micro_batches // stages) * stages if row.padded else micro_batches
     schedule = Schedule(
@@ -463,7 +463,7 @@ def build_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1)
     return schedule
 
 
-def _require_whole(name: str, what: str, value: object) -> None:
+def _require_positive(name: str, what: str, value: object) -> None:
     if not is_whole(value, 1):
         raise ConfigError(f"schedule {name!r} cannot have {value!r} {what}; expected a whole number >= 1")
 
@@ -817,8 +817,8 @@ def label(simulation: Simulation, instruction: Instruction) -> str:
     name = f"{LETTERS[kind]}{micro}"
     if schedule.chunks == schedule.stages:
         return name
-    place = schedule.stage_of[:chunk].count(schedule.stage_of[chunk])
-    return f"{name}{'abcdefghijklmnopqrstuvwxyz'[place % 26]}"
+    index = schedule.stage_of[:chunk].count(schedule.stage_of[chunk])
+    return f"{name}{'abcdefghijklmnopqrstuvwxyz'[index % 26]}"
 
 
 def timetable(simulation: Simulation, unit: float | None = None) -> str:

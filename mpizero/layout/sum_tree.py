@@ -5,7 +5,7 @@ The node ``(level, position)`` of the tree is the sum of its children ``(level-1
 gradients of the grains (or the elements of a tensor). All sums follow this tree, so the bits of the root depend on the
 leaves alone. A *row* is an array with one gradient vector or one partial sum of them; a *worker* is a rank that
 computes grains. There are three kinds of plans: workers compute grains in rounds (:func:`round_plan`), sum their own
-grains first (:func:`rows_plan`), or claim parts of a node's grains one after the other (:func:`claim_parts`).
+grains first (:func:`rows_plan`), or take parts of a node's grains one after the other (:func:`dynamic_parts`).
 
 [Note: tree programs] A sum is passed to the kernels as a *program*, a tuple of integers that is executed by a stack
 machine over the rows of a matrix: ``v >= 0`` pushes row v, ``-1`` pops the top of the stack and adds it to the entry
@@ -66,12 +66,12 @@ def _joined(left: Program, right: Program) -> Program:
     return (*left, -2 - right[0]) if len(right) == 1 else (*left, *right, -1)
 
 
-def merge(held: Iterable[tuple[TreeNode, Program]], total: int) -> tuple[tuple[TreeNode, Program], ...]:
+def merge(nodes: Iterable[tuple[TreeNode, Program]], total: int) -> tuple[tuple[TreeNode, Program], ...]:
     """Plan sums of the given nodes: replace two children by their parent as often as possible.
 
     Parameters
     ----------
-    held : iterable of (TreeNode, program)
+    nodes : iterable of (TreeNode, program)
         Nodes without common leaves, each with the program that computes its value (see the note on tree programs).
     total : int
         Number of leaves of the whole tree.
@@ -82,7 +82,7 @@ def merge(held: Iterable[tuple[TreeNode, Program]], total: int) -> tuple[tuple[T
         The nodes that are left, in the order of their leaves, each with the program that computes its value.
     """
     stack: list[tuple[TreeNode, Program]] = []
-    for node, program in sorted(held, key=lambda item: item[0].position << item[0].level):
+    for node, program in sorted(nodes, key=lambda item: item[0].position << item[0].level):
         top, sums = _climb(node, total), program
         while top.position % 2 and stack and stack[-1][0] == TreeNode(top.level, top.position - 1):
             _, left = stack.pop()
@@ -108,8 +108,8 @@ def evaluate(program: Program, values: Sequence[float] | Array) -> float:
 @cache
 def leaves_program(count: int) -> Program:
     """Return the program that sums the rows 0 to ``count`` - 1 as the leaves of a tree; for no rows an empty one."""
-    whole = merge(((TreeNode(0, row), (row,)) for row in range(count)), count)
-    return whole[0][1] if whole else ()
+    merged = merge(((TreeNode(0, row), (row,)) for row in range(count)), count)
+    return merged[0][1] if merged else ()
 
 
 class FoldStep(NamedTuple):
@@ -134,14 +134,14 @@ class FoldPlan:
     ----------
     folds : tuple of FoldStep
         The steps, one for each grain.
-    held : tuple of (TreeNode, int)
+    partial_sums : tuple of (TreeNode, int)
         The partial sums at the end: nodes of the tree, each with the number of the row that holds its value.
     rows : int
         Number of rows that the rank needs.
     """
 
     folds: tuple[FoldStep, ...]
-    held: tuple[tuple[TreeNode, int], ...]
+    partial_sums: tuple[tuple[TreeNode, int], ...]
     rows: int
 
     @property
@@ -171,21 +171,25 @@ class Folding:
     """
 
     def __init__(self, total: int, limit: int | None = None) -> None:
-        self.held: list[tuple[TreeNode, int]] = []
+        self.partial_sums: list[tuple[TreeNode, int]] = []
         self.rows = 0
         self._total, self._limit = total, limit
 
     def add(self, grain: int) -> FoldStep:
         """Return the step for the next grain, whose number is above those of the grains before."""
-        taken = {row for _, row in self.held}
+        taken = {row for _, row in self.partial_sums}
         node, targets = _climb(TreeNode(0, grain), self._total), list[int]()
-        while node.position % 2 and self.held and self.held[-1][0] == TreeNode(node.level, node.position - 1):
-            targets.append(self.held.pop()[1])
+        while (
+            node.position % 2
+            and self.partial_sums
+            and self.partial_sums[-1][0] == TreeNode(node.level, node.position - 1)
+        ):
+            targets.append(self.partial_sums.pop()[1])
             node = _climb(TreeNode(node.level + 1, node.position // 2), self._total)
         row = next(r for r in range(len(taken) + 1) if r not in taken)
         has_row = not targets or self._limit is None or row < self._limit
         self.rows = max(self.rows, row + 1 if has_row else 0)
-        self.held.append((node, [row, *targets][-1]))
+        self.partial_sums.append((node, [row, *targets][-1]))
         return FoldStep(grain, row if has_row else None, tuple(targets))
 
 
@@ -197,7 +201,7 @@ def fold_plan(grains: Iterable[int], total: int, *, limit: int | None = None) ->
     """
     folding = Folding(total, limit)
     folds = tuple(folding.add(grain) for grain in grains)
-    return FoldPlan(folds, tuple(folding.held), folding.rows)
+    return FoldPlan(folds, tuple(folding.partial_sums), folding.rows)
 
 
 class Merge(NamedTuple):
@@ -298,7 +302,7 @@ def _arrivals(
         the number of rows that arrive.
     """
     leaves: list[list[tuple[TreeNode, Program]]]
-    leaves = [[(TreeNode(0, g), (i,)) for i, g in enumerate(own) if g is not None] for own in _cut(grains, groups)]
+    leaves = [[(TreeNode(0, g), (i,)) for i, g in enumerate(group) if g is not None] for group in _cut(grains, groups)]
     if len(groups) == 1:
         return ((),), leaves[0], groups[0]
     programs, arrived = _sent(leaves, total)
@@ -311,11 +315,11 @@ def _cut(items: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
 
 
 def _sent(
-    held: Iterable[Iterable[tuple[TreeNode, Program]]], total: int
+    groups: Iterable[Iterable[tuple[TreeNode, Program]]], total: int
 ) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[TreeNode, Program]]]:
     """Return the programs by which each group sums the nodes it holds, and what arrives from all groups, as rows."""
-    sums = [merge(nodes, total) for nodes in held]
-    programs = tuple(tuple(program for _, program in own) for own in sums)
+    sums = [merge(nodes, total) for nodes in groups]
+    programs = tuple(tuple(program for _, program in group) for group in sums)
     return programs, [(node, (row,)) for row, (node, _) in enumerate(chain.from_iterable(sums))]
 
 
@@ -329,8 +333,8 @@ def _place(
     """
     stack, merges = [], []
     for node, program in merged:
-        own = [row - arrivals for row in _rows_read(program) if row >= arrivals]
-        row = own[0] if own else free.pop(0)
+        reusable = [row - arrivals for row in _rows_read(program) if row >= arrivals]
+        row = reusable[0] if reusable else free.pop(0)
         stack.append((node, row))
         if program != (arrivals + row,):
             merges.append(Merge(row, program))
@@ -392,15 +396,18 @@ def rows_plan(
     if rows is None:
         rows = max([1, *(plan.rows for plan in planned(0 if scratch else None))])
     folds = planned(rows)
-    held = [[(n, (w * rows + r,)) for w, plan in enumerate(own) for n, r in plan.held] for own in _cut(folds, groups)]
-    programs, arrived = _sent(held, total) if len(groups) > 1 else ((), held[0])
+    nodes = [
+        [(n, (w * rows + r,)) for w, plan in enumerate(plans) for n, r in plan.partial_sums]
+        for plans in _cut(folds, groups)
+    ]
+    programs, arrived = _sent(nodes, total) if len(groups) > 1 else ((), nodes[0])
     root = merge(arrived, total)
     arrivals = len(arrived) if len(groups) > 1 else groups[0] * rows
     return RowsPlan(folds, rows, programs, root[0][1] if root else (), arrivals)
 
 
-def claim_parts(grains: range, workers: int) -> tuple[range, ...]:
-    """Cut consecutive grains into parts, in order, for ``workers`` ranks that each claim the next part when free.
+def dynamic_parts(grains: range, workers: int) -> tuple[range, ...]:
+    """Cut consecutive grains into parts, in order, for ``workers`` ranks that each take the next part when free.
 
     Each part is a node of the binary tree in which gradients are summed: its grains are added before anything else.
     A part has at most a ``2 * workers``-th of the grains that are left (guided self-scheduling, Polychronopoulos and
@@ -409,8 +416,8 @@ def claim_parts(grains: range, workers: int) -> tuple[range, ...]:
     parts: list[range] = []
     start = grains.start
     while start < grains.stop:
-        share = max(1, (grains.stop - start) // (2 * workers))
-        size = 1 << share.bit_length() - 1
+        most = max(1, (grains.stop - start) // (2 * workers))
+        size = 1 << most.bit_length() - 1
         while start % size:
             size //= 2
         parts.append(range(start, start + size))
@@ -418,24 +425,24 @@ def claim_parts(grains: range, workers: int) -> tuple[range, ...]:
     return tuple(parts)
 
 
-def claim_rows(parts: Sequence[range], workers: int, total: int) -> int:
-    """Return the number of rows that each of ``workers`` ranks needs to claim ``parts``, in a sum of ``total`` grains.
+def dynamic_rows(parts: Sequence[range], workers: int, total: int) -> int:
+    """Return the number of rows that each of ``workers`` ranks needs to take ``parts``, in a sum of ``total`` grains.
 
-    A row holds one partial sum. A rank holds the parts that it has claimed, of which two that are children of one node
+    A row holds one partial sum. A rank holds the parts that it has taken, of which two that are children of one node
     of the tree are one sum; for the next part of ``2**k`` grains it needs up to k + 1 rows more, and where it has fewer
-    left it claims nothing. The rows are enough for whatever it claims, or for twice a rank's share of the parts, if
-    these are fewer. So not more than half of the ranks stop, and the others claim all that is left.
+    left it takes nothing. The rows are enough for whatever it takes, or for twice a rank's share of the parts, if
+    these are fewer. So not more than half of the ranks stop, and the others take all that is left.
     """
-    most, share = 1, -(-2 * len(parts) // workers)
-    held: list[tuple[TreeNode, int]] = []  # nodes, with the most partial sums that a rank holds of each, if not all
+    most, limit = 1, -(-2 * len(parts) // workers)
+    sums: list[tuple[TreeNode, int]] = []  # nodes, with the most partial sums that a rank holds of each, if not all
     for part in parts:
         node, count = TreeNode(_level(part), part.start >> _level(part)), 0
-        most = max(most, min(sum(max(1, n) for _, n in held), share) + rows_of_part(part))
-        while node.position % 2 and held and held[-1][0] == TreeNode(node.level, node.position - 1):
-            left = held.pop()[1]
+        most = max(most, min(sum(max(1, n) for _, n in sums), limit) + rows_of_part(part))
+        while node.position % 2 and sums and sums[-1][0] == TreeNode(node.level, node.position - 1):
+            left = sums.pop()[1]
             count = max(left + max(count, 1), max(left, 1) + count)
             node = TreeNode(node.level + 1, node.position // 2)
-        held.append((node, count))
+        sums.append((node, count))
     return min(most, total)
 
 

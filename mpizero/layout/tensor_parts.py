@@ -21,13 +21,13 @@ class PartRun(NamedTuple):
 
     Attributes
     ----------
-    whole, local : int
+    full, local : int
         Index of the run's first element in the whole parameter, and in the part.
     size : int
         Number of elements of the run.
     """
 
-    whole: int
+    full: int
     local: int
     size: int
 
@@ -41,7 +41,7 @@ class PartRows(NamedTuple):
     ----------
     number : int
         Number of rows: the same in the part and in the whole parameter.
-    whole, local : int
+    full, local : int
         Number of elements of a row of the whole parameter, and of a row of the part.
     runs : tuple of PartRun
         The contiguous runs that make up a row of the part, in order, with indices counted from the start of the row.
@@ -49,7 +49,7 @@ class PartRows(NamedTuple):
     """
 
     number: int
-    whole: int
+    full: int
     local: int
     runs: tuple[PartRun, ...]
 
@@ -82,8 +82,8 @@ def part_shape(part: Part) -> tuple[int, ...]:
 
 def shape_of_ranges(part: Part) -> tuple[int, ...]:
     """Return the shape that the ranges of a part have, which are not checked."""
-    held = sum(stop - start for start, stop in part.ranges)
-    return (*part.shape[: part.axis], held, *part.shape[part.axis + 1 :])
+    length = sum(stop - start for start, stop in part.ranges)
+    return (*part.shape[: part.axis], length, *part.shape[part.axis + 1 :])
 
 
 def _check_ranges(part: Part, ranges: Ranges) -> None:
@@ -114,16 +114,16 @@ def part_rows(part: Part) -> PartRows:
     A *row* is the elements that have the same indices on all axes before the axis that is split. A part that is the
     whole parameter is one row.
     """
-    held = part_shape(part)[part.axis]
+    length = part_shape(part)[part.axis]
     inner = prod(part.shape[part.axis + 1 :])
     sizes = [stop - start for start, stop in part.ranges]
     runs: list[PartRun] = []
     for (start, _), before, size in zip(part.ranges, accumulate(sizes, initial=0), sizes, strict=False):
         _join(runs, PartRun(start * inner, before * inner, size * inner))
-    if held == part.shape[part.axis]:
+    if length == part.shape[part.axis]:
         size = prod(part.shape)
         return PartRows(1, size, size, (PartRun(0, 0, size),))
-    return PartRows(prod(part.shape[: part.axis]), part.shape[part.axis] * inner, held * inner, tuple(runs))
+    return PartRows(prod(part.shape[: part.axis]), part.shape[part.axis] * inner, length * inner, tuple(runs))
 
 
 def tile_rows(spec: ParameterSpec) -> tuple[PartRows, ...]:
@@ -139,13 +139,13 @@ def tile_rows(spec: ParameterSpec) -> tuple[PartRows, ...]:
     return tuple(part_rows(Part(shape, part.axis, local_ranges(tile, part.ranges))) for tile in part.tiles)
 
 
-def local_ranges(own: Ranges, held: Ranges) -> Ranges:
-    """Return where what the ranges ``own`` and ``held`` have in common lies in the concatenation of ``held``."""
-    before = list(accumulate((stop - start for start, stop in held), initial=0))
+def local_ranges(ranges: Ranges, local: Ranges) -> Ranges:
+    """Return where what the ranges ``ranges`` and ``local`` have in common lies in the concatenation of ``local``."""
+    before = list(accumulate((stop - start for start, stop in local), initial=0))
     return tuple(
         (max(low, start) - start + first, min(high, stop) - start + first)
-        for low, high in own
-        for (start, stop), first in zip(held, before, strict=False)
+        for low, high in ranges
+        for (start, stop), first in zip(local, before, strict=False)
         if max(low, start) < min(high, stop)
     )
 
@@ -156,10 +156,10 @@ def elements_within(rows: PartRows, start: int, stop: int) -> range:
 
 
 def _elements_before(rows: PartRows, index: int) -> int:
-    if not rows.whole:
+    if not rows.full:
         return 0
-    row, column = divmod(index, rows.whole)
-    return row * rows.local + sum(min(max(column - run.whole, 0), run.size) for run in rows.runs)
+    row, column = divmod(index, rows.full)
+    return row * rows.local + sum(min(max(column - run.full, 0), run.size) for run in rows.runs)
 
 
 def _join(runs: list[PartRun], run: PartRun) -> None:
@@ -167,7 +167,7 @@ def _join(runs: list[PartRun], run: PartRun) -> None:
 
     A run without elements is not appended.
     """
-    if runs and runs[-1].whole + runs[-1].size == run.whole:
+    if runs and runs[-1].full + runs[-1].size == run.full:
         runs[-1] = runs[-1]._replace(size=runs[-1].size + run.size)
     elif run.size:
         runs.append(run)
@@ -188,7 +188,7 @@ def part_runs(part: Part, shape_local: Sequence[int], start: int, stop: int) -> 
     Returns
     -------
     iterator of PartRun
-        The runs, in order. ``whole`` and ``local`` are indices into the whole parameter and into the part, both
+        The runs, in order. ``full`` and ``local`` are indices into the whole parameter and into the part, both
         flattened in C order.
 
     Raises
@@ -218,16 +218,16 @@ def row_runs(rows: PartRows, start: int, stop: int) -> Iterator[PartRun]:
             low, high = max(start, first), min(stop, first + run.size)
             if low >= high:
                 continue
-            whole = row * rows.whole + run.whole + low - first
-            if last.size and whole != last.whole + last.size:
+            full = row * rows.full + run.full + low - first
+            if last.size and full != last.full + last.size:
                 yield last
-                last = PartRun(whole, low, high - low)
+                last = PartRun(full, low, high - low)
             else:
-                last = PartRun(last.whole if last.size else whole, last.local, high - last.local)
+                last = PartRun(last.full if last.size else full, last.local, high - last.local)
     yield last
 
 
-def take_rows(rows: PartRows, whole: Array, start: int, out: Array, origin: int = 0) -> None:
+def take_rows(rows: PartRows, full: Array, start: int, out: Array, origin: int = 0) -> None:
     """Copy a range of a part's elements from an array of the whole parameter to ``out``.
 
     A *row* is the elements that have the same indices on all axes before the axis that is split.
@@ -236,44 +236,44 @@ def take_rows(rows: PartRows, whole: Array, start: int, out: Array, origin: int 
     ----------
     rows : PartRows
         Which elements of each row of the whole belong to the part, from :func:`part_rows`.
-    whole : 1-D array
+    full : 1-D array
         Consecutive elements of the whole parameter, at least those to copy.
     start : int
         The first element to copy. It is an index into the part, counted from some row.
     out : 1-D array
         Contiguous array, which receives the ``out.size`` elements of the part from ``start`` on.
     origin : int
-        Index in the whole parameter of the first element of ``whole``, counted from the same row as ``start``.
+        Index in the whole parameter of the first element of ``full``, counted from the same row as ``start``.
     """
-    for low, high in _whole_rows(rows.local, start, start + out.size):
+    for low, high in _complete_rows(rows.local, start, start + out.size):
         target = out[low - start : high - start]
         if low % rows.local or high % rows.local:
             for run in row_runs(rows, low, high):
-                source = whole[run.whole - origin : run.whole - origin + run.size]
+                source = full[run.full - origin : run.full - origin + run.size]
                 target[run.local - low : run.local - low + run.size] = source
             continue
         first, last = low // rows.local, high // rows.local - 1
         target = target.reshape(-1, rows.local)
-        for run in rows.runs:  # of the last row, ``whole`` may lack what follows the run
-            begin, end = (row * rows.whole + run.whole - origin for row in (first, last))
+        for run in rows.runs:  # of the last row, ``full`` may lack what follows the run
+            begin, end = (row * rows.full + run.full - origin for row in (first, last))
             columns = slice(run.local, run.local + run.size)
-            target[:-1, columns] = whole[begin:end].reshape(last - first, rows.whole)[:, : run.size]
-            target[-1, columns] = whole[end : end + run.size]
+            target[:-1, columns] = full[begin:end].reshape(last - first, rows.full)[:, : run.size]
+            target[-1, columns] = full[end : end + run.size]
 
 
-def put_rows(rows: PartRows, values: Array, whole: Array) -> None:
-    """Copy ``values``, all elements of a part, to their positions in ``whole``, an array of the whole parameter.
+def put_rows(rows: PartRows, values: Array, full: Array) -> None:
+    """Copy ``values``, all elements of a part, to their positions in ``full``, an array of the whole parameter.
 
     Both arrays are 1-D and contiguous.
     """
     if not values.size:
         return
-    source, target = values.reshape(rows.number, rows.local), whole.reshape(rows.number, rows.whole)
+    source, target = values.reshape(rows.number, rows.local), full.reshape(rows.number, rows.full)
     for run in rows.runs:
-        target[:, run.whole : run.whole + run.size] = source[:, run.local : run.local + run.size]
+        target[:, run.full : run.full + run.size] = source[:, run.local : run.local + run.size]
 
 
-def _whole_rows(row: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _complete_rows(row: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Cut elements ``start:stop`` into an incomplete first row, complete rows and an incomplete last row.
 
     Yield (start, stop) of each of the three that is not empty. ``row`` is the number of elements of a row.

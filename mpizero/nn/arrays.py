@@ -276,15 +276,15 @@ _ROWS_AT_ONCE = 1 << 16
 def _fill_part(spec: ParameterSpec, part: Part, fill: _Fill, start: int, out: Array) -> None:
     """Fill ``out`` with start values of a tensor-parallel part, from flat element ``start`` of the part on."""
     rows, stop = part_rows(part), start + out.size
-    if rows.whole > _ROWS_AT_ONCE or rows.local + _RUN_COST * len(rows.runs) <= rows.whole:
+    if rows.full > _ROWS_AT_ONCE or rows.local + _RUN_COST * len(rows.runs) <= rows.full:
         for run in part_runs(part, spec.shape, start, stop):
-            fill(run.whole, out[run.local - start : run.local - start + run.size])
+            fill(run.full, out[run.local - start : run.local - start + run.size])
         return
-    at_once, end = _ROWS_AT_ONCE // rows.whole, -(-stop // rows.local)
-    buffer = namespace(out).empty(min(at_once, end - start // rows.local) * rows.whole, out.dtype)
+    at_once, end = _ROWS_AT_ONCE // rows.full, -(-stop // rows.local)
+    buffer = namespace(out).empty(min(at_once, end - start // rows.local) * rows.full, out.dtype)
     for row in range(start // rows.local, end, at_once):
-        whole = buffer[: min(at_once, end - row) * rows.whole]
-        fill(row * rows.whole, whole)
+        whole = buffer[: min(at_once, end - row) * rows.full]
+        fill(row * rows.full, whole)
         origin = row * rows.local
         low, high = max(start, origin), min(stop, origin + at_once * rows.local)
         take_rows(rows, whole, low - origin, out[low - start : high - start])

@@ -35,7 +35,7 @@ from mpizero.layout import Grains
 from mpizero.layout.batch import contiguous_parts, grain_part_number, node_blocks
 from mpizero.layout.flat import FlatLayout, flat_names, joined
 from mpizero.layout.mesh import GROUPS
-from mpizero.layout.sum_tree import claim_parts, rows_of_part
+from mpizero.layout.sum_tree import dynamic_parts, rows_of_part
 from mpizero.sharding.params import COMPUTING_ADVICE, IntegerState, Memory, on_all_ranks, paged, refused
 from mpizero.sharding.step_report import NonFinite
 from mpizero.types import Array, as_reals
@@ -402,7 +402,7 @@ def starts_of(parts: int, sizes: Sequence[int]) -> list[int]:
 class NodeClaims:
     """Share the samples of a node's grains in its memory, and count which parts of them its ranks have claimed.
 
-    Every node has a fixed run of grains, which :func:`claim_parts` cuts into parts. A rank claims the next part when it
+    Every node has a fixed run of grains, which :func:`dynamic_parts` cuts up. A rank claims the next part when it
     has computed the part before. [Note: claims] The number of the next part and the rank that has claimed each are in
     the node's shared memory, where one rank at a time writes, under a lock of the operating system: a rank inside of a
     long computation need not receive any message. So who computes a grain depends on time. The result does not, because
@@ -445,7 +445,7 @@ class NodeClaims:
         """
         block, own = self.block(grains.count), contiguous_parts(self.grid, grains.count)[self.grid.node_major_rank]
         before, first, stop = (min(at * grains.size, grains.samples) for at in (block.start, own.start, block.stop))
-        self._parts = claim_parts(block, self.grid.node.size)
+        self._parts = dynamic_parts(block, self.grid.node.size)
         shapes = [(stop - before, *leaf.shape[1:]) for leaf in leaves]
         sizes = [prod(shape) * leaf.itemsize for shape, leaf in zip(shapes, leaves, strict=True)]
         starts = starts_of(len(self._parts), sizes)

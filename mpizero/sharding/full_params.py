@@ -292,7 +292,7 @@ def in_whole(spec: ParameterSpec, start: int, values: Array) -> Iterator[tuple[i
         yield start, values
         return
     for run in part_runs(spec.part, spec.shape, start, start + values.size):
-        yield run.whole, values[run.local - start : run.local - start + run.size]
+        yield run.full, values[run.local - start : run.local - start + run.size]
 
 
 def given_parameters(layout: FlatLayout, here: Coordinates, held: Sequence[ParameterSpec]) -> list[Told]:

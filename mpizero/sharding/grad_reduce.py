@@ -51,7 +51,7 @@ from mpizero.comm.reduce import (
 )
 from mpizero.errors import StateError
 from mpizero.layout import Partition, Span
-from mpizero.layout.batch import claimed_rows, contiguous_owners, round_owners
+from mpizero.layout.batch import contiguous_owners, max_dynamic_rows, round_owners
 from mpizero.layout.flat import FlatLayout, Unit, united, views
 from mpizero.layout.sum_tree import Folding, FoldStep, Round, RowsPlan, round_plan, rows_plan
 from mpizero.sharding.batch import Divisors, GlobalBatch, Grain, NodeClaims
@@ -518,7 +518,7 @@ class AllReduceBuffer:
     def _claimed_jobs(self, batch: GlobalBatch) -> Iterator[Job]:
         assert self.claims is not None
         folding = Folding(batch.count, self._rows_a_rank)
-        while part := self.claims.claim(self._rows_a_rank - len(folding.held)):
+        while part := self.claims.claim(self._rows_a_rank - len(folding.partial_sums)):
             for grain in part:
                 yield from self._jobs_of(batch.grains[grain], folding.add(grain))
 
@@ -647,7 +647,7 @@ class AllReduceBuffer:
 
     def local_sum(self) -> Array:
         """Return the sum of the gradients of this rank's grains, as a new array like a row. Not collective."""
-        rows = [self.row(row) for _, row in self._current().folds[self.grid.node_major_rank].held]
+        rows = [self.row(row) for _, row in self._current().folds[self.grid.node_major_rank].partial_sums]
         return reduce(add, rows[1:], rows[0].copy()) if rows else np.zeros(self.layout.gradient_size, self.dtype)
 
     def _meet(self) -> None:
@@ -681,7 +681,7 @@ class AllReduceBuffer:
         Collective over all ranks if there was no batch of as many grains before.
         """
         plan, rows = self._planned(count), self._planned(count).rows
-        most = rows if self.claims is None else max(rows, claimed_rows(self.grid, count))
+        most = rows if self.claims is None else max(rows, max_dynamic_rows(self.grid, count))
         needed = (most if self._claimed else rows) * self.grid.node.size
         if count not in self._reserved:  # some data groups may have room for it that others have to make
             own, several = plan.folds[self.grid.node_major_rank], self._scratch_use == "micro-batches"

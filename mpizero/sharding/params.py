@@ -53,7 +53,7 @@ from mpizero.errors import CollectiveError, LayoutError, MpizeroError, OutOfMemo
 from mpizero.guard.reports import SHARED_FOLDER, taken_by_leftovers
 from mpizero.kernels.memory import PAGE
 from mpizero.layout import Span
-from mpizero.layout.batch import DEFAULT_GRAINS, claimed_rows, contiguous_parts
+from mpizero.layout.batch import DEFAULT_GRAINS, contiguous_parts, max_dynamic_rows
 from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, by_global_name, joined, nested, united, views
 from mpizero.layout.mesh import GROUPS
 from mpizero.layout.sum_tree import RowsPlan, rows_plan
@@ -1303,4 +1303,4 @@ def _rows(grid: ProcessGrid, config: Config, *, scratch: bool, claims: bool) -> 
         return 1
     counts = [grid.context.size * count for count in range(1, DEFAULT_GRAINS + 1)]
     planned = [grid_rows_plan(grid, count, scratch=scratch).rows for count in counts]
-    return max(planned + ([claimed_rows(grid, count) for count in counts] if claims else []))
+    return max(planned + ([max_dynamic_rows(grid, count) for count in counts] if claims else []))

@@ -548,8 +548,8 @@ class _Need(NamedTuple):
         first = min(piece.start // rows.local for _, piece in sliced)
         last = max(-(-(piece.start + piece.values.size) // rows.local) for _, piece in sliced)
         length = rows.local * array.dtype.itemsize // len(rows.runs)
-        cover = Span(first * rows.whole, last * rows.whole)
-        return cls(cover, rows.whole, rows.number > 1 and length < _SHORT_RANGE)
+        cover = Span(first * rows.full, last * rows.full)
+        return cls(cover, rows.full, rows.number > 1 and length < _SHORT_RANGE)
 
 
 class RowReading:
@@ -628,6 +628,6 @@ def _take(piece: HeldPiece, window: Array, where: Span) -> None:
     """
     assert piece.spec.part is not None
     rows = part_rows(piece.spec.part)
-    first, last = where.start // rows.whole * rows.local, where.stop // rows.whole * rows.local
+    first, last = where.start // rows.full * rows.local, where.stop // rows.full * rows.local
     held = Span(piece.start, piece.start + piece.values.size).intersect(Span(first, last))
     take_rows(rows, window, held.start - first, piece.values[held.start - piece.start : held.stop - piece.start])

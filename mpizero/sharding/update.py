@@ -507,7 +507,7 @@ class TensorTree:
                     strided.append((number, place, StridedTile(rows, origin, nodes)))
                 else:
                     leaves = [node.leaves(rows.size) for node in nodes]
-                    first = runs[0].whole - runs[0].local - origin if runs else 0
+                    first = runs[0].full - runs[0].local - origin if runs else 0
                     cuts += [(number, place + i, first + r.start, first + r.stop) for i, r in enumerate(leaves)]
                 place += len(nodes)
         return np.array(cuts, np.int64).reshape(-1, 4).T, strided

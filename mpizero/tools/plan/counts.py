@@ -24,9 +24,9 @@ import numpy as np
 from mpizero.comm import model_group
 from mpizero.comm.reduce import Codec, exchange_step, gather_step
 from mpizero.layout import Axes, Coordinates, Grains, Partition
-from mpizero.layout.batch import claimed_rows, contiguous_owners, contiguous_parts, node_blocks, round_owners
+from mpizero.layout.batch import contiguous_owners, contiguous_parts, max_dynamic_rows, node_blocks, round_owners
 from mpizero.layout.mesh import GROUPS, WINDOW_GROUPS, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
-from mpizero.layout.sum_tree import RoundPlan, RowsPlan, claim_parts, round_plan, rows_plan
+from mpizero.layout.sum_tree import RoundPlan, RowsPlan, dynamic_parts, round_plan, rows_plan
 from mpizero.nn.virtual_ranks import Arrived
 from mpizero.sharding.batch import starts_of
 from mpizero.sharding.config import Placement, gradient_codec, needs_norm
@@ -377,7 +377,7 @@ class StepBatches:
     def rows(self, grid: PlannedGrid) -> int:
         """Return the number of rows that every rank allocates, if grains are not computed in rounds. Not collective."""
         rows = self.rows_plan(grid).rows
-        return max(rows, claimed_rows(grid, self.grains.count)) if self.claimed else rows
+        return max(rows, max_dynamic_rows(grid, self.grains.count)) if self.claimed else rows
 
     def most_grains(self, grid: PlannedGrid) -> int:
         """Return the largest number of grains, or of context ranks' parts of them, that a rank may compute."""
@@ -394,7 +394,7 @@ class StepBatches:
             return 0
         block = node_blocks(grid, self.grains.count)[grid.nodes.index(grid.node_ranks)]
         start, stop = (min(grain * self.grains.size, self.grains.samples) for grain in (block.start, block.stop))
-        parts = len(claim_parts(block, grid.node.size))
+        parts = len(dynamic_parts(block, grid.node.size))
         return starts_of(parts, [(stop - start) * size for size in sample_bytes])[-1]
 
     def rows_plan(self, grid: PlannedGrid) -> RowsPlan:
