@@ -94,14 +94,14 @@ class SnapshotBuffer:
         """
         self.wait()
         self.reserve(arrays)
-        copied, place = [], -self._memory.ctypes.data % LINE
+        copied, offset = [], -self._memory.ctypes.data % LINE
         for array in arrays:
             pieces = []
             for start, values in array.pieces:
-                target = self._memory[place : place + values.nbytes]
+                target = self._memory[offset : offset + values.nbytes]
                 copy_past_cache(values.view(np.uint8), target)  # a thread will read it, once, when it comes to it
                 pieces.append((start, target.view(values.dtype)))
-                place += _padded(values.nbytes)
+                offset += _padded(values.nbytes)
             copied.append(replace(array, pieces=tuple(pieces)))
         return copied
 

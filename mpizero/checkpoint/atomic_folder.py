@@ -124,18 +124,18 @@ class CapturedError:
         return None if self.error is None else portable_error(self.error)
 
 
-def raise_first(errors: Sequence[PortableError | None], prefix: str, own: Exception | None = None) -> None:
+def raise_first(errors: Sequence[PortableError | None], prefix: str, local_error: Exception | None = None) -> None:
     """Raise the error of the lowest rank that has one; do nothing if no rank has one.
 
-    ``errors`` holds the error of each rank, gathered from all ranks. ``own`` is the exception of this rank. The message
-    begins with ``prefix``. If ``own`` is an unexpected error (neither about files, checkpoints nor configuration), this
-    rank raises ``own`` itself, with its traceback. Not collective.
+    ``errors`` holds the error of each rank, gathered from all ranks. ``local_error`` is the exception of this rank. The
+    message begins with ``prefix``. If ``local_error`` is an unexpected error (neither about files, checkpoints nor
+    configuration), this rank raises it itself, with its traceback. Not collective.
     """
     for rank, error in enumerate(errors):
         if error is None:
             continue
-        if own is not None and portable_error(own).kind == "foreign":
-            raise own
+        if local_error is not None and portable_error(local_error).kind == "foreign":
+            raise local_error
         where = f"[rank {rank}] " if len(errors) > 1 else ""
         _raise(error, f"{prefix}: {where}{error.message}")
 
@@ -150,9 +150,9 @@ def agreed(comm: Communicator, prefix: str) -> Iterator[None]:
     checkpoints nor configuration, is raised with its traceback on the rank where it occurred, and as ``RemoteError`` on
     other ranks.
     """
-    with CapturedError() as own:
+    with CapturedError() as captured:
         yield
-    raise_first(comm.allgather_object(own.portable, tag="checkpoint outcome"), prefix, own.error)
+    raise_first(comm.allgather_object(captured.portable, tag="checkpoint outcome"), prefix, captured.error)
 
 
 T = TypeVar("T")
@@ -167,13 +167,13 @@ def on_root(
     ``before`` raises on any rank is raised on every rank, too. The message begins with ``prefix``.
     """
     result: T | None = None
-    with CapturedError() as own:
+    with CapturedError() as captured:
         if before is not None:
             before()
         if comm.rank == 0:
             result = function()
-    gathered = comm.allgather_object((own.portable, result), tag="checkpoint")
-    raise_first([error for error, _ in gathered], prefix, own.error)
+    gathered = comm.allgather_object((captured.portable, result), tag="checkpoint")
+    raise_first([error for error, _ in gathered], prefix, captured.error)
     shared: T = gathered[0][1]
     return shared
 
@@ -224,7 +224,7 @@ def create_locked_folder(target: str, replace: bool) -> LockedFolder:
     make_folders(parent)
     remove_leftovers(parent, name)
     _check_target(target, replace)
-    path = _make_temporary(os.path.join(parent, f"{TEMPORARY}{name}.{_here()}"))
+    path = _make_temporary(os.path.join(parent, f"{TEMPORARY}{name}.{_host_and_process()}"))
     try:
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try_lock(lock)
@@ -234,7 +234,7 @@ def create_locked_folder(target: str, replace: bool) -> LockedFolder:
     return LockedFolder(target, path, lock, replace)
 
 
-def _here() -> str:
+def _host_and_process() -> str:
     return f"{socket.gethostname()}.{os.getpid()}"
 
 
@@ -324,7 +324,7 @@ def _give_name(folder: LockedFolder, written: Mapping[str, os.stat_result]) -> N
             os.rename(folder.path, target)
             undo.callback(os.rename, target, folder.path)
         for name, expected in written.items():
-            _check_in_place(os.path.join(target, name), expected)
+            _check_same_file(os.path.join(target, name), expected)
         sync_folder(os.path.dirname(target))
         undo.pop_all()
 
@@ -346,18 +346,18 @@ def _exchange(first: str, second: str) -> bool:
     raise OSError(code, os.strerror(code), first)
 
 
-def _check_in_place(path: str, written: os.stat_result) -> None:
+def _check_same_file(path: str, written: os.stat_result) -> None:
     """Raise CheckpointError unless the file at ``path`` is the file with the ``os.fstat`` result ``written``.
 
     Another host may have removed the file, because it took the temporary folder for a leftover of a killed save.
     """
     try:
         with opened(path, os.O_RDONLY) as file:
-            found = os.fstat(file)
+            status = os.fstat(file)
     except OSError as error:
-        told = f"{path}: {error.strerror}, after it was written: did another job remove it?"
-        raise CheckpointIOError(error.errno, told, path) from None
-    if not os.path.samestat(found, written) or found.st_size != written.st_size:
+        message = f"{path}: {error.strerror}, after it was written: did another job remove it?"
+        raise CheckpointIOError(error.errno, message, path) from None
+    if not os.path.samestat(status, written) or status.st_size != written.st_size:
         raise CheckpointError(f"{path}: is not the file that was written: does another job save to the same folder?")
 
 
@@ -452,7 +452,7 @@ def _is_recent(path: str) -> bool:
 
 def _time_in(parent: str) -> float:
     """Return the time in seconds of the clock that dates files in ``parent``; it may be a file server's clock."""
-    probe = os.path.join(parent, f"{DELETED}step_00000000.{_here()}")
+    probe = os.path.join(parent, f"{DELETED}step_00000000.{_host_and_process()}")
     os.mkdir(probe)
     try:
         return os.stat(probe).st_mtime
@@ -484,7 +484,7 @@ def remove_folder(path: str) -> bool:
     """
     inject("save.prune")
     parent, name = os.path.split(path)
-    hidden = os.path.join(parent, f"{DELETED}{name}.{_here()}")
+    hidden = os.path.join(parent, f"{DELETED}{name}.{_host_and_process()}")
     try:
         # A folder whose files cannot be removed is not renamed either: it stays a whole checkpoint.
         if not os.access(path, os.W_OK | os.X_OK) and os.path.lexists(path):

@@ -214,10 +214,10 @@ def _header_bytes(path: str) -> tuple[bytes, int]:
 
 def _attributes_in(metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
-        found = parse(metadata.get(METADATA, "{}").encode())
+        attributes = parse(metadata.get(METADATA, "{}").encode())
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return attributes if isinstance(attributes, dict) else {}
 
 
 _RANK = {element: number for number, element in enumerate(_TYPES.values())}
@@ -250,9 +250,9 @@ def write_tensorfile(
         for item in ordered:
             for part in values(item):
                 file.write(as_bytes(part))
-    with TensorFile(path) as found:
+    with TensorFile(path) as written:
         expected = {item.name: (item.element, item.shape) for item in items}
-        if {tensor.name: (tensor.element, tensor.shape) for tensor in found.tensors.values()} != expected:
+        if {tensor.name: (tensor.element, tensor.shape) for tensor in written.tensors.values()} != expected:
             raise CheckpointError(f"{path}: does not hold what was written")
 
 
@@ -260,15 +260,15 @@ def write_hdf5(
     path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
 ) -> None:
     """Write each array as a contiguous dataset, and the attributes as JSON text in an attribute of the root group."""
-    marks = {"attributes": np.bytes_(canonical_json(dict(attributes), "attributes").encode())}
-    skeleton = build({item.name: (item.shape, item.dtype) for item in items}, marks=marks)
+    root_attributes = {"attributes": np.bytes_(canonical_json(dict(attributes), "attributes").encode())}
+    skeleton = build({item.name: (item.shape, item.dtype) for item in items}, root_attributes=root_attributes)
     fill_file(path, skeleton)
     with opened(path, os.O_WRONLY) as file:
         for item in items:
-            place = skeleton.offsets[item.name]
+            offset = skeleton.offsets[item.name]
             for part in values(item):
-                write_at(file, as_bytes(part), place, path)
-                place += part.nbytes
+                write_at(file, as_bytes(part), offset, path)
+                offset += part.nbytes
 
 
 @contextmanager
@@ -469,21 +469,21 @@ def averages_of(reader: Reader) -> dict[str, str]:
     ConfigError
         If the checkpoint has no average of its parameters, or no step was made yet.
     """
-    found = {PARAMETERS + path.removeprefix(AVERAGES): path for path in reader.arrays if path.startswith(AVERAGES)}
-    if not found:
+    averages = {PARAMETERS + path.removeprefix(AVERAGES): path for path in reader.arrays if path.startswith(AVERAGES)}
+    if not averages:
         raise ConfigError(f"checkpoint {reader.name} holds no average of the parameters: it was trained without ema")
     optimizer = reader.attributes.get("mpizero", {}).get("optimizer") or {}
     if not optimizer.get("step_count"):
         raise ConfigError(f"checkpoint {reader.name} is of no step yet: the average is the parameters; export these")
-    return found
+    return averages
 
 
 def _tied(reader: Reader, items: Sequence[ExportedArray]) -> list[ExportedArray]:
     """Return descriptions of the tied parameters among ``items`` under their other names."""
     by_name = {item.name: item for item in items}
     uses = reader.attributes.get("mpizero", {}).get("tied", {}).items()
-    found = [(by_name.get(home), use) for use, home in uses]
-    return [dataclasses.replace(item, name=use) for item, use in found if item is not None]
+    pairs = [(by_name.get(home), use) for use, home in uses]
+    return [dataclasses.replace(item, name=use) for item, use in pairs if item is not None]
 
 
 def export_bytes(reader: Reader, *, state: bool = False, pattern: str | None = None) -> int:
@@ -528,8 +528,8 @@ class ImportRules:
     def path(self, name: str) -> str:
         """Return the path that the tensor ``name`` of the file gets in the checkpoint. Not collective."""
         for old, new in self.names:
-            if found := _wanted(old, name):
-                name = new.replace("*", found[1]) if "*" in new else new
+            if match := _wanted(old, name):
+                name = new.replace("*", match[1]) if "*" in new else new
                 break
         return name if name.startswith((PARAMETERS, OPTIMIZER)) else PARAMETERS + name
 
@@ -577,21 +577,21 @@ def write_imported(
         If a rule matches no tensor, values are too large for a type, or ``out`` exists and may not be replaced.
     """
     check_free(os.fspath(out), replace)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name in sorted(source.tensors):
         if any(fits(name, pattern) for pattern in rules.drop):
             continue
         path = check_path(rules.path(name))
-        if path in found:
-            raise CheckpointError(f"{source.path}: tensors {found[path].name!r} and {name!r} both become {path!r}")
-        found[path] = source.tensors[name]
-    _check_rules(source, rules, found)
-    shapes = {path: _imported_type(source, tensor, path, rules) for path, tensor in found.items()}
+        if path in tensors:
+            raise CheckpointError(f"{source.path}: tensors {tensors[path].name!r} and {name!r} both become {path!r}")
+        tensors[path] = source.tensors[name]
+    _check_rules(source, rules, tensors)
+    shapes = {path: _imported_type(source, tensor, path, rules) for path, tensor in tensors.items()}
     if expected is not None:
         _check_model(source.path, shapes, expected)
     arrays = [
         LocalArray(
-            path, shape, stored_type(element), ((0, _imported_values(source, found[path], path, rules, element)),)
+            path, shape, stored_type(element), ((0, _imported_values(source, tensors[path], path, rules, element)),)
         )
         for path, (shape, element) in shapes.items()
     ]
@@ -608,22 +608,22 @@ def adapt_attributes(
     ``mpizero.optimizer`` is set to None. The list of bfloat16 arrays is computed from ``arrays``.
     """
     adapted = copy.deepcopy(dict(attributes))
-    own = adapted.get("mpizero")
-    if isinstance(own, dict) and not any(path.startswith(OPTIMIZER) for path in arrays):
-        own["optimizer"] = None
+    section = adapted.get("mpizero")
+    if isinstance(section, dict) and not any(path.startswith(OPTIMIZER) for path in arrays):
+        section["optimizer"] = None
     adapted.pop(BFLOAT16, None)
     if tagged := [path for path, (_, element) in arrays.items() if element == BFLOAT16]:
         adapted[BFLOAT16] = tagged
     return adapted
 
 
-def _check_rules(source: TensorFile, rules: ImportRules, found: Mapping[str, Tensor]) -> None:
+def _check_rules(source: TensorFile, rules: ImportRules, tensors: Mapping[str, Tensor]) -> None:
     """Raise :class:`ConfigError` if a rule matches no tensor, because the rule is then probably misspelt."""
     for old, _ in rules.names:
         if not any(_wanted(old, name) for name in source.tensors):
             raise ConfigError(f"map {old}: no tensor of {source.path} has such a name")
     for pattern in rules.transpose:
-        if not any(matches(path, pattern) for path in found):
+        if not any(matches(path, pattern) for path in tensors):
             raise ConfigError(f"transpose {pattern}: no array has such a name")
 
 
@@ -653,17 +653,17 @@ def _imported_values(source: TensorFile, tensor: Tensor, path: str, rules: Impor
     return converted
 
 
-def _check_model(name: str, found: Expected, expected: Expected) -> None:
-    with_state = any(path.startswith(OPTIMIZER) for path in found)
+def _check_model(name: str, arrays: Expected, expected: Expected) -> None:
+    with_state = any(path.startswith(OPTIMIZER) for path in arrays)
     wanted = {path: value for path, value in expected.items() if with_state or not path.startswith(OPTIMIZER)}
     problems = []
-    if missing := [short_name(path) for path in wanted if path not in found]:
+    if missing := [short_name(path) for path in wanted if path not in arrays]:
         problems.append(f"missing: {list_few(missing)}; another name of it can be mapped (--map OLD=NEW)")
-    if extra := [short_name(path) for path in found if path not in wanted]:
+    if extra := [short_name(path) for path in arrays if path not in wanted]:
         problems.append(f"unexpected: {list_few(extra)}; what is not wanted can be left out (--drop)")
     for path, (shape, element) in wanted.items():
-        if path in found and found[path] != (shape, element):
-            has, hint = found[path], ""
+        if path in arrays and arrays[path] != (shape, element):
+            has, hint = arrays[path], ""
             if has[0] == shape:
                 hint = f" (--dtype {element} converts)" if has[1] in FLOATING and element in FLOATING else ""
             elif has[0] == shape[::-1]:
@@ -719,8 +719,8 @@ class _CheckpointParameters(ParameterFile):
             pieces = [(start, values if same else np.empty(values.size, dtype)) for start, values in request.pieces]
             stored.append(LocalArray(PARAMETERS + request.path, shape, dtype, tuple(pieces)))
         self.reader.read(stored)
-        for request, found in zip(requests, stored, strict=True):
-            for (_, values), (_, read) in zip(request.pieces, found.pieces, strict=True):
+        for request, filled in zip(requests, stored, strict=True):
+            for (_, values), (_, read) in zip(request.pieces, filled.pieces, strict=True):
                 if values is not read:
                     _convert_into(self, request.path, read, values)
 
@@ -734,18 +734,18 @@ class _FileParameters(ParameterFile):
     def read(self, requests: Sequence[LocalArray]) -> None:
         """Copy the ranges of all requests out of the file."""
         for request in requests:
-            whole = self.file.values(request.path)
+            parameter = self.file.values(request.path)
             for start, values in request.pieces:
-                given = np.require(whole[start : start + values.size], requirements="A")
-                _convert_into(self, request.path, given, values)
+                part = np.require(parameter[start : start + values.size], requirements="A")
+                _convert_into(self, request.path, part, values)
 
 
-def _convert_into(file: ParameterFile, name: str, given: Array, out: Array) -> None:
+def _convert_into(file: ParameterFile, name: str, source: Array, out: Array) -> None:
     """Convert values of a parameter from the file's element type, and write them to ``out``."""
     element = file.arrays[name][1]
     assert element is not None
-    out[:] = convert(given, element, out.dtype.name)
-    if lost := overflows(given, element, out, out.dtype.name):
+    out[:] = convert(source, element, out.dtype.name)
+    if lost := overflows(source, element, out, out.dtype.name):
         raise CheckpointError(f"{file.path}: parameter {name!r}: {lost} values are too large for {out.dtype.name}")
 
 
@@ -765,10 +765,10 @@ def open_parameters(path: str | os.PathLike[str], comm: Communicator) -> Iterato
     ConfigError
         If the package safetensors is needed and missing.
     """
-    given, name = os.fspath(path), ""
+    requested, name = os.fspath(path), ""
     with all_ranks(comm, "parameter file"):
         if comm.rank == 0:
-            name = str(find_checkpoint(Path(given))) if os.path.isdir(given) else given
+            name = str(find_checkpoint(Path(requested))) if os.path.isdir(requested) else requested
     name = comm.broadcast_object(name, 0, "parameter file")
     kind = ""
     with all_ranks(comm, "parameter file"):
@@ -778,8 +778,10 @@ def open_parameters(path: str | os.PathLike[str], comm: Communicator) -> Iterato
     if kind == "checkpoint":
         with open_checkpoint(name, comm) as reader:
             elements = element_types(reader)
-            found = {short_name(p): (reader.arrays[p][0], elements[p]) for p in elements if p.startswith(PARAMETERS)}
-            yield _CheckpointParameters(reader.name, found, reader)
+            parameters = {
+                short_name(p): (reader.arrays[p][0], elements[p]) for p in elements if p.startswith(PARAMETERS)
+            }
+            yield _CheckpointParameters(reader.name, parameters, reader)
         return
     files: list[TensorFile | NpzFile] = []
     with all_ranks(comm, "parameter file"):

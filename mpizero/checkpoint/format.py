@@ -2,7 +2,7 @@
 
 A checkpoint is one HDF5 file of whole arrays, ``state.h5``, and ``manifest.json`` with the attributes, and the place
 and the checksums of every array. :class:`LocalArray` describes an array and the ranges of it that one rank writes;
-:func:`merge` makes one table of what all ranks claim. Arrays are cut into blocks of 4 MiB, each with a CRC32 that can
+:func:`merge` makes one table of what all ranks write. Arrays are cut into blocks of 4 MiB, each with a CRC32 that can
 be computed from those of its parts, so ranks that share a block verify it without reading it twice. :func:`build` makes
 the HDF5 file in memory, without the values of its arrays, so that libhdf5 never writes to a disk. :func:`encode` and
 :func:`decode` are the manifest and its inverse.
@@ -133,8 +133,8 @@ def check_shape(path: str, shape: Sequence[object], dtype: str) -> tuple[int, ..
 
 def check_paths(paths: Iterable[str]) -> None:
     """Raise :class:`CheckpointError` if one path would be the HDF5 group of another path, such as ``a`` of ``a/b``."""
-    if found := nested_in(paths):
-        raise CheckpointError(f"array {found[0]!r} cannot also be the group of array {found[1]!r}")
+    if conflict := nested_in(paths):
+        raise CheckpointError(f"array {conflict[0]!r} cannot also be the group of array {conflict[1]!r}")
 
 
 def check_array(array: LocalArray, writable: bool = False) -> LocalArray:
@@ -161,7 +161,7 @@ def check_array(array: LocalArray, writable: bool = False) -> LocalArray:
 
 
 @dataclass(frozen=True)
-class Claim:
+class WriteRanges:
     """Describe which ranges of elements of one array one rank writes, and the shape and type of the whole array.
 
     ``ranges`` holds (start, stop) indices of the real numbers of the array flattened in C order.
@@ -173,8 +173,8 @@ class Claim:
     ranges: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, array: LocalArray) -> Claim:
-        """Return the claim for all pieces of ``array`` that have elements."""
+    def of(cls, array: LocalArray) -> WriteRanges:
+        """Return the ranges of all pieces of ``array`` that have elements."""
         sizes = [(start, values.size, numbers_in(values.dtype)) for start, values in array.pieces if values.size]
         ranges = tuple((start * each, (start + size) * each) for start, size, each in sizes)
         return cls(array.path, array.shape, array.dtype.str, ranges)
@@ -184,23 +184,23 @@ class Claim:
 ARRAY_LIMIT = 65_536
 
 
-def merge(claims: Sequence[Sequence[Claim]]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Return shape and element type of every array, sorted by path, from the claims of each rank.
+def merge(writes: Sequence[Sequence[WriteRanges]]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Return shape and element type of every array, sorted by path, from the write ranges of each rank.
 
-    ``claims`` holds the claims by rank. Raises :class:`CheckpointError` unless each element is written by exactly one
-    rank. Every rank calls this function with the same gathered claims, and gets the same table or the same error.
+    ``writes`` holds them by rank. Raises :class:`CheckpointError` unless each element is written by exactly one
+    rank. Every rank calls this function with the same gathered ranges, and gets the same table or the same error.
     """
     table: dict[str, tuple[tuple[int, ...], str, int]] = {}
     ranges: dict[str, list[tuple[int, int, int]]] = {}
-    for rank, listed in enumerate(claims):
-        for claim in listed:
-            shape, dtype, first = table.setdefault(claim.path, (claim.shape, claim.dtype, rank))
-            if (shape, dtype) != (claim.shape, claim.dtype):
+    for rank, listed in enumerate(writes):
+        for write in listed:
+            shape, dtype, first = table.setdefault(write.path, (write.shape, write.dtype, rank))
+            if (shape, dtype) != (write.shape, write.dtype):
                 raise CheckpointError(
-                    f"array {claim.path!r}: rank {first} has shape {shape} of {dtype}, "
-                    f"rank {rank} has {claim.shape} of {claim.dtype}"
+                    f"array {write.path!r}: rank {first} has shape {shape} of {dtype}, "
+                    f"rank {rank} has {write.shape} of {write.dtype}"
                 )
-            ranges.setdefault(claim.path, []).extend((*span, rank) for span in claim.ranges)
+            ranges.setdefault(write.path, []).extend((*span, rank) for span in write.ranges)
     if len(table) > ARRAY_LIMIT:
         raise CheckpointError(f"{len(table)} arrays are more than the {ARRAY_LIMIT} that one checkpoint may hold")
     check_paths(table)
@@ -292,8 +292,8 @@ def judge(length: int, stored: int, segments: Sequence[tuple[int, int, int]]) ->
     verdicts: list[bool | None] = []
     for start, stop, crc in segments:
         if start in before and stop in after:
-            whole = crc32_combine(crc32_combine(before[start], crc, stop - start), after[stop], length - stop)
-            verdicts.append(whole == stored)
+            combined = crc32_combine(crc32_combine(before[start], crc, stop - start), after[stop], length - stop)
+            verdicts.append(combined == stored)
         else:
             verdicts.append(None)
     return verdicts
@@ -380,16 +380,16 @@ class _Recording(SeekableFile):
         The ranges must be disjoint and ascending.
         """
         starts = [start for start, _ in ranges]
-        found = [bytearray(length) for _, length in ranges]
+        contents = [bytearray(length) for _, length in ranges]
         for first, data in self.writes:
             index = max(0, bisect_right(starts, first) - 1)
             while index < len(starts) and starts[index] < first + len(data):
-                start, stop = starts[index], starts[index] + len(found[index])
+                start, stop = starts[index], starts[index] + len(contents[index])
                 low, high = max(first, start), min(first + len(data), stop)
                 if low < high:
-                    found[index][low - start : high - start] = data[low - first : high - first]
+                    contents[index][low - start : high - start] = data[low - first : high - first]
                 index += 1
-        return [bytes(region) for region in found]
+        return [bytes(region) for region in contents]
 
 
 def gaps(nbytes: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -397,26 +397,26 @@ def gaps(nbytes: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int
 
     Ranges and extents are (first byte, number of bytes).
     """
-    found, end = [], 0
+    ranges, end = [], 0
     for start, length in sorted(extents):
         if start > end:
-            found.append((end, start - end))
+            ranges.append((end, start - end))
         end = max(end, start + length)
     if nbytes > end:
-        found.append((end, nbytes - end))
-    return found
+        ranges.append((end, nbytes - end))
+    return ranges
 
 
-MARKS: Mapping[str, Any] = {"format": np.bytes_(FORMAT), "version": np.int64(VERSION)}
+ROOT_ATTRIBUTES: Mapping[str, Any] = {"format": np.bytes_(FORMAT), "version": np.int64(VERSION)}
 
 
-def build(table: Table, alignment: int = ALIGNMENT, marks: Mapping[str, Any] = MARKS) -> Skeleton:
+def build(table: Table, alignment: int = ALIGNMENT, root_attributes: Mapping[str, Any] = ROOT_ATTRIBUTES) -> Skeleton:
     """Build the HDF5 file with one contiguous dataset for each array of ``table``, without the values of the arrays.
 
     Equal arguments give equal bytes. Arrays of at least ``alignment`` bytes start at a multiple of ``alignment``.
-    ``marks`` are the attributes of the file's root group. The datasets are allocated early and never filled, so that
-    HDF5 writes only its own structure. The ``v110`` file format has checksums of that structure, and every HDF5 from
-    1.10 on can read it.
+    ``root_attributes`` are the attributes of the file's root group. The datasets are allocated early and never filled,
+    so that HDF5 writes only its own structure. The ``v110`` file format has checksums of that structure, and every HDF5
+    from 1.10 on can read it.
 
     [Note: two alignments] HDF5 aligns every object whose size reaches one threshold, be it an array or a part of HDF5's
     structure. With a large alignment for all objects there would be a gap after each small object. Therefore the small
@@ -434,7 +434,7 @@ def build(table: Table, alignment: int = ALIGNMENT, marks: Mapping[str, Any] = M
         for name in _groups(table):
             h5py.h5g.create(file.id, name.encode(), lcpl=_link(name), gcpl=group)
         offsets = _add_datasets(file, table, sorted(table.keys() - set(wide)))
-        for name, value in marks.items():
+        for name, value in root_attributes.items():
             file.attrs.create(name, value)
     if wide:
         with _opened(record, "r+", alignment, alignment) as file:
@@ -552,9 +552,9 @@ def parse(data: bytes) -> Any:
     """
     if (memory := memory_of(data)) > MEMORY_LIMIT:
         raise ValueError(f"would take {memory} bytes of memory, at most {MEMORY_LIMIT} are allowed")
-    if depth_of(found := strict_json(data)) > DEPTH_LIMIT:
+    if depth_of(value := strict_json(data)) > DEPTH_LIMIT:
         raise ValueError(f"nested more than {DEPTH_LIMIT} levels deep")
-    return found
+    return value
 
 
 def memory_of(data: bytes) -> int:
@@ -658,10 +658,10 @@ def canonical_json(value: object, what: str) -> str:
     if memory_of(data := text.encode()) > MEMORY_LIMIT:
         raise CheckpointError(f"{what} is more than one manifest may hold")
     try:
-        found = parse(data)
+        parsed = parse(data)
     except ValueError as error:
         raise CheckpointError(f"{what} would not come back from JSON: {error}") from None
-    if found != _lists(value):
+    if parsed != _lists(value):
         raise CheckpointError(f"{what} would not come back from JSON unchanged: use string keys")
     return text
 
@@ -749,9 +749,9 @@ def _is(value: object, number: int) -> bool:
     return type(value) is int and value == number
 
 
-def _check_keys(found: Mapping[str, Any], keys: set[str], what: str) -> None:
-    if set(found) != keys:
-        raise CheckpointError(f"{what} has the keys {sorted(found)!r:.200} instead of {sorted(keys)}")
+def _check_keys(entries: Mapping[str, Any], keys: set[str], what: str) -> None:
+    if set(entries) != keys:
+        raise CheckpointError(f"{what} has the keys {sorted(entries)!r:.200} instead of {sorted(keys)}")
 
 
 def _stored(path: str, entry: object, state_bytes: int) -> StoredArray:
@@ -796,12 +796,12 @@ def _size(value: object, what: str) -> int:
 
 def _checksums(value: object, count: int, what: str) -> tuple[int, ...]:
     try:
-        found = bytes.fromhex(value) if isinstance(value, str) and len(value) == 8 * count else None
+        digits = bytes.fromhex(value) if isinstance(value, str) and len(value) == 8 * count else None
     except ValueError:
-        found = None
-    if found is None or found.hex() != value:
+        digits = None
+    if digits is None or digits.hex() != value:
         raise CheckpointError(f"{what} is not {count} checksums of 8 hexadecimal digits")
-    return tuple(np.frombuffer(found, ">u4").tolist())
+    return tuple(np.frombuffer(digits, ">u4").tolist())
 
 
 PARAMETERS, OPTIMIZER = "parameters/", "optimizer/"

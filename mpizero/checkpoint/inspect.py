@@ -173,11 +173,11 @@ def flat(attributes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
     Each name begins with ``prefix``. A key that contains a dot is quoted, so that no two attributes get the same name.
     """
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in attributes.items():
         name = prefix + (json.dumps(key) if "." in key or '"' in key else key)
-        found.update(flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value})
-    return found
+        flattened.update(flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value})
+    return flattened
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def statistics(reader: Reader, path: str, report: Report | None = None, element:
     calls :func:`element_types` itself, which is slow for a caller that reads many arrays.
     """
     element = element or element_types(reader)[path]
-    parts = [_figures(widened(values, element)) for _, values in blocks(reader, path, report)]
+    parts = [_block_sums(widened(values, element)) for _, values in blocks(reader, path, report)]
     lost = sum(size - count for size, count, *_ in parts)
     parts = [part for part in parts if part[1]]
     if not parts:
@@ -217,7 +217,7 @@ def statistics(reader: Reader, path: str, report: Report | None = None, element:
     return ArrayStatistics(min(lows), max(highs), mean, norm, lost)
 
 
-def _figures(values: Array) -> tuple[int, int, float, float, float, float]:
+def _block_sums(values: Array) -> tuple[int, int, float, float, float, float]:
     """Return the number of values; then number, minimum, maximum, sum and sum of squares of the finite values."""
     finite = values[np.isfinite(values)]
     if not finite.size:
@@ -320,12 +320,12 @@ def compare(
     common = [path for path in first if path in second]
     alike = [path for path in common if first[path] == second[path]]
     elements = element_types(a)
-    found = (_compare_arrays(a, b, (path, elements[path]), tolerance, report) for path in alike)
+    differences = (_compare_arrays(a, b, (path, elements[path]), tolerance, report) for path in alike)
     return CheckpointDifference(
         missing=tuple(path for path in first if path not in second),
         extra=tuple(path for path in second if path not in first),
         reshaped={path: (first[path], second[path]) for path in common if first[path] != second[path]},
-        arrays=tuple(difference for difference in found if difference is not None),
+        arrays=tuple(difference for difference in differences if difference is not None),
         attributes=dict(_compare_attributes(a.attributes, b.attributes)),
         compared=len(alike),
         nbytes=sum(nbytes_of(a, path) for path in alike),
@@ -355,7 +355,7 @@ def _compare_arrays(
     shape, bits = (*shape, 2) if parts == 2 else shape, np.dtype(f"u{number.itemsize}")
     differing, lost, absolute, relative = 0, 0, 0.0, 0.0
     first: int | None = None
-    shown = (0.0, 0.0)
+    values = (0.0, 0.0)
     for (start, x), (_, y) in zip(blocks(a, path, report), blocks(b, path), strict=True):
         x, y = as_reals(x), as_reals(y)
         where = np.flatnonzero(x.view(bits) != y.view(bits))
@@ -368,7 +368,7 @@ def _compare_arrays(
             continue
         u, v = pair[0][counts], pair[1][counts]
         if first is None:
-            first, shown = start * parts + int(where[counts][0]), (float(u[0]), float(v[0]))
+            first, values = start * parts + int(where[counts][0]), (float(u[0]), float(v[0]))
         differing += u.size
         both = np.isfinite(u) & np.isfinite(v)
         lost += int(np.count_nonzero(~both))
@@ -378,7 +378,7 @@ def _compare_arrays(
         return None
     index = tuple(int(i) for i in np.unravel_index(first, shape)) if shape else ()
     size = int(np.prod(shape, dtype=np.int64))
-    return ArrayDifference(path, size, differing, absolute, relative, lost, index, shown)
+    return ArrayDifference(path, size, differing, absolute, relative, lost, index, values)
 
 
 def _apart(u: Array, v: Array, tolerance: float) -> Array:
@@ -458,7 +458,7 @@ def _listed(path: str) -> ListedCheckpoint:
     return ListedCheckpoint(
         path,
         step_of(path) or 0,
-        sum(found.st_size for found in sizes.values() if found is not None),
+        sum(status.st_size for status in sizes.values() if status is not None),
         None if manifest is None else manifest.st_mtime,
         problem,
         attributes,
@@ -502,14 +502,14 @@ def find_checkpoint(path: Path) -> Path:
         return path
     for folder in (path / "checkpoints", path):
         passed: list[str] = []
-        found = newest(folder, "self", report=passed.append)
-        if found is not None:
-            for line in (*passed, f"taken instead: {found}") if passed else ():
+        latest = newest(folder, "self", report=passed.append)
+        if latest is not None:
+            for line in (*passed, f"taken instead: {latest}") if passed else ():
                 notice(line)
-            return Path(found)
+            return Path(latest)
         if passed:
             raise CheckpointError(f"{folder}: no good checkpoint in it; {passed[0]}")
-    raise _nothing_found(path)
+    raise _no_checkpoint(path)
 
 
 def find_folder(path: Path) -> Path:
@@ -522,11 +522,11 @@ def find_folder(path: Path) -> Path:
     """
     folder = next((home for home in (path / "checkpoints", path) if step_folders(str(home))), None)
     if folder is None:
-        raise _nothing_found(path)
+        raise _no_checkpoint(path)
     return folder
 
 
-def _nothing_found(path: Path) -> CheckpointError:
+def _no_checkpoint(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path}: holds no checkpoint; give a run's folder, its checkpoint folder, or one checkpoint"
     )

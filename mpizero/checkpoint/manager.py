@@ -62,8 +62,8 @@ def step_folders(folder: str) -> list[str]:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    found = [(step, name) for name in names if (step := step_of(name)) is not None]
-    return [os.path.join(folder, name) for _, name in sorted(found, reverse=True)]
+    steps = [(step, name) for name in names if (step := step_of(name)) is not None]
+    return [os.path.join(folder, name) for _, name in sorted(steps, reverse=True)]
 
 
 @dataclass(frozen=True)
@@ -181,14 +181,14 @@ def newest(
     def look() -> str | None:
         unreadable: list[str] = []
         best = None
-        for found in map(_look_at, step_folders(where)):
-            if found.sound:
-                best = found.path
+        for entry in map(_look_at, step_folders(where)):
+            if entry.sound:
+                best = entry.path
                 break
-            if found.damaged:
-                report(_passed_over(found))
+            if entry.damaged:
+                report(_passed_over(entry))
             else:
-                unreadable.append(found.problem)
+                unreadable.append(entry.problem)
         if unreadable:
             raise CheckpointError(
                 f"what is newest cannot be opened: {'; '.join(unreadable)}; mend that, or name the checkpoint to take"
@@ -200,8 +200,8 @@ def newest(
         return on_root(world, _cannot_look(where), look)
 
 
-def _passed_over(found: StepFolder) -> str:
-    return f"checkpoint passed over: {found.problem}"
+def _passed_over(entry: StepFolder) -> str:
+    return f"checkpoint passed over: {entry.problem}"
 
 
 @dataclass(frozen=True)
@@ -260,11 +260,11 @@ def sound(
     """
     paths = []
     with communicator_of(comm) as world:
-        for found in survey(folder, world):
-            if found.sound:
-                paths.append(found.path)
+        for entry in survey(folder, world):
+            if entry.sound:
+                paths.append(entry.path)
             elif world.rank == 0:
-                report(_passed_over(found))
+                report(_passed_over(entry))
     return paths
 
 
@@ -329,18 +329,18 @@ def prune(
 
 def _beyond(where: str, keep: int) -> list[str]:
     """Return the step folders in ``where`` that are older than the newest ``keep`` sound ones, newest first."""
-    kept: list[str] = []
-    for found in map(_look_at, step_folders(where)):
-        if found.sound:
-            kept.append(found.path)
-        if len(kept) == keep:
+    valid: list[str] = []
+    for entry in map(_look_at, step_folders(where)):
+        if entry.sound:
+            valid.append(entry.path)
+        if len(valid) == keep:
             break
     else:
         return []
     steps = step_folders(where)
-    if not set(kept) <= set(steps):  # another process deletes folders now: the older ones may be the last
+    if not set(valid) <= set(steps):  # another process deletes folders now: the older ones may be the last
         return []
-    return steps[steps.index(kept[-1]) + 1 :]
+    return steps[steps.index(valid[-1]) + 1 :]
 
 
 def _remove(path: str, removed: list[str]) -> Iterator[RemovalFailure]:
@@ -348,9 +348,9 @@ def _remove(path: str, removed: list[str]) -> Iterator[RemovalFailure]:
     if os.path.islink(path):
         yield RemovalFailure(path, "it is a link; remove it by hand")
         return
-    if (found := _look_at(path)).unreadable:
+    if (entry := _look_at(path)).unreadable:
         if os.path.lexists(path):  # else another process was faster
-            yield RemovalFailure(path, f"it cannot be opened, and may be whole: {found.problem}")
+            yield RemovalFailure(path, f"it cannot be opened, and may be whole: {entry.problem}")
         return
     try:
         if remove_folder(path):

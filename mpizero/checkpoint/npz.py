@@ -102,7 +102,7 @@ class NpzFile(AbstractContextManager["NpzFile"]):
         self._file = os.fdopen(open_regular(self.path), "rb")
         try:
             room = os.fstat(self._file.fileno()).st_size if limit is None else limit
-            with self._sound():
+            with self._checked():
                 self._archive = zipfile.ZipFile(self._file)
                 entries = [info for info in self._archive.infolist() if info.filename.endswith(".npy")]
                 if (size := sum(info.file_size for info in entries)) > room + 4096 * len(entries):
@@ -118,7 +118,7 @@ class NpzFile(AbstractContextManager["NpzFile"]):
 
     def values(self, name: str) -> Array:
         """Return all values of an array, flattened in C order."""
-        with self._sound():
+        with self._checked():
             return _read_entry(self._archive, self._entries[name]).reshape(-1)
 
     def _described(self, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -127,7 +127,7 @@ class NpzFile(AbstractContextManager["NpzFile"]):
         return shape, dtype.newbyteorder("=")
 
     @contextmanager
-    def _sound(self) -> Iterator[None]:
+    def _checked(self) -> Iterator[None]:
         try:
             yield
         except (OSError, *UNSOUND) as error:

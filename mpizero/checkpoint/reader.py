@@ -65,9 +65,9 @@ class FileByteSource(ByteSource):
     def __init__(self, path: str, nbytes: int) -> None:
         self.path = path
         self._file = open_regular(path)
-        if (found := os.fstat(self._file).st_size) != nbytes:
+        if (size := os.fstat(self._file).st_size) != nbytes:
             self.close()
-            raise CheckpointDamagedError(f"{path}: {found} bytes instead of {nbytes}: truncated or damaged")
+            raise CheckpointDamagedError(f"{path}: {size} bytes instead of {nbytes}: truncated or damaged")
         with suppress(OSError):  # advice only: read far ahead of pieces that fit a core's cache
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
@@ -164,8 +164,10 @@ def _check_folder(folder: str) -> None:
 def _within(folder: str) -> str:
     """Return a hint for the error message if ``folder`` is a run's folder or contains checkpoints; "" otherwise."""
     for deeper in (folder, os.path.join(folder, "checkpoints")):
-        if found := glob(os.path.join(escape(deeper), "step_*", MANIFEST_NAME)):
-            return f"; {len(found)} checkpoint(s) lie in {deeper}: mpizero.checkpoint.newest(folder) gives the newest"
+        if manifests := glob(os.path.join(escape(deeper), "step_*", MANIFEST_NAME)):
+            return (
+                f"; {len(manifests)} checkpoint(s) lie in {deeper}: mpizero.checkpoint.newest(folder) gives the newest"
+            )
     return ""
 
 
@@ -233,24 +235,24 @@ class BlockReader:
         each read.
         """
         crc = 0
-        for place, piece in in_cache(block):
-            self._source.read_into(offset + place, piece)
+        for position, piece in in_cache(block):
+            self._source.read_into(offset + position, piece)
             crc = crc32(piece, crc)
             advance(len(piece))
         return crc
 
-    def unproven(self, gathered: Sequence[Sequence[BlockPart]], own_rank: int) -> list[BlockPart]:
+    def unproven(self, gathered: Sequence[Sequence[BlockPart]], this_rank: int) -> list[BlockPart]:
         """Verify blocks from the parts that all ranks have read; return this rank's parts that this cannot verify.
 
         A part can be verified if it and other parts follow each other without a gap from the start to the end of the
         block. ``gathered`` holds the parts that each rank has read, by rank. Each rank verifies only blocks of which it
         has read a part. Raises :class:`CheckpointDamagedError` if a checksum is wrong.
         """
-        own = {(part.path, part.start // BLOCK) for part in gathered[own_rank]}
-        blocks: dict[tuple[str, int], list[tuple[int, BlockPart]]] = {key: [] for key in own}
+        keys = {(part.path, part.start // BLOCK) for part in gathered[this_rank]}
+        blocks: dict[tuple[str, int], list[tuple[int, BlockPart]]] = {key: [] for key in keys}
         for rank, parts in enumerate(gathered):
             for part in parts:
-                if (key := (part.path, part.start // BLOCK)) in own:
+                if (key := (part.path, part.start // BLOCK)) in keys:
                     blocks[key].append((rank, part))
         alone = []
         for (path, index), listed in sorted(blocks.items()):
@@ -260,7 +262,7 @@ class BlockReader:
             for (rank, part), verdict in zip(listed, verdicts, strict=True):
                 if verdict is False:
                     raise self._mismatch(part)
-                if verdict is None and rank == own_rank:
+                if verdict is None and rank == this_rank:
                     alone.append(part)
         return alone
 

@@ -6,9 +6,9 @@ write. A :class:`TemporaryFolder` holds the files while a back end writes the va
 :func:`publish` rank 0 writes the manifest and renames the folder. :func:`write` does all of this; :func:`to_bytes` and
 :func:`from_bytes` make a byte string of a checkpoint and read it: the HDF5 file, followed by the manifest.
 
-[Note: words] A *claim* lists the ranges of elements of one array that one rank writes
-(:class:`~mpizero.checkpoint.format.Claim`). The *table* holds the shape and element type of every array. The *pieces*
-of an array are the ranges of its elements, with their values, that one rank writes.
+[Note: words] *Write ranges* (:class:`~mpizero.checkpoint.format.WriteRanges`) are the ranges of elements of one array
+that one rank writes. The *table* holds the shape and element type of every array. The *pieces* of an array are the
+ranges of its elements, with their values, that one rank writes.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from mpizero.checkpoint.format import (
     MANIFEST_LIMIT,
     MANIFEST_NAME,
     STATE_NAME,
-    Claim,
     LocalArray,
     Manifest,
     Skeleton,
     StoredArray,
     Table,
+    WriteRanges,
     build,
     canonical_json,
     check_alignment,
@@ -115,14 +115,14 @@ class SavePlan:
 class KnownLayout:
     """Keep the file layout of the last save, so that the next save of the same arrays needs fewer messages.
 
-    ``claims`` lists the ranges of elements that this rank wrote. ``number`` is a checksum of the claims of all ranks.
-    ``place`` is (rank, number of ranks). The layout can be used again if every rank has the same place and claims as in
-    the last save, and all ranks have the same ``number``.
+    ``writes`` lists the ranges of elements that this rank wrote. ``number`` is a checksum of those of all ranks.
+    ``rank_and_size`` is (rank, number of ranks). The layout can be used again if every rank has the same rank and
+    writes as in the last save, and all ranks have the same ``number``.
     """
 
-    claims: list[Claim] | None = None
+    writes: list[WriteRanges] | None = None
     number: int = 0
-    place: tuple[int, int] = (0, 0)
+    rank_and_size: tuple[int, int] = (0, 0)
     alignment: int = ALIGNMENT
     table: Table = field(default_factory=dict)
     offsets: Mapping[str, int] = field(default_factory=dict)
@@ -177,8 +177,8 @@ def make_plan(
             return skeleton.offsets
 
         known.offsets = on_root(comm, _prefix(target), lay_out, lambda: check_alignment(alignment))
-        known.claims, known.number, known.alignment = list(map(Claim.of, local)), number, alignment
-        known.place = comm.rank, comm.size
+        known.writes, known.number, known.alignment = list(map(WriteRanges.of, local)), number, alignment
+        known.rank_and_size = comm.rank, comm.size
         known.table, known.skeleton = table, skeleton
     return SavePlan(target, local, table, attributes, known.offsets, known.skeleton, opened)
 
@@ -228,42 +228,42 @@ def agree_on_arrays(
     """
     known = KnownLayout() if again is None else again.layout
     request, state = None, None
-    with CapturedError() as own:
+    with CapturedError() as captured:
         local = [check_array(array) for array in arrays]
         if not isinstance(attributes, dict):
             raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
-        text, mine = canonical_json(attributes, "attributes"), list(map(Claim.of, local))
-        as_before = known.claims == mine and known.place == (comm.rank, comm.size)
-        request = _SaveRequest(None if as_before else mine, known.number, crc32(text.encode()))
+        text, local_writes = canonical_json(attributes, "attributes"), list(map(WriteRanges.of, local))
+        as_before = known.writes == local_writes and known.rank_and_size == (comm.rank, comm.size)
+        request = _SaveRequest(None if as_before else local_writes, known.number, crc32(text.encode()))
         if as_before and again is not None:
             state = again.start(where, local)
-    gathered = comm.allgather_object((where, own.portable, request, state), tag="checkpoint")
+    gathered = comm.allgather_object((where, captured.portable, request, state), tag="checkpoint")
     target = gathered[0][0]
-    raise_first([error for _, error, _, _ in gathered], prefix(target), own.error)
+    raise_first([error for _, error, _, _ in gathered], prefix(target), captured.error)
     requests = [request for _, _, request, _ in gathered]
     differing = [rank for rank, request in enumerate(requests) if request.attributes != requests[0].attributes]
     if differing:
         raise CheckpointError(f"{prefix(target)}: attributes of rank {differing[0]} differ from those of rank 0")
     copied = json.loads(text)
-    if all(request.claims is None for request in requests) and len({request.number for request in requests}) == 1:
+    if all(request.writes is None for request in requests) and len({request.number for request in requests}) == 1:
         return Agreement(target, local, known.table, copied, known.number, gathered[0][3])
-    claims = [request.claims for request in requests]
-    if None in claims:
-        claims = comm.allgather_object(mine, "checkpoint")
+    writes = [request.writes for request in requests]
+    if None in writes:
+        writes = comm.allgather_object(local_writes, "checkpoint")
     with agreed(comm, prefix(target)):
-        table = merge(claims)
-    return Agreement(target, local, table, copied, crc32(repr(claims).encode()), None)
+        table = merge(writes)
+    return Agreement(target, local, table, copied, crc32(repr(writes).encode()), None)
 
 
 class _SaveRequest(NamedTuple):
     """Describe what one rank saves; it is part of the message that all ranks exchange.
 
-    ``claims`` lists the ranges of elements that the rank writes; it is None if they are the same as in the rank's last
-    save. ``number`` is the checksum of the claims of all ranks in that last save. ``attributes`` is the CRC32 of the
+    ``writes`` lists the ranges of elements that the rank writes; it is None if they are the same as in the rank's last
+    save. ``number`` is the checksum of those of all ranks in that last save. ``attributes`` is the CRC32 of the
     attributes.
     """
 
-    claims: list[Claim] | None
+    writes: list[WriteRanges] | None
     number: int
     attributes: int
 
@@ -295,10 +295,10 @@ def store_collectively(
         check_available(comm)
         sums = checksums(arrays)
         os.close(os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))  # opening below fails on all ranks or none
-    with comm.split(0, name=f"{comm.name}/checkpoint") as own:
+    with comm.split(0, name=f"{comm.name}/checkpoint") as file_comm:
         failure: Exception | None = None
-        mpi = getattr(own, "mpi", None)
-        handle = own.run("hdf5 open", lambda: h5py.File(file, "r+", driver="mpio", comm=mpi), tag=file)
+        mpi = getattr(file_comm, "mpi", None)
+        handle = file_comm.run("hdf5 open", lambda: h5py.File(file, "r+", driver="mpio", comm=mpi), tag=file)
         try:
             with comm.trace.transfer(f"writing {file}") as advance:
                 for array in arrays:
@@ -306,7 +306,7 @@ def store_collectively(
         except Exception as error:  # the others wait in close()
             failure = error
         try:
-            own.run("hdf5 close", handle.close, tag=file)  # a write that fails in it leaves the ranks waiting
+            file_comm.run("hdf5 close", handle.close, tag=file)  # a write that fails in it leaves the ranks waiting
         except Exception as error:
             failure = failure or error
     with agreed(comm, prefix):
@@ -498,8 +498,8 @@ def _checked_structure(handle: int, state: str, skeleton: Skeleton) -> int:
     the skeleton, because writing the values has changed it.
     """
     crc = 0
-    if (found := os.fstat(handle).st_size) != skeleton.nbytes:
-        raise CheckpointError(f"{state}: has {found} bytes instead of {skeleton.nbytes}")
+    if (size := os.fstat(handle).st_size) != skeleton.nbytes:
+        raise CheckpointError(f"{state}: has {size} bytes instead of {skeleton.nbytes}")
     for offset, data in skeleton.structure:
         if os.pread(handle, len(data), offset) != data:
             raise CheckpointError(f"{state}: bytes at offset {offset} are not those laid out")
@@ -580,9 +580,9 @@ def write(
     >>> import tempfile
     >>> import numpy as np
     >>> from mpizero import checkpoint
-    >>> whole = checkpoint.LocalArray("parameters/w", (3,), np.dtype("f8"), ((0, np.arange(3.0)),))
+    >>> array = checkpoint.LocalArray("parameters/w", (3,), np.dtype("f8"), ((0, np.arange(3.0)),))
     >>> with tempfile.TemporaryDirectory() as run:
-    ...     checkpoint.write(f"{run}/start", [whole], {"loss": 0.5}, comm="self")
+    ...     checkpoint.write(f"{run}/start", [array], {"loss": 0.5}, comm="self")
     ...     with checkpoint.open_checkpoint(f"{run}/start", comm="self") as reader:
     ...         print(reader.attributes, reader.read_whole("parameters/w"))
     {'loss': 0.5} [0. 1. 2.]
@@ -621,9 +621,9 @@ def to_bytes(arrays: Sequence[LocalArray], attributes: Mapping[str, Any], comm: 
     >>> import numpy as np
     >>> from mpizero import checkpoint
     >>> weight = np.arange(6.0).reshape(2, 3)
-    >>> whole = checkpoint.LocalArray("parameters/weight", (2, 3), weight.dtype, ((0, weight.reshape(-1)),))
-    >>> data = checkpoint.to_bytes([whole], {"step": 3}, comm="self")
-    >>> data[1:4], data == checkpoint.to_bytes([whole], {"step": 3}, comm="self")
+    >>> array = checkpoint.LocalArray("parameters/weight", (2, 3), weight.dtype, ((0, weight.reshape(-1)),))
+    >>> data = checkpoint.to_bytes([array], {"step": 3}, comm="self")
+    >>> data[1:4], data == checkpoint.to_bytes([array], {"step": 3}, comm="self")
     (b'HDF', True)
     """
     prefix = "the model was not serialized"
@@ -664,8 +664,8 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Reader:
     >>> import numpy as np
     >>> from mpizero import checkpoint
     >>> weight = np.arange(6.0).reshape(2, 3)
-    >>> whole = checkpoint.LocalArray("parameters/weight", (2, 3), weight.dtype, ((0, weight.reshape(-1)),))
-    >>> data = checkpoint.to_bytes([whole], {"step": 3}, comm="self")
+    >>> array = checkpoint.LocalArray("parameters/weight", (2, 3), weight.dtype, ((0, weight.reshape(-1)),))
+    >>> data = checkpoint.to_bytes([array], {"step": 3}, comm="self")
     >>> with checkpoint.from_bytes(data) as reader:
     ...     print(reader.attributes, reader.read_whole("parameters/weight")[0])
     {'step': 3} [0. 1. 2.]
