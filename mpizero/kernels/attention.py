@@ -53,14 +53,14 @@ def causal_attention(
     scratch=SCRATCH,
 )
 def causal_attention_backward(
-    qkv: Array, geometry: Array, start: int, stop: int, scale1: Array, probs: Array, kept: int, dout: Array,
+    qkv: Array, geometry: Array, start: int, stop: int, scale1: Array, probs: Array, stored: int, dout: Array,
     dqkv: Array, dscores: Array, memory: Array, scratch: Array,
 ) -> None:  # fmt: skip
     """Write the gradients of :func:`causal_attention` for the heads ``start:stop`` to ``dqkv``.
 
-    ``dqkv`` is (samples, length, 3, heads, size), and ``dout`` the gradient of the output. If ``kept`` is 0, ``probs``
-    has room for one head, and the probabilities are computed again, with the same bits. ``dscores`` is temporary, of
-    one head's scores.
+    ``dqkv`` is (samples, length, 3, heads, size), and ``dout`` the gradient of the output. If ``stored`` is 0,
+    ``probs`` has room for one head, and the probabilities are computed again, with the same bits. ``dscores`` is
+    temporary, of one head's scores.
     """
     heads, length, size, kind = geometry[0], geometry[1], geometry[2], geometry[3]
     sample, head, row = geometry[4], geometry[5], geometry[6]
@@ -69,8 +69,8 @@ def causal_attention_backward(
         at = pair // heads * sample + pair % heads * head
         above = (pair // heads * length * heads + pair % heads) * size
         to = (pair // heads * length * heads * 3 + pair % heads) * size
-        weights = pair * length * length if kept else 0
-        if not kept:
+        weights = pair * length * length if stored else 0
+        if not stored:
             causal_scores(qkv, at, row, qkv, at + kind, row, length, size, probs, 0, memory)
             for query in range(length):
                 softmax_of_first(probs[query * length :][:length], query + 1, scale1[0], scratch)

@@ -441,15 +441,15 @@ def rmsnorm_gradient(g: Any, standard: Any, mean_gs: Any, rstd: Any) -> Any:
     return rstd * (g - standard * mean_gs)
 
 
-def keys_seen(query: Any, offset: Any, keys: Any) -> Any:
+def visible_keys_in_tile(query: Any, offset: Any, keys: Any) -> Any:
     """Return how many of a tile's ``keys`` keys query number ``query`` sees under the causal mask: the first ones.
 
     Query 0 of the tile is ``offset`` positions after key 0 in the sequence.
     """
-    seen = query + 1 + offset
-    if seen < 0:
+    visible = query + 1 + offset
+    if visible < 0:
         return 0
-    return seen if seen < keys else keys
+    return visible if visible < keys else keys
 
 
 def rescaled(total: Any, factor: Any, part: Any) -> Any:
@@ -479,8 +479,8 @@ def visible_keys(query: Any, queries: Any, keys: Any) -> Any:
 
     The last query sees all ``keys`` keys, and every other query sees one key fewer than the next query (at least 0).
     """
-    seen = query + 1 + keys - queries
-    return seen if seen > 0 else 0
+    visible = query + 1 + keys - queries
+    return visible if visible > 0 else 0
 
 
 def softmax_gradient(p: Any, dp: Any, dot: Any, scale: Any) -> Any:

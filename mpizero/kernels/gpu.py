@@ -76,7 +76,7 @@ class Device(ABC):
         Number of this GPU on its node.
     name : str
         Name of the GPU's model.
-    held : Counter of str to int
+    allocated : Counter of str to int
         Bytes of the arrays that :meth:`keep` has allocated on the GPU and that are not released, by kind, such as
         "optimizer state".
     """
@@ -105,7 +105,7 @@ class Device(ABC):
 
     def __init__(self) -> None:
         self._staging = self._pinned(STAGING)
-        self.held: Counter[str] = Counter()
+        self.allocated: Counter[str] = Counter()
 
     @abstractmethod
     def _pinned(self, nbytes: int) -> Array:
@@ -124,14 +124,14 @@ class Device(ABC):
         """Allocate a 1-D array of undefined contents on the GPU."""
 
     def keep(self, kind: str, size: int, dtype: Any) -> Array:
-        """Allocate a 1-D array of undefined contents on the GPU, and add its bytes to ``held[kind]``."""
+        """Allocate a 1-D array of undefined contents on the GPU, and add its bytes to ``allocated[kind]``."""
         array = self.empty(size, dtype)
-        self.held[kind] += array.nbytes
+        self.allocated[kind] += array.nbytes
         return array
 
     def release(self, kind: str, array: Array) -> None:
-        """Subtract the bytes of an array from ``held[kind]``; the memory is freed when the caller drops the array."""
-        self.held[kind] -= array.nbytes
+        """Subtract an array's bytes from ``allocated[kind]``; the memory is freed when the caller drops the array."""
+        self.allocated[kind] -= array.nbytes
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -328,7 +328,7 @@ class Gpus:
 
     in_host_memory = False
 
-    def found(self) -> tuple[int, str]:
+    def available(self) -> tuple[int, str]:
         """Return the number of GPUs that this process can train on, and the reason if there are none (otherwise "")."""
         missing = [name for name in ("cupy", "numba_cuda") if importlib.util.find_spec(name) is None]
         if missing:
@@ -363,23 +363,23 @@ def use_gpus(replacement: Gpus) -> None:
     _GPUS[0] = replacement
 
 
-def found() -> tuple[int, str]:
+def available_gpus() -> tuple[int, str]:
     """Return the number of GPUs that this process can train on, and the reason if there are none (otherwise "")."""
-    return gpus().found()
+    return gpus().available()
 
 
-def open_device(place: int) -> Device:
-    """Open the GPU of the rank with number ``place`` on its node: GPU number ``place`` modulo the number of GPUs.
+def open_device(local_rank: int) -> Device:
+    """Open the GPU of the rank with number ``local_rank`` on its node: that number modulo the number of GPUs.
 
     Raises
     ------
     ConfigError
         If there is no GPU.
     """
-    count, reason = found()
+    count, reason = available_gpus()
     if not count:
         raise ConfigError(f'device = "cuda": {reason}, or train with device = "cpu"')
-    return gpus().opened(place % count)
+    return gpus().opened(local_rank % count)
 
 
 #: For each dtype of 16 bits, the kernels that round to it and convert from it, and CUDA's number for the dtype.
@@ -483,8 +483,8 @@ def operand(x: Array) -> Array | HalfPrecisionArray:
     It is rounded where this thread is in the context of :meth:`Device.multiplying_in`. The last
     two axes of ``x`` are matrices. See [Note: products in 16 bits].
     """
-    asked = PRODUCT_DTYPE.get()
-    return x if asked is None else _halved(x, *asked)
+    setting = PRODUCT_DTYPE.get()
+    return x if setting is None else _halved(x, *setting)
 
 
 def multiply(a: Array | HalfPrecisionArray, b: Array | HalfPrecisionArray, out: Array) -> None:
@@ -499,19 +499,19 @@ def multiply(a: Array | HalfPrecisionArray, b: Array | HalfPrecisionArray, out: 
         If an operand of 16 bits is a view for which :meth:`MatrixBatch.of` returns None.
     """
     xp, target = _library(out), out
-    place = MatrixBatch.of(out)
-    if not _is_aligned(out) or (isinstance(a, HalfPrecisionArray) and (place is None or place.transposed)):
+    result = MatrixBatch.of(out)
+    if not _is_aligned(out) or (isinstance(a, HalfPrecisionArray) and (result is None or result.transposed)):
         target = xp.empty(out.shape, out.dtype)
-        place = MatrixBatch.of(target)
+        result = MatrixBatch.of(target)
     if not (isinstance(a, HalfPrecisionArray) and isinstance(b, HalfPrecisionArray)):
         xp.matmul(*(x if _is_aligned(x) else xp.array(x, order="K") for x in (a, b)), out=target)
     elif not a.bits.size or not b.bits.size:
         target[...] = 0
     else:
         left, right = MatrixBatch.of(a.bits), MatrixBatch.of(b.bits)
-        if left is None or right is None or place is None:
+        if left is None or right is None or result is None:
             raise ValueError(f"the matrices of an operand do not lie one after the other: {left}, {right}")
-        a.device.multiply(a, b, target, (left, right, place))
+        a.device.multiply(a, b, target, (left, right, result))
     if target is not out:
         xp.copyto(out, target)
 

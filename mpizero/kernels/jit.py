@@ -207,8 +207,8 @@ class Kernel:
 
     def _entry(self, dtype: str) -> str:
         """Return the name, unique in the process, of the entry function for a dtype ("f4" or "f8")."""
-        place = self.__module__.removeprefix(PACKAGE)
-        return f"{place}.{self.name}-{dtype}" + ("" if self._cached else f"-{id(self):x}")
+        module = self.__module__.removeprefix(PACKAGE)
+        return f"{module}.{self.name}-{dtype}" + ("" if self._cached else f"-{id(self):x}")
 
     @property
     def _cached(self) -> bool:
@@ -289,13 +289,13 @@ class Intrinsic(ABC):
         from numba import types as numba_types
         from numba.extending import intrinsic
 
-        def generate(context: Any, *given: Any) -> Any:
-            self.generate(context, *given)
+        def generate(context: Any, *arguments: Any) -> Any:
+            self.generate(context, *arguments)
             return context.get_dummy_value()
 
         def declare(typing: Any, *kinds: Any) -> Any:
-            array, whole = numba_types.Array, numba_types.intp
-            return numba_types.void(*(kind if isinstance(kind, array) else whole for kind in kinds)), generate
+            array, integer = numba_types.Array, numba_types.intp
+            return numba_types.void(*(kind if isinstance(kind, array) else integer for kind in kinds)), generate
 
         names = ("typing", *(f"argument{number}" for number in range(self.arguments)))
         vars(declare)["__signature__"] = inspect.Signature(
@@ -323,8 +323,8 @@ def _announce_compiling(folder: Path) -> None:
     import pkgutil
 
     cpu = importlib.import_module(f"{PACKAGE}cpu")
-    for found in pkgutil.iter_modules(cpu.__path__, f"{PACKAGE}cpu."):
-        importlib.import_module(found.name)
+    for module_info in pkgutil.iter_modules(cpu.__path__, f"{PACKAGE}cpu."):
+        importlib.import_module(module_info.name)
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(PACKAGE)]
     kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
     missing = sum(not any((folder / f"{one._entry(dtype)}.o").exists() for dtype in DTYPES.values()) for one in kernels)
@@ -439,8 +439,8 @@ class Parameter:
     def accepts(self, value: Any) -> bool:
         """Tell whether ``value`` can be passed for this parameter, whose dtype must not be "T"."""
         if self.ndim == 0:
-            whole = isinstance(value, (int, np.integer))
-            return whole or (self.dtype[0] == "f" and isinstance(value, (float, np.floating)))
+            is_integer = isinstance(value, (int, np.integer))
+            return is_integer or (self.dtype[0] == "f" and isinstance(value, (float, np.floating)))
         if not isinstance(value, np.ndarray) or value.dtype != np.dtype(self.dtype) or value.ndim != self.ndim:
             return False
         flags = value.flags
@@ -468,10 +468,10 @@ class Signature:
         ``T`` in the text stands for float32 or float64; ``const`` marks arrays that the kernel only reads. ``T[:,:]``
         may have any strides, ``T[:,::1]`` is C-contiguous.
         """
-        if (whole := _SIGNATURE.fullmatch(text)) is None:
+        if (outer := _SIGNATURE.fullmatch(text)) is None:
             raise ValueError(f"kernel signature {text!r}: expected 'void(const T[::1], T[:,::1], i8, ...)'")
         parameters = []
-        for part in re.split(r",(?![^\[]*\])", whole[2]) if whole[2].strip() else []:
+        for part in re.split(r",(?![^\[]*\])", outer[2]) if outer[2].strip() else []:
             if (match := _PARAMETER.fullmatch(part)) is None:
                 raise ValueError(f"kernel signature {text!r}: cannot read parameter {part.strip()!r}")
             const, dtype, brackets = match.groups()
@@ -479,7 +479,7 @@ class Signature:
             if ndim == 0 and dtype not in _SCALARS:
                 raise ValueError(f"kernel signature {text!r}: scalars are one of {', '.join(_SCALARS)}, not {dtype!r}")
             parameters.append(Parameter(dtype, ndim, const is not None, ndim > 0 and "::1" not in brackets))
-        return cls(whole[1], tuple(parameters))
+        return cls(outer[1], tuple(parameters))
 
     @property
     def template(self) -> int | None:
@@ -503,12 +503,14 @@ def _blas_threads() -> Callable[[], int]:
     """
     from threadpoolctl import ThreadpoolController
 
-    found: Any = next(iter(ThreadpoolController().select(user_api="blas").lib_controllers), None)
-    if found is None:
+    controller: Any = next(iter(ThreadpoolController().select(user_api="blas").lib_controllers), None)
+    if controller is None:
         return lambda: 1
-    own = getattr(found, "check_symbols", ()) if getattr(found, "threading_layer", "") == "pthreads" else ()
-    symbols = [symbol for symbol in own if "get_num_threads" in symbol and hasattr(found.dynlib, symbol)]
-    return getattr(found.dynlib, symbols[0]) if symbols else lambda: found.num_threads or 1
+    checked = (
+        getattr(controller, "check_symbols", ()) if getattr(controller, "threading_layer", "") == "pthreads" else ()
+    )
+    symbols = [symbol for symbol in checked if "get_num_threads" in symbol and hasattr(controller.dynlib, symbol)]
+    return getattr(controller.dynlib, symbols[0]) if symbols else lambda: controller.num_threads or 1
 
 
 def threads_for(work: int, least: int) -> int:
@@ -598,14 +600,14 @@ class _Fetch(Intrinsic):
 
     arguments = 2
 
-    def __call__(self, array: Any, place: int) -> None:
+    def __call__(self, array: Any, index: int) -> None:
         """Do nothing, because Python cannot prefetch."""
 
     def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
         """Write LLVM's prefetch instruction, for reading, into all caches."""
-        array, place = args
+        array, index = args
         data = context.make_array(signature.args[0])(context, builder, array).data
-        fetch_line(builder, builder.gep(data, [place]))
+        fetch_line(builder, builder.gep(data, [index]))
 
 
 def fetch_line(builder: Any, pointer: Any, *, written: bool = False) -> None:
@@ -713,10 +715,10 @@ def _may_raise(function: Any) -> bool:
     A status that it returns may also be that of a function which it called, or one of several such.
     """
     text = str(function)
-    left, seen = set(re.findall(r"^ +ret i32 (\S+)", text, re.MULTILINE)), {"0"}
-    while left - seen:
-        value = (left - seen).pop()
-        seen.add(value)
+    left, visited = set(re.findall(r"^ +ret i32 (\S+)", text, re.MULTILINE)), {"0"}
+    while left - visited:
+        value = (left - visited).pop()
+        visited.add(value)
         origin = re.search(rf"^ +{re.escape(value)} = (call i32 @|phi i32 (.*))", text, re.MULTILINE)
         if origin is None:
             return True
@@ -788,12 +790,12 @@ class _Entry:
         at, dtype = self._at, np.dtype(parameter.dtype)
         kind = self._load("ptr", pointer, at.type)
         exact = self._assign(f"icmp eq ptr {kind}, %self")
-        here, check, join = self._name(), self._name(), self._name()
-        self._lines.append(f"  br label {here}\n{here[1:]}:")
+        first, check, join = self._name(), self._name(), self._name()
+        self._lines.append(f"  br label {first}\n{first[1:]}:")
         self._lines.append(f"  br i1 {exact}, label {join}, label {check}\n{check[1:]}:")
         derived = self._assign(f"call i32 @PyType_IsSubtype(ptr {kind}, ptr %self)")
         self._lines.append(f"  br label {join}\n{join[1:]}:")
-        is_array = self._assign(f"phi i32 [ 1, {here} ], [ {derived}, {check} ]")
+        is_array = self._assign(f"phi i32 [ 1, {first} ], [ {derived}, {check} ]")
         self._require(self._assign(f"icmp ne i32 {is_array}, 0"))
         ndim = self._load("i32", pointer, at.ndim)
         self._require(self._assign(f"icmp eq i32 {ndim}, {parameter.ndim}"))

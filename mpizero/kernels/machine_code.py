@@ -49,15 +49,15 @@ def _described() -> dict[str, str]:
 
     Loading LLVM, to ask it, takes 40 ms of processor time in each process.
     """
-    found: dict[str, str] = {}
+    identity: dict[str, str] = {}
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             name, colon, value = line.partition(":")
             if not colon:
                 break
             if name.strip() in _IDENTITY:
-                found[name.strip()] = value.strip()
-    return found if len(found) == len(_IDENTITY) and os.uname().machine == "x86_64" else {}
+                identity[name.strip()] = value.strip()
+    return identity if len(identity) == len(_IDENTITY) and os.uname().machine == "x86_64" else {}
 
 
 def cpu_identity() -> str:
@@ -181,11 +181,11 @@ def _check_layout() -> None:
 def _check_memory() -> None:
     """Raise OSError where written memory may not become executable, for LLVM would end the process there."""
     page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = ctypes.addressof(held := ctypes.c_char.from_buffer(page))
+    start = ctypes.addressof(buffer := ctypes.c_char.from_buffer(page))
     protect = ctypes.CDLL(None, use_errno=True).mprotect
     if protect(ctypes.c_void_p(start), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_EXEC):
         raise OSError(ctypes.get_errno(), "written machine code may not run: allow execmem or set NUMBA_DISABLE_JIT=1")
-    del held
+    del buffer
     page.close()
 
 
@@ -232,16 +232,16 @@ class UnsafeFolderError(PermissionError):
         self.remedy = remedy
 
 
-def foreign(found: os.stat_result) -> str:
+def foreign(status: os.stat_result) -> str:
     """Return the reason why other users could have written a file or folder; "" if only this user or root could.
 
-    ``found`` is the status of the file or folder.
+    ``status`` is the status of the file or folder.
     """
-    if found.st_uid not in (0, os.geteuid()):
-        return f"belongs to user {found.st_uid}"
-    if found.st_mode & _OTHERS_WRITE:
-        who = "all users" if found.st_mode & stat.S_IWOTH else f"group {found.st_gid}"
-        return f"can be written by {who} (mode {stat.S_IMODE(found.st_mode):04o})"
+    if status.st_uid not in (0, os.geteuid()):
+        return f"belongs to user {status.st_uid}"
+    if status.st_mode & _OTHERS_WRITE:
+        who = "all users" if status.st_mode & stat.S_IWOTH else f"group {status.st_gid}"
+        return f"can be written by {who} (mode {stat.S_IMODE(status.st_mode):04o})"
     return ""
 
 
@@ -268,21 +268,21 @@ def make_folder(root: Path, name: str) -> Path:
 
 def require_private(folder: Path) -> None:
     """Raise :class:`UnsafeFolderError` if other users than this one and root can write to a folder or replace it."""
-    *above, (path, found) = _way(folder)
+    *above, (path, status) = _steps_to(folder)
     for step, parent in above:
-        _require_way(step, parent)
-    if not stat.S_ISDIR(found.st_mode):
+        _require_safe_step(step, parent)
+    if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-    if wrong := foreign(found):
+    if wrong := foreign(status):
         remedy = _ANOTHER
-        if found.st_uid == os.geteuid():  # what lies in it may be theirs: closing it is not enough
+        if status.st_uid == os.geteuid():  # what lies in it may be theirs: closing it is not enough
             import shlex
 
             remedy = f"rm -r {shlex.quote(path)} (it is compiled again)"
         raise UnsafeFolderError(path, wrong, remedy)
 
 
-def own_folder(base: Path, name: str) -> Path:
+def private_folder(base: Path, name: str) -> Path:
     """Return the path of a folder in ``base`` (a folder for all users, such as /tmp) that only this user can write.
 
     The folder is made if there is none yet. All processes of this user on a node get the same folder. If another user
@@ -294,60 +294,60 @@ def own_folder(base: Path, name: str) -> Path:
     OSError
         If such a folder cannot be made.
     """
-    for step, parent in _way(base):
-        _require_way(step, parent)
-    if _first_own(base, name) is None:
+    for step, parent in _steps_to(base):
+        _require_safe_step(step, parent)
+    if _first_private(base, name) is None:
         with suppress(FileExistsError):
             os.mkdir(base / name, 0o700)
-    if _first_own(base, name) is None:
+    if _first_private(base, name) is None:
         from tempfile import mkdtemp
 
         mkdtemp(prefix=f"{name}-", dir=base)
-    if (found := _first_own(base, name)) is None:
+    if (chosen := _first_private(base, name)) is None:
         raise PermissionError(errno.EACCES, "a folder made here can be written by others", str(base))
-    return found
+    return chosen
 
 
-def _first_own(base: Path, name: str) -> Path | None:
+def _first_private(base: Path, name: str) -> Path | None:
     for taken in sorted(os.listdir(base)):
         if taken == name or taken.startswith(f"{name}-"):
             with suppress(FileNotFoundError):
-                found = os.lstat(base / taken)
-                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not foreign(found):
+                status = os.lstat(base / taken)
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not foreign(status):
                     return base / taken
     return None
 
 
-def _require_way(path: str, found: os.stat_result) -> None:
+def _require_safe_step(path: str, status: os.stat_result) -> None:
     """Raise :class:`UnsafeFolderError` if a folder or link on the path to a folder is unsafe.
 
-    ``found`` is the status of the folder or link. [Note: who may write] says what is safe.
+    ``status`` is the status of the folder or link. [Note: who may write] says what is safe.
     """
-    if stat.S_ISLNK(found.st_mode):
-        if found.st_uid not in (0, os.geteuid()):
-            raise UnsafeFolderError(path, f"is a link of user {found.st_uid}", _ANOTHER)
-    elif found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    if stat.S_ISLNK(status.st_mode):
+        if status.st_uid not in (0, os.geteuid()):
+            raise UnsafeFolderError(path, f"is a link of user {status.st_uid}", _ANOTHER)
+    elif status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise UnsafeFolderError(path, "can be written by all users and has no sticky bit", _ANOTHER)
 
 
-def _way(path: Path) -> Iterator[tuple[str, os.stat_result]]:
+def _steps_to(path: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield (path, status) of every folder and symbolic link on the path to a folder, from / to the folder itself."""
-    place, links = "/", 0
+    current, links = "/", 0
     rest = list(reversed(Path(os.path.abspath(path)).parts[1:]))
-    yield place, os.lstat(place)
+    yield current, os.lstat(current)
     while rest:
         name = rest.pop()
-        step = os.path.dirname(place) if name == ".." else os.path.join(place, name)
-        found = os.lstat(step)
-        yield step, found
-        if not stat.S_ISLNK(found.st_mode):
-            place = step
+        step = os.path.dirname(current) if name == ".." else os.path.join(current, name)
+        status = os.lstat(step)
+        yield step, status
+        if not stat.S_ISLNK(status.st_mode):
+            current = step
             continue
         links += 1
         if links > _LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         target = os.readlink(step)
-        place = "/" if target.startswith("/") else place
+        current = "/" if target.startswith("/") else current
         rest += [part for part in reversed(target.split("/")) if part not in ("", ".")]
 
 
@@ -388,7 +388,7 @@ def _wanted() -> Path | None:
     return Path(caches) / "mpizero" if os.path.isabs(caches) else None  # without a home, "~" stays as it is
 
 
-def _own_root() -> Path:
+def _private_root() -> Path:
     """Return a folder in /tmp (or another temporary folder for all users) that only this user can write.
 
     Raise PermissionError if no such folder can be made.
@@ -398,7 +398,7 @@ def _own_root() -> Path:
     tried = []
     for base in dict.fromkeys((tempfile.gettempdir(), "/var/tmp", "/dev/shm")):
         try:
-            return own_folder(Path(base), f"mpizero-{os.geteuid()}")
+            return private_folder(Path(base), f"mpizero-{os.geteuid()}")
         except OSError as error:
             tried.append(str(error))
     raise PermissionError(
@@ -408,7 +408,7 @@ def _own_root() -> Path:
 
 
 def _choose_folder(name: str) -> CacheFolder:
-    """Make the folder ``name`` where :func:`_wanted` says or, if that is unsafe or not possible, in :func:`_own_root`.
+    """Make the folder ``name`` where :func:`_wanted` says or, if it is unsafe or impossible, in :func:`_private_root`.
 
     If ``MPIZERO_CACHE_DIR`` is set and the folder cannot be made there, raise OSError.
     """
@@ -423,7 +423,7 @@ def _choose_folder(name: str) -> CacheFolder:
     except OSError:  # a home that is full or read-only; a folder that was asked for by name has to be there
         if os.environ.get("MPIZERO_CACHE_DIR"):
             raise
-    path = make_folder(_own_root(), name)
+    path = make_folder(_private_root(), name)
     if refused is None:
         return CacheFolder(path)
     return CacheFolder(path, f"{refused}: no machine code is loaded from there, it is kept in {path}", refused.remedy)
@@ -459,10 +459,10 @@ def find_folder(cpu: str) -> CacheFolder:
         digest.update(_version_file(compiler))
     settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_") and k not in _OTHER_SETTINGS)
     digest.update(repr((sys.version_info[:3], sys.abiflags, cpu, settings)).encode())
-    found = _choose_folder(f"kernels-{digest.hexdigest()[:24]}")
-    if found.refused and speaks():
-        notice(f"kernels: {found.refused}; {found.remedy}")
-    return found
+    chosen = _choose_folder(f"kernels-{digest.hexdigest()[:24]}")
+    if chosen.refused and speaks():
+        notice(f"kernels: {chosen.refused}; {chosen.remedy}")
+    return chosen
 
 
 def speaks() -> bool:
@@ -504,10 +504,10 @@ def _read(path: Path) -> bytes | None:
     except OSError:
         return None
     with open(number, "rb") as file:
-        found = os.fstat(number)
-        if wrong := foreign(found):
+        status = os.fstat(number)
+        if wrong := foreign(status):
             notice(f"kernels: {path} {wrong}: not loaded, but compiled again")
-        if wrong or not stat.S_ISREG(found.st_mode):
+        if wrong or not stat.S_ISREG(status.st_mode):
             return None
         stored = file.read()
     code = stored[_DIGEST:]

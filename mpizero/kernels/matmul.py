@@ -79,16 +79,16 @@ def library() -> KernelProducts | BlasLibrary | None:
     ConfigError
         If ``MPIZERO_BLAS`` names a library that cannot be used, or the kernel on a CPU that cannot run it.
     """
-    asked = os.environ.get(VARIABLE, "")
-    if asked == "numpy":
+    requested = os.environ.get(VARIABLE, "")
+    if requested == "numpy":
         return None
-    if asked not in ("", "mpizero"):
-        return BlasLibrary(asked)
-    if not asked and (found := installed_mkl()) is not None:
-        return BlasLibrary(found)
+    if requested not in ("", "mpizero"):
+        return BlasLibrary(requested)
+    if not requested and (mkl := installed_mkl()) is not None:
+        return BlasLibrary(mkl)
     if fuses():
         return KernelProducts()
-    if asked:
+    if requested:
         raise ConfigError(f"{VARIABLE}=mpizero: this CPU has no fused multiply-add of vectors; set {VARIABLE}=numpy")
     return None
 
@@ -112,7 +112,7 @@ _ROWS, _COLUMNS = 12, 64
 class KernelProducts:
     """Multiply by this package's kernel: see [Note: equal bits]."""
 
-    name, share, least = "mpizero's kernel", "products of layers", 0
+    name, applies_to, least = "mpizero's kernel", "products of layers", 0
 
     def __init__(self) -> None:
         self._kernel, self._memory_size = product, functools.lru_cache(memory_size)
@@ -279,21 +279,21 @@ def tiles(
 
     They go to ``c`` from index ``c_at`` on. Meanwhile they prefetch parts of ``b``: see :func:`next_panels`.
     """
-    place, further, tiles_left, mask, step, line = ahead
+    prefetch, further, tiles_left, mask, step, line = ahead
     row = 0
     while rows - row >= HIGH:
         at, packed = c_at + row * c_step, left + row * terms
-        _high(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, place, mask, step, line)
+        _high(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, prefetch, mask, step, line)
         row, tiles_left = row + HIGH, tiles_left - 1
         if tiles_left > 0:
-            place += further
+            prefetch += further
     while rows - row >= LOW:
         at, packed = c_at + row * c_step, left + row * terms
-        _low(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, place, mask, step, line)
+        _low(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, prefetch, mask, step, line)
         row += LOW
     while rows - row >= 1:
         at, packed = c_at + row * c_step, left + row * terms
-        _one(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, place, mask, step, line)
+        _one(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, prefetch, mask, step, line)
         row += 1
 
 
@@ -305,20 +305,20 @@ def pack_left(a: Any, at: Any, step: Any, by_rows: Any, rows: Any, terms: Any, m
     """
     row = 0
     while row < rows:
-        left, to, whole = rows - row, first + row * terms, 0
+        left, to, packed = rows - row, first + row * terms, 0
         height = HIGH if left >= HIGH else (LOW if left >= LOW else 1)
-        place = at + row * step if by_rows else at + row
+        source = at + row * step if by_rows else at + row
         if height == HIGH and by_rows:
-            whole = pack_transposed(a, place, step, HIGH, terms, memory, to)
+            packed = pack_transposed(a, source, step, HIGH, terms, memory, to)
         elif height == HIGH:
-            whole, together = terms, min(left // HIGH, _TOGETHER)  # several tiles' rows share lines of the cache
+            packed, together = terms, min(left // HIGH, _TOGETHER)  # several tiles' rows share lines of the cache
             for p in range(terms):
                 for tile in range(together):
-                    _copy_rows(a, place + p * step + tile * HIGH, memory, to + (tile * terms + p) * HIGH)
+                    _copy_rows(a, source + p * step + tile * HIGH, memory, to + (tile * terms + p) * HIGH)
             row += (together - 1) * HIGH
         for i in range(height):
-            for p in range(whole, terms):
-                _copy_one(a, place + (i * step + p if by_rows else i + p * step), memory, to + p * height + i)
+            for p in range(packed, terms):
+                _copy_one(a, source + (i * step + p if by_rows else i + p * step), memory, to + p * height + i)
         row += height
 
 
@@ -330,18 +330,18 @@ def pack_right(
 
     Columns that the tile has beyond them become 0. Of contiguous rows, ``panels`` such panels are copied at once.
     """
-    wide, whole = tile_columns(b.itemsize), 0
+    wide, packed = tile_columns(b.itemsize), 0
     if columns == wide and by_rows:
-        whole = terms
+        packed = terms
         for p in range(terms):
             for panel in range(panels):
                 _copy_columns(b, at + p * step + panel * wide, memory, right + (panel * terms + p) * wide)
     elif columns == wide:
-        whole = pack_transposed(b, at, step, wide, terms, memory, right)
+        packed = pack_transposed(b, at, step, wide, terms, memory, right)
     else:
         memory[right : right + terms * wide] = 0
     for j in range(columns):
-        for p in range(whole, terms):
+        for p in range(packed, terms):
             _copy_one(b, at + (p * step + j if by_rows else j * step + p), memory, right + p * wide + j)
 
 
@@ -393,7 +393,7 @@ class BlasLibrary:
         The path as given.
     name : str
         MKL's name and version; for another library the name of its file.
-    share : str
+    applies_to : str
         Which products it is asked for.
 
     Raises
@@ -404,18 +404,18 @@ class BlasLibrary:
 
     #: Least number of multiplications for which the library is called; such a call takes some 4 microseconds.
     least = 1 << 20
-    share = "large products"
+    applies_to = "large products"
 
     def __init__(self, path: str | Path) -> None:
-        way_out = f"set {VARIABLE} to a BLAS library with the C interface, to 'mpizero' or to 'numpy'"
+        hint = f"set {VARIABLE} to a BLAS library with the C interface, to 'mpizero' or to 'numpy'"
         try:
-            found = ctypes.CDLL(str(path))
-            prefix = next((prefix for prefix in _PREFIXES if hasattr(found, f"{prefix}cblas_sgemm")), "")
-            single, double = (getattr(found, f"{prefix}cblas_{kind}gemm") for kind in "sd")
+            blas = ctypes.CDLL(str(path))
+            prefix = next((prefix for prefix in _PREFIXES if hasattr(blas, f"{prefix}cblas_sgemm")), "")
+            single, double = (getattr(blas, f"{prefix}cblas_{kind}gemm") for kind in "sd")
         except (OSError, AttributeError) as error:
-            raise ConfigError(f"{VARIABLE}: cannot multiply with {path}: {error}; {way_out}") from None
+            raise ConfigError(f"{VARIABLE}: cannot multiply with {path}: {error}; {hint}") from None
         self.path = str(path)
-        self.name = _make_mkl_reproducible(found) if hasattr(found, "MKL_CBWR_Set") else Path(path).name
+        self.name = _make_mkl_reproducible(blas) if hasattr(blas, "MKL_CBWR_Set") else Path(path).name
         self._products: dict[str, Any] = {"f": _typed(single, ctypes.c_float), "d": _typed(double, ctypes.c_double)}
 
     @staticmethod
@@ -466,17 +466,17 @@ def _typed(function: Any, scalar: Any) -> Any:
     return function
 
 
-def _make_mkl_reproducible(found: ctypes.CDLL) -> str:
+def _make_mkl_reproducible(mkl: ctypes.CDLL) -> str:
     """Make MKL compute the same bits in every run; return its name and version.
 
     If the user has set the environment variable ``MKL_CBWR``, leave MKL's setting as it is.
     """
     if not os.environ.get("MKL_CBWR"):
-        branch = found.MKL_CBWR_Get_Auto_Branch()
-        if found.MKL_CBWR_Set(branch | _STRICT):
-            found.MKL_CBWR_Set(branch)
+        branch = mkl.MKL_CBWR_Get_Auto_Branch()
+        if mkl.MKL_CBWR_Set(branch | _STRICT):
+            mkl.MKL_CBWR_Set(branch)
     text = ctypes.create_string_buffer(256)
-    found.MKL_Get_Version_String(text, len(text))
+    mkl.MKL_Get_Version_String(text, len(text))
     return text.value.decode(errors="replace").strip()
 
 

@@ -69,8 +69,8 @@ class SumsTile(Intrinsic):
         left = a[a_at : a_at + depth * self.rows].reshape(depth, self.rows)
         right = b[b_at : b_at + depth * wide].reshape(depth, wide)
         for i, row in enumerate(left.T @ right):
-            place = flat(c)[c_at + i * c_step :][:columns]
-            place[...] = row[:columns] if first else place + row[:columns]
+            target = flat(c)[c_at + i * c_step :][:columns]
+            target[...] = row[:columns] if first else target + row[:columns]
 
     def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
         """Write the operation as LLVM code."""
@@ -88,9 +88,9 @@ class SumsTile(Intrinsic):
     def _store(write: _Vectors, outputs: list[list[Any]], sums: list[list[Any]], columns: Any, first: Any) -> None:
         """Write the branches that store the sums: those of whole tiles that overwrite, and of all others by masks."""
         builder = write.builder
-        whole = builder.and_(builder.icmp_signed("==", columns, write.number(_ACROSS * write.lanes)), first)
+        is_full = builder.and_(builder.icmp_signed("==", columns, write.number(_ACROSS * write.lanes)), first)
         pairs = [(k, *pair) for row in zip(outputs, sums, strict=True) for k, pair in enumerate(zip(*row, strict=True))]
-        with builder.if_else(whole) as (overwrite, others):
+        with builder.if_else(is_full) as (overwrite, others):
             with overwrite:
                 for _, pointer, vector in pairs:
                     write.store(vector, pointer)
@@ -280,11 +280,11 @@ class _Vectors:
     def first_columns(self, columns: Any, vector: int) -> Any:
         """Return a mask of the elements of a tile's ``vector`` that lie in its first ``columns`` columns."""
         ir, builder = self._ir, self.builder
-        places = [vector * self.lanes + i for i in range(self.lanes)]
+        positions = [vector * self.lanes + i for i in range(self.lanes)]
         undefined = ir.Constant(ir.VectorType(self.integer, self.lanes), ir.Undefined)
         single = builder.insert_element(undefined, columns, ir.Constant(ir.IntType(32), 0))
         limits = builder.shuffle_vector(single, undefined, self._indices([0] * self.lanes))
-        return builder.icmp_signed("<", ir.Constant(limits.type, places), limits)
+        return builder.icmp_signed("<", ir.Constant(limits.type, positions), limits)
 
     def add_masked(self, vector: Any, pointer: Any, mask: Any, first: Any) -> None:
         """Store the elements of ``vector`` that ``mask`` chooses, or add them where ``first`` is false."""

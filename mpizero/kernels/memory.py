@@ -30,23 +30,23 @@ class _StoreLine(Intrinsic):
 
     arguments = 3
 
-    def __call__(self, target: Array, place: int, source: Array) -> None:
+    def __call__(self, target: Array, index: int, source: Array) -> None:
         """Copy the bytes in Python, through the cache."""
-        target[place : place + LINE] = source[place : place + LINE]
+        target[index : index + LINE] = source[index : index + LINE]
 
     def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
         """Write an unaligned load and a store that is marked as nontemporal."""
         from llvmlite import ir
 
         line = ir.VectorType(ir.IntType(8), LINE)
-        to, place, from_ = args
-        here, there = (
+        to, index, from_ = args
+        source, destination = (
             builder.bitcast(
-                builder.gep(context.make_array(kind)(context, builder, array).data, [place]), line.as_pointer()
+                builder.gep(context.make_array(kind)(context, builder, array).data, [index]), line.as_pointer()
             )
             for kind, array in ((signature.args[2], from_), (signature.args[0], to))
         )
-        stored = builder.store(builder.load(here, align=1), there, align=LINE)
+        stored = builder.store(builder.load(source, align=1), destination, align=LINE)
         stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
 
 
@@ -76,9 +76,9 @@ def copy_past_cache(source: Array, target: Array) -> None:
     lines = source.size // LINE
     for line in range(lines):
         _store_line(target, line * LINE, source)
-    rest, whole = source[lines * LINE :], target[lines * LINE :]
+    rest, tail = source[lines * LINE :], target[lines * LINE :]
     for i in range(rest.size):
-        whole[i] = rest[i]
+        tail[i] = rest[i]
     _fence()
 
 

@@ -104,10 +104,10 @@ def _attend(qkv: Any, length: Any, dim: Any, heads: Any, scale: Any, scores: Any
             for i in range(size):
                 target[i] = T(0)
             for s in range(t + 1):
-                share = scores[s] / norm
+                weight = scores[s] / norm
                 value = qkv[s * 3 * dim + 2 * dim + h * size : s * 3 * dim + 2 * dim + (h + 1) * size]
                 for i in range(size):
-                    target[i] += share * value[i]
+                    target[i] += weight * value[i]
 
 
 def _add(x: Any, y: Any, count: Any) -> None:
@@ -155,9 +155,9 @@ def gpt(ids: Any, length: Any, sizes: Any, scalars: Any, params: Any, work: Any,
     for sample in range(ids.size // max(length, 1)):
         for t in range(length):
             token = ids[sample * length + t] * dim
-            place = vocabulary * dim + t * dim
+            position = vocabulary * dim + t * dim
             for i in range(dim):
-                x[t * dim + i] = params[token + i] + params[place + i]
+                x[t * dim + i] = params[token + i] + params[position + i]
         at = (vocabulary + sequence) * dim
         for _ in range(layers):
             _layernorm(x, length, dim, params[at:], params[at + dim :], eps, normed)

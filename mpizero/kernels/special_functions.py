@@ -294,10 +294,10 @@ def normals(w0: Any, w1: Any, w2: Any, w3: Any, T: Any) -> Any:  # noqa: N803
     """
     if T is np.float32:
         # All 32 bits for the radius, which float32 resolves near 0: tails to 6.7 standard deviations.
-        whole, half = T(2.0**-32), T(2.0**-33)
+        unit, half = T(2.0**-32), T(2.0**-33)
         _, b, _, d = units(w0, w1, w2, w3, T)
-        x0, x1 = box_muller(T(np.int64(w0)) * whole + half, b, T)
-        x2, x3 = box_muller(T(np.int64(w2)) * whole + half, d, T)
+        x0, x1 = box_muller(T(np.int64(w0)) * unit + half, b, T)
+        x2, x3 = box_muller(T(np.int64(w2)) * unit + half, d, T)
         return x0, x1, x2, x3
     a, b, _, _ = units(w0, w1, w2, w3, T)
     x0, x1 = box_muller(a + T(2.0**-54), b, T)

@@ -34,7 +34,7 @@ from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.comm.p2p import GpuAwareLayerGroup, GpuAwareP2P, HostStagedGroup, HostStagedP2P, PipelineP2P, prove
 from mpizero.errors import ConfigError
 from mpizero.guard.guard import ProcessSetting
-from mpizero.kernels.gpu import Device, found, open_device
+from mpizero.kernels.gpu import Device, available_gpus, open_device
 from mpizero.kernels.matmul import library
 from mpizero.layout.flat import Unit, flat_names, united, views
 from mpizero.sharding.config import Config, keeps_gradients_on_device
@@ -156,7 +156,7 @@ class CudaComputeDevice(ComputeDevice):
 
     def held(self) -> dict[str, int]:
         """Return the bytes of model state on the GPU, by kind. Not collective."""
-        return {kind: nbytes for kind, nbytes in sorted(self.device.held.items()) if nbytes}
+        return {kind: nbytes for kind, nbytes in sorted(self.device.allocated.items()) if nbytes}
 
     def group(self, group: Group) -> Group:
         """Return a group with the ranks of ``group`` whose methods take and return arrays on the GPU.
@@ -257,7 +257,7 @@ def open_gpu(comm: Communicator, config: Config, block_model: bool, device: int 
         )
     with comm.split_node(name="devices") as node:
         place = node.rank if device is None else device
-    reasons = comm.allgather_object(found()[1], "devices")
+    reasons = comm.allgather_object(available_gpus()[1], "devices")
     without = [rank for rank, reason in enumerate(reasons) if reason]
     if without:
         raise ConfigError(

@@ -96,7 +96,7 @@ def blas() -> str:
         for entry in threadpool_info()
         if entry.get("user_api") == "blas" and entry.get("filepath") != getattr(beside, "path", None)
     ]
-    other = f"; {beside.share} by {beside.name}" if beside is not None else ""
+    other = f"; {beside.applies_to} by {beside.name}" if beside is not None else ""
     return (", ".join(sorted(set(found))) or "unknown to threadpoolctl") + other
 
 
@@ -196,9 +196,9 @@ def devices() -> tuple[int, str]:
 
     Not collective.
     """
-    from mpizero.kernels.gpu import found
+    from mpizero.kernels.gpu import available_gpus
 
-    return found()
+    return available_gpus()
 
 
 def why_through_host(comm: Communicator, place: int) -> str:

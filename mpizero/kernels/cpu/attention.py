@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpizero.kernels.cpu.layers import SCRATCH, larger, row_dot, row_max, row_sum
-from mpizero.kernels.formulas import keys_seen, rescaled, softmax_gradient, visible_keys
+from mpizero.kernels.formulas import rescaled, softmax_gradient, visible_keys, visible_keys_in_tile
 from mpizero.kernels.jit import fetch_below, kernel
 from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array
@@ -23,7 +23,7 @@ from mpizero.types import Array
 # what lies beyond the keys seen is cleared after.
 _WIDTH = 16
 #: Places of a sequence whose values of one feature are gathered at once.
-_PLACES = 8
+_UNROLLED = 8
 
 
 @kernel("void(T[:,:,::1], const T[::1], T[::1])", scratch=SCRATCH)
@@ -39,8 +39,8 @@ def causal_softmax(scores: Array, scale1: Array, scratch: Array) -> None:
     scale = scale1[0]
     for b in range(batch):
         for query in range(queries):
-            seen = visible_keys(query, queries, keys)
-            softmax_of_first(scores[b, query], seen, scale, scratch)
+            visible = visible_keys(query, queries, keys)
+            softmax_of_first(scores[b, query], visible, scale, scratch)
 
 
 @kernel("void(const T[:,:,::1], T[:,:,::1], const T[::1], T[::1])", scratch=SCRATCH)
@@ -54,32 +54,32 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array, scratch:
     scale = scale1[0]
     for b in range(batch):
         for query in range(queries):
-            seen = visible_keys(query, queries, keys)
-            gradient_of_first(probs[b, query], dprobs[b, query], seen, scale, scratch)
+            visible = visible_keys(query, queries, keys)
+            gradient_of_first(probs[b, query], dprobs[b, query], visible, scale, scratch)
 
 
-def softmax_of_first(row: Any, seen: Any, scale: Any, scratch: Any) -> None:
-    """Replace the first ``seen`` scores of a query by softmax(scale * scores), and the others by 0."""
+def softmax_of_first(row: Any, visible: Any, scale: Any, scratch: Any) -> None:
+    """Replace the first ``visible`` scores of a query by softmax(scale * scores), and the others by 0."""
     T = row.dtype.type  # noqa: N806
-    if seen > 0:
-        part = row[:seen]
+    if visible > 0:
+        part = row[:visible]
         largest = row_max(part, scratch) * scale
-        whole = row[: min(row.size, (seen + _WIDTH - 1) // _WIDTH * _WIDTH)]
-        for j in range(whole.size):
-            whole[j] = exponential(whole[j] * scale - largest, T)
-        share = T(1) / row_sum(part, scratch)
-        for j in range(whole.size):
-            whole[j] *= share
-    row[seen:] = T(0)
+        padded = row[: min(row.size, (visible + _WIDTH - 1) // _WIDTH * _WIDTH)]
+        for j in range(padded.size):
+            padded[j] = exponential(padded[j] * scale - largest, T)
+        inverse = T(1) / row_sum(part, scratch)
+        for j in range(padded.size):
+            padded[j] *= inverse
+    row[visible:] = T(0)
 
 
-def gradient_of_first(probs: Any, dprobs: Any, seen: Any, scale: Any, scratch: Any) -> None:
-    """Replace a query's ``dprobs`` by the gradient of its scores: of the first ``seen``, and 0 of the others."""
+def gradient_of_first(probs: Any, dprobs: Any, visible: Any, scale: Any, scratch: Any) -> None:
+    """Replace a query's ``dprobs`` by the gradient of its scores: of the first ``visible``, and 0 of the others."""
     T = probs.dtype.type  # noqa: N806
-    dprobs[seen:] = T(0)
-    p, dp = probs[:seen], dprobs[:seen]
+    dprobs[visible:] = T(0)
+    p, dp = probs[:visible], dprobs[:visible]
     dot = row_dot(p, dp, scratch)
-    for j in range(seen):
+    for j in range(visible):
         dp[j] = softmax_gradient(p[j], dp[j], dot, scale)
 
 
@@ -118,17 +118,17 @@ def transposed_heads(x: Array, out: Array) -> None:
     A matrix product with ``out`` then reads contiguous rows.
     """
     samples, heads, length, size = x.shape
-    whole = length // _PLACES * _PLACES
+    unrolled = length // _UNROLLED * _UNROLLED
     for s in range(samples):
         for h in range(heads):
-            for start in range(0, whole, _PLACES):
-                part = x[s, h, start : start + _PLACES]
+            for start in range(0, unrolled, _UNROLLED):
+                part = x[s, h, start : start + _UNROLLED]
                 for d in range(size):
-                    row = out[s, h, d, start : start + _PLACES]
-                    for t in range(_PLACES):  # a constant, which unrolls the loop: twice as fast
+                    row = out[s, h, d, start : start + _UNROLLED]
+                    for t in range(_UNROLLED):  # a constant, which unrolls the loop: twice as fast
                         row[t] = part[t, d]
             for d in range(size):
-                for t in range(whole, length):
+                for t in range(unrolled, length):
                     out[s, h, d, t] = x[s, h, t, d]
 
 
@@ -151,20 +151,20 @@ def running_softmax(
     for s in range(samples):
         for h in range(heads):
             for i in range(queries):
-                seen = keys_seen(i, offset, keys)
+                visible = visible_keys_in_tile(i, offset, keys)
                 factors[s, h, i] = T(1)
-                if seen == 0:
+                if visible == 0:
                     scores[s, h, i] = T(0)
                     continue
-                row = scores[s, h, i, :seen]
-                for j in range(seen):
+                row = scores[s, h, i, :visible]
+                for j in range(visible):
                     row[j] *= scale
                 before = maxima[s, start + i, h]
                 largest = larger(row_max(row, scratch), before)
-                whole = scores[s, h, i, : min(keys, (seen + _WIDTH - 1) // _WIDTH * _WIDTH)]
-                for j in range(whole.size):
-                    whole[j] = exponential(whole[j] - largest, T)
-                scores[s, h, i, seen:] = T(0)
+                padded = scores[s, h, i, : min(keys, (visible + _WIDTH - 1) // _WIDTH * _WIDTH)]
+                for j in range(padded.size):
+                    padded[j] = exponential(padded[j] - largest, T)
+                scores[s, h, i, visible:] = T(0)
                 factor = exponential(before - largest, T)
                 factors[s, h, i] = factor
                 maxima[s, start + i, h] = largest
@@ -172,13 +172,14 @@ def running_softmax(
 
 
 @kernel("void(T[:,:,:,::1], const T[::1], i8, i8, const T[:,:,::1], const T[:,:,::1])")
-def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima: Array, shares: Array) -> None:
-    """Replace scores by probabilities, exp(scale1[0] * scores - maximum) * share, with known maxima and shares.
+def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima: Array, inverse_sums: Array) -> None:
+    """Replace scores by probabilities, exp(scale1[0] * scores - maximum) / sum, with known maxima and sums.
 
     ``scores`` is (samples, heads, queries, keys), a tile of all scores: some of this rank's queries and some keys.
     Query i of the tile sees the tile's keys 0 to i + ``offset``. Scores of other keys become 0. ``maxima`` and
-    ``shares`` (samples, length, heads) hold, for each query of this rank, the maximum of scale1[0] * scores and 1 /
-    (sum of exp(scale1[0] * scores - maximum)) over all tiles. The first query of the tile has index ``start`` in them.
+    ``inverse_sums`` (samples, length, heads) hold, for each query of this rank, the maximum of scale1[0] * scores and
+    1 / (sum of exp(scale1[0] * scores - maximum)) over all tiles. The first query of the tile has index ``start`` in
+    them.
     """
     T = scores.dtype.type  # noqa: N806
     samples, heads, queries, keys = scores.shape
@@ -186,12 +187,12 @@ def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima:
     for s in range(samples):
         for h in range(heads):
             for i in range(queries):
-                seen = keys_seen(i, offset, keys)
-                largest, share = maxima[s, start + i, h], shares[s, start + i, h]
-                row = scores[s, h, i, : min(keys, (seen + _WIDTH - 1) // _WIDTH * _WIDTH)]
+                visible = visible_keys_in_tile(i, offset, keys)
+                largest, inverse = maxima[s, start + i, h], inverse_sums[s, start + i, h]
+                row = scores[s, h, i, : min(keys, (visible + _WIDTH - 1) // _WIDTH * _WIDTH)]
                 for j in range(row.size):
-                    row[j] = exponential(row[j] * scale - largest, T) * share
-                scores[s, h, i, seen:] = T(0)
+                    row[j] = exponential(row[j] * scale - largest, T) * inverse
+                scores[s, h, i, visible:] = T(0)
 
 
 @kernel("void(const T[:,:,:,::1], T[:,:,:,::1], const T[::1], i8, i8, const T[:,:,::1])")
@@ -208,8 +209,8 @@ def known_softmax_backward(probs: Array, dprobs: Array, scale1: Array, offset: i
     for s in range(samples):
         for h in range(heads):
             for i in range(queries):
-                seen = keys_seen(i, offset, keys)
-                dprobs[s, h, i, seen:] = T(0)
-                p, dp, dot = probs[s, h, i, :seen], dprobs[s, h, i, :seen], dots[s, start + i, h]
-                for j in range(seen):
+                visible = visible_keys_in_tile(i, offset, keys)
+                dprobs[s, h, i, visible:] = T(0)
+                p, dp, dot = probs[s, h, i, :visible], dprobs[s, h, i, :visible], dots[s, start + i, h]
+                for j in range(visible):
                     dp[j] = softmax_gradient(p[j], dp[j], dot, scale)

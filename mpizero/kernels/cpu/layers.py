@@ -406,12 +406,12 @@ def column_sums(x: Array, out: Array) -> None:
 @kernel("void(const T[::1], const i8[::1], const i8[::1], T[::1])")
 def pack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
     """Write the ranges ``source[starts[k] : starts[k] + sizes[k]]`` to ``target``, one after the other."""
-    place = 0
+    position = 0
     for k in range(starts.size):
-        part, whole = target[place : place + sizes[k]], source[starts[k] : starts[k] + sizes[k]]
+        part, region = target[position : position + sizes[k]], source[starts[k] : starts[k] + sizes[k]]
         for i in range(part.size):
-            part[i] = whole[i]
-        place += sizes[k]
+            part[i] = region[i]
+        position += sizes[k]
 
 
 @kernel("void(const T[::1], const i8[::1], const i8[::1], T[::1])")
@@ -420,25 +420,26 @@ def unpack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
 
     This undoes :func:`pack`.
     """
-    place = 0
+    position = 0
     for k in range(starts.size):
-        part, whole = source[place : place + sizes[k]], target[starts[k] : starts[k] + sizes[k]]
+        part, region = source[position : position + sizes[k]], target[starts[k] : starts[k] + sizes[k]]
         for i in range(part.size):
-            whole[i] = part[i]
-        place += sizes[k]
+            region[i] = part[i]
+        position += sizes[k]
 
 
 @kernel("void(const T[:,::1], const i8[:,::1], T[::1])")
 def split_columns(matrix: Array, ranges: Array, parts: Array) -> None:
     """Copy ranges of columns of ``matrix`` to matrices with fewer columns, which lie one after the other in ``parts``.
 
-    Row k of ``ranges`` is (start, size, place, width): the columns from ``start`` on, as many as ``size``, are columns
-    of a matrix of ``width`` columns; its element in the first row and the first of these columns is ``parts[place]``.
+    Row k of ``ranges`` is (start, size, position, width): the columns from ``start`` on, as many as ``size``, are
+    columns of a matrix of ``width`` columns; its element in the first row and the first of these columns is
+    ``parts[position]``.
     """
     for r in range(matrix.shape[0]):
         for k in range(ranges.shape[0]):
-            start, size, place = ranges[k, 0], ranges[k, 1], ranges[k, 2] + r * ranges[k, 3]
-            columns, part = matrix[r, start : start + size], parts[place : place + size]
+            start, size, position = ranges[k, 0], ranges[k, 1], ranges[k, 2] + r * ranges[k, 3]
+            columns, part = matrix[r, start : start + size], parts[position : position + size]
             for i in range(part.size):
                 part[i] = columns[i]
 
@@ -448,8 +449,8 @@ def join_columns(parts: Array, ranges: Array, matrix: Array) -> None:
     """Copy what :func:`split_columns` has written to ``parts`` back to ``matrix``."""
     for r in range(matrix.shape[0]):
         for k in range(ranges.shape[0]):
-            start, size, place = ranges[k, 0], ranges[k, 1], ranges[k, 2] + r * ranges[k, 3]
-            columns, part = matrix[r, start : start + size], parts[place : place + size]
+            start, size, position = ranges[k, 0], ranges[k, 1], ranges[k, 2] + r * ranges[k, 3]
+            columns, part = matrix[r, start : start + size], parts[position : position + size]
             for i in range(part.size):
                 columns[i] = part[i]
 

@@ -95,10 +95,10 @@ def softmax_cross_entropy_backward(
             total += fold_sum(terms[: source.size], fold)
             for j in range(source.size):
                 aim[j] = terms[j]
-        share = T(1) / total
+        inverse = T(1) / total
         for j in range(classes):
-            result[j] = cross_entropy_gradient(result[j] * share, T(0), scale)
-        result[target] = cross_entropy_gradient(at_target * share, T(1), scale)
+            result[j] = cross_entropy_gradient(result[j] * inverse, T(0), scale)
+        result[target] = cross_entropy_gradient(at_target * inverse, T(1), scale)
 
 
 @kernel("void(const T[:,::1], const i8[::1], i8, T[:,::1], T[::1])", scratch=SCRATCH)
@@ -162,17 +162,17 @@ def partial_cross_entropy_backward(
         if target < 0:
             result[:] = T(0)
             continue
-        largest, share = merged[0, row], merged[1, row]
-        here = inside(target - first, classes)
-        at_target = exponential(part[target - first] - largest, T) if here else T(0)
+        largest, inverse = merged[0, row], merged[1, row]
+        is_local = inside(target - first, classes)
+        at_target = exponential(part[target - first] - largest, T) if is_local else T(0)
         for start in range(0, classes, BLOCK):
             source, aim = part[start : start + BLOCK], result[start : start + BLOCK]
             for j in range(source.size):
-                scratch[j] = cross_entropy_gradient(exponential(source[j] - largest, T) * share, T(0), scale)
+                scratch[j] = cross_entropy_gradient(exponential(source[j] - largest, T) * inverse, T(0), scale)
             for j in range(source.size):
                 aim[j] = scratch[j]
-        if here:
-            result[target - first] = cross_entropy_gradient(at_target * share, T(1), scale)
+        if is_local:
+            result[target - first] = cross_entropy_gradient(at_target * inverse, T(1), scale)
 
 
 @kernel("void(const T[::1], const T[::1], f8[::1])")

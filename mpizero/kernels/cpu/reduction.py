@@ -154,8 +154,8 @@ def _count_nonfinite(x: Array) -> int:
 @kernel("bool(const T[::1], T[::1])", scratch=_LINE)
 def all_finite(x: Array, scratch: Array) -> bool:
     """Tell whether no element of ``x`` is infinite or NaN."""
-    whole = x.size // BLOCK * BLOCK
-    for block in range(0, whole, BLOCK):
+    in_blocks = x.size // BLOCK * BLOCK
+    for block in range(0, in_blocks, BLOCK):
         part = x[block : block + BLOCK]
         fetch_ahead(x, block, block + BLOCK)
         # x - x is 0 or NaN. Sums of it beside each other fill vectors, where a count would convert every element.
@@ -167,7 +167,7 @@ def all_finite(x: Array, scratch: Array) -> bool:
                 scratch[i] += ((a[i] - a[i]) + (b[i] - b[i])) + ((c[i] - c[i]) + (d[i] - d[i]))
         if _count_nonfinite(scratch):
             return False
-    return _count_nonfinite(x[whole:]) == 0
+    return _count_nonfinite(x[in_blocks:]) == 0
 
 
 @kernel("i8(const T[::1])")
@@ -356,9 +356,9 @@ def dropout(
                     factors[4 * b + 1] = T(0) if w1 < threshold else scale
                     factors[4 * b + 2] = T(0) if w2 < threshold else scale
                     factors[4 * b + 3] = T(0) if w3 < threshold else scale
-                source, target, kept = x[begin : begin + count], y[begin : begin + count], factors[skip : skip + count]
+                source, target, mask = x[begin : begin + count], y[begin : begin + count], factors[skip : skip + count]
                 for i in range(count):
-                    results[i] = source[i] * kept[i] if kept[i] > T(0) else T(0)
+                    results[i] = source[i] * mask[i] if mask[i] > T(0) else T(0)
                 for i in range(count):
                     target[i] = results[i]
                 begin, element = begin + count, element + count

@@ -221,10 +221,10 @@ def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
             by, both = divisor[0], program.size > 1
             for block in range(start, stop, BLOCK):
                 end = min(block + BLOCK, stop)
-                place, count = first + block, end - block
-                _fold(rows, place, rows, place, program, scratch, count)
-                left = _left(rows, place, rows, place, program, scratch, count)
-                right = _right(rows, place, rows, place, program, scratch, count)
+                column, count = first + block, end - block
+                _fold(rows, column, rows, column, program, scratch, count)
+                left = _left(rows, column, rows, column, program, scratch, count)
+                right = _right(rows, column, rows, column, program, scratch, count)
                 update((left, right, both, by), *rest[:-3], block, end)
 
         for attribute in ("__name__", "__qualname__", "__doc__"):
@@ -372,28 +372,28 @@ def int8_decode(scales: Array, codes: Array, out: Array) -> None:
     """Write the values to which :func:`int8_encode` rounded, ``code * scale`` for each code, to ``out``."""
     for block in range(scales.size):
         first = block * COMPRESSION_BLOCK
-        scale, part, whole = (
+        scale, part, decoded = (
             scales[block],
             codes[first : first + COMPRESSION_BLOCK],
             out[first : first + COMPRESSION_BLOCK],
         )
-        for i in range(whole.size):
-            whole[i] = np.float32(part[i]) * scale
+        for i in range(decoded.size):
+            decoded[i] = np.float32(part[i]) * scale
 
 
 def _reach(counts: Array, used: int, wanted: int) -> int:
     """Return the largest index for which the sum of ``counts[index:used]`` is at least ``wanted``."""
-    place = used
+    index = used
     while wanted > 0:
-        place -= 1
-        wanted -= counts[place]
-    return place
+        index -= 1
+        wanted -= counts[index]
+    return index
 
 
-def _above(counts: Array, used: int, place: int) -> int:
-    """Return the sum of ``counts[place + 1 : used]``."""
+def _above(counts: Array, used: int, index: int) -> int:
+    """Return the sum of ``counts[index + 1 : used]``."""
     total = 0
-    for i in range(place + 1, used):
+    for i in range(index + 1, used):
         total += counts[i]
     return total
 
@@ -416,25 +416,25 @@ def top_encode(values: Array, residual: Array, counts: Array, indices: Array, la
         total = values[i] + residual[i]
         residual[i] = total
         counts[_magnitude(total) >> _HIGH] += 1
-    place = _reach(counts, COUNTERS, wanted)
-    wanted -= _above(counts, COUNTERS, place)
-    prefix = np.uint32(place)
+    digit = _reach(counts, COUNTERS, wanted)
+    wanted -= _above(counts, COUNTERS, digit)
+    prefix = np.uint32(digit)
     counts[:] = 0
     for i in range(residual.size):
         bits = _magnitude(residual[i])
         if bits >> _HIGH == prefix:
             counts[(bits >> _LOW) & _LOW_BITS] += 1
-    place = _reach(counts, COUNTERS // 2, wanted)
-    wanted -= _above(counts, COUNTERS // 2, place)
-    prefix = (prefix << _LOW) | np.uint32(place)
+    digit = _reach(counts, COUNTERS // 2, wanted)
+    wanted -= _above(counts, COUNTERS // 2, digit)
+    prefix = (prefix << _LOW) | np.uint32(digit)
     counts[:] = 0
     for i in range(residual.size):
         bits = _magnitude(residual[i])
         if bits >> _LOW == prefix:
             counts[bits & _LOW_BITS] += 1
-    place = _reach(counts, COUNTERS // 2, wanted)
-    wanted -= _above(counts, COUNTERS // 2, place)
-    threshold = (prefix << _LOW) | np.uint32(place)
+    digit = _reach(counts, COUNTERS // 2, wanted)
+    wanted -= _above(counts, COUNTERS // 2, digit)
+    threshold = (prefix << _LOW) | np.uint32(digit)
     taken = 0
     for i in range(residual.size):
         bits = _magnitude(residual[i])

@@ -15,7 +15,7 @@ import math
 
 from mpizero.kernels.cuda.launch import cuda, kernel
 from mpizero.kernels.cuda.layers import MOST_THREADS, block_max, block_sum, larger
-from mpizero.kernels.formulas import keys_seen, rescaled, softmax_gradient, visible_keys
+from mpizero.kernels.formulas import rescaled, softmax_gradient, visible_keys, visible_keys_in_tile
 from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array
 
@@ -30,21 +30,21 @@ def causal_softmax(scores: Array, scale1: Array) -> None:
     shared = cuda.shared.array(MOST_THREADS, scores.dtype)
     batch, queries, keys = scores.shape
     scale, first, step = scale1[0], cuda.threadIdx.x, cuda.blockDim.x
-    for place in range(cuda.blockIdx.x, batch * queries, cuda.gridDim.x):
-        b, query = place // queries, place % queries
-        seen = visible_keys(query, queries, keys)
+    for index in range(cuda.blockIdx.x, batch * queries, cuda.gridDim.x):
+        b, query = index // queries, index % queries
+        visible = visible_keys(query, queries, keys)
         largest = T(-math.inf)
-        for j in range(first, seen, step):
+        for j in range(first, visible, step):
             largest = larger(scores[b, query, j] * scale, largest)
         largest = block_max(largest, shared)
         total = T(0)
-        for j in range(first, seen, step):
+        for j in range(first, visible, step):
             scores[b, query, j] = exponential(scores[b, query, j] * scale - largest, T)
             total += scores[b, query, j]
         total = block_sum(total, shared)
-        share = T(1) / total if seen > 0 else T(0)
+        inverse = T(1) / total if visible > 0 else T(0)
         for j in range(first, keys, step):
-            scores[b, query, j] = scores[b, query, j] * share if j < seen else T(0)
+            scores[b, query, j] = scores[b, query, j] * inverse if j < visible else T(0)
 
 
 @kernel("void(const T[:,:,::1], T[:,:,::1], const T[::1])")
@@ -58,16 +58,16 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array) -> None:
     shared = cuda.shared.array(MOST_THREADS, probs.dtype)
     batch, queries, keys = probs.shape
     first, step = cuda.threadIdx.x, cuda.blockDim.x
-    for place in range(cuda.blockIdx.x, batch * queries, cuda.gridDim.x):
-        b, query = place // queries, place % queries
-        seen = visible_keys(query, queries, keys)
+    for index in range(cuda.blockIdx.x, batch * queries, cuda.gridDim.x):
+        b, query = index // queries, index % queries
+        visible = visible_keys(query, queries, keys)
         total = T(0)
-        for j in range(first, seen, step):
+        for j in range(first, visible, step):
             total += probs[b, query, j] * dprobs[b, query, j]
         dot = block_sum(total, shared)
         for j in range(first, keys, step):
             gradient = softmax_gradient(probs[b, query, j], dprobs[b, query, j], dot, scale1[0])
-            dprobs[b, query, j] = gradient if j < seen else T(0)
+            dprobs[b, query, j] = gradient if j < visible else T(0)
 
 
 @kernel("void(const T[:,::1], const T[::1], i8, i8, T[:,:,:,:,::1])")
@@ -78,8 +78,8 @@ def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> No
     """
     kinds, _, heads, length, size = out.shape
     rows, columns = x.shape
-    for place in range(cuda.grid(1), rows * kinds * heads * size, cuda.gridsize(1)):
-        d, rest = place % size, place // size
+    for index in range(cuda.grid(1), rows * kinds * heads * size, cuda.gridsize(1)):
+        d, rest = index % size, index // size
         h, rest = rest % heads, rest // heads
         kind, row = rest % kinds, rest // kinds
         column = kind * (columns // kinds) + (head + h) * size + d
@@ -94,8 +94,8 @@ def transposed_heads(x: Array, out: Array) -> None:
     A matrix product with ``out`` then reads contiguous rows.
     """
     samples, heads, length, size = x.shape
-    for place in range(cuda.grid(1), x.size, cuda.gridsize(1)):
-        t, rest = place % length, place // length
+    for index in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        t, rest = index % length, index // length
         d, rest = rest % size, rest // size
         s, h = rest // heads, rest % heads
         out[s, h, d, t] = x[s, h, t, d]
@@ -113,42 +113,42 @@ def running_softmax(
     shared = cuda.shared.array(MOST_THREADS, scores.dtype)
     samples, heads, queries, keys = scores.shape
     scale, first, step = scale1[0], cuda.threadIdx.x, cuda.blockDim.x
-    for place in range(cuda.blockIdx.x, samples * heads * queries, cuda.gridDim.x):
-        s, h, i = place // (heads * queries), place // queries % heads, place % queries
-        seen = keys_seen(i, offset, keys)
+    for index in range(cuda.blockIdx.x, samples * heads * queries, cuda.gridDim.x):
+        s, h, i = index // (heads * queries), index // queries % heads, index % queries
+        visible = visible_keys_in_tile(i, offset, keys)
         before = maxima[s, start + i, h]
         largest = T(-math.inf)
-        for j in range(first, seen, step):
+        for j in range(first, visible, step):
             largest = larger(scores[s, h, i, j] * scale, largest)
         largest = larger(block_max(largest, shared), before)
         total = T(0)
         for j in range(first, keys, step):
-            weight = exponential(scores[s, h, i, j] * scale - largest, T) if j < seen else T(0)
+            weight = exponential(scores[s, h, i, j] * scale - largest, T) if j < visible else T(0)
             scores[s, h, i, j] = weight
             total += weight
         total = block_sum(total, shared)
         if first == 0:
-            factor = exponential(before - largest, T) if seen > 0 else T(1)
+            factor = exponential(before - largest, T) if visible > 0 else T(1)
             factors[s, h, i] = factor
             maxima[s, start + i, h] = largest
             sums[s, start + i, h] = rescaled(sums[s, start + i, h], factor, total)
 
 
 @kernel("void(T[:,:,:,::1], const T[::1], i8, i8, const T[:,:,::1], const T[:,:,::1])")
-def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima: Array, shares: Array) -> None:
-    """Replace scores by probabilities, exp(scale1[0] * scores - maximum) * share, with known maxima and shares.
+def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima: Array, inverse_sums: Array) -> None:
+    """Replace scores by probabilities, exp(scale1[0] * scores - maximum) / sum, with known maxima and sums.
 
     The arguments are those of :func:`mpizero.kernels.cpu.attention.known_softmax`.
     """
     T = scores.dtype.type  # noqa: N806
     samples, heads, queries, keys = scores.shape
     scale, first, step = scale1[0], cuda.threadIdx.x, cuda.blockDim.x
-    for place in range(cuda.blockIdx.x, samples * heads * queries, cuda.gridDim.x):
-        s, h, i = place // (heads * queries), place // queries % heads, place % queries
-        seen = keys_seen(i, offset, keys)
-        largest, share = maxima[s, start + i, h], shares[s, start + i, h]
+    for index in range(cuda.blockIdx.x, samples * heads * queries, cuda.gridDim.x):
+        s, h, i = index // (heads * queries), index // queries % heads, index % queries
+        visible = visible_keys_in_tile(i, offset, keys)
+        largest, inverse = maxima[s, start + i, h], inverse_sums[s, start + i, h]
         for j in range(first, keys, step):
-            weight = exponential(scores[s, h, i, j] * scale - largest, T) * share if j < seen else T(0)
+            weight = exponential(scores[s, h, i, j] * scale - largest, T) * inverse if j < visible else T(0)
             scores[s, h, i, j] = weight
 
 
@@ -161,10 +161,10 @@ def known_softmax_backward(probs: Array, dprobs: Array, scale1: Array, offset: i
     T = probs.dtype.type  # noqa: N806
     samples, heads, queries, keys = probs.shape
     scale, first, step = scale1[0], cuda.threadIdx.x, cuda.blockDim.x
-    for place in range(cuda.blockIdx.x, samples * heads * queries, cuda.gridDim.x):
-        s, h, i = place // (heads * queries), place // queries % heads, place % queries
-        seen = keys_seen(i, offset, keys)
+    for index in range(cuda.blockIdx.x, samples * heads * queries, cuda.gridDim.x):
+        s, h, i = index // (heads * queries), index // queries % heads, index % queries
+        visible = visible_keys_in_tile(i, offset, keys)
         dot = dots[s, start + i, h]
         for j in range(first, keys, step):
             gradient = softmax_gradient(probs[s, h, i, j], dprobs[s, h, i, j], dot, scale)
-            dprobs[s, h, i, j] = gradient if j < seen else T(0)
+            dprobs[s, h, i, j] = gradient if j < visible else T(0)

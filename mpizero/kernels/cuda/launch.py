@@ -63,11 +63,11 @@ def compiled_on_call(python: Callable[..., Any]) -> Any:
     return dispatcher
 
 
-def load_or_compile(dispatcher: Any, arguments: tuple[Any, ...], place: str) -> None:
+def load_or_compile(dispatcher: Any, arguments: tuple[Any, ...], file_name: str) -> None:
     """Give a dispatcher the machine code for arguments of these types, from the cache or newly compiled.
 
     numba's own cache would not see that a formula in another file has changed, and each rank would compile for itself.
-    ``place`` is the name of the kernel's file in the cache without its ending.
+    ``file_name`` is the name of the kernel's file in the cache without its ending.
     """
     import numba_cuda
     from numba.cuda.dispatcher import _Kernel
@@ -78,7 +78,7 @@ def load_or_compile(dispatcher: Any, arguments: tuple[Any, ...], place: str) -> 
 
     capability = "".join(map(str, compiler.get_current_device().compute_capability))
     folder = machine_code.folder(f"sm_{capability}, numba-cuda {numba_cuda.__version__}")
-    code = machine_code.load_or_build(folder / f"{place}.cubin", build)
+    code = machine_code.load_or_build(folder / f"{file_name}.cubin", build)
     if arguments not in dispatcher.overloads:
         dispatcher.add_overload(_Kernel._rebuild(**pickle.loads(code)), arguments)
 
@@ -197,8 +197,8 @@ class CudaKernel:
             return
         if self._compiled is None:
             self._compiled = self.dispatcher()
-        place = f"{self.__module__.removeprefix(PACKAGE)}.{self.name}-{dtype}"
-        load_or_compile(self._compiled, self.argument_types(dtype), place)
+        file_name = f"{self.__module__.removeprefix(PACKAGE)}.{self.name}-{dtype}"
+        load_or_compile(self._compiled, self.argument_types(dtype), file_name)
         self._loaded.add(dtype)
 
     def argument_types(self, dtype: str) -> tuple[Any, ...]:

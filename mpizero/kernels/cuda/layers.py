@@ -290,11 +290,11 @@ def column_sums(x: Array, out: Array) -> None:
 @kernel("void(const T[::1], const i8[::1], const i8[::1], T[::1])")
 def pack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
     """Write the ranges ``source[starts[k] : starts[k] + sizes[k]]`` to ``target``, one after the other."""
-    place = 0
+    position = 0
     for k in range(starts.size):
         for i in range(cuda.grid(1), sizes[k], cuda.gridsize(1)):
-            target[place + i] = source[starts[k] + i]
-        place += sizes[k]
+            target[position + i] = source[starts[k] + i]
+        position += sizes[k]
 
 
 @kernel("void(const T[::1], const i8[::1], const i8[::1], T[::1])")
@@ -303,11 +303,11 @@ def unpack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
 
     This undoes :func:`pack`.
     """
-    place = 0
+    position = 0
     for k in range(starts.size):
         for i in range(cuda.grid(1), sizes[k], cuda.gridsize(1)):
-            target[starts[k] + i] = source[place + i]
-        place += sizes[k]
+            target[starts[k] + i] = source[position + i]
+        position += sizes[k]
 
 
 @kernel("void(const T[:,::1], const i8[:,::1], T[::1])")
@@ -364,8 +364,8 @@ def gather(table: Array, ids: Array, out: Array) -> None:
     """Copy row ``ids[i]`` of ``table`` to row i of ``out``; fill row i with NaN if the table has no such row."""
     T = table.dtype.type  # noqa: N806
     rows, width = table.shape
-    for place in range(cuda.grid(1), ids.size * width, cuda.gridsize(1)):
-        i, j = place // width, place % width
+    for index in range(cuda.grid(1), ids.size * width, cuda.gridsize(1)):
+        i, j = index // width, index % width
         out[i, j] = table[ids[i], j] if inside(ids[i], rows) else T(np.nan)
 
 

@@ -76,14 +76,14 @@ def softmax_cross_entropy_backward(logits: Array, targets: Array, scale1: Array,
     for row in range(cuda.blockIdx.x, rows, cuda.gridDim.x):
         target = targets[row]
         largest, total = _largest_and_total(logits, row, shared)
-        share = T(1) / total
+        inverse = T(1) / total
         for j in range(cuda.threadIdx.x, classes, cuda.blockDim.x):
             if target < 0:
                 dlogits[row, j] = T(0)
             elif not inside(target, classes):
                 dlogits[row, j] = T(np.nan)
             else:
-                p = exponential(logits[row, j] - largest, T) * share
+                p = exponential(logits[row, j] - largest, T) * inverse
                 dlogits[row, j] = cross_entropy_gradient(p, T(1) if j == target else T(0), scale1[0])
 
 
@@ -138,8 +138,8 @@ def partial_cross_entropy_backward(
     """
     T = logits.dtype.type  # noqa: N806
     rows, classes = logits.shape
-    for place in range(cuda.grid(1), rows * classes, cuda.gridsize(1)):
-        row, j = place // classes, place % classes
+    for index in range(cuda.grid(1), rows * classes, cuda.gridsize(1)):
+        row, j = index // classes, index % classes
         target = targets[row]
         if target < 0:
             dlogits[row, j] = T(0)
@@ -183,8 +183,8 @@ def binary_cross_entropy(logits: Array, targets: Array, pos_weight: Array, losse
     Arrays are (rows, columns). ``pos_weight`` has, for each column, the factor on the loss of a target of 1.
     """
     rows, columns = logits.shape
-    for place in range(cuda.grid(1), rows * columns, cuda.gridsize(1)):
-        row, j = place // columns, place % columns
+    for index in range(cuda.grid(1), rows * columns, cuda.gridsize(1)):
+        row, j = index // columns, index % columns
         losses[row, j] = binary_cross_entropy_value(logits[row, j], targets[row, j], pos_weight[j])
 
 
@@ -195,8 +195,8 @@ def binary_cross_entropy_backward(
     """Write ``scale1[0]`` times the gradient of the sum of losses to ``dlogits``."""
     T = logits.dtype.type  # noqa: N806
     rows, columns = logits.shape
-    for place in range(cuda.grid(1), rows * columns, cuda.gridsize(1)):
-        row, j = place // columns, place % columns
+    for index in range(cuda.grid(1), rows * columns, cuda.gridsize(1)):
+        row, j = index // columns, index % columns
         dlogits[row, j] = binary_cross_entropy_gradient(logits[row, j], targets[row, j], pos_weight[j], scale1[0], T)
 
 
@@ -208,8 +208,8 @@ def gaussian_likelihood(prediction: Array, target: Array, lowest1: Array, losses
     of the variances, which count as ``lowest1[0]`` where they are below it.
     """
     rows, columns = target.shape
-    for place in range(cuda.grid(1), rows * columns, cuda.gridsize(1)):
-        row, j = place // columns, place % columns
+    for index in range(cuda.grid(1), rows * columns, cuda.gridsize(1)):
+        row, j = index // columns, index % columns
         losses[row, j] = gaussian_value(prediction[row, j], prediction[row, columns + j], target[row, j], lowest1[0])
 
 
@@ -220,8 +220,8 @@ def gaussian_likelihood_backward(
     """Write ``scale1[0]`` times the gradient of the sum of losses to ``dprediction`` (rows, 2 * columns)."""
     T = prediction.dtype.type  # noqa: N806
     rows, columns = target.shape
-    for place in range(cuda.grid(1), rows * columns, cuda.gridsize(1)):
-        row, j = place // columns, place % columns
+    for index in range(cuda.grid(1), rows * columns, cuda.gridsize(1)):
+        row, j = index // columns, index % columns
         dmean, dspread = gaussian_gradient(
             prediction[row, j], prediction[row, columns + j], target[row, j], lowest1[0], scale1[0], T
         )

@@ -159,10 +159,10 @@ def _first_nodes(starts: Array, stops: Array) -> Array:
 
 
 @kernel("void(const T[::1], i8[::1])")
-def _lowest_nonfinite(x: Array, found: Array) -> None:
+def _lowest_nonfinite(x: Array, lowest: Array) -> None:
     for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
         if not _is_finite(x[i]):
-            cuda.atomic.min(found, 0, i)
+            cuda.atomic.min(lowest, 0, i)
 
 
 def all_finite(x: Array) -> bool:
@@ -172,17 +172,17 @@ def all_finite(x: Array) -> bool:
 
 def first_nonfinite(x: Array) -> int:
     """Return the index of the first element of ``x`` that is infinite or NaN, or -1 if there is none."""
-    found = np.array([x.size], np.int64)
-    _lowest_nonfinite(x, found)
-    return int(found[0]) if found[0] < x.size else -1
+    lowest = np.array([x.size], np.int64)
+    _lowest_nonfinite(x, lowest)
+    return int(lowest[0]) if lowest[0] < x.size else -1
 
 
 @kernel("void(const T[:,::1], const T[:,::1], i8, T[:,::1])")
 def add_two(a: Array, b: Array, start: int, out: Array) -> None:
     """Write the sum of two arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
     columns = out.shape[1]
-    for place in range(cuda.grid(1), out.size, cuda.gridsize(1)):
-        r, i = place // columns, place % columns
+    for index in range(cuda.grid(1), out.size, cuda.gridsize(1)):
+        r, i = index // columns, index % columns
         out[r, i] = a[r, start + i] + b[r, start + i]
 
 
@@ -190,8 +190,8 @@ def add_two(a: Array, b: Array, start: int, out: Array) -> None:
 def add_four(a: Array, b: Array, c: Array, d: Array, start: int, out: Array) -> None:
     """Write the sum of four arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
     columns = out.shape[1]
-    for place in range(cuda.grid(1), out.size, cuda.gridsize(1)):
-        r, i = place // columns, place % columns
+    for index in range(cuda.grid(1), out.size, cuda.gridsize(1)):
+        r, i = index // columns, index % columns
         out[r, i] = (a[r, start + i] + b[r, start + i]) + (c[r, start + i] + d[r, start + i])
 
 
@@ -204,8 +204,8 @@ def add_eight(
 ) -> None:
     """Write the sum of eight arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
     columns = out.shape[1]
-    for place in range(cuda.grid(1), out.size, cuda.gridsize(1)):
-        r, i = place // columns, place % columns
+    for index in range(cuda.grid(1), out.size, cuda.gridsize(1)):
+        r, i = index // columns, index % columns
         j = start + i
         out[r, i] = ((a[r, j] + b[r, j]) + (c[r, j] + d[r, j])) + ((e[r, j] + f[r, j]) + (g[r, j] + h[r, j]))
 
@@ -228,10 +228,10 @@ def philox(counter: Array, key: Array, out: Array) -> None:
         out[0], out[1], out[2], out[3] = np.uint32(a), np.uint32(b), np.uint32(c), np.uint32(d)
 
 
-def put(out: Array, place: Any, value: Any) -> None:
-    """Write ``value`` to ``out[place]`` if ``place`` is an index of ``out``; otherwise do nothing."""
-    if 0 <= place < out.size:
-        out[place] = value
+def put(out: Array, index: Any, value: Any) -> None:
+    """Write ``value`` to ``out[index]`` if ``index`` is an index of ``out``; otherwise do nothing."""
+    if 0 <= index < out.size:
+        out[index] = value
 
 
 @kernel("void(u8, u8, u8, i8, T[::1], const T[::1], const T[::1])")
@@ -250,12 +250,12 @@ def fill_uniform(key0: int, key1: int, site: int, start: int, out: Array, low1: 
         block = first_block + b
         w0, w1, w2, w3 = philox_words(low_word(block), high_word(block), s0, s1, k0, k1)
         a, c, e, f = units(w0, w1, w2, w3, T)
-        place = block * per - start
-        put(out, place, scaled_unit(a, low, high))
-        put(out, place + 1, scaled_unit(c, low, high))
+        index = block * per - start
+        put(out, index, scaled_unit(a, low, high))
+        put(out, index + 1, scaled_unit(c, low, high))
         if per == 4:
-            put(out, place + 2, scaled_unit(e, low, high))
-            put(out, place + 3, scaled_unit(f, low, high))
+            put(out, index + 2, scaled_unit(e, low, high))
+            put(out, index + 3, scaled_unit(f, low, high))
 
 
 @kernel("void(u8, u8, u8, i8, T[::1], const T[::1])")
@@ -274,12 +274,12 @@ def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1:
         block = first_block + b
         w0, w1, w2, w3 = philox_words(low_word(block), high_word(block), s0, s1, k0, k1)
         a, c, e, f = normals(w0, w1, w2, w3, T)
-        place = block * per - start
-        put(out, place, a * scale)
-        put(out, place + 1, c * scale)
+        index = block * per - start
+        put(out, index, a * scale)
+        put(out, index + 1, c * scale)
         if per == 4:
-            put(out, place + 2, e * scale)
-            put(out, place + 3, f * scale)
+            put(out, index + 2, e * scale)
+            put(out, index + 3, f * scale)
 
 
 @kernel("void(const T[::1], T[::1], const T[::1], u8, u8, u8, i8, i8, i8, i8, i8, i8, i8)")
@@ -308,10 +308,10 @@ def dropout(
     per_line = (width + 6) // 4  # blocks that a row may touch, wherever in a block it starts
     samples = x.size // per_sample if per_sample > 0 else 0
     lines = per_sample // width if width > 0 else 0
-    for place in range(cuda.grid(1), samples * lines * per_line, cuda.gridsize(1)):
-        sample, line = place // per_line // lines, place // per_line % lines
+    for task in range(cuda.grid(1), samples * lines * per_line, cuda.gridsize(1)):
+        sample, line = task // per_line // lines, task // per_line % lines
         element = offset + line // rows * plane_step + line % rows * row_step
-        block = element // 4 + place % per_line
+        block = element // 4 + task % per_line
         s0, s1 = low_word(first_sample + sample), high_word(first_sample + sample)
         words = philox_words(low_word(block), high_word(block), s0, s1, k0, k1)
         first = 4 * block - element

@@ -314,16 +314,16 @@ def _collect(residual: Array, threshold: int, starts: Array, allowed: Array, ind
     ``threshold`` is the bits of a magnitude.
     """
     for tile in range(cuda.grid(1), starts.size, cuda.gridsize(1)):
-        place, left = starts[tile], allowed[tile]
+        position, left = starts[tile], allowed[tile]
         for i in range(tile * TILE, min((tile + 1) * TILE, residual.size)):
             bits = _magnitude(residual[i])
             equal = bits == np.uint32(threshold)
             if bits > np.uint32(threshold) or (equal and left > 0):
                 left -= equal
-                indices[place] = i
-                largest[place] = residual[i]
+                indices[position] = i
+                largest[position] = residual[i]
                 residual[i] = 0
-                place += 1
+                position += 1
 
 
 def top_encode(values: Array, residual: Array, counts: Array, indices: Array, largest: Array) -> None:
@@ -354,9 +354,9 @@ def _threshold(values: Array, wanted: int) -> tuple[int, int]:
         counts: Any = np.zeros(1 << width, np.int64)
         _count(values, prefix, above, shift, (1 << width) - 1, counts)
         from_top = np.cumsum(counts[::-1])
-        place = counts.size - 1 - int(np.searchsorted(from_top, wanted))
-        wanted -= int(counts[place + 1 :].sum())
-        prefix, above = (prefix << width) | place, shift
+        digit = counts.size - 1 - int(np.searchsorted(from_top, wanted))
+        wanted -= int(counts[digit + 1 :].sum())
+        prefix, above = (prefix << width) | digit, shift
     return prefix, wanted
 
 
