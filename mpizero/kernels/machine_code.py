@@ -156,7 +156,7 @@ class Native:
     def __init__(self, name: str, code: bytes, entry: str) -> None:
         _check_layout()
         _check_memory()
-        address = _place(code, entry)
+        address = _load_object(code, entry)
         self._method = _MethodDef(name.encode(), address, _METH_FASTCALL, None)
         new = ctypes.pythonapi.PyCFunction_NewEx
         new.restype, new.argtypes = ctypes.py_object, (ctypes.POINTER(_MethodDef), ctypes.py_object, ctypes.c_void_p)
@@ -196,7 +196,7 @@ def address_of(name: str) -> int:
     return (function and ctypes.cast(function, ctypes.c_void_p).value) or 0
 
 
-def _place(code: bytes, entry: str) -> int:
+def _load_object(code: bytes, entry: str) -> int:
     """Have LLVM load an object file, and return the address of its function ``entry``."""
     llvm, engine = initialized_llvm(), _engine()
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))

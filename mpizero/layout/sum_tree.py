@@ -282,7 +282,7 @@ def round_plan(total: int, groups: Sequence[int]) -> RoundPlan:
         programs, arrived, count = _arrivals(grains, groups, total)
         merged = merge([*arrived, *((node, (count + row,)) for node, row in stack)], total)
         free = [r for r in range(len(stack) + len(merged) + 1) if r not in {row for _, row in stack}]
-        stack, merges = _place(merged, count, free)
+        stack, merges = _choose_rows(merged, count, free)
         used = max([used, *(row + 1 for _, row in stack)])
         rounds.append(Round(grains, programs, merges, count))
     return RoundPlan(tuple(rounds), used, stack[0][1] if stack else 0)
@@ -323,7 +323,7 @@ def _sent(
     return programs, [(node, (row,)) for row, (node, _) in enumerate(chain.from_iterable(sums))]
 
 
-def _place(
+def _choose_rows(
     merged: Sequence[tuple[TreeNode, Program]], arrivals: int, free: list[int]
 ) -> tuple[list[tuple[TreeNode, int]], tuple[Merge, ...]]:
     """Choose a stack row for every node of ``merged``: a stack row that the node's program reads, or else a free one.
