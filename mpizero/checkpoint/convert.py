@@ -778,10 +778,8 @@ def open_parameters(path: str | os.PathLike[str], comm: Communicator) -> Iterato
     if kind == "checkpoint":
         with open_checkpoint(name, comm) as reader:
             elements = element_types(reader)
-            parameters = {
-                short_name(p): (reader.arrays[p][0], elements[p]) for p in elements if p.startswith(PARAMETERS)
-            }
-            yield _CheckpointParameters(reader.name, parameters, reader)
+            types = {short_name(p): (reader.arrays[p][0], elements[p]) for p in elements if p.startswith(PARAMETERS)}
+            yield _CheckpointParameters(reader.name, types, reader)
         return
     files: list[TensorFile | NpzFile] = []
     with all_ranks(comm, "parameter file"):

@@ -164,10 +164,8 @@ def _check_folder(folder: str) -> None:
 def _within(folder: str) -> str:
     """Return a hint for the error message if ``folder`` is a run's folder or contains checkpoints; "" otherwise."""
     for deeper in (folder, os.path.join(folder, "checkpoints")):
-        if manifests := glob(os.path.join(escape(deeper), "step_*", MANIFEST_NAME)):
-            return (
-                f"; {len(manifests)} checkpoint(s) lie in {deeper}: mpizero.checkpoint.newest(folder) gives the newest"
-            )
+        if paths := glob(os.path.join(escape(deeper), "step_*", MANIFEST_NAME)):
+            return f"; {len(paths)} checkpoint(s) lie in {deeper}: mpizero.checkpoint.newest(folder) gives the newest"
     return ""
 
 

@@ -290,10 +290,8 @@ class _Search:
         texts = self._gathered(text)
         if len(set(texts)) == 1:  # such as two long arrays with the same first elements
             texts = [f"{text} (sha256 {digest})" for digest in self._gathered(self.fingerprint.digest(value).hex()[:8])]
-        has_members = any(
-            isinstance(other, FunctionType) or self.fingerprint.members(type(other)) for other in self.above
-        )
-        remedy = f"{_REMEDY}, {_ALLOWED}" if any(self._gathered(has_members)) else _REMEDY
+        named = any(isinstance(other, FunctionType) or self.fingerprint.members(type(other)) for other in self.above)
+        remedy = f"{_REMEDY}, {_ALLOWED}" if any(self._gathered(named)) else _REMEDY
         return f"ranks differ: {words(*path)} {by_ranks(texts)}; {remedy}"
 
     def _gathered(self, value: Any) -> list[Any]:
@@ -345,11 +343,9 @@ def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, 
     other = int(flags[rank, 2])
     pairs = zip_longest(sums[rank], sums[other])
     index = next(index for index, (actual, expected) in enumerate(pairs) if actual != expected)
-    description = [(name, _describe_array(array)) for name, array in arrays.items()][index : index + 1] or [
-        ("", "nothing")
-    ]
-    descriptions = comm.allgather_object(description, what)
-    (name, actual), (known, expected) = descriptions[rank][0], descriptions[other][0]
+    part = [(name, _describe_array(array)) for name, array in arrays.items()][index : index + 1] or [("", "nothing")]
+    parts = comm.allgather_object(part, what)
+    (name, actual), (known, expected) = parts[rank][0], parts[other][0]
     raise ConfigError(
         f"{what}: {name or known} of rank {rank} is not that of rank {other}: {actual}, not {expected}; every rank "
         "must give the same, bit for bit, for example what rank 0 has: comm.bcast(values, root=0)"

@@ -561,10 +561,8 @@ class WindowGroup:
         numbers[self._rank] = number
         self._barrier(tag)
         if numbers.tolist() != [number] * self._size:
-            last_record = self._node.trace.records()[-1]._replace(
-                what=describe_call((call[0], tag, *call[1:])), number=number
-            )
-            gathered = dict(self._node.allgather_object((self._rank, last_record), "contract"))
+            last = self._node.trace.records()[-1]._replace(what=describe_call((call[0], tag, *call[1:])), number=number)
+            gathered = dict(self._node.allgather_object((self._rank, last), "contract"))
             raise (
                 mismatch(self._node.name, {rank: [record] for rank, record in gathered.items()})
                 or self._node.mismatch()

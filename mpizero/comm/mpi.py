@@ -101,15 +101,13 @@ class MpiCommunicator(Communicator):
             # 4.1.4 writes wrong HDF5 data; a split does not. User messages never mix with messages of a split.
             waiting, joining = Waiting(holder.ranks_per_core), range_of()
             waiting.end(comm.Iallreduce(MPI.IN_PLACE, spec(joining), MPI.MIN))  # asleep; ranks that fail take part
-            private = comm.Split(0, comm.Get_rank())
-            private.Set_errhandler(MPI.ERRORS_RETURN)
-            settings = np.array([holder.verifies, holder.ranks_per_core])
-            waiting.end(
-                private.Iallreduce(MPI.IN_PLACE, spec(settings), MPI.MAX)
-            )  # what is so on one rank is so on all
-            holder.verifies, waiting = bool(settings[0]), Waiting(float(settings[1]))
-            members = connect(private, waiting.barrier)
-        self._adopt(private, limit, waiting, members, guest=guest)
+            made = comm.Split(0, comm.Get_rank())
+            made.Set_errhandler(MPI.ERRORS_RETURN)
+            flags = np.array([holder.verifies, holder.ranks_per_core])
+            waiting.end(made.Iallreduce(MPI.IN_PLACE, spec(flags), MPI.MAX))  # what is so on one rank is so on all
+            holder.verifies, waiting = bool(flags[0]), Waiting(float(flags[1]))
+            members = connect(made, waiting.barrier)
+        self._adopt(made, limit, waiting, members, guest=guest)
 
     def _adopt(self, comm: MPI.Comm, limit: int, waiting: Waiting, members: tuple[int, ...], *, guest: bool) -> None:
         self._comm = cast("MPI.Intracomm", comm)

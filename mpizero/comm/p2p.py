@@ -157,16 +157,14 @@ def broadcast_tree(comm: Communicator, form: TreeForm | None, value: Any, root: 
 
     The arguments ``form`` and ``value`` of the other ranks are not used.
     """
-    agreed: TreeForm = comm.broadcast_object(form, root, tag)
-    is_root = comm.rank == root
+    tree: TreeForm = comm.broadcast_object(form, root, tag)
+    sends = comm.rank == root
     arrays = (
-        [np.ascontiguousarray(native(a)) for a in leaves_of(value)]
-        if is_root
-        else [np.empty(*s) for s in agreed.shapes]
+        [np.ascontiguousarray(native(a)) for a in leaves_of(value)] if sends else [np.empty(*s) for s in tree.shapes]
     )
     for array in arrays:
         comm.broadcast(array, root, tag)
-    return agreed.build(arrays)
+    return tree.build(arrays)
 
 
 #: Most axes of an array that is sent.

@@ -66,9 +66,7 @@ _Entry = tuple[int, int, Signature, CodeType | None, int]
 _LIBRARY = f"{Path(__file__).parents[1]}{sep}"
 _PROGRAMS = tuple(f"{_LIBRARY}{folder}{sep}" for folder in ("train", "cli", "tools"))
 #: Files that send messages and watch them, as their code objects name them, and the one that enters context managers.
-_LIBRARY_FILES = {contextlib.__file__}.union(
-    *(map(str, Path(_LIBRARY, package).glob("*.py")) for package in ("comm", "guard"))
-)
+_INNER_FILES = {contextlib.__file__}.union(*(map(str, Path(_LIBRARY, name).glob("*.py")) for name in ("comm", "guard")))
 
 
 class CallRecord(NamedTuple):
@@ -161,13 +159,13 @@ class CallTrace:
         outwards to the first frame outside this package's files.
         """
         sequence = self.started + 1
-        call_number = self._numbers.get(call)
-        if call_number is None:
-            call_number = self._learn(call)
-        number = hash((self._last[1], call_number, sequence))  # of integers: the same in every process
+        known = self._numbers.get(call)
+        if known is None:
+            known = self._learn(call)
+        number = hash((self._last[1], known, sequence))  # of integers: the same in every process
         frame = sys._getframe(3)
         code = frame.f_code
-        while code.co_filename in _LIBRARY_FILES and (outer := frame.f_back) is not None:
+        while code.co_filename in _INNER_FILES and (outer := frame.f_back) is not None:
             frame, code = outer, outer.f_code
         self._entries[sequence % REMEMBERED] = self._last = (sequence, number, call, code, frame.f_lasti)
         self.started = sequence
@@ -183,10 +181,8 @@ class CallTrace:
         frame = sys._getframe(1)
         while _is_library(frame.f_code.co_filename) and frame.f_back is not None:
             frame = frame.f_back
-        sequence, operation_number = self.started + 1, self._numbers.get(operation)
-        number = hash(
-            (self._last[1], self._learn(operation) if operation_number is None else operation_number, sequence)
-        )
+        sequence, known = self.started + 1, self._numbers.get(operation)
+        number = hash((self._last[1], self._learn(operation) if known is None else known, sequence))
         entry = (sequence, number, operation, frame.f_code, frame.f_lasti)
         self._entries[sequence % REMEMBERED] = self._last = entry
         self.started = sequence
@@ -513,18 +509,18 @@ def mismatch(name: str, records: Mapping[int, Sequence[CallRecord]]) -> Collecti
     """
     calls = {rank: {record.sequence: record for record in listed} for rank, listed in sorted(records.items())}
     for sequence in sorted({number for by_sequence in calls.values() for number in by_sequence}):
-        present = {rank: by_sequence[sequence] for rank, by_sequence in calls.items() if sequence in by_sequence}
-        if len({record.number for record in present.values()}) > 1:
+        at = {rank: by_sequence[sequence] for rank, by_sequence in calls.items() if sequence in by_sequence}
+        if len({record.number for record in at.values()}) > 1:
             break
     else:
         return None
-    if len({record.what for record in present.values()}) == 1:
+    if len({record.what for record in at.values()}) == 1:
         return CollectiveMismatch(
             f"the ranks of {name!r} have called different collectives more than {REMEMBERED} calls ago; "
-            f"at #{sequence}, the oldest that is remembered: {_groups(present)}"
+            f"at #{sequence}, the oldest that is remembered: {_groups(at)}"
         )
     details = [f"  {what}" for what in _around(calls, sequence)]
-    return CollectiveMismatch(f"collective #{sequence} of {name!r} differs between ranks: {_groups(present)}", details)
+    return CollectiveMismatch(f"collective #{sequence} of {name!r} differs between ranks: {_groups(at)}", details)
 
 
 def first_mismatch(

@@ -413,9 +413,7 @@ class MismatchWatch:
         limit = time.monotonic() + _ANSWER
         while True:
             records = self._statuses.read()
-            answers = {
-                rank: record["records"][key] for rank, record in records.items() if key in record.get("records", {})
-            }
+            answers = {rank: s["records"][key] for rank, s in records.items() if key in s.get("records", {})}
             if expected.issubset(answers) or time.monotonic() > limit:
                 return mismatch(
                     entry.trace.name, {rank: [CallRecord(*r) for r in calls] for rank, calls in answers.items()}
@@ -588,12 +586,8 @@ class EarlyExit:
 
         That is so if all ranks of its communicator wait for messages too or have reached the end of their programs.
         """
-        waiting = {rank: members for rank, record in records.items() if (members := self._messages_of(record))}
-        idle = {
-            self.statuses.rank,
-            *waiting,
-            *(rank for rank, record in records.items() if record["state"] == "leaving"),
-        }
+        waiting = {rank: members for rank, s in records.items() if (members := self._messages_of(s))}
+        idle = {self.statuses.rank, *waiting, *(rank for rank, s in records.items() if s["state"] == "leaving")}
         if not waiting or not idle.issuperset(*waiting.values()):
             return ""
         rank = min(waiting)
@@ -646,7 +640,7 @@ def with_age(records: Mapping[int, StatusRecord]) -> dict[int, StatusRecord]:
 
 
 def describe_stuck_call(
-    call: Sequence[Any], members: Sequence[int], records: Mapping[int, StatusRecord], timeout: float, tick: float
+    call: Sequence[Any], members: Sequence[int], known: Mapping[int, StatusRecord], timeout: float, tick: float
 ) -> list[str]:
     """Return the lines of the report on a call that lasts too long: the missing ranks, then the status of each rank.
 
@@ -656,22 +650,20 @@ def describe_stuck_call(
         The call as [key, communicator, sequence, operation, tag, seconds], an entry of "calls" in a status record.
     members : sequence of int
         World ranks of the communicator.
-    records : dict
+    known : dict
         Status records by rank, with their age (see :func:`with_age`).
     timeout, tick : float
         The timeout of the call, and the time between two writes of a status record, both in seconds.
     """
     key, _, sequence, operation = call[:4]
-    unknown = [r for r in members if r not in records]
+    unknown = [r for r in members if r not in known]
     if operation == MAKING:
-        missing = [r for r in members if r in records and key not in records[r]["marks"]]
+        missing = [r for r in members if r in known and key not in known[r]["marks"]]
         differing = []
         strange = f"nothing known of {ranks_text(unknown)} (without mpizero, or on another node)"
     else:
-        missing = [r for r in members if r in records and records[r]["marks"].get(key, (sequence, 0))[0] < sequence]
-        others = {
-            r: c for r in members if r in records for c in records[r]["calls"] if c[0] == key and c[2] == sequence
-        }
+        missing = [r for r in members if r in known and known[r]["marks"].get(key, (sequence, 0))[0] < sequence]
+        others = {r: c for r in members if r in known for c in known[r]["calls"] if c[0] == key and c[2] == sequence}
         differing = [r for r, c in others.items() if c[3] != operation]
         strange = f"nothing known of {ranks_text(unknown)} (another node)"
     verdict = [f"{ranks_text(missing)} not in it"] if missing else []
@@ -681,7 +673,7 @@ def describe_stuck_call(
         verdict = ["all ranks are in it: counts or types differ, or the library is stuck"]
     lasted = f"{call[5]:.1f} s (timeout {timeout:g} s)"
     head = f"stuck: {describe_call_entry(call)} has lasted {lasted}: {'; '.join(verdict)}"
-    return [head, *(f"  rank {rank}: {_describe_record(record, tick)}" for rank, record in sorted(records.items()))]
+    return [head, *(f"  rank {rank}: {_describe_record(record, tick)}" for rank, record in sorted(known.items()))]
 
 
 def _describe_record(record: StatusRecord, tick: float) -> str:

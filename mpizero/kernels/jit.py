@@ -503,14 +503,12 @@ def _blas_threads() -> Callable[[], int]:
     """
     from threadpoolctl import ThreadpoolController
 
-    controller: Any = next(iter(ThreadpoolController().select(user_api="blas").lib_controllers), None)
-    if controller is None:
+    blas: Any = next(iter(ThreadpoolController().select(user_api="blas").lib_controllers), None)
+    if blas is None:
         return lambda: 1
-    checked = (
-        getattr(controller, "check_symbols", ()) if getattr(controller, "threading_layer", "") == "pthreads" else ()
-    )
-    symbols = [symbol for symbol in checked if "get_num_threads" in symbol and hasattr(controller.dynlib, symbol)]
-    return getattr(controller.dynlib, symbols[0]) if symbols else lambda: controller.num_threads or 1
+    checked = getattr(blas, "check_symbols", ()) if getattr(blas, "threading_layer", "") == "pthreads" else ()
+    symbols = [symbol for symbol in checked if "get_num_threads" in symbol and hasattr(blas.dynlib, symbol)]
+    return getattr(blas.dynlib, symbols[0]) if symbols else lambda: blas.num_threads or 1
 
 
 def threads_for(work: int, least: int) -> int:

@@ -315,7 +315,7 @@ class NodeOrder:
         return tuple(rank for ranks in self.nodes for rank in ranks)
 
     @property
-    def node_major_rank(self) -> int:
+    def order_index(self) -> int:
         """The position of this rank when the data ranks are listed node after node (see :attr:`order`)."""
         return self.position[self.data.rank]
 
@@ -343,9 +343,7 @@ def groups_of(axes: Axes, name: str) -> tuple[tuple[int, ...], ...]:
     """
     differing = GROUPS[name]
     positions = enumerate(map(axes.coordinates, range(axes.size)))
-    return tuple(
-        axes.group(r, differing) for r, coordinates in positions if not any(getattr(coordinates, a) for a in differing)
-    )
+    return tuple(axes.group(r, differing) for r, at in positions if not any(getattr(at, a) for a in differing))
 
 
 def inside_nodes(axes: Axes, name: str, hosts: Sequence[int]) -> bool:

@@ -134,14 +134,14 @@ class FoldPlan:
     ----------
     folds : tuple of FoldStep
         The steps, one for each grain.
-    partial_sums : tuple of (TreeNode, int)
+    sums : tuple of (TreeNode, int)
         The partial sums at the end: nodes of the tree, each with the number of the row that holds its value.
     rows : int
         Number of rows that the rank needs.
     """
 
     folds: tuple[FoldStep, ...]
-    partial_sums: tuple[tuple[TreeNode, int], ...]
+    sums: tuple[tuple[TreeNode, int], ...]
     rows: int
 
     @property
@@ -164,32 +164,28 @@ class Folding:
 
     Attributes
     ----------
-    held : list of (TreeNode, int)
+    sums : list of (TreeNode, int)
         The partial sums so far: nodes of the tree, each with the number of the row that holds its value.
     rows : int
         Number of rows that have been used.
     """
 
     def __init__(self, total: int, limit: int | None = None) -> None:
-        self.partial_sums: list[tuple[TreeNode, int]] = []
+        self.sums: list[tuple[TreeNode, int]] = []
         self.rows = 0
         self._total, self._limit = total, limit
 
     def add(self, grain: int) -> FoldStep:
         """Return the step for the next grain, whose number is above those of the grains before."""
-        taken = {row for _, row in self.partial_sums}
+        taken = {row for _, row in self.sums}
         node, targets = _climb(TreeNode(0, grain), self._total), list[int]()
-        while (
-            node.position % 2
-            and self.partial_sums
-            and self.partial_sums[-1][0] == TreeNode(node.level, node.position - 1)
-        ):
-            targets.append(self.partial_sums.pop()[1])
+        while node.position % 2 and self.sums and self.sums[-1][0] == TreeNode(node.level, node.position - 1):
+            targets.append(self.sums.pop()[1])
             node = _climb(TreeNode(node.level + 1, node.position // 2), self._total)
         row = next(r for r in range(len(taken) + 1) if r not in taken)
         has_row = not targets or self._limit is None or row < self._limit
         self.rows = max(self.rows, row + 1 if has_row else 0)
-        self.partial_sums.append((node, [row, *targets][-1]))
+        self.sums.append((node, [row, *targets][-1]))
         return FoldStep(grain, row if has_row else None, tuple(targets))
 
 
@@ -201,7 +197,7 @@ def fold_plan(grains: Iterable[int], total: int, *, limit: int | None = None) ->
     """
     folding = Folding(total, limit)
     folds = tuple(folding.add(grain) for grain in grains)
-    return FoldPlan(folds, tuple(folding.partial_sums), folding.rows)
+    return FoldPlan(folds, tuple(folding.sums), folding.rows)
 
 
 class Merge(NamedTuple):
@@ -396,11 +392,8 @@ def rows_plan(
     if rows is None:
         rows = max([1, *(plan.rows for plan in planned(0 if scratch else None))])
     folds = planned(rows)
-    nodes = [
-        [(n, (w * rows + r,)) for w, plan in enumerate(plans) for n, r in plan.partial_sums]
-        for plans in _cut(folds, groups)
-    ]
-    programs, arrived = _sent(nodes, total) if len(groups) > 1 else ((), nodes[0])
+    sums = [[(n, (w * rows + r,)) for w, plan in enumerate(part) for n, r in plan.sums] for part in _cut(folds, groups)]
+    programs, arrived = _sent(sums, total) if len(groups) > 1 else ((), sums[0])
     root = merge(arrived, total)
     arrivals = len(arrived) if len(groups) > 1 else groups[0] * rows
     return RowsPlan(folds, rows, programs, root[0][1] if root else (), arrivals)

@@ -443,7 +443,7 @@ class NodeClaims:
         tuple of Array
             Each array with all samples of the node, in memory that its ranks share.
         """
-        block, own = self.block(grains.count), contiguous_parts(self.grid, grains.count)[self.grid.node_major_rank]
+        block, own = self.block(grains.count), contiguous_parts(self.grid, grains.count)[self.grid.order_index]
         before, first, stop = (min(at * grains.size, grains.samples) for at in (block.start, own.start, block.stop))
         self._parts = dynamic_parts(block, self.grid.node.size)
         shapes = [(stop - before, *leaf.shape[1:]) for leaf in leaves]
@@ -502,7 +502,7 @@ class NodeClaims:
         the same, whichever of its ranks has computed what.
         """
         found = [list(share) for share in contiguous_parts(self.grid, count)]
-        first = self.grid.node_major_rank - self.grid.node.rank
+        first = self.grid.order_index - self.grid.node.rank
         owners = self._table[1 : 1 + len(self._parts)].tolist()
         for rank in range(self.grid.node.size):
             parts = (part for part, owner in zip(self._parts, owners, strict=True) if owner == rank)

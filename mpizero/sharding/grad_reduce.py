@@ -271,7 +271,7 @@ class ReduceScatterBuffer:
                 self.stack = self.memory.private("gradients", (plan.rows, self.shard.gradient_size), self.dtype)
         jobs = []
         for this_round in plan.rounds:
-            index = this_round.grains[self.grid.node_major_rank]
+            index = this_round.grains[self.grid.order_index]
             grain = None if index is None else batch.grains[index]
             count = 0 if grain is None else len(grain.micro_batches)
             for number in range(self.accumulate):
@@ -508,7 +508,7 @@ class AllReduceBuffer:
             rows = (self.window, self.row(0))
             self.overlapped = OverlappedReduction(self.store, self.exchange, self._ranges, plan, rows)
         jobs: list[Job] = []
-        for step in plan.folds[self.grid.node_major_rank].folds:
+        for step in plan.folds[self.grid.order_index].folds:
             jobs += self._jobs_of(batch.grains[step.grain], step)
         if self.overlapped is not None and jobs:
             jobs[-1] = self._overlapping(jobs[-1], self.overlapped)
@@ -518,7 +518,7 @@ class AllReduceBuffer:
     def _claimed_jobs(self, batch: GlobalBatch) -> Iterator[Job]:
         assert self.claims is not None
         folding = Folding(batch.count, self._rows_a_rank)
-        while part := self.claims.claim(self._rows_a_rank - len(folding.partial_sums)):
+        while part := self.claims.claim(self._rows_a_rank - len(folding.sums)):
             for grain in part:
                 yield from self._jobs_of(batch.grains[grain], folding.add(grain))
 
@@ -647,7 +647,7 @@ class AllReduceBuffer:
 
     def local_sum(self) -> Array:
         """Return the sum of the gradients of this rank's grains, as a new array like a row. Not collective."""
-        rows = [self.row(row) for _, row in self._current().folds[self.grid.node_major_rank].partial_sums]
+        rows = [self.row(row) for _, row in self._current().folds[self.grid.order_index].sums]
         return reduce(add, rows[1:], rows[0].copy()) if rows else np.zeros(self.layout.gradient_size, self.dtype)
 
     def _meet(self) -> None:
@@ -684,7 +684,7 @@ class AllReduceBuffer:
         most = rows if self.claims is None else max(rows, max_dynamic_rows(self.grid, count))
         needed = (most if self._claimed else rows) * self.grid.node.size
         if count not in self._reserved:  # some data groups may have room for it that others have to make
-            own, several = plan.folds[self.grid.node_major_rank], self._scratch_use == "micro-batches"
+            own, several = plan.folds[self.grid.order_index], self._scratch_use == "micro-batches"
             # A grain of several micro-batches, perhaps one that this rank only claims, is added in scratch memory.
             scratch = own.uses_scratch or (several and (len(own.folds) > 0 or self.claims is not None))
             reserved, self._reserved = self._reserved, set()  # where this fails, earlier rows may be gone

@@ -430,11 +430,11 @@ class StepBatches:
         if self.in_rounds:
             workers, parts = grid.data.size, count * contexts
             for first in range(0, parts, workers):
-                number = first + grid.node_major_rank
+                number = first + grid.order_index
                 sizes = self.micro_batches(number // contexts) if number < parts else ()
                 found += [*sizes, *[0] * (self.accumulate - len(sizes))]
             return tuple(found)
-        for number in contiguous_parts(grid, count * contexts)[grid.node_major_rank]:
+        for number in contiguous_parts(grid, count * contexts)[grid.order_index]:
             found += self.micro_batches(number // contexts)
         return tuple(found)
 

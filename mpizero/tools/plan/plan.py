@@ -218,9 +218,7 @@ class RankMemory:
         if not step.in_rounds:
             plan = step.rows_plan(grid)
             rows = self._shared(step.rows(grid) * grid.node.size * paged(shards.layout.gradient_size * self._item))
-            uses = plan.folds[grid.node_major_rank].uses_scratch or (
-                step.scratch == "micro-batches" and any(traffic.jobs)
-            )
+            uses = plan.folds[grid.order_index].uses_scratch or (step.scratch == "micro-batches" and any(traffic.jobs))
             added = largest_block(shards.layout) * self._item if uses else 0
             return rows._replace(private=rows.private + (added if step.scratch else self._folded))
         slots = round_slots(shards.layout, grid.node.size, in_place=traffic.training.in_place)

@@ -453,7 +453,7 @@ class StepPasses:
                 found += [self._pass(self._held, 1, 1)] * 2 * grains  # into the partial sum, and out of it
             found += [self._pass(self._held, 2, 1)] * (present - grains)
         if not step.in_rounds:
-            folds = step.rows_plan(self.traffic.grid).folds[self.traffic.grid.node_major_rank].folds
+            folds = step.rows_plan(self.traffic.grid).folds[self.traffic.grid.order_index].folds
             found += [self._pass(self._held, 2, 1)] * sum(len(fold.targets) for fold in folds)
         return found
 

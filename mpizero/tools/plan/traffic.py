@@ -155,10 +155,7 @@ class RankTraffic:
     @cached_property
     def _forms(self) -> tuple[tuple[Codec | None, list[list[int]]], ...]:
         """The number of gradients that each peer owns in each unit, by the codec that compresses them."""
-        codec, every = (
-            self.training.codec,
-            [list(self.part.shards.gradients[rank]) for rank in self.grid.inter_node_ranks],
-        )
+        codec, every = self.training.codec, [list(self.part.shards.gradients[r]) for r in self.grid.inter_node_ranks]
         if codec is None:
             return ((None, every),)
         packed = self.compressed
