@@ -151,8 +151,8 @@ def require_sequences(x: Any, features: int | None, where: str) -> None:
     """
     require_array(x, where)
     if x.ndim != 3 or features not in (None, x.shape[2]):
-        shown = "features" if features is None else features
-        raise DataError(f"{where}: takes (samples, length, {shown}), the input has shape {tuple(x.shape)}")
+        expected = "features" if features is None else features
+        raise DataError(f"{where}: takes (samples, length, {expected}), the input has shape {tuple(x.shape)}")
 
 
 def as_ids(x: Array, bound: int, where: str) -> Array:
@@ -183,21 +183,21 @@ def start_values_of(model: Any) -> StartValues:
     a property that makes the arrays anew. A black box has the arrays in its attribute of this name or in
     ``parameters``.
     """
-    given = getattr(model, "start_values", None)
-    if given is None:
-        given = getattr(model, "parameters", {})
+    start_values = getattr(model, "start_values", None)
+    if start_values is None:
+        start_values = getattr(model, "parameters", {})
 
     def fill(spec: ParameterSpec, start: int, stop: int, out: Array) -> None:
         name = spec.guest or spec.name
-        if name not in given:
+        if name not in start_values:
             initial_values(spec, model.seed, start, stop, out)
             return
-        array, part = np.asarray(unmasked(given[name], f"parameter {name!r}")), spec.part
+        array, part = np.asarray(unmasked(start_values[name], f"parameter {name!r}")), spec.part
         if spec.complex:
             array = np.asarray(array, complex_type(out.dtype))
-        whole = spec.shape if part is None else part.shape
-        if array.shape != whole:
-            raise LayoutError(f"parameter {name} has shape {whole}, its start values have shape {array.shape}")
+        shape = spec.shape if part is None else part.shape
+        if array.shape != shape:
+            raise LayoutError(f"parameter {name} has shape {shape}, its start values have shape {array.shape}")
         if part is not None:
             array = np.take(array, np.r_[tuple(slice(*ends) for ends in part.ranges)], part.axis)
         out[:] = as_reals(array)[start:stop]
@@ -283,11 +283,11 @@ def _fill_part(spec: ParameterSpec, part: Part, fill: _Fill, start: int, out: Ar
     at_once, end = _ROWS_AT_ONCE // rows.full, -(-stop // rows.local)
     buffer = namespace(out).empty(min(at_once, end - start // rows.local) * rows.full, out.dtype)
     for row in range(start // rows.local, end, at_once):
-        whole = buffer[: min(at_once, end - row) * rows.full]
-        fill(row * rows.full, whole)
+        filled = buffer[: min(at_once, end - row) * rows.full]
+        fill(row * rows.full, filled)
         origin = row * rows.local
         low, high = max(start, origin), min(stop, origin + at_once * rows.local)
-        take_rows(rows, whole, low - origin, out[low - start : high - start])
+        take_rows(rows, filled, low - origin, out[low - start : high - start])
 
 
 def _key(seed: int, name: str) -> tuple[int, int]:

@@ -123,22 +123,22 @@ class Zigzag:
     ranks: int
 
     @cached_property
-    def _runs(self) -> tuple[tuple[slice, slice], ...]:
-        chunks = tuple(Partition(self.length, 2 * self.ranks))
-        return tuple((chunks[rank], chunks[-1 - rank]) for rank in range(self.ranks))
+    def _chunks(self) -> tuple[tuple[slice, slice], ...]:
+        slices = tuple(Partition(self.length, 2 * self.ranks))
+        return tuple((slices[rank], slices[-1 - rank]) for rank in range(self.ranks))
 
-    def runs(self, rank: int) -> tuple[slice, slice]:
+    def chunks(self, rank: int) -> tuple[slice, slice]:
         """Return the two ranges of positions in the whole sequence that rank ``rank`` holds, in ascending order."""
-        return self._runs[rank]
+        return self._chunks[rank]
 
     def ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the two ranges as pairs (start, stop), as :attr:`mpizero.types.Run.ranges` has them."""
-        return tuple((run.start, run.stop) for run in self._runs[rank])
+        return tuple((chunk.start, chunk.stop) for chunk in self._chunks[rank])
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of positions that each rank holds."""
-        return tuple(sum(run.stop - run.start for run in runs) for runs in self._runs)
+        return tuple(sum(chunk.stop - chunk.start for chunk in chunks) for chunks in self._chunks)
 
     @property
     def longest(self) -> int:
@@ -151,38 +151,38 @@ class Zigzag:
         The first slice selects the range in the rank's part of the sequence, the second in the whole sequence.
         """
         done = 0
-        for run in self._runs[rank]:
-            size = run.stop - run.start
-            yield slice(done, done + size), run
+        for chunk in self._chunks[rank]:
+            size = chunk.stop - chunk.start
+            yield slice(done, done + size), chunk
             done += size
 
     def positions(self, rank: int) -> Array:
         """Return, for each index into the part of rank ``rank``, the position in the whole sequence, as int64."""
-        return np.concatenate([np.arange(run.start, run.stop, dtype=np.int64) for run in self._runs[rank]])
+        return np.concatenate([np.arange(chunk.start, chunk.stop, dtype=np.int64) for chunk in self._chunks[rank]])
 
     def scores(self, rank: int) -> int:
         """Count the scores in all tiles of the queries of rank ``rank``, with the keys of all ranks."""
-        tiles = [
-            (first, min(first + QUERIES, run.stop))
-            for run in self._runs[rank]
-            for first in range(run.start, run.stop, QUERIES)
+        queries = [
+            (first, min(first + QUERIES, chunk.stop))
+            for chunk in self._chunks[rank]
+            for first in range(chunk.start, chunk.stop, QUERIES)
         ]
-        return sum((stop - first) * stop for first, stop in tiles)
+        return sum((stop - first) * stop for first, stop in queries)
 
     def tiles(self, rank: int, source: int) -> Iterator[Tile]:
         """Yield the tiles into which the scores of rank ``rank``'s queries with the keys of rank ``source`` are cut.
 
         Tiles that the causal mask hides completely are left out, because all their keys come after all their queries.
         """
-        for here, run in self.pieces(rank):
-            for first in range(run.start, run.stop, QUERIES):
-                count = min(QUERIES, run.stop - first)
-                queries = slice(here.start + first - run.start, here.start + first - run.start + count)
-                for there, keys in self.pieces(source):
-                    seen = min(keys.stop, first + count)
-                    for column in range(keys.start, seen, KEYS):
-                        begin = there.start + column - keys.start
-                        visible = slice(begin, begin + min(KEYS, seen - column))
+        for local, chunk in self.pieces(rank):
+            for first in range(chunk.start, chunk.stop, QUERIES):
+                count = min(QUERIES, chunk.stop - first)
+                queries = slice(local.start + first - chunk.start, local.start + first - chunk.start + count)
+                for source_local, keys in self.pieces(source):
+                    last_key = min(keys.stop, first + count)
+                    for column in range(keys.start, last_key, KEYS):
+                        begin = source_local.start + column - keys.start
+                        visible = slice(begin, begin + min(KEYS, last_key - column))
                         yield Tile(queries, visible, first, column)
 
 
@@ -199,7 +199,7 @@ class ContextLayer(SequenceLayer):
         """
         return located(run, shape, self.group)
 
-    def own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of this rank's part of a sample whose whole shape is ``shape`` (length, ...)."""
         return (Zigzag(shape[0], self.group.size).sizes[self.group.rank], *shape[1:])
 
@@ -238,8 +238,8 @@ def gather_lengths(shape: tuple[int, ...], group: Group) -> tuple[int, ...]:
     DataError
         The numbers are not those of a zigzag cut, or the numbers of samples differ. All ranks raise this error.
     """
-    own = np.array([shape[:2] if len(shape) >= 2 else (-1, -1)], np.int64)
-    shapes = group.all_gather(own, 0, (1,) * group.size, tag="context lengths") if group.size > 1 else own
+    local = np.array([shape[:2] if len(shape) >= 2 else (-1, -1)], np.int64)
+    shapes = group.all_gather(local, 0, (1,) * group.size, tag="context lengths") if group.size > 1 else local
     lengths = tuple(int(length) for length in shapes[:, 1])
     if min(lengths) < 0 or len(set(shapes[:, 0].tolist())) > 1 or lengths != Zigzag(sum(lengths), group.size).sizes:
         raise DataError(
@@ -301,39 +301,39 @@ class RingSelfAttention(ContextLayer, CausalSelfAttention):
         if bias is not None:
             qkv += bias
         run = self.located(run, qkv.shape)
-        xp, tiles = namespace(qkv), _Tiles(self, qkv, run, first_head)
+        xp, scores = namespace(qkv), _TileScores(self, qkv, run, first_head)
         rows = (*qkv.shape[:2], self.heads)
         maxima, sums = xp.full(rows, -math.inf, qkv.dtype), xp.zeros(rows, qkv.dtype)
         mixed = xp.zeros((*qkv.shape[:2], self.dim), qkv.dtype)
         q, out = view_kinds(qkv, self.heads)[0], view_heads(mixed, self.heads)
-        for source, pair, coming in ring_pass(self.group, self._packed(qkv, tiles.zigzag), "ring keys"):
+        for source, pair, coming in ring_pass(self.group, self._packed(qkv, scores.zigzag), "ring keys"):
             k, v = self._pair(pair)
-            for some, tile in tiles.of(source, poll_function(coming)):
-                weights = tiles.product("scores", q[some, :, tile.queries], k[some, :, tile.keys].swapaxes(-1, -2))
-                factors = tiles.running_softmax(weights, some, tile, maxima, sums)
-                kept = tiles.dropped(weights, some, tile)
+            for some, tile in scores.of(source, poll_function(coming)):
+                weights = scores.product("scores", q[some, :, tile.queries], k[some, :, tile.keys].swapaxes(-1, -2))
+                factors = scores.running_softmax(weights, some, tile, maxima, sums)
+                dropped = scores.dropped(weights, some, tile)
                 total = out[some, :, tile.queries]
                 total *= factors[..., None]
-                total += tiles.product("values", kept, v[some, :, tile.keys])
-        shares = xp.divide(1, sums, out=sums)
-        whole = mixed.reshape(*rows, self.dim // self.heads)
-        whole *= shares[..., None]
-        return mixed, _Saved(qkv, mixed, maxima, shares, run, first_head)
+                total += scores.product("values", dropped, v[some, :, tile.keys])
+        reciprocals = xp.divide(1, sums, out=sums)
+        heads_mixed = mixed.reshape(*rows, self.dim // self.heads)
+        heads_mixed *= reciprocals[..., None]
+        return mixed, _Saved(qkv, mixed, maxima, reciprocals, run, first_head)
 
-    def attend_backward(self, seen: Any, dmixed: Array) -> Array:
+    def attend_backward(self, saved: Any, dmixed: Array) -> Array:
         """Return the gradient of ``qkv``.
 
-        ``seen`` is the cache that :meth:`attend` returned, and ``dmixed`` is the gradient of its first result. The
+        ``saved`` is the cache that :meth:`attend` returned, and ``dmixed`` is the gradient of its first result. The
         gradient of keys and values travels around the ring one message after the keys and values themselves. Collective
         over ``group``.
         """
-        qkv = seen.qkv
-        xp, adjoint = namespace(qkv), _RingBackward(self, seen, dmixed)
+        qkv = saved.qkv
+        xp, adjoint = namespace(qkv), _RingBackward(self, saved, dmixed)
         dqkv: Array = xp.zeros_like(qkv)
         dq, dk, dv = view_kinds(dqkv, self.heads)
         request: ShiftRequest | None = None
-        for source, pair, coming in ring_pass(self.group, self._packed(qkv, adjoint.tiles.zigzag), "ring keys"):
-            tiles = adjoint.tiles.of(source, poll_function(coming, request))
+        for source, pair, coming in ring_pass(self.group, self._packed(qkv, adjoint.scores.zigzag), "ring keys"):
+            tiles = adjoint.scores.of(source, poll_function(coming, request))
             if source == self.group.rank:
                 adjoint.add(tiles, self._pair(pair), dq, (dk, dv))
                 continue
@@ -391,7 +391,7 @@ class _Saved(NamedTuple):
     qkv: Array
     mixed: Array
     maxima: Array
-    shares: Array
+    reciprocals: Array
     run: Run
     first_head: int
 
@@ -402,7 +402,7 @@ SCORES = 1 << 19
 _Parts = Iterator[tuple[slice, Tile]]
 
 
-class _Tiles:
+class _TileScores:
     """Compute one tile of scores after the other, forward and backward, in memory that is reused."""
 
     def __init__(self, layer: RingSelfAttention, qkv: Array, run: Run, first_head: int) -> None:
@@ -459,29 +459,29 @@ class _Tiles:
 class _RingBackward:
     """Compute the gradients that come from this rank's queries, tile by tile."""
 
-    def __init__(self, layer: RingSelfAttention, seen: _Saved, dmixed: Array) -> None:
-        self.tiles = _Tiles(layer, seen.qkv, seen.run, seen.first_head)
-        self._seen, self._q, self._dout = seen, view_kinds(seen.qkv, layer.heads)[0], view_heads(dmixed, layer.heads)
+    def __init__(self, layer: RingSelfAttention, saved: _Saved, dmixed: Array) -> None:
+        self.scores = _TileScores(layer, saved.qkv, saved.run, saved.first_head)
+        self._saved, self._q, self._dout = saved, view_kinds(saved.qkv, layer.heads)[0], view_heads(dmixed, layer.heads)
         heads = (*dmixed.shape[:2], layer.heads, layer.dim // layer.heads)
-        self._dots = namespace(dmixed).einsum("...f,...f->...", dmixed.reshape(heads), seen.mixed.reshape(heads))
+        self._dots = namespace(dmixed).einsum("...f,...f->...", dmixed.reshape(heads), saved.mixed.reshape(heads))
 
     def add(self, over: _Parts, pair: tuple[Array, Array], dq: Array, dpair: tuple[Array, Array]) -> None:
         """Add to ``dq`` and ``dpair`` the gradients from the scores of this rank's queries with one rank's keys.
 
         ``over`` yields the tiles of these scores. ``pair`` are that rank's keys and values, ``dpair`` their gradients.
         """
-        (k, v), (dk, dv), tiles = pair, dpair, self.tiles
+        (k, v), (dk, dv), scores = pair, dpair, self.scores
         for some, tile in over:
             queries, keys = (some, slice(None), tile.queries), (some, slice(None), tile.keys)
-            place = (tiles.scale, tile.offset, tile.queries.start)
-            probs = tiles.product("scores", self._q[queries], k[keys].swapaxes(-1, -2))
-            tiles.kernels.known_softmax(probs, *place, self._seen.maxima[some], self._seen.shares[some])
-            dprobs = tiles.product("gradients", self._dout[queries], v[keys].swapaxes(-1, -2))
-            kept, dprobs = tiles.dropped(probs, some, tile), tiles.dropped(dprobs, some, tile)
-            dv[keys] += tiles.product("keys", kept.swapaxes(-1, -2), self._dout[queries])
-            tiles.kernels.known_softmax_backward(probs, dprobs, *place, self._dots[some])
-            dq[queries] += tiles.product("queries", dprobs, k[keys])
-            dk[keys] += tiles.product("keys", dprobs.swapaxes(-1, -2), self._q[queries])
+            masking = (scores.scale, tile.offset, tile.queries.start)
+            probs = scores.product("scores", self._q[queries], k[keys].swapaxes(-1, -2))
+            scores.kernels.known_softmax(probs, *masking, self._saved.maxima[some], self._saved.reciprocals[some])
+            dprobs = scores.product("gradients", self._dout[queries], v[keys].swapaxes(-1, -2))
+            dropped, dprobs = scores.dropped(probs, some, tile), scores.dropped(dprobs, some, tile)
+            dv[keys] += scores.product("keys", dropped.swapaxes(-1, -2), self._dout[queries])
+            scores.kernels.known_softmax_backward(probs, dprobs, *masking, self._dots[some])
+            dq[queries] += scores.product("queries", dprobs, k[keys])
+            dk[keys] += scores.product("keys", dprobs.swapaxes(-1, -2), self._q[queries])
 
 
 @dataclass(frozen=True)
@@ -573,7 +573,7 @@ class Positionwise(ContextLayer, Wrapper):
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Return the wrapped layer's operations for this rank's positions of a sample of ``shape``."""
-        return self.layer.operations(self.own_shape(shape))
+        return self.layer.operations(self.local_shape(shape))
 
 
 L = TypeVar("L")
@@ -605,14 +605,14 @@ class PartLoss:
         ``prediction`` is (samples, positions of this rank, ...). Collective over the group (one small message).
         """
         lengths = gather_lengths(prediction.shape, self.group)
-        share = lengths[self.group.rank] / sum(lengths)
+        fraction = lengths[self.group.rank] / sum(lengths)
         loss_sum, weight, cache = self.loss.forward(prediction, target)
-        return loss_sum * share, weight * share, (cache, share)
+        return loss_sum * fraction, weight * fraction, (cache, fraction)
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
         """Return ``scale`` times the gradient of the loss sum at this rank's positions. Not collective."""
-        inner, share = cache
-        return self.loss.backward(inner, scale * share)
+        inner, fraction = cache
+        return self.loss.backward(inner, scale * fraction)
 
 
 def cut_batch(x: Any, y: Any, group: Group, tiles: int | None = None) -> tuple[Any, Any]:
@@ -665,10 +665,10 @@ def cut_batch(x: Any, y: Any, group: Group, tiles: int | None = None) -> tuple[A
     if tiles == 1:
         return x, y
     zigzag, hosted = Zigzag(shapes[0][1], tiles), tiles // group.size
-    own = [run for tile in range(group.rank * hosted, (group.rank + 1) * hosted) for run in zigzag.runs(tile)]
+    chunks = [chunk for tile in range(group.rank * hosted, (group.rank + 1) * hosted) for chunk in zigzag.chunks(tile)]
 
     def cut(a: Array) -> Array:
-        return namespace(a).concatenate([a[:, run] for run in own], axis=1)
+        return namespace(a).concatenate([a[:, chunk] for chunk in chunks], axis=1)
 
     return map_leaves(cut, x), map_leaves(cut, y)
 
@@ -690,7 +690,7 @@ class ContextModel:
     @property
     def loss(self) -> Loss:
         """The model's loss, which takes this rank's part of the predictions and of the targets."""
-        return self._on_places(self.model.loss)
+        return self._on_positions(self.model.loss)
 
     def loss_on_parts(self, loss: Loss) -> Loss:
         """Adapt a loss of whole sequences to this rank's positions; the ranks' sums and weights add up to the whole.
@@ -698,18 +698,18 @@ class ContextModel:
         If the model is split over a tensor group, the loss takes this rank's part of the predictions at these
         positions. Not collective. Raises :class:`ConfigError` if the loss does not add up over positions.
         """
-        own = self._on_places(loss)
-        return self.model.loss_on_parts(own) if isinstance(self.model, SplitModel) else own
+        on_positions = self._on_positions(loss)
+        return self.model.loss_on_parts(on_positions) if isinstance(self.model, SplitModel) else on_positions
 
-    def _on_places(self, loss: Loss) -> Loss:
+    def _on_positions(self, loss: Loss) -> Loss:
         if isinstance(loss, CrossEntropy | SplitCrossEntropy):
             return loss
         if isinstance(loss, JoinedLoss):
-            return replace(loss, loss=self._on_places(loss.loss))
+            return replace(loss, loss=self._on_positions(loss.loss))
         if isinstance(loss, ElementLoss):
             return PartLoss(loss, self.group)
         raise ConfigError(
-            f"{type(_whole(self.model)).__name__}: the loss {type(loss).__name__} does not add up over parts of a "
+            f"{type(_unsplit(self.model)).__name__}: the loss {type(loss).__name__} does not add up over parts of a "
             "sequence; use CrossEntropy or a loss that averages over elements, such as MeanSquaredError, or context=1"
         )
 
@@ -745,15 +745,15 @@ class ContextModel:
         """Length of the prediction's last axis if tensor ranks hold parts, as in :class:`mpizero.nn.SplitModel`."""
         return self.model.outputs if isinstance(self.model, SplitModel) else None
 
-    def held_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def local_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of what this rank holds of a block's output, for one sample. Not collective.
 
         ``shape`` (length, ...) is the shape of the whole output for one sample.
         """
-        own = (Zigzag(shape[0], self.group.size).sizes[self.group.rank], *shape[1:])
-        return self.model.held_shape(block, own) if isinstance(self.model, SplitModel) else own
+        local = (Zigzag(shape[0], self.group.size).sizes[self.group.rank], *shape[1:])
+        return self.model.local_shape(block, local) if isinstance(self.model, SplitModel) else local
 
-    def whole_scores(self, y: Array) -> Array:
+    def gather_scores(self, y: Array) -> Array:
         """Join the parts of the predictions that the ranks of a tensor group have, at this rank's positions.
 
         ``y`` is what the last block returned on this rank. Collective over the tensor group if the model is split.
@@ -766,16 +766,16 @@ class ContextModel:
         ``y`` (samples, positions, ...) is what the last block returned on this rank. Collective over ``group``, and
         first over the tensor group if each of its ranks has a part of the predictions.
         """
-        y = self.whole_scores(y)
+        y = self.gather_scores(y)
         lengths = gather_lengths(y.shape, self.group)
         parts = self.group.all_gather(y, 1, lengths, tag="context predictions")
-        zigzag, whole = Zigzag(sum(lengths), self.group.size), namespace(y).empty_like(parts)
+        zigzag, prediction = Zigzag(sum(lengths), self.group.size), namespace(y).empty_like(parts)
         start = 0
         for rank, length in enumerate(lengths):
-            for here, run in zigzag.pieces(rank):
-                whole[:, run] = parts[:, start + here.start : start + here.stop]
+            for local, chunk in zigzag.pieces(rank):
+                prediction[:, chunk] = parts[:, start + local.start : start + local.stop]
             start += length
-        return whole
+        return prediction
 
 
 def context_model(model: BlockModel, group: Group) -> BlockModel:
@@ -824,19 +824,19 @@ def context_model(model: BlockModel, group: Group) -> BlockModel:
     if group.size == 1:
         return model
     blocks = {name: _on_part(layer, group, f"block {name!r}") for name, layer in model.blocks.items()}
-    whole = _whole(model)
-    name = type(whole).__name__
-    if not any(map(_attends, whole.blocks.values())):
+    unsplit = _unsplit(model)
+    name = type(unsplit).__name__
+    if not any(map(_attends, unsplit.blocks.values())):
         raise ConfigError(
             f"{name} has no attention along a sequence, so there is nothing for a context group of {group.size} ranks "
             "to cut; set context=1 and use those ranks for data"
         )
-    found = ContextModel(model, group, blocks)
-    _ = found.loss
-    return found
+    split = ContextModel(model, group, blocks)
+    _ = split.loss
+    return split
 
 
-def _whole(model: BlockModel) -> BlockModel:
+def _unsplit(model: BlockModel) -> BlockModel:
     """Return a model as it was before it was split over a tensor group."""
     return model.whole if isinstance(model, SplitModel) else model
 
@@ -865,7 +865,7 @@ _PRODUCTS = (
     *(ColumnLinear, FeedForward, LanguageHead, Linear, Projection, RowLinear),
     *(SplitFeedForward, SplitHead, SplitLinear, SplitProjection),
 )
-_PLACE_BY_PLACE = (Embedding, LayerNorm, RMSNorm, Select, SplitEmbedding)
+_POSITIONWISE = (Embedding, LayerNorm, RMSNorm, Select, SplitEmbedding)
 
 
 def _on_part(layer: Any, group: Group, where: str) -> Any:
@@ -887,7 +887,7 @@ def _on_part(layer: Any, group: Group, where: str) -> Any:
         return layer if all(inside[name] is child for name, child in layer.layers) else Sequential(inside)
     if type(layer) in _PRODUCTS:
         return Positionwise(layer, group)
-    if type(layer) in _PLACE_BY_PLACE or isinstance(layer, Activation):
+    if type(layer) in _POSITIONWISE or isinstance(layer, Activation):
         return layer
     raise ConfigError(
         f"{where}: {type(layer).__name__} does not say how it works on a part of a sequence; context parallelism "

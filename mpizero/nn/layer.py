@@ -217,9 +217,9 @@ def poll(params: Params) -> None:
     messages make progress
     >>> mz.nn.poll({"weight": 1.0})  # parameters without messages: nothing happens
     """
-    found = getattr(params, "poll", None)
-    if found is not None:
-        found()
+    method = getattr(params, "poll", None)
+    if method is not None:
+        method()
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def _tried(layer: Layer, shape: tuple[int, ...]) -> tuple[Operations, tuple[int,
             return _Counted(value, calls)
         if type(value) in (list, tuple):
             return type(value)(map(watched, value))
-        return {key: watched(held) for key, held in value.items()} if type(value) is dict else value
+        return {key: watched(item) for key, item in value.items()} if type(value) is dict else value
 
     twin = copy(layer)
     for attribute, value in getattr(layer, "__dict__", {}).items():
@@ -320,13 +320,13 @@ def _tried(layer: Layer, shape: tuple[int, ...]) -> tuple[Operations, tuple[int,
             f"{name} does not count its products, and its forward cannot be tried on zeros of shape {(1, *shape)} "
             f"({type(error).__name__}: {error}): define operations()"
         ) from error
-    seen = {id(called) for called, _ in calls}
-    if any(id(child) not in seen for child in children):
+    ids = {id(called) for called, _ in calls}
+    if any(id(child) not in ids for child in children):
         raise UnsupportedError(
             f"{name} does not count its products: define operations(), or keep its layers as attributes that forward "
             "calls"
         )
-    return sum((found for _, found in calls), Operations()), output
+    return sum((operations for _, operations in calls), Operations()), output
 
 
 #: Version of the description. It is raised when a program written for the old version would misread the new one.
@@ -492,7 +492,7 @@ class SequenceLayer(Layer):
         """
         return run if shape is None or len(shape) < 2 else run.on_whole(shape[1])
 
-    def own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of this rank's part of a sample whose whole shape is ``shape`` (length, ...).
 
         Not collective.
@@ -562,25 +562,25 @@ def integers_of(model: Any) -> dict[str, tuple[IntegerSpec, ...]]:
     ConfigError
         If an array has another dtype than those in :data:`~mpizero.types.INTEGER_DTYPES`, or the name of a parameter.
     """
-    found: dict[str, tuple[IntegerSpec, ...]] = {}
+    declared: dict[str, tuple[IntegerSpec, ...]] = {}
     if isinstance(model, BlockModel):
         for block, layer in model.blocks.items():
             if specs := layer_integers(layer):
-                found[block] = specs
+                declared[block] = specs
                 taken = {spec.name for spec in layer.specs()}
                 if twice := [spec.name for spec in specs if spec.name in taken]:
                     raise ConfigError(f"block {block!r} has {twice[0]!r} as a parameter and as an integer array")
     else:
         for name, array in getattr(model, "integers", {}).items():
-            found[name] = (IntegerSpec("", np.shape(array), np.asarray(array).dtype.name),)
+            declared[name] = (IntegerSpec("", np.shape(array), np.asarray(array).dtype.name),)
             if name in model.parameters:
                 raise ConfigError(f"{name!r} is a parameter and an integer array: give one of them another name")
-    for block, specs in found.items():
+    for block, specs in declared.items():
         for spec in specs:
             if spec.dtype not in INTEGER_DTYPES:
                 name, known = joined(block, spec.name), ", ".join(INTEGER_DTYPES)
                 raise ConfigError(f"integer array {name!r} has dtype {spec.dtype}: use {known}")
-    return found
+    return declared
 
 
 def layer_integers(layer: Any) -> tuple[IntegerSpec, ...]:
@@ -590,10 +590,10 @@ def layer_integers(layer: Any) -> tuple[IntegerSpec, ...]:
     """
     if (declared := getattr(layer, "integers", None)) is not None:
         return tuple(declared())
-    own = layer.own_integers() if hasattr(layer, "own_integers") else ()
+    specs = layer.own_integers() if hasattr(layer, "own_integers") else ()
     children = layer.children().items() if hasattr(layer, "children") else ()
     nested = (replace(spec, name=f"{name}.{spec.name}") for name, child in children for spec in layer_integers(child))
-    return (*own, *nested)
+    return (*specs, *nested)
 
 
 def fresh_integers(layer: Any) -> dict[str, Array]:
@@ -614,15 +614,15 @@ def start_integers(model: Any) -> dict[str, Array]:
     LayoutError
         If an array there has another shape, or values that the dtype cannot hold.
     """
-    given = getattr(model, "start_values", None) or {}
-    given = given if isinstance(model, BlockModel) else {**getattr(model, "integers", {}), **given}
-    found = {}
+    start_values = getattr(model, "start_values", None) or {}
+    start_values = start_values if isinstance(model, BlockModel) else {**getattr(model, "integers", {}), **start_values}
+    integers = {}
     for block, specs in integers_of(model).items():
         for spec in specs:
             name = joined(block, spec.name)
-            value = given[name] if name in given else np.full(spec.shape, spec.start, spec.dtype)
-            found[name] = start_value(name, spec, value)
-    return found
+            value = start_values[name] if name in start_values else np.full(spec.shape, spec.start, spec.dtype)
+            integers[name] = start_value(name, spec, value)
+    return integers
 
 
 def start_value(name: str, spec: IntegerSpec, value: Any) -> Array:
@@ -633,14 +633,14 @@ def start_value(name: str, spec: IntegerSpec, value: Any) -> Array:
     LayoutError
         If ``value`` has another shape, or numbers that the dtype cannot hold.
     """
-    given = np.asarray(unmasked(value, f"integer array {name!r}"))
-    if given.shape == spec.shape and given.dtype.kind in "iubf":
-        found: Array = given.astype(spec.dtype)
-        if (found == given).all():
-            return found
+    array = np.asarray(unmasked(value, f"integer array {name!r}"))
+    if array.shape == spec.shape and array.dtype.kind in "iubf":
+        converted: Array = array.astype(spec.dtype)
+        if (converted == array).all():
+            return converted
     raise LayoutError(
-        f"integer array {name!r} is {spec.dtype} of shape {spec.shape}, it is given {given.dtype} of shape "
-        f"{given.shape}{': it cannot hold these values' * (given.shape == spec.shape)}"
+        f"integer array {name!r} is {spec.dtype} of shape {spec.shape}, it is given {array.dtype} of shape "
+        f"{array.shape}{': it cannot hold these values' * (array.shape == spec.shape)}"
     )
 
 
@@ -666,10 +666,10 @@ def add_location(error: Exception, kind: str, name: str, method: Callable[..., A
     """
     if isinstance(error, CollectiveError | PeerFailure):
         return
-    place = f"{kind} {name!r}" if name else ""  # a model of one block may give it no name
+    location = f"{kind} {name!r}" if name else ""  # a model of one block may give it no name
     if isinstance(error, MpizeroError):
-        error.place = ", ".join(filter(None, [place, error.place]))
+        error.place = ", ".join(filter(None, [location, error.place]))
     else:
         owner = getattr(method, "__self__", None)
         layer = type(getattr(owner, "stands_for", owner)).__name__
-        error.add_note(f"In {place or 'the model'}: {layer}.{getattr(method, '__name__', '')}")
+        error.add_note(f"In {location or 'the model'}: {layer}.{getattr(method, '__name__', '')}")

@@ -590,7 +590,7 @@ class Dropout(Layer):
         low, high = parts[0], parts[-1]
         if len(parts) <= 2 and low.width == high.width:  # all at once, without a copy
             return self.mask(x, run, low._replace(rows=len(parts), row_step=high.offset - low.offset))
-        masked = [self.mask(x[:, here], run, part) for (here, _), part in zip(pieces, parts, strict=True)]
+        masked = [self.mask(x[:, local], run, part) for (local, _), part in zip(pieces, parts, strict=True)]
         return namespace(x).concatenate(masked, axis=1)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
@@ -667,12 +667,12 @@ class PartlyFrozen(FrozenNames, Wrapper):
 
 def completed(params: Params, grads: Params, names: tuple[str, ...]) -> Params:
     """Return ``grads`` with a new array for each parameter of ``names`` that has none. Not collective."""
-    found, given = grads, dict(flat_names(grads))
+    result, named = grads, dict(flat_names(grads))
     for name in names:
-        if given.get(name) is None:
+        if named.get(name) is None:
             like = value_at(params, name)
-            found = _with(found, name.split("."), namespace(like).empty_like(like))
-    return found
+            result = _with(result, name.split("."), namespace(like).empty_like(like))
+    return result
 
 
 def _with(tree: Params, path: list[str], value: Any) -> dict[str, Any]:

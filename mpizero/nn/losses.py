@@ -142,17 +142,17 @@ def times(values: Array, weights: Array | None) -> Array:
     return cast
 
 
-def require_shape(where: str, given: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Raise :class:`DataError` unless a target of shape ``given`` fits ``shape``, up to a last axis of size 1.
+def require_shape(where: str, target: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Raise :class:`DataError` unless a target of shape ``target`` fits ``shape``, up to a last axis of size 1.
 
     ``where`` is the loss's name in the message.
     """
     if not shape:
         raise DataError(f"{where}: takes (samples, ...), the prediction is a single number")
-    if given != shape and (*given, 1) != shape and given != (*shape, 1):
+    if target != shape and (*target, 1) != shape and target != (*shape, 1):
         raise DataError(
             f"{where}: takes targets of the prediction's shape {shape}, where one of both may lack a last axis of "
-            f"size 1; the target has shape {given}"
+            f"size 1; the target has shape {target}"
         )
 
 
@@ -184,14 +184,14 @@ class ElementLoss(ABC):
         """
         where = type(self).__name__
         require_floats(prediction, where, "prediction")
-        given = WeightedTarget.of(target, where)
-        require_numbers(given.values, where, "target")
+        weighted = WeightedTarget.of(target, where)
+        require_numbers(weighted.values, where, "target")
         shape = self.target_shape(tuple(prediction.shape))
-        require_shape(where, tuple(given.values.shape), shape)
+        require_shape(where, tuple(weighted.values.shape), shape)
         xp = namespace(prediction)
         prediction = xp.ascontiguousarray(prediction)
-        targets = xp.ascontiguousarray(given.values.reshape(shape), dtype=prediction.dtype)
-        weights = given.weights(shape)
+        targets = xp.ascontiguousarray(weighted.values.reshape(shape), dtype=prediction.dtype)
+        weights = weighted.weights(shape)
         self.check_targets(targets, weights)
         losses = xp.empty(shape, np.float64)
         self.losses(prediction, targets, losses)
@@ -377,31 +377,31 @@ class BCEWithLogitsLoss(ElementLoss):
     def _rows(self, prediction: Array) -> tuple[Array, Array]:
         """Return the logits as rows of outputs, and the factor on positive targets of each output."""
         outputs = prediction.shape[-1] if prediction.ndim > 1 else 1
-        given = 1.0 if self.pos_weight is None else self.pos_weight
-        if isinstance(given, tuple) and len(given) != outputs:
+        pos_weight = 1.0 if self.pos_weight is None else self.pos_weight
+        if isinstance(pos_weight, tuple) and len(pos_weight) != outputs:
             raise DataError(
-                f"BCEWithLogitsLoss: pos_weight has {len(given)} numbers, the prediction has {outputs} outputs"
+                f"BCEWithLogitsLoss: pos_weight has {len(pos_weight)} numbers, the prediction has {outputs} outputs"
             )
         xp = namespace(prediction)
-        factors = xp.full(outputs, 1.0, prediction.dtype) * xp.asarray(given, prediction.dtype)
+        factors = xp.full(outputs, 1.0, prediction.dtype) * xp.asarray(pos_weight, prediction.dtype)
         return prediction.reshape(prediction.size // max(1, outputs), outputs), factors
 
     def check_targets(self, targets: Array, weights: Array | None) -> None:
         """Raise :class:`DataError` if a target that counts is not from 0 to 1."""
         outside = (targets < 0) | (targets > 1)
         if bool((outside if weights is None else outside & (weights != 0)).any()):
-            found = targets[outside]
+            wrong = targets[outside]
             raise DataError(
-                f"BCEWithLogitsLoss: takes targets from 0 to 1, the target has values from {found.min():g} to "
-                f"{found.max():g}; for numbers of classes use CrossEntropy"
+                f"BCEWithLogitsLoss: takes targets from 0 to 1, the target has values from {wrong.min():g} to "
+                f"{wrong.max():g}; for numbers of classes use CrossEntropy"
             )
 
     def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:
         """Count the elements whose logit is above 0 exactly if the target is above 0.5, and all that count."""
-        given = WeightedTarget.of(target, type(self).__name__)
+        weighted = WeightedTarget.of(target, type(self).__name__)
         shape = tuple(prediction.shape)
-        weights = given.weights(shape)
-        right = (prediction > 0) == (given.values.reshape(shape) > 0.5)
+        weights = weighted.weights(shape)
+        right = (prediction > 0) == (weighted.values.reshape(shape) > 0.5)
         if weights is None:
             return int(right.sum()), right.size
         return int((right & (weights != 0)).sum()), int((weights != 0).sum())
@@ -517,16 +517,16 @@ class RelativeL2Loss:
         """
         where = type(self).__name__
         require_floats(prediction, where, "prediction")
-        given = WeightedTarget.of(target, where)
-        require_numbers(given.values, where, "target")
+        weighted = WeightedTarget.of(target, where)
+        require_numbers(weighted.values, where, "target")
         shape = tuple(prediction.shape)
-        require_shape(where, tuple(given.values.shape), shape)
+        require_shape(where, tuple(weighted.values.shape), shape)
         xp, samples = namespace(prediction), shape[0]
         flat = samples, prediction.size // max(1, samples)
-        of_samples, of_elements = given.sample_weights(samples)
+        of_samples, of_elements = weighted.sample_weights(samples)
         inside = of_elements.weights(shape)
         roots = None if inside is None else xp.sqrt(inside).reshape(flat)
-        targets = xp.asarray(given.values, dtype=prediction.dtype).reshape(flat)
+        targets = xp.asarray(weighted.values, dtype=prediction.dtype).reshape(flat)
         difference = xp.ascontiguousarray(times(prediction.reshape(flat) - targets, roots))
         errors = self._norms(difference)
         sizes = self._norms(xp.ascontiguousarray(times(targets, roots))) + self.eps
@@ -535,9 +535,9 @@ class RelativeL2Loss:
             weights = weights * (roots != 0).any(axis=1)
         self._require_size(sizes, weights)
         counted = weights != 0
-        shares = xp.where(counted, weights, 0.0) / xp.where(counted, sizes, 1.0)
-        loss = float(xp.where(counted, errors * shares, 0.0).sum())
-        slopes = xp.where(counted & (errors > 0), shares / xp.where(errors > 0, errors, 1.0), 0.0)
+        factors = xp.where(counted, weights, 0.0) / xp.where(counted, sizes, 1.0)
+        loss = float(xp.where(counted, errors * factors, 0.0).sum())
+        slopes = xp.where(counted & (errors > 0), factors / xp.where(errors > 0, errors, 1.0), 0.0)
         return loss, float(weights.sum()), (difference, roots, slopes, shape)
 
     @staticmethod
@@ -629,14 +629,14 @@ class CrossEntropy:
         :class:`DataError` if the target has another shape, is not of integers, or holds a number that is not below
         ``classes``.
         """
-        given = WeightedTarget.of(target, "CrossEntropy")
-        values = given.values
+        weighted = WeightedTarget.of(target, "CrossEntropy")
+        values = weighted.values
         if values.shape != shape or values.dtype.kind not in "iu":
             raise DataError(
                 f"CrossEntropy: takes class numbers, integers of shape {tuple(shape)}, for logits of shape "
                 f"{(*shape, classes)}; the target is {values.dtype} of shape {tuple(values.shape)}"
             )
-        xp, weights = namespace(values), given.weights(tuple(shape))
+        xp, weights = namespace(values), weighted.weights(tuple(shape))
         targets: Array = xp.ascontiguousarray(values.reshape(-1), dtype=np.int64)
         if weights is not None:
             weights = weights.reshape(-1)
@@ -690,19 +690,19 @@ def loss_for(where: str, task: str, loss: Loss | str | None) -> Loss:
     ConfigError
         The name is unknown or belongs to another task, or the object is no loss.
     """
-    own = TASKS[task]
+    of_task = TASKS[task]
     if loss is None:
-        return next(iter(own.values()))()
+        return next(iter(of_task.values()))()
     if isinstance(loss, str):
-        if loss not in own:
+        if loss not in of_task:
             other = [name for name, losses in TASKS.items() if loss in losses]
             known = [name for losses in TASKS.values() for name in losses]
             advice = f"set task={other[0]!r}" if other else f"choose one of {', '.join(known)}{nearest(loss, known)}"
             raise ConfigError(f"{where}: loss={loss!r} does not belong to task={task!r}; {advice}")
-        return own[loss]()
+        return of_task[loss]()
     if isinstance(loss, type) or not (callable(getattr(loss, "forward", None)) and hasattr(loss, "backward")):
         raise ConfigError(
-            f"{where}: loss={loss!r:.80} must be the name of a loss, such as {list(own)[-1]!r}, or an object with "
+            f"{where}: loss={loss!r:.80} must be the name of a loss, such as {list(of_task)[-1]!r}, or an object with "
             "forward and backward, such as mpizero.nn.HuberLoss(delta=0.5)"
         )
     return loss

@@ -142,10 +142,10 @@ def bind(model: BlockModel, named: Mapping[str, Array]) -> dict[str, dict[str, A
     }
 
 
-def _require_equal_names(wanted: set[str], given: set[str]) -> None:
-    if missing := sorted(wanted - given):
+def _require_equal_names(wanted: set[str], names: set[str]) -> None:
+    if missing := sorted(wanted - names):
         raise LayoutError(f"parameters are missing: {', '.join(missing[:5])} ({len(missing)} in all)")
-    if unknown := sorted(given - wanted):
+    if unknown := sorted(names - wanted):
         raise LayoutError(f"the model has no parameters {', '.join(unknown[:5])} ({len(unknown)} in all)")
 
 
@@ -278,14 +278,14 @@ def _forward(
 
 
 def _backward(
-    block: str, layer: Any, kept: tuple[Params, Any], dy: Array | None, uses: Mapping[str, Array]
+    block: str, layer: Any, saved: tuple[Params, Any], dy: Array | None, uses: Mapping[str, Array]
 ) -> Array | None:
-    """Run a block's backward pass into its arrays of ``uses``; ``kept`` are its parameters and its cache."""
+    """Run a block's backward pass into its arrays of ``uses``; ``saved`` are its parameters and its cache."""
     if dy is None:
         raise LayoutError(f"no gradient reaches block {block!r}: the block after it returns none for its input")
-    own = {spec.name: uses[joined(block, spec.name)] for spec in layer.specs() if spec.trainable}
-    grads = nested(own | fresh_integers(layer))
-    dx: Array | None = call_located("block", block, layer.backward, *kept, dy, grads)
+    uses_of_block = {spec.name: uses[joined(block, spec.name)] for spec in layer.specs() if spec.trainable}
+    grads = nested(uses_of_block | fresh_integers(layer))
+    dx: Array | None = call_located("block", block, layer.backward, *saved, dy, grads)
     return dx
 
 
@@ -598,7 +598,7 @@ class MLP:
         used = np.zeros(self.features)
         used[list(self.active_feature_indices)] = 1.0
         means *= used
-        return {str(i): float(share) for i, share in enumerate(means / (means.sum() or 1.0))}
+        return {str(i): float(fraction) for i, fraction in enumerate(means / (means.sum() or 1.0))}
 
     @property
     def active_feature_indices(self) -> tuple[int, ...]:
@@ -699,7 +699,7 @@ class GPT:
         site, residual_scale = 1 + _SITES_PER_BLOCK * index, (2 * self.layers) ** -0.5
         return TransformerBlock(self.dim, self.heads, self.dropout, site, residual_scale)
 
-    def _kept(self, block: Layer) -> Layer:
+    def _checkpointed(self, block: Layer) -> Layer:
         return Checkpointed(block) if self.activation_checkpointing else block
 
     @cached_property
@@ -711,7 +711,7 @@ class GPT:
     def blocks(self) -> Mapping[str, Layer]:
         """The blocks by name, in the order in which they run."""
         embedding, head = self._ends
-        blocks = {f"blocks.{i}": self._kept(self._transformer(i)) for i in range(self.layers)}
+        blocks = {f"blocks.{i}": self._checkpointed(self._transformer(i)) for i in range(self.layers)}
         return {"embedding": embedding, **blocks, "head": head}
 
     @cached_property
@@ -741,7 +741,9 @@ class GPT:
         from mpizero.nn.tensor_parallel import SplitBlock, SplitCrossEntropy, SplitHead, SplitModel, SplitTokenEmbedding
 
         embedding, head = self._ends
-        layers = {f"blocks.{i}": self._kept(SplitBlock(self._transformer(i), group)) for i in range(self.layers)}
+        layers = {
+            f"blocks.{i}": self._checkpointed(SplitBlock(self._transformer(i), group)) for i in range(self.layers)
+        }
         first = SplitTokenEmbedding(embedding, group, sequence=True)
         blocks = {"embedding": first, **layers, "head": SplitHead(head, group)}
         cuts = {"embedding": 0, **dict.fromkeys(layers, 0), "head": -1}
@@ -757,7 +759,7 @@ class GPT:
         """
         table = np.asarray(params["embedding"]["token"]["weight"], np.float64)
         norms = np.sqrt(np.square(table).sum(axis=1))
-        return {str(i): float(share) for i, share in enumerate(norms / (norms.sum() or 1.0))}
+        return {str(i): float(fraction) for i, fraction in enumerate(norms / (norms.sum() or 1.0))}
 
     @property
     def active_feature_indices(self) -> tuple[int, ...]:
@@ -912,15 +914,15 @@ def freeze(model: Any, patterns: str | Iterable[str]) -> Any:
     if isinstance(model, BlockModel):
         trained = {spec.name: spec.trainable and not spec.averaged for spec in model_specs(model) if spec.tied is None}
     elif isinstance(getattr(model, "parameters", None), Mapping):
-        held = {*getattr(model, "frozen", ()), *getattr(model, "averaged", ())}
-        trained = {name: name not in held for name in model.parameters}
+        untrained = {*getattr(model, "frozen", ()), *getattr(model, "averaged", ())}
+        trained = {name: name not in untrained for name in model.parameters}
     else:
         raise ConfigError(f"freeze takes a model of blocks, or one function as a model, got {model!r:.80}")
     names = frozenset(selected(list(trained), "freeze", chosen))
     if not any(trained[name] and name not in names for name in trained):
         raise ConfigError(f"freeze: {', '.join(map(repr, chosen))} leave no parameter to train")
-    if callable(own := getattr(model, "with_frozen", None)):
-        model = own(names)  # a module of another library, which then computes no gradients of them
+    if callable(with_frozen := getattr(model, "with_frozen", None)):
+        model = with_frozen(names)  # a module of another library, which then computes no gradients of them
     return FrozenModel(model, names) if isinstance(model, BlockModel) else FrozenFunction(model, names)
 
 
@@ -939,10 +941,10 @@ class _Delegate:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("model", "names"):  # asked for before there are any, by copies
             raise AttributeError(name)
-        found = getattr(self.model, name)
+        attribute = getattr(self.model, name)
         if name == "with_active_features":
-            return lambda indices: replace(self, model=found(indices))
-        return found
+            return lambda indices: replace(self, model=attribute(indices))
+        return attribute
 
 
 @dataclass(frozen=True)
@@ -982,8 +984,8 @@ class FrozenModel(_Delegate):
         return seed
 
     def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        return self._split if name == "split" else found
+        attribute = super().__getattr__(name)
+        return self._split if name == "split" else attribute
 
     def _split(self, group: Any) -> Any:
         from mpizero.nn.tensor_parallel import SplitModel
@@ -996,15 +998,17 @@ class FrozenModel(_Delegate):
 
 def _frozen_blocks(blocks: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
     """Return the blocks with those wrapped of which parameters are in ``names``, the full names."""
-    found: dict[str, Any] = {}
+    wrapped: dict[str, Any] = {}
     for block, layer in blocks.items():
         specs = layer.specs()
-        own = tuple(s.name for s in specs if s.trainable and (s.tied or joined(block, s.name)) in names)
-        if own and isinstance(layer, Layer):
-            found[block] = Frozen(layer) if len(own) == sum(s.trainable for s in specs) else PartlyFrozen(layer, own)
+        frozen = tuple(s.name for s in specs if s.trainable and (s.tied or joined(block, s.name)) in names)
+        if frozen and isinstance(layer, Layer):
+            wrapped[block] = (
+                Frozen(layer) if len(frozen) == sum(s.trainable for s in specs) else PartlyFrozen(layer, frozen)
+            )
         else:
-            found[block] = _FrozenBlock(layer, own) if own else layer
-    return found
+            wrapped[block] = _FrozenBlock(layer, frozen) if frozen else layer
+    return wrapped
 
 
 @dataclass(frozen=True)
@@ -1017,8 +1021,8 @@ class _FrozenBlock(FrozenNames):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("layer", "names"):
             raise AttributeError(name)
-        found = getattr(self.layer, name)
-        return (lambda group: replace(self, layer=found(group))) if name in ("split", "context") else found
+        attribute = getattr(self.layer, name)
+        return (lambda group: replace(self, layer=attribute(group))) if name in ("split", "context") else attribute
 
 
 _PREFIX = "transformer."
@@ -1205,7 +1209,9 @@ _OPERATIONS = 2**24
 
 
 def _enough_samples(model: Any) -> int | None:
-    counted = {name: found.forward for name, found in model_operations(model, tuple(model.sample_shape)).items()}
+    counted = {
+        name: operations.forward for name, operations in model_operations(model, tuple(model.sample_shape)).items()
+    }
     counted = {name: forward for name, forward in counted.items() if forward}
     if not counted:
         return None

@@ -140,13 +140,13 @@ class ShardedRegion(Region):
         return Partition(self.length, self.group.size)
 
     @property
-    def own(self) -> slice:
+    def local_slice(self) -> slice:
         """The index range along the axis that this rank holds."""
         return self.shards.shard(self.group.rank)
 
     def take(self, x: Array) -> Array:
         """Return this rank's part of the whole array ``x``, contiguous. Not collective."""
-        return namespace(x).ascontiguousarray(x[(slice(None),) * (self.axis % x.ndim) + (self.own,)])
+        return namespace(x).ascontiguousarray(x[(slice(None),) * (self.axis % x.ndim) + (self.local_slice,)])
 
     def gather(self, x: Array, tag: str) -> Array:
         """Return the whole array, of which ``x`` is this rank's part. Collective over ``group``.
@@ -232,7 +232,7 @@ def complete(group: Group, arrays: Sequence[Array], tag: str) -> None:
         start += array.size
 
 
-def own_range(length: int, group: Group) -> tuple[int, int]:
+def local_range(length: int, group: Group) -> tuple[int, int]:
     """Return the range (start, stop) of ``length`` items that this rank holds by the shard rule. Not collective."""
     shard = Partition(length, group.size).shard(group.rank)
     return shard.start, shard.stop
@@ -264,10 +264,10 @@ def complete_shared(layer: Layer, group: Group, grads: Params, tag: str) -> None
     complete(group, shared, tag)
 
 
-def located(run: Run, x: Array, group: Group, whole: SequenceLayer | None = None) -> Run:
+def located(run: Run, x: Array, group: Group, layer: SequenceLayer | None = None) -> Run:
     """Return ``run`` with the length of the whole sequences, and the ranges of positions that the group has.
 
-    ``x`` (samples, positions, ...) is this rank's part of these positions. ``whole`` is the unsplit layer; None if it
+    ``x`` (samples, positions, ...) is this rank's part of these positions. ``layer`` is the unsplit layer; None if it
     treats each position by itself. Collective over ``group`` if ``run.length`` is 0.
 
     Raises
@@ -277,17 +277,17 @@ def located(run: Run, x: Array, group: Group, whole: SequenceLayer | None = None
     """
     shape = None
     if not run.length:
-        own = namespace(x).full(1, x.shape[1], np.int64)
-        shape = x.shape[0], int(group.all_gather(own, 0, (1,) * group.size, "sequence lengths").sum())
-    if whole is not None:
-        run = whole.located(run, shape)
+        length = namespace(x).full(1, x.shape[1], np.int64)
+        shape = x.shape[0], int(group.all_gather(length, 0, (1,) * group.size, "sequence lengths").sum())
+    if layer is not None:
+        run = layer.located(run, shape)
     elif shape is not None:
         run = run.on_whole(shape[1])
-    start, stop = own_range(run.held, group)
+    start, stop = local_range(run.held, group)
     if x.shape[1] != stop - start:
-        held = f"the {run.held} of its context rank{run.described}" if run.described else f"sequences of {run.held}"
+        span = f"the {run.held} of its context rank{run.described}" if run.described else f"sequences of {run.held}"
         raise DataError(
-            f"rank {group.rank} of a tensor group of {group.size} takes places {start} to {stop} of {held}, the input "
+            f"rank {group.rank} of a tensor group of {group.size} takes places {start} to {stop} of {span}, the input "
             f"has shape {tuple(x.shape)}: give every rank its own part, by the shard rule"
         )
     return run
@@ -319,7 +319,7 @@ class SplitLinearBase(SplitForm, Affine):
         """The ranges (start, stop) of the weight's columns or rows that this rank holds."""
 
     @cached_property
-    def held(self) -> int:
+    def local_size(self) -> int:
         """Number of the weight's columns or rows that this rank holds."""
         return size_of(self.ranges)
 
@@ -365,7 +365,7 @@ class ColumnLinear(SplitLinearBase):
     @cached_property
     def ranges(self) -> Ranges:
         """The ranges (start, stop) of the weight's columns that this rank holds."""
-        return self.columns or (own_range(self.whole.outputs, self.group),)
+        return self.columns or (local_range(self.whole.outputs, self.group),)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
         """Describe this rank's columns of ``weight`` and its part of ``bias``, if the layer has one. Not collective."""
@@ -381,7 +381,7 @@ class ColumnLinear(SplitLinearBase):
         entry: Region = Expand(self.group, 1, run.held) if self.sequence else Copy(self.group)
         inputs = entry.forward(x)
         y = matmul(inputs.reshape(prod(inputs.shape[:-1]), self.whole.inputs), weight)
-        return y.reshape(*inputs.shape[:-1], self.held), (x, entry)
+        return y.reshape(*inputs.shape[:-1], self.local_size), (x, entry)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return the sum over the ranks of ``dy @ weight.T``, and ``dy`` as a matrix for :meth:`backward_weights`.
@@ -389,7 +389,7 @@ class ColumnLinear(SplitLinearBase):
         With ``sequence`` the sum holds this rank's positions only. If the unsplit layer computes no input gradient, the
         first result is None and nothing is sent. Collective over the group.
         """
-        rows = dy.reshape(prod(dy.shape[:-1]), self.held)
+        rows = dy.reshape(prod(dy.shape[:-1]), self.local_size)
         if not self.whole.input_gradient:
             return None, rows
         dx = matmul(rows, params["weight"].T).reshape(*dy.shape[:-1], self.whole.inputs)
@@ -411,7 +411,7 @@ class ColumnLinear(SplitLinearBase):
 
         Not collective.
         """
-        return linear_operations(prod(shape[:-1]), self.whole.inputs, self.held, self.whole.input_gradient)
+        return linear_operations(prod(shape[:-1]), self.whole.inputs, self.local_size, self.whole.input_gradient)
 
 
 @dataclass(frozen=True)
@@ -450,7 +450,7 @@ class RowLinear(SplitLinearBase):
     @cached_property
     def ranges(self) -> Ranges:
         """The one range (start, stop) of the weight's rows that this rank holds."""
-        return (own_range(self.whole.inputs, self.group),)
+        return (local_range(self.whole.inputs, self.group),)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
         """Describe this rank's rows of ``weight`` and the whole ``bias``, if the layer has one. Not collective."""
@@ -464,7 +464,7 @@ class RowLinear(SplitLinearBase):
         over the group.
         """
         weight = params["weight"]
-        rows = as_rows(x, self.held, weight.dtype, "Linear")
+        rows = as_rows(x, self.local_size, weight.dtype, "Linear")
         leave: Region = Scatter(self.group, 1, x.shape[1]) if self.sequence else Reduce(self.group)
         y = leave.forward(matmul(rows, weight).reshape(*x.shape[:-1], self.whole.outputs))
         return y, (rows, leave)
@@ -477,7 +477,7 @@ class RowLinear(SplitLinearBase):
         rows, leave = cache
         terms = leave.backward(dy)
         above = terms.reshape(rows.shape[0], self.whole.outputs)
-        return matmul(above, params["weight"].T).reshape(*terms.shape[:-1], self.held), (above, dy)
+        return matmul(above, params["weight"].T).reshape(*terms.shape[:-1], self.local_size), (above, dy)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of this rank's rows of the weight and of the bias.
@@ -491,7 +491,7 @@ class RowLinear(SplitLinearBase):
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the operations of the products with this rank's rows, for one sample of ``shape``. Not collective."""
-        return linear_operations(prod(shape[:-1]), self.held, self.whole.outputs)
+        return linear_operations(prod(shape[:-1]), self.local_size, self.whole.outputs)
 
 
 @dataclass(frozen=True)
@@ -543,7 +543,7 @@ class SplitProjection(SplitForm):
     @cached_property
     def ranges(self) -> Ranges:
         """The one range (start, stop) of classes that this rank holds."""
-        return (own_range(self.whole.classes, self.group),)
+        return (local_range(self.whole.classes, self.group),)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
         """Describe this rank's rows of ``weight``, one row for each of its classes. Not collective."""
@@ -627,24 +627,24 @@ class SplitAttention(AttentionBase):
         """Number of features of the input."""
         return self.whole.dim
 
-    def own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the part of a sample that the group works on. Not collective."""
-        return self.whole.own_shape(shape)
+        return self.whole.local_shape(shape)
 
     @cached_property
-    def own_heads(self) -> tuple[CausalSelfAttention, int]:
+    def local_heads(self) -> tuple[CausalSelfAttention, int]:
         """A layer that computes the attention of this rank's heads, and its first head's number in the whole layer.
 
         Only the attention of the returned layer is used, not its linear maps.
         """
-        whole, size = self.whole, self.group.size
-        own = replace(whole, dim=whole.dim // size, heads=whole.heads // size)
-        return own, self.group.rank * own.heads
+        layer, size = self.whole, self.group.size
+        local = replace(layer, dim=layer.dim // size, heads=layer.heads // size)
+        return local, self.group.rank * local.heads
 
     @cached_property
     def _layers(self) -> tuple[ColumnLinear, RowLinear]:
         into_qkv, projection = self.whole._layers
-        start, stop = own_range(self.whole.dim, self.group)
+        start, stop = local_range(self.whole.dim, self.group)
         columns = tuple((kind * self.whole.dim + start, kind * self.whole.dim + stop) for kind in range(3))
         return (
             ColumnLinear(into_qkv, self.group, columns, self.sequence),
@@ -686,7 +686,7 @@ def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
     """
     if not dropout.drops(x, run):
         return x
-    return dropout.mask_pieces(x, run, run.pieces(*own_range(run.held, group)))
+    return dropout.mask_pieces(x, run, run.pieces(*local_range(run.held, group)))
 
 
 @dataclass(frozen=True)
@@ -738,9 +738,9 @@ class SplitBlock(TransformerBlockBase):
         """
         return super().forward(params, x, located(run, x, self.group, self.whole))
 
-    def own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the part of a sample that the group works on. Not collective."""
-        return self.whole.own_shape(shape)
+        return self.whole.local_shape(shape)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of this rank's parts of parameters, and of parameters that every rank holds whole.
@@ -804,7 +804,7 @@ class SplitEmbedding(SplitForm):
     @cached_property
     def ranges(self) -> Ranges:
         """The one range (start, stop) of the table's rows that this rank holds."""
-        return (own_range(self.whole.items, self.group),)
+        return (local_range(self.whole.items, self.group),)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
         """Describe this rank's rows of ``weight``. Not collective."""
@@ -886,8 +886,8 @@ class SplitTokenEmbedding(SplitForm):
         run = self.whole.require_ids(x, run)
         token, position, dropout = self._layers
         vectors, cache = token.forward(params["token"], x, run)
-        own = own_range(run.held, self.group) if self.sequence else (0, run.held)
-        position.add(params["position"]["weight"], vectors, run.pieces(*own))
+        positions = local_range(run.held, self.group) if self.sequence else (0, run.held)
+        position.add(params["position"]["weight"], vectors, run.pieces(*positions))
         return self._dropped(dropout, vectors, run), (cache, run)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
@@ -1001,10 +1001,10 @@ class SplitCrossEntropy:
         targets, weights = self.whole.as_targets(target, prediction.shape[:-1], self.classes)
         xp, loss = namespace(prediction), kernels.backend(prediction).losses
         logits = xp.ascontiguousarray(prediction.reshape(targets.size, prediction.shape[-1]))
-        first = own_range(self.classes, self.group)[0]
-        own = xp.empty((1, 3, targets.size), logits.dtype)
-        loss.partial_cross_entropy(logits, targets, first, own[0])
-        terms = self.group.all_gather(own, 0, (1,) * self.group.size, "cross-entropy")
+        first = local_range(self.classes, self.group)[0]
+        local_terms = xp.empty((1, 3, targets.size), logits.dtype)
+        loss.partial_cross_entropy(logits, targets, first, local_terms[0])
+        terms = self.group.all_gather(local_terms, 0, (1,) * self.group.size, "cross-entropy")
         merged, losses = xp.empty((2, targets.size), logits.dtype), xp.empty(targets.size, np.float64)
         loss.merged_cross_entropy(terms, targets, merged, losses)
         return *self.whole.totals(losses, targets, weights), (logits, targets, weights, merged, prediction.shape)
@@ -1013,7 +1013,7 @@ class SplitCrossEntropy:
         """Return ``scale`` times the gradient of the loss sum with respect to this rank's logits. Not collective."""
         logits, targets, weights, merged, shape = cache
         gradient: Array = namespace(logits).empty_like(logits)
-        first = own_range(self.classes, self.group)[0]
+        first = local_range(self.classes, self.group)[0]
         loss = kernels.backend(logits).losses
         loss.partial_cross_entropy_backward(logits, targets, first, merged, vector(logits, scale), gradient)
         return times(gradient, weights).reshape(shape)
@@ -1154,7 +1154,7 @@ class SplitModel:
         """Adapt a loss of whole predictions to take what the last block returns on this rank. Not collective."""
         return loss if self.outputs is None else JoinedLoss(loss, self.group, self.outputs)
 
-    def held_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def local_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of what this rank holds of a block's output, for one sample. Not collective.
 
         ``shape`` is the shape of the whole output for one sample.
@@ -1162,7 +1162,7 @@ class SplitModel:
         if block not in self.cuts:
             return shape
         axis = self.cuts[block] % len(shape)
-        start, stop = own_range(shape[axis], self.group)
+        start, stop = local_range(shape[axis], self.group)
         return (*shape[:axis], stop - start, *shape[axis + 1 :])
 
 
@@ -1200,15 +1200,15 @@ def split_model(model: BlockModel, group: Group) -> BlockModel:
     """
     if group.size == 1:
         return model
-    if callable(own := getattr(model, "split", None)):
-        result: BlockModel = own(group)
+    if callable(split := getattr(model, "split", None)):
+        result: BlockModel = split(group)
         return result
     advice = "use pipeline or data parallelism, or give a layer of it a method split(group)"
     if not isinstance(model, BlockModel):
         raise ConfigError(f"a {type(model).__name__} has no blocks, so there is nothing to split over ranks; {advice}")
-    given = dict(model.blocks)  # a model may make its blocks anew each time
-    blocks = {name: block.split(group) if hasattr(block, "split") else block for name, block in given.items()}
-    if all(blocks[name] is block for name, block in given.items()):
+    unsplit = dict(model.blocks)  # a model may make its blocks anew each time
+    blocks = {name: block.split(group) if hasattr(block, "split") else block for name, block in unsplit.items()}
+    if all(blocks[name] is block for name, block in unsplit.items()):
         raise ConfigError(
             f"{type(model).__name__} has nothing to split over {group.size} ranks: none of its blocks "
             f"({', '.join(blocks)}) has a part that can be; {advice}"
@@ -1238,10 +1238,10 @@ def whole_prediction(model: BlockModel, y: Array) -> Array:
     return y if join is None else join(y)
 
 
-def whole_scores(model: BlockModel, y: Array) -> Array:
+def gather_scores(model: BlockModel, y: Array) -> Array:
     """Return the prediction for the positions that this rank has, with the scores of all classes.
 
     ``y`` is what the last block returned on this rank. Collective over the tensor group if ``model`` is split over one.
     """
-    join = getattr(model, "whole_scores", None)
+    join = getattr(model, "gather_scores", None)
     return whole_prediction(model, y) if join is None else join(y)

@@ -181,8 +181,8 @@ class Position(SequenceLayer):
 
         Not collective.
         """
-        for here, there in pieces:
-            x[:, here] += weight[there]
+        for local, positions in pieces:
+            x[:, local] += weight[positions]
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return ``dy`` twice: it is the gradient of ``x``, and :meth:`backward_weights` needs it."""
@@ -194,10 +194,10 @@ class Position(SequenceLayer):
         Rows for positions that the input does not have get zeros.
         """
         gradient, done = grads["weight"], 0
-        for here, there in cache:
-            gradient[done : there.start] = 0
-            namespace(pending).sum(pending[:, here], axis=0, out=gradient[there])
-            done = there.stop
+        for local, positions in cache:
+            gradient[done : positions.start] = 0
+            namespace(pending).sum(pending[:, local], axis=0, out=gradient[positions])
+            done = positions.stop
         gradient[done:] = 0
 
 
@@ -404,10 +404,10 @@ class BatchedHeads:
             if take is not None and part[1].start == 0:
                 take(part[0])
             scores = self.room("scores", self.score_shape(part)) if stored is None else stored[part]
-            kept = operand(self.dropped(self.probabilities(part, scores), part))
+            dropped = operand(self.dropped(self.probabilities(part, scores), part))
             v = operand(self.heads(2, part))
             for start, stop in self.blocks():
-                multiply(kept[:, :, start:stop, :stop], v[:, :, :stop], out[part][:, :, start:stop])
+                multiply(dropped[:, :, start:stop, :stop], v[:, :, :stop], out[part][:, :, start:stop])
         return mixed, (apart, stored, self.run, self.first_head)
 
     def attend_backward(self, stored: Array | None, dmixed: Array) -> Array:
@@ -424,14 +424,14 @@ class BatchedHeads:
                 probabilities = self.probabilities(part, self.room("scores", self.score_shape(part)))
             else:
                 probabilities = stored[part]
-            kept = operand(self.dropped(probabilities, part))
+            dropped = operand(self.dropped(probabilities, part))
             do, v_transposed = operand(self.copied(dmixed, part)), operand(self.transposed(2, part))
             dq, dk, dv = (gradient[part] for gradient in gradients)
             dprobabilities = self.room("gradients", self.score_shape(part))
             for start, stop in self.blocks():
                 block = dprobabilities[:, :, start:stop, :stop]  # the kernel does not read what lies beyond
                 multiply(do[:, :, start:stop], v_transposed[..., :stop], block)
-                multiply(kept[:, :, start:, start:stop].swapaxes(-1, -2), do[:, :, start:], dv[:, :, start:stop])
+                multiply(dropped[:, :, start:, start:stop].swapaxes(-1, -2), do[:, :, start:], dv[:, :, start:stop])
             dscores = self.dropped(dprobabilities, part)
             self.softmax_backward(probabilities, dscores)
             dscores, q, k = (operand(x) for x in (dscores, self.heads(0, part), self.heads(1, part)))
@@ -635,7 +635,7 @@ class AttentionBase(Composite, Affine, SequenceLayer):
 
     @property
     @abstractmethod
-    def own_heads(self) -> tuple[CausalSelfAttention, int]:
+    def local_heads(self) -> tuple[CausalSelfAttention, int]:
         """A layer that computes the attention of this rank's heads, and its first head's number in the whole layer.
 
         Only the attention of the returned layer is used, not its linear maps.
@@ -652,13 +652,13 @@ class AttentionBase(Composite, Affine, SequenceLayer):
         Collective where the layer is split.
         """
         require_sequences(x, self.features, "CausalSelfAttention")
-        (into_qkv, projection), (own, first_head) = self._layers, self.own_heads
+        (into_qkv, projection), (local, first_head) = self._layers, self.local_heads
         qkv, qkv_cache = into_qkv.product(params["qkv"], x, run)
         poll(params)
-        mixed, seen = own.attend(qkv, into_qkv.last_bias(params["qkv"]), run, first_head)
+        mixed, saved = local.attend(qkv, into_qkv.last_bias(params["qkv"]), run, first_head)
         poll(params)
         y, projection_cache = projection.product(params["projection"], mixed, run)
-        return y, ((qkv_cache, projection_cache), seen)
+        return y, ((qkv_cache, projection_cache), saved)
 
     def last_bias(self, params: Params) -> Array | None:
         """Return the projection's bias, which :meth:`product` does not add. Not collective."""
@@ -670,10 +670,10 @@ class AttentionBase(Composite, Affine, SequenceLayer):
         Collective where the layer is split.
         """
         into_qkv, projection = self._layers
-        (qkv_cache, projection_cache), seen = cache
+        (qkv_cache, projection_cache), saved = cache
         dmixed, projection_pending = projection.backward_input(params["projection"], projection_cache, dy)
         poll(params)
-        dqkv = self.own_heads[0].attend_backward(seen, known(dmixed))
+        dqkv = self.local_heads[0].attend_backward(saved, known(dmixed))
         poll(params)
         dx, qkv_pending = into_qkv.backward_input(params["qkv"], qkv_cache, dqkv)
         return dx, (qkv_pending, projection_pending)
@@ -683,8 +683,10 @@ class AttentionBase(Composite, Affine, SequenceLayer):
 
         Not collective.
         """
-        (into_qkv, projection), own = self._layers, self.own_shape(shape)
-        return into_qkv.operations(own) + projection.operations(own) + self.own_heads[0].attend_operations(shape[0])
+        (into_qkv, projection), local = self._layers, self.local_shape(shape)
+        return (
+            into_qkv.operations(local) + projection.operations(local) + self.local_heads[0].attend_operations(shape[0])
+        )
 
 
 @explains
@@ -748,7 +750,7 @@ class CausalSelfAttention(AttentionBase):
         return self.dim
 
     @property
-    def own_heads(self) -> tuple[CausalSelfAttention, int]:
+    def local_heads(self) -> tuple[CausalSelfAttention, int]:
         """The layer itself, which has all heads, and 0, the number of its first head."""
         return self, 0
 
@@ -781,16 +783,16 @@ class CausalSelfAttention(AttentionBase):
             return self._attend_by_kernels(apart, run, 0)
         return self._batched(apart, run, 0).attend(None, keep=self.keeps_probabilities(apart.shape[3]))
 
-    def attend_backward(self, seen: Any, dmixed: Array) -> Array:
+    def attend_backward(self, saved: Any, dmixed: Array) -> Array:
         """Return the gradient of ``qkv``, (samples, length, 3 dim).
 
-        ``seen`` is the cache that :meth:`attend` returned, and ``dmixed`` the gradient of the first result of
+        ``saved`` is the cache that :meth:`attend` returned, and ``dmixed`` the gradient of the first result of
         :meth:`attend`.
         """
-        held, stored, run, first_head = seen
-        if self._by_kernels(held, run):
-            return kernel_attention_backward(self._kernel_heads(held), self.scale, stored, dmixed)
-        return self._batched(held, run, first_head).attend_backward(stored, dmixed)
+        qkv, stored, run, first_head = saved
+        if self._by_kernels(qkv, run):
+            return kernel_attention_backward(self._kernel_heads(qkv), self.scale, stored, dmixed)
+        return self._batched(qkv, run, first_head).attend_backward(stored, dmixed)
 
     def _batched(self, apart: Array, run: Run, first_head: int) -> BatchedHeads:
         return BatchedHeads(apart, self.scale, self.probability_dropout, run, first_head)
@@ -799,14 +801,14 @@ class CausalSelfAttention(AttentionBase):
         """Tell whether one kernel computes the whole attention; it knows no dropout."""
         return by_kernels(x) and not self.probability_dropout.drops(x, run)
 
-    def _attend_by_kernels(self, held: Array, run: Run, first_head: int) -> tuple[Array, Any]:
-        heads = self._kernel_heads(held)
+    def _attend_by_kernels(self, qkv: Array, run: Run, first_head: int) -> tuple[Array, Any]:
+        heads = self._kernel_heads(qkv)
         mixed, stored = kernel_attention(heads, self.scale, keep=self.keeps_probabilities(heads.length))
-        return mixed, (held, stored, run, first_head)
+        return mixed, (qkv, stored, run, first_head)
 
-    def _kernel_heads(self, held: Array) -> Heads:
+    def _kernel_heads(self, qkv: Array) -> Heads:
         """Describe the array that the cache holds: rows of a linear map, or heads that lie apart."""
-        return Heads.of_heads(held) if held.ndim == 5 else Heads.of_rows(held, self.heads)
+        return Heads.of_heads(qkv) if qkv.ndim == 5 else Heads.of_rows(qkv, self.heads)
 
     def keeps_probabilities(self, length: int) -> bool:
         """Tell whether the attention probabilities of sequences of ``length`` are kept for the backward pass.
@@ -828,10 +830,10 @@ class CausalSelfAttention(AttentionBase):
         A GPU skips fewer of them: see :data:`mpizero.nn.transformer.BLOCK_ON_DEVICE`.
         """
         sizes = [(stop - start, stop, length - start) for start, stop in blocks(length)]
-        seen = sum(2 * self.dim * queries * before for queries, before, _ in sizes)
+        products = sum(2 * self.dim * queries * before for queries, before, _ in sizes)
         seeing = sum(2 * self.dim * queries * after for queries, _, after in sizes)
-        again = 0 if self.keeps_probabilities(length) else seen
-        return Operations(2 * seen, again + 2 * seen + 2 * seeing)
+        again = 0 if self.keeps_probabilities(length) else products
+        return Operations(2 * products, again + 2 * products + 2 * seeing)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add nodes for the two linear maps and the attention to the exported computation graph; return the output."""
@@ -1028,7 +1030,7 @@ class TransformerBlockBase(Composite, SequenceLayer):
         Not collective.
         """
         _, attention, _, feed_forward = self._layers
-        return attention.operations(shape) + feed_forward.operations(self.own_shape(shape))
+        return attention.operations(shape) + feed_forward.operations(self.local_shape(shape))
 
 
 @explains

@@ -45,7 +45,7 @@ from mpizero.nn.arrays import namespace
 from mpizero.nn.context_parallel import Zigzag, context_model
 from mpizero.nn.layer import Layer, Operations, layer_integers
 from mpizero.nn.models import run_on
-from mpizero.nn.tensor_parallel import split_model, whole_prediction, whole_scores
+from mpizero.nn.tensor_parallel import gather_scores, split_model, whole_prediction
 from mpizero.types import (
     EVALUATE,
     Array,
@@ -129,8 +129,8 @@ def run_in_turns(functions: Sequence[Callable[[], R]]) -> list[R]:
     ready: deque[tuple[int, tuple[Any, ...]]] = deque((number, ()) for number in range(len(coroutines)))
     try:
         while ready:
-            number, given = ready.popleft()
-            arrival = coroutines[number].switch(*given)
+            number, arguments = ready.popleft()
+            arrival = coroutines[number].switch(*arguments)
             if coroutines[number].dead:
                 results[number] = arrival
                 continue
@@ -156,14 +156,14 @@ def run_in_turns(functions: Sequence[Callable[[], R]]) -> list[R]:
 def _different(came: Mapping[Meeting, Mapping[int, tuple[int, Any]]], coroutines: Sequence[greenlet]) -> str:
     """Say what the waiting coroutines have called, and where."""
     calls = (
-        f"tile {member} {brought}{_place(coroutines[number])}"
+        f"tile {member} {brought}{_location(coroutines[number])}"
         for there in came.values()
         for member, (number, brought) in sorted(there.items())
     )
     return f"the tiles of this rank called different collectives: {'; '.join(calls)}"
 
 
-def _place(coroutine: greenlet) -> str:
+def _location(coroutine: greenlet) -> str:
     """Return where the user's code waits in a coroutine, as " at file:line in function", or ""."""
     frame = coroutine.gr_frame
     while frame is not None:
@@ -198,7 +198,7 @@ class VirtualRanks:
     ----------
     group : Group
         The real ranks.
-    tiles : int
+    size : int
         Number of tiles of all ranks together: a multiple of the group's size by a power of two.
 
     Attributes
@@ -209,19 +209,19 @@ class VirtualRanks:
     Raises
     ------
     ConfigError
-        ``tiles`` is no such multiple.
+        ``size`` is no such multiple.
     """
 
-    def __init__(self, group: Group, tiles: int) -> None:
-        self.real, self.tiles = group, tiles
-        self.hosted, rest = divmod(tiles, group.size)
+    def __init__(self, group: Group, size: int) -> None:
+        self.real, self.size = group, size
+        self.hosted, rest = divmod(size, group.size)
         if rest or self.hosted & (self.hosted - 1) or not self.hosted:
             raise ConfigError(
-                f"{tiles} tiles cannot be hosted by {group.size} ranks: each must have 1, 2, 4, 8, ... of them"
+                f"{size} tiles cannot be hosted by {group.size} ranks: each must have 1, 2, 4, 8, ... of them"
             )
         meeting = Meeting(self.hosted, self._answer)
         self.groups = tuple(
-            VirtualGroup(group.rank * self.hosted + member, tiles, member, meeting) for member in range(self.hosted)
+            VirtualGroup(group.rank * self.hosted + member, size, member, meeting) for member in range(self.hosted)
         )
 
     def _answer(self, calls: Sequence[_Call]) -> Sequence[Any]:
@@ -229,8 +229,8 @@ class VirtualRanks:
         first = calls[0]
         if any(call.comparable != first.comparable for call in calls[1:]):
             raise Mismatch
-        found: Sequence[Any] = getattr(self, f"_{first.kind}")([call.arrays for call in calls], *first.settings)
-        return found
+        results: Sequence[Any] = getattr(self, f"_{first.kind}")([call.arrays for call in calls], *first.settings)
+        return results
 
     def _all_reduce(self, arrays: Sequence[tuple[Array]], tag: str) -> Sequence[Array]:
         total = self._sum([x for (x,) in arrays])
@@ -243,12 +243,12 @@ class VirtualRanks:
     def _all_gather(
         self, arrays: Sequence[tuple[Array]], axis: int, sizes: tuple[int, ...], tag: str
     ) -> Sequence[Array]:
-        whole = namespace(arrays[0][0]).concatenate([x for (x,) in arrays], axis=axis)
+        gathered = namespace(arrays[0][0]).concatenate([x for (x,) in arrays], axis=axis)
         if self.real.size > 1:
-            whole = self.real.all_gather(whole, axis, self._of_ranks(sizes), tag)
-        if isinstance(whole, np.ndarray):
-            whole.flags.writeable = False  # all tiles read the same array
-        return [whole] * self.hosted
+            gathered = self.real.all_gather(gathered, axis, self._of_ranks(sizes), tag)
+        if isinstance(gathered, np.ndarray):
+            gathered.flags.writeable = False  # all tiles read the same array
+        return [gathered] * self.hosted
 
     def _reduce_scatter(
         self, arrays: Sequence[tuple[Array]], axis: int, sizes: tuple[int, ...], tag: str
@@ -256,11 +256,11 @@ class VirtualRanks:
         terms = [x for (x,) in arrays]
         if self.real.size == 1:
             return sums_of_parts(terms, axis, sizes)
-        mine = self.real.reduce_scatter(self._sum(terms), axis, self._of_ranks(sizes), tag)
+        scattered = self.real.reduce_scatter(self._sum(terms), axis, self._of_ranks(sizes), tag)
         first = self.real.rank * self.hosted
-        xp = namespace(mine)
-        places = _places(sizes[first : first + self.hosted], axis, mine.ndim)
-        return [xp.ascontiguousarray(mine[place]) for place in places]
+        xp = namespace(scattered)
+        indices = _part_indices(sizes[first : first + self.hosted], axis, scattered.ndim)
+        return [xp.ascontiguousarray(scattered[index]) for index in indices]
 
     def _shift(self, arrays: Sequence[tuple[Array, ...]], by: int, tag: str) -> Sequence[ShiftRequest]:
         """Pass arrays from each tile to another: within this rank by copies, between ranks by two real shifts."""
@@ -285,16 +285,16 @@ class VirtualRanks:
         return [x, *(namespace(x).array(x) for _ in range(self.hosted - 1))]
 
     def _of_ranks(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(sum(sizes[first : first + self.hosted]) for first in range(0, self.tiles, self.hosted))
+        return tuple(sum(sizes[first : first + self.hosted]) for first in range(0, self.size, self.hosted))
 
 
-def _places(sizes: Sequence[int], axis: int, axes: int) -> list[tuple[slice, ...]]:
+def _part_indices(sizes: Sequence[int], axis: int, axes: int) -> list[tuple[slice, ...]]:
     """Return, for each of the parts of an array along ``axis``, the index that selects it."""
-    places, start = [], 0
+    indices, start = [], 0
     for size in sizes:
-        places.append((*(slice(None),) * axis, slice(start, start + size), *(slice(None),) * (axes - axis - 1)))
+        indices.append((*(slice(None),) * axis, slice(start, start + size), *(slice(None),) * (axes - axis - 1)))
         start += size
-    return places
+    return indices
 
 
 class Arrived(NamedTuple):
@@ -409,7 +409,7 @@ class _Cut(NamedTuple):
         For each tile, the index of its first range in the array.
     shapes : tuple of tuple of int
         Shape of each tile's part.
-    places : tuple of int
+    offsets : tuple of int
         Where the tiles' parts begin in one array that holds all of them, and at the end the size of that array.
     ranges : ndarray
         What the kernels ``split_columns`` and ``join_columns`` take.
@@ -420,7 +420,7 @@ class _Cut(NamedTuple):
     in_one: bool
     firsts: tuple[tuple[slice, ...], ...]
     shapes: tuple[tuple[int, ...], ...]
-    places: tuple[int, ...]
+    offsets: tuple[int, ...]
     ranges: Any
 
     def arrays(self, array: Array) -> list[Array]:
@@ -434,30 +434,30 @@ class _Cut(NamedTuple):
     def copied(self, array: Array) -> Array:
         """Return an array with copies of the tiles' parts of ``array``, one after the other."""
         xp = namespace(array)
-        found: Array = xp.empty(self.places[-1], array.dtype)
+        copies: Array = xp.empty(self.offsets[-1], array.dtype)
         if array.size:
-            matrix, ranges, parts = self._as_reals(xp.ascontiguousarray(array), found)
+            matrix, ranges, parts = self._as_reals(xp.ascontiguousarray(array), copies)
             kernels.backend(array).layers.split_columns(matrix, ranges, parts)
-        return found
+        return copies
 
     def parts(self, copied: Array) -> list[Array]:
         """Return the tiles' parts as views of an array that :meth:`copied` has returned."""
-        found = zip(self.places[:-1], self.shapes, strict=True)
-        return [copied[place : place + prod(shape)].reshape(shape) for place, shape in found]
+        offsets = zip(self.offsets[:-1], self.shapes, strict=True)
+        return [copied[offset : offset + prod(shape)].reshape(shape) for offset, shape in offsets]
 
     def write_back(self, copied: Array, array: Array) -> None:
         """Copy the tiles' parts from an array that :meth:`copied` has returned to ``array``."""
-        whole = namespace(array).ascontiguousarray(array)
+        contiguous = namespace(array).ascontiguousarray(array)
         if array.size:
-            matrix, ranges, parts = self._as_reals(whole, copied)
+            matrix, ranges, parts = self._as_reals(contiguous, copied)
             kernels.backend(array).layers.join_columns(parts, ranges, matrix)
-        if whole is not array:
-            array[...] = whole
+        if contiguous is not array:
+            array[...] = contiguous
 
-    def _as_reals(self, whole: Array, copied: Array) -> tuple[Array, Any, Array]:
+    def _as_reals(self, array: Array, copied: Array) -> tuple[Array, Any, Array]:
         """Return the matrix, its ranges and the parts; of complex numbers, those of their real and imaginary parts."""
-        size = 2 if whole.dtype.kind == "c" else 1
-        return as_reals(whole).reshape(self.rows, size * self.columns), size * self.ranges, as_reals(copied)
+        size = 2 if array.dtype.kind == "c" else 1
+        return as_reals(array).reshape(self.rows, size * self.columns), size * self.ranges, as_reals(copied)
 
 
 class _Copied(NamedTuple):
@@ -496,8 +496,8 @@ class TileParameters:
 
     def parameters(self, params: Params) -> list[Params]:
         """Return each tile's parameters, as contiguous arrays: views of ``params`` where possible, else copies."""
-        tiles = len(self.declared)
-        return [*_parameters(self._cuts, params, tiles)] if self._split else [params] * tiles
+        count = len(self.declared)
+        return [*_parameters(self._cuts, params, count)] if self._split else [params] * count
 
     def gradients(self, grads: Params) -> tuple[list[Params], list[_Copied]]:
         """Return arrays that each tile writes its gradients to, and what :meth:`collect` needs.
@@ -506,11 +506,11 @@ class TileParameters:
         of the parameters that every tile holds whole are new arrays, as all tiles compute the same gradients of these;
         so are integer arrays, which hold the old values.
         """
-        tiles = len(self.declared)
+        count = len(self.declared)
         copies: list[_Copied] = []
-        if tiles == 1 and not self._split:
+        if count == 1 and not self._split:
             return [grads], copies
-        return [_like(grads, views) for views in _gradients(self._cuts, grads, tiles, copies)], copies
+        return [_like(grads, views) for views in _gradients(self._cuts, grads, count, copies)], copies
 
     def collect(self, copies: Sequence[_Copied]) -> None:
         """Copy to the gradients what tiles have written to copies."""
@@ -518,25 +518,25 @@ class TileParameters:
             cut.write_back(parts, array)
 
 
-def _parameters(cuts: Mapping[str, Any], params: Any, tiles: int) -> list[TileViews]:
-    views = [TileViews(params, params) for _ in range(tiles)]
+def _parameters(cuts: Mapping[str, Any], params: Any, count: int) -> list[TileViews]:
+    views = [TileViews(params, params) for _ in range(count)]
     for name, cut in cuts.items():
         if cut is not None:
             array = params[name]
-            parts: list[Any] = _parameters(cut, array, tiles) if type(cut) is dict else cut.arrays(array)
+            parts: list[Any] = _parameters(cut, array, count) if type(cut) is dict else cut.arrays(array)
             for tile, part in enumerate(parts):
                 views[tile][name] = part
     return views
 
 
-def _gradients(cuts: Mapping[str, Any], grads: Any, tiles: int, copies: list[_Copied]) -> list[dict[str, Any]]:
-    views = [dict(grads) for _ in range(tiles)]
+def _gradients(cuts: Mapping[str, Any], grads: Any, count: int, copies: list[_Copied]) -> list[dict[str, Any]]:
+    views = [dict(grads) for _ in range(count)]
     for name, array in grads.items():
         cut = cuts.get(name)
         if isinstance(array, dict):
-            parts: list[Any] = _gradients(cut or {}, array, tiles, copies)
+            parts: list[Any] = _gradients(cut or {}, array, count, copies)
         elif cut is None:
-            parts = [array, *(_own(array) for _ in range(tiles - 1))]
+            parts = [array, *(_new_gradient(array) for _ in range(count - 1))]
         elif cut.in_one:
             parts = cut.views(array)
         else:
@@ -547,7 +547,7 @@ def _gradients(cuts: Mapping[str, Any], grads: Any, tiles: int, copies: list[_Co
     return views
 
 
-def _own(array: Array) -> Array:
+def _new_gradient(array: Array) -> Array:
     """Return a new array for a tile's gradient, or for the new value of an integer array, which starts as the old."""
     return array.copy() if array.dtype.kind in "iub" else namespace(array).empty_like(array)
 
@@ -590,21 +590,21 @@ def _cut(spec: ParameterSpec) -> _Cut:
     assert part is not None
     before, after = spec.shape[: part.axis], spec.shape[part.axis + 1 :]
     rows, inner = prod(before), prod(after)
-    firsts, shapes, places, ranges = [], [], [0], []
-    for own in part.tiles:
-        local = local_ranges(own, part.ranges) or ((0, 0),)
+    firsts, shapes, offsets, ranges = [], [], [0], []
+    for ranges_of_tile in part.tiles:
+        local = local_ranges(ranges_of_tile, part.ranges) or ((0, 0),)
         width = sum(stop - start for start, stop in local)
         starts = accumulate((stop - start for start, stop in local), initial=0)
         ranges += [
-            (start * inner, (stop - start) * inner, places[-1] + first * inner, width * inner)
+            (start * inner, (stop - start) * inner, offsets[-1] + first * inner, width * inner)
             for (start, stop), first in zip(local, starts, strict=False)
         ]
         firsts.append((*(slice(None),) * part.axis, slice(*local[0])))
         shapes.append((*before, width, *after))
-        places.append(places[-1] + _aligned(rows * width * inner))
-    in_one = all(len(own) == 1 for own in part.tiles)
+        offsets.append(offsets[-1] + _aligned(rows * width * inner))
+    in_one = all(len(ranges_of_tile) == 1 for ranges_of_tile in part.tiles)
     columns = spec.shape[part.axis] * inner
-    return _Cut(rows, columns, in_one, tuple(firsts), tuple(shapes), tuple(places), np.array(sorted(ranges)))
+    return _Cut(rows, columns, in_one, tuple(firsts), tuple(shapes), tuple(offsets), np.array(sorted(ranges)))
 
 
 def _aligned(size: int) -> int:
@@ -628,8 +628,8 @@ def _union(specs: Sequence[ParameterSpec]) -> ParameterSpec:
 class Hosted(NamedTuple):
     """Describe the tiles of one axis that a rank hosts: their numbers, and the number of tiles of all ranks."""
 
-    own: range
-    tiles: int
+    local: range
+    size: int
 
 
 @dataclass(frozen=True)
@@ -652,12 +652,12 @@ class TileGrid:
     @property
     def across(self) -> int:
         """Number of tensor tiles of this rank."""
-        return len(self.tensor.own)
+        return len(self.tensor.local)
 
     @property
     def along(self) -> int:
         """Number of context tiles of this rank."""
-        return len(self.context.own)
+        return len(self.context.local)
 
     def cut(self, x: Any, length: int, axis: int | None) -> list[Any]:
         """Return each tile's part of ``x``, which the rank holds: an array, or a tree if tensor tiles do not cut it.
@@ -667,36 +667,36 @@ class TileGrid:
         """
         if self.along == 1:
             return [x] * self.across if axis is None else _parts(x, axis, Partition(x.shape[axis], self.across).sizes())
-        whole = Zigzag(length, self.context.tiles).sizes
-        places = [self._places(whole[tile], axis) for tile in self.context.own]
-        found: list[Any] = []
-        for row, sizes in zip(_rows(x, [sum(sizes) for sizes in places]), places, strict=True):
+        lengths = Zigzag(length, self.context.size).sizes
+        sizes_of_rows = [self._sizes(lengths[tile], axis) for tile in self.context.local]
+        parts: list[Any] = []
+        for row, sizes in zip(_rows(x, [sum(sizes) for sizes in sizes_of_rows]), sizes_of_rows, strict=True):
             if axis is None:
-                found += [row] * self.across
+                parts += [row] * self.across
             else:
-                found += _parts(row, axis, sizes if axis == 1 else Partition(row.shape[axis], self.across).sizes())
-        return found
+                parts += _parts(row, axis, sizes if axis == 1 else Partition(row.shape[axis], self.across).sizes())
+        return parts
 
     def runs(self, run: Run) -> list[Run]:
         """Return ``run`` for each tile: with the tile's own positions, if the rank has several context tiles."""
         if self.along == 1:
             return [run] * self.across
-        whole = Zigzag(run.length, self.context.tiles)
-        rows = [replace(run, ranges=whole.ranges(tile)) for tile in self.context.own]
+        zigzag = Zigzag(run.length, self.context.size)
+        rows = [replace(run, ranges=zigzag.ranges(tile)) for tile in self.context.local]
         return [row for row in rows for _ in range(self.across)]
 
-    def _places(self, positions: int, axis: int | None) -> tuple[int, ...]:
+    def _sizes(self, positions: int, axis: int | None) -> tuple[int, ...]:
         """Return how many of a context tile's positions this rank holds, for each part that they are cut into."""
         if axis != 1:
             return (positions,)
-        sizes = Partition(positions, self.tensor.tiles).sizes()
-        return tuple(sizes[tile] for tile in self.tensor.own)
+        sizes = Partition(positions, self.tensor.size).sizes()
+        return tuple(sizes[tile] for tile in self.tensor.local)
 
     def join(self, parts: Sequence[Any], axis: int | None) -> Any:
         """Return what the rank holds from the parts of its tiles; the inverse of :meth:`cut`."""
         rows = [parts[start : start + self.across] for start in range(0, len(parts), self.across)]
-        held = [row[0] if axis is None else _joined(row, axis) for row in rows]
-        return held[0] if len(held) == 1 else combine_leaves(partial(_joined, axis=1), held)
+        joined = [row[0] if axis is None else _joined(row, axis) for row in rows]
+        return joined[0] if len(joined) == 1 else combine_leaves(partial(_joined, axis=1), joined)
 
 
 def _rows(x: Any, sizes: Sequence[int]) -> list[Any]:
@@ -774,11 +774,11 @@ class TiledBlock(Layer):
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Run the block forward for all tiles. Collective over the groups that the block is split over."""
         inputs: Any = x if self.takes_parts else self.grid.cut(x, run.length, self.entry)
-        tiles = zip(self.forms, self._views(params), inputs, self.grid.runs(run), strict=True)
-        found = run_in_turns([partial(form.forward, p, part, r) for form, p, part, r in tiles])
-        parts = [y for y, _ in found]
+        arguments = zip(self.forms, self._views(params), inputs, self.grid.runs(run), strict=True)
+        results = run_in_turns([partial(form.forward, p, part, r) for form, p, part, r in arguments])
+        parts = [y for y, _ in results]
         output: Any = tuple(parts) if self.gives_parts else self.grid.join(parts, self.exit)
-        return output, _Cache(run.length, [cache for _, cache in found])
+        return output, _Cache(run.length, [cache for _, cache in results])
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute the gradient of the input for all tiles. Collective over the groups."""
@@ -796,9 +796,9 @@ class TiledBlock(Layer):
             self._weights(views, cache, pending, grads)
             return dx
         with self._gradients(grads) as targets:
-            tiles = zip(self.forms, views, cache.caches, self._above(dy, cache), targets, strict=True)
-            found = run_in_turns([partial(form.backward, p, c, d, g) for form, p, c, d, g in tiles])
-        gradient: Array | None = self._input_gradient(found)
+            arguments = zip(self.forms, views, cache.caches, self._above(dy, cache), targets, strict=True)
+            gradients = run_in_turns([partial(form.backward, p, c, d, g) for form, p, c, d, g in arguments])
+        gradient: Array | None = self._input_gradient(gradients)
         return gradient
 
     @cached_property
@@ -810,28 +810,28 @@ class TiledBlock(Layer):
         return self.grid.along > 1 and all(hasattr(form, "backward_input") for form in self.forms)
 
     def _inputs(self, views: list[Params], cache: _Cache, dy: Array) -> tuple[Array | None, Any]:
-        tiles = zip(self.forms, views, cache.caches, self._above(dy, cache), strict=True)
-        found = run_in_turns([partial(form.backward_input, p, c, d) for form, p, c, d in tiles])
-        return self._input_gradient([dx for dx, _ in found]), [pending for _, pending in found]
+        arguments = zip(self.forms, views, cache.caches, self._above(dy, cache), strict=True)
+        results = run_in_turns([partial(form.backward_input, p, c, d) for form, p, c, d in arguments])
+        return self._input_gradient([dx for dx, _ in results]), [pending for _, pending in results]
 
     def _weights(self, views: list[Params], cache: _Cache, pending: Any, grads: Params) -> None:
         with self._gradients(grads) as targets:
-            tiles = zip(self.forms, views, cache.caches, pending, targets, strict=True)
-            run_in_turns([partial(form.backward_weights, p, c, w, g) for form, p, c, w, g in tiles])
+            arguments = zip(self.forms, views, cache.caches, pending, targets, strict=True)
+            run_in_turns([partial(form.backward_weights, p, c, w, g) for form, p, c, w, g in arguments])
 
     @contextmanager
     def _gradients(self, grads: Params) -> Iterator[list[Params]]:
         """Give each tile arrays for its gradients, and collect these in ``grads`` at the end."""
-        held = [grads, *(copied(grads) for _ in range(self.grid.along - 1))]
-        found = [self._parameters.gradients(one) for one in held]
-        targets = [target for row, _ in found for target in row]
+        copies_of_grads = [grads, *(copied(grads) for _ in range(self.grid.along - 1))]
+        divided = [self._parameters.gradients(one) for one in copies_of_grads]
+        targets = [target for row, _ in divided for target in row]
         yield targets
         if self._has_integers:
             require_equal_integers(targets)
-        for _, copies in found:
+        for _, copies in divided:
             self._parameters.collect(copies)
-        if len(held) > 1:
-            _add_up(held)
+        if len(copies_of_grads) > 1:
+            _add_up(copies_of_grads)
 
     def _views(self, params: Params) -> list[Params]:
         return self._parameters.parameters(params) * self.grid.along
@@ -864,7 +864,7 @@ def _add_up(trees: Sequence[Any]) -> None:
 
 
 def tiled_model(
-    model: BlockModel, tensor: Group, context: Group, tiles: tuple[int, int], ends: Container[str] = ()
+    model: BlockModel, tensor: Group, context: Group, virtual_ranks: tuple[int, int], ends: Container[str] = ()
 ) -> BlockModel:
     """Split a model over a tensor and a context group, with the bits of groups of as many ranks as there are tiles.
 
@@ -876,7 +876,7 @@ def tiled_model(
         The whole model.
     tensor, context : Group
         The ranks that its layers, and that sequences are split over.
-    tiles : tuple of int
+    virtual_ranks : tuple of int
         Numbers of tiles of both groups: multiples of their sizes by powers of two.
     ends : container of str
         The blocks whose outputs are sent to other pipeline stages.
@@ -892,28 +892,28 @@ def tiled_model(
     ConfigError
         The model cannot be split into so many tiles.
     """
-    tensor_tiles, context_tiles = tiles
-    across, along = _groups(tensor, tensor_tiles), _groups(context, context_tiles)
+    tensor_size, context_size = virtual_ranks
+    across, along = _groups(tensor, tensor_size), _groups(context, context_size)
     if len(across) * len(along) == 1:
         return context_model(split_model(model, tensor), context)
-    rows = [_groups(tensor, tensor_tiles) for _ in along]
-    columns = [_groups(context, context_tiles) for _ in across]
+    rows = [_groups(tensor, tensor_size) for _ in along]
+    columns = [_groups(context, context_size) for _ in across]
     forms = tuple(
         context_model(split_model(model, rows[c][t]), columns[t][c])
         for c in range(len(along))
         for t in range(len(across))
     )
-    grid = TileGrid(_hosted(tensor, tensor_tiles), _hosted(context, context_tiles))
+    grid = TileGrid(_hosted(tensor, tensor_size), _hosted(context, context_size))
     return TiledModel(model, forms, grid, context, ends)
 
 
-def _groups(group: Group, tiles: int) -> Sequence[Group]:
-    return [group] if tiles == group.size else VirtualRanks(group, tiles).groups
+def _groups(group: Group, size: int) -> Sequence[Group]:
+    return [group] if size == group.size else VirtualRanks(group, size).groups
 
 
-def _hosted(group: Group, tiles: int) -> Hosted:
-    each = tiles // group.size
-    return Hosted(range(group.rank * each, (group.rank + 1) * each), tiles)
+def _hosted(group: Group, size: int) -> Hosted:
+    each = size // group.size
+    return Hosted(range(group.rank * each, (group.rank + 1) * each), size)
 
 
 @dataclass(frozen=True)
@@ -942,17 +942,21 @@ class TiledLoss:
 
         Collective over the groups that the model is split over.
         """
-        length = _whole_length(prediction, self.context) if self.grid.along > 1 else 0
+        length = _global_length(prediction, self.context) if self.grid.along > 1 else 0
         predictions, targets = self.grid.cut(prediction, length, self.axis), self.grid.cut(target, length, None)
-        tiles = zip(self.losses, predictions, targets, strict=True)
-        found = run_in_turns([partial(loss.forward, p, y) for loss, p, y in tiles])
-        rows = found[:: self.grid.across]  # the tensor tiles of a context tile find the same numbers
-        return _tree_sum([row[0] for row in rows]), _tree_sum([row[1] for row in rows]), [cache for *_, cache in found]
+        arguments = zip(self.losses, predictions, targets, strict=True)
+        results = run_in_turns([partial(loss.forward, p, y) for loss, p, y in arguments])
+        rows = results[:: self.grid.across]  # the tensor tiles of a context tile find the same numbers
+        return (
+            _tree_sum([row[0] for row in rows]),
+            _tree_sum([row[1] for row in rows]),
+            [cache for *_, cache in results],
+        )
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
         """Return ``scale`` times the gradient of the loss sum with respect to this rank's part of the prediction."""
-        found = run_in_turns([partial(loss.backward, c, scale) for loss, c in zip(self.losses, cache, strict=True)])
-        gradient: Array = self.grid.join(found, self.axis)
+        gradients = run_in_turns([partial(loss.backward, c, scale) for loss, c in zip(self.losses, cache, strict=True)])
+        gradient: Array = self.grid.join(gradients, self.axis)
         return gradient
 
 
@@ -999,16 +1003,16 @@ class TiledModel:
         names = list(self.whole.blocks)
         cuts = [getattr(self.forms[0], "cuts", {}).get(name) for name in names]
         leaves = [cut if cut is None or cut < 0 else cut + 1 for cut in cuts]  # axes of whole outputs, with samples
-        found: dict[str, Any] = {}
+        blocks: dict[str, Any] = {}
         for name, entry, leave in zip(names, [None, *leaves], leaves, strict=False):
             block, forms = self.whole.blocks[name], tuple(form.blocks[name] for form in self.forms)
             alone = self.grid.along == 1 and entry is leave is None and all(form is block for form in forms)
-            found[name] = block if alone else TiledBlock(forms, self.grid, entry, leave)
-        for (name, block), (after, following) in pairwise(list(found.items())):
+            blocks[name] = block if alone else TiledBlock(forms, self.grid, entry, leave)
+        for (name, block), (after, following) in pairwise(list(blocks.items())):
             if isinstance(block, TiledBlock) and isinstance(following, TiledBlock) and name not in self.ends:
-                found[name] = replace(found[name], gives_parts=True)
-                found[after] = replace(following, takes_parts=True)
-        return found
+                blocks[name] = replace(blocks[name], gives_parts=True)
+                blocks[after] = replace(following, takes_parts=True)
+        return blocks
 
     @property
     def _prediction_axis(self) -> int | None:
@@ -1031,13 +1035,13 @@ class TiledModel:
 
         ``x`` is this rank's part of the input. Collective over the context group if ``run.length`` is 0.
         """
-        if self.grid.context.tiles > 1 and not run.length:
-            run = replace(run, length=_whole_length(x, self.context))
+        if self.grid.context.size > 1 and not run.length:
+            run = replace(run, length=_global_length(x, self.context))
         inputs = self.grid.cut(x, run.length, None)
-        told: list[Run] = run_in_turns(
+        runs: list[Run] = run_in_turns(
             [partial(run_on, form, part, run) for form, part in zip(self.forms, inputs, strict=True)]
         )
-        return replace(told[0], ranges=()) if self.grid.along > 1 else told[0]  # each tile finds its own
+        return replace(runs[0], ranges=()) if self.grid.along > 1 else runs[0]  # each tile finds its own
 
     def whole_prediction(self, y: Array) -> Array:
         """Return the whole prediction; ``y`` is what the last block returned on this rank.
@@ -1046,20 +1050,20 @@ class TiledModel:
         """
         return self._joined(whole_prediction, y)[0]
 
-    def whole_scores(self, y: Array) -> Array:
-        """Return the prediction for this rank's positions, with the scores of all classes; see :func:`whole_scores`.
+    def gather_scores(self, y: Array) -> Array:
+        """Return the prediction for this rank's positions, with the scores of all classes; see :func:`gather_scores`.
 
         Collective over the tensor group.
         """
-        scores: Array = self.grid.join(self._joined(whole_scores, y), None)
+        scores: Array = self.grid.join(self._joined(gather_scores, y), None)
         return scores
 
     def _joined(self, join: Callable[[Any, Array], Array], y: Array) -> list[Array]:
-        length = _whole_length(y, self.context) if self.grid.along > 1 else 0
+        length = _global_length(y, self.context) if self.grid.along > 1 else 0
         parts = self.grid.cut(y, length, self._prediction_axis)
         return run_in_turns([partial(join, form, part) for form, part in zip(self.forms, parts, strict=True)])
 
-    def held_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def local_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of what this rank holds of a block's output, for one sample. Not collective.
 
         ``shape`` is the shape of the whole output for one sample.
@@ -1068,19 +1072,19 @@ class TiledModel:
         if axis is None:
             return shape
         axis %= len(shape)
-        held = sum(form.held_shape(block, shape)[axis] for form in self.forms[: self.grid.across])
-        return (*shape[:axis], held, *shape[axis + 1 :])
+        length = sum(form.local_shape(block, shape)[axis] for form in self.forms[: self.grid.across])
+        return (*shape[:axis], length, *shape[axis + 1 :])
 
 
-def _whole_length(x: Array, context: Group) -> int:
+def _global_length(x: Array, context: Group) -> int:
     """Return the number of positions of whole sequences; ``x`` has those of this rank.
 
     Collective over ``context``.
     """
     if context.size == 1:
         return int(x.shape[1])
-    own = namespace(x).full(1, x.shape[1], np.int64)
-    return int(context.all_gather(own, 0, (1,) * context.size, "context lengths").sum())
+    length = namespace(x).full(1, x.shape[1], np.int64)
+    return int(context.all_gather(length, 0, (1,) * context.size, "context lengths").sum())
 
 
 def _tree_sum(terms: Sequence[float]) -> float:

@@ -467,9 +467,9 @@ class PartitionedModel:
 
         Collective over the tensor group.
         """
-        from mpizero.nn.tensor_parallel import whole_scores
+        from mpizero.nn.tensor_parallel import gather_scores
 
-        return whole_scores(self.split, prediction)
+        return gather_scores(self.split, prediction)
 
     def whole_prediction(self, prediction: Array) -> Array:
         """Join the parts of a prediction: return the scores of all classes, for all positions of the sequences.
