@@ -138,29 +138,29 @@ class Batches:
 
     def _read(self, start: int) -> tuple[Any, Any]:
         """Read this rank's samples of the global batch after ``start`` samples. It sends nothing."""
-        own = self._own()
-        order = self._source.sample_order(start + own.start, start + own.stop, len(self._source), self._seed)
+        local = self._local_samples()
+        order = self._source.sample_order(start + local.start, start + local.stop, len(self._source), self._seed)
 
         def read() -> tuple[Any, Any]:
             if self._source.takes_run:
-                return self._samples_with_run(order, start, own.start)
+                return self._samples_with_run(order, start, local.start)
             return self._source.samples(order)
 
         if not (self._unchecked_reader and order.size):
             return read()
-        found = _read_twice(self._unchecked_reader, self._source.origin(order), read)
+        samples = _read_twice(self._unchecked_reader, self._source.origin(order), read)
         self._unchecked_reader = ""
-        return found
+        return samples
 
-    def _own(self) -> slice:
+    def _local_samples(self) -> slice:
         """Return which samples of a global batch this rank reads."""
         grains = Grains(self._batch, self._sizes.grain_size(self._batch))
         return grains.samples_of(self._group.rank, self._group.size)
 
     def tell_cost(self, comm: Communicator) -> Self:
         """Say so on rank 0 if blocks that are stored together are read many times an epoch. Not collective."""
-        own, size = self._own(), self._source.block_samples
-        count, blocks = max(1, own.stop - own.start), -(-len(self._source) // size)
+        local, size = self._local_samples(), self._source.block_samples
+        count, blocks = max(1, local.stop - local.start), -(-len(self._source) // size)
         # Of b blocks m random samples are in b (1 - (1 - 1/b)^m) of them, on average.
         times = len(self._source) / count * (1 - (1 - 1 / blocks) ** count)
         if comm.rank == 0 and size > 1 and times >= COSTLY_READS:
@@ -187,16 +187,16 @@ class Batches:
         """Call :meth:`close`."""
         self.close()
 
-    def _samples_with_run(self, order: Indices, start: int, place: int) -> tuple[Any, Any]:
+    def _samples_with_run(self, order: Indices, start: int, offset: int) -> tuple[Any, Any]:
         """Read this rank's samples of a global batch, with indices ``order``, from a source that takes ``run``.
 
         Samples of different epochs are read by separate calls. ``start`` is the number of samples consumed before the
-        global batch, ``place`` that of the batch's samples before this rank's.
+        global batch, ``offset`` that of the batch's samples before this rank's.
         """
-        first, length, parts = start + place, len(self._source), list[Any]()
+        first, length, parts = start + offset, len(self._source), list[Any]()
         for epoch, part in [*epochs(first, first + order.size, length)] or [(first // length, slice(0, 0))]:
             count = part.stop - part.start
-            run = Run(True, self._seed, start // self._batch, place + part.start, count=count, epoch=epoch)
+            run = Run(True, self._seed, start // self._batch, offset + part.start, count=count, epoch=epoch)
             parts.append(self._source.samples(order[part], run=run))
         x, y = join(parts)
         return x, y
@@ -264,7 +264,7 @@ def _read_twice(reader: str, numbers: Indices, read: Callable[[], tuple[Any, Any
     Then they depend on what was read before, and with it on the rank.
     """
     before = _bytes_of(read())
-    after = _bytes_of(found := read())
+    after = _bytes_of(samples := read())
     for path, rows in before.items():
         if differing := [n for n, one, two in zip(numbers.tolist(), rows, after[path], strict=True) if one != two]:
             raise DataError(
@@ -272,12 +272,12 @@ def _read_twice(reader: str, numbers: Indices, read: Callable[[], tuple[Any, Any
                 "same arguments, so results would depend on the ranks: let it depend on these alone, and draw by what "
                 "they tell (run.seed, run.epoch and the index in read; random in the function of a TransformedSource)"
             )
-    return found
+    return samples
 
 
-def _bytes_of(found: tuple[Any, Any]) -> dict[str, list[bytes]]:
+def _bytes_of(samples: tuple[Any, Any]) -> dict[str, list[bytes]]:
     """Return the bytes of each sample of every array, by its path."""
-    named = paths_of(**dict(zip("xy", found, strict=True)))
+    named = paths_of(**dict(zip("xy", samples, strict=True)))
     return {path: [row.tobytes() for row in leaf] for path, leaf in named if isinstance(leaf, np.ndarray)}
 
 
@@ -403,20 +403,20 @@ def choose_grains(ranks: Any, source: Source, global_batch: int) -> None:
         ranks.grain_size(global_batch, source.samples(np.zeros(1, np.int64)))
 
 
-#: Samples that :func:`whole_batch` reads twice before it reads all.
+#: Samples that :func:`full_batch` reads twice before it reads all.
 READ_TWICE = 64
 
 
-def whole_batch(source: Source, ranks: Ranks | RankedModel, *, group: Communicator | None = None) -> tuple[Any, Any]:
+def full_batch(source: Source, ranks: Ranks | RankedModel, *, group: Communicator | None = None) -> tuple[Any, Any]:
     """Read and return this rank's part ``(x, y)`` of the global batch of all samples, in the order of the source.
 
     Collective over ``ranks``, which are, as ``group`` is, those of :func:`batches`.
     """
     comm, group = ranks_of(ranks, group)
-    own = Grains(len(source), _grains_of(ranks).grain_size(len(source))).samples_of(group.rank, group.size)
-    mine = np.arange(own.start, own.stop)
+    local = Grains(len(source), _grains_of(ranks).grain_size(len(source))).samples_of(group.rank, group.size)
+    indices = np.arange(local.start, local.stop)
     with all_ranks(comm):
         if reader := _user_reader(source):
-            _read_twice(reader, source.origin(mine[:READ_TWICE]), lambda: source.samples(mine[:READ_TWICE]))
-        x, y = source.samples(mine)
+            _read_twice(reader, source.origin(indices[:READ_TWICE]), lambda: source.samples(indices[:READ_TWICE]))
+        x, y = source.samples(indices)
     return x, y

@@ -78,17 +78,17 @@ class CachedSource(WrappedSource):
         self._mutex = threading.Lock()
         with all_ranks(comm, "cache"):
             self._tree = sample_block(source, 0, 1, f"cached: {type(source).__name__} has")
-            own = max(1, source.block_samples)
+            stored_together = max(1, source.block_samples)
             enough = -(-BLOCK_BYTES // max(1, sum(leaf.nbytes for leaf in self._tree.leaves)))
-            self._block = -(-enough // own) * own
+            self._block = -(-enough // stored_together) * stored_together
             blocks = -(-len(source) // self._block)
             sizes = [leaf.nbytes * len(source) for leaf in self._tree.leaves]
             needed = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes) + blocks
             room = min(n for n in (room_in_memory(), self._node.shared_space(), limit) if n is not None)
             votes = np.array([needed <= room, source.in_page_cache], np.int8)
         comm.allreduce(votes, "min", tag="cache")
-        fits, kept = votes.tolist()
-        if kept:  # another copy would take as much memory again, and time
+        fits, cached_by_kernel = votes.tolist()
+        if cached_by_kernel:  # another copy would take as much memory again, and time
             return
         if fits:
             with all_ranks(comm, "cache"):  # on all ranks of a node together, or on none
@@ -96,7 +96,7 @@ class CachedSource(WrappedSource):
             self._locks = BlockLocks(self._node)
             self.nbytes = needed
             self._arrays, self._ready = self._views(self._window.buffer, blocks)
-            self._seen = np.zeros(blocks, bool)
+            self._filled = np.zeros(blocks, bool)
         elif comm.rank == 0:
             notice(f"cached: {needed} bytes of samples, a node has room for {room}: every rank reads the files itself")
 
@@ -116,7 +116,7 @@ class CachedSource(WrappedSource):
         if self._window is None:
             return self.source.read(indices)
         blocks = np.unique(indices // self._block)
-        for block in blocks[~self._seen[blocks]].tolist():
+        for block in blocks[~self._filled[blocks]].tolist():
             self._fill(block)
         x, y = self._tree.build(array[indices] for array in self._arrays)
         return x, y
@@ -129,13 +129,13 @@ class CachedSource(WrappedSource):
         with self._mutex, self._locks.hold(block):
             if not self._ready[block]:
                 first, like = block * self._block, ("sample 0 is", self._tree.form)
-                found = sample_block(self.source, first, self._block, "cached:", like)
-                own = slice(first, first + found.count())
-                for array, leaf in zip(self._arrays, found.leaves, strict=True):
-                    array[own] = leaf
+                samples = sample_block(self.source, first, self._block, "cached:", like)
+                filled = slice(first, first + samples.count())
+                for array, leaf in zip(self._arrays, samples.leaves, strict=True):
+                    array[filled] = leaf
                 self._ready[block] = 1
                 self.blocks_read += 1
-            self._seen[block] = True
+            self._filled[block] = True
 
     @property
     def block_samples(self) -> int:
@@ -265,7 +265,7 @@ class BlockShuffledSource(WrappedSource):
         self.in_order, self.blocks_read = True, 0
         self.blocks = require("blocks", blocks, whole(1))
         self.block = source.block_samples if block is None else require("block", block, whole(1))
-        self._held: OrderedDict[int, SampleTree] = OrderedDict()
+        self._cached: OrderedDict[int, SampleTree] = OrderedDict()
         self._form = ""
         self._mutex = threading.Lock()
 
@@ -284,32 +284,32 @@ class BlockShuffledSource(WrappedSource):
             x, y = self.source.samples(indices)
             return x, y
         numbers = indices // self.block
-        found: list[Array] = []
+        gathered: list[Array] = []
         with self._mutex:
             # Blocks that are held come first, before others take their place.
-            for number in sorted(np.unique(numbers).tolist(), key=lambda number: number not in self._held):
+            for number in sorted(np.unique(numbers).tolist(), key=lambda number: number not in self._cached):
                 tree = self._take(number)
-                found = found or [np.empty((indices.size, *leaf.shape[1:]), leaf.dtype) for leaf in tree.leaves]
-                own = np.flatnonzero(numbers == number)
-                rows = indices[own] - number * self.block
-                for values, leaf in zip(found, tree.leaves, strict=True):
-                    values[own] = leaf[rows]
-        x, y = tree.build(iter(found))
+                gathered = gathered or [np.empty((indices.size, *leaf.shape[1:]), leaf.dtype) for leaf in tree.leaves]
+                in_block = np.flatnonzero(numbers == number)
+                rows = indices[in_block] - number * self.block
+                for values, leaf in zip(gathered, tree.leaves, strict=True):
+                    values[in_block] = leaf[rows]
+        x, y = tree.build(iter(gathered))
         return x, y
 
     def _take(self, number: int) -> SampleTree:
         """Return a block; read it if it is not held."""
-        if number in self._held:
-            self._held.move_to_end(number)
-            return self._held[number]
-        while len(self._held) >= self.blocks:
-            self._held.popitem(last=False)
+        if number in self._cached:
+            self._cached.move_to_end(number)
+            return self._cached[number]
+        while len(self._cached) >= self.blocks:
+            self._cached.popitem(last=False)
         first = number * self.block
         like = "samples read before are", self._form
         tree = sample_block(self.source, first, self.block, "BlockShuffledSource:", like)
         self._form = tree.form
         self.blocks_read += 1
-        self._held[number] = tree
+        self._cached[number] = tree
         return tree
 
     def describe(self) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def block_order(start: int, stop: int, length: int, seed: int, *, block: int, bl
 _PURPOSE = 0xB10C
 
 
-def _permute(places: Indices, length: int, key: int, block: int, blocks: int) -> None:
+def _permute(positions: Indices, length: int, key: int, block: int, blocks: int) -> None:
     """Replace successive positions in an epoch by the indices of their samples, in place.
 
     [Note: the last block] The last block is the only one that may be short. It takes a random place among the blocks,
@@ -351,11 +351,11 @@ def _permute(places: Indices, length: int, key: int, block: int, blocks: int) ->
     cpu.reduction.permutation(last, count, key, 0)
     at = int(last[0])
     done = 0
-    while done < places.size:
-        first = int(places[done])
+    while done < positions.size:
+        first = int(positions[done])
         group = (first if first < (at + 1) * block - gap else first + gap) // (block * blocks)
         begin, end = (min(g * blocks, count) * block - (gap if g * blocks > at else 0) for g in (group, group + 1))
-        part = places[done : done + end - first]
+        part = positions[done : done + end - first]
         part -= begin
         cpu.reduction.permutation(part, end - begin, key, 2 + group)
         part += begin

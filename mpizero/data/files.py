@@ -44,7 +44,7 @@ from mpizero.data.source import (
     check_unchanged,
     contiguous,
     file_states,
-    on_own_disk,
+    on_local_disk,
     room_in_memory,
     with_more_files,
 )
@@ -104,30 +104,30 @@ class FileArray:
             ranges = ", ".join(f"{part.start}:{part.stop}" for part in where)
             raise DataError(f"{self.label}, elements [{ranges}]: {error}") from error
 
-    def rows(self, indices: Indices, out: Array, places: Indices) -> None:
-        """Read the rows ``indices`` into ``out[places]``.
+    def rows(self, indices: Indices, out: Array, positions: Indices) -> None:
+        """Read the rows ``indices`` into ``out[positions]``.
 
         Of a chunked array, the rows of each chunk are read with one call, from the first to the last one requested;
         neighbouring rows for neighbouring places without a copy in between, where the array can.
         """
         if not self.chunk:
-            out[places] = self.values()[indices]
+            out[positions] = self.values()[indices]
             return
         order = np.argsort(indices, kind="stable")
         wanted = indices[order]
         borders = np.flatnonzero(np.diff(wanted // self.chunk)) + 1
-        for own in np.split(order, borders) if wanted.size else []:
-            low, high = int(indices[own[0]]), int(indices[own[-1]]) + 1
-            where, into = (slice(low, high),), slice(int(places[own[0]]), int(places[own[-1]]) + 1)
+        for group in np.split(order, borders) if wanted.size else []:
+            low, high = int(indices[group[0]]), int(indices[group[-1]]) + 1
+            where, into = (slice(low, high),), slice(int(positions[group[0]]), int(positions[group[-1]]) + 1)
             values = self.values()
-            if hasattr(values, "read_direct") and _is_run(indices[own]) and _is_run(places[own]):
+            if hasattr(values, "read_direct") and _is_contiguous(indices[group]) and _is_contiguous(positions[group]):
                 with self._named(where):
                     values.read_direct(out, where, into)
             else:
-                out[places[own]] = self.block(where)[indices[own] - low]
+                out[positions[group]] = self.block(where)[indices[group] - low]
 
 
-def _is_run(numbers: Indices) -> bool:
+def _is_contiguous(numbers: Indices) -> bool:
     """Tell whether there are several numbers, each of which follows the one before it."""
     return numbers.size > 1 and bool((np.diff(numbers) == 1).all())
 
@@ -185,7 +185,7 @@ class JoinedArray:
         more = f" and {len(self.parts) - 1} more files" if len(self.parts) > 1 else ""
         return self.parts[0].label + more
 
-    def place(self, index: int) -> tuple[FileArray, int]:
+    def locate(self, index: int) -> tuple[FileArray, int]:
         """Return the part that holds ``index`` along the axis, and the index inside this part."""
         part = bisect_right(self.ends, index)
         return self.parts[part], index - (self.ends[part - 1] if part else 0)
@@ -194,10 +194,10 @@ class JoinedArray:
         """Return the elements in ``where``, from as many files as needed."""
         done, stop, pieces = where[self.axis].start, where[self.axis].stop, []
         while done < stop:
-            part, inside = self.place(done)
+            part, inside = self.locate(done)
             count = min(stop - done, part.shape[self.axis] - inside)
-            own = (*where[: self.axis], slice(inside, inside + count), *where[self.axis + 1 :])
-            pieces.append(part.block(own))
+            inner = (*where[: self.axis], slice(inside, inside + count), *where[self.axis + 1 :])
+            pieces.append(part.block(inner))
             done += count
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=self.axis)
 
@@ -208,9 +208,11 @@ class JoinedArray:
         out = np.empty((indices.size, *self.shape[1:]), self.dtype)
         begin = 0
         for part, end in zip(self.parts, self.ends, strict=True):
-            own = np.flatnonzero((indices >= begin) & (indices < end)) if len(self.parts) > 1 else np.arange(len(out))
-            if own.size:
-                part.rows(indices[own] - begin, out, own)
+            positions = (
+                np.flatnonzero((indices >= begin) & (indices < end)) if len(self.parts) > 1 else np.arange(len(out))
+            )
+            if positions.size:
+                part.rows(indices[positions] - begin, out, positions)
             begin = end
         return out
 
@@ -266,10 +268,10 @@ class Windows:
         for number in order:
             room = shape[number] - lengths.get(number, 1) - (lead if number == axis else 0)
             if room < 0:
-                told = f" and lead={lead}" if lead and number == axis else ""
+                shift = f" and lead={lead}" if lead and number == axis else ""
                 raise DataError(
                     f"{label} has shape {shape}: axis {number} is too short for a window of "
-                    f"{lengths.get(number, 1)}{told}"
+                    f"{lengths.get(number, 1)}{shift}"
                 )
             counts[number] = room // steps[number] + 1
         return cls(axis, lengths, steps, counts)
@@ -284,11 +286,11 @@ class Windows:
 
     def starts(self, sample: int) -> dict[int, int]:
         """Return where window number ``sample`` starts, by axis."""
-        found = {}
+        starts = {}
         for number in reversed(self.counts):
             sample, inside = divmod(sample, self.counts[number])
-            found[number] = inside * self.strides[number]
-        return found
+            starts[number] = inside * self.strides[number]
+        return starts
 
     def block(self, sample: int, shape: tuple[int, ...], shift: int = 0) -> tuple[slice, ...]:
         """Return the elements of window number ``sample`` in an array of ``shape``, ``shift`` later along ``axis``.
@@ -303,16 +305,16 @@ class Windows:
         )
 
 
-def _axes(name: str, given: Any, axes: int) -> dict[int, int]:
+def _axes(name: str, lengths: Any, axes: int) -> dict[int, int]:
     """Check a mapping from axes to whole numbers >= 1; return it sorted by axis."""
-    if given is None:
+    if lengths is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{name}={given!r}: expected a mapping from axes to numbers of indices, such as {{0: 4}}")
-    for number, length in given.items():
+    if not isinstance(lengths, Mapping):
+        raise ConfigError(f"{name}={lengths!r}: expected a mapping from axes to numbers of indices, such as {{0: 4}}")
+    for number, length in lengths.items():
         require(f"{name}: axis", number, whole(0, axes - 1))
         require(f"{name}[{number}]", length, whole(1))
-    return dict(sorted(given.items()))
+    return dict(sorted(lengths.items()))
 
 
 #: One name gives an array, a sequence of names a dictionary by name, a mapping from keys a dictionary by key.
@@ -418,15 +420,15 @@ class FileSource(Source):
         return with_more_files(path, lambda: self.open_file(path))
 
     def _stored(self, path: str) -> dict[str, FileArray]:
-        found = {}
+        arrays = {}
         for name, (values, chunk) in self._opened(path).items():
             label = f"{path}: {self.array_word} {name!r}"
             check_samples(values, label)
             reopen = partial(self._values, path, name)
             dtype, mapped = values.dtype.newbyteorder("="), getattr(values, "path", "")
             meaning = (getattr(values, "axes", ()), getattr(values, "measured", {}))
-            found[name] = FileArray(label, tuple(values.shape), dtype, chunk, reopen, mapped, *meaning)
-        return found
+            arrays[name] = FileArray(label, tuple(values.shape), dtype, chunk, reopen, mapped, *meaning)
+        return arrays
 
     def _values(self, path: str, name: str) -> Any:
         return self._opened(path)[name][0]
@@ -442,9 +444,9 @@ class FileSource(Source):
                     )
                 name = array.axes[axis] if axis < len(array.axes) else ""
                 if name in first.axes and name != first.axes[axis]:
-                    place = first.axes.index(name)
+                    other = first.axes.index(name)
                     raise DataError(
-                        f"{array.label} has samples along {name!r}, which is axis {place} of {first.label}, not axis "
+                        f"{array.label} has samples along {name!r}, which is axis {other} of {first.label}, not axis "
                         f"{axis}: write arrays whose axes have the same order"
                     )
 
@@ -461,7 +463,7 @@ class FileSource(Source):
         """Tell whether all arrays are mapped into memory, of files that are on a disk of this machine and fit."""
         parts = [part for array in leaves_of(self._joined) for part in array.parts]
         files = {part.file for part in parts}
-        mapped = "" not in files and all(map(on_own_disk, files))
+        mapped = "" not in files and all(map(on_local_disk, files))
         return mapped and sum(map(os.path.getsize, files)) <= room_in_memory()
 
     def read(self, indices: Indices) -> tuple[Any, Any]:
@@ -475,25 +477,25 @@ class FileSource(Source):
     def _read(self, array: JoinedArray, *, indices: Indices, shift: int) -> Array:
         """Return the samples ``indices`` of one array."""
         if self.windows.are_rows:
-            found = array.rows(indices + shift)
+            samples = array.rows(indices + shift)
         else:
             shape = tuple(part.stop - part.start for part in self.windows.block(0, array.shape))
-            found = np.empty((indices.size, *shape), array.dtype)
-            for row, sample in zip(found, indices.tolist(), strict=True):
+            samples = np.empty((indices.size, *shape), array.dtype)
+            for row, sample in zip(samples, indices.tolist(), strict=True):
                 row[...] = array.block(self.windows.block(sample, array.shape, shift))
             if self.windows.axis not in self.windows.lengths:
-                found = found.reshape(indices.size, *np.delete(shape, self.windows.axis))
-        if not self.allow_nan and found.size and found.dtype.kind in "fc" and np.isnan(found.min()):
-            self._reject_nan(array, found, indices, shift)
-        return found
+                samples = samples.reshape(indices.size, *np.delete(shape, self.windows.axis))
+        if not self.allow_nan and samples.size and samples.dtype.kind in "fc" and np.isnan(samples.min()):
+            self._reject_nan(array, samples, indices, shift)
+        return samples
 
-    def _reject_nan(self, array: JoinedArray, found: Array, indices: Indices, shift: int) -> None:
-        row, *inside = (int(number) for number in np.argwhere(np.isnan(found))[0])
+    def _reject_nan(self, array: JoinedArray, samples: Array, indices: Indices, shift: int) -> None:
+        row, *inside = (int(number) for number in np.argwhere(np.isnan(samples))[0])
         sample = int(indices[row])
         start = self.windows.starts(sample)[self.windows.axis] + shift
         if self.windows.axis in self.windows.lengths:
             start += inside[self.windows.axis]
-        part, index = array.place(start)
+        part, index = array.locate(start)
         raise DataError(
             f"{part.label}, index {index} along axis {self.windows.axis}: NaN at {inside} of sample {sample}; correct "
             "the file, or give allow_nan=True for samples that may contain NaN"
@@ -501,12 +503,17 @@ class FileSource(Source):
 
     def describe(self) -> dict[str, Any]:
         """Return the names of the files without their folders; names, shapes and dtypes of the arrays; the windows."""
-        found: dict[str, Any] = {"kind": self.kind, "files": [os.path.basename(path) for path in self.paths]}
+        description: dict[str, Any] = {"kind": self.kind, "files": [os.path.basename(path) for path in self.paths]}
         for path, array in paths_of(x=self._joined[0], y=self._joined[1]):
-            found[path] = ([array.parts[0].label.rpartition(": ")[2]], array.shape, array.dtype.str)
+            description[path] = ([array.parts[0].label.rpartition(": ")[2]], array.shape, array.dtype.str)
         windows = self.windows
-        found["windows"] = (windows.axis, sorted(windows.lengths.items()), sorted(windows.strides.items()), self.lead)
-        return found
+        description["windows"] = (
+            windows.axis,
+            sorted(windows.lengths.items()),
+            sorted(windows.strides.items()),
+            self.lead,
+        )
+        return description
 
     def contents(self) -> dict[str, Any]:
         """Return names, sizes and times of the files."""
@@ -517,36 +524,36 @@ class FileSource(Source):
         self._opened.cache_clear()
 
 
-def _names(role: str, given: Any) -> Any:
+def _names(role: str, names: Any) -> Any:
     """Check names of arrays; return one name, or a dictionary from keys to names."""
-    if isinstance(given, str):
-        return given
-    named = dict(given) if isinstance(given, Mapping) else None
-    if named is None and isinstance(given, Sequence):
-        named = {name: name for name in given}
+    if isinstance(names, str):
+        return names
+    named = dict(names) if isinstance(names, Mapping) else None
+    if named is None and isinstance(names, Sequence):
+        named = {name: name for name in names}
     if not named or not all(isinstance(text, str) for pair in named.items() for text in pair):
-        raise ConfigError(f"{role}={given!r}: expected a name, names, or a mapping from keys to names")
+        raise ConfigError(f"{role}={names!r}: expected a name, names, or a mapping from keys to names")
     return named
 
 
-def _expand(given: Path | Sequence[Path]) -> tuple[str, ...]:
-    """Return the paths that ``given`` stands for: paths as they are, and the sorted matches of patterns.
+def _expand(paths: Path | Sequence[Path]) -> tuple[str, ...]:
+    """Return the paths that ``paths`` stands for: paths as they are, and the sorted matches of patterns.
 
     They are absolute: files are opened later, when the program may be in another folder.
     """
-    found: list[str] = []
-    for path in [given] if isinstance(given, str | os.PathLike) else list(given):
+    files: list[str] = []
+    for path in [paths] if isinstance(paths, str | os.PathLike) else list(paths):
         name = os.path.abspath(os.fspath(path))
         if os.path.lexists(name) or not glob.has_magic(name):
-            found.append(name)
+            files.append(name)
             continue
         if not (matches := sorted(glob.glob(name, recursive=True))):
             raise DataError(f"{name}: the pattern matches no file")
-        found += matches
-    if not found:
+        files += matches
+    if not files:
         raise DataError("no data: the list of files is empty")
-    check_named_once(found)
-    return tuple(found)
+    check_named_once(files)
+    return tuple(files)
 
 
 @explains
@@ -582,7 +589,7 @@ class Hdf5Source(FileSource):
     def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
         """Open an HDF5 file; return its datasets of ``names`` by name, and the rows of a chunk of each."""
         file, mapped_files = open_hdf5(path), dict[str, MappedFile]()
-        found = {}
+        arrays = {}
         for name in dict.fromkeys(leaves_of(self.names)):
             dataset = dataset_of(file, path, name)
             if dataset.external:  # its bytes are in files that HDF5 would look for in the program's folder of the day
@@ -593,10 +600,10 @@ class Hdf5Source(FileSource):
             _check_conventions(file, path, name, dataset)
             mapped = _map_dataset(dataset, mapped_files)
             read = (DeflatedArray.of(dataset) or dataset, _rows_together(dataset))
-            found[name] = read if mapped is None else (mapped, 0)
-        if all(isinstance(array, MappedArray) for array, _ in found.values()):
+            arrays[name] = read if mapped is None else (mapped, 0)
+        if all(isinstance(array, MappedArray) for array, _ in arrays.values()):
             file.close()
-        return found
+        return arrays
 
 
 def open_hdf5(path: str) -> Any:
@@ -655,7 +662,7 @@ def dataset_of(file: Any, path: str, name: str) -> Any:
     import h5py
 
     try:
-        found = file[name]
+        dataset = file[name]
     except (KeyError, ValueError):
         link = file.get(name, getlink=True) if name in _names_of(file, name) else None
         if isinstance(link, h5py.SoftLink | h5py.ExternalLink):
@@ -665,15 +672,15 @@ def dataset_of(file: Any, path: str, name: str) -> Any:
         file.visit(names.append)
         have = ", ".join(names[:10]) or "nothing"
         raise DataError(f"{path}: no dataset {name!r}; it has {have}") from None
-    if not isinstance(found, h5py.Dataset):
+    if not isinstance(dataset, h5py.Dataset):
         raise DataError(f"{path}: {name!r} is a group; needed is a dataset")
-    if found.shape is None:
+    if dataset.shape is None:
         raise DataError(f"{path}: dataset {name!r} is empty")
     try:
-        found.dtype  # noqa: B018 - h5py translates the type when it is asked for
+        dataset.dtype  # noqa: B018 - h5py translates the type when it is asked for
     except TypeError as error:
         raise DataError(f"{path}: dataset {name!r} has elements of a type that NumPy has not: {error}") from None
-    return found
+    return dataset
 
 
 def _names_of(file: Any, name: str) -> list[str]:
@@ -717,14 +724,14 @@ def _with_parts_in(folder: str, dataset: Any, label: str) -> Any:
     """
     beside, moved = os.path.dirname(os.path.abspath(dataset.file.filename)), False
     prefix = os.fsdecode(dataset.id.get_access_plist().get_virtual_prefix())  # that of HDF5_VDS_PREFIX
-    told = dataset.dtype.kind == "f" and np.isnan(dataset.fillvalue)
+    tells_missing = dataset.dtype.kind == "f" and np.isnan(dataset.fillvalue)
     for name, inside in sorted({(part.file_name, part.dset_name) for part in dataset.virtual_sources()}):
         if name == "." or "%" in name:
             continue
-        places = [os.path.join(place, name) for place in (prefix, beside, folder) if place]
-        there = next((place for place in places if os.path.isfile(place)), "")
-        moved |= there == places[-1] not in places[:-1]
-        if not told and not _has(there, inside):
+        candidates = [os.path.join(parent, name) for parent in (prefix, beside, folder) if parent]
+        there = next((path for path in candidates if os.path.isfile(path)), "")
+        moved |= there == candidates[-1] not in candidates[:-1]
+        if not tells_missing and not _has(there, inside):
             raise DataError(
                 f"{label} is virtual, and its part {name}: {inside!r} is not there: HDF5 would give "
                 f"{dataset.fillvalue} in its place; mend the file, or let its fill value be NaN"
@@ -748,11 +755,11 @@ def _map_dataset(dataset: Any, files: dict[str, MappedFile]) -> MappedArray | No
     if dataset.chunks is not None or dataset.is_virtual or dataset.external is not None or not _is_numpys(dataset):
         return None
     file, offset = dataset.file, dataset.id.get_offset()
-    found = os.fstat(file.id.get_vfd_handle())
-    if offset is None or not dataset.size or offset + dataset.size * dataset.dtype.itemsize > found.st_size:
+    status = os.fstat(file.id.get_vfd_handle())
+    if offset is None or not dataset.size or offset + dataset.size * dataset.dtype.itemsize > status.st_size:
         return None
     path = os.path.abspath(file.filename)
-    if not (dataset.ndim and os.path.exists(path) and os.path.samestat(os.stat(path), found)):
+    if not (dataset.ndim and os.path.exists(path) and os.path.samestat(os.stat(path), status)):
         return None
     if path not in files:
         files[path] = MappedFile(path)
@@ -768,18 +775,18 @@ def _is_numpys(dataset: Any) -> bool:
 
 
 #: Bytes of neighbouring rows that HDF5 reads together from a contiguous dataset that is not mapped.
-RUN_BYTES = 64 << 10
+READ_TOGETHER_BYTES = 64 << 10
 
 
 def _rows_together(dataset: Any) -> int:
     """Return how many rows of a dataset that HDF5 reads are read together: a chunk; of a contiguous one few."""
     if dataset.chunks or dataset.is_virtual or not dataset.size:
         return int(dataset.chunks[0]) if dataset.chunks else max(1, *dataset.shape[:1])
-    return max(1, RUN_BYTES * len(dataset) // (dataset.size * dataset.dtype.itemsize)) if dataset.ndim else 1
+    return max(1, READ_TOGETHER_BYTES * len(dataset) // (dataset.size * dataset.dtype.itemsize)) if dataset.ndim else 1
 
 
 #: Bytes of decompressed chunks of a dataset that are kept; HDF5 keeps as many.
-KEPT = 8 << 20
+CACHED_BYTES = 8 << 20
 
 
 class DeflatedArray:
@@ -801,7 +808,7 @@ class DeflatedArray:
         self._dataset, self._rows = dataset, dataset.chunks[0]
         self.shape, self.dtype = dataset.shape, dataset.dtype
         size = prod(dataset.chunks) * self.dtype.itemsize
-        self._chunk = lru_cache(maxsize=KEPT // size)(partial(_inflate, dataset, shuffled, size))
+        self._chunk = lru_cache(maxsize=CACHED_BYTES // size)(partial(_inflate, dataset, shuffled, size))
 
     @classmethod
     def of(cls, dataset: Any) -> Self | None:
@@ -824,8 +831,8 @@ class DeflatedArray:
         number, first = divmod(where[0].start, self._rows)
         count = where[0].stop - where[0].start
         chunk = self._chunk(number) if 0 < count <= self._rows - first else None
-        found: Array = self._dataset[where] if chunk is None else chunk[(slice(first, first + count), *where[1:])]
-        return found
+        elements: Array = self._dataset[where] if chunk is None else chunk[(slice(first, first + count), *where[1:])]
+        return elements
 
     def read_direct(self, out: Array, where: tuple[slice, ...], into: slice) -> None:
         """Read the elements of a tuple of slices into ``out[into]``."""
@@ -836,12 +843,12 @@ def _inflate(dataset: Any, shuffled: bool, size: int, number: int) -> Array | No
     """Return a chunk, of ``size`` bytes, without the right to change it; None if HDF5 must read it."""
     try:
         skipped, packed = dataset.id.read_direct_chunk((number * dataset.chunks[0], *(0 for _ in dataset.shape[1:])))
-        found = decompress(packed, bufsize=size)
+        inflated = decompress(packed, bufsize=size)
     except (OSError, ValueError, RuntimeError, IsalError):  # type: ignore[misc]  # isal types the class as an error
         return None
-    if skipped or len(found) != size:
+    if skipped or len(inflated) != size:
         return None
-    elements = np.frombuffer(found, np.uint8)
+    elements = np.frombuffer(inflated, np.uint8)
     if shuffled:  # the first bytes of all elements, then the second ones
         elements = np.ascontiguousarray(elements.reshape(dataset.dtype.itemsize, -1).T)
         elements.flags.writeable = False
@@ -884,7 +891,7 @@ class NetcdfSource(FileSource):
         except ImportError:
             raise DataError(f"{path}: needs h5netcdf, which is not installed: pip install h5netcdf") from None
         file = unlocked(path, lambda **locking: h5netcdf.File(path, "r", **locking))
-        found = {}
+        variables = {}
         for name in dict.fromkeys(leaves_of(self.names)):
             try:
                 variable = file[name]
@@ -893,13 +900,13 @@ class NetcdfSource(FileSource):
                 have = ", ".join(list(file.variables)[:10]) or "nothing"
                 raise DataError(f"{path}: no variable {name!r}; it has {have}") from None
             except ValueError as error:  # it is HDF5, without dimensions
-                told = str(error).partition("\n")[0]
-                raise DataError(f"{path}: {name!r} is no variable of NetCDF: {told} Use Hdf5Source") from None
+                reason = str(error).partition("\n")[0]
+                raise DataError(f"{path}: {name!r} is no variable of NetCDF: {reason} Use Hdf5Source") from None
             chunk = variable.chunks[0] if variable.chunks else max(1, *shape[:1])
             known = {"axes": variable.dimensions, "keep": file}  # a variable does not hold its file open
             label = f"{path}: variable {name!r}"
-            found[name] = (Named(variable, dict(variable.attrs), label, _unwritten(variable), **known), chunk)
-        return found
+            variables[name] = (Named(variable, dict(variable.attrs), label, _unwritten(variable), **known), chunk)
+        return variables
 
 
 #: What the format's own library puts where nothing is written, by type; single bytes have no such value.
@@ -962,7 +969,7 @@ class ZarrSource(FileSource):
         except Exception as error:
             packed = "; it is an archive: unpack it" if os.path.isfile(path) and path.endswith((".zip", ".tar")) else ""
             raise DataError(f"{path}: not a readable Zarr group: {error}{packed}") from None
-        found = {}
+        arrays = {}
         for name in dict.fromkeys(leaves_of(self.names)):
             try:
                 array = group.get(name)
@@ -974,16 +981,16 @@ class ZarrSource(FileSource):
             attributes = _zarr_attributes(array)
             axes = getattr(array.metadata, "dimension_names", None) or attributes.get("_ARRAY_DIMENSIONS")
             known = Named(array, attributes, f"{path}: array {name!r}", axes=axes)
-            found[name] = (known, array.chunks[0] if array.ndim else 1)
-        return found
+            arrays[name] = (known, array.chunks[0] if array.ndim else 1)
+        return arrays
 
 
 def _zarr_attributes(array: Any) -> dict[str, Any]:
     """Return an array's attributes; in stores of version 2 xarray keeps ``_FillValue`` as the array's fill value."""
-    found = dict(array.attrs)
-    if "_ARRAY_DIMENSIONS" in found and array.metadata.zarr_format == 2 and array.fill_value is not None:
-        found.setdefault("_FillValue", array.fill_value)
-    return found
+    attributes = dict(array.attrs)
+    if "_ARRAY_DIMENSIONS" in attributes and array.metadata.zarr_format == 2 and array.fill_value is not None:
+        attributes.setdefault("_FillValue", array.fill_value)
+    return attributes
 
 
 #: Attributes that change what an array's elements mean.
@@ -1031,12 +1038,12 @@ class Named:
         axes: Sequence[str | None] | None = None,
         keep: Any = None,
     ) -> None:
-        given = {name: attributes[name] for name in (*FILLS, *PACKED, UNSIGNED) if name in attributes}
+        meaning = {name: attributes[name] for name in (*FILLS, *PACKED, UNSIGNED) if name in attributes}
         if default is not None:
-            given.setdefault("_FillValue", default)
+            meaning.setdefault("_FillValue", default)
         means_bool = attributes.get("dtype") == "bool" and values.dtype.kind in "iu"
         self._keep = keep
-        self._values = _Decoded(values, given, label, means_bool) if given or means_bool else values
+        self._values = _Decoded(values, meaning, label, means_bool) if meaning or means_bool else values
         self.shape, self.dtype = tuple(values.shape), self._values.dtype
         self.axes = tuple(axes) if axes and all(isinstance(axis, str) for axis in axes) else ()
         self.measured = {
@@ -1055,13 +1062,13 @@ def _attribute_text(value: Any) -> str:
 class _Decoded:
     """Unpack an array, and replace missing elements by NaN."""
 
-    def __init__(self, values: Any, given: Mapping[str, Any], label: str, means_bool: bool) -> None:
+    def __init__(self, values: Any, meaning: Mapping[str, Any], label: str, means_bool: bool) -> None:
         self._values = values
         stored = np.dtype(values.dtype)
-        self._stored = _signed(stored, given.get(UNSIGNED), label)
-        self._missing = [one for name in FILLS if name in given for one in _fills(given[name], stored, name, label)]
+        self._stored = _signed(stored, meaning.get(UNSIGNED), label)
+        self._missing = [one for name in FILLS if name in meaning for one in _fills(meaning[name], stored, name, label)]
         self._scale, self._offset = (
-            _attribute_number(given[name], name, label) if name in given else None for name in PACKED
+            _attribute_number(meaning[name], name, label) if name in meaning else None for name in PACKED
         )
         types = [value.dtype for value in (self._scale, self._offset) if value is not None]
         self.dtype = np.result_type(np.float32, *types) if types else np.dtype(bool) if means_bool else self._stored
@@ -1071,16 +1078,16 @@ class _Decoded:
         missing = np.zeros(packed.shape, bool)
         for value in self._missing:
             missing |= packed == value
-        found = packed.astype(packed.dtype.newbyteorder("="), copy=False).view(self._stored).astype(self.dtype)
+        decoded = packed.astype(packed.dtype.newbyteorder("="), copy=False).view(self._stored).astype(self.dtype)
         if self._scale is not None:
-            found *= self.dtype.type(self._scale)
+            decoded *= self.dtype.type(self._scale)
         if self._offset is not None:
-            found += self.dtype.type(self._offset)
+            decoded += self.dtype.type(self._offset)
         if missing.any():
             if self.dtype.kind not in "fc":
                 raise ValueError(f"an element is missing: it has the fill value {packed[missing][0]}")
-            found[missing] = np.nan
-        return found
+            decoded[missing] = np.nan
+        return decoded
 
 
 def _signed(stored: np.dtype[Any], unsigned: Any, label: str) -> np.dtype[Any]:
@@ -1094,28 +1101,28 @@ def _signed(stored: np.dtype[Any], unsigned: Any, label: str) -> np.dtype[Any]:
 
 
 def _attribute_number(value: Any, name: str, label: str) -> Array:
-    found = np.asarray(value)
-    if found.dtype.kind not in "fiu" or found.size != 1:
+    number = np.asarray(value)
+    if number.dtype.kind not in "fiu" or number.size != 1:
         raise _wrong(label, name, value, "expected one number")
-    return found.reshape(()).astype(found.dtype.newbyteorder("="))
+    return number.reshape(()).astype(number.dtype.newbyteorder("="))
 
 
 def _fills(value: Any, stored: np.dtype[Any], name: str, label: str) -> list[Any]:
     """Return the values of missing elements in the stored type, leaving out those that it cannot have."""
     if isinstance(value, str | list) and name == "_FillValue" and stored.kind in "fc":
         value = _of_base64(value)
-    given = np.atleast_1d(np.asarray(value))
-    if given.dtype.kind not in "fiubc":
+    values = np.atleast_1d(np.asarray(value))
+    if values.dtype.kind not in "fiubc":
         raise _wrong(label, name, value, "expected numbers of the array's type")
     native = stored.newbyteorder("=")
     with np.errstate(invalid="ignore", over="ignore"):
-        found = given.astype(native)
+        fills = values.astype(native)
     if native.kind == "b":  # which has no value to spare
         return []
     if native.kind not in "fc":  # no element has another value; of a wider float the nearest one is meant
-        same_bits = given.dtype.kind in "iu" and given.dtype.itemsize == native.itemsize
-        found = found if same_bits else found[found == given]
-    return list(found)
+        same_bits = values.dtype.kind in "iu" and values.dtype.itemsize == native.itemsize
+        fills = fills if same_bits else fills[fills == values]
+    return list(fills)
 
 
 def _of_base64(value: Any) -> Any:

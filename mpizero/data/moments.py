@@ -100,10 +100,10 @@ class Statistics:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file, whole or not at all, from which :meth:`load` reads the same bits. Not collective."""
-        found: dict[str, Any] = {"format": FORMAT, "samples": self.samples}
+        document: dict[str, Any] = {"format": FORMAT, "samples": self.samples}
         for name in ("mean", "std", "least", "most"):
-            found[name] = {array: values.tolist() for array, values in getattr(self, name).items()}
-        write_atomic(Path(path), json.dumps(found, indent=1).encode())
+            document[name] = {array: values.tolist() for array, values in getattr(self, name).items()}
+        write_atomic(Path(path), json.dumps(document, indent=1).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -116,14 +116,14 @@ class Statistics:
         """
         try:
             with open(path, encoding="utf-8") as file:
-                found = json.load(file)
-            if found.pop("format") != FORMAT:
+                document = json.load(file)
+            if document.pop("format") != FORMAT:
                 raise ValueError("it has another format")
             arrays = {
-                name: {array: np.array(values, np.float64) for array, values in found[name].items()}
+                name: {array: np.array(values, np.float64) for array, values in document[name].items()}
                 for name in ("mean", "std", "least", "most")
             }
-            return cls(int(found["samples"]), **arrays)
+            return cls(int(document["samples"]), **arrays)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{os.fspath(path)}: no file of statistics that Statistics.save has written: {error}"
@@ -168,15 +168,15 @@ def statistics(source: Source, ranks: Ranks | RankedModel, channel: int | None =
         if channel is not None:
             require("channel", channel, whole(0))
         check_unchanging(source, "statistics", "changes samples at random: give its source")
-    given = {"source": source.describe(), "channel": channel}
-    agree_equal(comm, lambda: {"the arguments of statistics": given}, "agree statistics")
+    arguments = {"source": source.describe(), "channel": channel}
+    agree_equal(comm, lambda: {"the arguments of statistics": arguments}, "agree statistics")
     total = -(-len(source) // LEAF)
-    own = Partition(total, comm.size).shard(comm.rank)
+    shard = Partition(total, comm.size).shard(comm.rank)
     with all_ranks(comm, "statistics"):
-        leaves = [_leaf(source, leaf, channel) for leaf in range(own.start, own.stop)]
-    nodes = merge(((TreeNode(0, own.start + i), (i,)) for i in range(len(leaves))), total)
-    held = [(node, _evaluate(program, leaves)) for node, program in nodes]
-    parts = [part for rank in comm.allgather_object(held, tag="statistics") for part in rank]
+        leaves = [_leaf(source, leaf, channel) for leaf in range(shard.start, shard.stop)]
+    nodes = merge(((TreeNode(0, shard.start + i), (i,)) for i in range(len(leaves))), total)
+    local = [(node, _evaluate(program, leaves)) for node, program in nodes]
+    parts = [part for rank in comm.allgather_object(local, tag="statistics") for part in rank]
     ((_, program),) = merge([(node, (i,)) for i, (node, _) in enumerate(parts)], total)
     root = _evaluate(program, [value for _, value in parts])
     return Statistics(
@@ -191,15 +191,15 @@ def statistics(source: Source, ranks: Ranks | RankedModel, channel: int | None =
 def _leaf(source: Source, leaf: int, channel: int | None) -> dict[str, Moments]:
     """Return the moments of each array of the samples of a leaf, by path."""
     first = leaf * LEAF
-    found = {}
+    moments = {}
     for path, values in sample_block(source, first, LEAF, "statistics:").named:
         if values.dtype.kind == "c":
             raise DataError(f"statistics: {path} has complex numbers: give its real and imaginary parts as two arrays")
         if not (finite := np.isfinite(values)).all():
             bad = first + int(np.argwhere(~finite)[0][0])
             raise DataError(f"statistics: {path} of sample {bad} has elements that are NaN or infinite")
-        found[path] = Moments.of(values, channel + 1 if channel is not None and values.ndim > channel + 1 else None)
-    return found
+        moments[path] = Moments.of(values, channel + 1 if channel is not None and values.ndim > channel + 1 else None)
+    return moments
 
 
 def _evaluate(program: Program, rows: Iterable[dict[str, Moments]]) -> dict[str, Moments]:

@@ -134,8 +134,8 @@ class SampleForm:
     def stack(self, samples: list[Sample], count: int) -> tuple[Array, Array]:
         """Return arrays of ``count`` samples on the first axis, with the values of ``samples`` if there are any."""
         x, y = self._empty(count)
-        for place, sample in enumerate(samples):
-            x[place], y[place] = sample.x, sample.y
+        for position, sample in enumerate(samples):
+            x[position], y[position] = sample.x, sample.y
         return x, y
 
 
@@ -190,7 +190,7 @@ class Receiver(ABC):
 #: Tags of the messages with samples, and of the answers.
 SAMPLE, ANSWER = 1, 2
 #: Kinds of messages of producers: a sample, the end, an error.
-GIVEN, END, ERROR = 0, 1, 2
+PUT, END, ERROR = 0, 1, 2
 #: An answer: one sample was taken; or nobody trains any more.
 TAKEN, STOPPED = 0, 1
 #: Bytes before a sample: its kind and its number, or the length of the text of an error.
@@ -208,7 +208,7 @@ class _Line:
     """Receive the messages of one producer, and answer them."""
 
     def __init__(self, comm: Communicator, rank: int, form: SampleForm) -> None:
-        self.name, self.ended, self.error, self.told = f"rank {rank}", False, "", False
+        self.name, self.ended, self.error, self.stopped = f"rank {rank}", False, "", False
         self._comm, self._rank, self._form = comm, rank, form
         self.samples: deque[Sample] = deque()
         self.answers: list[Request] = []  # that have not left yet
@@ -222,7 +222,7 @@ class _Line:
             return False
         kind, number = self._buffer[:HEADER].view(np.int64).tolist()
         body = self._buffer[HEADER:]
-        if kind == GIVEN:
+        if kind == PUT:
             self.samples.append(Sample(self.name, number, *self._form.unpack(body)))
             self._request = self._comm.irecv(self._buffer, self._rank, SAMPLE)
         else:
@@ -233,9 +233,9 @@ class _Line:
 
     def answer(self, what: int) -> None:
         """Start to tell the producer ``what`` has become of its samples."""
-        if self.told:
+        if self.stopped:
             return
-        self.told = what == STOPPED
+        self.stopped = what == STOPPED
         self.answers.append(self._comm.isend(np.array([what]), self._rank, ANSWER))
 
 
@@ -253,13 +253,13 @@ class MessageReceiver(Receiver):
 
     def poll(self, wanted: int) -> bool:
         """Take in what has arrived, until ``samples`` has ``wanted``; tell whether anything has."""
-        found = [line.receive() for line in self._lines]
+        received = [line.receive() for line in self._lines]
         self.failures |= {line.name: line.error for line in self._lines if line.error}
         while len(self.samples) < wanted and (chosen := self._next()) is not None:
             self.samples.append(chosen.samples.popleft())
             chosen.answer(TAKEN)
         self.complete = all(line.ended and not line.samples for line in self._lines)
-        return any(found)
+        return any(received)
 
     def _next(self) -> _Line | None:
         """Return the producer in turn and go on to the one after it; None if its sample has not come yet."""
@@ -335,7 +335,7 @@ class OnlineProducer:
 
     def __init__(self, comm: Communicator, form: SampleForm, window: int) -> None:
         self._comm, self._form, self._window = comm, form, window
-        self._given = self._taken = 0
+        self._put = self._taken = 0
         self._stopped = self._closed = False
         self._sent: list[Request] = []
         self._answer = np.empty(1, np.int64)
@@ -356,14 +356,14 @@ class OnlineProducer:
         """
         if self._closed:
             raise StateError(f"OnlineProducer of rank {self._comm.rank} is closed: put comes before close()")
-        x, y = self._form.checked(x, y, f"sample {self._given} of the producer on rank {self._comm.rank}")
-        wait_until(lambda: self._listen() or self._given - self._taken < self._window)
+        x, y = self._form.checked(x, y, f"sample {self._put} of the producer on rank {self._comm.rank}")
+        wait_until(lambda: self._listen() or self._put - self._taken < self._window)
         if self._stopped:
             return False
         data = message(self._form)
         self._form.pack(x, y, data[HEADER:])
-        self._send(GIVEN, self._given, data)
-        self._given += 1
+        self._send(PUT, self._put, data)
+        self._put += 1
         return True
 
     def close(self) -> None:
@@ -385,9 +385,9 @@ class OnlineProducer:
     def _end(self, kind: int, text: str) -> None:
         self._closed = True
         data = message(self._form)
-        told = np.frombuffer(text.encode(), np.uint8)[: data.size - HEADER]
-        data[HEADER : HEADER + told.size] = told
-        self._send(kind, told.size, data)
+        encoded = np.frombuffer(text.encode(), np.uint8)[: data.size - HEADER]
+        data[HEADER : HEADER + encoded.size] = encoded
+        self._send(kind, encoded.size, data)
         wait_until(lambda: self._listen() and not self._sent)
 
     def _send(self, kind: int, number: int, data: Array) -> None:
@@ -501,15 +501,15 @@ class OnlineSource:
                 continue
             self._ended = taken < count
             if self.comm.rank == 0:
-                found = self._receiver_here.samples
-                self._last, found[:taken] = found[:taken], []
+                samples = self._local_receiver.samples
+                self._last, samples[:taken] = samples[:taken], []
                 self._record()
                 return self._last
             return cast("list[Sample]", [None] * taken)
         return []
 
     @property
-    def _receiver_here(self) -> Receiver:
+    def _local_receiver(self) -> Receiver:
         assert self._receiver is not None, "only rank 0 receives"
         return self._receiver
 
@@ -524,17 +524,17 @@ class OnlineSource:
                 try:
                     result = function()
                 except BaseException:
-                    self._receiver_here.stop()
+                    self._local_receiver.stop()
                     raise
-        found: T | None = self.comm.broadcast_object(result, tag="online")
-        return found
+        broadcast: T | None = self.comm.broadcast_object(result, tag="online")
+        return broadcast
 
     def _look(self, count: int, heard: float) -> tuple[bool, int | None]:
         """Receive for :data:`ROUND` seconds at most; tell whether anything came, and how many samples make the batch.
 
         The number is None if the batch is not complete and more samples may come.
         """
-        receiver, until, any_came = self._receiver_here, time.monotonic() + ROUND, False
+        receiver, until, any_came = self._local_receiver, time.monotonic() + ROUND, False
         while True:
             came = receiver.poll(count)
             any_came |= came
@@ -559,7 +559,7 @@ class OnlineSource:
 
     def _release(self) -> None:
         if self._last:
-            self._receiver_here.release(self._last)
+            self._local_receiver.release(self._last)
             self._last = []
 
     def _record(self) -> None:
@@ -579,13 +579,13 @@ class OnlineSource:
             return
         self._closed = self._ended = True
         self._on_rank_0(self._release)
-        self._on_rank_0(lambda: self._receiver_here.stop())
-        while not self._on_rank_0(self._farewell):
+        self._on_rank_0(lambda: self._local_receiver.stop())
+        while not self._on_rank_0(self._await_producers):
             pass
 
-    def _farewell(self) -> bool:
+    def _await_producers(self) -> bool:
         until = time.monotonic() + ROUND
-        while not (gone := self._receiver_here.gone()) and time.monotonic() < until:
+        while not (gone := self._local_receiver.gone()) and time.monotonic() < until:
             time.sleep(PAUSE)
         return gone
 
@@ -662,11 +662,11 @@ class OnlineBatches:
             source.comm.broadcast(part, tag="online")
         model = hasattr(self._sizes, "wrapped_model")  # not a configuration
         size = self._sizes.grain_size(count, (x, y)) if model else self._sizes.grain_size(count)
-        own = Grains(count, size).samples_of(self._group.rank, self._group.size)
+        local = Grains(count, size).samples_of(self._group.rank, self._group.size)
         self.consumed += count
         if self._left is not None:
             self._left -= 1
-        return np.ascontiguousarray(x[own]), np.ascontiguousarray(y[own])
+        return np.ascontiguousarray(x[local]), np.ascontiguousarray(y[local])
 
 
 @explains
@@ -717,7 +717,7 @@ class OnlineJob:
 
     def __init__(self, comm: Any = None, *, trainers: int, like: Any, window: int = 64) -> None:
         self._comm = as_communicator(comm, "online job")
-        self._own = self._comm is not comm
+        self._owns_comm = self._comm is not comm
         with all_ranks(self._comm):
             self._form = SampleForm.like(like)
             self._window = require("OnlineJob: window", window, whole(1, of=" of samples"))
@@ -753,7 +753,7 @@ class OnlineJob:
     def close(self) -> None:
         """Free the communicators. Collective over all ranks of the job."""
         self.group.close()
-        if self._own:
+        if self._owns_comm:
             self._comm.close()
 
     def __enter__(self) -> Self:
@@ -880,8 +880,8 @@ _SAMPLE_FILE = re.compile(r"(?P<name>[A-Za-z0-9_]+)-(?P<number>\d{20})\.npz")
 
 def _samples_in(folder: Path) -> list[tuple[int, str, str]]:
     """Return the number, the producer and the file name of all samples in a folder, sorted by number."""
-    matches = [found for name in os.listdir(folder) if (found := _SAMPLE_FILE.fullmatch(name))]
-    return sorted((int(found["number"]), found["name"], found.string) for found in matches)
+    matches = [match for name in os.listdir(folder) if (match := _SAMPLE_FILE.fullmatch(name))]
+    return sorted((int(match["number"]), match["name"], match.string) for match in matches)
 
 
 def _untrusted(path: Path, read: Callable[[Path], T]) -> T:
@@ -889,8 +889,8 @@ def _untrusted(path: Path, read: Callable[[Path], T]) -> T:
     try:
         return read(path)
     except (OSError, CheckpointError) as error:
-        told = (error.strerror or str(error)) if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
-        raise DataError(f"{path}: not a readable sample or end: {told}") from None
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
+        raise DataError(f"{path}: not a readable sample or end: {reason}") from None
 
 
 #: Most bytes of the error that a producer leaves.
@@ -903,17 +903,17 @@ class SpoolReceiver(Receiver):
     def __init__(self, folder: Path, form: SampleForm, producers: int) -> None:
         super().__init__()
         self._folder, self._form, self._count = folder, form, producers
-        self._held: set[str] = set()
+        self._read_names: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _STOP_FILE).unlink(missing_ok=True)
 
     def poll(self, wanted: int) -> bool:
         """Take in what has arrived, until ``samples`` has ``wanted``; tell whether anything has."""
         self._see_ends()  # before the samples: what a producer has written before its end is seen below
-        new = [one for one in _samples_in(self._folder) if one[2] not in self._held]
+        new = [one for one in _samples_in(self._folder) if one[2] not in self._read_names]
         for ordinal, producer, name in new[: max(0, wanted - len(self.samples))]:
             self.samples.append(Sample(producer, ordinal, *self._read(name)))
-            self._held.add(name)
+            self._read_names.add(name)
         self.complete = len(self.ended) >= self._count and not new
         return bool(new)
 
@@ -927,10 +927,10 @@ class SpoolReceiver(Receiver):
         path = self._folder / name
         from mpizero.checkpoint.npz import read_arrays
 
-        found = _untrusted(path, lambda path: read_arrays(path, self._form.nbytes))
-        if missing := {"x", "y"} - found.keys():
+        arrays = _untrusted(path, lambda path: read_arrays(path, self._form.nbytes))
+        if missing := {"x", "y"} - arrays.keys():
             raise DataError(f"{path}: not a readable sample: it has no array {min(missing)!r}")
-        return self._form.checked(found["x"], found["y"], str(path))
+        return self._form.checked(arrays["x"], arrays["y"], str(path))
 
     def waits_for(self) -> str:
         """Return a text that names the producers that have not ended."""
@@ -941,7 +941,7 @@ class SpoolReceiver(Receiver):
         for one in samples:
             name = f"{one.producer}-{one.number:020d}.npz"
             (self._folder / name).unlink(missing_ok=True)
-            self._held.discard(name)
+            self._read_names.discard(name)
 
     def stop(self) -> None:
         """Tell the producers that nobody trains any more."""

@@ -205,26 +205,28 @@ class Source(ABC):
             bad = int(wanted.min() if wanted.min() < 0 else wanted.max())
             raise DataError(f"sample {bad} does not exist: there are {len(self)}")
         keywords = {"run": run or Run(count=wanted.size)} if self.takes_run else {}
-        found = self.read(wanted, **keywords)
-        leaves = self._checked_leaves(found, len(wanted))
+        samples = self.read(wanted, **keywords)
+        leaves = self._checked_leaves(samples, len(wanted))
         if all(has_plain_bytes(leaf) for leaf in leaves if isinstance(leaf, np.ndarray)):
-            return found
-        x, y = map_leaves(lambda leaf: native(leaf) if isinstance(leaf, np.ndarray) else leaf, found)
+            return samples
+        x, y = map_leaves(lambda leaf: native(leaf) if isinstance(leaf, np.ndarray) else leaf, samples)
         return x, y
 
-    def _checked_leaves(self, found: Any, count: int) -> list[Any]:
+    def _checked_leaves(self, samples: Any, count: int) -> list[Any]:
         """Return the leaves of what :meth:`read` returned, which must be a pair of trees of ``count`` samples."""
         source: Source = self
         while isinstance(source, Subset):  # which reads from another source
             source = source.source
         kind = type(source).__name__
-        if not isinstance(found, tuple | list) or len(found) != 2:
+        if not isinstance(samples, tuple | list) or len(samples) != 2:
             got = (
-                f"a {type(found).__name__} of {len(found)}" if isinstance(found, tuple | list) else type(found).__name__
+                f"a {type(samples).__name__} of {len(samples)}"
+                if isinstance(samples, tuple | list)
+                else type(samples).__name__
             )
             raise DataError(f"{kind}.read must return the pair (x, y), it returned {got}")
         leaves = []
-        for path, values in paths_of(**dict(zip("xy", found, strict=True))):
+        for path, values in paths_of(**dict(zip("xy", samples, strict=True))):
             leaves.append(unmasked_samples(values, f"{kind}.read returned {path}, which"))
             shape = getattr(values, "shape", None)
             if shape is not None and (not shape or shape[0] != count):
@@ -253,15 +255,15 @@ class Source(ABC):
         DataError
             If no sample is left for training.
         """
-        share = self.default_validation if validation is None else validation
-        require("validation", share, number(below=1.0, what="a share of the samples"))
-        held = max(1, round(share * len(self))) if share else 0
-        if held >= len(self):
+        fraction = self.default_validation if validation is None else validation
+        require("validation", fraction, number(below=1.0, what="a share of the samples"))
+        count = max(1, round(fraction * len(self))) if fraction else 0
+        if count >= len(self):
             raise DataError(
-                f"validation={share} of {len(self)} samples holds {held} back and leaves none to train on: "
+                f"validation={fraction} of {len(self)} samples holds {count} back and leaves none to train on: "
                 "give more data or a smaller share"
             )
-        return Subset(self, 0, len(self) - held), Subset(self, len(self) - held, len(self))
+        return Subset(self, 0, len(self) - count), Subset(self, len(self) - count, len(self))
 
 
 def check_source(source: Any, by: str, *, like: str = "") -> None:
@@ -270,9 +272,9 @@ def check_source(source: Any, by: str, *, like: str = "") -> None:
         raise DataError(f"{by}: expected a source of samples{like}, got {type(source).__name__}{source_for(source)}")
 
 
-def source_for(given: Any) -> str:
+def source_for(data: Any) -> str:
     """Return which source takes the place of an object that is none, as the end of an error's text; "" if unknown."""
-    kinds = {kind.__name__ for kind in type(given).__mro__ if kind.__module__.startswith("torch.utils.data")}
+    kinds = {kind.__name__ for kind in type(data).__mro__ if kind.__module__.startswith("torch.utils.data")}
     if "DataLoader" in kinds:
         return (
             "; give its dataset, mz.data.DatasetSource(loader.dataset): global_batch, seed and prefetch take the place "
@@ -282,7 +284,7 @@ def source_for(given: Any) -> str:
         return "; its samples have no numbers: give them by mz.data.OnlineSource, or write a mz.data.Source"
     if kinds:
         return "; give mz.data.DatasetSource(dataset)"
-    if hasattr(given, "__getitem__") or hasattr(given, "__iter__"):
+    if hasattr(data, "__getitem__") or hasattr(data, "__iter__"):
         return "; of arrays or tensors make mz.data.ArraySource(x, y), of samples read one by one mz.data.DatasetSource"
     return ""
 
@@ -392,7 +394,7 @@ class Subset(WrappedSource):
     def read(self, indices: Indices, *, run: Run = EVALUATE) -> tuple[Any, Any]:
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
         keywords: dict[str, Any] = {"run": run} if self.takes_run else {}
-        return self.source.read(self._places(indices), **keywords)
+        return self.source.read(self._origin_positions(indices), **keywords)
 
     @cached_property
     def takes_run(self) -> bool:
@@ -401,18 +403,18 @@ class Subset(WrappedSource):
 
     def origin(self, indices: Indices) -> Indices:
         """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
-        return self.source.origin(self._places(indices))
+        return self.source.origin(self._origin_positions(indices))
 
     @property
     def in_page_cache(self) -> bool:
         """Tell whether the kernel keeps the samples of the other source in memory."""
         return self.source.in_page_cache
 
-    def _places(self, indices: Indices) -> Indices:
-        places = indices + self.start
+    def _origin_positions(self, indices: Indices) -> Indices:
+        positions = indices + self.start
         if not self.in_order:
-            cpu.reduction.permutation(places, len(self.source), SPLIT_SEED, 0)
-        return places
+            cpu.reduction.permutation(positions, len(self.source), SPLIT_SEED, 0)
+        return positions
 
     def describe(self) -> dict[str, Any]:
         """Return the range of positions and the fingerprint of the source that holds the samples."""
@@ -531,10 +533,10 @@ class TransformedSource(WrappedSource):
         x, y = self.source.samples(indices, run=run)
         numbers = self.source.origin(indices).tolist()
         changed = []
-        for place, sample in enumerate(numbers):
+        for position, sample in enumerate(numbers):
             random = SampleRandom(run.seed, run.epoch, sample) if run.training else None
-            own_x, own_y = (map_leaves(itemgetter(place), tree) for tree in (x, y))
-            changed.append(_pair(self.function(own_x, own_y, random), f"{self.name} must return", self.name))
+            sample_x, sample_y = (map_leaves(itemgetter(position), tree) for tree in (x, y))
+            changed.append(_pair(self.function(sample_x, sample_y, random), f"{self.name} must return", self.name))
         return _stacked(changed, numbers, self.name)
 
     @property
@@ -626,8 +628,8 @@ class DatasetSource(Source):
         numbers, name = indices.tolist(), type(self.dataset).__name__
         if not numbers:
             return map_leaves(lambda leaf: leaf[:0], self.read(np.zeros(1, np.int64)))
-        found = [_pair(self.dataset[number], f"{name}[{number}] must be", name) for number in numbers]
-        return _stacked(found, numbers, name)
+        samples = [_pair(self.dataset[number], f"{name}[{number}] must be", name) for number in numbers]
+        return _stacked(samples, numbers, name)
 
     def describe(self) -> dict[str, Any]:
         """Return the dataset's class, and a fingerprint of its first and last sample."""
@@ -718,10 +720,10 @@ class ArraySource(Source):
 
     def describe(self) -> dict[str, Any]:
         """Return the shape, dtype and CRC32 of each array, by its path such as ``x['mask']``."""
-        found: dict[str, Any] = {"kind": "arrays"}
+        description: dict[str, Any] = {"kind": "arrays"}
         for path, values in SampleTree.of(x=self.x, y=self.y).named:
-            found[path] = (values.shape, values.dtype.str, crc32(values.data if values.size else b""))
-        return found
+            description[path] = (values.shape, values.dtype.str, crc32(values.data if values.size else b""))
+        return description
 
     def contents(self) -> dict[str, Any]:
         """Return the checksums of the arrays."""
@@ -833,7 +835,7 @@ def room_in_memory() -> int:
     return (available_memory() or 0) // 2
 
 
-def on_own_disk(path: str) -> bool:
+def on_local_disk(path: str) -> bool:
     """Tell whether a file is on a disk of this machine, whose pages nothing but a lack of memory drops. Not collective.
 
     File systems that are not on one block device (NFS, Lustre, tmpfs) have devices with the major number 0.
@@ -887,10 +889,10 @@ class FileState(NamedTuple):
     def of(cls, path: str) -> Self | None:
         """Return the state of a file; None of a folder, whose files have states, and of what is not there."""
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except OSError:  # which opening it will tell
             return None
-        return None if stat.S_ISDIR(found.st_mode) else cls(found.st_size, found.st_mtime_ns)
+        return None if stat.S_ISDIR(status.st_mode) else cls(status.st_size, status.st_mtime_ns)
 
     def __str__(self) -> str:
         """Return size and time as text."""
@@ -905,9 +907,9 @@ def file_states(paths: Iterable[str]) -> list[tuple[str, int, int]]:
 
 def check_named_once(paths: Iterable[str]) -> None:
     """Raise DataError if two of the paths are one file, whose samples would be in training and in validation, too."""
-    seen: dict[str, str] = {}
+    known: dict[str, str] = {}
     for path in paths:
-        earlier = seen.setdefault(os.path.realpath(path), path)
+        earlier = known.setdefault(os.path.realpath(path), path)
         if earlier is not path:
             also = f" (as {earlier})" if earlier != path else ""
             raise DataError(
@@ -949,8 +951,8 @@ class MappedFile:
         self.path = path
         self._file = with_more_files(path, lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         weakref.finalize(self, os.close, self._file)
-        found = os.fstat(self._file)
-        self.size, self._state = found.st_size, FileState(found.st_size, found.st_mtime_ns)
+        status = os.fstat(self._file)
+        self.size, self._state = status.st_size, FileState(status.st_size, status.st_mtime_ns)
         self.memory = with_more_files(path, lambda: mmap.mmap(self._file, self.size, access=mmap.ACCESS_READ))
         self.bytes: Array = np.frombuffer(self.memory, np.uint8)
         named: dict[str, Any] = {}
@@ -977,10 +979,10 @@ class MappedFile:
 
     def check(self) -> None:
         """Raise DataError if the file is not as it was when it was mapped: it may be what another run writes."""
-        found = os.fstat(self._file)
-        if found.st_size < self.size:
+        status = os.fstat(self._file)
+        if status.st_size < self.size:
             raise self._shorter()
-        if (now := FileState(found.st_size, found.st_mtime_ns)) != self._state:
+        if (now := FileState(status.st_size, status.st_mtime_ns)) != self._state:
             raise _changed(self.path, self._state, now)
 
     def _shorter(self) -> DataError:
@@ -993,7 +995,7 @@ class MappedFile:
 #: Bytes that are read ahead together.
 REGION = 4 << 20
 #: Least bytes of neighbouring rows that are read by a call of the system, which costs no page fault for each page.
-RUN = 1 << 20
+READ_BYTES = 1 << 20
 
 
 class MappedArray:
@@ -1015,7 +1017,7 @@ class MappedArray:
         self._row = self._array.nbytes // shape[0]
         end = self._first + self._array.nbytes
         by_rows = not by_columns or len(shape) == 1  # otherwise no row lies in one place
-        self._run = max(1, -(-RUN // max(1, self._row))) if by_rows else shape[0] + 1
+        self._contiguous = max(1, -(-READ_BYTES // max(1, self._row))) if by_rows else shape[0] + 1
         self._unread = np.full(-(-end // REGION), by_rows and end <= room_in_memory())
 
     @property
@@ -1028,17 +1030,17 @@ class MappedArray:
 
     def __getitem__(self, where: Any) -> Array:
         """Return the rows of an array of indices, or the elements of a tuple of slices."""
-        if isinstance(where, np.ndarray) and where.size >= self._run and (np.diff(where) == 1).all():
-            return self._read_run(int(where[0]), where.size)
+        if isinstance(where, np.ndarray) and where.size >= self._contiguous and (np.diff(where) == 1).all():
+            return self._read_contiguous(int(where[0]), where.size)
         if self._unread.any():
             self._read_ahead(where if isinstance(where, np.ndarray) else np.arange(where[0].start, where[0].stop))
         return self.file.read(self._array, where)
 
-    def _read_run(self, first: int, count: int) -> Array:
+    def _read_contiguous(self, first: int, count: int) -> Array:
         """Return ``count`` rows from row ``first`` on."""
-        found = np.empty((count, *self.shape[1:]), self.dtype)
-        self.file.read_into(found.reshape(-1).view(np.uint8), self._offset + first * self._row)
-        return found
+        values = np.empty((count, *self.shape[1:]), self.dtype)
+        self.file.read_into(values.reshape(-1).view(np.uint8), self._offset + first * self._row)
+        return values
 
     def _read_ahead(self, rows: Indices) -> None:
         starts = self._first + rows * self._row
@@ -1093,10 +1095,10 @@ class NpySource(Source):
 
     def describe(self) -> dict[str, Any]:
         """Return the names of the files without their folders, and the shapes and dtypes of their arrays."""
-        found: dict[str, Any] = {"kind": "npy"}
+        description: dict[str, Any] = {"kind": "npy"}
         for name, path, values in zip(("x", "y"), self.paths, (self.x, self.y), strict=True):
-            found[name] = (os.path.basename(path), values.shape, values.dtype.str)
-        return found
+            description[name] = (os.path.basename(path), values.shape, values.dtype.str)
+        return description
 
     def contents(self) -> dict[str, Any]:
         """Return names, sizes and times of the files."""
@@ -1175,14 +1177,14 @@ class TextSource(Source):
         listed = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         if not listed:
             raise DataError("no text: the list of paths is empty")
-        found = [file for path in listed for file in _text_files(path if path == "stdlib" else os.path.abspath(path))]
-        check_named_once(name for name, _ in found)
-        self.files = tuple(name for name, size in found if size)
-        self._ends = tuple(accumulate(size for _, size in found if size))
+        files = [file for path in listed for file in _text_files(path if path == "stdlib" else os.path.abspath(path))]
+        check_named_once(name for name, _ in files)
+        self.files = tuple(name for name, size in files if size)
+        self._ends = tuple(accumulate(size for _, size in files if size))
         self._map = lru_cache(maxsize=OPEN_FILES)(_map_file)
         names = ", ".join(str(path) for path in listed[:3]) + (", ..." if len(listed) > 3 else "")
         if not self.files:
-            raise DataError(f"{names}: no text: {len(found)} files, all of them empty")
+            raise DataError(f"{names}: no text: {len(files)} files, all of them empty")
         if self.bytes <= sequence:
             raise DataError(
                 f"{names}: {self.bytes} bytes of text; sequences of {sequence} need at least {sequence + 1} bytes"
@@ -1266,15 +1268,15 @@ def _text_size(path: str) -> int:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     try:
-        found = os.fstat(file)
-        start = os.read(file, 6) if stat.S_ISREG(found.st_mode) else b""
+        status = os.fstat(file)
+        start = os.read(file, 6) if stat.S_ISREG(status.st_mode) else b""
     finally:
         os.close(file)
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: not a regular file")
     if program := next((name for first, name in COMPRESSED.items() if start.startswith(first)), ""):
         raise DataError(f"{path}: compressed by {program}: unpack it, since text is read as it is stored")
-    return found.st_size
+    return status.st_size
 
 
 def _files_below(folder: str) -> Iterator[str]:
@@ -1294,14 +1296,14 @@ LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "
 
 def _standard_library() -> list[str]:
     root = sysconfig.get_paths()["stdlib"]
-    found = {}
+    paths = {}
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in LEFT_OUT]
         for name in files:
             if name.endswith(".py"):
                 path = os.path.join(folder, name)
-                found[os.path.relpath(path, root)] = path
-    if not found:
+                paths[os.path.relpath(path, root)] = path
+    if not paths:
         raise DataError(f"stdlib: no .py files below {root}; give text files instead")
-    order = sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())
-    return [found[name] for name in order]
+    order = sorted(paths, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return [paths[name] for name in order]

@@ -15,7 +15,7 @@ from mpizero._util.checks import require, whole
 from mpizero._util.names import explains, nearest
 from mpizero.comm.agreement import agree_arrays, agree_equal, agree_on_call, all_ranks
 from mpizero.data import ArraySource
-from mpizero.data.batches import whole_batch
+from mpizero.data.batches import full_batch
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.optim.minimizers import MethodProgress
 from mpizero.sharding.fit import compared_samples
@@ -154,7 +154,7 @@ def minimize(
     model._optimizer_class(optimizer).set_model(model)
     if resume is not None:
         model.load_model(resume)
-    x, y = whole_batch(source, model)
+    x, y = full_batch(source, model)
     return _Minimization(model, x, y, callback).run(**limits)
 
 

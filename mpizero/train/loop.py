@@ -27,7 +27,7 @@ from mpizero.checkpoint import StepFolder
 from mpizero.checkpoint.manager import BEST
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import Source, batches
-from mpizero.data.batches import choose_grains, whole_batch
+from mpizero.data.batches import choose_grains, full_batch
 from mpizero.errors import DataError, ExitStatus, MpizeroError, RemoteError, StateError
 from mpizero.layout import Grains
 from mpizero.sharding import BadSteps, StepReport
@@ -694,7 +694,7 @@ class SameBatch:
 
     def __next__(self) -> tuple[Any, Any]:
         if self._samples is None:
-            self._samples = whole_batch(self._source, self._model)
+            self._samples = full_batch(self._source, self._model)
         return self._samples
 
 

@@ -20,7 +20,7 @@ from mpizero._util.text import notice
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
-from mpizero.data.batches import whole_batch
+from mpizero.data.batches import full_batch
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.sharding import Model
 from mpizero.tools.check_model.checks import examine
@@ -67,7 +67,7 @@ def _verify(config: RunConfig, comm: Communicator, options: argparse.Namespace) 
 
     def feed(model: Model) -> Iterator[Any]:
         if config.optimizer.kind.needs_vectors:
-            return repeat(whole_batch(source, model))
+            return repeat(full_batch(source, model))
         return batches(source, model, config.train.global_batch, seed=config.train.seed)
 
     # The comparison of layouts would not find a model that is wrong in one process, too: check the model first.
