@@ -133,8 +133,8 @@ class FunctionModel:
         precisions = {_PRECISION.get(kind) for kind in dtypes.values()}
         if len(precisions) > 1 or None in precisions:
             first = {kind: name for name, kind in reversed(dtypes.items())}
-            told = ", ".join(f"{name!r} is {kind}" for kind, name in first.items())
-            raise ConfigError(f"all parameters must be float32 or complex64, or all float64 or complex128; {told}")
+            listed = ", ".join(f"{name!r} is {kind}" for kind, name in first.items())
+            raise ConfigError(f"all parameters must be float32 or complex64, or all float64 or complex128; {listed}")
         for what, names in (("frozen", frozen), ("averaged", averaged)):
             _check_names(what, names, parameters)
         if both := sorted(set(frozen) & set(averaged)):

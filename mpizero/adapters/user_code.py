@@ -49,7 +49,7 @@ def hidden_state(**roots: Any) -> dict[str, bytes]:
     walk = _Walk()
     for name, root in roots.items():
         walk.look(root, name, 0)
-    return walk.found
+    return walk.digests
 
 
 #: The generators that all code of the process shares, by name.
@@ -84,12 +84,12 @@ def line_that_changes(state: Callable[[], Any], action: Callable[[], Any]) -> Li
 
     None stands for no such line. Errors of ``action`` are ignored.
     """
-    before, last, found = state(), None, None
+    before, last, line = state(), None, None
 
     def look() -> None:
-        nonlocal found
-        if found is None and last is not None and state() != before:
-            found = last
+        nonlocal line
+        if line is None and last is not None and state() != before:
+            line = last
 
     def followed(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal last
@@ -111,11 +111,11 @@ def line_that_changes(state: Callable[[], Any], action: Callable[[], Any]) -> Li
     finally:
         sys.settrace(tracer)
     look()
-    return found
+    return line
 
 
 #: Most levels of objects inside of objects, and most values, that are looked at; bytes of an array that are all read.
-_DEEPEST, _MOST, _WHOLE = 16, 20_000, 1 << 24
+_DEEPEST, _MOST, _MOST_BYTES = 16, 20_000, 1 << 24
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, range, itertools.count)
 
 
@@ -123,19 +123,19 @@ class _Walk:
     """Walk through objects, and collect digests of the values in them."""
 
     def __init__(self) -> None:
-        self.found: dict[str, bytes] = {}
-        self._seen: dict[int, Any] = {}
+        self.digests: dict[str, bytes] = {}
+        self._visited: dict[int, Any] = {}
 
     def look(self, value: Any, path: str, depth: int) -> None:
         """Collect the digests of ``value``, whose path is ``path``."""
         if isinstance(value, _PLAIN):
-            self.found[path] = repr(value).encode(errors="backslashreplace")
+            self.digests[path] = repr(value).encode(errors="backslashreplace")
             return
-        if id(value) in self._seen or depth > _DEEPEST or len(self.found) > _MOST:
+        if id(value) in self._visited or depth > _DEEPEST or len(self.digests) > _MOST:
             return
-        self._seen[id(value)] = value  # itself, too: an id is of a living object
+        self._visited[id(value)] = value  # itself, too: an id is of a living object
         if (state := _state(value)) is not None:
-            self.found[path] = _digest(state)
+            self.digests[path] = _digest(state)
             return
         for name, inner in _inner(value, path):
             self.look(inner, name, depth + 1)
@@ -184,7 +184,7 @@ def _inner(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from ((path, value.func), (f"{path}.args", value.args), (f"{path}.keywords", value.keywords))
     elif isinstance(value, type):
         yield from _of_class(value, path)
-    elif hasattr(value, "named_modules") or isinstance(value, SimpleNamespace) or _is_own(type(value)):
+    elif hasattr(value, "named_modules") or isinstance(value, SimpleNamespace) or _is_users(type(value)):
         yield from _of_object(value, path)
 
 
@@ -206,7 +206,7 @@ def _of_function(function: FunctionType, path: str) -> Iterator[tuple[str, Any]]
 
 def _of_class(kind: type, path: str) -> Iterator[tuple[str, Any]]:
     for base in kind.__mro__:
-        if _is_own(base):
+        if _is_users(base):
             for name, item in vars(base).items():
                 if name not in ("__dict__", "__weakref__", "__doc__", "__annotations__"):
                     yield f"{path}.{name}", getattr(item, "__func__", item)
@@ -218,8 +218,8 @@ _OF_TORCH = ("_parameters", "_buffers", "_flat_weights", "training")
 
 def _of_object(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     of_torch = _OF_TORCH if hasattr(value, "named_modules") else ()
-    held = vars(value) if hasattr(value, "__dict__") else {}
-    for name, item in list(held.items()):
+    attributes = vars(value) if hasattr(value, "__dict__") else {}
+    for name, item in list(attributes.items()):
         if name == "_modules" and of_torch:
             yield from ((f"{path}.{child}" if path else child, module) for child, module in item.items())
         elif name not in of_torch:
@@ -234,30 +234,30 @@ def _slots(kind: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _is_own(kind: type) -> bool:
+def _is_users(kind: type) -> bool:
     """Tell whether a class is the user's."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ != "builtins" and is_users_code(file, kind.__module__)
 
 
 def _digest(state: Any) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
-    _feed(found, state)
-    return found.digest()
+    digest = hashlib.blake2b(digest_size=16)
+    _feed(digest, state)
+    return digest.digest()
 
 
-def _feed(found: Any, state: Any) -> None:
+def _feed(digest: Any, state: Any) -> None:
     if isinstance(state, Mapping):
         state = tuple(state.items())
     if isinstance(state, tuple):
         for item in state:
-            _feed(found, item)
+            _feed(digest, item)
     elif isinstance(state, np.ndarray) and not state.dtype.hasobject:
-        found.update(f"{state.dtype} {state.shape}".encode())
+        digest.update(f"{state.dtype} {state.shape}".encode())
         flat = np.ascontiguousarray(state).reshape(-1).view(np.uint8)
-        found.update(flat if flat.nbytes <= _WHOLE else np.ascontiguousarray(flat[:: flat.nbytes // _WHOLE]))
+        digest.update(flat if flat.nbytes <= _MOST_BYTES else np.ascontiguousarray(flat[:: flat.nbytes // _MOST_BYTES]))
     else:
-        found.update(repr(state).encode(errors="backslashreplace"))
+        digest.update(repr(state).encode(errors="backslashreplace"))
 
 
 class PassWork(NamedTuple):
@@ -308,7 +308,7 @@ class EfficientSamples:
 
     def __init__(self, work: Callable[[Any, Any], PassWork], parameters: int) -> None:
         self._work, self._parameters = work, parameters
-        self._found: dict[Any, int | None] = {}
+        self._counts: dict[Any, int | None] = {}
 
     def __call__(self, x: Any, y: Any) -> int | None:
         """Return the number of samples, a power of two; None if samples take no work, or if it cannot be counted.
@@ -317,14 +317,14 @@ class EfficientSamples:
         ``y``, trees of samples, only shapes and types count. Not collective.
         """
         kind = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves_of((x, y)))
-        if kind not in self._found:
+        if kind not in self._counts:
             try:
                 few, more = (self._work(*_zeros((x, y), samples)) for samples in (_FEW, _MORE))
             except Exception:  # code of the user's own, given zeros: what is wrong with it, its first pass tells
-                self._found[kind] = None
+                self._counts[kind] = None
             else:
-                self._found[kind] = self._enough(few, more)
-        return self._found[kind]
+                self._counts[kind] = self._enough(few, more)
+        return self._counts[kind]
 
     def _enough(self, few: PassWork, more: PassWork) -> int | None:
         operations, moved = more.operations - few.operations, more.bytes - few.bytes
@@ -383,7 +383,7 @@ class PassTimes:
         enough = [key for key, count in self._passes.items() if count == _LEFT_OUT + _TIMED]
         samples = max((samples for _, samples in enough), default=0)
         blocks = {block for block, _ in self._passes}
-        if not enough or not blocks == {block for block, own in enough if own == samples} == set(self._one):
+        if not enough or not blocks == {block for block, timed in enough if timed == samples} == set(self._one):
             return None
         return PassSeconds(
             samples, sum(self._all[block, samples] for block in blocks), sum(self._one[block] for block in blocks)

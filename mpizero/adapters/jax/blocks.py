@@ -87,7 +87,7 @@ class BlockProgram(NamedTuple):
     weights: Half
 
 
-class Kept(NamedTuple):
+class ForwardCache(NamedTuple):
     """Hold what a forward pass keeps: the input's arrays and structure, what made its key, and values of its own.
 
     ``values`` is None after a forward pass that is not one of training; the backward pass then runs it again.
@@ -134,49 +134,49 @@ class CompiledBlock:
         key = key_data(Run(True, 0, 0, 0), 0) if self.apply.takes_key else None
         return self._alone.lower(parameters, x, key)
 
-    def output(self, parameters: list[Array], x: Any) -> tuple[Any, Kept]:
+    def output(self, parameters: list[Array], x: Any) -> tuple[Any, ForwardCache]:
         """Return the output for ``x`` without a key, as read-only arrays, and what :meth:`backward_input` needs."""
         inputs, structure = jax.tree_util.tree_flatten(x)
         with self.apply.traced(without_key=True):
             y = jax.tree_util.tree_map(np.asarray, self._alone(parameters, x, None))
-        return y, Kept(inputs, structure, None, None)
+        return y, ForwardCache(inputs, structure, None, None)
 
-    def forward(self, parameters: list[Array], x: Any, key: Array | None) -> tuple[Any, Kept]:
+    def forward(self, parameters: list[Array], x: Any, key: Array | None) -> tuple[Any, ForwardCache]:
         """Return the output for ``x``, as read-only arrays, and what :meth:`backward_input` needs."""
         inputs, structure = jax.tree_util.tree_flatten(x)
         program = self._program(parameters, inputs, structure, key)
         if not self._checked:
             self._checked = check_rows(self.apply, lambda part: self._alone(parameters, part, None), x)
-        found = program.forward(parameters, inputs, key)
+        results = program.forward(parameters, inputs, key)
         count = len(program.outputs)
-        y = jax.tree_util.tree_unflatten(program.output, map(np.asarray, found[:count]))
-        return y, Kept(inputs, structure, key, found[count:])
+        y = jax.tree_util.tree_unflatten(program.output, map(np.asarray, results[:count]))
+        return y, ForwardCache(inputs, structure, key, results[count:])
 
-    def backward_input(self, parameters: list[Array], kept: Kept, dy: Any) -> tuple[Any, list[Any]]:
+    def backward_input(self, parameters: list[Array], cache: ForwardCache, dy: Any) -> tuple[Any, list[Any]]:
         """Return the gradient of the input, None where it has none, and values for :meth:`backward_weights`."""
-        inputs, structure, key, values = kept
+        inputs, structure, key, values = cache
         program = self._program(parameters, inputs, structure, key)
         if values is None:
             values = program.forward(parameters, inputs, key)[len(program.outputs) :]
         leaves = jax.tree_util.tree_leaves(dy, is_leaf=lambda leaf: leaf is None)
-        given = [
+        cotangents = [
             np.zeros(kind.shape, kind.dtype) if leaf is None else leaf  # None: no loss depends on it
             for leaf, kind in zip(leaves, program.outputs, strict=True)
             if kind is not None
         ]
-        known = [*parameters, *inputs, *values, *given]
-        found = program.inputs.function([known[number] for number in program.inputs.takes])
+        known = [*parameters, *inputs, *values, *cotangents]
+        results = program.inputs.function([known[number] for number in program.inputs.takes])
         count = len(program.differentiated)
         gradients: list[Any] = [None] * len(inputs)
-        for number, gradient in zip(program.differentiated, found[:count], strict=True):
+        for number, gradient in zip(program.differentiated, results[:count], strict=True):
             gradients[number] = np.asarray(gradient)
         dx = jax.tree_util.tree_unflatten(structure, gradients) if count else None
-        return dx, [*values, *given, *found[count:]]
+        return dx, [*values, *cotangents, *results[count:]]
 
-    def backward_weights(self, parameters: list[Array], kept: Kept, pending: list[Any]) -> list[Array]:
+    def backward_weights(self, parameters: list[Array], cache: ForwardCache, pending: list[Any]) -> list[Array]:
         """Return the gradients of the trained parameters, in their order, as read-only arrays."""
-        half = self._program(parameters, kept.inputs, kept.structure, kept.key).weights
-        known = [*parameters, *kept.inputs, *pending]
+        half = self._program(parameters, cache.inputs, cache.structure, cache.key).weights
+        known = [*parameters, *cache.inputs, *pending]
         return [np.asarray(gradient) for gradient in half.function([known[number] for number in half.takes])]
 
     # ------------------------------------------------------------------ compiling
@@ -198,33 +198,33 @@ class CompiledBlock:
     def _compiled(self, parameters: list[Array], inputs: list[Any], structure: Any, key: Array | None) -> BlockProgram:
         """Trace the block for inputs of these shapes ([Note: halves])."""
         differentiated = [] if self._first else [i for i, leaf in enumerate(inputs) if leaf.dtype.kind in "fcV"]
-        seen: dict[str, Any] = {}
+        structures: dict[str, Any] = {}
 
-        def forward(given: list[Any], leaves: list[Any], data: Any) -> list[Any]:
+        def forward(values: list[Any], leaves: list[Any], data: Any) -> list[Any]:
             def applied(trained: list[Any], floats: list[Any]) -> Any:
-                every, changed = list(given), list(leaves)
+                every, changed = list(values), list(leaves)
                 for number, value in zip(self._trained, trained, strict=True):
                     every[number] = value
                 for number, value in zip(differentiated, floats, strict=True):
                     changed[number] = value
                 return self._applied(every, jax.tree_util.tree_unflatten(structure, changed), data)
 
-            y, backward = jax.vjp(applied, [given[i] for i in self._trained], [leaves[i] for i in differentiated])
-            outputs, seen["output"] = jax.tree_util.tree_flatten(y)
-            residuals, seen["backward"] = jax.tree_util.tree_flatten(backward)
-            seen["outputs"] = [jax.typeof(leaf) for leaf in outputs]
+            y, backward = jax.vjp(applied, [values[i] for i in self._trained], [leaves[i] for i in differentiated])
+            outputs, structures["output"] = jax.tree_util.tree_flatten(y)
+            residuals, structures["backward"] = jax.tree_util.tree_flatten(backward)
+            structures["outputs"] = [jax.typeof(leaf) for leaf in outputs]
             return [*outputs, *residuals]
 
         program = flat_program(forward, parameters, inputs, key)
-        backward = Backward(program, len(parameters), len(inputs), seen)
-        given = [*program.inputs]
+        backward = Backward(program, len(parameters), len(inputs), structures)
+        variables = [*program.inputs]
 
         def run(*arguments: Any) -> list[Any]:
-            known = dict(zip(given, jax.tree_util.tree_leaves(arguments), strict=True))
-            return program.evaluated(program.equations, known, [*backward.outputs, *backward.kept])
+            known = dict(zip(variables, jax.tree_util.tree_leaves(arguments), strict=True))
+            return program.evaluated(program.equations, known, [*backward.outputs, *backward.saved])
 
         halves = backward.halves(parameters, inputs, len(differentiated))
-        return BlockProgram(jax.jit(run), seen["output"], backward.shapes, differentiated, *halves)
+        return BlockProgram(jax.jit(run), structures["output"], backward.shapes, differentiated, *halves)
 
 
 class Backward:
@@ -237,43 +237,43 @@ class Backward:
         output, and those that ``jax.vjp`` needs.
     parameters, inputs : int
         Number of parameters and of arrays of the input.
-    seen : dict
+    structures : dict
         Structures that were found in tracing it: "output", "backward" (what ``jax.vjp`` returned), and "outputs", the
         types of the arrays of the output.
     """
 
-    def __init__(self, program: FlatProgram, parameters: int, inputs: int, seen: dict[str, Any]) -> None:
-        self.program, self.structure, self.output = program, seen["backward"], seen["output"]
-        self.types = seen["outputs"]
+    def __init__(self, program: FlatProgram, parameters: int, inputs: int, structures: dict[str, Any]) -> None:
+        self.program, self.structure, self.output = program, structures["backward"], structures["output"]
+        self.types = structures["outputs"]
         #: Shapes and dtypes of the arrays of the output, None of those without a gradient.
         self.shapes = [
             jax.ShapeDtypeStruct(kind.shape, kind.dtype) if kind.dtype.kind in "fcV" else None for kind in self.types
         ]
         self.outputs, self.residuals = program.outputs[: len(self.types)], program.outputs[len(self.types) :]
-        self.given = program.inputs[: parameters + inputs]
+        self.arguments = program.inputs[: parameters + inputs]
         samples = program.following(program.inputs[parameters:])
         #: What the forward pass keeps ([Note: what is kept]).
-        self.kept = [
-            *dict.fromkeys(v for v in self.residuals if is_variable(v) and v in samples and v not in self.given)
+        self.saved = [
+            *dict.fromkeys(v for v in self.residuals if is_variable(v) and v in samples and v not in self.arguments)
         ]
 
     def halves(self, parameters: list[Array], inputs: list[Any], count: int) -> tuple[Half, Half]:
         """Compile both halves; ``count`` arrays of the input have a gradient."""
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.kept]
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.saved]
         dy = [shape for shape in self.shapes if shape is not None]
-        whole = flat_program(self._backward, [*parameters, *inputs], shapes, dy)
-        dx, weights = whole.outputs[:count], whole.outputs[count:]
-        first = whole.needed(dx)
+        full = flat_program(self._backward, [*parameters, *inputs], shapes, dy)
+        dx, weights = full.outputs[:count], full.outputs[count:]
+        first = full.needed(dx)
         done = {id(equation) for equation in first}
-        rest = [equation for equation in whole.needed(weights) if id(equation) not in done]
+        rest = [equation for equation in full.needed(weights) if id(equation) not in done]
         made = {v for equation in first for v in equation.outvars}
         wanted = [v for equation in rest for v in equation.invars] + weights
         crossing = [*dict.fromkeys(v for v in wanted if is_variable(v) and v in made)]
-        known = [*whole.inputs, *crossing]
-        return _half(whole, first, known, [*dx, *crossing]), _half(whole, rest, known, weights)
+        known = [*full.inputs, *crossing]
+        return _half(full, first, known, [*dx, *crossing]), _half(full, rest, known, weights)
 
-    def _backward(self, given: list[Any], kept: list[Any], dy: list[Any]) -> list[Any]:
-        known = dict(zip(self.given, given, strict=True)) | dict(zip(self.kept, kept, strict=True))
+    def _backward(self, arguments: list[Any], saved: list[Any], dy: list[Any]) -> list[Any]:
+        known = dict(zip(self.arguments, arguments, strict=True)) | dict(zip(self.saved, saved, strict=True))
         again = self.program.needed(v for v in self.residuals if is_variable(v) and v not in known)
         residuals = self.program.evaluated(again, known, self.residuals)
         gradients = iter(dy)
@@ -286,7 +286,7 @@ class Backward:
         return [*floats, *map(descending, trained)]
 
 
-def _half(whole: FlatProgram, equations: list[Any], known: list[Any], outputs: list[Any]) -> Half:
+def _half(program: FlatProgram, equations: list[Any], known: list[Any], outputs: list[Any]) -> Half:
     wanted = {v for equation in equations for v in equation.invars if is_variable(v)}
     wanted.update(filter(is_variable, outputs))
     made = {v for equation in equations for v in equation.outvars}
@@ -294,7 +294,7 @@ def _half(whole: FlatProgram, equations: list[Any], known: list[Any], outputs: l
     variables = [known[number] for number in takes]
 
     def run(values: list[Any]) -> list[Any]:
-        return whole.evaluated(equations, dict(zip(variables, values, strict=True)), outputs)
+        return program.evaluated(equations, dict(zip(variables, values, strict=True)), outputs)
 
     return Half(takes, jax.jit(run) if outputs else lambda values: [])
 
@@ -334,35 +334,35 @@ class JaxBlock(Layer):
         """Describe the parameters."""
         return self.parameters
 
-    def forward(self, params: Params, x: Any, run: Run = EVALUATE) -> tuple[Any, Kept]:
+    def forward(self, params: Params, x: Any, run: Run = EVALUATE) -> tuple[Any, ForwardCache]:
         """Return the output for ``x``, and what the backward pass needs; no parameter is in it.
 
         The output is a read-only array, or a tree of them.
         """
-        given = samples(x, self.dtype, "the input")
+        inputs = samples(x, self.dtype, "the input")
         if not run.training:
-            return self._compiled.output(self._leaves(params), given)
+            return self._compiled.output(self._leaves(params), inputs)
         key = key_data(run, self.number) if self._compiled.apply.takes_key else None
-        return self._compiled.forward(self._leaves(params), given, key)
+        return self._compiled.forward(self._leaves(params), inputs, key)
 
-    def backward_input(self, params: Params, cache: Kept, dy: Any) -> tuple[Any, list[Any]]:
+    def backward_input(self, params: Params, cache: ForwardCache, dy: Any) -> tuple[Any, list[Any]]:
         """Return the gradient of the input, None for the first block and for integers, and intermediate results."""
         return self._compiled.backward_input(self._leaves(params), cache, dy)
 
-    def backward_weights(self, params: Params, cache: Kept, pending: list[Any], grads: Params) -> None:
+    def backward_weights(self, params: Params, cache: ForwardCache, pending: list[Any], grads: Params) -> None:
         """Overwrite the gradients of the parameters."""
-        found = iter(self._compiled.backward_weights(self._leaves(params), cache, pending))
+        gradients = iter(self._compiled.backward_weights(self._leaves(params), cache, pending))
         for spec in self.parameters:
             if spec.trainable:
-                value_at(grads, spec.name)[...] = next(found)
+                value_at(grads, spec.name)[...] = next(gradients)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the output for one sample of ``shape``; that of the input where it cannot be traced."""
         for dtype in (self.dtype, np.dtype(np.int32)):
             try:
-                given = [jax.ShapeDtypeStruct(spec.shape, self.dtype) for spec in self.parameters]
-                found = self._compiled.traced_output(given, jax.ShapeDtypeStruct((1, *shape), dtype))
-                return tuple(found.shape[1:])
+                shapes = [jax.ShapeDtypeStruct(spec.shape, self.dtype) for spec in self.parameters]
+                output = self._compiled.traced_output(shapes, jax.ShapeDtypeStruct((1, *shape), dtype))
+                return tuple(output.shape[1:])
             except Exception:  # of the user's function, for an input that it does not take
                 continue
         return shape
@@ -449,11 +449,11 @@ class CompiledLoss:
     ) -> tuple[float, Mapping[str, Array], float]:
         """Return the sum of the losses, its gradient by name, and the weight; the arrays are read-only."""
         start = perf_counter()
-        trained, fixed, x, y, key = given = self._arguments(parameters, batch, run)
+        trained, fixed, x, y, key = arguments = self._arguments(parameters, batch, run)
         with self.loss.traced(without_key=key is None):
             self._first.check((trained, fixed), (x, y), (key,))
-            (loss, weight), gradients = self._gradient(*given)
-        found = {name: np.asarray(gradients[name]) for name in self._trained}
+            (loss, weight), gradients = self._gradient(*arguments)
+        named = {name: np.asarray(gradients[name]) for name in self._trained}
         total, seconds = float(loss), perf_counter() - start
         self._compiled_in = self._compiled_in or seconds
         if run.training and self._compiled_in < _MOST_COMPILING:
@@ -463,15 +463,15 @@ class CompiledLoss:
                 jax.block_until_ready(self._alone(trained, fixed, x_one, y_one, key))
 
             self.times.add(0, run.count, seconds, one)
-        return total, found, _weight(weight, batch, run)
+        return total, named, _weight(weight, batch, run)
 
     def loss_alone(
         self, parameters: Mapping[str, Array], batch: tuple[Any, Any], run: Run = EVALUATE
     ) -> tuple[float, float]:
         """Return the sum of the losses and the weight."""
-        given = self._arguments(parameters, batch, run)
-        with self.loss.traced(without_key=given[-1] is None):
-            loss, weight = self._forward(*given)
+        arguments = self._arguments(parameters, batch, run)
+        with self.loss.traced(without_key=arguments[-1] is None):
+            loss, weight = self._forward(*arguments)
         return float(loss), _weight(weight, batch, run)
 
     def lowered(self, parameters: Mapping[str, Array], x: Any, y: Any) -> Any:
@@ -489,8 +489,8 @@ class CompiledLoss:
 
     def _with_gradient(self, *arguments: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
         self.compilations += 1
-        found, gradients = jax.value_and_grad(self._value, has_aux=True)(*arguments)
-        return found, {name: descending(gradient) for name, gradient in gradients.items()}
+        value, gradients = jax.value_and_grad(self._value, has_aux=True)(*arguments)
+        return value, {name: descending(gradient) for name, gradient in gradients.items()}
 
     def _value(self, trained: dict[str, Any], fixed: dict[str, Any], x: Any, y: Any, key: Any) -> tuple[Any, Any]:
         every = {**trained, **fixed}
@@ -525,20 +525,20 @@ def read_blocks(parameters: Any, blocks: Any) -> dict[str, Block]:
     if isinstance(blocks, str | bytes) or not isinstance(blocks, Mapping | Sequence) or not blocks:
         raise ConfigError(f"JaxModel: blocks are {_PAIRS}; got {blocks!r:.60}")
     named = dict(blocks) if isinstance(blocks, Mapping) else {str(i): block for i, block in enumerate(blocks)}
-    given = parameters
+    of_blocks = parameters
     if isinstance(parameters, list | tuple):
-        given = {str(i): part for i, part in enumerate(parameters)}
-    if given is not None and (not isinstance(given, Mapping) or set(given) != set(named)):
-        has = sorted(map(str, given)) if isinstance(given, Mapping) else type(parameters).__name__
+        of_blocks = {str(i): part for i, part in enumerate(parameters)}
+    if of_blocks is not None and (not isinstance(of_blocks, Mapping) or set(of_blocks) != set(named)):
+        has = sorted(map(str, of_blocks)) if isinstance(of_blocks, Mapping) else type(parameters).__name__
         raise ConfigError(f"JaxModel: the blocks are {list(named)}, parameters are given for {has}")
-    found = {}
+    result = {}
     for name, block in named.items():
-        pair = block if given is None else (given[name], block)
+        pair = block if of_blocks is None else (of_blocks[name], block)
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and callable(pair[1])):
-            way = f"blocks are {_PAIRS}" if given is None else "give its function, or parameters=None"
+            way = f"blocks are {_PAIRS}" if of_blocks is None else "give its function, or parameters=None"
             raise ConfigError(f"JaxModel: block {name!r} is {block!r:.60}: {way}")
-        found[str(name)] = Block(pair[0], TracedFunction(pair[1], f"apply of block {name!r}", "parameters", "x"))
-    return found
+        result[str(name)] = Block(pair[0], TracedFunction(pair[1], f"apply of block {name!r}", "parameters", "x"))
+    return result
 
 
 class StartValues(Mapping[str, Array]):
@@ -612,9 +612,9 @@ def make_layers(
         raise ConfigError(f"frozen names {unknown}, but the parameters are {list(dtypes)}{nearest(unknown[0], dtypes)}")
     kinds = {real_type(dtype): f"{name!r} is {dtype}" for name, dtype in reversed(dtypes.items())}
     if len(kinds) != 1:
-        told = ", ".join(kinds.values()) or "there are none"
+        listed = ", ".join(kinds.values()) or "there are none"
         raise ConfigError(
-            f"JaxModel: all parameters must be float32 or complex64, or all float64 or complex128; {told}"
+            f"JaxModel: all parameters must be float32 or complex64, or all float64 or complex128; {listed}"
         )
     (dtype,) = kinds
     compiled: dict[Any, CompiledBlock] = {}

@@ -43,21 +43,21 @@ def fix_threads(threads: int | None = None) -> None:
     None stands for the value of ``PJRT_NPROC``, else that of ``OMP_NUM_THREADS``, else 1.
     """
     if threads is None:
-        given = os.environ.get(_SETTING) or os.environ.get("OMP_NUM_THREADS", "1")
-        threads = int(given) if given.isdecimal() and int(given) else 1
+        setting = os.environ.get(_SETTING) or os.environ.get("OMP_NUM_THREADS", "1")
+        threads = int(setting) if setting.isdecimal() and int(setting) else 1
     if not running_threads():
         os.environ[_SETTING] = str(threads)
 
 
 def running_threads() -> int:
     """Return how many threads XLA computes with; 0 if it has not started, or on systems other than Linux."""
-    found = 0
+    count = 0
     for task in Path("/proc/self/task").glob("*/comm"):
         try:
-            found += task.read_text(encoding="utf-8").strip() == _NAME
+            count += task.read_text(encoding="utf-8").strip() == _NAME
         except OSError:  # the thread has ended
             continue
-    return found
+    return count
 
 
 def require_threads(threads: int) -> None:
@@ -68,12 +68,12 @@ def require_threads(threads: int) -> None:
     ConfigError
         If XLA runs with more threads.
     """
-    found = running_threads()
-    if not found:
+    running = running_threads()
+    if not running:
         fix_threads(threads)
-    elif found > threads:
+    elif running > threads:
         raise ConfigError(
-            f"JAX has started with {found} threads on this rank, the configuration has threads={threads}: import "
+            f"JAX has started with {running} threads on this rank, the configuration has threads={threads}: import "
             f"mpizero.adapters.jax before JAX computes anything, or set {_SETTING}={threads} for the job"
         )
 
@@ -123,19 +123,19 @@ def named_leaves(tree: Any, where: str) -> tuple[ParameterTree, list[Any]]:
         name.
     """
     try:
-        found, structure = jax.tree_util.tree_flatten_with_path(tree)
+        paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     except (TypeError, ValueError) as error:  # of keys that cannot be sorted
         raise ConfigError(f"{where} are no pytree: {error}; let the keys of a dictionary be strings") from error
-    if not found:
+    if not paths:
         raise ConfigError(f"{where} hold no arrays: give a pytree of them, such as {{'dense': {{'kernel': array}}}}")
     names: dict[str, str] = {}
-    for path, leaf in found:
+    for path, leaf in paths:
         name, text = dotted(path), jax.tree_util.keystr(path)
         if name in names:
             raise ConfigError(f"{where}: {names[name]} and {text} would both be named {name!r}; rename one of the keys")
         names[name] = text
         _check_leaf(leaf, f"{where}: {name!r}")
-    return ParameterTree(tuple(names), structure), [leaf for _, leaf in found]
+    return ParameterTree(tuple(names), structure), [leaf for _, leaf in paths]
 
 
 #: Name of the parameter where the tree is a single array.
@@ -192,18 +192,18 @@ def samples(tree: Any, dtype: np.dtype[Any], what: str) -> Any:
 
 
 def _sample(leaf: Any, dtype: np.dtype[Any], what: Any) -> Any:
-    found = getattr(leaf, "dtype", None)
-    kind = getattr(found, "kind", "")
-    if found is None or kind not in "biufcV" or not hasattr(leaf, "shape"):
-        told = f"an array of {found}" if found is not None else f"a {type(leaf).__name__}"
+    leaf_dtype = getattr(leaf, "dtype", None)
+    kind = getattr(leaf_dtype, "kind", "")
+    if leaf_dtype is None or kind not in "biufcV" or not hasattr(leaf, "shape"):
+        described = f"an array of {leaf_dtype}" if leaf_dtype is not None else f"a {type(leaf).__name__}"
         raise DataError(
-            f"{what()} is {told}, which JAX does not take: give arrays of numbers, alone or in tuples, lists, "
+            f"{what()} is {described}, which JAX does not take: give arrays of numbers, alone or in tuples, lists, "
             "dictionaries and classes that jax.tree_util.register_dataclass knows"
         )
     size = dtype.itemsize * (2 if kind == "c" else 1)
-    if kind in "fc" and found.itemsize > size:
+    if kind in "fc" and leaf_dtype.itemsize > size:
         return np.asarray(leaf).astype(f"{kind}{size}")
-    if kind in "iu" and found.itemsize == 8 and not jax.config.jax_enable_x64:
+    if kind in "iu" and leaf_dtype.itemsize == 8 and not jax.config.jax_enable_x64:
         narrow = np.dtype(f"{kind}4")
         bounds, array = np.iinfo(narrow), np.asarray(leaf)
         if array.size and (array.min() < bounds.min or array.max() > bounds.max):
@@ -248,28 +248,28 @@ class FlatProgram:
     outputs: list[Any]
     equations: list[Any]
     constants: dict[Any, Any]
-    _whole: Any
+    _jaxpr: Any
 
     def evaluated(self, equations: list[Any], known: Mapping[Any, Any], outputs: Sequence[Any]) -> list[Any]:
         """Evaluate some of the equations, from the values ``known`` by variable, and return those of ``outputs``."""
-        return _evaluated(self._whole, equations, self.constants | dict(known), outputs)
+        return _evaluated(self._jaxpr, equations, self.constants | dict(known), outputs)
 
     def needed(self, outputs: Iterable[Any]) -> list[Any]:
         """Return the equations that compute the variables ``outputs``, in their order."""
-        wanted, found = {v for v in outputs if is_variable(v)}, []
+        wanted, equations = {v for v in outputs if is_variable(v)}, []
         for equation in reversed(self.equations):
             if wanted.intersection(equation.outvars):
-                found.append(equation)
+                equations.append(equation)
                 wanted.update(v for v in filter(is_variable, equation.invars))
-        return found[::-1]
+        return equations[::-1]
 
     def following(self, inputs: Iterable[Any]) -> set[Any]:
         """Return ``inputs``, variables, and all variables that depend on them."""
-        found = set(inputs)
+        variables = set(inputs)
         for equation in self.equations:
-            if any(v in found for v in filter(is_variable, equation.invars)):
-                found.update(equation.outvars)
-        return found
+            if any(v in variables for v in filter(is_variable, equation.invars)):
+                variables.update(equation.outvars)
+        return variables
 
 
 def is_variable(value: Any) -> bool:
@@ -296,11 +296,11 @@ def _inlined(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> 
     for equation in jaxpr.eqns:
         inner = equation.params.get("jaxpr") if equation.primitive.name in _CALLS else None
         if inner is None:
-            found = _evaluated(jaxpr, [equation], values, equation.outvars)
+            results = _evaluated(jaxpr, [equation], values, equation.outvars)
         else:
-            given = [values[v] if is_variable(v) else v.val for v in equation.invars]
-            found = _inlined(inner.jaxpr, inner.consts, given)
-        values.update(zip(equation.outvars, found, strict=True))
+            inputs = [values[v] if is_variable(v) else v.val for v in equation.invars]
+            results = _inlined(inner.jaxpr, inner.consts, inputs)
+        values.update(zip(equation.outvars, results, strict=True))
     return [values[v] if is_variable(v) else v.val for v in jaxpr.outvars]
 
 
@@ -310,8 +310,8 @@ def _evaluated(jaxpr: Any, equations: list[Any], known: Mapping[Any, Any], outpu
     needed.update(filter(is_variable, outputs))
     inputs = [v for v in known if v in needed]
     part = jaxpr.replace(constvars=[], invars=inputs, outvars=list(outputs), eqns=list(equations))
-    found: list[Any] = jax.core.eval_jaxpr(part, (), *[known[v] for v in inputs])
-    return found
+    results: list[Any] = jax.core.eval_jaxpr(part, (), *[known[v] for v in inputs])
+    return results
 
 
 #: What to write in place of Python's own constructs, by the errors of JAX that these raise.
@@ -333,11 +333,11 @@ class TracedFunction:
     Parameters
     ----------
     function : callable
-        The function. It takes a key if it has a parameter ``key``, or one positional parameter more than ``given``
+        The function. It takes a key if it has a parameter ``key``, or one positional parameter more than ``arguments``
         names.
     name : str
         Name of the argument that the user gave it as, for messages.
-    given : str
+    arguments : str
         Names of the arguments that it is called with.
 
     Raises
@@ -346,19 +346,19 @@ class TracedFunction:
         If it is not callable, or cannot be called with these arguments.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, *given: str) -> None:
+    def __init__(self, function: Callable[..., Any], name: str, *arguments: str) -> None:
         if not callable(function):
-            raise ConfigError(f"{name} must be a function {name}({', '.join(given)}), got {function!r:.80}")
+            raise ConfigError(f"{name} must be a function {name}({', '.join(arguments)}), got {function!r:.80}")
         self.function, self.name = function, name
-        self._by_name, self._by_place = _takes_key(function, name, given)
+        self._by_name, self._by_position = _takes_key(function, name, arguments)
 
     @property
     def takes_key(self) -> bool:
         """Tell whether the function takes a key."""
-        return self._by_name or self._by_place
+        return self._by_name or self._by_position
 
     @property
-    def shown(self) -> str:
+    def label(self) -> str:
         """The function's name, file and line, for messages."""
         return named(self.function, self.name)
 
@@ -366,7 +366,7 @@ class TracedFunction:
         """Return what the function returns; ``key`` is passed on if it takes one."""
         if self._by_name:
             return self.function(*arguments, key=key)
-        return self.function(*arguments, key) if self._by_place else self.function(*arguments)
+        return self.function(*arguments, key) if self._by_position else self.function(*arguments)
 
     @contextmanager
     def traced(self, *, without_key: bool = False) -> Iterator[None]:
@@ -382,11 +382,11 @@ class TracedFunction:
         try:
             yield
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
-            line, told = users_line(error.__traceback__), str(error).strip().split("\n")[0]
+            line, reason = users_line(error.__traceback__), str(error).strip().split("\n")[0]
             instead = next((way for kind, way in _INSTEAD if isinstance(error, kind)), "see the error's own text")
             where = "" if line is None else f", {line}"
-            told = told.rstrip(".")
-            raise UnsupportedError(f"{self.shown}{where}: JAX cannot trace it: {told}; {instead}") from error
+            reason = reason.rstrip(".")
+            raise UnsupportedError(f"{self.label}{where}: JAX cannot trace it: {reason}; {instead}") from error
         except Exception as error:
             notes = getattr(error, "__notes__", [])
             notes[:] = [note for note in notes if _FILTERED not in note]
@@ -395,26 +395,26 @@ class TracedFunction:
             raise
 
 
-def _takes_key(function: Callable[..., Any], name: str, given: tuple[str, ...]) -> tuple[bool, bool]:
+def _takes_key(function: Callable[..., Any], name: str, names: tuple[str, ...]) -> tuple[bool, bool]:
     """Return whether a function takes a key by its name, and whether as its last positional argument."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return False, False
-    own = signature.parameters.get("key")
-    calls: list[tuple[tuple[str, ...], dict[str, Any]]] = [(given, {}), ((*given, "key"), {})]
-    if own is not None and own.kind in (own.KEYWORD_ONLY, own.POSITIONAL_OR_KEYWORD):
-        calls.insert(0, (given, {"key": None}))
+    key = signature.parameters.get("key")
+    calls: list[tuple[tuple[str, ...], dict[str, Any]]] = [(names, {}), ((*names, "key"), {})]
+    if key is not None and key.kind in (key.KEYWORD_ONLY, key.POSITIONAL_OR_KEYWORD):
+        calls.insert(0, (names, {"key": None}))
     for arguments, keywords in calls:
         try:
             signature.bind(*arguments, **keywords)
-        except TypeError as found:
-            error = found
+        except TypeError as mismatch:
+            error = mismatch
         else:
-            return bool(keywords), len(arguments) > len(given)
+            return bool(keywords), len(arguments) > len(names)
     called = getattr(function, "__qualname__", name).rpartition("<locals>.")[2]
     raise ConfigError(
-        f"{name} is called as {name}({', '.join(given)}), or with key= as well where it takes that, but it is "
+        f"{name} is called as {name}({', '.join(names)}), or with key= as well where it takes that, but it is "
         f"{called}{signature}: {error}"
     )
 
@@ -440,17 +440,17 @@ def sum_and_weight(loss: TracedFunction, returned: Any) -> tuple[Any, Any]:
     """
     pair = isinstance(returned, tuple | list)
     if pair and len(returned) != 2:
-        raise LayoutError(f"{loss.shown} returned {len(returned)} values: {_ADVICE}")
-    found, weight = returned if pair else (returned, None)
-    if (told := _no_number(found, "f")) is not None:
-        way = "; jax.numpy.sum(losses) adds them up" if "shape" in told else ""
-        raise LayoutError(f"{loss.shown} returned {told} as the loss: {_ADVICE}{way}")
-    if weight is not None and (told := _no_number(weight, "biuf")) is not None:
+        raise LayoutError(f"{loss.label} returned {len(returned)} values: {_ADVICE}")
+    value, weight = returned if pair else (returned, None)
+    if (fault := _no_number(value, "f")) is not None:
+        way = "; jax.numpy.sum(losses) adds them up" if "shape" in fault else ""
+        raise LayoutError(f"{loss.label} returned {fault} as the loss: {_ADVICE}{way}")
+    if weight is not None and (fault := _no_number(weight, "biuf")) is not None:
         raise LayoutError(
-            f"{loss.shown} returned {told} as the weight: expected one real number, how much the samples count, for a "
+            f"{loss.label} returned {fault} as the weight: expected one real number, how much the samples count, for a "
             "plain mean their number"
         )
-    return jnp.asarray(found), weight
+    return jnp.asarray(value), weight
 
 
 def _no_number(value: Any, kinds: str) -> str | None:
@@ -516,25 +516,25 @@ class FirstGrains:
         bits = jnp.finfo(jax.tree_util.tree_leaves((parameters, batch))[0].dtype).bits
         try:  # in double precision, a small term is no rounding
             with jax.enable_x64(True):
-                found = _found(self.computed, _doubled(parameters), map(_doubled, trees), key)
+                results = _losses_and_gradients(self.computed, _doubled(parameters), map(_doubled, trees), key)
             within = _APART[64] if bits == 64 else _DOUBLED
         except Exception:
             try:
-                found, within = _found(self.computed, parameters, trees, key), _APART[bits]
+                results, within = _losses_and_gradients(self.computed, parameters, trees, key), _APART[bits]
             except Exception:
                 if self.loss.takes_key:
                     return  # it needs its key, and draws other numbers for other samples
                 raise
         within = _APART[16] if self.half_precision else within
-        numbers = [np.array([one.loss, one.weight]) for one in found]
+        numbers = [np.array([one.loss, one.weight]) for one in results]
         self._check_sums(numbers[0], numbers[1:], samples, within)
-        self._check_gradients(found, samples, within, add=bool(parameters))
+        self._check_gradients(results, samples, within, add=bool(parameters))
 
-    def _check_sums(self, whole: Array, halves: list[Array], samples: int, within: float) -> None:
-        if not np.isfinite([whole, *halves]).all():
+    def _check_sums(self, full: Array, halves: list[Array], samples: int, within: float) -> None:
+        if not np.isfinite([full, *halves]).all():
             return  # told by the step itself, with the tensor
-        apart = abs(whole - sum(halves))
-        allowed = within * np.maximum(abs(whole), sum(map(abs, halves)))
+        apart = abs(full - sum(halves))
+        allowed = within * np.maximum(abs(full), sum(map(abs, halves)))
         of, samples = "halves" if samples > 1 else "parts", max(samples, 2)
         for at, what in enumerate(("loss", "weight")):
             if apart[at] <= allowed[at] or not allowed[at]:
@@ -543,25 +543,25 @@ class FirstGrains:
             why = _TERM
             if what == "weight":
                 why = "a weight that does not grow with the samples: return their number"
-            elif min(a, b) - allowed[at] <= whole[at] <= max(a, b) + allowed[at]:  # also of one with a mask or weights
+            elif min(a, b) - allowed[at] <= full[at] <= max(a, b) + allowed[at]:  # also of one with a mask or weights
                 why = "a mean over the samples: return their sum, jax.numpy.sum(losses)"
             raise LayoutError(
-                f"{self.loss.shown}: the {what} of the first {samples} samples is {whole[at]:.6g}, of their two {of} "
+                f"{self.loss.label}: the {what} of the first {samples} samples is {full[at]:.6g}, of their two {of} "
                 f"{a:.6g} + {b:.6g}; probably {why}"
             )
 
-    def _check_gradients(self, found: list[_Found], samples: int, within: float, *, add: bool) -> None:
+    def _check_gradients(self, results: list[_LossAndGradient], samples: int, within: float, *, add: bool) -> None:
         """Raise ``LayoutError`` if gradients of the parts do not ``add`` up, or as rows do not make, the whole one."""
-        whole, first, second = (one.gradient for one in found)
-        largest = max((float(np.max(np.abs(leaf), initial=0)) for leaf in whole), default=0.0)
-        for a, b, c in zip(whole, first, second, strict=True):
+        full, first, second = (one.gradient for one in results)
+        largest = max((float(np.max(np.abs(leaf), initial=0)) for leaf in full), default=0.0)
+        for a, b, c in zip(full, first, second, strict=True):
             other = b + c if add else np.concatenate([b, c])
             size = max(float(np.max(np.abs(a), initial=0)), 1e-2 * largest)
             if not (np.isfinite(a).all() and np.isfinite(other).all()):
                 continue
             if (apart := float(np.max(np.abs(a - other), initial=0))) > 10 * within * size:
                 raise LayoutError(
-                    f"{self.loss.shown}: the gradient for the first {max(samples, 2)} samples and that for two parts "
+                    f"{self.loss.label}: the gradient for the first {max(samples, 2)} samples and that for two parts "
                     f"of them differ by {apart:.3g}, its largest element is {size:.3g}; probably {_TERM}"
                 )
 
@@ -576,7 +576,7 @@ def parts_of(tree: Any, samples: int) -> list[Any]:
     return [cut(lambda *both: np.concatenate(both), tree, other), tree, other]
 
 
-class _Found(NamedTuple):
+class _LossAndGradient(NamedTuple):
     """Hold the loss of samples, its weight, and the arrays of its gradient."""
 
     loss: float
@@ -584,14 +584,16 @@ class _Found(NamedTuple):
     gradient: list[np.ndarray[Any, Any]]
 
 
-def _found(computed: Any, parameters: tuple[Any, ...], trees: Iterable[Any], key: tuple[Any, ...]) -> list[_Found]:
-    found = []
+def _losses_and_gradients(
+    computed: Any, parameters: tuple[Any, ...], trees: Iterable[Any], key: tuple[Any, ...]
+) -> list[_LossAndGradient]:
+    results = []
     for tree in trees:
         (loss, weight), gradient = computed(*parameters, *tree, *[None for _ in key])
         leaves = [leaf for leaf in jax.tree_util.tree_leaves(gradient) if leaf.dtype != jax.dtypes.float0]
         weight = count(*tree) if weight is None else weight
-        found.append(_Found(float(loss), float(weight), list(map(np.asarray, leaves))))
-    return found
+        results.append(_LossAndGradient(float(loss), float(weight), list(map(np.asarray, leaves))))
+    return results
 
 
 def _doubled(tree: Any) -> Any:
@@ -615,17 +617,17 @@ def check_rows(apply: TracedFunction, computed: Callable[[Any], Any], x: Any) ->
     trees = parts_of(x, samples)
     try:
         with apply.traced(without_key=True):
-            whole, *parts = map(computed, trees)
+            full, *parts = map(computed, trees)
             half_precision = _uses_half_precision(jax.make_jaxpr(computed)(x))
     except Exception:
         if apply.takes_key:
             return True  # it needs its key
         raise
     samples = max(samples, 2)
-    for a, *rest in zip(*map(jax.tree_util.tree_leaves, (whole, *parts)), strict=True):
+    for a, *rest in zip(*map(jax.tree_util.tree_leaves, (full, *parts)), strict=True):
         if jnp.shape(a)[:1] != (samples,) or any(jnp.shape(b) != (count(b), *jnp.shape(a)[1:]) for b in rest):
             raise LayoutError(
-                f"{apply.shown} returned an array of shape {jnp.shape(a)} for {samples} samples: the first axis of "
+                f"{apply.label} returned an array of shape {jnp.shape(a)} for {samples} samples: the first axis of "
                 "every array counts samples"
             )
         b = np.concatenate(rest)
@@ -634,28 +636,28 @@ def check_rows(apply: TracedFunction, computed: Callable[[Any], Any], x: Any) ->
         apart, size = float(np.max(np.abs(a - b), initial=0)), float(np.max(np.abs(a), initial=0))
         if apart > _APART[16 if half_precision else jnp.finfo(a.dtype).bits] * size:
             raise LayoutError(
-                f"{apply.shown}: rows of its output depend on other samples: for the first {samples} samples together "
+                f"{apply.label}: rows of its output depend on other samples: for the first {samples} samples together "
                 f"and in two parts they differ by {apart:.3g}; compute each sample by itself: grains have another "
                 "number of samples"
             )
     return True
 
 
-def check_traces(function: TracedFunction, value: Callable[..., Any], given: tuple[Any, ...]) -> bool:
+def check_traces(function: TracedFunction, value: Callable[..., Any], examples: tuple[Any, ...]) -> bool:
     """Raise ``UnsupportedError`` if two traces of ``value``, which calls ``function``, differ. Not collective.
 
     Returns whether it computes in 16 bits.
     """
 
     def traced() -> Any:
-        return jax.make_jaxpr(lambda *arguments: value(*arguments))(*given)
+        return jax.make_jaxpr(lambda *arguments: value(*arguments))(*examples)
 
     first, second = traced(), traced()
     if str(first) != str(second) or not all(map(_same, first.consts, second.consts)):
         line = line_that_changes(lambda: (shared_generators(), hidden_state(function=function.function)), traced)
         at = "" if line is None else f", {line}"
         raise UnsupportedError(
-            f"{function.shown}{at}: computes something else when it is traced again: it draws numbers from "
+            f"{function.label}{at}: computes something else when it is traced again: it draws numbers from "
             "numpy.random or random, or uses a variable that changes, and JAX would keep what it was at first: "
             "compute from the arguments, and random numbers from an argument key"
         )

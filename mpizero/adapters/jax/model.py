@@ -201,8 +201,8 @@ def _predictor(predict: Callable[..., Any], tree: ParameterTree, dtype: np.dtype
 
     def predicted(parameters: Mapping[str, Array], x: Any) -> Any:
         with function.traced(without_key=True):
-            found = compiled([parameters[name] for name in tree.names], samples(x, dtype, "x"))
-            return jax.tree_util.tree_map(np.array, found)  # a copy, which can be written to
+            output = compiled([parameters[name] for name in tree.names], samples(x, dtype, "x"))
+            return jax.tree_util.tree_map(np.array, output)  # a copy, which can be written to
 
     compiled = jax.jit(lambda leaves, x: function(tree.build(leaves), x, key=None))
     return predicted
@@ -210,17 +210,17 @@ def _predictor(predict: Callable[..., Any], tree: ParameterTree, dtype: np.dtype
 
 def _work_of_blocks(blocks: Mapping[str, JaxBlock], dtype: np.dtype[Any], x: Any) -> PassWork:
     """Return the work of a forward and backward pass of blocks, whose parameters have type ``dtype``."""
-    given, found = samples(x, dtype, "x"), PassWork()
+    inputs, work = samples(x, dtype, "x"), PassWork()
     kinds = (dtype, np.result_type(dtype, np.complex64))
     for block in blocks.values():
         shapes = [jax.ShapeDtypeStruct(spec.shape, kinds[spec.complex]) for spec in block.parameters]
-        lowered = block.compiled.lowered(shapes, given)
-        found = found.plus(PassWork(*(3 * number for number in _work(lowered))))  # backward twice as much
-        given = jax.tree_util.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
-    return found
+        lowered = block.compiled.lowered(shapes, inputs)
+        work = work.plus(PassWork(*(3 * number for number in _work(lowered))))  # backward twice as much
+        inputs = jax.tree_util.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
+    return work
 
 
 def _work(lowered: Any) -> PassWork:
     """Return the work of what JAX has lowered. The calls of its kernels take little: XLA joins them."""
-    found = lowered.cost_analysis()
-    return PassWork(operations=int(found.get("flops", 0)), bytes=int(found.get("bytes accessed", 0)))
+    cost = lowered.cost_analysis()
+    return PassWork(operations=int(cost.get("flops", 0)), bytes=int(cost.get("bytes accessed", 0)))

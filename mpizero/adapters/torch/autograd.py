@@ -2,7 +2,7 @@
 
 :func:`as_tensor` and :func:`as_array` share memory between NumPy or CuPy and PyTorch. :func:`input_half` and
 :func:`weight_half` are the two halves of a backward pass, for inputs and for weights, without computing anything twice.
-:class:`OwnKernels` computes some functions of PyTorch with mpizero's kernels, which take less time on CPUs.
+:class:`MpizeroKernels` computes some functions of PyTorch with mpizero's kernels, which take less time on CPUs.
 
 Source of the halves: Qi et al., Zero Bubble Pipeline Parallelism (2024), section 2. The nodes of autograd's graph on a
 path to an input run in the input half. Where such a node also leads to weights by another edge, the gradient of its
@@ -104,12 +104,12 @@ def gradient_leaves(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves_of(tree) if leaf.is_floating_point() or leaf.is_complex()]
 
 
-def gradients_like(tree: Any, found: Gradients) -> Any:
+def gradients_like(tree: Any, gradients: Gradients) -> Any:
     """Return the gradients of :func:`gradient_leaves` as a tree of arrays like ``tree``, which is one of arrays, too.
 
     It has zeros where none was found, and None for leaves that have none. Not collective.
     """
-    left = iter(found)
+    left = iter(gradients)
 
     def gradient(leaf: Any) -> Any:
         if getattr(getattr(leaf, "dtype", None), "kind", "") not in ("f", "c"):
@@ -137,7 +137,7 @@ class PendingWeights(NamedTuple):
 
     Attributes
     ----------
-    kept : sequence
+    node_gradients : sequence
         Nodes of the graph, and the gradients of their outputs, in the order of the pass.
     edges : dict
         The edges of each of these nodes that lead to weights only.
@@ -147,7 +147,7 @@ class PendingWeights(NamedTuple):
         The gradients of the weights, where the graph cannot be divided.
     """
 
-    kept: Sequence[tuple[Node, tuple[torch.Tensor | None, ...]]]
+    node_gradients: Sequence[tuple[Node, tuple[torch.Tensor | None, ...]]]
     edges: dict[Node, tuple[GradientEdge, ...]]
     roots: Sequence[tuple[GradientEdge, torch.Tensor]]
     weights: Gradients | None = None
@@ -156,7 +156,7 @@ class PendingWeights(NamedTuple):
 class HalfTimes(NamedTuple):
     """Hold the seconds of a backward pass, and those of its two halves, and whether both compute the same."""
 
-    whole: float
+    full: float
     inputs: float
     weights: float
     equal: bool
@@ -164,12 +164,10 @@ class HalfTimes(NamedTuple):
     @property
     def ratio(self) -> float:
         """The time of both halves over that of the whole."""
-        return (self.inputs + self.weights) / self.whole
+        return (self.inputs + self.weights) / self.full
 
 
-def whole_backward(
-    graph: Pass, gradients: Sequence[torch.Tensor], *, keep: bool = False
-) -> tuple[Gradients, Gradients]:
+def full_backward(graph: Pass, gradients: Sequence[torch.Tensor], *, keep: bool = False) -> tuple[Gradients, Gradients]:
     """Return the gradients of inputs and weights, from those of the outputs. Not collective.
 
     ``keep`` says whether the graph is used again.
@@ -177,8 +175,8 @@ def whole_backward(
     ends = [*graph.inputs, *graph.weights]
     if not graph.outputs or not ends:
         return [None] * len(graph.inputs), [None] * len(graph.weights)
-    found = gradients_of(graph.outputs, ends, gradients, keep=keep)
-    return found[: len(graph.inputs)], found[len(graph.inputs) :]
+    results = gradients_of(graph.outputs, ends, gradients, keep=keep)
+    return results[: len(graph.inputs)], results[len(graph.inputs) :]
 
 
 def input_half(graph: Pass, gradients: Sequence[torch.Tensor]) -> tuple[Gradients, PendingWeights]:
@@ -189,31 +187,31 @@ def input_half(graph: Pass, gradients: Sequence[torch.Tensor]) -> tuple[Gradient
         for node in order
         if node in to_input
     }
-    edges = {node: found for node, found in edges.items() if found}
+    edges = {node: results for node, results in edges.items() if results}
     parents = Counter(edge for node in order for edge in _children(node))
-    shared = any(parents[edge] > 1 for found in edges.values() for edge in found)  # reached from another place, too
+    shared = any(parents[edge] > 1 for results in edges.values() for edge in results)  # reached from another place, too
     if not graph.weights or shared:
-        found, weights = whole_backward(graph, gradients, keep=True)
-        return found, PendingWeights((), {}, (), weights)
+        results, weights = full_backward(graph, gradients, keep=True)
+        return results, PendingWeights((), {}, (), weights)
     roots = [
         (edge, gradient)
         for output, gradient in zip(graph.outputs, gradients, strict=True)
         if (edge := get_gradient_edge(output)).node not in to_input
     ]
-    kept: list[tuple[Node, tuple[torch.Tensor | None, ...]]] = []
+    node_gradients: list[tuple[Node, tuple[torch.Tensor | None, ...]]] = []
     if not graph.inputs:
-        return (), PendingWeights(kept, edges, roots)
+        return (), PendingWeights(node_gradients, edges, roots)
 
     def keep(node: Node) -> Any:
-        return lambda given: kept.append((node, tuple(given)))
+        return lambda received: node_gradients.append((node, tuple(received)))
 
     hooks = [node.register_prehook(keep(node)) for node in edges]
     try:
-        found = gradients_of(graph.outputs, graph.inputs, gradients, keep=True)
+        results = gradients_of(graph.outputs, graph.inputs, gradients, keep=True)
     finally:
         for hook in hooks:
             hook.remove()
-    return found, PendingWeights(kept, edges, roots)
+    return results, PendingWeights(node_gradients, edges, roots)
 
 
 def weight_half(graph: Pass, pending: PendingWeights, *, keep: bool = False) -> Gradients:
@@ -221,12 +219,12 @@ def weight_half(graph: Pass, pending: PendingWeights, *, keep: bool = False) -> 
     if pending.weights is not None:
         return pending.weights
     begun = list(pending.roots)
-    for node, given in pending.kept:
-        outputs = [GradientEdge(node, i) for i, gradient in enumerate(given) if gradient is not None]
+    for node, received in pending.node_gradients:
+        outputs = [GradientEdge(node, i) for i, gradient in enumerate(received) if gradient is not None]
         ends = list(dict.fromkeys(pending.edges[node]))
-        gradients = [gradient for gradient in given if gradient is not None]
-        found = gradients_of(outputs, ends, gradients, keep=True)
-        begun += [(edge, gradient) for edge, gradient in zip(ends, found, strict=True) if gradient is not None]
+        gradients = [gradient for gradient in received if gradient is not None]
+        of_ends = gradients_of(outputs, ends, gradients, keep=True)
+        begun += [(edge, gradient) for edge, gradient in zip(ends, of_ends, strict=True) if gradient is not None]
     if not begun:
         return [None] * len(graph.weights)
     starts, gradients = [edge for edge, _ in begun], [gradient for _, gradient in begun]
@@ -242,7 +240,7 @@ def _paths(graph: Pass) -> tuple[set[Node], set[Node], list[Node]]:
     to_input = {get_gradient_edge(tensor).node for tensor in graph.inputs}
     to_weight = {get_gradient_edge(tensor).node for tensor in graph.weights}
     order: list[Node] = []
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(get_gradient_edge(output).node, False) for output in graph.outputs]
     while stack:
         node, done = stack.pop()
@@ -253,8 +251,8 @@ def _paths(graph: Pass) -> tuple[set[Node], set[Node], list[Node]]:
                 to_input.add(node)
             if any(child in to_weight for child in children):
                 to_weight.add(node)
-        elif node not in seen:
-            seen.add(node)
+        elif node not in visited:
+            visited.add(node)
             stack.append((node, True))
             stack += [(edge.node, False) for edge in _children(node)]
     return to_input, to_weight, order
@@ -272,10 +270,10 @@ def gradients_of(
     The checks of that take as long as a small layer, and import SymPy, which takes a second.
     """
     if _run is None:
-        found: Gradients = torch.autograd.grad(outputs, ends, gradients, retain_graph=keep, allow_unused=True)
+        results: Gradients = torch.autograd.grad(outputs, ends, gradients, retain_graph=keep, allow_unused=True)
     else:
-        found = _run(tuple(outputs), tuple(gradients), keep, False, tuple(ends), True, accumulate_grad=False)
-    return found
+        results = _run(tuple(outputs), tuple(gradients), keep, False, tuple(ends), True, accumulate_grad=False)
+    return results
 
 
 def half_times(graph: Pass, gradients: Sequence[torch.Tensor]) -> HalfTimes:
@@ -285,7 +283,7 @@ def half_times(graph: Pass, gradients: Sequence[torch.Tensor]) -> HalfTimes:
     used afterwards.
     """
     begun = thread_time()
-    inputs, weights = whole_backward(graph, gradients, keep=True)
+    inputs, weights = full_backward(graph, gradients, keep=True)
     divided = thread_time()
     again, pending = input_half(graph, gradients)
     halfway = thread_time()
@@ -304,7 +302,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[misc]
         return "torch._dynamo" in sys.modules
 
 
-class OwnKernels(TorchFunctionMode):  # type: ignore[misc]
+class MpizeroKernels(TorchFunctionMode):  # type: ignore[misc]
     """Let mpizero's kernels compute the functions that they know, for one thread.
 
     A mode of PyTorch sees the calls of functions while a module runs. GELU in its tanh form, SiLU, and causal attention
@@ -318,8 +316,8 @@ class OwnKernels(TorchFunctionMode):  # type: ignore[misc]
         """Return ``func(*args, **kwargs)``, by a kernel if there is one."""
         kwargs = kwargs or {}
         known = _KNOWN.get(func)
-        found = NotImplemented if known is None else known(*args, **kwargs)
-        return func(*args, **kwargs) if found is NotImplemented else found
+        result = NotImplemented if known is None else known(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
 
 
 def _gelu(input: Any, *, approximate: str = "none") -> Any:
@@ -373,8 +371,8 @@ def _again(function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ..
     """Return PyTorch's own gradients of ``function`` at ``inputs``, which can be differentiated again."""
     with torch._C.DisableTorchFunction():
         wanted = [x for x in inputs if x.requires_grad]
-        found = iter(torch.autograd.grad(function(*inputs), wanted, dy, create_graph=True))
-    return [next(found) if x.requires_grad else None for x in inputs]
+        gradients = iter(torch.autograd.grad(function(*inputs), wanted, dy, create_graph=True))
+    return [next(gradients) if x.requires_grad else None for x in inputs]
 
 
 class _Elementwise(Function):  # type: ignore[misc]
@@ -410,8 +408,8 @@ class _CausalAttention(Function):  # type: ignore[misc]
         """Return the weighted sums of the values."""
         samples, heads, length, features = inputs[0].shape
         apart = torch.empty(3, samples, heads, length, features, dtype=inputs[0].dtype)
-        for place, tensor in zip(apart, inputs, strict=True):
-            place.copy_(tensor)
+        for target, tensor in zip(apart, inputs, strict=True):
+            target.copy_(tensor)
         mixed, (_, stored, ctx.run, _) = CausalSelfAttention(heads * features, heads).attend_heads(apart.numpy())
         ctx.save_for_backward(*inputs, apart, None if stored is None else torch.from_numpy(stored))
         return torch.from_numpy(mixed).view(samples, length, heads, features).transpose(1, 2)
@@ -424,10 +422,10 @@ class _CausalAttention(Function):  # type: ignore[misc]
             return tuple(_again(_torch_attention, tuple(inputs), dy))
         samples, heads, length, features = dy.shape
         layer = CausalSelfAttention(heads * features, heads)
-        seen = (apart.numpy(), None if stored is None else stored.numpy(), ctx.run, 0)
+        saved = (apart.numpy(), None if stored is None else stored.numpy(), ctx.run, 0)
         rows = dy.transpose(1, 2).reshape(samples, length, heads * features)
-        found = torch.from_numpy(layer.attend_backward(seen, rows.numpy()))
-        return tuple(found.view(samples, length, 3, heads, features).permute(2, 0, 3, 1, 4))
+        gradient = torch.from_numpy(layer.attend_backward(saved, rows.numpy()))
+        return tuple(gradient.view(samples, length, 3, heads, features).permute(2, 0, 3, 1, 4))
 
 
 def _torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

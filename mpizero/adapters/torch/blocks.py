@@ -32,15 +32,15 @@ from mpizero.adapters.torch.autograd import (
     PendingWeights,
     as_array,
     as_tensor,
+    full_backward,
     gradient_leaves,
     gradients_like,
     half_times,
     input_half,
     weight_half,
-    whole_backward,
 )
-from mpizero.adapters.torch.call import BlockTensors, Held, held_by, running_statistics, torch_pass
-from mpizero.adapters.torch.originals import OwnForward
+from mpizero.adapters.torch.call import BlockTensors, ModuleTensor, module_tensors, running_statistics, torch_pass
+from mpizero.adapters.torch.originals import OriginalForward
 from mpizero.adapters.torch.passes import Allocations, ModuleCall, Passed
 from mpizero.adapters.user_code import PassTimes
 from mpizero.errors import ConfigError, LayoutError
@@ -49,14 +49,14 @@ from mpizero.nn.layer import Layer
 from mpizero.types import EVALUATE, INTEGER_DTYPES, IntegerSpec, ParameterSpec, Params, Run
 
 
-class _Kept(NamedTuple):
+class _SavedTensor(NamedTuple):
     """Hold a tensor that autograd saves, and its version then."""
 
     tensor: torch.Tensor
     version: int
 
 
-class _Place(NamedTuple):
+class _ParameterView(NamedTuple):
     """Describe a tensor that lies in the memory of a parameter."""
 
     parameter: int
@@ -82,28 +82,28 @@ class SavedParameters:
         """Return what autograd keeps in place of ``tensor``. Not collective."""
         number = self.parameter_of(tensor)
         if number is None:
-            return _Kept(tensor, tensor._version)
+            return _SavedTensor(tensor, tensor._version)
         if tensor.dtype != self.tensors[number].dtype or tensor.is_conj() or tensor.is_neg():
-            return _Kept(tensor.detach().clone(), 0)  # a view with elements of another kind
+            return _SavedTensor(tensor.detach().clone(), 0)  # a view with elements of another kind
         offset = (tensor.data_ptr() - self._ranges[number][0]) // tensor.element_size()
-        return _Place(number, offset, tensor.shape, tensor.stride())
+        return _ParameterView(number, offset, tensor.shape, tensor.stride())
 
     def parameter_of(self, tensor: torch.Tensor) -> int | None:
         """Return the number of the parameter in whose memory a tensor begins, None if in none. Not collective."""
         address = tensor.data_ptr()
         return next((i for i, (start, stop) in enumerate(self._ranges) if start <= address < stop), None)
 
-    def unpack(self, kept: Any) -> torch.Tensor:
+    def unpack(self, saved: Any) -> torch.Tensor:
         """Return the tensor that :meth:`pack` was given, with the present values. Not collective."""
-        if isinstance(kept, _Kept):
-            if kept.tensor._version != kept.version:
+        if isinstance(saved, _SavedTensor):
+            if saved.tensor._version != saved.version:
                 raise RuntimeError(
                     "a tensor that the backward pass needs was changed in place after the module had used it: compute "
                     "with a copy"
                 )
-            return kept.tensor
-        flat = self.tensors[kept.parameter].detach().reshape(-1)
-        return flat.as_strided(kept.shape, kept.strides, flat.storage_offset() + kept.offset)
+            return saved.tensor
+        flat = self.tensors[saved.parameter].detach().reshape(-1)
+        return flat.as_strided(saved.shape, saved.strides, flat.storage_offset() + saved.offset)
 
 
 class Describer:
@@ -129,30 +129,30 @@ class Describer:
         averaged: Collection[str],
     ) -> None:
         buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-        held = dict(module.named_parameters(remove_duplicate=False))  # a tied one has several names
-        self._frozen = {id(held[name]) for name in chosen_names(list(held), "frozen", frozen)}
-        self._unused = {id(held[name]) for name in chosen_names(list(held), "unused", unused)}
+        named = dict(module.named_parameters(remove_duplicate=False))  # a tied one has several names
+        self._frozen = {id(named[name]) for name in chosen_names(list(named), "frozen", frozen)}
+        self._unused = {id(named[name]) for name in chosen_names(list(named), "unused", unused)}
         self._averaged = chosen_names(buffers, "averaged", averaged, "buffer")
         self._dtype, self._order = dtype, tuple(module.state_dict())
         self._running = running_statistics(module)
         self._homes: dict[int, str] = {}
-        self._stored: list[Held] = []
+        self._stored: list[ModuleTensor] = []
 
     def describe(self, block: str, module: torch.nn.Module) -> BlockTensors:
         """Return what the module of a block holds. Not collective."""
-        parameters = held_by(module, "_parameters")
+        parameters = module_tensors(module, "_parameters")
         stored, specs = list(parameters.values()), []
         for identity, one in parameters.items():
-            whole = joined(block, one.name)
-            home = self._homes.setdefault(identity, whole)
-            tied, trainable = None if home == whole else home, one.trainable and identity not in self._frozen
+            full_name = joined(block, one.name)
+            home = self._homes.setdefault(identity, full_name)
+            tied, trainable = None if home == full_name else home, one.trainable and identity not in self._frozen
             specs.append(ParameterSpec(one.name, one.shape, decay=len(one.shape) > 1, trainable=trainable, tied=tied))
-        integers, numbers, kept = [], [], []
-        for identity, one in held_by(module, "_buffers").items():
-            whole, dtype = joined(block, one.name), str(one.now.dtype).removeprefix("torch.")
-            averaged, saved = identity in self._running or whole in self._averaged, whole in self._order
+        integers, numbers, unstored = [], [], []
+        for identity, one in module_tensors(module, "_buffers").items():
+            full_name, dtype = joined(block, one.name), str(one.now.dtype).removeprefix("torch.")
+            averaged, saved = identity in self._running or full_name in self._averaged, full_name in self._order
             if refusal := self._refusal(averaged, saved, dtype, self._homes.setdefault(identity, block), block):
-                raise ConfigError(f"TorchModel: buffer {whole!r} {refusal}")
+                raise ConfigError(f"TorchModel: buffer {full_name!r} {refusal}")
             if saved and dtype in INTEGER_DTYPES:
                 integers.append(one)
                 numbers.append(IntegerSpec(one.name, one.shape, dtype))
@@ -161,13 +161,15 @@ class Describer:
                 specs.append(ParameterSpec(one.name, one.shape, decay=False, trainable=averaged, averaged=averaged))
                 self._stored.append(one)
             else:
-                kept.append(one)
-        place = {name: number for number, name in enumerate(self._order)}
-        order = sorted(range(len(stored)), key=lambda n: place.get(joined(block, stored[n].name), len(place)))
+                unstored.append(one)
+        position = {name: number for number, name in enumerate(self._order)}
+        order = sorted(range(len(stored)), key=lambda n: position.get(joined(block, stored[n].name), len(position)))
         stored, specs = [stored[n] for n in order], [specs[n] for n in order]
         names = frozenset(one.name for one in parameters.values())
         unused = frozenset(one.name for identity, one in parameters.items() if identity in self._unused)
-        return BlockTensors(tuple(stored), tuple(specs), tuple(integers), tuple(numbers), tuple(kept), names, unused)
+        return BlockTensors(
+            tuple(stored), tuple(specs), tuple(integers), tuple(numbers), tuple(unstored), names, unused
+        )
 
     def _refusal(self, averaged: bool, saved: bool, dtype: str, home: str, block: str) -> str | None:
         """Return why a buffer cannot be stored as the module would have it, None if it can."""
@@ -192,8 +194,8 @@ class Describer:
         """Free the memory of the buffers that mpizero stores. Not collective."""
         for one in self._stored:
             empty = torch.empty_like(one.now, device="meta")
-            for place, key in one.places:
-                place[key] = empty
+            for owner, key in one.locations:
+                owner[key] = empty
 
 
 def chosen_names(names: list[str], where: str, patterns: Collection[str], what: str = "parameter") -> frozenset[str]:
@@ -248,7 +250,7 @@ class TorchBlock(Layer):
     ----------
     call : ModuleCall
         Calls the module with the parameters that the layer is given.
-    own_forward : OwnForward or None
+    original_forward : OriginalForward or None
         Of the first block: compares the blocks with the whole module.
     recomputed : bool
         Whether the backward pass computes the activations again.
@@ -257,7 +259,7 @@ class TorchBlock(Layer):
     """
 
     call: ModuleCall
-    own_forward: OwnForward | None = None
+    original_forward: OriginalForward | None = None
     recomputed: bool = False
     times: PassTimes = field(default_factory=PassTimes)
     _halves: list[HalfTimes] = field(default_factory=list)
@@ -268,8 +270,8 @@ class TorchBlock(Layer):
     def fingerprint(self) -> Any:
         """Parts of the block that ranks compare."""
         call = self.call
-        kept = {one.name: one.now.cpu() for one in call.tensors.kept}
-        return {"module": call.module, "specs": call.tensors.specs, "number": call.number, "buffers": kept}
+        buffers = {one.name: one.now.cpu() for one in call.tensors.unstored}
+        return {"module": call.module, "specs": call.tensors.specs, "number": call.number, "buffers": buffers}
 
     def own_integers(self) -> tuple[IntegerSpec, ...]:
         """Describe the buffers of whole numbers that ``state_dict()`` has. Not collective."""
@@ -284,17 +286,17 @@ class TorchBlock(Layer):
 
         Not collective.
         """
-        if self.own_forward is not None:
-            self.own_forward.compare(x, run)
+        if self.original_forward is not None:
+            self.original_forward.compare(x, run)
         recorded, start = _Recorded(x, run), perf_counter()
         if run.training and not self.recomputed:
             passed = self._record(params, recorded)
         else:
             with self.call.prepared(run), torch.no_grad():
-                passed = self.call(params, self.call.given(params), map_leaves(as_tensor, x), run)
+                passed = self.call(params, self.call.forward_values(params), map_leaves(as_tensor, x), run)
         y = passed.output
         if getattr(params, "gathered", False):  # a parameter's memory is overwritten before the next block reads it
-            saved = recorded.saved or SavedParameters(passed.given)
+            saved = recorded.saved or SavedParameters(passed.values)
             y = map_leaves(lambda leaf: leaf if saved.parameter_of(leaf) is None else leaf.detach().clone(), y)
         output = map_leaves(as_array, y)
         self.call.first_pass.trial.returned(self.call.number, output)
@@ -305,18 +307,18 @@ class TorchBlock(Layer):
         """Run the module with autograd's graph, and record the pass."""
         call, specs = self.call, self.call.tensors.specs
         with call.prepared(recorded.run), torch.enable_grad():
-            recorded.first, given = call.new, call.given(params)
-            weights = [t.requires_grad_() for t, s in zip(given, specs, strict=True) if s.optimized]
+            recorded.first, values = call.new, call.forward_values(params)
+            weights = [t.requires_grad_() for t, s in zip(values, specs, strict=True) if s.optimized]
             x = map_leaves(as_tensor, recorded.x)
             inputs = gradient_leaves(x) if call.number else []  # block 0 takes samples, which need no gradient
             for tensor in inputs:
                 tensor.requires_grad_()
             hooks: Any = nullcontext()
             if getattr(params, "gathered", False):
-                recorded.saved = SavedParameters(given)
+                recorded.saved = SavedParameters(values)
                 hooks = saved_tensors_hooks(recorded.saved.pack, recorded.saved.unpack)
             with hooks:
-                recorded.passed = passed = call(params, given, x, recorded.run)
+                recorded.passed = passed = call(params, values, x, recorded.run)
             outputs = {path: t for path, t in paths_of(y=passed.output) if t.requires_grad}
             recorded.graph, recorded.paths = Pass(list(outputs.values()), inputs, weights), tuple(outputs)
             return passed
@@ -324,11 +326,11 @@ class TorchBlock(Layer):
     def backward(self, params: Params, cache: Any, dy: Any, grads: Params) -> Any:
         """Write the gradients of the parameters to ``grads``; return that of the input, or None. Not collective."""
         start = perf_counter()
-        graph, given = self._graph(params, cache, dy)
+        graph, gradients = self._graph(params, cache, dy)
         with torch_pass(self.call.settings), self.call.placed(params):
-            self._check_kept(graph, given, cache)
-            inputs, weights = whole_backward(graph, given)
-            self.call.write(grads, weights, cache.passed, f"{self.call.shown}: the loss")
+            self._check_rereads(graph, gradients, cache)
+            inputs, weights = full_backward(graph, gradients)
+            self.call.write(grads, weights, cache.passed, f"{self.call.label}: the loss")
             dx = self._input_gradient(cache, inputs)
         seconds = cache.seconds + perf_counter() - start
         self.times.add(self.call.number, cache.run.count, seconds, partial(self._pass_one, params, cache, dy))
@@ -337,21 +339,21 @@ class TorchBlock(Layer):
     def _pass_one(self, params: Params, cache: _Recorded, dy: Any) -> None:
         """Make a pass of the first sample alone, which has no effect."""
         x, dy = (map_leaves(lambda leaf: _first_of(leaf, cache.run.count), tree) for tree in (cache.x, dy))
-        graph, given = self._graph(params, _Recorded(x, replace(cache.run, count=0)), dy)
+        graph, gradients = self._graph(params, _Recorded(x, replace(cache.run, count=0)), dy)
         with torch_pass(self.call.settings), self.call.placed(params):
-            whole_backward(graph, given)
+            full_backward(graph, gradients)
 
     def backward_input(self, params: Params, cache: Any, dy: Any) -> tuple[Any, Any]:
         """Return the gradient of the input, or None, and what :meth:`backward_weights` needs. Not collective."""
-        graph, given = self._graph(params, cache, dy)
+        graph, gradients = self._graph(params, cache, dy)
         with torch_pass(self.call.settings), self.call.placed(params):
-            self._check_kept(graph, given, cache)
-            self._look_at_halves(graph, given, cache.run)
+            self._check_rereads(graph, gradients, cache)
+            self._look_at_halves(graph, gradients, cache.run)
             if self._undivided:
-                inputs, weights = whole_backward(graph, given)
+                inputs, weights = full_backward(graph, gradients)
                 pending = PendingWeights((), {}, (), weights)
             else:
-                inputs, pending = input_half(graph, given)
+                inputs, pending = input_half(graph, gradients)
             return self._input_gradient(cache, inputs), pending
 
     def backward_weights(self, params: Params, cache: Any, pending: PendingWeights, grads: Params) -> None:
@@ -360,22 +362,22 @@ class TorchBlock(Layer):
             cache.saved.tensors = self.call.values(params)
         with torch_pass(self.call.settings), self.call.placed(params):
             weights = weight_half(cache.graph, pending)
-            self.call.write(grads, weights, cache.passed, f"{self.call.shown}: the loss")
+            self.call.write(grads, weights, cache.passed, f"{self.call.label}: the loss")
 
-    def _check_kept(self, graph: Pass, given: Sequence[torch.Tensor], cache: _Recorded) -> None:
+    def _check_rereads(self, graph: Pass, gradients: Sequence[torch.Tensor], cache: _Recorded) -> None:
         """Raise :class:`LayoutError` if the backward pass reads the memory that parameters had in the forward pass."""
         if not cache.first or cache.saved is None or cache.passed is None:
             return
         cache.first = False
-        before = whole_backward(graph, given, keep=True)
-        for tensor, spec in zip(cache.passed.given, self.call.tensors.specs, strict=True):
+        before = full_backward(graph, gradients, keep=True)
+        for tensor, spec in zip(cache.passed.values, self.call.tensors.specs, strict=True):
             if not spec.averaged:  # those are results of the pass
                 as_array(tensor).fill(np.nan)
-        after = whole_backward(graph, given, keep=True)
+        after = full_backward(graph, gradients, keep=True)
         pairs = zip((*before[0], *before[1]), (*after[0], *after[1]), strict=True)
         if any(a is not None and b is not None and not torch.equal(a, b) and bool((b != b).any()) for a, b in pairs):
             raise LayoutError(
-                f"{self.call.shown}: its backward pass reads a parameter that the forward pass has kept by itself, and "
+                f"{self.call.label}: its backward pass reads a parameter that the forward pass has kept by itself, and "
                 "whose memory holds other parameters by then, with ZeRO-3 on several nodes: an autograd.Function keeps "
                 "tensors by ctx.save_for_backward(weight), not as ctx.weight = weight"
             )
@@ -385,23 +387,24 @@ class TorchBlock(Layer):
         """Tell whether a pass must not be divided: its halves have computed something else than the whole."""
         return bool(self._halves) and not self._halves[-1].equal
 
-    def _look_at_halves(self, graph: Pass, given: Sequence[torch.Tensor], run: Run) -> None:
+    def _look_at_halves(self, graph: Pass, gradients: Sequence[torch.Tensor], run: Run) -> None:
         """Measure the first backward passes of a training, and say if their halves take much longer than the whole.
 
         If the halves do not compute the same as the whole, the pass is not divided from then on. A clock decides
         nothing: a busy machine would.
         """
-        seen = self._halves
-        if not run.count or self._undivided or len(seen) == MEASURED or not graph.outputs or not graph.weights:
+        measured = self._halves
+        if not run.count or self._undivided or len(measured) == MEASURED or not graph.outputs or not graph.weights:
             return
-        seen.append(half_times(graph, given))  # unequal where a hook on a tensor, for example, runs in both halves
-        best = min(seen, key=lambda times: times.ratio)
-        longer = best.ratio > MOST_OF_HALVES and best.inputs + best.weights - best.whole > LEAST_EXCESS
-        if longer and not self._undivided and len(seen) == MEASURED:
+        # Unequal where a hook on a tensor, for example, runs in both halves.
+        measured.append(half_times(graph, gradients))
+        best = min(measured, key=lambda times: times.ratio)
+        longer = best.ratio > MOST_OF_HALVES and best.inputs + best.weights - best.full > LEAST_EXCESS
+        if longer and not self._undivided and len(measured) == MEASURED:
             notice(
-                f"a zero-bubble schedule divides the backward pass, and for {self.call.shown} both halves took "
+                f"a zero-bubble schedule divides the backward pass, and for {self.call.label} both halves took "
                 f"{best.ratio:.2f} times as long as the whole, at best of {MEASURED} ({best.inputs * 1e3:.2f} ms for "
-                f"inputs and {best.weights * 1e3:.2f} ms for weights, {best.whole * 1e3:.2f} ms together): schedule "
+                f"inputs and {best.weights * 1e3:.2f} ms for weights, {best.full * 1e3:.2f} ms together): schedule "
                 "'1f1b' or 'interleaved' may be faster, or let its autograd functions look at ctx.needs_input_grad"
             )
 
@@ -412,13 +415,13 @@ class TorchBlock(Layer):
         assert cache.graph is not None
         if cache.saved is not None:
             cache.saved.tensors = self.call.values(params)
-        found = dict(paths_of(y=dy))  # the blocks after this one may use some of its outputs only
-        used = [(t, found[path]) for path, t in zip(cache.paths, cache.graph.outputs, strict=True) if path in found]
+        by_path = dict(paths_of(y=dy))  # the blocks after this one may use some of its outputs only
+        used = [(t, by_path[path]) for path, t in zip(cache.paths, cache.graph.outputs, strict=True) if path in by_path]
         return cache.graph._replace(outputs=[t for t, _ in used]), [as_tensor(gradient) for _, gradient in used]
 
-    def _input_gradient(self, cache: _Recorded, found: Gradients) -> Any:
+    def _input_gradient(self, cache: _Recorded, gradients: Gradients) -> Any:
         """Return the gradients of the input as a tree like the input; None of samples, which need none."""
-        return gradients_like(cache.x, found) if self.call.number else None
+        return gradients_like(cache.x, gradients) if self.call.number else None
 
 
 def _first_of(array: Any, count: int) -> Any:

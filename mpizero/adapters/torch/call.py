@@ -1,6 +1,6 @@
 """Call a module of PyTorch with other tensors in the places of its own, under settings of the pass.
 
-:class:`BlockTensors` holds what a block's module holds; :func:`in_places` puts other tensors there. :func:`torch_pass`
+:class:`BlockTensors` holds what a block's module holds; :func:`swapped_in` puts other tensors there. :func:`torch_pass`
 sets PyTorch's settings of the process for one pass through a module, and restores them afterwards. :func:`called` calls
 a module with the input of a block, and says in plain words what PyTorch refuses.
 
@@ -30,17 +30,17 @@ import torch
 from mpizero._util.names import nearest
 from mpizero._util.pytree import leaves_of
 from mpizero._util.text import users_line
-from mpizero.adapters.torch.autograd import OwnKernels
+from mpizero.adapters.torch.autograd import MpizeroKernels
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout.flat import joined
 from mpizero.types import IntegerSpec, ParameterSpec
 
 #: A dictionary of a module (its parameters or buffers), and a key of it.
-Place = tuple[dict[str, Any], str]
+Location = tuple[dict[str, Any], str]
 
 
 @dataclass(frozen=True)
-class Held:
+class ModuleTensor:
     """Describe one parameter or buffer of a module.
 
     Attributes
@@ -51,20 +51,20 @@ class Held:
         Its shape.
     trainable : bool
         Whether it is a parameter that is trained.
-    places : tuple of Place
+    locations : tuple of Location
         Every place in which the module holds it.
     """
 
     name: str
     shape: tuple[int, ...]
     trainable: bool
-    places: tuple[Place, ...] = field(compare=False, repr=False)
+    locations: tuple[Location, ...] = field(compare=False, repr=False)
 
     @property
     def now(self) -> torch.Tensor:
-        """The tensor that is in the first of the places."""
-        place, key = self.places[0]
-        return place[key]
+        """The tensor that is in the first of the locations."""
+        owner, key = self.locations[0]
+        return owner[key]
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class BlockTensors:
 
     Attributes
     ----------
-    stored : tuple of Held
+    stored : tuple of ModuleTensor
         The parameters, and the buffers that are stored like parameters: statistics, which are averaged, and constants,
         which are frozen.
     specs : tuple of ParameterSpec
         Their descriptions, in the same order, with names relative to the block.
-    integers : tuple of Held
+    integers : tuple of ModuleTensor
         Buffers of whole numbers, such as counters of batches.
     integer_specs : tuple of IntegerSpec
         Their descriptions, in the same order.
-    kept : tuple of Held
+    unstored : tuple of ModuleTensor
         The other buffers, which stay in the module; no forward pass may change them.
     parameters : frozenset of str
         Names of those in ``stored`` that are parameters of the module, not buffers.
@@ -90,11 +90,11 @@ class BlockTensors:
         Names of parameters that need no gradient in every forward pass.
     """
 
-    stored: tuple[Held, ...]
+    stored: tuple[ModuleTensor, ...]
     specs: tuple[ParameterSpec, ...]
-    integers: tuple[Held, ...] = ()
+    integers: tuple[ModuleTensor, ...] = ()
     integer_specs: tuple[IntegerSpec, ...] = ()
-    kept: tuple[Held, ...] = ()
+    unstored: tuple[ModuleTensor, ...] = ()
     parameters: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
 
@@ -128,20 +128,20 @@ def without_values(module: torch.nn.Module) -> torch.nn.Module:
     return twin
 
 
-def held_by(module: torch.nn.Module, kind: Literal["_parameters", "_buffers"]) -> dict[int, Held]:
+def module_tensors(module: torch.nn.Module, kind: Literal["_parameters", "_buffers"]) -> dict[int, ModuleTensor]:
     """Return what a module holds by the identity of the tensor, in the order of ``state_dict()``. Not collective."""
-    places: dict[int, list[Place]] = {}
+    locations: dict[int, list[Location]] = {}
     names: dict[int, tuple[str, torch.Tensor]] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
-        held: dict[str, Any] = getattr(inner, kind)
-        for key, tensor in held.items():
+        owner: dict[str, Any] = getattr(inner, kind)
+        for key, tensor in owner.items():
             if tensor is None:
                 continue
             names.setdefault(id(tensor), (f"{path}.{key}" if path else key, tensor))
-            if not any(held is known and key == name for known, name in places.get(id(tensor), ())):
-                places.setdefault(id(tensor), []).append((held, key))
+            if not any(owner is known and key == name for known, name in locations.get(id(tensor), ())):
+                locations.setdefault(id(tensor), []).append((owner, key))
     return {
-        number: Held(name, tuple(tensor.shape), tensor.requires_grad, tuple(places[number]))
+        number: ModuleTensor(name, tuple(tensor.shape), tensor.requires_grad, tuple(locations[number]))
         for number, (name, tensor) in names.items()
     }
 
@@ -177,9 +177,9 @@ def dtype_of(module: torch.nn.Module) -> np.dtype[Any]:
             "gradient"
         )
     if len(first) > 1 or next(iter(first)) not in DTYPES:
-        told = ", ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
+        listed = ", ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
         raise ConfigError(
-            f"TorchModel: all parameters must be float32, or all float64; {told}: convert them, module.float()"
+            f"TorchModel: all parameters must be float32, or all float64; {listed}: convert them, module.float()"
         )
     return DTYPES[next(iter(first))]
 
@@ -206,30 +206,30 @@ def running_statistics(module: torch.nn.Module) -> set[int]:
 
 
 @contextmanager
-def in_places(held: Sequence[Held], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def swapped_in(targets: Sequence[ModuleTensor], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Put tensors in the places of a module's parameters and buffers, and afterwards what was there before.
 
     Not collective. Only one thread may do so at a time.
     """
-    before = [[place[place_key] for place, place_key in one.places] for one in held]
+    before = [[owner[owner_key] for owner, owner_key in one.locations] for one in targets]
     try:
-        for one, tensor in zip(held, tensors, strict=True):
-            for place, key in one.places:
-                place[key] = tensor
+        for one, tensor in zip(targets, tensors, strict=True):
+            for owner, key in one.locations:
+                owner[key] = tensor
         yield
     finally:
-        for one, old in zip(held, before, strict=True):
-            for (place, key), tensor in zip(one.places, old, strict=True):
-                place[key] = tensor
+        for one, old in zip(targets, before, strict=True):
+            for (owner, key), tensor in zip(one.locations, old, strict=True):
+                owner[key] = tensor
 
 
-def bring(held: Sequence[Held], device: torch.device) -> None:
+def bring(targets: Sequence[ModuleTensor], device: torch.device) -> None:
     """Move tensors that a module holds to a device, in every place, if they are not there. Not collective."""
-    for one in held:
+    for one in targets:
         if one.now.device != device:
             moved = one.now.to(device)
-            for place, key in one.places:
-                place[key] = moved
+            for owner, key in one.locations:
+                owner[key] = moved
 
 
 def chosen_blocks(module: torch.nn.Module, blocks: Any) -> list[str]:
@@ -243,7 +243,7 @@ def chosen_blocks(module: torch.nn.Module, blocks: Any) -> list[str]:
         raise ConfigError(
             f"TorchModel: blocks is an nn.Sequential, or a list of submodules or of their names, got {blocks!r:.80}"
         )
-    found: list[str] = []
+    chosen: list[str] = []
     for one in blocks:
         if isinstance(one, str):
             names = [name for name in known if name and name.count(".") == one.count(".") and fnmatchcase(name, one)]
@@ -257,23 +257,23 @@ def chosen_blocks(module: torch.nn.Module, blocks: Any) -> list[str]:
         else:
             raise ConfigError(f"TorchModel: blocks: {type(one).__name__} is no submodule of {type(module).__name__}")
         for name in names:
-            if name in found:
+            if name in chosen:
                 raise ConfigError(f"TorchModel: blocks names {name!r} twice")
-            found.append(name)
-    if not found:
+            chosen.append(name)
+    if not chosen:
         raise ConfigError("TorchModel: blocks is empty: name at least one submodule, or leave it out")
-    return found
+    return chosen
 
 
-def check_all_held(module: torch.nn.Module, blocks: dict[str, torch.nn.Module]) -> None:
+def check_blocks_complete(module: torch.nn.Module, blocks: dict[str, torch.nn.Module]) -> None:
     """Raise :class:`ConfigError` if a parameter is in none of the blocks, or a block contains another one."""
     names = list(blocks)
     for i, name in enumerate(names):
         if inner := next((other for other in names[:i] + names[i + 1 :] if other.startswith(f"{name}.")), None):
             raise ConfigError(f"TorchModel: blocks: {inner!r} is a part of {name!r}; name one of them")
-    held = {id(p) for block in blocks.values() for p in block.parameters()}
-    held |= {id(b) for block in blocks.values() for b in block.buffers()}
-    left = [name for name, t in (*module.named_parameters(), *module.named_buffers()) if id(t) not in held]
+    in_blocks = {id(p) for block in blocks.values() for p in block.parameters()}
+    in_blocks |= {id(b) for block in blocks.values() for b in block.buffers()}
+    left = [name for name, t in (*module.named_parameters(), *module.named_buffers()) if id(t) not in in_blocks]
     if left:
         raise ConfigError(
             f"TorchModel: no block holds {', '.join(map(repr, left[:4]))}{' and others' if len(left) > 4 else ''}: a "
@@ -290,16 +290,16 @@ class TorchSettings:
     ----------
     threads : int or None
         The number of threads; None for that which PyTorch has.
-    own_kernels : bool
+    mpizero_kernels : bool
         Whether mpizero's kernels compute the functions that they know.
     """
 
     threads: int | None = None
-    own_kernels: bool = False
+    mpizero_kernels: bool = False
 
     def functions(self) -> AbstractContextManager[Any]:
         """Return a context in which the kernels are used; it takes a moment of every call of PyTorch."""
-        return OwnKernels() if self.own_kernels else nullcontext()
+        return MpizeroKernels() if self.mpizero_kernels else nullcontext()
 
 
 #: PyTorch's generator and settings belong to the process: ranks that are threads of one process take turns.
@@ -342,10 +342,10 @@ def torch_pass(settings: TorchSettings, seed: int | None = None) -> Iterator[Non
 
 def _generators() -> list[torch.Generator]:
     """Return the generators that modules draw from: the host's, and that of this thread's GPU if PyTorch uses GPUs."""
-    found = [torch.default_generator]
+    generators = [torch.default_generator]
     if torch.cuda.is_initialized():
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return found
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return generators
 
 
 def random_state() -> list[torch.Tensor]:
@@ -407,11 +407,11 @@ def check_rounding() -> None:
     for dtype, rows, inner, columns in ((np.float32, 1, 64, 10), (np.float64, 1, 64, 10), (np.float64, 7, 13, 31)):
         x = torch.from_numpy(rng.normal(size=(rows, inner)).astype(dtype))
         weight = rng.normal(size=(columns, inner)).astype(dtype)
-        found = {
+        products = {
             torch.nn.functional.linear(x, torch.from_numpy(_placed(weight, offset))).numpy().tobytes()
             for offset in (0, weight.itemsize)
         }
-        if len(found) > 1:
+        if len(products) > 1:
             raise ConfigError(
                 "PyTorch's products depend on where an array lies in memory, so the bits of a training would depend on "
                 f"its layout (MKL_CBWR={os.environ.get('MKL_CBWR')!r}): PyTorch computed before mpizero could ask for "
@@ -440,10 +440,10 @@ def called(module: torch.nn.Module, x: Any) -> Any:
     try:
         return module(*args, **named)
     except (RuntimeError, ValueError, TypeError) as error:
-        if (found := _in_words(error, module, x)) is None:
+        if (message := _in_words(error, module, x)) is None:
             raise
         line = users_line(error.__traceback__)
-        raise DataError(f"{type(module).__name__}: {found}{'' if line is None else f' ({line})'}") from error
+        raise DataError(f"{type(module).__name__}: {message}{'' if line is None else f' ({line})'}") from error
 
 
 #: What PyTorch says where a derivative is asked for without a graph.
@@ -465,23 +465,23 @@ def _in_words(error: Exception, module: torch.nn.Module, x: Any) -> str | None:
             f"a batch norm has one sample in a micro-batch of {len(tensors[0]) if tensors else 1}, which has no "
             "variance: choose a larger micro_batch, and a global batch that leaves no rest of one sample"
         )
-    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-    given = next((t.dtype for t in tensors if t.is_floating_point() and t.dtype != own), None)
-    if own is not None and given is not None and "type" in str(error):
-        kinds = [str(dtype).removeprefix("torch.") for dtype in (given, own)]
+    expected = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    actual = next((t.dtype for t in tensors if t.is_floating_point() and t.dtype != expected), None)
+    if expected is not None and actual is not None and "type" in str(error):
+        kinds = [str(dtype).removeprefix("torch.") for dtype in (actual, expected)]
         return f"its input is {kinds[0]}, its parameters are {kinds[1]}: convert the samples, x.astype(np.{kinds[1]})"
     return None
 
 
-def _of_arguments(told: str, module: torch.nn.Module, x: Any) -> str | None:
+def _of_arguments(message: str, module: torch.nn.Module, x: Any) -> str | None:
     """Return what becomes of an input whose arguments the module does not take."""
-    if not told.startswith(f"{type(module).__qualname__}.forward() "):
+    if not message.startswith(f"{type(module).__qualname__}.forward() "):
         return None
     if isinstance(x, tuple):
-        return f"{told}: a tuple of {len(x)} becomes {len(x)} arguments; a list or a dataclass is one"
+        return f"{message}: a tuple of {len(x)} becomes {len(x)} arguments; a list or a dataclass is one"
     if isinstance(x, Mapping):
-        return f"{told}: a dictionary becomes keyword arguments, {', '.join(map(str, x))}"
-    return f"{told}: it is given one argument, {type(x).__name__}; a tuple becomes several, a dictionary keywords"
+        return f"{message}: a dictionary becomes keyword arguments, {', '.join(map(str, x))}"
+    return f"{message}: it is given one argument, {type(x).__name__}; a tuple becomes several, a dictionary keywords"
 
 
 def arguments_of(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -35,9 +35,9 @@ from mpizero.adapters.torch.call import (
     TorchSettings,
     called,
     drawn_since,
-    in_places,
     random_state,
     set_random_state,
+    swapped_in,
 )
 from mpizero.adapters.torch.originals import Originals
 from mpizero.adapters.user_code import differing, hidden_state, line_that_changes, part_of, shared_generators
@@ -47,7 +47,7 @@ from mpizero.errors import LayoutError
 class InParts(NamedTuple):
     """Hold trees of tensors of some samples: of all of them, and of two parts."""
 
-    whole: Any
+    full: Any
     first: Any
     second: Any
 
@@ -80,11 +80,11 @@ def in_double(tensor: torch.Tensor) -> torch.Tensor:
 
 def sample_axis(leaves: Sequence[torch.Tensor]) -> int | None:
     """Return the axis on which the two parts of a tensor add up to the whole; None if there is not just one."""
-    whole, first, second = (tuple(leaf.shape) for leaf in leaves)
-    if not len(whole) == len(first) == len(second):
+    full, first, second = (tuple(leaf.shape) for leaf in leaves)
+    if not len(full) == len(first) == len(second):
         return None
-    axes = [axis for axis, size in enumerate(whole) if size != first[axis]]
-    if len(axes) != 1 or first[axes[0]] + second[axes[0]] != whole[axes[0]]:
+    axes = [axis for axis, size in enumerate(full) if size != first[axis]]
+    if len(axes) != 1 or first[axes[0]] + second[axes[0]] != full[axes[0]]:
         return None
     return axes[0]
 
@@ -94,31 +94,31 @@ def aligned(parts: InParts) -> list[tuple[int, int, list[torch.Tensor]]]:
     trees = [leaves_of(tree) for tree in parts]
     if len({len(leaves) for leaves in trees}) > 1:
         return []
-    found = []
+    tensors = []
     for number, leaves in enumerate(zip(*trees, strict=True)):
         if all(isinstance(leaf, torch.Tensor) for leaf in leaves) and (axis := sample_axis(leaves)) is not None:
-            found.append((number, axis, list(leaves)))
-    return found
+            tensors.append((number, axis, list(leaves)))
+    return tensors
 
 
-def of_whole(parts: InParts) -> InParts:
+def recut(parts: InParts) -> InParts:
     """Return the same tree with parts that are cut from the whole, where floating-point numbers are samples' own.
 
     A module rounds samples differently when they are fewer. What follows may enlarge that, as the small difference of a
     prediction and its target does; so what follows is given the same numbers, once they have been compared.
     """
     cuts: list[dict[int, torch.Tensor]] = [{}, {}]
-    for number, axis, (whole, first, _) in aligned(parts):
-        if whole.is_floating_point() or whole.is_complex():
+    for number, axis, (full, first, _) in aligned(parts):
+        if full.is_floating_point() or full.is_complex():
             size = first.shape[axis]
-            cuts[0][number] = whole.narrow(axis, 0, size)
-            cuts[1][number] = whole.narrow(axis, size, whole.shape[axis] - size)
+            cuts[0][number] = full.narrow(axis, 0, size)
+            cuts[1][number] = full.narrow(axis, size, full.shape[axis] - size)
 
     def replaced(tree: Any, cut: dict[int, torch.Tensor]) -> Any:
         numbers = count()
         return map_leaves(lambda leaf: cut.get(next(numbers), leaf), tree)
 
-    return InParts(parts.whole, replaced(parts.first, cuts[0]), replaced(parts.second, cuts[1]))
+    return InParts(parts.full, replaced(parts.first, cuts[0]), replaced(parts.second, cuts[1]))
 
 
 #: How far results may be apart that differ by rounding alone, relative to their size, by the type of the elements.
@@ -127,18 +127,16 @@ _APART = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torc
 _HALF = 3e-2
 
 
-def apart(
-    whole: torch.Tensor, other: torch.Tensor, least: float = 0.0, *, half_precision: bool = False
-) -> float | None:
+def apart(full: torch.Tensor, other: torch.Tensor, least: float = 0.0, *, half_precision: bool = False) -> float | None:
     """Return by how much of their size two tensors differ; None if it is rounding, or if one is not finite.
 
     ``least`` is a size below which nothing counts as large; ``half_precision`` says whether 16 bits were computed with.
     """
-    if not whole.numel() or not (torch.isfinite(whole).all() and torch.isfinite(other).all()):
+    if not full.numel() or not (torch.isfinite(full).all() and torch.isfinite(other).all()):
         return None
-    size = max(float(whole.abs().max()), float(other.abs().max()), least)
-    found = float((whole - other).abs().max()) / size if size else 0.0
-    return found if found > (_HALF if half_precision else _APART.get(whole.dtype, _HALF)) else None
+    size = max(float(full.abs().max()), float(other.abs().max()), least)
+    difference = float((full - other).abs().max()) / size if size else 0.0
+    return difference if difference > (_HALF if half_precision else _APART.get(full.dtype, _HALF)) else None
 
 
 @dataclass
@@ -184,18 +182,18 @@ class Trial:
         if chain is not None and chain.next == number + 1:
             chain.end = output
 
-    def prediction(self, given: Any, tensors: Any, count: int) -> list[tuple[InParts, int]]:
-        """Return the prediction that a loss was ``given`` in parts, and the number of samples, in one or two ways.
+    def prediction(self, raw: Any, tensors: Any, count: int) -> list[tuple[InParts, int]]:
+        """Return the prediction ``raw`` that a loss takes in parts, and the number of samples, in one or two ways.
 
         First that which the blocks have computed in parts, then ``tensors``, the prediction itself, cut.
         """
         chain = self._chains.pop(threading.get_ident(), None)
-        found = []
-        if chain is not None and chain.end is given and chain.parts is not None:
-            found.append((chain.parts, chain.count))
+        ways = []
+        if chain is not None and chain.end is raw and chain.parts is not None:
+            ways.append((chain.parts, chain.count))
         if (cut := parts_of(tensors, count)) is not None:
-            found.append((cut, count))
-        return found
+            ways.append((cut, count))
+        return ways
 
 
 class CopyGraph(NamedTuple):
@@ -232,9 +230,9 @@ class _Kinds(TorchFunctionMode):  # type: ignore[misc]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call one function."""
-        found = func(*args, **(kwargs or {}))
-        self.half_precision |= isinstance(found, torch.Tensor) and found.dtype in (torch.bfloat16, torch.float16)
-        return found
+        result = func(*args, **(kwargs or {}))
+        self.half_precision |= isinstance(result, torch.Tensor) and result.dtype in (torch.bfloat16, torch.float16)
+        return result
 
 
 @dataclass(eq=False)
@@ -252,23 +250,23 @@ class ModuleCopy:
         """Run the module on ``x``, with copies of everything that it is given."""
         for module, was in self.modes:
             module.training = was and training
-        own = self.tensors
-        given = [value.detach().clone() for value in self.values]
+        block = self.tensors
+        values = [value.detach().clone() for value in self.values]
         numbers = [number.clone() for number in self.numbers]
         ends: dict[str, torch.Tensor] = {}
         if gradients:
-            ends = {s.name: t.requires_grad_() for s, t in zip(own.specs, given, strict=True) if s.optimized}
+            ends = {s.name: t.requires_grad_() for s, t in zip(block.specs, values, strict=True) if s.optimized}
         x = map_leaves(lambda leaf: leaf.detach().clone(), x)
         if gradients and of_input:
             ends |= {f"input {number}": leaf.requires_grad_() for number, leaf in enumerate(gradient_leaves(x))}
         x = map_leaves(torch.clone, x)  # which may be changed in place, as a leaf of the graph may not
         versions = [leaf._version for leaf in leaves_of(x)]
-        held = (*own.stored, *own.integers)
-        with in_places(held, [*given, *numbers]), _Kinds() as kinds, self.settings.functions():
+        targets = (*block.stored, *block.integers)
+        with swapped_in(targets, [*values, *numbers]), _Kinds() as kinds, self.settings.functions():
             with torch.set_grad_enabled(gradients):
                 output = called(self.module, x)
-            now = {one.name: one.now.detach() for one in held}
-        names = {s.name for s in own.specs if s.averaged} | {one.name for one in own.integers}
+            now = {one.name: one.now.detach() for one in targets}
+        names = {s.name for s in block.specs if s.averaged} | {one.name for one in block.integers}
         changed = [leaf._version for leaf in leaves_of(x)] != versions
         buffers = {name: value for name, value in now.items() if name in names}
         return CopyGraph(output, ends, buffers, changed, kinds.half_precision)
@@ -294,10 +292,10 @@ class ModuleCopy:
         pairs = zip(self.tensors.specs, self.values, strict=True)
         present = [graph.ends[s.name] if s.optimized else value.clone() for s, value in pairs]
         present += [number.clone() for number in self.numbers]
-        with in_places((*self.tensors.stored, *self.tensors.integers), present), self.settings.functions():
-            given = [torch.ones_like(t) if linear else torch.cos(t.detach()).conj() for t in leaves]
-            found = gradients_of(leaves, list(graph.ends.values()), given)
-        return dict(zip(graph.ends, found, strict=True))
+        with swapped_in((*self.tensors.stored, *self.tensors.integers), present), self.settings.functions():
+            cotangents = [torch.ones_like(t) if linear else torch.cos(t.detach()).conj() for t in leaves]
+            gradients = gradients_of(leaves, list(graph.ends.values()), cotangents)
+        return dict(zip(graph.ends, gradients, strict=True))
 
 
 @contextmanager
@@ -342,7 +340,7 @@ class FirstPass:
 
     Parameters
     ----------
-    shown : str
+    label : str
         The module's name, for messages.
     number : int
         Number of the block in the model.
@@ -356,11 +354,11 @@ class FirstPass:
         Whether the passes that were completed were in training.
     sums : bool
         Whether the output is a loss and its weight, which must add up over the parts.
-    seen : set
+    kinds : set
         The kinds of samples that have been looked at.
     """
 
-    shown: str
+    label: str
     number: int
     originals: Originals
     trial: Trial
@@ -368,18 +366,18 @@ class FirstPass:
     changes_input: bool = False
     sums: bool = False
     modes: set[bool] = field(default_factory=set)
-    seen: set[Any] = field(default_factory=set)
+    kinds: set[Any] = field(default_factory=set)
     _followed: bool = False
 
     def new_kind(self, x: Any, *, training: bool, counted: bool) -> Any:
-        """Return what :attr:`seen` is to have when samples like ``x`` have been looked at; None if they need not be.
+        """Return what :attr:`kinds` is to have when samples like ``x`` have been looked at; None if they need not be.
 
         ``counted`` says whether they are of a batch; a planner's zeros are not.
         """
         self.originals.trained |= training and counted
         mode = training, counted
         kind = (mode, *((leaf.shape, leaf.dtype) for leaf in leaves_of(x)))
-        return None if kind in self.seen or sum(seen == mode for seen, *_ in self.seen) >= MOST_SHAPES else kind
+        return None if kind in self.kinds or sum(known == mode for known, *_ in self.kinds) >= MOST_SHAPES else kind
 
     def check(self, fresh: Callable[[], ModuleCopy], x: Any, *, training: bool) -> None:
         """Raise :class:`LayoutError` where a used copy of the module does something else than a fresh one.
@@ -392,41 +390,45 @@ class FirstPass:
             with suppress(Exception):  # of samples that are none
                 used.run(map_leaves(other_samples, x), **{**modes, "gradients": False})
             again()
-            one, kept = used.outcome(x, **modes), hidden_state(**{"": used.module})
+            one, used_state = used.outcome(x, **modes), hidden_state(**{"": used.module})
             again()
             generators, drawn = shared_generators(), random_state()
-            other, left = new.outcome(x, **modes), hidden_state(**{"": new.module})
+            other, new_state = new.outcome(x, **modes), hidden_state(**{"": new.module})
             drawing = differing(generators, shared_generators())
             self.random |= drawn_since(drawn)
         self.changes_input |= other.changes_input
-        if reads.found:
+        if reads.first:
             raise LayoutError(
-                f"{self.shown} reads {reads.found!r} of the module that was given, not of the copy that is trained, so "
+                f"{self.label} reads {reads.first!r} of the module that was given, not of the copy that is trained, so "
                 "it would compute with the start values for ever: let no function, hook or global name refer to the "
                 "module; use methods, or the module that hooks are given"
             )
-        ignored = {buffer.name for buffer in new.tensors.kept}  # each pass looks at these
-        kept, left = ({p: d for p, d in state.items() if p not in ignored} for state in (kept, left))
+        ignored = {buffer.name for buffer in new.tensors.unstored}  # each pass looks at these
+        used_state, new_state = (
+            {p: d for p, d in state.items() if p not in ignored} for state in (used_state, new_state)
+        )
 
         if drawing is not None:
             line = _line(shared_generators, partial(fresh().outcome, x, **modes))
             raise LayoutError(
-                f"{self.shown} draws random numbers of {drawing}{line}, which would depend on the rank that computes "
+                f"{self.label} draws random numbers of {drawing}{line}, which would depend on the rank that computes "
                 "it: draw them in the module with PyTorch's own generator (torch.rand, torch.nn.functional.dropout), "
                 "which mpizero seeds"
             )
-        if (path := differing(kept, left)) is not None:
-            run = fresh()
-            line = _line(lambda: part_of(hidden_state(**{"": run.module}), path), partial(run.outcome, x, **modes))
+        if (path := differing(used_state, new_state)) is not None:
+            copied = fresh()
+            line = _line(
+                lambda: part_of(hidden_state(**{"": copied.module}), path), partial(copied.outcome, x, **modes)
+            )
             raise LayoutError(
-                f"{self.shown} changes its attribute {path!r} in its forward pass{line}: what it keeps outside of "
+                f"{self.label} changes its attribute {path!r} in its forward pass{line}: what it keeps outside of "
                 "buffers depends on which rank runs it, and is not saved; make it a buffer (a statistic of the samples "
                 "is named in averaged=), or compute it from the samples; random numbers come from PyTorch's own "
                 "generator, which mpizero seeds"
             )
         if (what := _difference(one, other)) is not None:
             raise LayoutError(
-                f"{self.shown} computes another {what} when it runs again on the same samples: it keeps something from "
+                f"{self.label} computes another {what} when it runs again on the same samples: it keeps something from "
                 "pass to pass, reads a clock, or draws random numbers that PyTorch's generator does not know"
             )
 
@@ -461,43 +463,43 @@ class FirstPass:
                 self.trial.output(self.number, None)
                 return
             outputs = InParts(*(graph.output for graph in graphs))
-            found = aligned(outputs)
+            tensors = aligned(outputs)
             half_precision = any(graph.half_precision for graph in graphs)
-            self._check_rows(found, count, half_precision=half_precision)
+            self._check_rows(tensors, count, half_precision=half_precision)
             if self.sums:
                 self._check_sums(outputs, count)
             if modes["gradients"]:
                 columns = (
-                    [tree[:1] for tree in outputs] if self.sums else zip(*(each for *_, each in found), strict=True)
+                    [tree[:1] for tree in outputs] if self.sums else zip(*(each for *_, each in tensors), strict=True)
                 )
                 self._check_gradients(
                     one, list(zip(graphs, columns, strict=False)), count, half_precision=half_precision
                 )
         self.trial.done |= self.sums
         detached = (map_leaves(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, o) for o in outputs)
-        self.trial.output(self.number, of_whole(InParts(*detached)))
+        self.trial.output(self.number, recut(InParts(*detached)))
 
-    def _check_rows(self, found: Any, count: int, *, half_precision: bool) -> None:
-        for _, axis, (whole, *parts) in found:
-            if whole.dtype == torch.bool or not (whole.is_floating_point() or whole.is_complex()):
+    def _check_rows(self, tensors: Any, count: int, *, half_precision: bool) -> None:
+        for _, axis, (full, *parts) in tensors:
+            if full.dtype == torch.bool or not (full.is_floating_point() or full.is_complex()):
                 continue
             rows = torch.cat([part.detach() for part in parts], axis)
-            if (by := apart(whole.detach(), rows, half_precision=half_precision)) is not None:
+            if (by := apart(full.detach(), rows, half_precision=half_precision)) is not None:
                 raise LayoutError(
-                    f"{self.shown}: its output for a sample depends on the other samples of a grain: for "
-                    f"{max(count, 2)} samples together (shape {tuple(whole.shape)}) and in two parts it differs by "
+                    f"{self.label}: its output for a sample depends on the other samples of a grain: for "
+                    f"{max(count, 2)} samples together (shape {tuple(full.shape)}) and in two parts it differs by "
                     f"{by:.2g} of its size: is the first axis of what a layer is given that of samples "
                     "(batch_first=True)? Or give TorchModel compare_forward=False if it is meant"
                 )
 
     def _check_sums(self, outputs: InParts, count: int) -> None:
         for what, *values in zip(("loss", "weight"), *outputs, strict=True):
-            whole, first, second = (float(value.detach()) for value in values)
-            within = 1e-7 if outputs.whole[0].dtype == torch.float64 else 1e-3
-            size = abs(whole) + abs(first) + abs(second)
-            if abs(whole - first - second) > within * size:  # also False where one is NaN, which the step tells
+            full, first, second = (float(value.detach()) for value in values)
+            within = 1e-7 if outputs.full[0].dtype == torch.float64 else 1e-3
+            size = abs(full) + abs(first) + abs(second)
+            if abs(full - first - second) > within * size:  # also False where one is NaN, which the step tells
                 raise LayoutError(
-                    f"{self.shown} is no sum over samples: the {what} is {whole:.6g} for {max(count, 2)} samples, "
+                    f"{self.label} is no sum over samples: the {what} is {full:.6g} for {max(count, 2)} samples, "
                     f"{first:.6g} and {second:.6g} for two parts of them: {_ONCE}"
                 )
 
@@ -506,10 +508,10 @@ class FirstPass:
     ) -> None:
         if not passes:
             return
-        whole, first, second = (
+        full, first, second = (
             one.gradients(graph, gradient_leaves(list(leaves)), linear=self.sums) for graph, leaves in passes
         )
-        sums = {name: (g, first[name], second[name]) for name, g in whole.items() if not name.startswith("input ")}
+        sums = {name: (g, first[name], second[name]) for name, g in full.items() if not name.startswith("input ")}
         largest = max((float(g.abs().max()) for g, *_ in sums.values() if g is not None and g.numel()), default=0.0)
         for name, (total, a, b) in sums.items():
             if total is None or a is None or b is None:
@@ -518,7 +520,7 @@ class FirstPass:
                 by := apart(total, a + b, (1.0 if half_precision else 1e-2) * largest, half_precision=half_precision)
             ) is not None:
                 raise LayoutError(
-                    f"{self.shown}: the gradient of {name!r} for {max(count, 2)} samples is not the sum of those for "
+                    f"{self.label}: the gradient of {name!r} for {max(count, 2)} samples is not the sum of those for "
                     f"two parts of them (they differ by {by:.2g} of its size): " + (_ONCE if self.sums else _GRAIN)
                 )
 
@@ -572,7 +574,7 @@ def _equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return True
 
 
-class _Found(NamedTuple):
+class _LossAndGradient(NamedTuple):
     """Hold a loss, its weight, and its gradient by the prediction."""
 
     loss: float
@@ -581,7 +583,7 @@ class _Found(NamedTuple):
 
 
 #: How far the losses of parts may be from that of the whole, relative to their size: in double and in own precision.
-_WIDE, _OWN = 1e-5, 1e-3
+_WIDE, _NATIVE = 1e-5, 1e-3
 #: How many grains are cut: losses of one may add up by chance, as where all its masks are full, or be no numbers.
 MOST_ADDED = 4
 _SEE = (
@@ -608,7 +610,7 @@ class FirstLoss:
         How often they have been computed.
     by_rows : bool
         Whether the prediction has its samples on the first axis, so that it can be cut where no block has followed.
-    seen : set
+    kinds : set
         The kinds of samples that have been looked at.
     """
 
@@ -618,17 +620,17 @@ class FirstLoss:
     added: bool = False
     checked: int = 0
     by_rows: bool = False
-    seen: set[Any] = field(default_factory=set)
+    kinds: set[Any] = field(default_factory=set)
 
     @property
-    def shown(self) -> str:
+    def label(self) -> str:
         """The loss's name and place, for messages."""
         return named(self.function, "loss")
 
     def new_kind(self, trees: Any) -> Any:
-        """Return what :attr:`seen` is to have when samples like these have been looked at; None if they need not be."""
+        """Return what :attr:`kinds` is to have when samples like these were looked at; None if they need not be."""
         kind = tuple((leaf.shape, leaf.dtype) for leaf in leaves_of(trees))
-        return None if kind in self.seen or len(self.seen) >= MOST_SHAPES else kind
+        return None if kind in self.kinds or len(self.kinds) >= MOST_SHAPES else kind
 
     def is_wanted(self, *, new: bool) -> bool:
         """Tell whether losses of parts of the samples, which may be of a ``new`` kind, are to be added up."""
@@ -638,39 +640,39 @@ class FirstLoss:
         """Raise :class:`LayoutError` where a second call does something else than the first. Not collective."""
         state = partial(hidden_state, loss=self.function)
         with seeded(), self.originals.reads() as reads:
-            one, kept = self._found(prediction, target), state()
+            one, first_state = self._loss_and_gradient(prediction, target), state()
             generators, drawn = shared_generators(), random_state()
-            other, left = self._found(prediction, target), state()
+            other, second_state = self._loss_and_gradient(prediction, target), state()
             drawing = differing(generators, shared_generators())
             if drawn_since(drawn):
                 drawing = "PyTorch's generator"
-        if reads.found:
+        if reads.first:
             raise LayoutError(
-                f"{self.shown} reads {reads.found!r} of the module that was given, not of the copy that is trained: it "
+                f"{self.label} reads {reads.first!r} of the module that was given, not of the copy that is trained: it "
                 "would compute with the start values for ever, without a gradient; let it have a parameter module, "
                 "loss(prediction, target, module), which is given the module that is trained"
             )
 
-        once = partial(self._found, prediction, target)
+        once = partial(self._loss_and_gradient, prediction, target)
         if drawing is not None:
             line = _line(lambda: (shared_generators(), [one.tolist() for one in random_state()]), once)
             raise self.draws(drawing, line)
-        if (path := differing(kept, left)) is not None:
+        if (path := differing(first_state, second_state)) is not None:
             line = _line(lambda: part_of(state(), path), once)
             raise LayoutError(
-                f"{self.shown} changes {path!r} in each call{line}: what it keeps depends on the rank that calls it, "
+                f"{self.label} changes {path!r} in each call{line}: what it keeps depends on the rank that calls it, "
                 "and is not saved; compute from prediction and target"
             )
         if one.loss != other.loss and one.loss == one.loss or not _equal(one.gradient, other.gradient):
             raise LayoutError(
-                f"{self.shown} returns something else when it is called again with the same samples ({one.loss:.6g}, "
+                f"{self.label} returns something else when it is called again with the same samples ({one.loss:.6g}, "
                 f"then {other.loss:.6g}): it keeps something from call to call, or draws random numbers"
             )
 
     def draws(self, generator: str, line: str) -> LayoutError:
         """Return the error of a loss that draws random numbers."""
         return LayoutError(
-            f"{self.shown} draws random numbers of {generator}{line}, which would depend on the rank that computes it: "
+            f"{self.label} draws random numbers of {generator}{line}, which would depend on the rank that computes it: "
             "draw them in the module with PyTorch's own generator, where mpizero seeds them"
         )
 
@@ -678,63 +680,65 @@ class FirstLoss:
         """Raise :class:`LayoutError` if the losses of the parts do not add up; tell whether it could be computed."""
         self.checked += 1
         self.by_rows = all(axis == 0 for _, axis, _ in aligned(prediction))
-        found, within = self._in_parts(prediction, target)
-        if not found:
+        results, within = self._in_parts(prediction, target)
+        if not results:
             return False
-        whole, *parts = found
+        full, *parts = results
         for what in ("loss", "weight"):
-            total, sums = getattr(whole, what), [getattr(part, what) for part in parts]
+            total, sums = getattr(full, what), [getattr(part, what) for part in parts]
             if abs(total - sum(sums)) > within * (abs(total) + sum(map(abs, sums))):
                 raise LayoutError(self._no_sum(what, total, sums, count, prediction, target))
-        for number, axis, _ in aligned(InParts(*(one.gradient for one in found))):
-            a, *rest = (one.gradient[number] for one in found)
+        for number, axis, _ in aligned(InParts(*(one.gradient for one in results))):
+            a, *rest = (one.gradient[number] for one in results)
             if (by := apart(a, torch.cat(rest, axis))) is not None:
                 raise LayoutError(
-                    f"{self.shown} is no sum over samples: its gradient for {max(count, 2)} samples differs from that "
+                    f"{self.label} is no sum over samples: its gradient for {max(count, 2)} samples differs from that "
                     f"for two parts of them by {by:.2g} of its size: a term is added once a call, such as a penalty, "
                     f"or samples see each other; add a term for each sample, or return the sum and a weight{_SEE}"
                 )
         return True
 
-    def _in_parts(self, prediction: InParts, target: InParts) -> tuple[list[_Found], float]:
+    def _in_parts(self, prediction: InParts, target: InParts) -> tuple[list[_LossAndGradient], float]:
         """Return what the loss is for all samples and for the parts, and how far it may be from a sum.
 
         It is computed in double precision if the loss takes that. Nothing is found where it raises an error, or is not
         finite, for samples of which it need not be.
         """
-        narrow = any(leaf.dtype in (torch.float32, torch.complex64) for leaf in gradient_leaves(prediction.whole))
-        for way, within in ((_wide_tree, _WIDE),) * narrow + ((_same, _OWN),):
+        narrow = any(leaf.dtype in (torch.float32, torch.complex64) for leaf in gradient_leaves(prediction.full))
+        for way, within in ((_wide_tree, _WIDE),) * narrow + ((_same, _NATIVE),):
             with suppress(Exception):
-                found = [self._found(way(p), way(t)) for p, t in zip(prediction, target, strict=True)]
-                if all(isfinite(one.loss) and isfinite(one.weight) for one in found):
-                    return found, within
-        return [], _OWN
+                results = [self._loss_and_gradient(way(p), way(t)) for p, t in zip(prediction, target, strict=True)]
+                if all(isfinite(one.loss) and isfinite(one.weight) for one in results):
+                    return results, within
+        return [], _NATIVE
 
     def _no_sum(self, what: str, total: float, sums: Any, count: int, prediction: InParts, target: InParts) -> str:
-        shapes = [[tuple(leaf.shape) for leaf in leaves_of(tree.whole)] for tree in (prediction, target)]
-        told = [str(each[0]) if len(each) == 1 else ", ".join(map(str, each)) for each in shapes]
+        shapes = [[tuple(leaf.shape) for leaf in leaves_of(tree.full)] for tree in (prediction, target)]
+        listed = [str(each[0]) if len(each) == 1 else ", ".join(map(str, each)) for each in shapes]
         hint = "; do the shapes fit, or are they broadcast?" if _become_larger(*shapes) else ""
         called = "is no sum over samples: it" if what == "loss" else "returns a weight that is no sum over samples: it"
         halves = "halves" if count > 1 else "parts"
         return (
-            f"{self.shown} {called} is {total:.6g} for {max(count, 2)} samples, {sums[0]:.6g} and {sums[1]:.6g} for "
-            f"their {halves} (prediction {told[0]}, target {told[1]}{hint}); use reduction='sum', or return the "
+            f"{self.label} {called} is {total:.6g} for {max(count, 2)} samples, {sums[0]:.6g} and {sums[1]:.6g} for "
+            f"their {halves} (prediction {listed[0]}, target {listed[1]}{hint}); use reduction='sum', or return the "
             f"sum and a weight{_SEE}"
         )
 
-    def _found(self, prediction: Any, target: Any) -> _Found:
+    def _loss_and_gradient(self, prediction: Any, target: Any) -> _LossAndGradient:
         """Call the loss, and differentiate it."""
-        given = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, prediction)
-        leaves = gradient_leaves(given)
+        detached = map_leaves(
+            lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, prediction
+        )
+        leaves = gradient_leaves(detached)
         for leaf in leaves:
             leaf.requires_grad_()
         with torch.enable_grad():
-            loss, weight = self.value(given, target)
-            found: Gradients = [None] * len(leaves)
+            loss, weight = self.value(detached, target)
+            gradients: Gradients = [None] * len(leaves)
             if loss.requires_grad:
-                found = gradients_of([loss], leaves, [torch.ones_like(loss)])
-        gradient = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
-        return _Found(float(loss.detach()), weight, gradient)
+                gradients = gradients_of([loss], leaves, [torch.ones_like(loss)])
+        gradient = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, gradients, strict=True)]
+        return _LossAndGradient(float(loss.detach()), weight, gradient)
 
 
 def _become_larger(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> bool:

@@ -36,7 +36,7 @@ from mpizero.adapters.torch.call import (
     BlockTensors,
     TorchSettings,
     called,
-    check_all_held,
+    check_blocks_complete,
     check_contexts,
     check_rounding,
     chosen_blocks,
@@ -48,8 +48,8 @@ from mpizero.adapters.torch.call import (
 from mpizero.adapters.torch.first_pass import FirstPass, Trial
 from mpizero.adapters.torch.optimizers import convert_optimizer
 from mpizero.adapters.torch.originals import (
+    OriginalForward,
     Originals,
-    OwnForward,
     check_functions,
     check_loss,
     check_parameters,
@@ -153,22 +153,22 @@ class TorchModel:
         self.seed = checks.require("seed", seed, checks.seed)
         if kernels not in ("torch", "mpizero"):
             raise ConfigError(f"TorchModel: kernels is 'torch' or 'mpizero', got {kernels!r}")
-        self._settings = TorchSettings(own_kernels=kernels == "mpizero")
+        self._settings = TorchSettings(mpizero_kernels=kernels == "mpizero")
         check_contexts()
         check_rounding()
         self._source = module
-        given = self._made()
-        self.dtype = dtype_of(given)
-        check_parameters(given)
-        check_functions(given)
-        check_loss(loss, given)
-        self._originals = Originals(given)
-        self._module = without_values(given)
-        if given is module:
+        original = self._made()
+        self.dtype = dtype_of(original)
+        check_parameters(original)
+        check_functions(original)
+        check_loss(loss, original)
+        self._originals = Originals(original)
+        self._module = without_values(original)
+        if original is module:
             LeftBehind(module, self._originals)
         self._trial = Trial(done=not compare_forward)
         chosen = {"": self._module}
-        besides = given_besides(loss)
+        besides = extra_arguments(loss)
         if besides and (blocks is not None or activation_checkpointing):
             raise ConfigError(
                 f"TorchModel: the loss has a parameter {besides[0]}, so module and loss run together: leave blocks and "
@@ -176,9 +176,13 @@ class TorchModel:
             )
         if blocks is not None:
             known = dict(self._module.named_modules(remove_duplicate=False))
-            chosen = {name: known[name] for name in chosen_blocks(given, blocks)}
-            check_all_held(self._module, chosen)
-        own = OwnForward(self._made, tuple(chosen), self._settings) if blocks is not None and compare_forward else None
+            chosen = {name: known[name] for name in chosen_blocks(original, blocks)}
+            check_blocks_complete(self._module, chosen)
+        original_forward = (
+            OriginalForward(self._made, tuple(chosen), self._settings)
+            if blocks is not None and compare_forward
+            else None
+        )
         again = chosen_names(list(chosen), "activation_checkpointing", activation_checkpointing, "block")
         describer = Describer(self._module, self.dtype, frozen=frozen, unused=unused, averaged=averaged)
         self._calls = {
@@ -196,7 +200,7 @@ class TorchModel:
             return
         #: Blocks by name, in the order in which they run.
         self.blocks: Mapping[str, TorchBlock] = {
-            name: TorchBlock(call, own if call.number == 0 else None, name in again, self.times)
+            name: TorchBlock(call, original_forward if call.number == 0 else None, name in again, self.times)
             for name, call in self._calls.items()
         }
 
@@ -206,7 +210,7 @@ class TorchModel:
         alone, call = (self._call(0, module, tensors) for module in (together.module, together))
         start = self.start_values
         specs, integers = tensors.specs, tensors.integer_specs
-        call.first_pass.shown, call.first_pass.sums = f"{alone.shown}, with {named(loss.function, 'loss')},", True
+        call.first_pass.label, call.first_pass.sums = f"{alone.label}, with {named(loss.function, 'loss')},", True
         functions = JointFunctions(call, alone, named(loss.function, "loss"), self.times)
         self._calls[""] = call
         self.parameters = {spec.name: start[spec.name] for spec in specs}
@@ -220,10 +224,10 @@ class TorchModel:
     @property
     def fingerprint(self) -> Any:
         """Parts of the model that ranks compare, besides blocks, loss and start values."""
-        found = {"seed": self.seed, "own_kernels": self._settings.own_kernels, "torch": str(torch.__version__)}
+        parts = {"seed": self.seed, "own_kernels": self._settings.mpizero_kernels, "torch": str(torch.__version__)}
         if hasattr(self, "blocks"):
-            return found
-        return found | {"module": self._module, "loss": self._calls[""].module.function, "frozen": self.frozen}
+            return parts
+        return parts | {"module": self._module, "loss": self._calls[""].module.function, "frozen": self.frozen}
 
     if not TYPE_CHECKING:  # where it would hide what is misspelt
 
@@ -265,17 +269,17 @@ class TorchModel:
     def other_names(self) -> dict[str, str]:
         """The other names of parameters and buffers that the module holds in several places, with their first names."""
         homes: dict[int, str] = {}
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for block, call in self._calls.items():
             for one in (*call.tensors.stored, *call.tensors.integers):
-                for place, key in one.places:
-                    homes.setdefault(id(place[key]), joined(block, one.name))
+                for owner, key in one.locations:
+                    homes.setdefault(id(owner[key]), joined(block, one.name))
         module = self._module
-        for held in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-            for name, tensor in held:
+        for listed in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+            for name, tensor in listed:
                 if homes.get(id(tensor), name) != name:
-                    found[name] = homes[id(tensor)]
-        return found
+                    names[name] = homes[id(tensor)]
+        return names
 
     @property
     def start_values(self) -> dict[str, Array]:
@@ -314,17 +318,17 @@ class TorchModel:
             If an array is missing.
         """
         tied = self.other_names
-        kept = dict(self._module.named_buffers(remove_duplicate=False))
-        found = {}
+        buffers = dict(self._module.named_buffers(remove_duplicate=False))
+        state = {}
         for name in self._module.state_dict():
             home = tied.get(name, name)
             if home in arrays:
-                found[name] = torch.from_numpy(np.array(arrays[home]))
-            elif name in kept and not kept[name].is_meta:
-                found[name] = kept[name].cpu().clone()
+                state[name] = torch.from_numpy(np.array(arrays[home]))
+            elif name in buffers and not buffers[name].is_meta:
+                state[name] = buffers[name].cpu().clone()
             else:
                 raise LayoutError(f"state_dict: there is no array {home!r}; it was given {len(arrays)} arrays")
-        return found
+        return state
 
     def fill(self, arrays: Mapping[str, Array], module: torch.nn.Module | None = None) -> torch.nn.Module:
         """Give a module the values of ``arrays``, and return it. Not collective.
@@ -421,7 +425,7 @@ def _takes_nothing(function: Any) -> bool:
 KEYWORDS = ("module", "x")
 
 
-def given_besides(loss: Callable[..., Any]) -> tuple[str, ...]:
+def extra_arguments(loss: Callable[..., Any]) -> tuple[str, ...]:
     """Return those of :data:`KEYWORDS` that a loss takes after prediction and target. Not collective."""
     try:
         parameters = list(inspect.signature(loss).parameters.values())
@@ -450,8 +454,8 @@ class ModuleAndLoss(torch.nn.Module):  # type: ignore[misc]
                 for leaf in gradient_leaves(x):
                     leaf.requires_grad_()
             prediction = called(self.module, x)
-            given = {name: {"module": self.module, "x": x}[name] for name in self.names}
-            loss, weight = self.loss.value(prediction, target, **given)
+            extra = {name: {"module": self.module, "x": x}[name] for name in self.names}
+            loss, weight = self.loss.value(prediction, target, **extra)
         return loss, torch.tensor(weight, dtype=torch.float64)
 
 
@@ -465,7 +469,7 @@ class JointFunctions:
         Calls a :class:`ModuleAndLoss`.
     alone : ModuleCall
         Calls the module in it, which holds the same parameters.
-    shown : str
+    label : str
         The loss's name, for messages.
     times : PassTimes
         Times the first passes.
@@ -473,7 +477,7 @@ class JointFunctions:
 
     together: ModuleCall
     alone: ModuleCall
-    shown: str
+    label: str
     times: PassTimes
 
     def loss_and_grad(
@@ -481,8 +485,8 @@ class JointFunctions:
     ) -> tuple[float, float]:
         """Write gradients and new values of buffers to ``gradients``; return the sum of losses and its weight."""
         start = perf_counter()
-        passed, found = self._differentiated(parameters, batch, run)
-        self.together.write(nested(dict(gradients)), found, passed, self.shown)
+        passed, weights = self._differentiated(parameters, batch, run)
+        self.together.write(nested(dict(gradients)), weights, passed, self.label)
         if run.training:
             seconds, alone = perf_counter() - start, replace(run, count=0)
 
@@ -498,12 +502,12 @@ class JointFunctions:
         call, params = self.together, nested(dict(parameters))
         specs = call.tensors.specs
         with call.prepared(run), torch.enable_grad():
-            given = call.given(params)
-            weights = [t.requires_grad_() for t, s in zip(given, specs, strict=True) if s.optimized]
-            passed = call(params, given, map_leaves(as_tensor, batch), run)
+            values = call.forward_values(params)
+            weights = [t.requires_grad_() for t, s in zip(values, specs, strict=True) if s.optimized]
+            passed = call(params, values, map_leaves(as_tensor, batch), run)
             loss, _ = passed.output
             if not loss.requires_grad:
-                raise LayoutError(f"{self.shown} returned a loss that depends on no parameter: does it use .detach()?")
+                raise LayoutError(f"{self.label} returned a loss that depends on no parameter: does it use .detach()?")
             with call.placed(params):
                 return passed, torch.autograd.grad(loss, weights, allow_unused=True)
 
@@ -520,7 +524,7 @@ class JointFunctions:
     def _output(call: ModuleCall, parameters: Mapping[str, Array], x: Any, run: Run) -> Any:
         params = nested(dict(parameters))
         with call.prepared(run), torch.no_grad():
-            return call(params, call.given(params), map_leaves(as_tensor, x), run).output
+            return call(params, call.forward_values(params), map_leaves(as_tensor, x), run).output
 
 
 class LeftBehind:
@@ -557,7 +561,7 @@ class LeftBehind:
             self._used(module, "is pickled")
         return type(self), ()
 
-    def __call__(self, module: torch.nn.Module, given: Any) -> None:
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
         """Look at one call of the module, or of a submodule."""
         self._used(module, "is called")
 

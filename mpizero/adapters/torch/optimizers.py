@@ -84,8 +84,8 @@ def _named_groups(optimizer: torch.optim.Optimizer, module: Any, trained: Sequen
                 "parameters of the module that TorchModel is given"
             )
         groups.append([name for one in group["params"] if (name := names[id(one)]) in trained])
-    held = {name for group in groups for name in group}
-    if left := [name for name in trained if name not in held]:
+    grouped = {name for group in groups for name in group}
+    if left := [name for name in trained if name not in grouped]:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise ConfigError(
             f"{kind} does not have {shown(left[0])}{more}, which would be trained: give it all parameters, or freeze "

@@ -3,8 +3,8 @@
 ``TorchModel`` trains a copy (``copy.deepcopy``) of the module that it is given. Functions are not copied: what they
 refer to stays the original, with its start values (:func:`check_functions`). A loss that reads what the given module
 keeps of a pass, as an auxiliary loss, would read it in vain: its copy makes the passes (:func:`check_loss`).
-:class:`Originals` finds out in a pass which tensors of the given module are read, and :class:`OwnForward` compares what
-a module's own ``forward`` computes with what its blocks compute one after the other.
+:class:`Originals` finds out in a pass which tensors of the given module are read, and :class:`OriginalForward` compares
+what a module's own ``forward`` computes with what its blocks compute one after the other.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def check_parameters(module: torch.nn.Module) -> None:
             listed = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
             if (
                 key not in ("_parameters", "_flat_weights")
-                and (found := next((one for one in listed if id(one) in parameters), None)) is not None
+                and (tensor := next((one for one in listed if id(one) in parameters), None)) is not None
             ):
                 raise ConfigError(
-                    f"TorchModel: {f'{path}.{key}' if path else key} holds parameter {parameters[id(found)]!r} beside "
+                    f"TorchModel: {f'{path}.{key}' if path else key} holds parameter {parameters[id(tensor)]!r} beside "
                     "the module's own parameters, where it would have no values: take it from its layer when it is used"
                 )
 
@@ -71,10 +71,10 @@ def check_functions(module: torch.nn.Module) -> None:
     for path, inner in module.named_modules():
         for key, value in vars(inner).items():
             for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,):
-                if (told := next((names[id(v)] for v in values_of(one) if id(v) in names), None)) is not None:
+                if (child := next((names[id(v)] for v in values_of(one) if id(v) in names), None)) is not None:
                     raise ConfigError(
                         f"TorchModel: {f'{path}.{key}' if path else key} holds the function {one.__qualname__}, which "
-                        f"refers to {f'submodule {told!r}' if told else 'the module'}: the module is copied, its "
+                        f"refers to {f'submodule {child!r}' if child else 'the module'}: the module is copied, its "
                         "functions are not, so it would compute with the start values for ever; make it a method, or "
                         "let it take the module as an argument, as hooks do"
                     )
@@ -107,10 +107,10 @@ def check_loss(function: Any, module: torch.nn.Module) -> None:
                 if isinstance(one, FunctionType) and is_users(one.__code__.co_filename):
                     methods.setdefault(name, []).append(one)
     hooks = [hook for inner in module.modules() for hook in inner._forward_hooks.values()]
-    passes = _called_by([*methods.get("forward", ()), *filter(_is_own, hooks)], methods)
-    kept = {name for one in passes for name in _names(one, ("STORE_ATTR",))}
-    losses = _called_by([value for value in values if _is_own(value)], methods)
-    if read := sorted(kept & {name for one in losses for name in _names(one, ("LOAD_ATTR", "LOAD_METHOD"))}):
+    passes = _called_by([*methods.get("forward", ()), *filter(_is_users, hooks)], methods)
+    stored = {name for one in passes for name in _names(one, ("STORE_ATTR",))}
+    losses = _called_by([value for value in values if _is_users(value)], methods)
+    if read := sorted(stored & {name for one in losses for name in _names(one, ("LOAD_ATTR", "LOAD_METHOD"))}):
         raise ConfigError(
             f"TorchModel: {named(function, 'loss')} reads {read[0]!r} of the module that was given, where no pass of "
             "the copy that is trained leaves it: let the module return it beside its output, or let the loss have a "
@@ -120,47 +120,47 @@ def check_loss(function: Any, module: torch.nn.Module) -> None:
 
 def _reached(function: Any) -> list[Any]:
     """Return a loss, what it holds and refers to, and so on through the user's functions."""
-    found: list[Any] = []
+    reached: list[Any] = []
     waiting = [function, getattr(type(function), "__call__", None)]  # noqa: B004 - the function itself
     while waiting:
         one = waiting.pop()
-        if any(one is known for known in found):
+        if any(one is known for known in reached):
             continue
-        found.append(one)
+        reached.append(one)
         if isinstance(one, MethodType):
             waiting += [one.__func__, one.__self__]
         elif isinstance(one, partial):
             waiting += [one.func, *one.args, *one.keywords.values()]
         elif one is function and not isinstance(one, FunctionType):
             waiting += getattr(one, "__dict__", {}).values()
-        elif _is_own(one):
+        elif _is_users(one):
             waiting += values_of(one)
-    return found
+    return reached
 
 
-def _is_own(one: Any) -> bool:
+def _is_users(one: Any) -> bool:
     return isinstance(one, FunctionType) and is_users(one.__code__.co_filename)
 
 
 def _called_by(begin: Iterable[FunctionType], methods: dict[str, list[FunctionType]]) -> list[FunctionType]:
     """Return functions, and the methods that they name, and so on."""
-    found, waiting = [], list(begin)
+    called, waiting = [], list(begin)
     while waiting:
         one = waiting.pop()
-        if one not in found:
-            found.append(one)
+        if one not in called:
+            called.append(one)
             waiting += [m for name in _names(one, ("LOAD_ATTR", "LOAD_METHOD")) for m in methods.get(name, ())]
-    return found
+    return called
 
 
 def _names(function: FunctionType, operations: Sequence[str]) -> set[str]:
     """Return the names with which a function, or one defined in it, does one of some operations of Python."""
-    codes, found = [function.__code__], set()
+    codes, names = [function.__code__], set()
     while codes:
         code = codes.pop()
-        found |= {str(one.argval) for one in get_instructions(code) if one.opname in operations}
+        names |= {str(one.argval) for one in get_instructions(code) if one.opname in operations}
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-    return found
+    return names
 
 
 def mentions_data(module: torch.nn.Module) -> bool:
@@ -188,8 +188,8 @@ class Originals:
 
     def reads(self) -> Reads:
         """Return a context that finds out which of the tensors are used in it. Not collective."""
-        kept = [(name, reference()) for name, reference in self._references]
-        return Reads({_address(tensor): name for name, tensor in kept if tensor is not None})
+        alive = [(name, reference()) for name, reference in self._references]
+        return Reads({_address(tensor): name for name, tensor in alive if tensor is not None})
 
 
 class Reads(Kernels):
@@ -197,12 +197,12 @@ class Reads(Kernels):
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
-        self._names, self.found = {address: name for address, name in names.items() if address}, ""
+        self._names, self.first = {address: name for address, name in names.items() if address}, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""
         used = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        self.found = self.found or next((name for leaf in used if (name := self._names.get(_address(leaf)))), "")
+        self.first = self.first or next((name for leaf in used if (name := self._names.get(_address(leaf)))), "")
         return func(*args, **(kwargs or {}))
 
 
@@ -216,7 +216,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class OwnForward:
+class OriginalForward:
     """Run a module's own ``forward`` once in training and once in evaluation mode, and compare it with its blocks.
 
     Hooks see what enters and leaves the blocks, so that dropout, which would differ in a second pass, matters not. The
@@ -256,18 +256,18 @@ class OwnForward:
         self._compared.update(modes)
 
     def _check(self, module: torch.nn.Module, x: Any, training: bool) -> None:
-        if found := self._difference(module, x, training):
+        if unlike := self._difference(module, x, training):
             raise LayoutError(
                 f"the blocks one after the other are not {type(module).__name__}.forward in "
-                f"{'training' if training else 'evaluation'}: {found}; put what lies between blocks into one of them, "
+                f"{'training' if training else 'evaluation'}: {unlike}; put what lies between blocks into one of them, "
                 "or give TorchModel compare_forward=False if it is meant to differ"
             )
 
     def _difference(self, module: torch.nn.Module, x: Any, training: bool) -> str | None:
         known = dict(module.named_modules(remove_duplicate=False))
         home = next((p.device for p in module.parameters()), None)  # blocks may compute on a GPU, and it not
-        given = map_leaves(lambda leaf: as_tensor(leaf).to(home, copy=True), x)
-        trace = _Trace({name: known[name] for name in self.blocks}, given)
+        samples = map_leaves(lambda leaf: as_tensor(leaf).to(home, copy=True), x)
+        trace = _Trace({name: known[name] for name in self.blocks}, samples)
         modes = [(inner, inner.training) for inner in module.modules()]
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         hooks = trace.hooks()
@@ -276,12 +276,12 @@ class OwnForward:
             for inner, _ in modes:
                 inner.training &= training
             with torch.set_grad_enabled(training):
-                return trace.end(called(module, given))
+                return trace.end(called(module, samples))
         except MpizeroError:
             raise
         except Exception as error:
-            told = f"it raises {type(error).__name__}: {error}"
-            return trace.found or f"{told} (a model of blocks calls the first block with the samples)"
+            message = f"it raises {type(error).__name__}: {error}"
+            return trace.difference or f"{message} (a model of blocks calls the first block with the samples)"
         finally:
             for hook in hooks:
                 hook.remove()
@@ -303,7 +303,7 @@ class _Trace:
     """Follow the calls of blocks in a module's ``forward``, and note the first that differs from a chain of them."""
 
     def __init__(self, blocks: Mapping[str, torch.nn.Module], x: Any) -> None:
-        self.found: str | None = None
+        self.difference: str | None = None
         self._names, self._modules, self._next = list(blocks), list(blocks.values()), 0
         self._from, self._x = "the samples", map_leaves(torch.clone, x)
 
@@ -315,26 +315,26 @@ class _Trace:
 
     def end(self, output: Any) -> str | None:
         """Return the first difference, or None, from the output of the whole module."""
-        if self.found is None and self._next < len(self._names):
-            self.found = f"it does not run block {self._names[self._next]!r}"
-        elif self.found is None and (unlike := _unlike(self._x, output)):
-            self.found = f"after the last block, it changes {self._from} ({unlike})"
-        return self.found
+        if self.difference is None and self._next < len(self._names):
+            self.difference = f"it does not run block {self._names[self._next]!r}"
+        elif self.difference is None and (unlike := _unlike(self._x, output)):
+            self.difference = f"after the last block, it changes {self._from} ({unlike})"
+        return self.difference
 
     def _begins(self, module: torch.nn.Module, args: Any, named: Any) -> None:
-        if self.found is not None:
+        if self.difference is not None:
             return
         if self._next == len(self._names) or self._modules[self._next] is not module:
             name = next(n for n, one in zip(self._names, self._modules, strict=True) if one is module)
-            here = f"block {self._names[self._next]!r}" if self._next < len(self._names) else "no further block"
-            self.found = f"it runs block {name!r} where blocks= has {here}"
+            next_block = f"block {self._names[self._next]!r}" if self._next < len(self._names) else "no further block"
+            self.difference = f"it runs block {name!r} where blocks= has {next_block}"
             return
-        expected, given = _bound(module, *arguments_of(self._x)), _bound(module, args, named)
-        if unlike := _unlike(expected, given):
-            self.found = f"block {self._names[self._next]!r} is given something else than {self._from} ({unlike})"
+        expected, actual = _bound(module, *arguments_of(self._x)), _bound(module, args, named)
+        if unlike := _unlike(expected, actual):
+            self.difference = f"block {self._names[self._next]!r} is given something else than {self._from} ({unlike})"
 
     def _ends(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self.found is None:
+        if self.difference is None:
             self._from = f"the output of block {self._names[self._next]!r}"
             self._x = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, output)
             self._next += 1
@@ -343,16 +343,16 @@ class _Trace:
 def _bound(module: torch.nn.Module, args: Any, named: Any) -> dict[str, Any]:
     """Return the arguments of a module's ``forward`` by name, or by number where they do not fit."""
     try:
-        found = inspect.signature(module.forward).bind(*args, **named)
+        bound = inspect.signature(module.forward).bind(*args, **named)
     except (TypeError, ValueError):
         return {**{str(i): arg for i, arg in enumerate(args)}, **named}
-    found.apply_defaults()
-    return found.arguments
+    bound.apply_defaults()
+    return bound.arguments
 
 
-def _unlike(expected: Any, found: Any) -> str | None:
+def _unlike(expected: Any, actual: Any) -> str | None:
     """Return in words how two trees of tensors differ, None if they do not."""
-    a, b = dict(paths_of(_=expected)), dict(paths_of(_=found))
+    a, b = dict(paths_of(_=expected)), dict(paths_of(_=actual))
     if odd := [path for path in (*a, *b) if (path in a) != (path in b)]:
         return f"{len(a)} values become {len(b)}" if len(a) != len(b) else f"{odd[0][1:]} is in one only"
     for path, one in a.items():
@@ -361,11 +361,11 @@ def _unlike(expected: Any, found: Any) -> str | None:
             if one is not other and not (type(one) is type(other) and one == other):
                 return f"{type(one).__name__} and {type(other).__name__}"
         elif one.shape != other.shape or one.dtype != other.dtype:
-            return f"{_shown(one)} becomes {_shown(other)}"
+            return f"{_described(one)} becomes {_described(other)}"
         elif not torch.equal(one, other) and not bool(((one == other) | ((one != one) & (other != other))).all()):
             return f"other values of shape {tuple(one.shape)}"
     return None
 
 
-def _shown(tensor: torch.Tensor) -> str:
+def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

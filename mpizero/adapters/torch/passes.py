@@ -36,15 +36,15 @@ from mpizero.adapters.torch.autograd import (
 from mpizero.adapters.torch.call import (
     UNDIFFERENTIATED,
     BlockTensors,
-    Held,
+    ModuleTensor,
     TorchSettings,
     bring,
     called,
     check_contexts,
     drawn_since,
-    in_places,
     random_state,
     set_random_state,
+    swapped_in,
     torch_pass,
 )
 from mpizero.adapters.torch.first_pass import MOST_ADDED, FirstLoss, FirstPass, ModuleCopy, Trial, parts_of, seeded
@@ -62,14 +62,14 @@ class Passed(NamedTuple):
     ----------
     output : tree of torch.Tensor
         What the module returned.
-    given : list of torch.Tensor
+    values : list of torch.Tensor
         The tensors that were in the places of ``stored``.
     averages, numbers : list of torch.Tensor
         The new values of statistics, and of buffers of whole numbers.
     """
 
     output: Any
-    given: list[torch.Tensor]
+    values: list[torch.Tensor]
     averages: list[torch.Tensor]
     numbers: list[torch.Tensor]
 
@@ -111,7 +111,7 @@ class ModuleCall:
     _before: tuple[Any, BlockTensors, Any] | None = field(default=None, init=False)
 
     @property
-    def shown(self) -> str:
+    def label(self) -> str:
         """The name of the module's class, for messages."""
         return type(self.module).__name__
 
@@ -130,10 +130,10 @@ class ModuleCall:
 
         Of what a forward pass may change these are copies: ``torch.utils.checkpoint`` runs another one.
         """
-        own = self.tensors
-        values = zip(self.values(params), own.specs, strict=True)
+        block = self.tensors
+        values = zip(self.values(params), block.specs, strict=True)
         tensors = [t.clone() if s.averaged else t.requires_grad_(s.optimized) for t, s in values]
-        with in_places((*own.stored, *own.integers), tensors + self._numbers(params)), self.settings.functions():
+        with swapped_in((*block.stored, *block.integers), tensors + self._numbers(params)), self.settings.functions():
             yield
 
     @contextmanager
@@ -145,19 +145,19 @@ class ModuleCall:
                 module.training = was and run.training
             yield
 
-    def given(self, params: Params) -> list[torch.Tensor]:
+    def forward_values(self, params: Params) -> list[torch.Tensor]:
         """Return the tensors for the places of ``stored``, inside :meth:`prepared`: copies where they may change."""
-        own, new, values = self.tensors, self.new, self.values(params)
-        bring(own.kept, self._device(values))
-        tensors = [t.clone() if spec.averaged or new else t for t, spec in zip(values, own.specs, strict=True)]
+        block, new, arrays = self.tensors, self.new, self.values(params)
+        bring(block.unstored, self._device(arrays))
+        tensors = [t.clone() if spec.averaged or new else t for t, spec in zip(arrays, block.specs, strict=True)]
         if not self.uses_data:
             return tensors
-        return [Placed.of(t) if s.name in own.parameters else t for t, s in zip(tensors, own.specs, strict=True)]
+        return [Placed.of(t) if s.name in block.parameters else t for t, s in zip(tensors, block.specs, strict=True)]
 
-    def __call__(self, params: Params, given: list[torch.Tensor], x: Any, run: Run) -> Passed:
+    def __call__(self, params: Params, values: list[torch.Tensor], x: Any, run: Run) -> Passed:
         """Call the module on ``x``, a tree of tensors, inside :meth:`prepared`. Not collective.
 
-        ``given`` comes from :meth:`given`. A tuple becomes several arguments, a dictionary keyword arguments.
+        ``values`` comes from :meth:`forward_values`. A tuple becomes several arguments, a dictionary keyword arguments.
 
         Raises
         ------
@@ -166,30 +166,30 @@ class ModuleCall:
         LayoutError
             If the module has changed what a forward pass must not change.
         """
-        own, new = self.tensors, self.new
+        block, new = self.tensors, self.new
         numbers = self._numbers(params)
-        self._look(given, numbers, x, run)
+        self._look(values, numbers, x, run)
         x = x if not new and not self.first_pass.changes_input else map_leaves(torch.clone, x)
-        watched = self._watched(given)
+        watched = self._watched(values)
         inputs = [(leaf, leaf._version) for leaf in leaves_of(x)]
-        with in_places((*own.stored, *own.integers), [*given, *numbers]):
+        with swapped_in((*block.stored, *block.integers), [*values, *numbers]):
             with self.settings.functions():
                 output = called(self.module, x)
-            averages = [one.now.detach() for one, spec in zip(own.stored, own.specs, strict=True) if spec.averaged]
-            numbers = [one.now for one in own.integers]
+            averages = [one.now.detach() for one, spec in zip(block.stored, block.specs, strict=True) if spec.averaged]
+            numbers = [one.now for one in block.integers]
             changed = [one for one, tensor, v in watched if one.now is not tensor or tensor._version != v]
         if odd := [leaf for leaf in leaves_of(output) if not isinstance(leaf, torch.Tensor)]:
             raise DataError(
-                f"{self.shown} returned a {type(odd[0]).__name__}: a block returns tensors, alone or in tuples, lists "
+                f"{self.label} returned a {type(odd[0]).__name__}: a block returns tensors, alone or in tuples, lists "
                 "and dictionaries"
             )
         if new:
-            before = dict(zip(map(id, own.stored), self.values(params), strict=True))
+            before = dict(zip(map(id, block.stored), self.values(params), strict=True))
             changed += [one for one, now, _ in watched if id(one) in before and not torch.equal(now, before[id(one)])]
         if changed:
             raise self._change_of(changed[0])
         self._note_input(any(leaf._version != version for leaf, version in inputs))
-        return Passed(output, given, averages, numbers)
+        return Passed(output, values, averages, numbers)
 
     def write(self, grads: Params, weights: Gradients, passed: Passed, loss: str) -> None:
         """Write the gradients of parameters, and the new values of buffers, to the arrays ``grads``.
@@ -199,17 +199,17 @@ class ModuleCall:
         LayoutError
             If a parameter has no gradient; ``loss`` says of what.
         """
-        own = self.tensors
-        for integer, number in zip(own.integer_specs, passed.numbers, strict=True):
+        block = self.tensors
+        for integer, number in zip(block.integer_specs, passed.numbers, strict=True):
             put(value_at(grads, integer.name), number)
         gradients, statistics = iter(weights), iter(passed.averages)
-        for spec in own.specs:
+        for spec in block.specs:
             value = next(statistics) if spec.averaged else next(gradients) if spec.optimized else None
             if not spec.trainable:
                 continue
             if value is not None:
                 put(value_at(grads, spec.name), value)
-            elif spec.name in own.unused:
+            elif spec.name in block.unused:
                 value_at(grads, spec.name)[...] = 0
             else:
                 raise LayoutError(
@@ -240,16 +240,16 @@ class ModuleCall:
         """Return where the parameters are; the host for a block without parameters."""
         return values[0].device if values else torch.device("cpu")
 
-    def _look(self, given: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor], x: Any, run: Run) -> None:
+    def _look(self, values: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor], x: Any, run: Run) -> None:
         """Let copies of the module make the first passes on samples of new shapes."""
-        training, fresh = self.module.training, partial(self._fresh, given, numbers)
+        training, fresh = self.module.training, partial(self._fresh, values, numbers)
         kind = self.first_pass.new_kind(x, training=training, counted=run.count > 0)
         if kind is not None:
             self.first_pass.check(fresh, x, training=training)
         if self.first_pass.follows(run.count, new=kind is not None):
             self.first_pass.follow(fresh, x, run.count, training=training)
         if kind is not None:
-            self.first_pass.seen.add(kind)
+            self.first_pass.kinds.add(kind)
 
     def _fresh(self, values: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor]) -> ModuleCopy:
         """Return a copy of the module as it was before its first pass, for passes with these values."""
@@ -258,26 +258,28 @@ class ModuleCall:
         module, tensors, modes = copy.deepcopy(self._before)
         return ModuleCopy(module, tensors, modes, self.settings, values, numbers)
 
-    def _watched(self, given: Sequence[torch.Tensor]) -> list[tuple[Held, torch.Tensor, int]]:
+    def _watched(self, values: Sequence[torch.Tensor]) -> list[tuple[ModuleTensor, torch.Tensor, int]]:
         """Return what no forward pass may change: what it is, the tensor in its place, and the tensor's version."""
-        own = self.tensors
-        stored = zip(own.stored, own.specs, given, strict=True)
-        tensors = [(one, t) for one, spec, t in stored if not spec.averaged] + [(one, one.now) for one in own.kept]
+        block = self.tensors
+        stored = zip(block.stored, block.specs, values, strict=True)
+        tensors = [(one, t) for one, spec, t in stored if not spec.averaged] + [
+            (one, one.now) for one in block.unstored
+        ]
         return [(one, tensor, tensor._version) for one, tensor in tensors]
 
-    def _change_of(self, one: Held) -> LayoutError:
+    def _change_of(self, one: ModuleTensor) -> LayoutError:
         if one.name in self.tensors.parameters:
             what, advice = "parameter", "compute with a changed copy"
         else:
             what = "buffer"
             advice = "name it in averaged= if it is a statistic of the samples, or of weights, as in spectral_norm"
-        return LayoutError(f"{self.shown} changes its {what} {one.name!r} in its forward pass: {advice}")
+        return LayoutError(f"{self.label} changes its {what} {one.name!r} in its forward pass: {advice}")
 
     def _note_input(self, changed: bool) -> None:
         """Remember whether the first pass has changed its input in place; refuse it if a later pass is the first to."""
         if changed and not self.new and not self.first_pass.changes_input:
             raise LayoutError(
-                f"{self.shown} changes its input in place, which it did not at first: samples and the output of the "
+                f"{self.label} changes its input in place, which it did not at first: samples and the output of the "
                 "block before are overwritten; leave out inplace=True, or compute with a copy"
             )
         self.first_pass.changes_input |= changed
@@ -418,19 +420,19 @@ class TorchLoss:
     def forward(self, prediction: Any, target: Any) -> tuple[float, float, Any]:
         """Return the sum of the losses, the weight, and the graph for :meth:`backward`. Not collective."""
         with torch_pass(self.settings), torch.enable_grad():
-            given, wanted = map_leaves(as_tensor, prediction), map_leaves(as_tensor, target)
-            kind = self._first.new_kind((given, wanted))
+            predicted, wanted = map_leaves(as_tensor, prediction), map_leaves(as_tensor, target)
+            kind = self._first.new_kind((predicted, wanted))
             if kind is not None:
-                self._first.check(given, wanted)
-                self._first.seen.add(kind)
-            if self._first.is_wanted(new=kind is not None) and self._adds_up(prediction, given, wanted):
+                self._first.check(predicted, wanted)
+                self._first.kinds.add(kind)
+            if self._first.is_wanted(new=kind is not None) and self._adds_up(prediction, predicted, wanted):
                 self._first.added = True
                 self.trial.done = True
-            leaves = gradient_leaves(given)
+            leaves = gradient_leaves(predicted)
             for leaf in leaves:
                 leaf.requires_grad_()
             before = random_state()
-            loss, weight = self.value(given, wanted)
+            loss, weight = self.value(predicted, wanted)
             if drawn_since(before):
                 set_random_state(before)
                 raise self._first.draws("PyTorch's generator", "")
@@ -445,15 +447,15 @@ class TorchLoss:
                     f"{named(self.function, 'loss')} returned a loss that does not depend on the prediction: does it "
                     "use .detach(), .item() or torch.no_grad()?"
                 )
-            found = gradients_of([loss], leaves, [torch.full_like(loss, scale)])
-        return gradients_like(prediction, found)
+            gradients = gradients_of([loss], leaves, [torch.full_like(loss, scale)])
+        return gradients_like(prediction, gradients)
 
-    def value(self, prediction: Any, target: Any, **given: Any) -> tuple[torch.Tensor, float]:
-        """Call the function, with what it is ``given`` besides; return the sum as a tensor, and the weight."""
+    def value(self, prediction: Any, target: Any, **extra: Any) -> tuple[torch.Tensor, float]:
+        """Call the function, with its ``extra`` arguments; return the sum as a tensor, and the weight."""
         try:
-            result = self.function(prediction, target, **given)
+            result = self.function(prediction, target, **extra)
         except RuntimeError as error:
-            if not given and any(words in str(error) for words in UNDIFFERENTIATED):
+            if not extra and any(words in str(error) for words in UNDIFFERENTIATED):
                 line = users_line(error.__traceback__)
                 at = "" if line is None else f" ({line})"
                 raise LayoutError(
@@ -465,9 +467,9 @@ class TorchLoss:
         loss, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             is_tensor = isinstance(loss, torch.Tensor)
-            told = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
+            returned = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
             raise LayoutError(
-                f"{named(self.function, 'loss')} returned {told}: expected one number, the sum over samples "
+                f"{named(self.function, 'loss')} returned {returned}: expected one number, the sum over samples "
                 "(reduction='sum'), or that number and its weight"
             )
         if weight is None:
@@ -481,9 +483,9 @@ class TorchLoss:
             raise DataError("TorchModel: neither prediction nor target has an axis of samples")
         return int(leaves[-1].shape[0])
 
-    def _adds_up(self, given: Any, prediction: Any, target: Any) -> bool:
+    def _adds_up(self, raw: Any, prediction: Any, target: Any) -> bool:
         """Compare the loss of samples with those of their parts; tell whether it was possible. Not collective."""
         count = self._count(prediction, target)
         wanted = parts_of(target, count, changed=False)
-        ways = self.trial.prediction(given, prediction, count)
+        ways = self.trial.prediction(raw, prediction, count)
         return wanted is not None and any(n == count and self._first.adds_up(way, wanted, count) for way, n in ways)
