@@ -98,7 +98,7 @@ _lazy, __dir__, __all__ = lazy_names(__name__)
 
 def __getattr__(name: str) -> Any:
     """Import and return a public name when it is first used; find the version, too, only then."""
-    return import_module("mpizero._util.text").own_version() if name == "__version__" else _lazy(name)
+    return import_module("mpizero._util.text").mpizero_version() if name == "__version__" else _lazy(name)
 
 
 if any(name in os.environ for name in BY_MPI):

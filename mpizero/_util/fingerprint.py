@@ -112,7 +112,7 @@ class Fingerprint:
         self._known: dict[int, tuple[Any, bytes]] = {}
         self._open: dict[int, int] = {}
         self._classes: dict[type, dict[str, Any]] = {}
-        self._kept: dict[type, frozenset[str]] = {}
+        self._uncompared: dict[type, frozenset[str]] = {}
         self._hidden: dict[type, bool] = {}
         self._rules: dict[type, Callable[[Fingerprint, Any], Parts]] = {}
         self._subject, self._steps = "", list[str]()
@@ -141,17 +141,17 @@ class Fingerprint:
             pieces += (_label(step), _sized(self.digest(item)))
             self._steps.pop()
         del self._open[key]
-        found = hashlib.sha256(b"".join(pieces)).digest()
-        self._known[key] = value, found  # the value, too: an id is of a living object
-        return found
+        digest = hashlib.sha256(b"".join(pieces)).digest()
+        self._known[key] = value, digest  # the value, too: an id is of a living object
+        return digest
 
     def digest_named(self, values: Mapping[str, Any]) -> bytes:
         """Return one digest of several named values; the keys of :attr:`left_out` contain the names."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for self._subject, value in values.items():
-            found.update(_sized(self._subject.encode()))
-            found.update(_sized(self.digest(value)))
-        return found.digest()
+            digest.update(_sized(self._subject.encode()))
+            digest.update(_sized(self.digest(value)))
+        return digest.digest()
 
     def parts(self, value: Any) -> Parts:
         """Decompose a value by one level into its kind and its parts or content."""
@@ -171,20 +171,20 @@ class Fingerprint:
         They are the members that the class itself or a base class defines, if that class is the user's own.
         """
         if kind not in self._classes:
-            found: dict[str, Any] = {}
+            members: dict[str, Any] = {}
             for base in reversed(kind.__mro__):
                 if is_users(getattr(sys.modules.get(base.__module__), "__file__", None), base.__module__):
-                    found |= {f".{name}": item for name, item in vars(base).items() if _is_member(name, item)}
-            self._classes[kind] = found
+                    members |= {f".{name}": item for name, item in vars(base).items() if _is_member(name, item)}
+            self._classes[kind] = members
         return self._classes[kind]
 
-    def kept(self, kind: type) -> frozenset[str]:
+    def uncompared(self, kind: type) -> frozenset[str]:
         """Return the names of the fields that are not compared: caches, and fields that methods change in training."""
-        if kind not in self._kept:
+        if kind not in self._uncompared:
             cached = _caches_of(kind)
             users = is_users(getattr(sys.modules.get(kind.__module__), "__file__", None), kind.__module__)
-            self._kept[kind] = cached | kept_by(kind) if users else cached
-        return self._kept[kind]
+            self._uncompared[kind] = cached | changed_fields(kind) if users else cached
+        return self._uncompared[kind]
 
     def hides_fields(self, kind: type) -> bool:
         """Tell whether objects of a class are left out: fields cannot be seen, or the class is Python's own."""
@@ -295,7 +295,9 @@ def _object(fingerprint: Fingerprint, value: Any) -> Parts:
         return Parts(f"function {getattr(value, '__module__', '')}.{value.__name__}")
     if fingerprint.hides_fields(kind):
         return Parts("left out", left_out=f"{kind.__qualname__}")
-    items = fingerprint.members(kind) | {f".{name}": item for name, item in _fields(value, fingerprint.kept(kind))}
+    items = fingerprint.members(kind) | {
+        f".{name}": item for name, item in _fields(value, fingerprint.uncompared(kind))
+    }
     if callable(getattr(kind, "extra_repr", None)) and callable(getattr(kind, "named_children", None)):  # of torch
         items |= {".settings": value.extra_repr(), **{f".{part}": child for part, child in value.named_children()}}
     return Parts(name, items)
@@ -359,20 +361,20 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
 def _rule(value: Any) -> Callable[[Fingerprint, Any], Parts]:
     """Return the function that decomposes objects of the value's type."""
     if not isinstance(value, type) and _offers(type(value)):
-        return _given
+        return _by_fingerprint
     return next((rule for kinds, rule in _RULES if isinstance(value, kinds)), _object)
 
 
-def _given(_: Fingerprint, value: Any) -> Parts:
+def _by_fingerprint(_: Fingerprint, value: Any) -> Parts:
     """Decompose an object into what its own ``fingerprint`` is or returns."""
-    given = value.fingerprint
-    return Parts(qualified_name(type(value)), {".fingerprint": given() if callable(given) else given})
+    fingerprint = value.fingerprint
+    return Parts(qualified_name(type(value)), {".fingerprint": fingerprint() if callable(fingerprint) else fingerprint})
 
 
 def _has_wrapped(value: Any) -> bool:
     """Tell whether an object has an attribute ``__wrapped__``, without calling ``__getattr__``."""
-    own = value.__dict__ if type(value).__dictoffset__ else {}
-    return own.get("__wrapped__") is not None or any("__wrapped__" in vars(base) for base in type(value).__mro__)
+    attributes = value.__dict__ if type(value).__dictoffset__ else {}
+    return attributes.get("__wrapped__") is not None or any("__wrapped__" in vars(base) for base in type(value).__mro__)
 
 
 def _offers(kind: type) -> bool:
@@ -380,9 +382,9 @@ def _offers(kind: type) -> bool:
     if not hasattr(kind, "fingerprint"):
         return False
     with contextlib.suppress(TypeError, ValueError):
-        found = inspect.getattr_static(kind, "fingerprint")
-        if isinstance(found, types.FunctionType):
-            inspect.signature(found).bind(None)
+        attribute = inspect.getattr_static(kind, "fingerprint")
+        if isinstance(attribute, types.FunctionType):
+            inspect.signature(attribute).bind(None)
         return True
     return False
 
@@ -397,15 +399,15 @@ def _is_member(name: str, item: Any) -> bool:
     return name == "__call__" or _is_compared(name)
 
 
-def _fields(value: Any, kept: Set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each field of an object that is compared; fields named in ``kept`` are left out."""
+def _fields(value: Any, uncompared: Set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each field of an object that is compared; fields named in ``uncompared`` are left out."""
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in kept and _is_compared(name) and hasattr(value, name):
+            if name not in uncompared and _is_compared(name) and hasattr(value, name):
                 yield name, getattr(value, name)
     for name, item in list(value.__dict__.items()) if type(value).__dictoffset__ else ():
-        if name not in kept and _is_compared(name):
+        if name not in uncompared and _is_compared(name):
             yield name, item
 
 
@@ -508,8 +510,8 @@ def variables(code: types.CodeType) -> tuple[set[str], set[str]]:
     read, changed = set[str](), set[str]()
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            found = variables(inner)
-            read, changed = read | found[0], changed | found[1]
+            nested = variables(inner)
+            read, changed = read | nested[0], changed | nested[1]
     steps = [(each.opname, each.argval) for each in dis.get_instructions(code)]
     for (operation, name), *later in zip(steps, steps[1:], steps[2:], strict=False):
         if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -522,19 +524,19 @@ def variables(code: types.CodeType) -> tuple[set[str], set[str]]:
     return read, changed
 
 
-def kept_by(kind: type) -> set[str]:
+def changed_fields(kind: type) -> set[str]:
     """Return the names of the fields that methods of a class change when mpizero calls these methods.
 
     The methods that are inspected are the ones in :data:`_CALLED`, and the methods that they call in turn. Only the
     changes that :func:`variables` recognizes, and assignments to attributes, are found.
     """
-    changed, left, seen = set[str](), list(_CALLED), set[str]()
+    changed, left, visited = set[str](), list(_CALLED), set[str]()
     while left:
         name = left.pop()
         method = inspect.getattr_static(kind, name, None)
-        if name in seen or not isinstance(method, types.FunctionType):
+        if name in visited or not isinstance(method, types.FunctionType):
             continue
-        seen.add(name)
+        visited.add(name)
         left += method.__code__.co_names
         changed |= variables(method.__code__)[1] | _stored(method.__code__)
     return changed
@@ -548,9 +550,9 @@ def _stored(code: types.CodeType) -> set[str]:
     """
     steps = [(each.opname, each.argval, each.argrepr) for each in dis.get_instructions(code)]
     read, first = {name for operation, name, _ in steps if operation == "LOAD_ATTR"}, code.co_varnames[:1]
-    found = set[str]()
+    stored = set[str]()
     for (*_, sign), (before, value, _), (operation, name, _) in zip(steps, steps[1:], steps[2:], strict=False):
-        own = before == "SWAP" or (value[-1:] if isinstance(value, tuple) else (value,)) == first
-        if operation == "STORE_ATTR" and own and not (name in read and sign.strip("=") in ("*", "/", "**")):
-            found.add(name)
-    return found
+        of_self = before == "SWAP" or (value[-1:] if isinstance(value, tuple) else (value,)) == first
+        if operation == "STORE_ATTR" and of_self and not (name in read and sign.strip("=") in ("*", "/", "**")):
+            stored.add(name)
+    return stored

@@ -69,16 +69,16 @@ class Launch(NamedTuple):
         """
         kind = environment.get("SLURM_MPI_TYPE", "")
         srun = f"srun --mpi={kind}" if kind else "srun"
-        step, task = whole_number(environment, "SLURM_STEP_NUM_TASKS"), whole_number(environment, "SLURM_PROCID")
+        step, task = integer_of(environment, "SLURM_STEP_NUM_TASKS"), integer_of(environment, "SLURM_PROCID")
         direct = "use srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH); srun --mpi=list tells what there is"
-        own = "use the mpiexec that belongs to the MPI which mpi4py has loaded"
-        size, rank = whole_number(environment, "PMI_SIZE"), whole_number(environment, "PMI_RANK")
-        if (ranks := whole_number(environment, "OMPI_COMM_WORLD_SIZE")) is not None:
-            return cls(OPEN_MPI, ranks, whole_number(environment, "OMPI_COMM_WORLD_RANK"), own)
+        mpiexec = "use the mpiexec that belongs to the MPI which mpi4py has loaded"
+        size, rank = integer_of(environment, "PMI_SIZE"), integer_of(environment, "PMI_RANK")
+        if (ranks := integer_of(environment, "OMPI_COMM_WORLD_SIZE")) is not None:
+            return cls(OPEN_MPI, ranks, integer_of(environment, "OMPI_COMM_WORLD_RANK"), mpiexec)
         if size is not None and (size, rank) == (step, task):
             return cls(srun, size, rank, direct)
         if size is not None:
-            return cls("mpiexec of MPICH's kind", size, rank, own)
+            return cls("mpiexec of MPICH's kind", size, rank, mpiexec)
         return cls() if step is None else cls(srun, step, task, direct)
 
 
@@ -87,7 +87,7 @@ def launched_rank(environment: Mapping[str, str]) -> int:
     return _first(environment, BY_ANY, 0)
 
 
-def launched_place(environment: Mapping[str, str]) -> int:
+def launched_local_rank(environment: Mapping[str, str]) -> int:
     """Return the number of this process among the processes of its node; its rank if the launcher does not tell it."""
     return _first(environment, BY_NODE, launched_rank(environment))
 
@@ -169,13 +169,13 @@ def standing(environment: Mapping[str, str]) -> Standing:
 
 def unclear(environment: Mapping[str, str]) -> str:
     """Return why nobody can tell whether this process is one of several ranks, and what to do; "" if it is clear."""
-    found, launch = standing(environment), Launch.of(environment)
-    if found.rank or found.program or launch.size == 1:
+    state, launch = standing(environment), Launch.of(environment)
+    if state.rank or state.program or launch.size == 1:
         return ""
     return (
-        f"{launch.name or 'the launcher'} has started {place_of(launch)}, but it is not clear whether this process is "
-        f"that rank: {found.text}; start ranks without that program, or let it import neither mpizero nor mpi4py and "
-        "end in exec or subprocess.run(..., close_fds=False)"
+        f"{launch.name or 'the launcher'} has started {describe_rank(launch)}, but it is not clear whether this "
+        f"process is that rank: {state.text}; start ranks without that program, or let it import neither mpizero nor "
+        "mpi4py and end in exec or subprocess.run(..., close_fds=False)"
     )
 
 
@@ -191,7 +191,7 @@ def launched_without_mpi(environment: Mapping[str, str]) -> str:
     )
 
 
-def place_of(launch: Launch) -> str:
+def describe_rank(launch: Launch) -> str:
     """Return "rank 1 of 4", as far as the launcher tells it."""
     return "a rank" if launch.rank is None else f"rank {launch.rank} of {launch.size or 'several'}"
 
@@ -201,7 +201,7 @@ def is_first(environment: Mapping[str, str]) -> bool:
     return launched_rank(environment) == 0 or not is_rank(environment)
 
 
-def mark(environment: Mapping[str, str]) -> str:
+def rank_process(environment: Mapping[str, str]) -> str:
     """Return the value for :data:`RANK_PROCESS`: process ID, whether MPI is loaded, what identifies the launcher."""
     mpi = "MPI" if "mpi4py.MPI" in sys.modules else "-"
     return f"{os.getpid()} {mpi} {_way(environment)} {_ancestors(environment)[1]}"
@@ -220,17 +220,17 @@ def _socket(environment: Mapping[str, str], process: int | None = None) -> int |
     if not text.isdecimal():
         return None
     try:
-        found = os.stat(int(text) if process is None else f"/proc/{process}/fd/{text}")
+        status = os.stat(int(text) if process is None else f"/proc/{process}/fd/{text}")
     except OSError:
         return None
-    return found.st_ino if stat.S_ISSOCK(found.st_mode) else None
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
 
 
 def _first(environment: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
     return next((int(environment[name]) for name in names if environment.get(name, "").isdecimal()), default)
 
 
-def whole_number(environment: Mapping[str, str], name: str) -> int | None:
+def integer_of(environment: Mapping[str, str], name: str) -> int | None:
     """Return the whole number that a variable of the environment has; None if it has none."""
     text = environment.get(name, "")
     return int(text) if text.isdecimal() else None
@@ -260,7 +260,7 @@ def _ancestors(environment: Mapping[str, str]) -> tuple[list[int], int | None]:
     process that has it open, this one included; None if none has. Processes above that one have it, too, or belong to
     another launcher.
     """
-    found: list[int] = []
+    ancestors: list[int] = []
     process, way, socket = os.getpid(), _way(environment), _socket(environment)
     try:
         while (process := int(_stat(process)[1])) > 1:
@@ -271,10 +271,10 @@ def _ancestors(environment: Mapping[str, str]) -> tuple[list[int], int | None]:
             if socket not in (None, above):
                 break
             socket = above
-            found.append(process)
+            ancestors.append(process)
     except (OSError, IndexError, ValueError):  # no such file system, or a process of another user, as Slurm's own
         pass
-    return found, socket
+    return ancestors, socket
 
 
 def _has_mpi(process: int) -> bool:

@@ -110,10 +110,10 @@ def fault_of(name: object, characters: int = NAME_LIMIT, parts: int = NAME_PARTS
         return f"has a character that cannot be shown, U+{ord(hidden):04X}"
     if not name.isascii() and not is_normalized("NFC", name):
         return "is not in Unicode's normal form NFC (unicodedata.normalize gives it)"
-    found = name.split("/")
-    if len(found) > parts:
-        return f"has {len(found)} parts"
-    for part in found:
+    pieces = name.split("/")
+    if len(pieces) > parts:
+        return f"has {len(pieces)} parts"
+    for part in pieces:
         if not part:
             return "has an empty part: / at an end, or twice"
         if part in (".", "..") or ".." in part.split("\\"):  # a folder's name, on some systems
@@ -144,9 +144,9 @@ def check_names(names: Iterable[str]) -> None:
             raise ConfigError(
                 f"parameter {shown(name)}: its name {fault}, so no checkpoint could hold it; give it another: {RULE}"
             )
-    if found := nested_in(listed):
+    if clash := nested_in(listed):
         raise ConfigError(
-            f"parameters {found[0]!r} and {found[1]!r}: no checkpoint could hold both, for the first would also be the "
+            f"parameters {clash[0]!r} and {clash[1]!r}: no checkpoint could hold both, for the first would also be the "
             "folder of the second; give one of them another name"
         )
 
@@ -180,8 +180,8 @@ def nearest(name: object, known: Iterable[str]) -> str:
         alike.setdefault(text.lower(), text)
     word = str(name).lower()
     elsewhere = [ours for ours in ELSEWHERE.get(word, ()) if ours.lower() in alike]
-    found = elsewhere or [alike[text] for text in difflib.get_close_matches(word, alike, n=1)]
-    return f" (did you mean {shown(found[0])}?)" if found else ""
+    matches = elsewhere or [alike[text] for text in difflib.get_close_matches(word, alike, n=1)]
+    return f" (did you mean {shown(matches[0])}?)" if matches else ""
 
 
 def explains(target: T) -> T:
@@ -216,11 +216,11 @@ def _fault_of_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
 
     The first ``bound`` arguments (``self``) do not come from the caller, and the message does not count them.
     """
-    given = signature(function)
+    expected = signature(function)
     try:
-        given.bind(*args, **kwargs)
+        expected.bind(*args, **kwargs)
     except TypeError as error:
-        parameters = list(given.parameters.values())[bound:]
+        parameters = list(expected.parameters.values())[bound:]
         known = [p.name for p in parameters if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
         unknown = next((key for key in kwargs if key not in known), None)
@@ -290,7 +290,7 @@ INSTEAD: Mapping[str, str] = {
 SETTINGS = frozenset({"lr", "learning_rate", "momentum", "weight_decay", "betas", "eps", "param_groups"})
 
 
-def not_here(owner: object, name: str) -> UnknownNameError:
+def no_attribute(owner: object, name: str) -> UnknownNameError:
     """Return the error of an attribute that an object does not have, with what PyTorch's of this name is here."""
     hint = f": {INSTEAD[name]}" if name in INSTEAD else ""
     return UnknownNameError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}")
@@ -304,14 +304,14 @@ def fits(name: str, pattern: str) -> bool:
     return name == pattern or fnmatchcase(name, pattern)
 
 
-def as_patterns(where: str, given: str | Iterable[str] | None) -> tuple[str, ...]:
+def as_patterns(where: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
     """Return patterns as a tuple: one text is one pattern, None is none.
 
     Raises :class:`ConfigError` if something else is given; ``where`` is the argument's name for the message.
     """
-    if given is None:
+    if value is None:
         return ()
-    patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
     if odd := [pattern for pattern in patterns if not isinstance(pattern, str) or not pattern]:
         raise ConfigError(f'{where}={odd[0]!r:.80}: expected patterns of names, such as ["encoder.*", "*.bias"]')
     return patterns
@@ -330,8 +330,8 @@ def selected(names: Sequence[str], where: str, patterns: Sequence[str], what: st
         if not any(fits(name, pattern) for name in names):
             below = [name for name in names if name.startswith(f"{pattern}.")]
             hint = f" (did you mean {pattern + '.*'!r}?)" if below else nearest(pattern, names)
-            shown = "" if hint else f"; there are {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
-            raise ConfigError(f"{where}: {pattern!r} fits the name of no {what}{hint}{shown}")
+            known = "" if hint else f"; there are {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+            raise ConfigError(f"{where}: {pattern!r} fits the name of no {what}{hint}{known}")
     return [name for name in names if any(fits(name, pattern) for pattern in patterns)]
 
 
@@ -380,8 +380,8 @@ def declared(package: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return the names that a package imports as itself, with their modules: those that it lists, and the others."""
     source = sys.modules[package].__spec__.loader.get_source(package)  # type: ignore[union-attr]
     listed, _, more = source.partition("# Not listed")
-    found = (re.findall(r"from (\S+) import \(?\s*(\w+) as \2\b", text) for text in (listed, more))
-    first, second = ({name: module for module, name in pairs} for pairs in found)
+    imports = (re.findall(r"from (\S+) import \(?\s*(\w+) as \2\b", text) for text in (listed, more))
+    first, second = ({name: module for module, name in pairs} for pairs in imports)
     return first, second
 
 

@@ -29,9 +29,9 @@ class Measurement:
     most: float
 
     @classmethod
-    def of(cls, figures: Sequence[float]) -> Measurement:
+    def of(cls, values: Sequence[float]) -> Measurement:
         """Return the median, the smallest and the largest of one or more numbers."""
-        return cls(statistics.median(figures), min(figures), max(figures))
+        return cls(statistics.median(values), min(values), max(values))
 
     @classmethod
     def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> Measurement:
@@ -92,38 +92,38 @@ class Rounding:
         """Largest relative difference between sums of the same terms in another order."""
         return _PER_DOUBLING * self.epsilon * math.log2(2.0 + self.terms)
 
-    def near(self, found: float, expected: float) -> bool:
+    def near(self, actual: float, expected: float) -> bool:
         """Tell whether two numbers differ by no more than rounding of sums, or :attr:`tolerance`, allows."""
-        return found == expected or abs(found - expected) <= max(self.of_sums, self.tolerance or 0.0) * abs(expected)
+        return actual == expected or abs(actual - expected) <= max(self.of_sums, self.tolerance or 0.0) * abs(expected)
 
     def ratio(self, factor: float, counts: float) -> bool:
         """Tell whether ``factor`` equals ``counts``, a ratio of two counts, within rounding."""
         return abs(factor - counts) <= max(self.of_sums, 8 * (self.tolerance or 0.0)) * counts
 
-    def same(self, found: float, expected: float) -> bool:
+    def same(self, actual: float, expected: float) -> bool:
         """Tell whether two numbers are equal in all bits or, if there is a tolerance, within the tolerance."""
-        if np.float64(found).tobytes() == np.float64(expected).tobytes():
+        if np.float64(actual).tobytes() == np.float64(expected).tobytes():
             return True
-        return self.tolerance is not None and abs(found - expected) <= self.tolerance * abs(expected)
+        return self.tolerance is not None and abs(actual - expected) <= self.tolerance * abs(expected)
 
-    def close(self, found: Array, expected: Array) -> bool:
+    def close(self, actual: Array, expected: Array) -> bool:
         """Tell whether two arrays differ by no more than rounding of sums, or :attr:`tolerance`, allows.
 
         Differences are relative to the largest element of ``expected``; if that is 0, return False.
         """
         size = largest(expected)
-        return size > 0 and largest(found - expected) <= max(self.of_sums, self.tolerance or 0.0) * size
+        return size > 0 and largest(actual - expected) <= max(self.of_sums, self.tolerance or 0.0) * size
 
     def factor(
-        self, found: Sequence[Array], expected: Sequence[Array], *, keep_one: bool = False, summed: bool = False
+        self, actual: Sequence[Array], expected: Sequence[Array], *, keep_one: bool = False, summed: bool = False
     ) -> float | None:
-        """Return the factor f with ``found = f * expected`` for all elements; None if there is no such factor.
+        """Return the factor f with ``actual = f * expected`` for all elements; None if there is no such factor.
 
         The equation must hold for every element within rounding, and ``expected`` must have at least two elements that
         are not zero. A factor within a few epsilon of 1 is returned only with ``keep_one``. With ``summed``, the
         elements may also differ as sums in another order do.
         """
-        a, b = (np.concatenate([np.ravel(v) for v in arrays]).astype(np.float64) for arrays in (found, expected))
+        a, b = (np.concatenate([np.ravel(v) for v in arrays]).astype(np.float64) for arrays in (actual, expected))
         scale = np.concatenate([np.full(v.size, largest(v)) for v in expected])  # sums of tied uses cancel
         square = float(b @ b)
         if not np.isfinite(a).all() or not 0 < square < np.inf or np.count_nonzero(b) < 2:

@@ -89,8 +89,8 @@ class SampleTree:
         walk = _Walk()
         try:
             parts = [walk.look(value, name, 0) for name, value in values.items()]
-        except _Uncut as found:
-            return cls((), (), "", str(found), lambda leaves: tuple(values.values()))
+        except _Uncut as error:
+            return cls((), (), "", str(error), lambda leaves: tuple(values.values()))
         form = ", ".join(f"{name} {form}" for name, (_, form) in zip(values, parts, strict=True))
         if not walk.leaves:
             return cls((), (), "", f"{' and '.join(values)} hold no arrays", lambda leaves: tuple(values.values()))
@@ -115,14 +115,16 @@ class SampleTree:
         DataError
             If the arrays have different lengths. The message names arrays and their lengths.
         """
-        found: dict[int, str] = {}
+        lengths: dict[int, str] = {}
         for path, leaf in self.named:
-            found.setdefault(len(leaf), path)
-        if len(found) > 1:
-            told = ", ".join(f"{path} has {count}" for count, path in list(found.items())[:8])
+            lengths.setdefault(len(leaf), path)
+        if len(lengths) > 1:
+            listed = ", ".join(f"{path} has {count}" for count, path in list(lengths.items())[:8])
             advice = "; pad sequences of different lengths into one array" if len(self.leaves) > 2 else ""
-            raise DataError(f"the arrays of a batch must have equally many samples on their first axis: {told}{advice}")
-        return next(iter(found), 1)
+            raise DataError(
+                f"the arrays of a batch must have equally many samples on their first axis: {listed}{advice}"
+            )
+        return next(iter(lengths), 1)
 
     def cut(self, part: slice) -> Any:
         """Return a tuple of the trees (:attr:`build`) with only the samples of the slice ``part`` of every array."""
@@ -152,9 +154,9 @@ class _Walk:
         parts = [
             self.look(child, path + label, depth + 1) for label, child in zip(node.labels, node.children, strict=True)
         ]
-        told = ", ".join(f"{label} {form}" for label, (_, form) in zip(node.labels, parts, strict=True))
+        forms = ", ".join(f"{label} {form}" for label, (_, form) in zip(node.labels, parts, strict=True))
         builds = [build for build, _ in parts]
-        return lambda leaves: node.make([build(leaves) for build in builds]), f"{node.kind}({told})"
+        return lambda leaves: node.make([build(leaves) for build in builds]), f"{node.kind}({forms})"
 
 
 def _node(value: Any) -> _Node | None:
@@ -171,17 +173,17 @@ def _node(value: Any) -> _Node | None:
         return _Node(kind, [f"[{i}]" for i in range(len(value))], list(value), type(value))
     if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
         names = list(vars(value)) if isinstance(value, SimpleNamespace) else [field.name for field in fields(value)]
-        held = [getattr(value, name) for name in names]
-        return _Node(kind, [f".{name}" for name in names], held, partial(_record, value, names))
+        values = [getattr(value, name) for name in names]
+        return _Node(kind, [f".{name}" for name in names], values, partial(_record, value, names))
     return None
 
 
 def _mapping(like: Mapping[Any, Any], keys: list[Any], children: list[Any]) -> Any:
-    held = dict(zip(keys, children, strict=True))
+    mapping = dict(zip(keys, children, strict=True))
     if type(like) is dict or not isinstance(like, dict | UserDict):
-        return held  # of a file, for one, which a copy would write to
+        return mapping  # of a file, for one, which a copy would write to
     twin = copy(like)
-    twin.update(held)
+    twin.update(mapping)
     return twin
 
 
@@ -299,7 +301,7 @@ def combine_leaves(function: Callable[[list[Any]], Any], trees: Sequence[Any]) -
     if nodes[0] is None:
         return function(list(trees))
     children = zip(*(node.children for node in nodes if node is not None), strict=True)
-    return nodes[0].make([combine_leaves(function, list(places)) for places in children])
+    return nodes[0].make([combine_leaves(function, list(siblings)) for siblings in children])
 
 
 def count_samples(*values: Any) -> int:
@@ -342,42 +344,42 @@ def outline(value: Any, path: str = "x") -> Any:
     return None if value is None else {kind: [list(pair) for pair in zip(names, inside, strict=True)]}
 
 
-def of_outline(told: Any, leaves: Iterator[Any], depth: int = 0) -> Any:
+def of_outline(structure: Any, leaves: Iterator[Any], depth: int = 0) -> Any:
     """Build a tree from a structure that :func:`outline` has returned, with the given leaves.
 
     The structure does not name classes. So instances of subclasses of dict, list or tuple become plain dictionaries,
     lists or tuples. A named tuple becomes a new named tuple with the same fields, and a dataclass becomes a
-    :class:`types.SimpleNamespace`. ``depth`` counts the nodes around ``told``.
+    :class:`types.SimpleNamespace`. ``depth`` counts the nodes around ``structure``.
 
     Raises
     ------
     ValueError
-        If ``told`` is no value of :func:`outline`, or there are too few leaves.
+        If ``structure`` is no value of :func:`outline`, or there are too few leaves.
     """
-    if told is None:
+    if structure is None:
         return None
-    if told == "*":
+    if structure == "*":
         if (leaf := next(leaves, None)) is None:
             raise ValueError("the structure has more arrays than the file")
         return leaf
     if (
         depth == _DEPTH
-        or not isinstance(told, dict)
-        or len(told) != 1
-        or not isinstance(next(iter(told.values())), list)
+        or not isinstance(structure, dict)
+        or len(structure) != 1
+        or not isinstance(next(iter(structure.values())), list)
     ):
-        raise ValueError(f"not a structure: {told!r:.80}")
-    kind, inside = next(iter(told.items()))
+        raise ValueError(f"not a structure: {structure!r:.80}")
+    kind, inside = next(iter(structure.items()))
     if kind in ("list", "tuple"):
         children = [of_outline(child, leaves, depth + 1) for child in inside]
         return children if kind == "list" else tuple(children)
     if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int) for pair in inside):
-        raise ValueError(f"not a structure: {told!r:.80}")
-    held = {key: of_outline(child, leaves, depth + 1) for key, child in inside}
-    if len(held) < len(inside):
-        raise ValueError(f"a key occurs twice: {told!r:.80}")
+        raise ValueError(f"not a structure: {structure!r:.80}")
+    mapping = {key: of_outline(child, leaves, depth + 1) for key, child in inside}
+    if len(mapping) < len(inside):
+        raise ValueError(f"a key occurs twice: {structure!r:.80}")
     if kind == "dict":
-        return held
-    if kind not in ("named", "record") or not all(isinstance(key, str) and key.isidentifier() for key in held):
-        raise ValueError(f"not a structure: {told!r:.80}")
-    return namedtuple("Batch", held)(**held) if kind == "named" else SimpleNamespace(**held)
+        return mapping
+    if kind not in ("named", "record") or not all(isinstance(key, str) and key.isidentifier() for key in mapping):
+        raise ValueError(f"not a structure: {structure!r:.80}")
+    return namedtuple("Batch", mapping)(**mapping) if kind == "named" else SimpleNamespace(**mapping)

@@ -47,7 +47,7 @@ def printable(text: str, keep: str = "") -> str:
     keep : str
         Characters that are not escaped, such as ``"\n"`` in a report of several lines.
     """
-    return _UNUSUAL.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), text)
+    return _UNUSUAL.sub(lambda match: match[0] if match[0] in keep else _escaped(match[0]), text)
 
 
 def _escaped(character: str) -> str:
@@ -101,7 +101,10 @@ PACKAGE = tuple({f"{path}{os.sep}" for path in (Path(__file__).parents[1], Path(
 _LIBRARY = f"{sys.platlibdir}/python{sys.version_info[0]}.{sys.version_info[1]}"
 _PYTHON = tuple(
     os.path.join(path, "")
-    for path in (os.path.dirname(os.__file__), *(f"{sys.exec_prefix}/{own}" for own in (_LIBRARY, "bin", "local/bin")))
+    for path in (
+        os.path.dirname(os.__file__),
+        *(f"{sys.exec_prefix}/{folder}" for folder in (_LIBRARY, "bin", "local/bin")),
+    )
 )
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 #: File name of code compiled from a string: the ``__init__`` of a dataclass, but also a program given to ``python -c``.
@@ -133,9 +136,9 @@ def users_line(trace: TracebackType | None) -> Line | None:
     returned. The result is None if no such frame exists, for example inside a command such as ``mpizero train``.
     """
     lines = list(_lines(trace))
-    if own := [line for line in lines if is_users(line.file)]:
-        return own[-1]
-    entry = next((place for place, line in enumerate(lines) if line.file.startswith(PACKAGE)), 0)
+    if of_user := [line for line in lines if is_users(line.file)]:
+        return of_user[-1]
+    entry = next((position for position, line in enumerate(lines) if line.file.startswith(PACKAGE)), 0)
     caller = lines[entry - 1] if entry else None
     return caller if caller and any(part in caller.file for part in _INSTALLED) else None
 
@@ -176,8 +179,8 @@ def rendered(error: BaseException) -> list[str]:
     line = users_line(error.__traceback__)
     if line is None or shows_all():
         return "".join(traceback.format_exception(error)).splitlines()
-    shown = traceback.format_list([traceback.FrameSummary(*line)])[0].splitlines()
-    return [*shown, f"{type(error).__name__}: {error}", f"(lines inside of mpizero: {TRACEBACK}=1)"]
+    frame = traceback.format_list([traceback.FrameSummary(*line)])[0].splitlines()
+    return [*frame, f"{type(error).__name__}: {error}", f"(lines inside of mpizero: {TRACEBACK}=1)"]
 
 
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
@@ -264,7 +267,7 @@ def installed_version(name: str) -> str | None:
     return _versions(tuple(sys.path)).get(_normalized(name))
 
 
-def own_version() -> str:
+def mpizero_version() -> str:
     """Return the version of this library, or "0+unknown" in a source tree that is not installed. Not collective."""
     return installed_version("mpizero") or "0+unknown"
 
@@ -272,15 +275,15 @@ def own_version() -> str:
 @cache
 def _versions(folders: tuple[str, ...]) -> dict[str, str]:
     """Return the version of each package that is described in one of ``folders``; the first one counts."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for folder in folders:
         with suppress(OSError):
             for entry in os.listdir(folder or "."):
                 described, kind = os.path.splitext(entry)
                 if kind in (".dist-info", ".egg-info") and "-" in described:
                     name, version = described.split("-")[:2]
-                    found.setdefault(_normalized(name), version)
-    return found
+                    versions.setdefault(_normalized(name), version)
+    return versions
 
 
 def _normalized(name: str) -> str:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero._util.launch import BY_ANY, is_first, unclear
-from mpizero._util.text import accept_all_characters, own_version, show, wants_colour
+from mpizero._util.text import accept_all_characters, mpizero_version, show, wants_colour
 from mpizero.cli import bench, commands
 from mpizero.cli import options as parsers
 from mpizero.cli.options import Run, layout_of, named_as_options, read_together
@@ -127,7 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
         "checkpoint; 70 a rank failed; 74 input/output; 75 stopped early, "
         "and saved; 76 hang or mismatch; 78 bad configuration or usage.",
     )
-    parser.add_argument("--version", action="version", version=f"mpizero {own_version()}")
+    parser.add_argument("--version", action="version", version=f"mpizero {mpizero_version()}")
     kinds = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parsers.add_train(kinds, _train)
     parsers.add_generate(kinds, _generate)

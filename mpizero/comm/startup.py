@@ -24,13 +24,13 @@ from typing import Any
 
 from mpizero._util.launch import (
     Launch,
+    describe_rank,
+    integer_of,
     is_rank,
     is_several,
     launched_without_mpi,
-    place_of,
     standing,
     unclear,
-    whole_number,
 )
 from mpizero._util.text import installed_version, stacklevel
 from mpizero.comm.agreement import agree_equal
@@ -150,7 +150,7 @@ def _works_alone(launch: Launch, hint: str) -> bool:
         raise ConfigError(f"{text}; {hint}")
     role = standing(os.environ)
     if role.program and launch.size != 1:
-        text = f"this program works alone, as one process: {role.text}, {place_of(launch)} of {launch.name}"
+        text = f"this program works alone, as one process: {role.text}, {describe_rank(launch)} of {launch.name}"
         warnings.warn(f"{text} (without this warning: {hint})", RuntimeWarning, stacklevel=stacklevel())
     return not role.rank
 
@@ -374,7 +374,7 @@ def _of_slurm(proc: Path, environment: Mapping[str, str]) -> Iterator[int]:
 
     Slurm may only watch it, and not limit it by a control group.
     """
-    of_node, of_cpu, cpus = (whole_number(environment, name) or 0 for name in _GRANTED)
+    of_node, of_cpu, cpus = (integer_of(environment, name) or 0 for name in _GRANTED)
     granted = of_node or of_cpu * cpus
     fields = next(_lines(proc / "self" / "statm"), "").split()
     if granted and len(fields) > 1:

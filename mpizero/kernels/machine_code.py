@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero._util.launch import launched_place
+from mpizero._util.launch import launched_local_rank
 from mpizero._util.text import notice
 from mpizero.errors import ConfigError
 
@@ -467,7 +467,7 @@ def find_folder(cpu: str) -> CacheFolder:
 
 def speaks() -> bool:
     """Tell whether this process prints notices about the cache: the first one of each node does."""
-    return launched_place(os.environ) == 0
+    return launched_local_rank(os.environ) == 0
 
 
 def folder(cpu: str) -> Path:

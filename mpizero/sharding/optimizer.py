@@ -17,7 +17,7 @@ import numpy as np
 
 from mpizero import checkpoint, optim
 from mpizero._util.checks import require, whole
-from mpizero._util.names import SETTINGS, explains, not_here
+from mpizero._util.names import SETTINGS, explains, no_attribute
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_arrays, agree_equal, agree_on_call, check_call, collective, recorded
 from mpizero.comm.reduce import codec_of
@@ -101,7 +101,7 @@ class ShardedOptimizer:
 
         def __getattr__(self, name: str) -> Any:
             """Raise :class:`AttributeError` for what is not there."""
-            raise not_here(self, name)
+            raise no_attribute(self, name)
 
     # ------------------------------------------------------------------ binding and stepping
 

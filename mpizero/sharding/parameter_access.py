@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, TypeVar
 import numpy as np
 
 from mpizero._util.checks import number_array, require, whole
-from mpizero._util.names import check_names, nearest, not_here
+from mpizero._util.names import check_names, nearest, no_attribute
 from mpizero._util.pytree import SampleTree
 from mpizero._util.text import notice
 from mpizero.comm import Communicator
@@ -121,7 +121,7 @@ class ParameterAccess:
 
         def __getattr__(self, name: str) -> Any:
             """Raise :class:`AttributeError` for what is not there."""
-            raise not_here(self, name)
+            raise no_attribute(self, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise :class:`ArgumentError`, which names the methods that take samples."""

@@ -134,11 +134,11 @@ def _remainders(
     start = _flat(x)
     direction = np.random.default_rng(seed).standard_normal(start.size)
     direction *= max(1.0, float(np.linalg.norm(start))) / max(float(np.linalg.norm(direction)), 1e-300)
-    here, along = float(f(x)), float(gradient @ direction)
+    at_x, along = float(f(x)), float(gradient @ direction)
     steps = [step / 2**k for k in range(9)]
-    there = [float(f(_like(start + h * direction, x))) for h in steps]
-    rest = [abs(value - here - h * along) for h, value in zip(steps, there, strict=True)]
-    floor = 1e3 * np.finfo(np.float64).eps * max(abs(here), *map(abs, there), abs(along) * step)
+    along_steps = [float(f(_like(start + h * direction, x))) for h in steps]
+    rest = [abs(value - at_x - h * along) for h, value in zip(steps, along_steps, strict=True)]
+    floor = 1e3 * np.finfo(np.float64).eps * max(abs(at_x), *map(abs, along_steps), abs(along) * step)
     above = [not r <= floor for r in rest]  # keeps NaN
     pairs = [(rest[k], rest[k + 1]) for k in range(len(rest) - 1) if above[k] and above[k + 1]]
     return rest, [math.log2(a / b) for a, b in pairs] if any(above) else None
@@ -196,8 +196,8 @@ def adjoint_test(
         world.allreduce(sums, tag="adjoint_test")
     difference = float(abs(sums[0] - sums[1]) / max(sums[2], np.finfo(np.float64).tiny))
     if not difference <= rtol:
-        told = f"<F x, y> = {sums[0]!r} but <x, F* y> = {sums[1]!r}"
-        raise AssertionError(f"{told}: relative difference {difference:.2e}")
+        message = f"<F x, y> = {sums[0]!r} but <x, F* y> = {sums[1]!r}"
+        raise AssertionError(f"{message}: relative difference {difference:.2e}")
     return difference
 
 
@@ -295,7 +295,7 @@ def assert_same_as_serial(
             raise ConfigError(f"tiles={tiles!r}: expected a power of two from 2 to {_SIZES[-1]}")
         if x is None:
             raise ArgumentError("assert_same_as_serial: x is missing: a layer or a model needs inputs")
-        training = SplitTraining(*_whole(checked, x, y), tiles, axis, steps, settings)
+        training = SplitTraining(*_model_and_batch(checked, x, y), tiles, axis, steps, settings)
         with nullcontext() if comm is None else communicator_of(comm) as ranks:
             training.check(ranks)
         return
@@ -303,13 +303,13 @@ def assert_same_as_serial(
 
 
 def _compare_results(function: Any, comm: Any) -> None:
-    told = f"assert_same_as_serial: {function!r:.80} is"
+    message = f"assert_same_as_serial: {function!r:.80} is"
     if isinstance(function, type):
-        raise ArgumentError(f"{told} a class: call it to make a layer or a model")
+        raise ArgumentError(f"{message} a class: call it to make a layer or a model")
     if not callable(function):
-        raise ArgumentError(f"{told} neither a function, a model of blocks nor a layer")
+        raise ArgumentError(f"{message} neither a function, a model of blocks nor a layer")
     if comm is None:
-        raise ArgumentError(f"{told} a function of ranks, and comm is missing")
+        raise ArgumentError(f"{message} a function of ranks, and comm is missing")
     with communicator_of(comm) as ranks:
         difference = ""
         with all_ranks(ranks, "assert_same_as_serial"):
@@ -320,37 +320,37 @@ def _compare_results(function: Any, comm: Any) -> None:
         parallel_assert(ranks, not difference, difference)
 
 
-def first_difference(found: Any, expected: Any, place: str = "result") -> str:
+def first_difference(actual: Any, expected: Any, label: str = "result") -> str:
     """Return a description of the first difference in bits between two nested values; "" if equal. Not collective.
 
-    ``place`` names the values in the description.
+    ``label`` names the values in the description.
     """
-    if isinstance(found, Mapping) and isinstance(expected, Mapping):
-        if list(found) != list(expected):
-            return f"{place} has keys {list(found)}, expected {list(expected)}"
-        pairs = [(found[key], expected[key], f"{place}[{key!r}]") for key in expected]
-    elif isinstance(found, list | tuple) and isinstance(expected, list | tuple):
-        if len(found) != len(expected):
-            return f"{place} has {len(found)} items, expected {len(expected)}"
-        pairs = [(a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(found, expected, strict=True))]
+    if isinstance(actual, Mapping) and isinstance(expected, Mapping):
+        if list(actual) != list(expected):
+            return f"{label} has keys {list(actual)}, expected {list(expected)}"
+        pairs = [(actual[key], expected[key], f"{label}[{key!r}]") for key in expected]
+    elif isinstance(actual, list | tuple) and isinstance(expected, list | tuple):
+        if len(actual) != len(expected):
+            return f"{label} has {len(actual)} items, expected {len(expected)}"
+        pairs = [(a, b, f"{label}[{i}]") for i, (a, b) in enumerate(zip(actual, expected, strict=True))]
     else:
-        return _leaf_difference(found, expected, place)
+        return _leaf_difference(actual, expected, label)
     return next(filter(None, (first_difference(*pair) for pair in pairs)), "")
 
 
-def _leaf_difference(found: Any, expected: Any, place: str) -> str:
-    a, b = np.asarray(found), np.asarray(expected)
+def _leaf_difference(actual: Any, expected: Any, label: str) -> str:
+    a, b = np.asarray(actual), np.asarray(expected)
     if a.dtype != b.dtype or a.shape != b.shape:
-        return f"{place} is {a.dtype}{list(a.shape)}, expected {b.dtype}{list(b.shape)}"
+        return f"{label} is {a.dtype}{list(a.shape)}, expected {b.dtype}{list(b.shape)}"
     if a.dtype.hasobject:
-        return "" if found == expected else f"{place} is {found!r}, expected {expected!r}"
+        return "" if actual == expected else f"{label} is {actual!r}, expected {expected!r}"
     if a.tobytes() == b.tobytes():
         return ""
     rows = [np.frombuffer(v.tobytes(), np.dtype((np.void, v.itemsize))) for v in (a, b)]
     wrong = [i for i, (p, q) in enumerate(zip(*rows, strict=True)) if p.tobytes() != q.tobytes()]
     first = wrong[0]
     values = f"{a.reshape(-1)[first]!r}, expected {b.reshape(-1)[first]!r}"
-    return f"{place} differs in {len(wrong)} of {a.size} elements, first at {first}: {values}"
+    return f"{label} differs in {len(wrong)} of {a.size} elements, first at {first}: {values}"
 
 
 _SIZES = [2**k for k in range(1, 11)]
@@ -372,7 +372,7 @@ class SplitTraining:
 
     model: Any
     batch: tuple[Any, Any]
-    tiles: int
+    virtual_ranks: int
     axis: str
     steps: int
     settings: Mapping[str, Any]
@@ -381,48 +381,50 @@ class SplitTraining:
         """Raise AssertionError on all ranks if the bits depend on the group. Collective over ``comm``, if given."""
         if comm is None:
             expected = self.serial()
-            for size in reversed([size for size in _SIZES if size <= self.tiles]):
+            for size in reversed([size for size in _SIZES if size <= self.virtual_ranks]):
                 run_in_threads(size, lambda ranks: self._compare(ranks, expected))
             return
         with all_ranks(comm, "assert_same_as_serial"):
-            if not fits_tiles(comm.size, self.tiles):
-                told = f"{self.tiles} tiles do not fit {comm.size} ranks"
-                raise ConfigError(f"{told}: each computes 1, 2, 4, ... of them")
+            if not fits_tiles(comm.size, self.virtual_ranks):
+                message = f"{self.virtual_ranks} tiles do not fit {comm.size} ranks"
+                raise ConfigError(f"{message}: each computes 1, 2, 4, ... of them")
             expected = self.serial()
         self._compare(comm, expected)
 
     def serial(self) -> list[dict[str, Any]]:
         """Train in this process, check the passes of every block, and return what each step has given."""
-        passes = SplitPasses(self.model, self.axis, self.tiles)
+        passes = SplitPasses(self.model, self.axis, self.virtual_ranks)
         passes.check_parameters()
-        found = self._trained("self", 1)
-        passes.check_passes(found[-1]["parameter"], self.batch)
-        return found
+        steps = self._trained("self", 1)
+        passes.check_passes(steps[-1]["parameter"], self.batch)
+        return steps
 
     def _compare(self, comm: Communicator, expected: list[dict[str, Any]]) -> None:
-        place = f"{self.tiles} tiles on {comm.size} ranks: step"
-        difference = first_difference(self._trained(comm, comm.size), expected, place)
-        told = comm.allgather_object(difference, tag="assert_same_as_serial")
-        if wrong := [rank for rank, text in enumerate(told) if text]:
-            raise AssertionError(f"{told[wrong[0]]} (on rank {wrong[0]}; {len(wrong)} of {comm.size} ranks differ)")
+        label = f"{self.virtual_ranks} tiles on {comm.size} ranks: step"
+        difference = first_difference(self._trained(comm, comm.size), expected, label)
+        differences = comm.allgather_object(difference, tag="assert_same_as_serial")
+        if wrong := [rank for rank, text in enumerate(differences) if text]:
+            raise AssertionError(
+                f"{differences[wrong[0]]} (on rank {wrong[0]}; {len(wrong)} of {comm.size} ranks differ)"
+            )
 
     def _trained(self, comm: Any, size: int) -> list[dict[str, Any]]:
         """Return for each step its loss, and by name the gradients and the parameters after it."""
         sizes: dict[str, Any] = {self.axis: size}
         way: dict[str, Any] = {"parallel_layout": ParallelLayout(**sizes), "optimizer": optim.AdamW(lr=1e-2)}
-        seen: list[dict[str, Any]] = []
+        steps: list[dict[str, Any]] = []
         with (
-            ShardingConfig(comm=comm, **{**self.settings, "tiles": {self.axis: self.tiles}}) as config,
+            ShardingConfig(comm=comm, **{**self.settings, "tiles": {self.axis: self.virtual_ranks}}) as config,
             Model(self.model, config, config.mesh, "zero1", **way) as placed,
         ):
             for _ in range(self.steps):
                 gradients = placed.compute_gradients(*self.batch, gather=True).named()
                 loss = placed.train(*self.batch)
-                seen.append({"loss": loss, "gradient": gradients, "parameter": dict(placed.named_parameters())})
-        return seen
+                steps.append({"loss": loss, "gradient": gradients, "parameter": dict(placed.named_parameters())})
+        return steps
 
 
-def _whole(model: Any, x: Any, y: Any) -> tuple[Any, tuple[Any, Any]]:
+def _model_and_batch(model: Any, x: Any, y: Any) -> tuple[Any, tuple[Any, Any]]:
     """Return the model to train, which holds a layer if ``model`` is one, and the batch."""
     if isinstance(model, BlockModel):
         if y is None:
@@ -462,10 +464,10 @@ class SplitPasses:
         Number of tiles.
     """
 
-    def __init__(self, model: BlockModel, axis: str, tiles: int) -> None:
-        self.model, self.axis, self.tiles = model, axis, tiles
+    def __init__(self, model: BlockModel, axis: str, virtual_ranks: int) -> None:
+        self.model, self.axis, self.virtual_ranks = model, axis, virtual_ranks
         self.alone = cast("Group", _Alone())
-        counts = (tiles, 1) if axis == "tensor" else (1, tiles)
+        counts = (virtual_ranks, 1) if axis == "tensor" else (1, virtual_ranks)
         self.tiled: Any = tiled_model(model, self.alone, self.alone, counts, model.blocks)
         self.checks = [
             _BlockCheck(name, model.blocks[name], block, model.dtype)
@@ -485,10 +487,10 @@ class SplitPasses:
         """
         params, x = nn.bind(self.model, named), leaves_of(batch[0])[0]
         run = run_on(self.model, x, Run(training=True, seed=self.model.seed, count=len(x)))
-        passes = _whole_passes(self.model, params, batch, run)
+        passes = _unsplit_passes(self.model, params, batch, run)
         if self.axis == "context":  # the positions of the first tile, then those of the next, and so on
-            passes = {name: known.in_order_of(self.tiles, self.alone, x) for name, known in passes.items()}
-            x = nn.cut_batch(x, x, self.alone, self.tiles)[0]
+            passes = {name: known.in_order_of(self.virtual_ranks, self.alone, x) for name, known in passes.items()}
+            x = nn.cut_batch(x, x, self.alone, self.virtual_ranks)[0]
         run = self.tiled.run_on(x, run)
         for check in self.checks:
             check.passes(params[check.name], passes[check.name], run)
@@ -510,18 +512,18 @@ class _Pass(NamedTuple):
     dx: Any
     gradients: dict[str, Array]
 
-    def in_order_of(self, tiles: int, alone: Group, like: Array) -> _Pass:
+    def in_order_of(self, virtual_ranks: int, alone: Group, like: Array) -> _Pass:
         """Return it with the positions of sequences in the order in which a rank holds those of its tiles."""
 
         def ordered(leaf: Any) -> Any:
             cut = getattr(leaf, "shape", ())[:2] == like.shape[:2]
-            return nn.cut_batch(leaf, leaf, alone, tiles)[0] if cut else leaf
+            return nn.cut_batch(leaf, leaf, alone, virtual_ranks)[0] if cut else leaf
 
         x, y, dy, dx = (map_leaves(ordered, value) for value in self[:-1])
         return _Pass(x, y, dy, dx, self.gradients)
 
 
-def _whole_passes(model: BlockModel, params: Mapping[str, Any], batch: Any, run: Run) -> dict[str, _Pass]:
+def _unsplit_passes(model: BlockModel, params: Mapping[str, Any], batch: Any, run: Run) -> dict[str, _Pass]:
     """Run the whole model forward and backward; return what each block takes and gives, by name."""
     y, target = batch
     forward: dict[str, tuple[Any, Any, Any]] = {}
@@ -530,33 +532,35 @@ def _whole_passes(model: BlockModel, params: Mapping[str, Any], batch: Any, run:
         y, cache = block.forward(params[name], x, run)
         forward[name] = x, y, cache
     dy: Any = model.loss.backward(model.loss.forward(y, target)[2])
-    found = {}
+    passes = {}
     for name, (x, y, cache) in reversed(forward.items()):
         block, above = model.blocks[name], dy
         grads = _new_gradients(block, model.dtype)
         dy = block.backward(params[name], cache, above, grads)
-        found[name] = _Pass(x, y, above, dy, {spec.name: value_at(grads, spec.name) for spec in _trained(block)})
-    return dict(reversed(found.items()))
+        passes[name] = _Pass(x, y, above, dy, {spec.name: value_at(grads, spec.name) for spec in _trained(block)})
+    return dict(reversed(passes.items()))
 
 
 class _Recorder:
     """Run the form of a block for one tile, and keep copies of what its passes give by the name of the value."""
 
     def __init__(self, form: Any) -> None:
-        self.form, self.seen = form, dict[str, Any]()
+        self.form, self.results = form, dict[str, Any]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.form, name)
 
     def forward(self, params: Any, x: Any, run: Run) -> Any:
         y, cache = self.form.forward(params, x, run)
-        self.seen = dict(_leaves("output", y))
+        self.results = dict(_leaves("output", y))
         return y, cache
 
     def backward(self, params: Any, cache: Any, dy: Any, grads: Any) -> Any:
         dx = self.form.backward(params, cache, dy, grads)
-        self.seen |= _leaves("gradient of the input", dx)
-        self.seen |= {f"gradient of {spec.name!r}": value_at(grads, spec.name).copy() for spec in _trained(self.form)}
+        self.results |= _leaves("gradient of the input", dx)
+        self.results |= {
+            f"gradient of {spec.name!r}": value_at(grads, spec.name).copy() for spec in _trained(self.form)
+        }
         return dx
 
 
@@ -565,24 +569,24 @@ class _BlockCheck:
     """Check the split form of one block against the whole block."""
 
     name: str
-    whole: Any
+    unsplit: Any
     tiled: TiledBlock
     dtype: np.dtype[Any]
 
     def parameters(self) -> None:
         """Check that the tiles' parts of the parameters make the whole ones."""
-        wanted = {spec.name: spec for spec in self.whole.specs()}
+        wanted = {spec.name: spec for spec in self.unsplit.specs()}
         for number, form in enumerate(self.tiled.forms):
             if (names := [spec.name for spec in form.specs()]) != list(wanted):
                 self.fail("specs", f"tile {number} has the parameters {names}, the whole block {list(wanted)}")
             for spec in form.specs():
                 if (shape := spec.shape if spec.part is None else spec.part.shape) != wanted[spec.name].shape:
-                    told = f"the shape {shape} of the whole {spec.name!r}, which is {wanted[spec.name].shape}"
-                    self.fail("specs", f"tile {number} declares {told}: say by Part which part a tile holds")
+                    fault = f"the shape {shape} of the whole {spec.name!r}, which is {wanted[spec.name].shape}"
+                    self.fail("specs", f"tile {number} declares {fault}: say by Part which part a tile holds")
         for spec in self.tiled.specs():
             if spec.part is not None and spec.part.ranges != (expected := ((0, spec.part.shape[spec.part.axis]),)):
-                told = f"{spec.part.ranges} along axis {spec.part.axis}, not {expected}"
-                self.fail("specs", f"the tiles together hold of {spec.name!r} the indices {told}")
+                fault = f"{spec.part.ranges} along axis {spec.part.axis}, not {expected}"
+                self.fail("specs", f"the tiles together hold of {spec.name!r} the indices {fault}")
 
     def passes(self, params: Any, known: _Pass, run: Run) -> None:
         """Run both passes of all tiles, and compare what they give between tiles and with the whole block."""
@@ -590,59 +594,59 @@ class _BlockCheck:
         tiled = replace(self.tiled, forms=cast("Any", tuple(recorders)))
         first, _ = tiled.forward(params, known.x, run)
         y, cache = tiled.forward(params, known.x, run)
-        for (place, again), (_, before) in zip(_leaves("output", y), _leaves("output", first), strict=True):
-            if difference := first_difference(again, before, f"the {place} of a second pass on the same input"):
+        for (label, again), (_, before) in zip(_leaves("output", y), _leaves("output", first), strict=True):
+            if difference := first_difference(again, before, f"the {label} of a second pass on the same input"):
                 self.fail("forward", f"{difference}: a layer must keep no state from call to call")
         if self.tiled.exit is None:
-            self._equal(recorders, "forward", lambda place: place.startswith("output"))
+            self._equal(recorders, "forward", lambda label: label.startswith("output"))
         self._close("forward", _leaves("output", y), _leaves("output", known.y), known)
         grads = _new_gradients(tiled, self.dtype)
         dx = tiled.backward(params, cache, known.dy, grads)
         if self.tiled.entry is None:
-            self._equal(recorders, "backward_input", lambda place: place.startswith("gradient of the input"))
-        held = {f"gradient of {spec.name!r}" for spec in self.tiled.specs() if spec.part is None}
-        self._equal(recorders, "backward_weights", held.__contains__)
-        place = "gradient of the input"
-        self._close("backward_input", _leaves(place, dx), _leaves(place, known.dx), known)
+            self._equal(recorders, "backward_input", lambda label: label.startswith("gradient of the input"))
+        replicated = {f"gradient of {spec.name!r}" for spec in self.tiled.specs() if spec.part is None}
+        self._equal(recorders, "backward_weights", replicated.__contains__)
+        label = "gradient of the input"
+        self._close("backward_input", _leaves(label, dx), _leaves(label, known.dx), known)
         for name, expected in known.gradients.items():
-            place = f"gradient of {name!r}"
-            self._close("backward_weights", [(place, value_at(grads, name))], [(place, expected)], known)
+            label = f"gradient of {name!r}"
+            self._close("backward_weights", [(label, value_at(grads, name))], [(label, expected)], known)
 
     def _equal(self, recorders: list[_Recorder], method: str, which: Callable[[str], bool]) -> None:
         """Require that the tensor tiles of each context tile give the same bits of what must be whole on each."""
         across = self.tiled.grid.across
         for number, recorder in enumerate(recorders):
             first = number // across * across
-            for place, value in recorder.seen.items():
-                if which(place) and (told := first_difference(value, recorders[first].seen[place], f"the {place}")):
+            for label, value in recorder.results.items():
+                if which(label) and (wrong := first_difference(value, recorders[first].results[label], f"the {label}")):
                     self.fail(
                         method,
-                        f"{told} of tile {first}: it must be whole and the same on every tile; is a sum over the group "
-                        "missing (all_reduce), or does something depend on group.rank?",
+                        f"{wrong} of tile {first}: it must be whole and the same on every tile; is a sum over the "
+                        "group missing (all_reduce), or does something depend on group.rank?",
                         number,
                     )
 
-    def _close(self, method: str, found: Any, known: Any, passed: _Pass) -> None:
+    def _close(self, method: str, actual: Any, known: Any, passed: _Pass) -> None:
         """Require that the tiles together give what the whole block gives, within rounding."""
-        sums = Rounding(str(self.dtype), float(max((spec.size for spec in self.whole.specs()), default=1)))
+        sums = Rounding(str(self.dtype), float(max((spec.size for spec in self.unsplit.specs()), default=1)))
         least = _SMALL * max((largest(value) for value in passed.gradients.values()), default=0.0)
-        for (place, value), (_, expected) in zip(found, known, strict=True):
+        for (label, value), (_, expected) in zip(actual, known, strict=True):
             if value is None or expected is None:
                 if value is not expected:
-                    self.fail(method, f"there is {'no' if value is None else 'a'} {place}, unlike the whole block's")
+                    self.fail(method, f"there is {'no' if value is None else 'a'} {label}, unlike the whole block's")
                 continue
             a, b = np.asarray(value), np.asarray(expected)
             if a.shape != b.shape:
-                self.fail(method, f"the {place} has the shape {a.shape}, the whole block's {b.shape}")
+                self.fail(method, f"the {label} has the shape {a.shape}, the whole block's {b.shape}")
             bound = _OF_PASS * sums.of_sums * max(largest(b), least)
             apart = np.abs(a - b).reshape(-1)
             if apart.size and not apart.max() <= bound:
                 worst = int(np.argmax(apart))
                 factor = sums.factor([a], [b], summed=True)
-                told = "" if factor is None else f", {factor:.6g} times it"
+                multiple = "" if factor is None else f", {factor:.6g} times it"
                 self.fail(
                     method,
-                    f"the {place} is not the whole block's{told}: {a.reshape(-1)[worst]!s} at {worst}, expected "
+                    f"the {label} is not the whole block's{multiple}: {a.reshape(-1)[worst]!s} at {worst}, expected "
                     f"{b.reshape(-1)[worst]!s} ({np.count_nonzero(apart > bound)} of {a.size} elements differ)",
                 )
 
@@ -651,8 +655,8 @@ class _BlockCheck:
         form = self.tiled.forms[tile or 0]
         code = getattr(getattr(type(form), method, None), "__code__", None)
         line = f", {Path(code.co_filename).name}:{code.co_firstlineno}" if code and is_users(code.co_filename) else ""
-        tiles = f"{len(self.tiled.forms)} tiles" + ("" if tile is None else f", tile {tile}")
-        raise AssertionError(f"block {self.name!r} in {tiles} ({type(form).__name__}.{method}{line}): {text}")
+        virtual_ranks = f"{len(self.tiled.forms)} tiles" + ("" if tile is None else f", tile {tile}")
+        raise AssertionError(f"block {self.name!r} in {virtual_ranks} ({type(form).__name__}.{method}{line}): {text}")
 
 
 def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:

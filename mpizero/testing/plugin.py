@@ -114,10 +114,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     control = session.config.stash.get(_CONTROL, None)
     if control is None:
         return
-    mine = (session.testsfailed, [item.nodeid for item in session.items])
-    found = control.allgather_object(mine, tag="collected tests")
-    if any(other != found[0] for other in found):
-        counts = ", ".join(f"rank {r}: {len(ids)} tests, {failed} errors" for r, (failed, ids) in enumerate(found))
+    collected = (session.testsfailed, [item.nodeid for item in session.items])
+    by_rank = control.allgather_object(collected, tag="collected tests")
+    if any(other != by_rank[0] for other in by_rank):
+        counts = ", ".join(f"rank {r}: {len(ids)} tests, {failed} errors" for r, (failed, ids) in enumerate(by_rank))
         raise session.Interrupted(f"the ranks have collected different tests ({counts})")
 
 
@@ -139,45 +139,47 @@ def pytest_runtest_makereport(
 
 
 def _agree(item: pytest.Item, report: pytest.TestReport, control: Communicator) -> None:
-    mine = np.array([_OUTCOMES.index(report.outcome)], np.int8)
+    outcome = np.array([_OUTCOMES.index(report.outcome)], np.int8)
     outcomes = np.full(control.size, -1, np.int8)
-    request = control.iallgather(mine, outcomes, tag=f"{item.nodeid}{' teardown' * (report.when == 'teardown')}")
+    request = control.iallgather(outcome, outcomes, tag=f"{item.nodeid}{' teardown' * (report.when == 'teardown')}")
     patience = _patience(item.config)
     if not _ends(request, inf if report.passed else patience):
-        told = f"{item.nodeid} {report.outcome} on rank {control.rank}"
-        reason = f"{told}, and others have not ended it {patience:g} s (mpi_patience) later"
+        result = f"{item.nodeid} {report.outcome} on rank {control.rank}"
+        reason = f"{result}, and others have not ended it {patience:g} s (mpi_patience) later"
         if report.failed:
             report.sections.append(("other ranks", reason))
         else:
             report.outcome, report.longrepr = "failed", reason
-        shown = _show_summary(item, report)
-        _end(item.config, control, reason if shown else f"{reason}\n{report.longreprtext}")
-    if (outcomes != mine).any():
-        _share(item, report, control, outcomes)
+        summarized = _show_summary(item, report)
+        _end(item.config, control, reason if summarized else f"{reason}\n{report.longreprtext}")
+    if (outcomes != outcome).any():
+        _exchange_failures(item, report, control, outcomes)
 
 
-def _share(item: pytest.Item, report: pytest.TestReport, control: Communicator, outcomes: np.ndarray[Any, Any]) -> None:
+def _exchange_failures(
+    item: pytest.Item, report: pytest.TestReport, control: Communicator, outcomes: np.ndarray[Any, Any]
+) -> None:
     """Let a test whose outcomes differ between ranks fail here, with the tracebacks of the ranks where it failed."""
     said = ", ".join(f"rank {r}: {_OUTCOMES[o]}" for r, o in enumerate(outcomes))
-    told = f"{item.nodeid} has several outcomes ({said})"
+    message = f"{item.nodeid} has several outcomes ({said})"
     config = item.config
-    mine = config.hook.pytest_report_to_serializable(config=config, report=report) if report.failed else None
-    everywhere = control.allgather_object(mine, tag="failures")
+    failure = config.hook.pytest_report_to_serializable(config=config, report=report) if report.failed else None
+    everywhere = control.allgather_object(failure, tag="failures")
     if not report.failed:
-        report.outcome, report.longrepr = "failed", told
+        report.outcome, report.longrepr = "failed", message
     failed = {
         rank: config.hook.pytest_report_from_serializable(config=config, data=data)
         for rank, data in enumerate(everywhere)
         if data is not None
     }
     for rank, other in failed.items():
-        if report.longrepr == told:  # the first failure is told as if it were this rank's
+        if report.longrepr == message:  # the first failure is told as if it were this rank's
             report.longrepr, report.sections = other.longrepr, other.sections
             if (crash := getattr(other.longrepr, "reprcrash", None)) is not None:
                 crash.message = f"[rank {rank}] {crash.message}"
         elif rank != control.rank:
             report.sections.append((f"rank {rank}", other.longreprtext))
-    report.sections.append(("outcome by rank", told))
+    report.sections.append(("outcome by rank", message))
 
 
 def _patience(config: pytest.Config) -> float:

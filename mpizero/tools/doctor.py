@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from mpizero._util.launch import Launch, whole_number
+from mpizero._util.launch import Launch, integer_of
 from mpizero.comm import Communicator
 from mpizero.comm.startup import available_memory, memory_of_node, mpi_facts, versions
 from mpizero.errors import ConfigError, ExitStatus
@@ -64,8 +64,8 @@ def check_launch(comm: Communicator, threads: int, environment: Mapping[str, str
     """Compare MPI's ranks and nodes with the launcher's and Slurm's. Collective over ``comm``."""
     own = Launch.of(environment)
     every = comm.allgather_object((own, machine.host()))
-    nodes, slurm_nodes = len({host for _, host in every}), whole_number(environment, "SLURM_JOB_NUM_NODES")
-    tasks = whole_number(environment, "SLURM_NTASKS") if own.name.startswith("mpiexec") else None
+    nodes, slurm_nodes = len({host for _, host in every}), integer_of(environment, "SLURM_JOB_NUM_NODES")
+    tasks = integer_of(environment, "SLURM_NTASKS") if own.name.startswith("mpiexec") else None
     text = f"{own.name or 'no launcher'}: {counted(comm.size, 'rank')} on {counted(nodes, 'node')}"
     for rank, (launch, _) in enumerate(every):
         if launch.rank not in (None, rank):
@@ -86,7 +86,7 @@ def check_threads(comm: Communicator, threads: int, environment: Mapping[str, st
     if wrong := difference(comm.allgather_object(threads)):
         advice = "export the same OMP_NUM_THREADS to all ranks, or results differ in bits"
         return CheckResult(name, "FAIL", wrong, advice)
-    given = whole_number(environment, "SLURM_CPUS_PER_TASK")
+    given = integer_of(environment, "SLURM_CPUS_PER_TASK")
     text = f"{counted(threads, 'thread')} a rank"
     if given is not None and given != threads:
         advice = f"export OMP_NUM_THREADS={given}; srun of Slurm 22.05 and later also needs --cpus-per-task={given}"

@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpizero._util import checks
 from mpizero._util.checks import named
-from mpizero._util.names import explains, not_here
+from mpizero._util.names import explains, no_attribute
 from mpizero._util.pytree import map_leaves
 from mpizero._util.text import Line, is_users, notice
 from mpizero.adapters.torch.autograd import Gradients, as_array, as_tensor, gradient_leaves
@@ -233,7 +233,7 @@ class TorchModel:
 
         def __getattr__(self, name: str) -> Any:
             """Raise :class:`AttributeError` for what is not there, with what takes its place."""
-            raise not_here(self, name)
+            raise no_attribute(self, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise :class:`ArgumentError`, since the module trains as part of a sharded model."""
