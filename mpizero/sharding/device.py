@@ -38,7 +38,7 @@ from mpizero.kernels.gpu import Device, available_gpus, open_device
 from mpizero.kernels.matmul import library
 from mpizero.layout.flat import Unit, flat_names, united, views
 from mpizero.sharding.config import Config, keeps_gradients_on_device
-from mpizero.sharding.grad_reduce import Job
+from mpizero.sharding.grad_reduce import MicroBatch
 from mpizero.sharding.integrity import GradientDict
 from mpizero.sharding.params import Allocator, Memory, MessageProgress, ParameterProvider, ParameterStore
 from mpizero.types import Array, Group
@@ -100,9 +100,9 @@ class ComputeDevice:
         """Copy samples or targets to the device where layers compute, and return the copy; for None return None."""
         return values
 
-    def put_job(self, job: Job) -> Job:
-        """Return the job with its samples copied to the device where layers compute."""
-        return job
+    def put_samples(self, batch: MicroBatch) -> MicroBatch:
+        """Return the micro-batch with its samples copied to the device where layers compute."""
+        return batch
 
     def target(self, unit: Unit, host: Any) -> Any:
         """Return views on the device that layers write a unit's gradients to; ``host`` are the views on the host."""
@@ -210,12 +210,11 @@ class CudaComputeDevice(ComputeDevice):
         """Copy an array, or all arrays of a nested structure, to the GPU, and return the copy. Not collective."""
         return map_leaves(self.device.put, values)
 
-    def put_job(self, job: Job) -> Job:
-        """Return the job with its samples copied to the GPU. Not collective."""
-        if job.grain is None:
-            return job
-        put = tuple((self.put(x), self.put(y), first) for x, y, first in job.grain.micro_batches)
-        return job._replace(grain=job.grain._replace(micro_batches=put))
+    def put_samples(self, batch: MicroBatch) -> MicroBatch:
+        """Return the micro-batch with its samples copied to the GPU. Not collective."""
+        if batch.grain is None:
+            return batch
+        return batch.with_samples(tuple((self.put(x), self.put(y), first) for x, y, first in batch.grain.micro_batches))
 
     def target(self, unit: Unit, host: Any) -> Any:
         """Return views, in a buffer on the GPU, that layers write the unit's gradients to. Not collective.

@@ -532,6 +532,8 @@ def replay_bad_step(step: BadStep | str | os.PathLike[str], model: Model) -> lis
 class _Trace:
     """Run one micro-batch forward and backward, and record the statistics of every array."""
 
+    by_block = False
+
     def __init__(self, model: Model, loss_scale: float) -> None:
         self.model, self.engine, self.loss_scale = model, model._engine, loss_scale
         self.figures: list[ReplayedArray] = []
@@ -552,7 +554,7 @@ class _Trace:
             self.note("input", path, leaf)
         at = len(self.figures)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            loss, weight = self._evaluator().gradients(x, y, run, self._target, self._done)
+            loss, weight = self._evaluator().gradients(x, y, run, self)
         if not self.engine.block_model:  # which has given all at once: the loss is where to look first
             self.figures.insert(at, ReplayedArray.of("loss", "loss", loss))
         return loss, weight
@@ -576,11 +578,17 @@ class _Trace:
         evaluator.criterion = _RecordedLoss(evaluator.criterion, before or "x", self)
         return evaluator
 
-    def _target(self, unit: Unit) -> Any:
+    def views(self, unit: Unit) -> Any:
+        """Return views of new arrays, which layers write a unit's gradients to."""
         self._targets[unit.index] = self._views.unit(unit, np.zeros(unit.gradients, self.engine.dtype))
         return self._targets[unit.index]
 
-    def _done(self, unit: Unit) -> None:
+    def accumulate(self, unit: Unit, block: str, dx: Any) -> Any:
+        """Return ``dx``: a layer's gradients are recorded when it gives them."""
+        return dx
+
+    def reduce(self, unit: Unit) -> None:
+        """Record the gradients of a functional model, which gives them all at once."""
         views = self._targets.pop(unit.index, None)  # None: a layer has raised, and the units before it end without any
         if views is not None and not self.engine.block_model:  # gradients of a layer are recorded when it gives them
             for block in reversed(unit.blocks):

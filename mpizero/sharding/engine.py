@@ -86,10 +86,10 @@ class Engine(PlacedModel):
             with self.timeline.span("agreement", "samples"):
                 batch = self._redistribute(x, y, reducer, self.claims if summed else None)
             self.exchange.begin(batch.samples, self.current_loss_scale())
-            jobs = reducer.jobs(batch, summed=summed)
+            micro_batches = reducer.micro_batches(batch, summed=summed)
             # Every value is looked at afterwards, with its rank, tensor and samples: NumPy's warnings would say less.
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                self.runner.run(jobs, self._run)
+                self.runner.run(micro_batches, self._run)
             with self.timeline.span("reduction", "rest"):
                 reducer.finish()
             with self.timeline.span("agreement", "losses"):

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -40,19 +40,29 @@ from mpizero.layout.flat import Unit, flat_names
 from mpizero.nn.layer import add_location, call_located
 from mpizero.sharding.batch import GlobalBatch, GrainScalars
 from mpizero.sharding.device import ComputeDevice
-from mpizero.sharding.grad_reduce import Job, apart
+from mpizero.sharding.grad_reduce import MicroBatch, apart
 from mpizero.sharding.integrity import FunctionGradients, WriteCheck
 from mpizero.sharding.params import ParameterProvider, ParameterStore
 from mpizero.sharding.partition import PartitionedModel
 from mpizero.types import EVALUATE, Array, BlackBoxModel, BlockModel, Run
 
-#: Returns the views that a unit's gradients are written to.
-GradientTarget = Callable[[Unit], Mapping[str, Any]]
 #: Called when a unit's gradients are complete.
 UnitDone = Callable[[Unit], None]
-#: Called when a block's gradients are complete, before those of its whole unit, with the gradient of the block's input;
-#: returns the latter, to be passed to the block before. Black boxes never call it.
-BlockEnded = Callable[[Unit, str, Any], Any]
+
+
+class UnitGradients(Protocol):
+    """Hold the gradients that an evaluator computes, unit by unit; ``by_block`` is as in :class:`CheckedMicroBatch`."""
+
+    by_block: bool
+
+    def views(self, unit: Unit) -> Mapping[str, Any]:
+        """Return the views that a unit's gradients are written to."""
+
+    def accumulate(self, unit: Unit, block: str, dx: Any) -> Any:
+        """Take notice that a block's gradients are complete; return ``dx``, that of its input, or a copy."""
+
+    def reduce(self, unit: Unit) -> None:
+        """Take notice that all gradients of a unit are complete."""
 
 
 class BlockEvaluator:
@@ -76,9 +86,7 @@ class BlockEvaluator:
         self.blocks = dict(model.blocks)
         self.units = store.layout.units
 
-    def gradients(
-        self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
-    ) -> tuple[float, float]:
+    def gradients(self, x: Any, y: Any, run: Run, gradients: UnitGradients) -> tuple[float, float]:
         """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
 
         Collective if sharded. If a layer raises, this rank first joins the remaining collectives, then raises the
@@ -90,16 +98,12 @@ class BlockEvaluator:
             Samples and targets of the micro-batch.
         run : Run
             What the forward pass gets besides ``x``.
-        target : callable
-            Returns the views that the gradients of a unit are written to.
-        done : callable
-            Called with each unit when all its gradients are written.
-        ended : callable, optional
-            Called with each unit and block when the gradients of the block are written.
+        gradients : UnitGradients
+            Has the views that the gradients of a unit are written to, and is told when a block or a unit is complete.
         """
         caches: dict[str, Any] = {}
         clock = self.store.timeline
-        with _Passage(self.store, self.units, done) as passed:
+        with _Passage(self.store, self.units, gradients.reduce) as passed:
             run = self.run_on(x, run)
             for unit in self.units:
                 with passed.unit(unit) as params:
@@ -120,7 +124,7 @@ class BlockEvaluator:
                 d: Any = self.criterion.backward(cache, self.loss_scale())
             for unit in reversed(self.units):
                 with passed.unit(unit) as params:
-                    grads = target(unit)
+                    grads = gradients.views(unit)
                     for block in reversed(unit.blocks):
                         self.store.wait(block)
                         begun = clock.begin()
@@ -131,14 +135,14 @@ class BlockEvaluator:
                             raise
                         clock.end("backward", block, begun)
                         self.store.progress.poll()
-                        if ended is not None:
-                            d = ended(unit, block, d)
+                        if gradients.by_block:
+                            d = gradients.accumulate(unit, block, d)
                 passed.done(unit)
         return loss, weight
 
-    def absent(self, done: UnitDone) -> None:
+    def absent(self, batch: MicroBatch) -> None:
         """Join the gathers and reductions of a micro-batch that only other ranks have. Collective if sharded."""
-        _Passage(self.store, self.units, done).finish()
+        _Passage(self.store, self.units, batch.reduce).finish()
 
     def predict(self, x: Any, run: Run = EVALUATE) -> Any:
         """Return the last block's output for ``x``; if ``x`` is None, only join the gathers. Collective if sharded."""
@@ -251,18 +255,16 @@ class BlackBoxEvaluator:
         loss = users.loss if getattr(model, "has_loss", False) is True else None
         self._own_loss = None if loss is None else (loss, takes_run(loss, "loss", "parameters", "batch"))
 
-    def gradients(
-        self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
-    ) -> tuple[float, float]:
+    def gradients(self, x: Any, y: Any, run: Run, gradients: UnitGradients) -> tuple[float, float]:
         """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
 
-        Collective if sharded. :meth:`BlockEvaluator.gradients` describes the parameters. ``ended`` is never called,
-        because the function returns all gradients together.
+        Collective if sharded. :meth:`BlockEvaluator.gradients` describes the parameters. No block is reported by
+        itself, because the function returns all gradients together.
         """
         params, function = self._parameters(), self._function
-        with _Passage(self.store, self.units, done) as passed:
+        with _Passage(self.store, self.units, gradients.reduce) as passed:
             passed.gathers.clear()  # the function has all parameters
-            places = {unit.index: tuple(flat_names(target(unit))) for unit in self.units if self.in_place}
+            places = {unit.index: tuple(flat_names(gradients.views(unit))) for unit in self.units if self.in_place}
             views = {name: view for place in places.values() for name, view in place}
             with self.store.timeline.span("backward", "loss and gradient"):
                 loss, grads, weight = self._loss_and_grad(params, x, y, run, views)
@@ -271,7 +273,7 @@ class BlackBoxEvaluator:
             if not writes:
                 check_names(function, grads, self.trained, self.frozen | self.integers)
             for unit in reversed(self.units):
-                for name, view in () if writes else places.get(unit.index) or flat_names(target(unit)):
+                for name, view in () if writes else places.get(unit.index) or flat_names(gradients.views(unit)):
                     if name in self.integers:
                         take_integers(function, name, grads.get(name, view), view, run)
                     elif name not in self.frozen:
@@ -279,11 +281,11 @@ class BlackBoxEvaluator:
                 passed.done(unit)
         return loss, weight
 
-    def absent(self, done: UnitDone) -> None:
+    def absent(self, batch: MicroBatch) -> None:
         """Join the gathers and reductions of a micro-batch that only other ranks have. Collective if sharded."""
         self._parameters()
         for unit in reversed(self.units):
-            done(unit)
+            batch.reduce(unit)
 
     def predict(self, x: Any) -> Any:
         """Return what the model's ``predict`` returns for ``x``; None if ``x`` is None. Collective if sharded."""
@@ -513,10 +515,10 @@ class Runner(ABC):
         self.agreeable, self.compute_device, self.marks = agreeable, compute_device, marks
 
     @abstractmethod
-    def run(self, jobs: Iterable[Job], run_of: RunOf) -> None:
-        """Run the forward and backward pass of every job, and record losses, weights and errors in the scalars.
+    def run(self, micro_batches: Iterable[MicroBatch], run_of: RunOf) -> None:
+        """Run the forward and backward pass of every micro-batch; record losses, weights and errors in the scalars.
 
-        Each job is one micro-batch. ``run_of`` takes the index of a micro-batch's first sample and its number of
+        ``run_of`` takes the index of a micro-batch's first sample and its number of
         samples, and returns the ``Run`` of its pass. Collective over the data group if gradients or parameters are
         sharded, and over the pipeline.
         """
@@ -545,10 +547,10 @@ class Runner(ABC):
         """Wait until all updated parameters that other ranks send have arrived. Collective over the data group."""
         self.store.wait()
 
-    def count(self, job: Job, loss: float, weight: float) -> None:
-        """Record the sum of losses and the weight of a job, if this rank does that. Not collective."""
-        if self.counts and job.grain is not None:
-            self.scalars.add(job.grain.number, loss, weight)
+    def count(self, batch: MicroBatch, loss: float, weight: float) -> None:
+        """Record the sum of losses and the weight of a micro-batch, if this rank does that. Not collective."""
+        if self.counts and batch.grain is not None:
+            self.scalars.add(batch.grain.number, loss, weight)
 
     def end_marks(self) -> None:
         """End a step of the check that layers write their gradients. Not collective."""
@@ -556,75 +558,83 @@ class Runner(ABC):
             self.marks.end(failed=self.scalars.error is not None)
 
 
-class WatchedJob:
-    """Check the gradients of a job when they are complete, and record the first that is not finite.
+class CheckedMicroBatch:
+    """Check the gradients of a micro-batch when they are complete, and record the first that is not finite.
 
-    The job's samples, and the views that layers write its gradients to, are on the device where the layers compute.
+    The samples, and the views that layers write gradients to, are on the device where the layers compute.
+
+    Attributes
+    ----------
+    batch : MicroBatch
+        The micro-batch, with its samples on that device.
+    by_block : bool
+        Whether :meth:`accumulate` is called when the gradients of a block are complete; else :meth:`reduce` does it for
+        all blocks of the unit.
     """
 
-    def __init__(self, job: Job, runner: Runner) -> None:
-        self.job, self.scalars = runner.compute_device.put_job(job), runner.scalars
+    def __init__(self, batch: MicroBatch, runner: Runner) -> None:
+        self.batch, self.scalars = runner.compute_device.put_samples(batch), runner.scalars
         self.timeline, self.compute_device = runner.store.timeline, runner.compute_device
+        self.by_block = runner.compute_device.tells_blocks
         self._marks = runner.marks if runner.marks is not None and runner.marks.on else None
         self._written: dict[int, Any] = {}
-        self._ended: set[str] = set()
+        self._accumulated: set[str] = set()
 
-    def target(self, unit: Unit) -> Any:
+    def views(self, unit: Unit) -> Any:
         """Return the views that layers write a unit's gradients to."""
-        self._written[unit.index] = self.job.target(unit)
+        self._written[unit.index] = self.batch.gradients(unit)
         views = self.compute_device.target(unit, self._written[unit.index])
         if self._marks is not None:
             self._marks.mark(views)
         self.scalars.integers.prepare(unit.blocks)
         return views
 
-    def ended(self, unit: Unit, block: str, dx: Any) -> Any:
-        """Check a block's gradients, which are complete, and report the block to the job.
+    def accumulate(self, unit: Unit, block: str, dx: Any) -> Any:
+        """Check a block's gradients, which are complete, and add them to those of other micro-batches.
 
         The other blocks of the unit may not be complete yet. Return ``dx``, the gradient of the block's input, or a
         copy of it if it shares memory with the block's gradients, which the next block may overwrite.
         """
         begun = self.timeline.begin()
-        if self.job.grain is not None:
-            dx = apart(dx, self.job.parts(unit, block))
-        self._end(unit, block, self._written[unit.index][block])
+        if self.batch.grain is not None:
+            dx = apart(dx, self.batch.flat_gradients(unit, block))
+        self._accumulate(unit, block, self._written[unit.index][block])
         self.timeline.end("local sums", block, begun)
         return dx
 
-    def done(self, unit: Unit) -> None:
-        """Check the gradients of a unit, all complete now, and report the unit to the job.
+    def reduce(self, unit: Unit) -> None:
+        """Check the gradients of a unit, all complete now, and reduce them over the ranks.
 
-        Blocks that have been reported before are left out. Nothing is checked if :meth:`target` was not called for the
-        unit, because a layer has raised before.
+        Blocks that have been accumulated before are not checked again. Nothing is checked if :meth:`views` was not
+        called for the unit, because a layer has raised before.
         """
         with self.timeline.span("local sums", unit):
             written = self._written.pop(unit.index, {})
             if written:
                 self.compute_device.done(unit, written)
             for block, views in reversed(written.items()):  # the last one came first
-                if block not in self._ended:
-                    self._end(unit, block, views)
-            self.job.done(unit)
+                if block not in self._accumulated:
+                    self._accumulate(unit, block, views)
+            self.batch.reduce(unit)
 
-    def _end(self, unit: Unit, block: str, views: Any) -> None:
+    def _accumulate(self, unit: Unit, block: str, views: Any) -> None:
         self._check(unit, block, views)
         self._weight_averages(block, views)
-        if self.job.grain is not None and (unlike := self.scalars.integers.take(block, *self.job.place)):
+        if self.batch.grain is not None and (unlike := self.scalars.integers.take(block, *self.batch.place)):
             self.scalars.fail_later(unlike)
-        self._ended.add(block)
-        if self.job.ended is not None:
-            self.job.ended(unit, block)
-        if self._marks is not None and self.job.in_scratch:
+        self._accumulated.add(block)
+        self.batch.accumulate(unit, block)
+        if self._marks is not None and self.batch.in_scratch:
             self._marks.mark({block: views})  # the next block is written here, too
 
     def _weight_averages(self, block: str, views: Any) -> None:
         """Multiply the new values of a block's averaged parameters by the number of samples of the micro-batch."""
-        grain, names = self.job.grain, self.scalars.averages.get(block)
+        grain, names = self.batch.grain, self.scalars.averages.get(block)
         if grain is None or names is None:
             return
         values = dict(flat_names(views))
         for view in (values[name] for name in names):
-            view *= view.dtype.type(self.job.place[1])
+            view *= view.dtype.type(self.batch.place[1])
         self.scalars.check(grain.number, block, {name: values[name] for name in names})  # the product may be infinite
 
     def _check(self, unit: Unit, block: str, views: Any) -> None:
@@ -632,16 +642,16 @@ class WatchedJob:
 
         If it is not finite because the layer has not written it, an error that says so is recorded.
         """
-        if self.job.grain is None:
+        if self.batch.grain is None:
             return
-        if not all(all_finite(part) for part in self.job.parts(unit, block)):
+        if not all(all_finite(part) for part in self.batch.flat_gradients(unit, block)):
             missed = None if self._marks is None else self._marks.missed(block, views)
             if missed is not None:
                 self.scalars.fail_later(missed)
             else:
-                self.scalars.check(self.job.grain.number, block, views)
+                self.scalars.check(self.batch.grain.number, block, views)
         if self.scalars.watch is not None:
-            self.scalars.watch(self.job.grain.number, self.job.number, block, views)
+            self.scalars.watch(self.batch.grain.number, self.batch.number, block, views)
 
 
 class SequentialRunner(Runner):
@@ -656,23 +666,21 @@ class SequentialRunner(Runner):
         super().__init__(partitioned, evaluator.store, scalars, **settings)
         self.evaluator = evaluator
 
-    def run(self, jobs: Iterable[Job], run_of: RunOf) -> None:
-        """Run the forward and backward pass of every job, one after the other; see :meth:`Runner.run`."""
-        for job in jobs:
-            if job.grain is None or self.scalars.error is not None:
-                self.evaluator.absent(job.done)
+    def run(self, micro_batches: Iterable[MicroBatch], run_of: RunOf) -> None:
+        """Run the forward and backward pass of every micro-batch, one after the other; see :meth:`Runner.run`."""
+        for batch in micro_batches:
+            if batch.grain is None or self.scalars.error is not None:
+                self.evaluator.absent(batch)
             else:
-                self._compute(WatchedJob(job, self), run_of)
+                self._compute(CheckedMicroBatch(batch, self), run_of)
         self.end_marks()
-        self.ready()  # also for parameters that no job has read: other ranks of the node may wait for this one
+        self.ready()  # also for parameters that no micro-batch has read: other ranks of the node may wait for this one
 
-    def _compute(self, watched: WatchedJob, run_of: RunOf) -> None:
-        x, y, _ = watched.job.samples
+    def _compute(self, checked: CheckedMicroBatch, run_of: RunOf) -> None:
+        x, y, _ = checked.batch.samples
         try:
-            ended = watched.ended if self.compute_device.tells_blocks else None
-            run = run_of(*watched.job.place)
-            loss, weight = self.evaluator.gradients(x, y, run, watched.target, watched.done, ended)
-            self.count(watched.job, loss, weight)
+            loss, weight = self.evaluator.gradients(x, y, run_of(*checked.batch.place), checked)
+            self.count(checked.batch, loss, weight)
         except Exception as error:  # the evaluator went on to take part in everything: all ranks come to agree
             if not isinstance(error, self.agreeable):
                 raise

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from functools import lru_cache, partial, reduce
 from itertools import accumulate, pairwise
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -61,39 +62,27 @@ from mpizero.sharding.params import Allocator, IntegerState, ParameterStore, Sha
 from mpizero.types import Array
 
 
-class Job(NamedTuple):
-    """Describe one micro-batch that a rank computes, or whose collectives it only joins. Jobs are run in order.
+class MicroBatch:
+    """Represent a micro-batch of a step: where its gradients are written, and what happens when they are complete.
+
+    This base class stands for one that other ranks compute, and of which this rank joins the collectives. A step has
+    :class:`RoundMicroBatch` or :class:`RowMicroBatch`, by the strategy.
 
     Attributes
     ----------
     grain : Grain or None
-        The grain that has the micro-batch; None if this rank computes nothing but must join the other ranks'
-        collectives.
+        The grain that has the micro-batch; None if this rank does not compute it.
     number : int
         Index of the micro-batch in its grain, from 0.
-    target : callable
-        Takes a unit and returns the views that the unit's gradients are written to.
-    done : callable
-        Called with a unit when its gradients are written; collective over the data group if gradients are sharded, or
-        if rows are summed during the backward pass.
-    parts : callable
-        Takes a unit and one of its blocks whose gradients are written, and returns these gradients as 1-D arrays: one
-        for each of the block's ranges in ``Unit.gradient_ranges``.
-    ended : callable or None
-        Called once with each unit and block when the block's gradients are written, before ``done`` is called with the
-        unit; collective over the data group if rows are summed during the backward pass. None: nothing is to be called.
     in_scratch : bool
         Whether the views of all blocks are views of the same memory. Then only one block may be written at a time:
-        ``ended`` is called for it before the next one is written.
+        :meth:`accumulate` is called for it before the next one is written.
     """
 
-    grain: Grain | None
-    number: int
-    target: Callable[[Unit], Any]
-    done: Callable[[Unit], None]
-    parts: Callable[[Unit, str], Sequence[Array]]
-    ended: Callable[[Unit, str], None] | None = None
-    in_scratch: bool = False
+    in_scratch = False
+
+    def __init__(self, grain: Grain | None = None, number: int = 0) -> None:
+        self.grain, self.number = grain, number
 
     @property
     def samples(self) -> tuple[Any, Any, int]:
@@ -106,6 +95,106 @@ class Job(NamedTuple):
         """The index of the micro-batch's first sample in the global batch, and its number of samples."""
         assert self.grain is not None
         return self.grain.place(self.number)
+
+    def with_samples(self, micro_batches: tuple[tuple[Any, Any, int], ...]) -> Self:
+        """Return this micro-batch with the samples ``micro_batches`` of its grain, on a device. Not collective."""
+        assert self.grain is not None
+        moved = copy(self)
+        moved.grain = self.grain._replace(micro_batches=micro_batches)
+        return moved
+
+    def gradients(self, unit: Unit) -> Any:
+        """Return the views that layers write a unit's gradients to. Not collective."""
+        return {}
+
+    def flat_gradients(self, unit: Unit, block: str) -> Sequence[Array]:
+        """Return the gradients of a block as 1-D arrays, one for each of its ranges in ``Unit.gradient_ranges``.
+
+        Not collective.
+        """
+        return ()
+
+    def accumulate(self, unit: Unit, block: str) -> None:
+        """Add a block's gradients, which are complete, to those of this rank's other micro-batches.
+
+        Called once for each block, before :meth:`reduce` of its unit. Collective over the data group if flat gradients
+        are summed during the backward pass.
+        """
+
+    def reduce(self, unit: Unit) -> None:
+        """Reduce a unit's gradients, which are complete on this rank, over the ranks.
+
+        Collective over the data group if gradients are sharded, or are summed during the backward pass; otherwise they
+        are reduced after the last micro-batch.
+        """
+
+
+class RoundMicroBatch(MicroBatch):
+    """Represent a micro-batch whose gradients are reduce-scattered unit by unit, with those of its round.
+
+    In ``this_round`` every rank computes one grain, or none: ``grain``. One with fewer micro-batches than others joins
+    the reductions of all ``accumulate`` of them.
+    """
+
+    def __init__(self, buffer: ReduceScatterBuffer, grain: Grain | None, number: int, this_round: Round) -> None:
+        present = grain is not None and number < len(grain.micro_batches)
+        super().__init__(grain if present else None, number)
+        self._buffer, self._round, self._in_grain = buffer, this_round, grain is not None
+
+    def gradients(self, unit: Unit) -> Any:
+        """Return views of this rank's part of the slot."""
+        return self._buffer.views_of(unit)
+
+    def flat_gradients(self, unit: Unit, block: str) -> Sequence[Array]:
+        """Return the ranges of this rank's part of the slot that hold the block's gradients."""
+        gradients = self._buffer.gradients_of(unit)
+        return [gradients[span.start : span.stop] for span in unit.gradient_ranges[block]]
+
+    def reduce(self, unit: Unit) -> None:
+        """Add the unit's gradients to the grain's; after the last micro-batch, reduce those of the round's grains."""
+        buffer = self._buffer
+        base, gradients = buffer.layout.gradient_bases[unit.index], buffer.gradients_of(unit)
+        if self.grain is not None:
+            buffer.grain_sum.add(gradients, base, self.number)
+        if self.number == buffer.accumulate - 1:
+            if self._in_grain:
+                buffer.grain_sum.finish(gradients, base)
+            with buffer.timeline.span("reduction", unit):
+                buffer.reduce_scatter(unit, self._round)
+
+
+class RowMicroBatch(MicroBatch):
+    """Represent a micro-batch whose gradients are added up in this rank's rows, as ``step`` says.
+
+    ``row`` is the one that its gradients are written to; None is the scratch array. ``overlapped``, where it is given,
+    reduces the rows while this micro-batch, the last one of the step, completes them.
+    """
+
+    def __init__(self, buffer: AllReduceBuffer, grain: Grain, number: int, step: FoldStep, row: int | None) -> None:
+        super().__init__(grain, number)
+        self._buffer, self._step, self._row, self.in_scratch = buffer, step, row, row is None
+        self.overlapped: OverlappedReduction | None = None
+
+    def gradients(self, unit: Unit) -> Any:
+        """Return views of the row, or of the scratch array."""
+        return self._buffer.views_of(self._row, unit)
+
+    def flat_gradients(self, unit: Unit, block: str) -> Sequence[Array]:
+        """Return the ranges of the row or of the scratch array that hold the block's gradients."""
+        return self._buffer.parts_of(self._row, unit, block)
+
+    def accumulate(self, unit: Unit, block: str) -> None:
+        """Add the block's gradients to the grain's; after its last micro-batch, add these to the rows of ``step``."""
+        assert self.grain is not None
+        last = self.number == len(self.grain.micro_batches) - 1
+        self._buffer.accumulate_block(self._step, self.number, last, unit, block)
+        if self.overlapped is not None:
+            self.overlapped.ended((block,))
+
+    def reduce(self, unit: Unit) -> None:
+        """Reduce what is complete, if rows are reduced during this backward pass."""
+        if self.overlapped is not None:
+            self.overlapped.ended(unit.blocks)
 
 
 #: What a fused update, one that also sums the gradients, takes: a 2-D array of partial sums, which are rows or levels
@@ -241,7 +330,7 @@ class ReduceScatterBuffer:
         with on_all_ranks(self.grid.world, "gradients"):
             self.slots = self.memory.shared("gradients", [(node, stride) for stride in strides], self.dtype)
             self.stack = self.memory.private("gradients", (1, self.shard.gradient_size), self.dtype)
-        self._micro_batches = MicroBatchSum(self.memory, self.layout.gradient_size, self.dtype, accumulate)
+        self.grain_sum = MicroBatchSum(self.memory, self.layout.gradient_size, self.dtype, accumulate)
         self._named = views
         self._planned = lru_cache(KEPT_PLANS)(partial(round_plan, groups=self.grid.group_sizes))
         self._views: dict[tuple[int, int], Any] = {}
@@ -257,10 +346,10 @@ class ReduceScatterBuffer:
     def reserve(self, count: int) -> None:
         """Do nothing, because the shared memory does not depend on the number of grains. Not collective."""
 
-    def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
-        """Return this rank's jobs of all rounds; for a round in which it has no grain, jobs without samples.
+    def micro_batches(self, batch: GlobalBatch, *, summed: bool) -> list[MicroBatch]:
+        """Return this rank's micro-batches of all rounds, without samples for a round in which it has no grain.
 
-        Collective over the data group, and so are the jobs, which sum the gradients whether ``summed`` or not.
+        Collective over the data group, and so are they, which reduce the gradients whether ``summed`` or not.
         """
         self.finish()  # of a step that an error has broken off on all ranks
         plan = self._planned(batch.count)
@@ -269,15 +358,12 @@ class ReduceScatterBuffer:
             self.memory.release("gradients", self.stack)
             with all_ranks(self.grid.data, "gradients"):
                 self.stack = self.memory.private("gradients", (plan.rows, self.shard.gradient_size), self.dtype)
-        jobs = []
+        micro_batches: list[MicroBatch] = []
         for this_round in plan.rounds:
             index = this_round.grains[self.grid.order_index]
             grain = None if index is None else batch.grains[index]
-            count = 0 if grain is None else len(grain.micro_batches)
-            for number in range(self.accumulate):
-                done = partial(self._done, grain, number, this_round)
-                jobs.append(Job(grain if number < count else None, number, self._target, done, self._parts))
-        return jobs
+            micro_batches += [RoundMicroBatch(self, grain, number, this_round) for number in range(self.accumulate)]
+        return micro_batches
 
     def poll(self) -> None:
         """Let partial sums that are in flight between peers progress. Not collective."""
@@ -287,7 +373,7 @@ class ReduceScatterBuffer:
     def finish(self) -> None:
         """Wait for the partial sums in flight and add them to the stack. Not collective.
 
-        [Note: sums in flight] in :meth:`_reduce` says when they are in flight.
+        [Note: sums in flight] in :meth:`reduce_scatter` says when they are in flight.
         """
         if self._in_flight is not None:
             found, self._in_flight = self._in_flight, None
@@ -319,33 +405,20 @@ class ReduceScatterBuffer:
 
     # ------------------------------------------------------------------ a unit
 
-    def _current(self, unit: Unit) -> Array:
-        """Return a view of this rank's place in the current slot, as long as the gradients of ``unit``."""
+    def gradients_of(self, unit: Unit) -> Array:
+        """Return this rank's part of the current slot, as long as the gradients of ``unit``. Not collective."""
         first = self.layout.gradient_bases[unit.index] if self._in_place else 0
-        place: Array = self.slots[self._next][self.grid.node.rank][first : first + unit.gradients]
-        return place
+        part: Array = self.slots[self._next][self.grid.node.rank][first : first + unit.gradients]
+        return part
 
-    def _parts(self, unit: Unit, block: str) -> list[Array]:
-        place = self._current(unit)
-        return [place[span.start : span.stop] for span in unit.gradient_ranges[block]]
-
-    def _target(self, unit: Unit) -> Any:
+    def views_of(self, unit: Unit) -> Any:
+        """Return nested views of :meth:`gradients_of`, by block and parameter. Not collective."""
         key = (self._next, unit.index)
         if key not in self._views:
-            self._views[key] = self._named.unit(unit, self._current(unit))
+            self._views[key] = self._named.unit(unit, self.gradients_of(unit))
         return self._views[key]
 
-    def _done(self, grain: Grain | None, number: int, this_round: Round, unit: Unit) -> None:
-        base, target = self.layout.gradient_bases[unit.index], self._current(unit)
-        if grain is not None and number < len(grain.micro_batches):
-            self._micro_batches.add(target, base, number)
-        if number == self.accumulate - 1:
-            if grain is not None:
-                self._micro_batches.finish(target, base)
-            with self.timeline.span("reduction", unit):
-                self._reduce(unit, this_round)
-
-    def _reduce(self, unit: Unit, this_round: Round) -> None:
+    def reduce_scatter(self, unit: Unit, this_round: Round) -> None:
         """Sum the gradients of ``unit`` from all ranks' grains of this round into the stacks of their owners.
 
         Collective over the data group.
@@ -454,7 +527,7 @@ class AllReduceBuffer:
         self.window: Array = np.zeros((0, self.stride), self.dtype)
         self._storage, self._scratch = self.window, self.window[:0].reshape(-1)
         apart = 1 if scratch else accumulate  # with scratch memory, micro-batches are added in their grain's row
-        self._micro_batches = MicroBatchSum(allocator, self.layout.gradient_size, self.dtype, apart)
+        self.grain_sum = MicroBatchSum(allocator, self.layout.gradient_size, self.dtype, apart)
         self._views: dict[tuple[int | None, int, str | None], Any] = {}  # by row, unit and block; None is all blocks
         self._planned = lru_cache(KEPT_PLANS)(partial(grid_rows_plan, self.grid, scratch=scratch == "grains"))
         self._reserved: set[int] = set()
@@ -489,57 +562,45 @@ class AllReduceBuffer:
 
     # ------------------------------------------------------------------ micro-batches
 
-    def jobs(self, batch: GlobalBatch, *, summed: bool) -> Iterable[Job]:
-        """Return this rank's jobs, one for each micro-batch; they add up the gradients in this rank's rows.
+    def micro_batches(self, batch: GlobalBatch, *, summed: bool) -> Iterable[MicroBatch]:
+        """Return this rank's micro-batches, which add up their gradients in its rows.
 
         Collective over all ranks if there was no batch of as many grains before. ``summed`` tells whether the rows are
-        summed after the jobs; then the sum may begin during the last job: see [Note: buckets of rows]. If parameters
-        are sharded, jobs without samples are appended, so that all ranks have equally many. If the grains of the batch
-        are claimed, each part is when its first job is asked for.
+        summed after them; then the sum may begin during the last one: see [Note: buckets of rows]. If parameters are
+        sharded, micro-batches without samples are appended, so that all ranks have equally many. If the grains of the
+        batch are claimed, each part is when its first micro-batch is asked for.
         """
         self.finish()  # of a step that an error has broken off on all ranks
         self._plan, self.overlapped = None, None
         self._claimed = batch.count if batch.claimed else 0
         self.reserve(batch.count)
         if batch.claimed:
-            return self._claimed_jobs(batch)
+            return self._dynamic_micro_batches(batch)
         self._plan = plan = self._planned(batch.count)
         if summed and self.overlaps:
             rows = (self.window, self.row(0))
             self.overlapped = OverlappedReduction(self.store, self.exchange, self._ranges, plan, rows)
-        jobs: list[Job] = []
+        micro_batches: list[MicroBatch] = []
         for step in plan.folds[self.grid.order_index].folds:
-            jobs += self._jobs_of(batch.grains[step.grain], step)
-        if self.overlapped is not None and jobs:
-            jobs[-1] = self._overlapping(jobs[-1], self.overlapped)
-        absent = Job(None, 0, _nothing, _nothing, lambda unit, block: ())
-        return jobs + [absent] * (self.rounds(batch.count) - len(jobs))
+            micro_batches += self._micro_batches_of(batch.grains[step.grain], step)
+        if self.overlapped is not None and micro_batches:
+            last = micro_batches[-1]
+            assert isinstance(last, RowMicroBatch)
+            last.overlapped = self.overlapped
+        return micro_batches + [MicroBatch()] * (self.rounds(batch.count) - len(micro_batches))
 
-    def _claimed_jobs(self, batch: GlobalBatch) -> Iterator[Job]:
+    def _dynamic_micro_batches(self, batch: GlobalBatch) -> Iterator[MicroBatch]:
         assert self.claims is not None
         folding = Folding(batch.count, self._rows_a_rank)
         while part := self.claims.claim(self._rows_a_rank - len(folding.sums)):
             for grain in part:
-                yield from self._jobs_of(batch.grains[grain], folding.add(grain))
+                yield from self._micro_batches_of(batch.grains[grain], folding.add(grain))
 
-    def _jobs_of(self, grain: Grain, step: FoldStep) -> Iterator[Job]:
-        """Yield the jobs of the micro-batches of a grain, whose gradients are added as ``step`` says."""
+    def _micro_batches_of(self, grain: Grain, step: FoldStep) -> Iterator[RowMicroBatch]:
+        """Yield the micro-batches of a grain, whose gradients are added as ``step`` says."""
         for number in range(len(grain.micro_batches)):
             row = None if number and self._scratch_use else step.row
-            ended = partial(self._ended, step, number, number == len(grain.micro_batches) - 1)
-            target, parts = partial(self._target, row), partial(self._parts, row)
-            yield Job(grain, number, target, _nothing, parts, ended, in_scratch=row is None)
-
-    @staticmethod
-    def _overlapping(job: Job, overlapped: OverlappedReduction) -> Job:
-        """Return ``job``, the last one of a step, changed so that ``overlapped`` exchanges what is complete."""
-
-        def ended(unit: Unit, block: str) -> None:
-            assert job.ended is not None
-            job.ended(unit, block)
-            overlapped.ended((block,))
-
-        return job._replace(ended=ended, done=lambda unit: overlapped.ended(unit.blocks))
+            yield RowMicroBatch(self, grain, number, step, row)
 
     def rounds(self, count: int) -> int:
         """Return how many micro-batches every rank must compute or join, for a batch of ``count`` grains.
@@ -554,17 +615,17 @@ class AllReduceBuffer:
             self.overlapped.poll()
 
     def finish(self) -> None:
-        """Wait for the sums that the jobs have begun. Collective over the data group if there are any."""
+        """Wait for the sums that micro-batches have begun. Collective over the data group if there are any."""
         if self.overlapped is not None:
             self.overlapped.finish()
 
-    def _ended(self, step: FoldStep, number: int, last: bool, unit: Unit, block: str) -> None:
+    def accumulate_block(self, step: FoldStep, number: int, last: bool, unit: Unit, block: str) -> None:
         """Add the gradients of ``block``, from micro-batch ``number``, to the sum over the grain of ``step``.
 
         After the grain's last micro-batch, that sum is added to the rows that ``step`` names.
         """
         base, later = self.layout.gradient_bases[unit.index], number > 0 and self._scratch_use is not None
-        parts = self._parts(None if later else step.row, unit, block)
+        parts = self.parts_of(None if later else step.row, unit, block)
         for span, part in zip(unit.gradient_ranges[block], parts, strict=True):
             start, stop = span.shift(base)
             if later:
@@ -572,16 +633,19 @@ class AllReduceBuffer:
                 own = self.row(step.row)[start:stop]
                 own += part
                 part = own
-            self._micro_batches.add(part, start, number)
+            self.grain_sum.add(part, start, number)
             if last:
-                self._micro_batches.finish(part, start)
+                self.grain_sum.finish(part, start)
                 for target in step.targets:
                     total = self.row(target)[start:stop]
                     total += part
                     part = total
 
-    def _parts(self, row: int | None, unit: Unit, block: str) -> list[Array]:
-        """Return where the gradients of ``block`` are written, an array for each range: in a row, or in the scratch."""
+    def parts_of(self, row: int | None, unit: Unit, block: str) -> list[Array]:
+        """Return where the gradients of ``block`` are written, an array for each range: in a row, or in the scratch.
+
+        Not collective.
+        """
         key = (None if row is None else self._place(row), unit.index, block)
         if key not in self._views:
             if row is None:
@@ -596,7 +660,8 @@ class AllReduceBuffer:
         base = self.layout.gradient_bases[unit.index]
         return self.row(row)[base : base + unit.gradients]
 
-    def _target(self, row: int | None, unit: Unit) -> Any:
+    def views_of(self, row: int | None, unit: Unit) -> Any:
+        """Return nested views of a row, or of the scratch array, by block and parameter. Not collective."""
         key = (None if row is None else self._place(row), unit.index, None)
         if key not in self._views:
             buffer = self._scratch if row is None else self._unit(row, unit)
@@ -707,10 +772,6 @@ class AllReduceBuffer:
 
 #: The two buffers, which the engine uses alike.
 GradientReducer = ReduceScatterBuffer | AllReduceBuffer
-
-
-def _nothing(unit: Unit) -> None:
-    """Do nothing: gradients are added block by block, and a job without samples has none."""
 
 
 class OverlappedReduction:

@@ -37,15 +37,15 @@ from mpizero.sharding.device import ComputeDevice
 from mpizero.sharding.forward_backward import (
     BlackBoxEvaluator,
     BlockEvaluator,
+    CheckedMicroBatch,
     Runner,
     RunOf,
     SequentialRunner,
-    WatchedJob,
     agreeable_errors,
     replaced_criterion,
     with_next,
 )
-from mpizero.sharding.grad_reduce import Job
+from mpizero.sharding.grad_reduce import MicroBatch
 from mpizero.sharding.integrity import check_function, check_layers
 from mpizero.sharding.mesh import Mesh
 from mpizero.sharding.params import ParameterProvider, ParameterStore
@@ -139,34 +139,34 @@ class PipelineRunner(Runner):
 
     # ------------------------------------------------------------------ a step
 
-    def run(self, jobs: Iterable[Job], run_of: RunOf) -> None:
-        """Run the forward and backward passes of all jobs in the order of the schedule; see :meth:`.Runner.run`."""
-        jobs, self._flights = list(jobs), {}
+    def run(self, micro_batches: Iterable[MicroBatch], run_of: RunOf) -> None:
+        """Run the passes of all micro-batches in the order of the schedule; see :meth:`.Runner.run`."""
+        batches, self._flights = list(micro_batches), {}
         self.ready()  # stages wait for each other in ways that ranks of a node must not
-        watched = [WatchedJob(job, self) for job in jobs]
-        if not jobs:
+        checked = [CheckedMicroBatch(batch, self) for batch in batches]
+        if not batches:
             return
         # What a schedule pads is absent on every stage and every replica: nothing of it needs to be done.
-        program = [i for i in self.schedule(len(jobs)).programs[self.partitioned.stage] if i.micro < len(jobs)]
+        program = [i for i in self.schedule(len(batches)).programs[self.partitioned.stage] if i.micro < len(batches)]
         for position, instruction in enumerate(program):
             for ahead in program[position : position + AHEAD]:
-                self._post(ahead, jobs)
+                self._post(ahead, batches)
             begun = self.store.timeline.begin()
-            self._execute(instruction, watched[instruction.micro], run_of)
+            self._execute(instruction, checked[instruction.micro], run_of)
             self.store.timeline.end("schedule", instruction, begun)
             self.store.progress.poll()
         self.pipeline_p2p.finish()
         self.end_marks()
 
-    def _execute(self, instruction: Instruction, watched: WatchedJob, run_of: RunOf) -> None:
-        if watched.job.grain is None:
-            self._absent(instruction, watched)
+    def _execute(self, instruction: Instruction, checked: CheckedMicroBatch, run_of: RunOf) -> None:
+        if checked.batch.grain is None:
+            self._absent(instruction, checked)
         elif instruction.kind == "forward":
-            self._forward(instruction.chunk, instruction.micro, watched, run_of)
+            self._forward(instruction.chunk, instruction.micro, checked, run_of)
         else:
-            self._backward(instruction, watched)
+            self._backward(instruction, checked)
 
-    def _absent(self, instruction: Instruction, watched: WatchedJob) -> None:
+    def _absent(self, instruction: Instruction, checked: CheckedMicroBatch) -> None:
         """Join the gathers and reductions of an instruction on a micro-batch that only other replicas have."""
         forward = instruction.kind == "forward"
         units = self.units[instruction.chunk]
@@ -174,10 +174,10 @@ class PipelineRunner(Runner):
             with self.store.unshard(unit, following):
                 pass
             if instruction.kind not in ("forward", "backward_input"):
-                watched.done(unit)
+                checked.reduce(unit)
 
-    def _forward(self, chunk: int, micro: int, watched: WatchedJob, run_of: RunOf) -> None:
-        (x, y, _), run = watched.job.samples, run_of(*watched.job.place)
+    def _forward(self, chunk: int, micro: int, checked: CheckedMicroBatch, run_of: RunOf) -> None:
+        (x, y, _), run = checked.batch.samples, run_of(*checked.batch.place)
         flight = self._flights[chunk, micro] = _Flight(self.scalars.fail)
         self.most_caches = max(self.most_caches, len(self._flights))
         value = self._pass_forward(chunk, micro, x, self.partitioned.run_on(x, run), flight)
@@ -187,7 +187,7 @@ class PipelineRunner(Runner):
                     with self.store.timeline.span("forward", "loss"):
                         loss, weight, flight.loss = self.criterion.forward(value, y)
                         loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
-                    self.count(watched.job, loss, weight)
+                    self.count(checked.batch, loss, weight)
 
     def _pass_forward(self, chunk: int, micro: int, x: Any, run: Run, flight: _Flight) -> Any:
         """Receive a chunk's input, run the chunk forward, send its output to the next chunk, and return the output.
@@ -225,7 +225,7 @@ class PipelineRunner(Runner):
                 self.pipeline_p2p.check(route, key_of(x), value, what)
         self.pipeline_p2p.send(route, micro, key_of(x), peer, None if flight.failed else value)
 
-    def _backward(self, instruction: Instruction, watched: WatchedJob) -> None:
+    def _backward(self, instruction: Instruction, checked: CheckedMicroBatch) -> None:
         """Compute the gradients of a chunk's input, of its weights, or of both from that of its output, unit by unit.
 
         The gradient of the output is received from the next chunk, that of the input is sent to the chunk before. The
@@ -233,16 +233,16 @@ class PipelineRunner(Runner):
         """
         kind, chunk, micro = instruction.kind, instruction.chunk, instruction.micro
         flight, weights = self._flights[chunk, micro], kind != "backward_input"
-        d = self._begin_backward(chunk, micro, watched, flight) if kind in _BACKWARD_KINDS else None
+        d = self._begin_backward(chunk, micro, checked, flight) if kind in _BACKWARD_KINDS else None
         for unit, following in with_next(reversed(self.units[chunk])):
             with self.store.unshard(unit, following) as params, self._computing(flight) as working:
-                grads = watched.target(unit) if working and weights else {}
+                grads = checked.views(unit) if working and weights else {}
                 for block in reversed(unit.blocks) if working else ():
                     d = self._block_backward(kind, block, params[block], d, grads.get(block), flight)
             if weights:
-                watched.done(unit)
+                checked.reduce(unit)
         if kind in _BACKWARD_KINDS:
-            self._send_back(chunk, micro, watched, d)
+            self._send_back(chunk, micro, checked, d)
         if weights:
             del self._flights[chunk, micro]
 
@@ -264,10 +264,10 @@ class PipelineRunner(Runner):
         self.store.progress.poll()
         return result
 
-    def _begin_backward(self, chunk: int, micro: int, watched: WatchedJob, flight: _Flight) -> Any:
+    def _begin_backward(self, chunk: int, micro: int, checked: CheckedMicroBatch, flight: _Flight) -> Any:
         d = None
         if chunk < len(self.stage_of) - 1:
-            key = key_of(watched.job.samples[0])
+            key = key_of(checked.batch.samples[0])
             d = self.pipeline_p2p.receive(Route("backward", chunk), micro, key, self.stage_of[chunk + 1])
             flight.failed = flight.failed or d is None
             return d
@@ -278,10 +278,10 @@ class PipelineRunner(Runner):
         flight.loss = None
         return d
 
-    def _send_back(self, chunk: int, micro: int, watched: WatchedJob, d: Any) -> None:
+    def _send_back(self, chunk: int, micro: int, checked: CheckedMicroBatch, d: Any) -> None:
         if chunk == 0:
             return
-        flight, x = self._flights[chunk, micro], watched.job.samples[0]
+        flight, x = self._flights[chunk, micro], checked.batch.samples[0]
         with self._computing(flight) as working:
             if working and not leaves_of(d):
                 first, before = self.partitioned.cuts[chunk][0], self.partitioned.cuts[chunk - 1][-1]
@@ -363,11 +363,11 @@ class PipelineRunner(Runner):
 
     # ------------------------------------------------------------------ messages
 
-    def _post(self, instruction: Instruction, jobs: Sequence[Job]) -> None:
-        job = jobs[instruction.micro]
-        if job.grain is None:
+    def _post(self, instruction: Instruction, batches: Sequence[MicroBatch]) -> None:
+        batch = batches[instruction.micro]
+        if batch.grain is None:
             return
-        key = key_of(job.samples[0])
+        key = key_of(batch.samples[0])
         chunk = instruction.chunk
         if instruction.kind == "forward" and chunk > 0:
             self.pipeline_p2p.post(Route("forward", chunk), instruction.micro, key, self.stage_of[chunk - 1])
