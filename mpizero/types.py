@@ -70,8 +70,9 @@ class Part:
     tiles : tuple of tuples of (int, int)
         For each tile that the rank holds, in the order of their numbers, its ranges of indices of the whole axis. Every
         index in ``ranges`` is in one tile. Every rank of the group holds the same number of tiles, so the first tile of
-        rank r has number r times that. If a rank holds one tile, this is (), and ``ranges`` are the tile. The norm of
-        the parameter is the sum over its tiles, so it depends on their number and not on the number of ranks.
+        rank r has number r times that. If a rank holds one tile, this is (), and ``ranges`` are the tile. The
+        squares for the norm of the parameter are added tile by tile, so that its bits do not depend on the number of
+        ranks, as long as the number of tiles is the same.
     """
 
     shape: tuple[int, ...]

@@ -1055,7 +1055,7 @@ class Named:
 
 
 def _attribute_text(value: Any) -> str:
-    """Return an attribute as text, which a library may have written as characters of a fixed number."""
+    """Return an attribute as text; some libraries write it as a string of fixed length, padded with NUL or spaces."""
     return (value.decode(errors="replace") if isinstance(value, bytes) else str(value)).strip("\0 ")
 
 

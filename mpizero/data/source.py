@@ -267,7 +267,10 @@ class Source(ABC):
 
 
 def check_source(source: Any, by: str, *, like: str = "") -> None:
-    """Raise DataError, which names ``by``, if ``source`` is no source of samples ``like`` one."""
+    """Raise DataError if ``source`` is not a source of samples.
+
+    The message names the caller ``by``, and has ``like`` after the word "samples".
+    """
     if not isinstance(source, Source):
         raise DataError(f"{by}: expected a source of samples{like}, got {type(source).__name__}{source_for(source)}")
 

@@ -1,7 +1,7 @@
 """Keep the machine code of kernels in a folder, and load it into this process as Python builtins.
 
-Linux tells what CPU this is (:func:`cpu_identity`). LLVM loads object files (:class:`Native`); kernels take and return
-Python objects by themselves, so numba is imported only where one is compiled.
+Linux tells what CPU this is (:func:`cpu_identity`). LLVM loads object files (:class:`Native`). A compiled kernel
+contains the code that takes and returns Python objects, so numba is imported only where a kernel has to be compiled.
 
 The folder has one object file per kernel and dtype, compiled by one process per node (:func:`load_or_build`). Its name
 is a hash of every source file in the package ``mpizero.kernels``, of the compiler's version and of the CPU. So after a
@@ -191,7 +191,7 @@ def _check_memory() -> None:
 
 @functools.cache
 def address_of(name: str) -> int:
-    """Return the address of a function of Python, or of the libraries that it brings; 0 if there is none."""
+    """Return the address of a C function of the Python interpreter or of its libraries, by name; 0 if there is none."""
     function = getattr(ctypes.pythonapi, name, None)
     return (function and ctypes.cast(function, ctypes.c_void_p).value) or 0
 

@@ -426,7 +426,7 @@ class Wrapper(Layer):
         return self if layer is self.layer else replace(self, layer=layer)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Return the wrapped layer's operations for one sample of ``shape``. Not collective."""
+        """Return the wrapped layer's floating-point operations for one sample of ``shape``. Not collective."""
         return self.layer.operations(shape)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:

@@ -227,7 +227,7 @@ class ElementLoss(ABC):
         """Write ``scale1[0]`` times the gradient of the sum of all losses to ``gradient``."""
 
     def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:
-        """Return None: predictions are not right or wrong."""
+        """Return None: a prediction of numbers is neither correct nor wrong."""
         return None
 
 
@@ -565,7 +565,7 @@ class RelativeL2Loss:
         return gradient.reshape(shape)
 
     def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:
-        """Return None: predictions are not right or wrong."""
+        """Return None: a prediction of numbers is neither correct nor wrong."""
         return None
 
 

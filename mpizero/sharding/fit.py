@@ -207,9 +207,9 @@ _COMPARED = 1 << 24
 
 
 def compared_samples(source: Source) -> dict[str, Any]:
-    """Return evenly chosen samples of a source's arrays in memory, by path, that ranks compare; of another source none.
+    """Return samples at equal distances of an :class:`ArraySource`, by their path in its tree, that ranks compare.
 
-    Not collective. They are up to 16 MiB of each array.
+    Not collective. They are up to 16 MiB of each array. For another source, return an empty dict.
     """
     from mpizero.data.source import ArraySource
 

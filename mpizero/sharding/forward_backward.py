@@ -723,7 +723,7 @@ class Evaluation(_Sums):
         Total weight of the samples, as the loss returns it.
     correct : int or None
         Number of correct predictions, as the loss's method ``correct`` counts them: for cross-entropy those whose
-        largest score is that of the target class. None if predictions are not right or wrong.
+        largest score is that of the target class. None if the loss does not know correct predictions.
     predictions : int
         Number of predictions that ``correct`` was counted from: those whose target counts.
 
@@ -760,7 +760,7 @@ class Evaluation(_Sums):
 
 
 def count_correct(loss: Any, prediction: Any, targets: Any) -> tuple[int, int] | None:
-    """Return how many predictions are correct, and how many there are; None if they are not right or wrong.
+    """Return how many predictions are correct, and how many there are; None if the loss does not know.
 
     The method ``correct(prediction, target)`` of the loss counts them. For a loss without this method they are counted
     if each prediction is one score per class, and its target the number of a class or negative.

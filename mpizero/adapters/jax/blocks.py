@@ -88,9 +88,17 @@ class BlockProgram(NamedTuple):
 
 
 class ForwardCache(NamedTuple):
-    """Hold what a forward pass keeps: the input's arrays and structure, what made its key, and values of its own.
+    """Hold what a forward pass keeps for the backward pass.
 
-    ``values`` is None after a forward pass that is not one of training; the backward pass then runs it again.
+    Attributes
+    ----------
+    inputs, structure
+        The arrays of the block's input, and the tree that they are the leaves of.
+    key : Array or None
+        The numbers of which the block's PRNG key was made.
+    values : list or None
+        The residuals of its vector-Jacobian product. None after a pass that is not one of training: the backward pass
+        then runs it again.
     """
 
     inputs: list[Any]

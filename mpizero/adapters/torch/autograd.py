@@ -107,7 +107,8 @@ def gradient_leaves(tree: Any) -> list[torch.Tensor]:
 def gradients_like(tree: Any, gradients: Gradients) -> Any:
     """Return the gradients of :func:`gradient_leaves` as a tree of arrays like ``tree``, which is one of arrays, too.
 
-    It has zeros where none was found, and None for leaves that have none. Not collective.
+    A leaf that the loss does not depend on has zeros; one that cannot have a gradient, of integers, has None. Not
+    collective.
     """
     left = iter(gradients)
 
@@ -303,7 +304,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[misc]
 
 
 class MpizeroKernels(TorchFunctionMode):  # type: ignore[misc]
-    """Let mpizero's kernels compute the functions that they know, for one thread.
+    """Compute the functions for which mpizero has kernels by these kernels, in calls of the current thread.
 
     A mode of PyTorch sees the calls of functions while a module runs. GELU in its tanh form, SiLU, and causal attention
     without mask and dropout, unless it is small, are computed by the kernels of :mod:`mpizero.nn`'s layers, where

@@ -151,9 +151,9 @@ class _Chain:
 
 @dataclass
 class Trial:
-    """Follow the first samples through the blocks of a model to its loss, together and in two parts.
+    """Run the first samples through the blocks of a model and its loss, all at once and in two halves, to compare both.
 
-    Each thread that is a rank follows samples of its own. ``done`` is also True where they are not to be compared.
+    Each thread that is a rank runs its own samples. ``done`` is also True where they are not to be compared.
     """
 
     done: bool = False

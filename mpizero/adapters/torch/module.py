@@ -81,11 +81,11 @@ class TorchModel:
         a copy of them. All parameters must be float32, or all float64.
     loss : callable
         ``loss(prediction, target)``, on tensors. It returns the sum of the losses over samples, or that sum and its
-        weight; the weight is otherwise the number of samples. A module such as
-        ``torch.nn.CrossEntropyLoss(reduction="sum")`` is one. If it has a parameter ``module``, it is given the module
-        that is trained, for a penalty on weights or another pass; if it has a parameter ``x``, it is given the module's
-        input, by which the prediction can be differentiated. Module and loss are one function as a model then, without
-        blocks. A term without samples is to be multiplied by their number.
+        weight; the weight is otherwise the number of samples. ``torch.nn.CrossEntropyLoss(reduction="sum")`` is such a
+        loss. If it has a parameter ``module``, it is given the module that is trained, for a penalty on weights or
+        another pass; if it has a parameter ``x``, it is given the module's input, by which the prediction can be
+        differentiated. Module and loss are one function as a model then, without blocks. A term without samples is to
+        be multiplied by their number.
     blocks : nn.Sequential, list of submodules and names, or None
         The submodules that the module runs one after the other, in this order, and nothing else: ``["embedding",
         "layers.*", "head"]``. They are what ZeRO-3 gathers, pipelines distribute and activation checkpointing repeats.

@@ -2,7 +2,8 @@
 
 ``TorchModel`` trains a copy (``copy.deepcopy``) of the module that it is given. Functions are not copied: what they
 refer to stays the original, with its start values (:func:`check_functions`). A loss that reads what the given module
-keeps of a pass, as an auxiliary loss, would read it in vain: its copy makes the passes (:func:`check_loss`).
+keeps of a forward pass, such as an auxiliary loss, would read old values, since the copy makes the passes
+(:func:`check_loss`).
 :class:`Originals` finds out in a pass which tensors of the given module are read, and :class:`OriginalForward` compares
 what a module's own ``forward`` computes with what its blocks compute one after the other.
 """
@@ -66,7 +67,10 @@ def check_parameters(module: torch.nn.Module) -> None:
 
 
 def check_functions(module: torch.nn.Module) -> None:
-    """Raise :class:`ConfigError` for functions that refer to the module, which its copy would have, too."""
+    """Raise :class:`ConfigError` if the module holds a function that refers to the module or to one of its parts.
+
+    A deep copy does not copy functions, so those of the copy would still use the original.
+    """
     names = {id(inner): name for name, inner in reversed(list(module.named_modules(remove_duplicate=False)))}
     for path, inner in module.named_modules():
         for key, value in vars(inner).items():

@@ -241,7 +241,7 @@ class ModuleCall:
         return values[0].device if values else torch.device("cpu")
 
     def _look(self, values: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor], x: Any, run: Run) -> None:
-        """Let copies of the module make the first passes on samples of new shapes."""
+        """Check samples of shapes that are new by forward and backward passes of copies of the module."""
         training, fresh = self.module.training, partial(self._fresh, values, numbers)
         kind = self.first_pass.new_kind(x, training=training, counted=run.count > 0)
         if kind is not None:
