@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from mpizero.checkpoint.format import LocalArray as LocalArray
     from mpizero.checkpoint.manager import RemovalFailure as RemovalFailure
     from mpizero.checkpoint.manager import StepFolder as StepFolder
+    from mpizero.checkpoint.manager import latest as latest
+    from mpizero.checkpoint.manager import list_steps as list_steps
+    from mpizero.checkpoint.manager import list_valid as list_valid
     from mpizero.checkpoint.manager import mark_best as mark_best
     from mpizero.checkpoint.manager import marked_best as marked_best
-    from mpizero.checkpoint.manager import newest as newest
     from mpizero.checkpoint.manager import prune as prune
-    from mpizero.checkpoint.manager import sound as sound
     from mpizero.checkpoint.manager import step_folder as step_folder
     from mpizero.checkpoint.manager import step_of as step_of
-    from mpizero.checkpoint.manager import survey as survey
     from mpizero.checkpoint.reader import Reader as Reader
     from mpizero.checkpoint.reader import open_checkpoint as open_checkpoint
     from mpizero.checkpoint.reader import verify as verify

@@ -31,7 +31,7 @@ from mpizero.checkpoint.format import (
     numbers_in,
     short_name,
 )
-from mpizero.checkpoint.manager import newest, step_folders, step_of
+from mpizero.checkpoint.manager import latest, step_folders, step_of
 from mpizero.checkpoint.reader import Reader, open_checkpoint
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from mpizero.types import Array, as_reals
@@ -502,11 +502,11 @@ def find_checkpoint(path: Path) -> Path:
         return path
     for folder in (path / "checkpoints", path):
         passed: list[str] = []
-        latest = newest(folder, "self", report=passed.append)
-        if latest is not None:
-            for line in (*passed, f"taken instead: {latest}") if passed else ():
+        latest_path = latest(folder, "self", report=passed.append)
+        if latest_path is not None:
+            for line in (*passed, f"taken instead: {latest_path}") if passed else ():
                 notice(line)
-            return Path(latest)
+            return Path(latest_path)
         if passed:
             raise CheckpointError(f"{folder}: no good checkpoint in it; {passed[0]}")
     raise _no_checkpoint(path)

@@ -1,6 +1,6 @@
 """List, check and remove the checkpoints of a run, and mark the best one; each is a folder named ``step_<number>``.
 
-A step folder is sound if nothing is wrong with its manifest, file sizes and HDF5 structure. Only a wrong checksum or
+A step folder is valid if nothing is wrong with its manifest, file sizes and HDF5 structure. Only a wrong checksum or
 size proves damage: what merely cannot be opened may be whole, and is neither passed over in silence nor removed. The
 best checkpoint is marked by a link beside the step folders.
 """
@@ -93,8 +93,8 @@ class StepFolder:
     ...     checkpoint.write(checkpoint.step_folder(run, 1), [], {}, comm="self")
     ...     with open(checkpoint.step_folder(run, 1) + "/state.h5", "r+b") as file:
     ...         size = file.truncate(100)  # a disk has lost the rest
-    ...     found, = checkpoint.survey(run, comm="self")
-    >>> found.step, found.sound, found.damaged
+    ...     found, = checkpoint.list_steps(run, comm="self")
+    >>> found.step, found.valid, found.damaged
     (1, False, True)
     """
 
@@ -104,7 +104,7 @@ class StepFolder:
     damaged: bool = False
 
     @property
-    def sound(self) -> bool:
+    def valid(self) -> bool:
         """True if the checkpoint can be opened."""
         return not self.problem
 
@@ -125,7 +125,7 @@ def _look_at(path: str) -> StepFolder:
     return StepFolder(path, step)
 
 
-def survey(folder: str | os.PathLike[str], comm: object = None) -> list[StepFolder]:
+def list_steps(folder: str | os.PathLike[str], comm: object = None) -> list[StepFolder]:
     """Return a description of every step folder in ``folder``, newest first, including damaged ones.
 
     Collective over ``comm``; only rank 0 reads the folders.
@@ -137,7 +137,7 @@ def survey(folder: str | os.PathLike[str], comm: object = None) -> list[StepFold
     >>> with tempfile.TemporaryDirectory() as run:
     ...     for step in (1, 2, 3):
     ...         checkpoint.write(checkpoint.step_folder(run, step), [], {}, comm="self")
-    ...     print([(found.step, found.sound) for found in checkpoint.survey(run, comm="self")])
+    ...     print([(found.step, found.valid) for found in checkpoint.list_steps(run, comm="self")])
     [(3, True), (2, True), (1, True)]
     """
     where = os.path.abspath(os.fspath(folder))
@@ -149,19 +149,19 @@ def _cannot_look(where: str) -> str:
     return f"cannot look for checkpoints in {where}"
 
 
-def newest(
+def latest(
     folder: str | os.PathLike[str], comm: object = None, report: Callable[[str], object] = warnings.warn
 ) -> str | None:
-    """Return the path of the newest step folder in ``folder`` that is sound; None if there is none.
+    """Return the path of the newest step folder in ``folder`` that is valid; None if there is none.
 
-    A step folder is sound if nothing is wrong with its manifest, file sizes and HDF5 structure. Arrays are verified
+    A step folder is valid if nothing is wrong with its manifest, file sizes and HDF5 structure. Arrays are verified
     later, when they are read. Collective over ``comm``; only rank 0 reads the folders. It calls ``report`` with one
     line of text for each damaged checkpoint that is newer than the returned one.
 
     Raises
     ------
     CheckpointError
-        If a checkpoint newer than the newest sound one cannot be opened, and no checksum or size proves that it is
+        If a checkpoint newer than the newest valid one cannot be opened, and no checksum or size proves that it is
         damaged.
 
     Examples
@@ -171,9 +171,9 @@ def newest(
     >>> with tempfile.TemporaryDirectory() as run:
     ...     for step in (1, 2, 3):
     ...         checkpoint.write(checkpoint.step_folder(run, step), [], {}, comm="self")
-    ...     print(checkpoint.step_of(checkpoint.newest(run, comm="self")))
+    ...     print(checkpoint.step_of(checkpoint.latest(run, comm="self")))
     3
-    >>> print(checkpoint.newest("no such folder", comm="self"))
+    >>> print(checkpoint.latest("no such folder", comm="self"))
     None
     """
     where = os.path.abspath(os.fspath(folder))
@@ -182,7 +182,7 @@ def newest(
         unreadable: list[str] = []
         best = None
         for entry in map(_look_at, step_folders(where)):
-            if entry.sound:
+            if entry.valid:
                 best = entry.path
                 break
             if entry.damaged:
@@ -238,15 +238,15 @@ def _warn(failure: RemovalFailure) -> None:
     warnings.warn(str(failure), stacklevel=2)
 
 
-def sound(
+def list_valid(
     folder: str | os.PathLike[str], comm: object = None, report: Callable[[str], object] = warnings.warn
 ) -> list[str]:
-    """Return the paths of all sound step folders in ``folder``, newest first.
+    """Return the paths of all valid step folders in ``folder``, newest first.
 
-    A step folder is sound if nothing is wrong with its manifest, file sizes and HDF5 structure. If the newest one fails
+    A step folder is valid if nothing is wrong with its manifest, file sizes and HDF5 structure. If the newest one fails
     to load, the caller can try the next one. Collective over ``comm``; rank 0 calls ``report`` with one line of text
-    for each step folder that is not sound. If the list is empty, :func:`survey` tells whether there are step folders at
-    all.
+    for each step folder that is not valid. If the list is empty, :func:`list_steps` tells whether there are step
+    folders at all.
 
     Examples
     --------
@@ -255,13 +255,13 @@ def sound(
     >>> with tempfile.TemporaryDirectory() as run:
     ...     for step in (1, 2, 3):
     ...         checkpoint.write(checkpoint.step_folder(run, step), [], {}, comm="self")
-    ...     print([checkpoint.step_of(path) for path in checkpoint.sound(run, comm="self")])
+    ...     print([checkpoint.step_of(path) for path in checkpoint.list_valid(run, comm="self")])
     [3, 2, 1]
     """
     paths = []
     with communicator_of(comm) as world:
-        for entry in survey(folder, world):
-            if entry.sound:
+        for entry in list_steps(folder, world):
+            if entry.valid:
                 paths.append(entry.path)
             elif world.rank == 0:
                 report(_passed_over(entry))
@@ -277,10 +277,10 @@ def prune(
     spare: Collection[int] = (),
     report: Callable[[RemovalFailure], object] = _warn,
 ) -> list[str]:
-    """Remove all step folders older than the newest ``keep`` sound ones; return the paths of the removed folders.
+    """Remove all step folders older than the newest ``keep`` valid ones; return the paths of the removed folders.
 
-    A step folder is sound if nothing is wrong with its manifest, file sizes and HDF5 structure. If there are fewer than
-    ``keep`` sound folders, none is removed. Steps that are multiples of ``keep_every`` are never removed; with 0 there
+    A step folder is valid if nothing is wrong with its manifest, file sizes and HDF5 structure. If there are fewer than
+    ``keep`` valid folders, none is removed. Steps that are multiples of ``keep_every`` are never removed; with 0 there
     are no such steps. Neither are the steps ``spare``. Older damaged checkpoints are removed. A checkpoint that cannot
     be opened but may be undamaged is not removed, and neither is a link. Hidden folders that killed saves and removals
     have left are removed, too.
@@ -291,7 +291,7 @@ def prune(
     Raises
     ------
     ConfigError
-        If ``keep < 1``, because the last sound checkpoint is never removed, or if ``keep_every < 0``.
+        If ``keep < 1``, because the last valid checkpoint is never removed, or if ``keep_every < 0``.
 
     Examples
     --------
@@ -328,10 +328,10 @@ def prune(
 
 
 def _beyond(where: str, keep: int) -> list[str]:
-    """Return the step folders in ``where`` that are older than the newest ``keep`` sound ones, newest first."""
+    """Return the step folders in ``where`` that are older than the newest ``keep`` valid ones, newest first."""
     valid: list[str] = []
     for entry in map(_look_at, step_folders(where)):
-        if entry.sound:
+        if entry.valid:
             valid.append(entry.path)
         if len(valid) == keep:
             break

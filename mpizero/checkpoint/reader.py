@@ -165,7 +165,7 @@ def _within(folder: str) -> str:
     """Return a hint for the error message if ``folder`` is a run's folder or contains checkpoints; "" otherwise."""
     for deeper in (folder, os.path.join(folder, "checkpoints")):
         if paths := glob(os.path.join(escape(deeper), "step_*", MANIFEST_NAME)):
-            return f"; {len(paths)} checkpoint(s) lie in {deeper}: mpizero.checkpoint.newest(folder) gives the newest"
+            return f"; {len(paths)} checkpoint(s) lie in {deeper}: mpizero.checkpoint.latest(folder) gives the newest"
     return ""
 
 

@@ -146,7 +146,7 @@ def _newest_before(path: Path, step: int, tell: Callable[[str], object]) -> str 
     """
     root = path.absolute().parent.parent
     for folder in (root / "checkpoints", root):
-        for found in checkpoint.sound(folder, report=tell):
+        for found in checkpoint.list_valid(folder, report=tell):
             at = checkpoint.step_of(found)
             if at is not None and at < step:
                 return found

@@ -364,7 +364,7 @@ class TrainingLoop:
         """Move the checkpoints of later steps to another folder, and print a message about each."""
         place = self.folder.set_steps_aside(one.path for one in newer)
         for one in newer:
-            why = "of a later step" if one.sound else f"{'damaged' if one.damaged else 'not readable'}: {one.problem}"
+            why = "of a later step" if one.valid else f"{'damaged' if one.damaged else 'not readable'}: {one.problem}"
             self.progress.say(f"{one.path} moved to {place}; it is {why}")
 
     def _batches(self) -> Any:

@@ -475,14 +475,14 @@ def restore(
         If there is no checkpoint of ``step``, or it cannot be loaded. If ``step`` is None: a newer checkpoint cannot be
         opened, or all checkpoints are damaged. The message names these checkpoints, and says what to do.
     """
-    found = checkpoint.survey(folder.checkpoints, comm)
+    found = checkpoint.list_steps(folder.checkpoints, comm)
     if step is not None:
         saved, newer = _restore_step(setup, folder, comm, found, step)
         progress.say(f"resuming from step {step}, as asked for{_changed_code(setup, saved)}")
         return saved, newer
     passed: list[StepFolder] = []
     for one in found:
-        if one.sound and any(newer.unreadable for newer in passed):
+        if one.valid and any(newer.unreadable for newer in passed):
             raise _refusal(setup, folder, passed, one)
         looked, loaded = _try(setup, one, comm)
         if loaded is not None:
@@ -527,7 +527,7 @@ def _try(setup: RunSetup, found: StepFolder, comm: Communicator) -> tuple[StepFo
 
     If loading fails, the description has the problem, and the state is None.
     """
-    if not found.sound:
+    if not found.valid:
         return found, None
     try:
         return found, _load(setup, found.path, comm)
@@ -700,7 +700,7 @@ class Saver:
         if self._section.best is None:
             self.best = checkpoint.marked_best(folder)  # of an earlier part of the run
             return
-        sound = [one.step for one in checkpoint.survey(folder, self._comm) if one.sound]
+        sound = [one.step for one in checkpoint.list_steps(folder, self._comm) if one.valid]
         self.best = best if best in sound else None
         checkpoint.mark_best(folder, self.best, self._comm)
 
