@@ -858,7 +858,6 @@ def distribute(
     *,
     mesh: Mesh | None = None,
     config: Config | None = None,
-    comm: Any = None,
 ) -> Model:
     """Shard a model and its optimizer over the ranks of a mesh, and split the model as the mesh says.
 
@@ -879,8 +878,6 @@ def distribute(
         launcher has started, or those of a ShardingConfig; closing the model then closes what was made for them.
     config : Config or ShardingConfig or None
         The settings; None takes the defaults.
-    comm : mpi4py communicator, InMemoryCommunicator, "self" or None
-        Short for ``mesh=Mesh(comm)``.
 
     Returns
     -------
@@ -912,11 +909,9 @@ def distribute(
     >>> mz.testing.run_in_threads(2, held)
     [(30, 44), (14, 44)]
     """
-    if comm is not None and (mesh is not None or isinstance(config, ShardingConfig)):
-        raise ConfigError("give comm, or mesh=..., or a ShardingConfig, which has a comm of its own: only one of them")
     placement(strategy)
     owns = mesh is None and not isinstance(config, ShardingConfig)
-    mesh, config = ranks_and_settings(Mesh(comm) if comm is not None else mesh, config)
+    mesh, config = ranks_and_settings(mesh, config)
     if config.cuts is not None and mesh.pipeline == 1:
         raise ConfigError(f"cuts={list(config.cuts)} need a pipeline; the mesh has pipeline=1: mz.Mesh(pipeline=...)")
     split = None
