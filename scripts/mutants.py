@@ -1,6 +1,6 @@
 """Plant mistakes in the library one at a time, and show that the tests notice each of them.
 
-    python scripts/mutants.py                       # forty of scripts/mutating/sites.py, drawn by a seed
+    python scripts/mutants.py                       # forty of scripts/mutants.toml, drawn by a seed
     python scripts/mutants.py --only NAME...        # these mutants
     python scripts/mutants.py --only NAME --find tests/comm tests/layout    # which test of the folders notices it first
     python scripts/mutants.py --list
@@ -22,6 +22,7 @@ import shutil
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -31,7 +32,6 @@ from typing import NamedTuple
 
 from harness.jobs import ROOT, launchers, run
 from harness.options import plain
-from mutating.sites import SITES, Mutant
 
 #: What the tests of mutants need of a checkout.
 COPIED = ("mpizero", "tests", "pyproject.toml")
@@ -40,6 +40,35 @@ COUNT, SEED, LIMIT = 40, 0, 120.0
 #: Exit statuses with which pytest says that it has run no test to its end.
 NO_TESTS_RUN = (2, 3, 4, 5)
 KILLED, SURVIVED, NOT_PLANTED = "killed", "SURVIVED", "CANNOT BE PLANTED"
+
+
+class Mutant(NamedTuple):
+    """Describe a mistake: a function by its name and those of its classes, and its text before and after.
+
+    ``test`` is the name of a function, maybe with a parameter, that fails with the mistake; with ``ranks`` it is run
+    under mpiexec.
+    """
+
+    name: str
+    function: str
+    before: str
+    after: str
+    test: str
+    ranks: int = 0
+
+
+def mutants_of(path: Path) -> list[Mutant]:
+    """Return the mutants of a file, whose tables have the names of tests."""
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    return [
+        Mutant(name, *texts, test, table.get("ranks", 0))
+        for test, table in tables.items()
+        for name, texts in table.items()
+        if name != "ranks"
+    ]
+
+
+SITES = mutants_of(Path(__file__).with_suffix(".toml"))
 
 
 class CannotPlant(Exception):
@@ -95,22 +124,18 @@ def planted(root: Path, mutant: Mutant) -> tuple[Path, str]:
     return path, above + body.replace(mutant.before, mutant.after) + below
 
 
-def tests_of(root: Path, mutant: Mutant) -> list[str]:
-    """Return the tests of a mutant as pytest names them: ``tests/comm/test_grid.py::test_...[...]``.
+def test_of(root: Path, mutant: Mutant) -> str:
+    """Return the test of a mutant as pytest names it: ``tests/comm/test_grid.py::test_...[...]``.
 
     Raises
     ------
     CannotPlant
-        If there is no test of a name, or several.
+        If there is no test of the name, or several.
     """
-    found = []
-    for name in mutant.tests:
-        function, bracket, parameter = name.partition("[")
-        places = functions(root, "tests").get(function, [])
-        if len(places) != 1:
-            raise CannotPlant(f"{len(places)} tests are called {function}; expected one")
-        found.append(f"{places[0][0].relative_to(root)}::{function}{bracket}{parameter}")
-    return found
+    places = functions(root, "tests").get(mutant.test.partition("[")[0], [])
+    if len(places) != 1:
+        raise CannotPlant(f"{len(places)} tests are called {mutant.test.partition('[')[0]}; expected one")
+    return f"{places[0][0].relative_to(root)}::{mutant.test}"
 
 
 class Workshop:
@@ -154,7 +179,7 @@ class Workshop:
         """Plant a mutant, run its tests or those of ``folders``, and take it out again."""
         begun = time.perf_counter()
         try:
-            tests = list(folders) or tests_of(self.root, mutant)
+            tests = folders or [test_of(self.root, mutant)]
             path, text = planted(self.root, mutant)
         except CannotPlant as reason:
             return Outcome(NOT_PLANTED, str(reason), 0.0)
@@ -184,7 +209,7 @@ def failing_tests(workshop: Workshop, mutants: Iterable[Mutant]) -> str:
     by_ranks: dict[int, dict[str, None]] = {}
     for mutant in mutants:
         try:
-            by_ranks.setdefault(mutant.ranks, {}).update(dict.fromkeys(tests_of(workshop.root, mutant)))
+            by_ranks.setdefault(mutant.ranks, {})[test_of(workshop.root, mutant)] = None
         except CannotPlant:
             continue  # it is told with the mutant
     for ranks, tests in by_ranks.items():

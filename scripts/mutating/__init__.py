@@ -1,1 +1,0 @@
-"""The mistakes that scripts/mutants.py plants."""
