@@ -1,5 +1,5 @@
 # Tried: compiled by Python, and the names of its packages looked up in Spack's. Not built: there was no Spack.
-# Written by scripts/packaging/generate.py from setup.cfg: change these, not this file.
+# tests/test_packaging.py compares it with setup.cfg.
 # Spack's py-isal was at 1.1 and lacks newer versions: `spack checksum --add-to-package py-isal 1.8.0` adds one.
 # The source is the folder in which it is started: spack dev-build py-mpizero@0.1.0
 # Extras without a variant, for which pip is the way: mpich, cuda12, cuda13, mkl, tensorboard, safetensors, jax, completion.
