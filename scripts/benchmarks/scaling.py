@@ -8,8 +8,8 @@ measured / (factor x expected); its distance from 1 is the error of the plan. Wi
 machine is measured first.
 
 ``bytes``: every strategy trains on 4 and 8 ranks, with shared and with private memory, also with pipelines and tensor
-groups. Bytes sent, messages and memory are counted and must be equal to those of the plan; otherwise the exit status is
-1. Nothing is timed, so the number of cores does not matter.
+groups. Bytes sent, messages and memory that ``mpizero bench memory`` counts must be equal to those of the plan;
+otherwise the exit status is 1. Nothing is timed, so the number of cores does not matter.
 
 ``growth``: GPTs of the same width, with 4 to 64 million parameters, train on the same tokens, one process each,
 alternately. A line (seconds of a step over number of parameters) is fitted to the medians, with least relative error.
@@ -28,15 +28,13 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the library of this checkout, from wherever it starts
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where `harness` is
 
-from growing.counted import LAYOUTS, rows
-from harness.jobs import Mpi, answer, ranks_of, well
+from harness.jobs import Mpi, well
 from harness.options import parser
 from harness.tables import aligned
 from harness.turns import Team, alternate, serve, team_of, tell
@@ -47,6 +45,11 @@ CONFIG = Path(__file__).resolve().parent / "growing" / "small.toml"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 #: In "model", sequences of a rank in a step, and of a grain; in "growth", sequences and tokens of each in a step.
 BATCH, GRAIN, TOKENS = 8, 4, (4, 128)
+#: In "bytes", settings of the model, and the layouts: number of ranks, and sizes of the axes; the others are replicas.
+SMALL = ("model.dim=64", "model.sequence=32", "train.micro_batch=1")
+LAYOUTS: tuple[tuple[int, dict[str, int]], ...] = (
+    (4, {}), (4, {"pipeline": 2}), (4, {"tensor": 2}), (8, {}), (8, {"pipeline": 2, "tensor": 2}),
+)  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
@@ -186,25 +189,28 @@ def check_growth(args: argparse.Namespace) -> None:
 
 def check_bytes(args: argparse.Namespace) -> None:
     """Run the part "bytes": compare counted bytes, messages and memory with the plan; exit with 1 if some differ."""
-    lines, wrong = [], 0
+    lines, failed = [], False
     for ranks, layout in LAYOUTS:
-        for row in ranks_of(__file__, args.mpiexec, ranks, "bytes", "--be", json.dumps(layout)):
-            wrong += row["wrong"]
-            verdict = f"NO, {row['wrong']} figures differ" if row["wrong"] else "yes"
-            lines.append((row["layout"], row["memory"], ranks, f"{row['sent']:,}", f"{row['messages']:,}", verdict))
+        settings = (*SMALL, f"train.global_batch={4 * ranks}", *(f"parallel.{axis}={n}" for axis, n in layout.items()))
+        words = ["-m", "mpizero", "bench", "memory", CONFIG, "--strategies", ",".join(STRATEGIES), "--steps", "1"]
+        words += ["--json", *(word for setting in settings for word in ("--set", setting))]
+        for table in json.loads(well(Mpi(args.mpiexec).command(ranks, words)).out)["layouts"]:
+            rows = table["rows"]
+            wrong = sum(row[name] != row[f"planned_{name}"] for row in rows for name in ("sent", "messages"))
+            wrong += sum(held != row["planned"][part] for row in rows for part, held in row["held"].items())
+            sent, messages = (sum(row[name] for row in rows) for name in ("sent", "messages"))
+            verdict = f"NO, {wrong} figures differ" if wrong else "yes"
+            lines.append((table["layout"], table["memory"], ranks, f"{sent:,}", f"{messages:,}", verdict))
+            failed |= wrong > 0
     head = ("layout", "memory", "ranks", "bytes sent", "messages", "as planned, on all ranks")
     print(aligned(head, lines, left=2))
-    sys.exit(wrong > 0)
+    sys.exit(failed)
 
 
 def main() -> None:
     """Run the part that the command line names, and print its table."""
     args = arguments()
-    if args.be and args.part == "bytes":
-        found: list[dict[str, Any]] = rows(json.loads(args.be))
-        if found:
-            answer(found)
-    elif args.be:
+    if args.be:
         be_one(args)
     else:
         {"model": check_model, "bytes": check_bytes, "growth": check_growth}[args.part](args)

@@ -1,4 +1,4 @@
-"""Measure the seconds of ``import mpizero``, and from ``mpiexec`` to the end of the first step; or memory.
+"""Measure the seconds of ``import mpizero``, and from ``mpiexec`` to the end of the first step.
 
 A first run, which is not counted, compiles the kernels. Then these run alternately: an interpreter that does nothing,
 one that imports mpizero, and for each number of ranks two jobs: one that trains, and one that is *bare*, whose ranks
@@ -8,9 +8,6 @@ time has these parts: until Python runs the script ("python"); NumPy, mpi4py and
 mpizero ("import"); making communicators ("comms") and shared windows ("windows"); loading kernels ("kernels"); what
 is left of building the model ("model") and of the first step ("step"). "MB read" are the bytes that this rank asked
 the system to read until its first step was done.
-
-With ``--memory`` a model of 64 million parameters is built on 8 ranks of one node instead. The growth of the processes'
-memory (proportional set size, summed over the ranks) is compared with the size of one copy of the parameters.
 """
 
 from __future__ import annotations
@@ -40,8 +37,6 @@ def arguments() -> argparse.Namespace:
     options = parser(__doc__, rounds=7, mpiexec=True, json=True)
     options.add_argument("--ranks", default="2,8", help="of the jobs (default: %(default)s)")
     options.add_argument("--strategy", default="ddp", choices=("ddp", "zero1", "zero2", "zero3"))
-    options.add_argument("--memory", action="store_true", help="measure memory instead")
-    options.add_argument("--parameters", type=float, default=64e6, help="of the model of --memory")
     options.add_argument("--started", type=float, help=argparse.SUPPRESS)
     return options.parse_args()
 
@@ -103,50 +98,6 @@ def read_bytes() -> int:
     return int(fields[fields.index("rchar:") + 1])
 
 
-def memory(parameters: int, strategy: str) -> None:
-    """Run as one rank: build a model and read all its parameters; rank 0 prints JSON.
-
-    It has the bytes of one copy of the parameters, the growth of each rank's memory, and the bytes of windows.
-    """
-    from mpi4py import MPI
-
-    import mpizero as mz
-    from mpizero.comm import as_communicator
-    from mpizero.tools.bench.strategies import idle_size, wide_mlp
-
-    comm = as_communicator(MPI.COMM_WORLD)
-    config = mz.ShardingConfig(comm=comm, micro_batch=1)
-    mz.distribute(wide_mlp(1), mz.SGD(lr=1e-3), strategy=strategy, config=config).close()  # libraries and kernels
-    plain = wide_mlp(parameters)
-    before = idle_size(comm)
-    model = mz.distribute(plain, mz.SGD(lr=1e-3), strategy=strategy, config=config)
-    seen = 0.0
-    for unit in model._engine.layout.units:
-        with model._engine.store.unshard(unit) as named:
-            seen += sum(float(leaf.sum()) for leaf in leaves(named))  # so that every rank maps every page
-    grown = comm.allgather_object(idle_size(comm) - before)
-    facts = model.metadata()
-    if comm.rank == 0:
-        copy = 4 * facts.parameter_count
-        rows = model._engine.memory.shared_bytes
-        answer({"copy": copy, "grown": grown, "windows": dict(rows), "seen": seen})
-    model.close()
-
-
-def leaves(tree: Any) -> Any:
-    """Yield all arrays in nested dictionaries."""
-    for value in tree.values():
-        if isinstance(value, dict):
-            yield from leaves(value)
-        else:
-            yield value
-
-
-def launched(args: argparse.Namespace, ranks: int, *words: str) -> dict[str, Any]:
-    """Run this script with the options ``words`` on ``ranks`` ranks; return the JSON document that rank 0 printed."""
-    return dict(ranks_of(__file__, args.mpiexec, ranks, "--strategy", args.strategy, *words))
-
-
 def python(code: str) -> float:
     """Run ``code`` in a new interpreter; return the number that it prints, or if it prints none the seconds it took."""
     started = time.monotonic()
@@ -191,7 +142,8 @@ def seconds(args: argparse.Namespace) -> dict[str, Any]:
 def start(args: argparse.Namespace, name: str, kinds: dict[str, str]) -> dict[str, Any]:
     """Run the job ``name``, such as "8 ranks, bare"; return what rank 0 printed."""
     ranks, kind = name.split(" ", 1)
-    return launched(args, int(ranks), "--be", kinds[kind], "--started", str(time.monotonic()))
+    words = ("--strategy", args.strategy, "--be", kinds[kind], "--started", str(time.monotonic()))
+    return dict(ranks_of(__file__, args.mpiexec, int(ranks), *words))
 
 
 def report(found: dict[str, Any]) -> str:
@@ -206,26 +158,12 @@ def report(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure start-up times, or with ``--memory`` memory, and print the results."""
+    """Run as a rank, or measure start-up times and print the results."""
     args = arguments()
     if args.be == "job":
         job(args.started, args.strategy)
     elif args.be == "bare":
         bare(args.started)
-    elif args.be == "memory":
-        memory(int(args.parameters), args.strategy)
-    elif args.memory:
-        ranks = int(args.ranks.split(",")[-1])
-        told = launched(args, ranks, "--be", "memory", "--parameters", str(args.parameters))
-        ratio = sum(told["grown"]) / told["copy"]
-        if args.json:
-            print(json.dumps(told | {"ratio": ratio, "ranks": ranks}))
-        else:
-            grown, copy = sum(told["grown"]) / 1e6, told["copy"] / 1e6
-            print(
-                f"{told['copy'] / 4:,.0f} float32 parameters on {ranks} ranks of one node, {args.strategy}: the "
-                f"processes grew by {grown:.1f} MB together, one copy is {copy:.1f} MB: {ratio:.3f} copies"
-            )
     else:
         found = seconds(args)
         print(json.dumps(found) if args.json else report(found))
