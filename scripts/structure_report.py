@@ -15,14 +15,14 @@ given.
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import statistics
 import sys
+import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from io import StringIO
+from functools import cache
 from pathlib import Path
-from tokenize import COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL, generate_tokens
 from typing import Any
 
 from harness.jobs import ROOT, launchers, well
@@ -31,7 +31,8 @@ from harness.options import plain
 Graph = dict[str, set[str]]
 
 #: Tokens that are no code, or only its layout.
-NO_CODE = {COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL}
+NO_CODE = {tokenize.COMMENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.INDENT, tokenize.NEWLINE, tokenize.NL}
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 #: A program that prints how many modules are loaded to use the trainer.
 LOAD = """
 import sys
@@ -44,15 +45,28 @@ WALK = Path(__file__).with_name("walk.py")
 
 
 class Sources:
-    """Parse the modules of a checkout and their imports, without importing them."""
+    """Parse the modules of a checkout and their imports, without importing them.
+
+    Attributes
+    ----------
+    paths : dict of str to pathlib.Path
+        The file of every module of the package, by its dotted name.
+    nodes : dict of str to list of ast.AST
+        All nodes of a module's syntax tree; the first one is the tree itself.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root, self.paths = root, {}
         for path in sorted((root / "mpizero").rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             self.paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-        self.texts = {name: path.read_text(encoding="utf-8") for name, path in self.paths.items()}
-        self.trees = {name: ast.parse(text) for name, text in self.texts.items()}
+        gc.disable()  # half a million objects, which no collection of garbage need ever look at
+        self.nodes = {
+            name: list(ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))))
+            for name, path in self.paths.items()
+        }
+        gc.freeze()
+        gc.enable()
 
     @property
     def modules(self) -> list[str]:
@@ -64,17 +78,51 @@ class Sources:
         """The name of the module that runs a training step."""
         return next(name for name in self.paths if name.endswith(".engine"))
 
+    @cache  # noqa: B019 - there are as many as checkouts
     def code(self, module: str) -> tuple[int, int]:
         """Return how many lines of code and how many tokens a module has; docstrings are tokens and no code."""
-        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        documented = [node for node in self.nodes[module] if isinstance(node, DOCUMENTED)]
         texts = {
             (node.body[0].lineno, node.body[0].col_offset)
-            for node in ast.walk(self.trees[module])
-            if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None
+            for node in documented
+            if ast.get_docstring(node, clean=False) is not None
         }
-        found = [t for t in generate_tokens(StringIO(self.texts[module]).readline) if t.type not in NO_CODE]
+        with self.paths[module].open(encoding="utf-8") as source:
+            found = [token for token in tokenize.generate_tokens(source.readline) if token.type not in NO_CODE]
         lines = {line for t in found if t.start not in texts for line in range(t.start[0], t.end[0] + 1)}
         return len(lines), len(found)
+
+    @cache  # noqa: B019
+    def imported(self, module: str) -> list[tuple[str, int, str]]:
+        """Return every import anywhere in a module: what, in which line, and "types" if only type checkers see it.
+
+        An import by a call of ``import_module`` is "called", all others are "".
+        """
+        package = module if self.paths[module].name == "__init__.py" else module.rpartition(".")[0]
+        nodes = self.nodes[module]
+        guards = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+        for_types = {inner for guard in guards for inner in ast.walk(guard)}
+        found = []
+        for node in nodes:
+            names, kind = list[str](), "types" if node in for_types else ""
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+                source = ".".join(filter(None, [base, node.module]))
+                inner = [f"{source}.{alias.name}" for alias in node.names]
+                names = [name if name in self.paths else source for name in inner]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+                kind = "called"
+                names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+            found += [(name, node.lineno, kind) for name in names]
+        return found
+
+    def imports(self, *, typing: bool = False) -> Graph:
+        """Return for each module of mpizero the modules of mpizero that it imports; with ``typing`` also for types."""
+        kinds = ("", "types") if typing else ("",)
+        graph = {module: {name for name, _, kind in self.imported(module) if kind in kinds} for module in self.paths}
+        return {module: found & set(self.paths) - {module} for module, found in graph.items()}
 
     def upwards(self) -> list[str] | None:
         """Return the imports of higher floors, by the table ``FLOORS`` of the checkout's tests; None without it."""
@@ -89,110 +137,66 @@ class Sources:
         pairs = [(name, target) for name, targets in self.imports(typing=True).items() for target in sorted(targets)]
         return [f"{name} imports {target}" for name, target in pairs if floor[target] > floor[name]]
 
-    def imports(self, *, typing: bool = False) -> Graph:
-        """Return for each module of mpizero the modules of mpizero that it imports.
-
-        Imports under ``if TYPE_CHECKING`` are left out unless ``typing`` is True.
-        """
-        graph = {name: {found for found in self._imported(name, typing) if found in self.paths} for name in self.paths}
-        return {name: found - {name} for name, found in graph.items()}
-
-    def _imported(self, module: str, typing: bool) -> Iterator[str]:
-        package = module if self.paths[module].name == "__init__.py" else module.rpartition(".")[0]
-        nodes = list(ast.walk(self.trees[module]))
-        guards = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-        skipped = set() if typing else {inner for guard in guards for inner in ast.walk(guard)}
-        for node in nodes:
-            if isinstance(node, ast.Import) and node not in skipped:
-                yield from (alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node not in skipped:
-                base = package.rsplit(".", node.level - 1)[0] if node.level else ""
-                source = ".".join(filter(None, [base, node.module]))
-                inner = [f"{source}.{alias.name}" for alias in node.names]
-                yield from (name if name in self.paths else source for name in inner)
-
-    def twice(self) -> list[str]:
-        """Return the names that are public classes in more than one module."""
-        names = Counter(
-            node.name
-            for parsed in self.trees.values()
-            for node in parsed.body
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-        )
-        return sorted(name for name, count in names.items() if count > 1)
-
-    def folders(self) -> Counter[str]:
-        """Return the number of modules in each folder; ``__init__.py`` does not count."""
-        paths = [path.relative_to(self.root) for path in self.paths.values() if path.name != "__init__.py"]
-        return Counter(path.parent.as_posix() for path in paths)
+    def classes(self) -> dict[str, list[str]]:
+        """Return for the name of each public class the modules that define one."""
+        found = defaultdict(list)
+        for module, (tree, *_) in self.nodes.items():
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    found[node.name].append(module)
+        return found
 
 
-def below(graph: Graph, package: str) -> Graph:
-    """Return the part of an import graph between modules of ``package``, without its ``__init__``."""
-    kept = {name for name in graph if name.startswith(package + ".")}
-    return {name: graph[name] & kept for name in kept}
+def merged(graph: Graph, package: str, depth: int = sys.maxsize) -> Graph:
+    """Return the part of an import graph between modules of ``package``, without its ``__init__``.
 
-
-def merged(graph: Graph, depth: int) -> Graph:
-    """Return an import graph in which modules are merged if the first ``depth`` parts of their names are equal."""
-    rooms: Graph = defaultdict(set)
-    for name, targets in graph.items():
-        room = ".".join(name.split(".")[:depth])
-        rooms[room] |= {".".join(target.split(".")[:depth]) for target in targets} - {room}
-    return dict(rooms)
-
-
-def components(graph: Graph) -> list[list[str]]:
-    """Return the strongly connected components of an import graph, by Tarjan's algorithm.
-
-    A component comes after those that it imports.
+    Modules are merged if the first ``depth`` parts of their names are equal.
     """
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
 
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for target in sorted(graph[name]):
-            if target not in index:
-                visit(target)
-            if target in stack:
-                low[name] = min(low[name], low[target])
-        if low[name] == index[name]:
-            start = stack.index(name)
-            found.append(sorted(stack[start:]))
-            del stack[start:]
+    def room(name: str) -> str:
+        return ".".join(name.split(".")[:depth])
 
-    for name in sorted(graph):
-        if name not in index:
-            visit(name)
+    kept = {name for name in graph if name.startswith(package + ".")}
+    rooms: Graph = {room(name): set() for name in kept}
+    for name in kept:
+        rooms[room(name)] |= {room(target) for target in graph[name] & kept} - {room(name)}
+    return rooms
+
+
+def reached(graph: Graph) -> Graph:
+    """Return for each module those that it imports, directly or not."""
+    found = {}
+    for module in graph:
+        seen, waiting = set[str](), [module]
+        while waiting:
+            new = graph[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        found[module] = seen
     return found
+
+
+def cycles(graph: Graph) -> list[list[str]]:
+    """Return the import cycles: the names of all modules that reach one another, for each such set."""
+    reach = reached(graph)
+    return [list(c) for c in sorted({tuple(sorted(o for o in r if m in reach[o])) for m, r in reach.items() if m in r})]
 
 
 def levels(graph: Graph) -> int:
     """Return the number of modules in the longest chain of imports; all members of a cycle count."""
-    height: dict[str, int] = {}
-    for members in components(graph):
-        outside = {target for name in members for target in graph[name]} - set(members)
-        height |= dict.fromkeys(members, len(members) + max((height[target] for target in outside), default=0))
-    return max(height.values(), default=0)
+    members = {name: frozenset([name]) for name in graph} | {name: frozenset(c) for c in cycles(graph) for name in c}
+
+    @cache
+    def height(those: frozenset[str]) -> int:
+        outside = {members[target] for name in those for target in graph[name]} - {those}
+        return len(those) + max(map(height, outside), default=0)
+
+    return max(map(height, members.values()), default=0)
 
 
 def arrows(graph: Graph) -> int:
     """Return the number of edges of an import graph."""
     return sum(map(len, graph.values()))
-
-
-def cycles(graph: Graph) -> list[str]:
-    """Return the import cycles: strongly connected components of more than one member, each as a line of names."""
-    return [" ".join(members) for members in components(graph) if len(members) > 1]
-
-
-def lines(folder: Path) -> int:
-    """Return the number of lines of all Python files below a folder."""
-    return sum(len(path.read_bytes().splitlines()) for path in folder.rglob("*.py"))
 
 
 def measured(root: Path) -> dict[str, Any]:
@@ -208,37 +212,28 @@ def measured(root: Path) -> dict[str, Any]:
     }
 
 
-def sizes(sources: Sources) -> dict[str, Any]:
-    """Return numbers about the sizes of modules."""
+def report(root: Path, *, static: bool = False) -> dict[str, Any]:
+    """Return all printed values for the checkout ``root``, by the text that is printed before each."""
+    sources = Sources(root)
+    runtime, typing, engine = sources.imports(), sources.imports(typing=True), sources.engine
+    package = engine.rpartition(".")[0]
+    inside, rooms = (merged(runtime, package, depth) for depth in (sys.maxsize, package.count(".") + 2))
+    folders = Counter(sources.paths[name].parent.relative_to(root).as_posix() for name in sources.modules)
+    widest = max(runtime, key=lambda name: len(runtime[name]))
     code = {name: sources.code(name) for name in sources.paths}
     of_modules = {name: code[name][0] for name in sources.modules}
     largest = max(of_modules, key=of_modules.__getitem__)
+    twice, upwards = sorted(name for name, where in sources.classes().items() if len(where) > 1), sources.upwards()
     return {
+        **{f"lines of {name}": _lines(root / name) for name in ("mpizero", "scripts", "tests")},
         "lines of code of mpizero": sum(lines for lines, _ in code.values()),
         "tokens of mpizero": sum(tokens for _, tokens in code.values()),
         "modules besides __init__": len(of_modules),
         "median lines of code of a module": statistics.median(of_modules.values()),
         "lines of code of the largest": of_modules[largest],
         "the largest module": largest,
-    }
-
-
-def report(root: Path, *, static: bool = False) -> dict[str, Any]:
-    """Return all printed values for the checkout ``root``, by the text that is printed before each."""
-    sources = Sources(root)
-    runtime, typing = sources.imports(), sources.imports(typing=True)
-    engine = sources.engine
-    package = engine.rpartition(".")[0]
-    inside = below(runtime, package)
-    rooms = merged(inside, package.count(".") + 2)
-    folder, count = sources.folders().most_common(1)[0]
-    widest = max(runtime, key=lambda name: len(runtime[name]))
-    twice, upwards = sources.twice(), sources.upwards()
-    return {
-        **{f"lines of {name}": lines(root / name) for name in ("mpizero", "scripts", "tests")},
-        **sizes(sources),
-        "modules in the largest folder": count,
-        "the largest folder": folder,
+        "modules in the largest folder": folders.most_common(1)[0][1],
+        "the largest folder": folders.most_common(1)[0][0],
         "largest fan-out": len(runtime[widest]),
         "the module that has it": widest,
         "imports of modules": arrows(runtime),
@@ -247,20 +242,24 @@ def report(root: Path, *, static: bool = False) -> dict[str, Any]:
         "rooms of it": len(rooms),
         "levels of rooms": levels(rooms),
         "arrows between rooms": arrows(rooms),
-        "rooms that import each other": sum(len(line.split()) for line in cycles(rooms)),
+        "rooms that import each other": sum(map(len, cycles(rooms))),
         "modules of it": len(inside),
         "levels of modules": levels(inside),
         "arrows between modules": arrows(inside),
         "import cycles at run time": len(cycles(runtime)),
         "import cycles with types": len(cycles(typing)),
-        "the cycles with types": cycles(typing),
-        "lines of the engine": len(sources.texts[engine].splitlines()),
+        "the cycles with types": [" ".join(members) for members in cycles(typing)],
+        "lines of the engine": len(sources.paths[engine].read_bytes().splitlines()),
         "collaborators of the engine": len(runtime[engine]),
         "... of them in its package": sum(name.startswith(package) for name in runtime[engine]),
         "class names defined twice": len(twice),
         "the class names defined twice": twice,
         **({} if static else measured(root)),
     }
+
+
+def _lines(folder: Path) -> int:
+    return sum(len(path.read_bytes().splitlines()) for path in folder.rglob("*.py"))
 
 
 def main() -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ast
-import gc
 import re
 import subprocess
 import sys
-import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,14 @@ import pytest
 from tests import vocabulary
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+from structure_report import Graph, Sources, cycles  # noqa: E402
+
+sys.path.remove(str(ROOT / "scripts"))
 PACKAGE = ROOT / "mpizero"
+SOURCES = Sources(ROOT)
+#: The file of every module of the package, by its dotted name.
+MODULES = SOURCES.paths
 #: The kernels in plain NumPy.
 REFERENCE = ROOT / "tests" / "support" / "reference"
 
@@ -136,38 +140,13 @@ EXEMPT: dict[str, str] = {
 }
 
 
-@cache
-def trees() -> dict[Path, ast.Module]:
-    """Syntax trees of all modules; half a million objects, which no collection of garbage need ever look at."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        found = {path: ast.parse(path.read_text(encoding="utf-8"), filename=str(path)) for path in modules().values()}
-        gc.freeze()
-    finally:
-        if enabled:
-            gc.enable()
-    return found
-
-
-def tree(path: Path) -> ast.Module:
-    return trees()[path]
-
-
-@cache
-def nodes(path: Path) -> list[ast.AST]:
+def nodes(module: str) -> list[ast.AST]:
     """All nodes of a module's syntax tree."""
-    return list(ast.walk(tree(path)))
+    return SOURCES.nodes[module]
 
 
-@cache
-def modules() -> dict[str, Path]:
-    """Dotted name -> file of every module of the package."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+def tree(module: str) -> ast.Module:
+    return nodes(module)[0]
 
 
 def section(module: str) -> str:
@@ -180,56 +159,13 @@ def floor(module: str) -> float:
     return FLOORS.get(module.partition(".")[2], FLOORS[section(module)])
 
 
-@cache
-def code_lines(path: Path) -> int:
-    """Count a module's lines of code: without blank lines, comments and docstrings."""
-    texts = [
-        node.body[0]
-        for node in nodes(path)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and ast.get_docstring(node, clean=False) is not None
-    ]
-    documentation = {line for text in texts for line in range(text.lineno, (text.end_lineno or 0) + 1)}
-    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    with path.open(encoding="utf-8") as source:
-        tokens = [token for token in tokenize.generate_tokens(source.readline) if token.type not in layout]
-    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documentation)
-
-
-def imported(module: str, typing: bool = True) -> list[tuple[str, int]]:
-    """Every module that ``module`` imports, anywhere in its source, with the line; maybe without those for types."""
-    return [(name, line) for name, line, for_types in _imports(module) if typing or not for_types]
-
-
-@cache
-def _imports(module: str) -> list[tuple[str, int, bool]]:
-    """Every import of a module: what, in which line, and whether for type checkers only."""
-    path = modules()[module]
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    guards = [n for n in nodes(path) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    for_types = {inner for guard in guards for inner in ast.walk(guard)}
-    found = []
-    for node in nodes(path):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            source = ".".join(filter(None, [base, node.module]))
-            inner = [f"{source}.{alias.name}" for alias in node.names]
-            names = [name if name in modules() else source for name in inner]
-        elif isinstance(node, ast.Call) and _name(node.func).endswith("import_module"):
-            names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
-        found += [(name, node.lineno, node in for_types) for name in names]
-    return found
-
-
-def _name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+def imported(module: str) -> list[tuple[str, int]]:
+    """Every module that ``module`` imports, anywhere in its source, with the line."""
+    return [(name, line) for name, line, _ in SOURCES.imported(module)]
 
 
 def functions(module: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for node in nodes(modules()[module]):
+    for node in nodes(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{module}.{node.name}", node
 
@@ -254,11 +190,11 @@ def in_every(chosen: Iterable[str]) -> Callable[[Callable[[str], None]], Callabl
 
 
 def test_the_package_is_found_whole():
-    assert {section(module) for module in modules()} >= {"errors", "types", "layout", "comm", "kernels", "nn", "optim"}
-    assert {section(module) for module in modules()} <= set(FLOORS), "a new package needs a floor"
+    assert {section(module) for module in MODULES} >= {"errors", "types", "layout", "comm", "kernels", "nn", "optim"}
+    assert {section(module) for module in MODULES} <= set(FLOORS), "a new package needs a floor"
 
 
-@in_every(modules())
+@in_every(MODULES)
 def test_a_module_imports_only_lower_floors_or_its_own_package(module):
     wrong = [
         f"line {line}: {name} is on floor {floor(name)}, {module} on {floor(module)}"
@@ -268,7 +204,7 @@ def test_a_module_imports_only_lower_floors_or_its_own_package(module):
     assert not wrong, "\n".join(wrong)
 
 
-@in_every(modules())
+@in_every(MODULES)
 def test_a_library_is_imported_only_behind_its_door(module):
     wrong = [
         f"line {line}: {name} belongs behind {sorted(DOORS[name.partition('.')[0]])}"
@@ -278,7 +214,7 @@ def test_a_library_is_imported_only_behind_its_door(module):
     assert not wrong, "\n".join(wrong)
 
 
-@in_every(modules())
+@in_every(MODULES)
 def test_a_package_imports_nothing_of_those_that_are_closed_to_it(module):
     wrong = [
         f"line {line}: {name}, but {why}"
@@ -289,54 +225,30 @@ def test_a_package_imports_nothing_of_those_that_are_closed_to_it(module):
     assert not wrong, "\n".join(wrong)
 
 
-def _graph(typing: bool) -> dict[str, set[str]]:
+def _graph(*, typing: bool) -> Graph:
     """Every module with the modules of the package that it imports but late; maybe also those for annotations."""
-    late = {m: {m} | {name for module, name in LATE if module == m} for m in modules()}
-    return {m: {name for name, _ in imported(m, typing) if name in modules()} - late[m] for m in modules()}
+    late = {m: {m} | {name for module, name in LATE if module == m} for m in MODULES}
+    found = {m: {n for n, _, kind in SOURCES.imported(m) if typing or kind != "types"} for m in MODULES}
+    return {m: found[m] & set(MODULES) - late[m] for m in MODULES}
 
 
 def test_imports_have_no_cycle():
-    graph = _graph(typing=False)
-    done: set[str] = set()
-
-    def visit(module: str, trail: tuple[str, ...]) -> None:
-        assert module not in trail, " -> ".join((*trail[trail.index(module) :], module))
-        if module not in done:
-            for target in sorted(graph[module]):
-                visit(target, (*trail, module))
-            done.add(module)
-
-    for module in graph:
-        visit(module, ())
+    assert not cycles(_graph(typing=False))
 
 
 def test_no_module_patches_another_when_it_is_imported():
     """Who imports only one of the two would get something else: a name is bound by the module that has it."""
     found = []
-    for module, path in modules().items():
-        for node in tree(path).body:
+    for module in MODULES:
+        for node in tree(module).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             if any(isinstance(target, ast.Attribute | ast.Subscript) for target in targets):
                 found.append(f"{module}, line {node.lineno}: {ast.unparse(node)}")
     assert not found, "\n".join(found)
 
 
-def _reached(graph: dict[str, set[str]], module: str) -> set[str]:
-    """Every module that ``module`` imports, directly or not."""
-    reached: set[str] = set()
-    waiting = [module]
-    while waiting:
-        new = graph[waiting.pop()] - reached
-        reached |= new
-        waiting += new
-    return reached
-
-
 def test_imports_for_annotations_have_no_cycle_without_a_reason():
-    graph = _graph(typing=True)
-    reached = {module: _reached(graph, module) for module in graph}
-    cycles = {frozenset(m for m in reached[module] if module in reached[m]) for module in graph} - {frozenset()}
-    wrong = [sorted(cycle) for cycle in cycles if not any(cycle <= known for known in TYPING_CYCLES)]
+    wrong = [found for found in cycles(_graph(typing=True)) if not any(known >= set(found) for known in TYPING_CYCLES)]
     assert not wrong, f"modules that import each other: {wrong}"
 
 
@@ -355,21 +267,17 @@ def test_no_folder_of_tests_holds_more_modules_than_one_idea_needs():
 
 
 def test_every_package_says_what_it_holds():
-    packages = [name for name, path in modules().items() if path.name == "__init__.py"]
+    packages = [name for name, path in MODULES.items() if path.name == "__init__.py"]
     assert len(packages) > 20
-    silent = [name for name in packages if not ast.get_docstring(tree(modules()[name]))]
+    silent = [name for name in packages if not ast.get_docstring(tree(name))]
     assert not silent, f"packages without a docstring: {silent}"
     bare = [folder for folder in _folders(PACKAGE) if not (PACKAGE / folder / "__init__.py").is_file()]
     assert not bare, f"folders without __init__.py: {bare}"
 
 
 def test_a_public_class_has_a_name_of_its_own():
-    found = defaultdict(list)
-    for module, path in modules().items():
-        for node in tree(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].append(module)
-    twice = {name: where for name, where in found.items() if len(where) > 1 and name not in TWO_CLASSES}
+    found = SOURCES.classes().items()
+    twice = {name: where for name, where in found if len(where) > 1 and name not in TWO_CLASSES}
     assert not twice, f"classes that share a name: {twice}"
 
 
@@ -387,7 +295,7 @@ def _exists(name: str) -> bool:
     """Whether a page's ``name.py`` is a module: its path from the root or the package, or its name alone."""
     if "/" in name:
         return (ROOT / name).is_file() or (PACKAGE / name).is_file()
-    return any(path.name == name for path in modules().values())
+    return any(path.name == name for path in MODULES.values())
 
 
 def test_the_page_for_contributors_names_what_exists():
@@ -414,8 +322,8 @@ def test_retired_words_do_not_come_back():
 
 def test_docstrings_begin_with_what_a_thing_does():
     wrong = []
-    for module, path in modules().items():
-        for node in nodes(path):
+    for module in MODULES:
+        for node in nodes(module):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 said = ast.get_docstring(node)
                 if said and NO_VERBS.match(said):
@@ -423,17 +331,17 @@ def test_docstrings_begin_with_what_a_thing_does():
     assert not wrong, "begin with a verb:\n" + "\n".join(wrong)
 
 
-@in_every(modules())
+@in_every(MODULES)
 def test_no_module_keeps_state_in_a_global_statement(module):
-    lines = [node.lineno for node in nodes(modules()[module]) if isinstance(node, ast.Global)]
+    lines = [node.lineno for node in nodes(module) if isinstance(node, ast.Global)]
     assert not lines, f"`global` in lines {lines}"
 
 
-@in_every(modules())
+@in_every(MODULES)
 def test_the_environment_is_read_only_where_it_may_be(module):
     lines = [
         node.lineno
-        for node in nodes(modules()[module])
+        for node in nodes(module)
         if isinstance(node, ast.Attribute)
         and node.attr in {"environ", "environb", "getenv", "putenv", "unsetenv"}
         and isinstance(node.value, ast.Name)
@@ -442,29 +350,28 @@ def test_the_environment_is_read_only_where_it_may_be(module):
     assert module in ENVIRONMENT or not lines, f"os.environ in lines {lines}"
 
 
-@in_every(modules())
+@in_every(MODULES)
 def test_mpi_objects_are_never_freed_by_the_garbage_collector(module):
     """A communicator freed at a moment that differs between ranks deadlocks."""
     assert not [name for name, _ in functions(module) if name.endswith(".__del__")]
 
 
-@in_every([m for m, path in modules().items() if path.name != "__init__.py"])
+@in_every(SOURCES.modules)
 def test_a_module_is_a_chapter(module):
-    path = modules()[module]
-    code, lines = code_lines(path), len(path.read_text(encoding="utf-8").splitlines())
+    code, lines = SOURCES.code(module)[0], len(MODULES[module].read_text(encoding="utf-8").splitlines())
     assert code >= MIN_CODE or module in EXEMPT, f"{code} lines of code, less than {MIN_CODE}: a page of which chapter?"
     assert code <= MAX_CODE, f"{code} lines of code, more than {MAX_CODE}"
     assert lines <= MAX_LINES, f"{lines} lines, more than {MAX_LINES}"
 
 
-@in_every([m for m in modules() if m not in {"mpizero", "mpizero.cli.main"}])
+@in_every([m for m in MODULES if m not in {"mpizero", "mpizero.cli.main"}])
 def test_a_module_imports_few_others(module):
-    found = {name for name, _ in imported(module) if name in modules() and name != module}
+    found = {name for name, _ in imported(module) if name in MODULES and name != module}
     assert len(found) <= MAX_FAN_OUT, f"imports {len(found)} modules of mpizero, more than {MAX_FAN_OUT}"
 
 
 def test_the_package_stays_small():
-    code = sum(code_lines(path) for path in modules().values())
+    code = sum(SOURCES.code(module)[0] for module in MODULES)
     assert code <= MAX_PACKAGE, f"{code} lines of code, more than {MAX_PACKAGE}: what has become superfluous?"
 
 
@@ -476,7 +383,7 @@ def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1 - said
 
 
-@in_every(modules())
+@in_every(MODULES)
 def test_functions_stay_short(module):
     """Their documentation does not count: it must be complete."""
     lines = {name: _length(node) for name, node in functions(module)}
@@ -484,7 +391,7 @@ def test_functions_stay_short(module):
     assert not long, "\n".join(long)
 
 
-@in_every([m for m in modules() if section(m) != "kernels"])
+@in_every([m for m in MODULES if section(m) != "kernels"])
 def test_functions_take_few_positional_parameters(module):
     """Kernels are exempt: their arguments are the arrays and ranges of one loop."""
     many = []
@@ -504,13 +411,13 @@ def _public(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.AST]]:
                 yield from _public(node.body, name)
 
 
-@in_every([m for m in modules() if m != "mpizero.types"])
+@in_every([m for m in MODULES if m != "mpizero.types"])
 def test_public_names_have_a_docstring(module):
     """The protocols of ``types`` are exempt: their class docstring is the contract of one-line members."""
     exempt = {"overload", "setter"}
     bare = [
         name
-        for name, node in _public(tree(modules()[module]).body, module)
+        for name, node in _public(tree(module).body, module)
         if ast.get_docstring(node) is None
         and not exempt & {getattr(d, "attr", getattr(d, "id", "")) for d in node.decorator_list}
     ]
@@ -526,35 +433,29 @@ def test_twin_kernels_have_the_same_names():
 
 
 def test_allow_lists_name_only_what_exists():
-    present = {name for module in modules() for name, _ in functions(module)} | set(modules())
+    present = {name for module in MODULES for name, _ in functions(module)} | set(MODULES)
     assert set(EXEMPT) <= present
     assert set(TWINS) <= set(_folders(PACKAGE))
-    assert set(modules()) >= ENVIRONMENT
-    assert {(module, name) for module in modules() for name, _ in imported(module)} >= set(LATE)
-    assert set(modules()) >= {name for package, (closed, _) in CLOSED.items() for name in (package, *closed)}
+    assert set(MODULES) >= ENVIRONMENT
+    assert {(module, name) for module in MODULES for name, _ in imported(module)} >= set(LATE)
+    assert set(MODULES) >= {name for package, (closed, _) in CLOSED.items() for name in (package, *closed)}
 
 
-def test_importing_the_package_loads_no_heavy_library():
-    """The first line of every script must not cost seconds, nor start MPI."""
-    heavy = ["numba", "llvmlite", "h5py", "mpi4py", "tqdm", "sklearn", "cupy", "safetensors"]
-    code = f"import mpizero, sys; print(*[name for name in {heavy} if name in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert found.stdout.split() == []
+def test_what_is_imported_loads_no_more_than_it_needs():
+    """No heavy library with the package: the first line of every script must not cost seconds. No MPI for a plan:
 
-
-def test_planning_starts_no_mpi():
-    """Where a job of several ranks plans, the others have left: whoever starts MPI would wait for them."""
-    code = "import mpizero.tools.plan.command, mpizero.tools.plan, sys; print('mpi4py.MPI' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert found.stdout.split() == ["False"]
-
-
-def test_the_trainer_loads_neither_planner_nor_bench():
-    code = "import mpizero, sys; mpizero.Trainer; print(*sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    loaded = found.stdout.split()
-    assert "mpizero.train.trainer" in loaded
-    assert [name for name in loaded if name.startswith(("mpizero.tools.plan", "mpizero.tools.bench"))] == []
+    where a job of several ranks plans, the others have left, and whoever starts MPI would wait for them.
+    """
+    steps = ("mpizero", "mpizero.Trainer", "mpizero.tools.plan.command, mpizero.tools.plan")
+    code = f"import {steps[0]}, sys; print(*sys.modules); {steps[1]}; print(*sys.modules); import {steps[2]}"
+    command = [sys.executable, "-c", f"{code}; print(*sys.modules)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    package, trainer, planner = (set(line.split()) for line in done.stdout.splitlines())
+    assert not package & {"numba", "llvmlite", "h5py", "mpi4py", "tqdm", "sklearn", "cupy", "safetensors"}
+    assert "mpizero.train.trainer" in trainer
+    assert not [name for name in trainer if name.startswith(("mpizero.tools.plan", "mpizero.tools.bench"))]
+    assert "mpizero.tools.plan.plan" in planner
+    assert "mpi4py.MPI" not in planner
 
 
 def test_a_checkpoint_is_loaded_without_methods_of_whole_vectors(tmp_path):
