@@ -1,63 +1,32 @@
-"""Show the timetable of a pipeline schedule as text, and as a picture (which needs matplotlib)."""
+"""Show the timetable of a pipeline schedule as text, and as a picture (SVG)."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
+from drawings.canvas import PALE, Canvas
+from drawings.pipeline import ROW, legend, timetable
+
 from mpizero.errors import ConfigError
-from mpizero.layout import SCHEDULES, Costs, Simulation, build_schedule, simulate
-from mpizero.layout.schedules import label, timetable
-
-#: Matplotlib's default colours, by kind of instruction.
-COLOURS = {"forward": "C0", "backward": "C2", "backward_input": "C9", "backward_weights": "C8"}
+from mpizero.layout import SCHEDULES, Costs, Simulation, build_schedule, schedules, simulate
 
 
-def draw(simulation: Simulation, output: Path) -> None:
-    """Write a picture of a simulated schedule to ``output``: one line per stage, one box per instruction.
-
-    Instructions of later chunks of a stage are paler.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        sys.exit("matplotlib is missing: pip install 'mpizero[plot]'")
+def draw(simulation: Simulation) -> str:
+    """Return a picture of a simulated schedule: a row for each stage, a box for each instruction."""
     schedule = simulation.schedule
-    count = max(len(events) for events in simulation.events)
-    figure = Figure(figsize=(min(4 + 0.25 * count, 40), 1.5 + 0.4 * schedule.stages), layout="constrained")
-    axes = figure.subplots()
-    named = set()
-    for stage, events in enumerate(simulation.events):
-        chunks = schedule.chunks_of(stage)
-        for event in events:
-            kind, chunk, _ = event.instruction
-            axes.barh(
-                stage,
-                event.end - event.start,
-                left=event.start,
-                height=0.9,
-                color=COLOURS[kind],
-                alpha=1 - 0.5 * chunks.index(chunk) / len(chunks),
-                edgecolor="white",
-                label="" if kind in named else kind.replace("_", ", "),
-            )
-            named.add(kind)
-            middle = (event.start + event.end) / 2
-            axes.text(middle, stage, label(simulation, event.instruction)[1:], ha="center", va="center", fontsize=6)
-    axes.set(xlabel="seconds", ylabel="stage", xlim=(0, simulation.makespan), ylim=(schedule.stages - 0.5, -0.5))
-    axes.set_yticks(range(schedule.stages))
-    axes.set_title(
+    column = 22 / min((e.end - e.start for events in simulation.events for e in events if e.end > e.start), default=1)
+    told = (
         f"{schedule.name}: {schedule.micro_batches} micro-batches, bubble {100 * simulation.bubble_share:.1f} %, "
-        f"caches held {', '.join(map(str, simulation.caches))}",
-        fontsize=9,
+        f"caches held {', '.join(map(str, simulation.caches))}"
     )
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=4, frameon=False, fontsize=8)
-    try:
-        figure.savefig(output, dpi=150)
-    except (OSError, ValueError) as error:
-        sys.exit(f"{output}: {error}")
-    print(output)
+    below = 34 + ROW * schedule.stages
+    canvas = Canvas(below + 56, told, max(480.0, 40 + column * simulation.makespan))
+    canvas.text(10, 22, told, anchor="start", bold=True)
+    timetable(canvas, simulation, 34, column)
+    canvas.text(30, below + 14, f"{simulation.makespan:g} s", anchor="start", color=PALE)
+    legend(canvas, below + 28)
+    return canvas.svg()
 
 
 def seconds(text: str) -> tuple[float, float, float]:
@@ -96,11 +65,12 @@ def main() -> None:
     try:
         schedule = build_schedule(options.schedule, options.stages, options.micro_batches, virtual)
         simulation = simulate(schedule, Costs.uniform(schedule.chunks, forward, inputs, weights, options.latency))
-        print(timetable(simulation, options.unit))
-    except ConfigError as error:
+        print(schedules.timetable(simulation, options.unit))
+        if options.output is not None:
+            options.output.write_text(draw(simulation), encoding="utf-8")
+            print(options.output)
+    except (ConfigError, OSError) as error:
         parser.error(str(error))
-    if options.output is not None:
-        draw(simulation, options.output)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from xml.sax.saxutils import escape
+
+from drawings.canvas import PALE, Canvas
 
 ROOT = Path(__file__).resolve().parents[2]
 BITS, SPEED = "The same training on 1, 2 and 4 ranks", "Speed beside PyTorch and DeepSpeed"
@@ -55,45 +55,36 @@ def rates() -> list[tuple[str, int, int, int]]:
     return found
 
 
-def text(x: float, y: float, words: str, more: str = "") -> str:
-    """Return words at a place."""
-    return f'<text x="{x:g}" y="{y:g}"{more}>{escape(words)}</text>'
-
-
-def bar(left: float, row: int, length: float, name: str) -> Iterator[str]:
-    """Yield a bar and its name, in the colour of the library."""
-    y, colour = 64 + LINE * row, COLOURS[re.split(r"\W", name)[0]]
-    yield text(left - 10, y + 14, name, ' text-anchor="end"')
-    yield f'<rect x="{left:g}" y="{y}" width="{length:.1f}" height="{LINE - 6}" fill="{colour}"/>'
+def bar(canvas: Canvas, left: float, row: int, length: float, name: str) -> None:
+    """Draw a bar and its name, in the colour of the library."""
+    y = 64 + LINE * row
+    canvas.text(left - 10, y + 14, name, anchor="end")
+    canvas.box(left, y, length, LINE - 6, COLOURS[re.split(r"\W", name)[0]])
 
 
 def draw() -> str:
     """Return the picture as SVG; every figure in it is a cell of docs/measurements.md."""
     counts, speeds = results(), rates()
-    height, bold = 64 + LINE * len(speeds) + 8, ' font-weight="bold"'
+    canvas = Canvas(64 + LINE * len(speeds) + 8, "Results and speed beside other libraries", WIDTH)
     rounds = "".join(re.findall(r"--rounds (\d+)", page(SPEED))[:1])
-    parts = [text(8, 24, "Different results of a", bold), text(8, 44, "training on 1, 2, 4 ranks", bold)]
-    parts += [text(LEFT[0] + 106, 24, "Tokens a second, 2 ranks of one node", bold)]
-    parts += [text(LEFT[0] + 106, 44, f"medians of {rounds} rounds, with their range")]
+    for x, y, words, bold in (
+        (8, 24, "Different results of a", True),
+        (8, 44, "training on 1, 2, 4 ranks", True),
+        (LEFT[0] + 106, 24, "Tokens a second, 2 ranks of one node", True),
+        (LEFT[0] + 106, 44, f"medians of {rounds} rounds, with their range", False),
+    ):
+        canvas.text(x, y, words, anchor="start", bold=bold)
     (left, longest), most = LEFT, max(count for _, count in counts)
     for row, (name, count) in enumerate(counts):
-        parts += bar(left, row, longest * count / most, name)
-        parts.append(text(left + longest * count / most + 8, 78 + LINE * row, str(count)))
+        bar(canvas, left, row, longest * count / most, name)
+        canvas.text(left + longest * count / most + 8, 78 + LINE * row, str(count), anchor="start")
     (left, longest), most = RIGHT, max(high for *_, high in speeds)
     for row, (name, rate, low, high) in enumerate(speeds):
         y, (middle, least, largest) = 73 + LINE * row, (left + longest * rate / most for rate in (rate, low, high))
-        parts += bar(left, row, middle - left, name)
-        parts.append(
-            f'<path d="M{least:.1f} {y}H{largest:.1f}M{least:.1f} {y - 4}v8M{largest:.1f} {y - 4}v8" stroke="#111"/>'
-        )
-        parts.append(text(left + longest + 6, y + 5, f"{rate:,}"))
+        bar(canvas, left, row, middle - left, name)
+        canvas.line([(least, y - 4), (least, y + 4), (least, y), (largest, y), (largest, y - 4), (largest, y + 4)])
+        canvas.text(left + longest + 6, y + 5, f"{rate:,}", anchor="start")
     notes = ("CPU, float32, a GPT, AdamW.", "Here mpizero shares memory,", "the others use sockets (gloo).")
-    below = 78 + LINE * (len(speeds) - len(notes))
-    parts += [text(8, below + LINE * row, note, ' fill="#555"') for row, note in enumerate(notes)]
-    lines = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" font-family="sans-serif" '
-        f'font-size="15" fill="#111">\n<title>Results and speed beside other libraries</title>\n'
-        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>\n'
-        f"{lines}\n</svg>\n"
-    )
+    for row, note in enumerate(notes, len(speeds) - len(notes)):
+        canvas.text(8, 78 + LINE * row, note, anchor="start", color=PALE)
+    return canvas.svg()
