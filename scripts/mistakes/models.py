@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import wraps
+
 import case
 import numpy as np
 
 import mpizero as mz
 from mpizero.testing import check_model
+
+#: What functions below keep from call to call.
+LAST, CACHE = [np.zeros((4, 2), np.float32)] * 2, {}
 
 
 def checked(loss_and_grad, predict=None):
@@ -16,153 +21,108 @@ def checked(loss_and_grad, predict=None):
     check_model(model, x, x[:, :2] - x[:, 2:], comm=case.world())
 
 
-@case.mistake("ModelCheckError", "loss:", "a mean over the samples", "return the sum over the samples", status=70)
-def a_mean_for_a_sum():
+def wrong(*says, **settings):
+    """Declare a function as the wrong ``loss_and_grad`` of a model; arguments are those of ``case.mistake``."""
+
+    def declare(function):
+        run = wraps(function)(lambda: checked(function))
+        return case.mistake("ModelCheckError", *says, status=70, **settings)(run)
+
+    return declare
+
+
+@wrong("loss:", "a mean over the samples", "return the sum over the samples")
+def a_mean_for_a_sum(parameters, batch):
     """Return the mean loss and its gradient instead of sums over the samples."""
-
-    def mean(parameters, batch):
-        loss, gradients, weight = case.squares(parameters, batch)
-        return loss / weight, {name: g / weight for name, g in gradients.items()}, weight
-
-    checked(mean)
+    loss, gradients, weight = case.squares(parameters, batch)
+    return loss / weight, {name: g / weight for name, g in gradients.items()}, weight
 
 
-@case.mistake("ModelCheckError", "gradient of 'bias'", "0.5 times what it must be", "multiply it by 2", status=70)
-def half_a_gradient():
+@wrong("gradient of 'bias'", "0.5 times what it must be", "multiply it by 2")
+def half_a_gradient(parameters, batch):
     """Return half of the gradient of one parameter."""
-
-    def halved(parameters, batch):
-        loss, gradients, weight = case.squares(parameters, batch)
-        return loss, {**gradients, "bias": gradients["bias"] / 2}, weight
-
-    checked(halved)
+    loss, gradients, weight = case.squares(parameters, batch)
+    return loss, {**gradients, "bias": gradients["bias"] / 2}, weight
 
 
-@case.mistake("ModelCheckError", "gradient of 'bias'", "not computed", status=70)
-def zeros_for_a_gradient():
+@wrong("gradient of 'bias'", "not computed")
+def zeros_for_a_gradient(parameters, batch):
     """Return zeros as the gradient of a parameter on which the loss depends."""
-
-    def forgotten(parameters, batch):
-        loss, gradients, weight = case.squares(parameters, batch)
-        return loss, {**gradients, "bias": np.zeros(2, np.float32)}, weight
-
-    checked(forgotten)
+    loss, gradients, weight = case.squares(parameters, batch)
+    return loss, {**gradients, "bias": np.zeros(2, np.float32)}, weight
 
 
-@case.mistake("ModelCheckError", "gradients of all 2 parameters", "its sign", "turn it around", status=70)
-def the_wrong_sign():
+@wrong("gradients of all 2 parameters", "its sign", "turn it around")
+def the_wrong_sign(parameters, batch):
     """Return gradients with the wrong sign."""
-
-    def downhill(parameters, batch):
-        loss, gradients, weight = case.squares(parameters, batch)
-        return loss, {name: -g for name, g in gradients.items()}, weight
-
-    checked(downhill)
+    loss, gradients, weight = case.squares(parameters, batch)
+    return loss, {name: -g for name, g in gradients.items()}, weight
 
 
-@case.mistake("ModelCheckError", "weight: 1 for 8 samples", "does not grow with the batch", status=70)
-def a_weight_of_one():
+@wrong("weight: 1 for 8 samples", "does not grow with the batch")
+def a_weight_of_one(parameters, batch):
     """Return 1 as the weight of every batch."""
-
-    def weightless(parameters, batch):
-        loss, gradients, _ = case.squares(parameters, batch)
-        return loss, gradients, 1.0
-
-    checked(weightless)
+    loss, gradients, _ = case.squares(parameters, batch)
+    return loss, gradients, 1.0
 
 
-@case.mistake("ModelCheckError", "added once a call", "multiply it, and its gradient, by the weight", status=70)
-def a_penalty_once_a_call():
+@wrong("added once a call", "multiply it, and its gradient, by the weight")
+def a_penalty_once_a_call(parameters, batch):
     """Add a penalty on the parameters that does not grow with the batch."""
-
-    def penalized(parameters, batch):
-        loss, gradients, weight = case.squares(parameters, batch)
-        penalty = sum(float((value**2).sum()) for value in parameters.values())
-        return loss + penalty, {name: g + 2 * parameters[name] for name, g in gradients.items()}, weight
-
-    checked(penalized)
+    loss, gradients, weight = case.squares(parameters, batch)
+    penalty = sum(float((value**2).sum()) for value in parameters.values())
+    return loss + penalty, {name: g + 2 * parameters[name] for name, g in gradients.items()}, weight
 
 
-@case.mistake("ModelCheckError", "the global generator numpy.random", "key them", status=70)
-def noise_from_a_global_generator():
+@wrong("the global generator numpy.random", "key them")
+def noise_from_a_global_generator(parameters, batch):
     """Draw noise from NumPy's global generator."""
-
-    def noisy(parameters, batch):
-        x, y = batch
-        return case.squares(parameters, (x + np.random.normal(size=x.shape).astype(np.float32), y))  # noqa: NPY002
-
-    checked(noisy)
+    x, y = batch
+    return case.squares(parameters, (x + np.random.normal(size=x.shape).astype(np.float32), y))  # noqa: NPY002
 
 
-@case.mistake("ModelCheckError", "evaluated elsewhere in between", "kept from call to call", status=70)
-def a_warm_start():
+@wrong("evaluated elsewhere in between", "kept from call to call")
+def a_warm_start(parameters, batch):
     """Start each call of loss_and_grad from the result of the previous call."""
-    kept = [np.zeros((4, 2), np.float32), np.zeros((4, 2), np.float32)]
-
-    def warm(parameters, batch):
-        loss, gradients, weight = case.squares(parameters, batch)
-        if not np.array_equal(kept[1], parameters["weight"]):
-            kept[:] = kept[1], parameters["weight"].copy()
-        return loss + float(kept[0].sum()), gradients, weight
-
-    checked(warm)
+    loss, gradients, weight = case.squares(parameters, batch)
+    if not np.array_equal(LAST[1], parameters["weight"]):
+        LAST[:] = LAST[1], parameters["weight"].copy()
+    return loss + float(LAST[0].sum()), gradients, weight
 
 
-@case.mistake("ModelCheckError", "cache that goes by the identity", status=70)
-def a_cache_by_identity():
+@wrong("cache that goes by the identity")
+def a_cache_by_identity(parameters, batch):
     """Cache results by the address of the parameter arrays, whose values training changes in place."""
-    kept = {}
-
-    def cached(parameters, batch):
-        key = parameters["weight"].ctypes.data, len(batch[0])
-        return kept.setdefault(key, case.squares(parameters, batch))
-
-    checked(cached)
+    key = parameters["weight"].ctypes.data, len(batch[0])
+    return CACHE.setdefault(key, case.squares(parameters, batch))
 
 
-@case.mistake("ModelCheckError", "statistics of the batch", "compute each sample by itself", status=70)
-def statistics_of_the_batch():
+@wrong("statistics of the batch", "compute each sample by itself")
+def statistics_of_the_batch(parameters, batch):
     """Normalize samples by the mean and standard deviation of the batch."""
-
-    def normalized(parameters, batch):
-        x, y = batch
-        return case.squares(parameters, ((x - x.mean(axis=0)) / (x.std(axis=0) + 1), y))
-
-    checked(normalized)
+    x, y = batch
+    return case.squares(parameters, ((x - x.mean(axis=0)) / (x.std(axis=0) + 1), y))
 
 
-@case.mistake("ModelCheckError", "random numbers not keyed by run.samples", status=70)
-def dropout_by_the_place_in_the_batch():
+@wrong("random numbers not keyed by run.samples")
+def dropout_by_the_place_in_the_batch(parameters, batch, *, run):
     """Draw dropout masks from seed and step alone, so that each micro-batch has the same mask."""
-
-    def dropped(parameters, batch, *, run):
-        x, y = batch
-        return case.squares(parameters, (x * (np.random.default_rng((run.seed, run.step)).random(x.shape) < 0.5), y))
-
-    checked(dropped)
+    x, y = batch
+    return case.squares(parameters, (x * (np.random.default_rng((run.seed, run.step)).random(x.shape) < 0.5), y))
 
 
-@case.mistake("ModelCheckError", "a number of samples that is built in", "cannot reshape", status=70)
-def a_built_in_number_of_samples():
+@wrong("a number of samples that is built in", "cannot reshape")
+def a_built_in_number_of_samples(parameters, batch):
     """Reshape every batch to a fixed number of samples."""
-
-    def rigid(parameters, batch):
-        x, y = batch
-        return case.squares(parameters, (x.reshape(8, 4), y))
-
-    checked(rigid)
+    x, y = batch
+    return case.squares(parameters, (x.reshape(8, 4), y))
 
 
-@case.mistake("ModelCheckError", "rank 1 computes other bits than rank 0", status=70, ranks=(2, 4))
-def a_rank_in_the_model():
+@wrong("rank 1 computes other bits than rank 0", ranks=(2, 4))
+def a_rank_in_the_model(parameters, batch):
     """Multiply the loss by a number that differs from rank to rank."""
-    shift = 1 + 1e-6 * case.rank()
-
-    def shifted(parameters, batch):
-        loss, gradients, weight = case.squares(parameters, batch)
-        return loss * shift, gradients, weight
-
-    checked(shifted)
+    loss, gradients, weight = case.squares(parameters, batch)
+    return loss * (1 + 1e-6 * case.rank()), gradients, weight
 
 
 @case.mistake("ModelCheckError", "prediction:", "dropout or noise in it", status=70)
