@@ -11,36 +11,36 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
-from exactness_hybrid import IN_TILES, VIRTUAL, Case, Way
-from harness.matrix import MEMORIES, Matrix, Row, arguments, run
-from harness.models import batches
+from exactness_hybrid import IN_TILES, Way, placed
+from harness.matrix import Matrix, Row, arguments, run
+from harness.models import Case
 
-import mpizero as mz
 from mpizero import checkpoint
 from mpizero.comm import as_communicator
 
-TILES, BEFORE = (4, 2), 3
+BEFORE = 3
 CASES = {case.name: case for case in (IN_TILES[0], IN_TILES[5])}
+way = partial(Way, tiles=(4, 2))
 #: Ranks of each layout, and how it uses them.
 LAYOUTS = {
-    "1": (1, Way()),
-    "dp 3": (3, Way(zero=1)),
-    "dp 8": (8, Way(zero=3)),
-    "pp 4 x dp 2": (8, Way(4, zero=2, memory="private")),
-    "tp 4": (4, Way(1, 4, zero=0, memory="private")),
-    "tp 2 x dp 2": (4, Way(1, 2, zero=2, memory="nodes of 2")),
-    "cp 2": (2, Way(1, 1, 2, zero=0)),
-    "cp 2 x dp 3": (6, Way(1, 1, 2, zero=3, memory="private")),
-    "tp 2 x cp 2": (4, Way(1, 2, 2, zero=1)),
-    "tp 4 x cp 2": (8, Way(1, 4, 2, zero=3, memory="private")),
-    "pp 2 x tp 2": (4, Way(2, 2, 1, zero=1, schedule="interleaved")),
-    "pp 2 x tp 2 x dp 2": (8, Way(2, 2, 1, zero=3, schedule="zero_bubble_v", memory="nodes of 2")),
-    "pp 2 x tp 2 x cp 2": (8, Way(2, 2, 2, zero=0, schedule="1f1b")),
+    "1": (1, way()),
+    "dp 3": (3, way(zero=1)),
+    "dp 8": (8, way(zero=3)),
+    "pp 4 x dp 2": (8, way(4, zero=2, memory="private")),
+    "tp 4": (4, way(1, 4, zero=0, memory="private")),
+    "tp 2 x dp 2": (4, way(1, 2, zero=2, memory="nodes of 2")),
+    "cp 2": (2, way(1, 1, 2, zero=0)),
+    "cp 2 x dp 3": (6, way(1, 1, 2, zero=3, memory="private")),
+    "tp 2 x cp 2": (4, way(1, 2, 2, zero=1)),
+    "tp 4 x cp 2": (8, way(1, 4, 2, zero=3, memory="private")),
+    "pp 2 x tp 2": (4, way(2, 2, 1, zero=1, schedule="interleaved")),
+    "pp 2 x tp 2 x dp 2": (8, way(2, 2, 1, zero=3, schedule="zero_bubble_v", memory="nodes of 2")),
+    "pp 2 x tp 2 x cp 2": (8, way(2, 2, 2, zero=0, schedule="1f1b")),
 }
 
 
@@ -49,46 +49,24 @@ class Placed:
 
     def __init__(self, stack: ExitStack, case: Case, name: str, comm: Any) -> None:
         size, way = LAYOUTS[name]
-        tiles = dict(zip(("tensor", "context"), TILES, strict=True))
-        settings = {"micro_batch": case.grain, "clip": case.clip, "tiles": tiles, **MEMORIES[way.memory]}
-        self.case = case
-        self.model = None
+        self.case, self.model = case, None
         group = stack.enter_context(comm.split(int(comm.rank >= size)))
-        if comm.rank >= size:
-            return
-        config = stack.enter_context(mz.ShardingConfig(comm=group, **settings))
-        sizes = {"pipeline_parallel_size": way.pipeline, "tensor_parallel_size": way.tensor}
-        self.model = stack.enter_context(
-            mz.HybridShardedModel(
-                case.wrapped(),
-                config,
-                **sizes,
-                context_parallel_size=way.context,
-                zero_stage=way.zero,
-                schedule=way.schedule,
-                virtual_stages=VIRTUAL[way.schedule],
-                optimizer=case.update(),
-            )
-        )
+        if comm.rank < size:
+            self.model = stack.enter_context(placed(case, group, way))
 
     def train(self, first: int, steps: int) -> list[float]:
         """Train from batch number ``first`` on; return the losses."""
         group = self.model.batch_group
-        every = batches(self.case.model, self.case.batch, first + steps, group.rank, group.size)
+        every = self.case.batches(first + steps, group.rank, group.size)
         return [self.model.train(x, y) for x, y in list(every)[first:]]
 
     def result(self, losses: list[float]) -> str:
         """Return the SHA-256 of parameters, optimizer state and losses."""
-        return arrays(self.model.serialize(), losses)
-
-
-def arrays(image: bytes, losses: list[float]) -> str:
-    """Return the SHA-256 of all arrays of a checkpoint, and of losses."""
-    found = sha256(np.array(losses).tobytes())
-    with checkpoint.from_bytes(image) as reader:
-        for path in sorted(reader.arrays):
-            found.update(path.encode() + reader.read_whole(path).tobytes())
-    return found.hexdigest()
+        found = sha256(np.array(losses).tobytes())
+        with checkpoint.from_bytes(self.model.serialize()) as reader:
+            for path in sorted(reader.arrays):
+                found.update(path.encode() + reader.read_whole(path).tobytes())
+        return found.hexdigest()
 
 
 @cache
@@ -96,9 +74,9 @@ def uninterrupted(case: str, steps: int) -> tuple[str, str]:
     """Return the SHA-256 of one process at the checkpoint, and after ``steps`` more. Not collective."""
     comm = as_communicator("self")
     with ExitStack() as stack:
-        placed = Placed(stack, CASES[case], "1", comm)
-        placed.train(0, BEFORE)
-        return placed.result([]), placed.result(placed.train(BEFORE, steps))
+        alone = Placed(stack, CASES[case], "1", comm)
+        alone.train(0, BEFORE)
+        return alone.result([]), alone.result(alone.train(BEFORE, steps))
 
 
 #: A case, and the layout that loads.
@@ -109,11 +87,11 @@ _SAVED: dict[tuple[str, str], bytes] = {}
 def saved(case: str, name: str, comm: Any) -> bytes:
     """Return the checkpoint of a layout on all ranks. Collective."""
     with ExitStack() as stack:
-        placed = Placed(stack, CASES[case], name, comm)
+        writer = Placed(stack, CASES[case], name, comm)
         image = None
-        if placed.model is not None:
-            placed.train(0, BEFORE)
-            image = placed.model.serialize()
+        if writer.model is not None:
+            writer.train(0, BEFORE)
+            image = writer.model.serialize()
     whole: bytes = comm.broadcast_object(image)
     return whole
 
@@ -131,12 +109,12 @@ def load(training: Training, comm: Any, args: argparse.Namespace) -> Row:
         if key not in _SAVED:
             _SAVED[key] = saved(case, writer, comm)
     with ExitStack() as stack:
-        placed = Placed(stack, CASES[case], name, comm)
-        if placed.model is not None:
+        reader = Placed(stack, CASES[case], name, comm)
+        if reader.model is not None:
             for writer in LAYOUTS:
-                placed.model.deserialize(_SAVED[case, writer, comm.rank])
-                loaded = placed.result([])
-                pairs[writer] = loaded, placed.result(placed.train(BEFORE, args.steps))
+                reader.model.deserialize(_SAVED[case, writer, comm.rank])
+                loaded = reader.result([])
+                pairs[writer] = loaded, reader.result(reader.train(BEFORE, args.steps))
     return {"case": case, "reader": name, "pairs": pairs}
 
 

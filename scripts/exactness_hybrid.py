@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from harness.matrix import MEMORIES, Matrix, Row, arguments, run
-from harness.models import MODELS, batches
+from harness.models import MODELS, Case
 from harness.tables import aligned
 
 import mpizero as mz
@@ -41,34 +42,6 @@ BOUNDS = {"float32": 1e-5, "float64": 1e-12}
 POWERS = (1, 2, 4, 8)
 #: How trainings are cut, as the options name it.
 KINDS = ("stages", "tiles", "rounding")
-
-
-@dataclass(frozen=True)
-class Case:
-    """Describe one training: ``batch`` samples in grains of ``grain``, of a model of ``harness.models``."""
-
-    name: str
-    model: str
-    batch: int
-    grain: int
-    optimizer: str = "adamw"
-    clip: float | None = None
-    dtype: str = "float32"
-
-    def wrapped(self) -> Any:
-        """Return the model of this case."""
-        return MODELS[self.model](self.dtype)
-
-    def update(self) -> Any:
-        """Return the optimizer of this case."""
-        return {"adamw": mz.AdamW(lr=1e-3), "lamb": mz.LAMB(lr=3e-3), "sgd": mz.SGD(lr=0.02, momentum=0.9)}[
-            self.optimizer
-        ]
-
-    @property
-    def has_sequences(self) -> bool:
-        """Tell whether samples are sequences, which a context group can cut."""
-        return "MLP" not in self.model
 
 
 @cache
@@ -219,12 +192,13 @@ def train(training: Training, comm: Any, args: argparse.Namespace) -> Row:
     return row | found[0] | {"repeats": found[0] == found[-1]}
 
 
-def _train(case: Case, comm: Any, way: Way, steps: int) -> Row:
-    """Train one case, distributed as ``way`` says; return what must be that of one process. Collective."""
+@contextmanager
+def placed(case: Case, comm: Any, way: Way) -> Iterator[mz.HybridShardedModel]:
+    """Yield the model of a case, distributed as ``way`` says, until the end of a ``with`` block. Collective."""
     tiles = dict(zip(("tensor", "context"), way.tiles, strict=True)) if way.tiles != (1, 1) else None
-    settings = {"micro_batch": case.grain, "clip": case.clip, "tiles": tiles, **MEMORIES[way.memory]}
-    with mz.ShardingConfig(comm=comm, **settings) as config:
-        model = mz.HybridShardedModel(
+    with (
+        mz.ShardingConfig(comm=comm, tiles=tiles, **case.settings(way.memory)) as config,
+        mz.HybridShardedModel(
             case.wrapped(),
             config,
             way.pipeline,
@@ -234,12 +208,17 @@ def _train(case: Case, comm: Any, way: Way, steps: int) -> Row:
             virtual_stages=VIRTUAL[way.schedule],
             context_parallel_size=way.context,
             optimizer=case.update(),
-        )
-        with model:
-            own = batches(case.model, case.batch, steps, model.batch_group.rank, model.batch_group.size)
-            losses = [model.train(x, y) for x, y in own]
-            digest = sha256(model.parameters_sha256().encode() + np.array(losses).tobytes()).hexdigest()
-            return {"sha256": digest, "losses": losses, "says": model.metadata().exactness}
+        ) as model,
+    ):
+        yield model
+
+
+def _train(case: Case, comm: Any, way: Way, steps: int) -> Row:
+    """Train one case, distributed as ``way`` says; return what must be that of one process. Collective."""
+    with placed(case, comm, way) as model:
+        losses = [model.train(x, y) for x, y in case.batches(steps, model.batch_group.rank, model.batch_group.size)]
+        digest = sha256(model.parameters_sha256().encode() + np.array(losses).tobytes()).hexdigest()
+        return {"sha256": digest, "losses": losses, "says": model.metadata().exactness}
 
 
 def matrix(kinds: Sequence[str] = KINDS) -> Matrix:

@@ -14,11 +14,10 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from harness.matrix import MEMORIES, Matrix, Row, arguments, one_hash, run
+from harness.matrix import MEMORIES, STRATEGIES, Matrix, Row, arguments, one_hash, run
 
 import mpizero as mz
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 RNG = np.random.default_rng(0)
 TIMES = np.linspace(0.0, 4.0, 45)
 CURVE = 2.5 * np.exp(-1.3 * TIMES) + 0.5 + 0.05 * RNG.standard_normal(45)

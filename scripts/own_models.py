@@ -28,10 +28,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from exactness import STRATEGIES
 from harness.jobs import Mpi
 from harness.matrix import MEMORIES as USUAL_MEMORIES
-from harness.matrix import Matrix, Place, Row, arguments, one_hash, run
+from harness.matrix import STRATEGIES, Matrix, Place, Row, arguments, one_hash, run
 
 import mpizero as mz
 from mpizero.layout import SCHEDULES

@@ -29,6 +29,7 @@ MEMORIES: Mapping[str, Mapping[str, Any]] = {
     "private": {"share_node_memory": False},
     "nodes of 2": {"ranks_per_node": 2},
 }
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 Row = dict[str, Any]
 
 

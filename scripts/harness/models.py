@@ -1,14 +1,16 @@
-"""Models of the matrix: a GPT, an MLP, and two that a user might write with the library's layers."""
+"""Cases of the matrix, and their models: GPTs, MLPs, and two that a user might write with the library's layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import mpizero as mz
+from harness.matrix import MEMORIES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 VOCABULARY, LENGTH = 29, 8
@@ -77,16 +79,12 @@ class OwnModel:
         return {**found, "out": mz.nn.Linear(16, 3)}
 
 
-def deep_gpt(dtype: str) -> mz.nn.GPT:
-    """Return a GPT of 16 blocks: two chunks on each of 8 stages."""
-    sizes = {"dim": 16, "layers": 14, "heads": 4, "sequence": LENGTH, "vocabulary": VOCABULARY}
-    return mz.nn.GPT(**sizes, dropout=0.1, tied=True, dtype=dtype)
-
-
-def gpt(dtype: str, tied: bool, heads: int = 8) -> mz.nn.GPT:
-    """Return a GPT of 4 blocks whose heads, places and widths can be cut into 8 tiles."""
-    sizes = {"dim": max(heads, 16), "layers": 2, "heads": heads, "sequence": LENGTH, "vocabulary": VOCABULARY}
-    return mz.nn.GPT(**sizes, dropout=0.1, tied=tied, dtype=dtype)
+def gpt(
+    dtype: str, *, layers: int = 2, heads: int = 8, tied: bool = True, dropout: float = 0.1, longest: int = LENGTH
+) -> mz.nn.GPT:
+    """Return a GPT whose heads, places and widths can be cut into 8 tiles."""
+    sizes = {"dim": max(heads, 16), "layers": layers, "heads": heads, "sequence": longest, "vocabulary": VOCABULARY}
+    return mz.nn.GPT(**sizes, dropout=dropout, tied=tied, dtype=dtype)
 
 
 def mlp(dtype: str, blocks: int = 8) -> mz.nn.MLP:
@@ -95,32 +93,74 @@ def mlp(dtype: str, blocks: int = 8) -> mz.nn.MLP:
     return mz.nn.MLP(features=7, hidden=hidden, outputs=4, activation="tanh", dtype=dtype, seed=3)
 
 
-MODELS = {
-    "deep GPT": deep_gpt,
-    "deep MLP": lambda dtype: mlp(dtype, 16),
-    "GPT": lambda dtype: gpt(dtype, tied=True),
-    "untied GPT": lambda dtype: gpt(dtype, tied=False),
-    "GPT, 24 heads": lambda dtype: gpt(dtype, tied=True, heads=24),
+#: By name. The deep ones have 16 blocks: two chunks on each of 8 stages.
+MODELS: dict[str, Callable[[str], Any]] = {
+    "deep GPT": partial(gpt, layers=14, heads=4),
+    "deep MLP": partial(mlp, blocks=16),
+    "GPT": gpt,
+    "untied GPT": partial(gpt, tied=False),
+    "GPT without dropout": partial(gpt, tied=False, dropout=0.0),
+    "tied GPT without dropout": partial(gpt, dropout=0.0),
+    "GPT for 1024 tokens": partial(gpt, longest=1024),
+    "GPT, 24 heads": partial(gpt, heads=24),
     "MLP": mlp,
     "own": lambda dtype: OwnModel(np.dtype(dtype)),
     "own, talking": lambda dtype: OwnModel(np.dtype(dtype), TalkingAdapter),
 }
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adamw": partial(mz.AdamW, lr=1e-3),
+    "lamb": partial(mz.LAMB, lr=3e-3),
+    "sgd": partial(mz.SGD, lr=0.02, momentum=0.9),
+}
 
 
-def batches(model: str, samples: int, steps: int, rank: int, size: int) -> Iterator[tuple[Array, Array]]:
-    """Yield the part of replica ``rank`` of ``size`` in each of ``steps`` global batches for ``MODELS[model]``.
+@dataclass(frozen=True)
+class Case:
+    """Describe a training whose bits no layout may change: ``batch`` samples in grains of ``grain``.
 
-    The parts of replicas may have different numbers of samples.
+    ``model`` is a name of ``MODELS``, ``optimizer`` one of ``OPTIMIZERS``. A ``grain`` of None is the default.
     """
-    rng = np.random.default_rng(7)
-    mine = slice(rank * samples // size, (rank + 1) * samples // size)
-    for _ in range(steps):
-        if "MLP" in model:
-            x = rng.normal(size=(samples, 7))
-            yield x[mine], (np.abs(x[mine, 0]) + x[mine, 1] > 0.5).astype(np.int64)
-        elif "own" in model:
-            x = rng.normal(size=(samples, LENGTH, 5))
-            yield x[mine], np.cumsum(x, axis=1)[mine, :, :3]
-        else:
-            text = np.cumsum(rng.integers(1, 4, (samples, LENGTH + 1)), axis=1) % VOCABULARY  # something to learn
-            yield text[mine, :-1], text[mine, 1:]
+
+    name: str
+    model: str
+    batch: int
+    grain: int | None
+    optimizer: str = "adamw"
+    clip: float | None = None
+    dtype: str = "float32"
+
+    def wrapped(self) -> Any:
+        """Return the model of this case."""
+        return MODELS[self.model](self.dtype)
+
+    def update(self) -> Any:
+        """Return the optimizer of this case."""
+        return OPTIMIZERS[self.optimizer]()
+
+    def settings(self, memory: str) -> dict[str, Any]:
+        """Return the settings of ``ShardingConfig`` for a kind of memory of ``harness.matrix``."""
+        return {"micro_batch": self.grain, "clip": self.clip, **MEMORIES[memory]}
+
+    @property
+    def has_sequences(self) -> bool:
+        """Tell whether samples are sequences, which a context group can cut."""
+        return "MLP" not in self.model
+
+    def batches(self, steps: int, rank: int, size: int) -> Iterator[tuple[Array, Array]]:
+        """Yield the part of replica ``rank`` of ``size`` in each of ``steps`` global batches.
+
+        The parts of replicas may have different numbers of samples.
+        """
+        rng = np.random.default_rng(7)
+        mine = slice(rank * self.batch // size, (rank + 1) * self.batch // size)
+        for _ in range(steps):
+            if "MLP" in self.model:
+                x = rng.normal(size=(self.batch, 7))
+                yield x[mine], (np.abs(x[mine, 0]) + x[mine, 1] > 0.5).astype(np.int64)
+            elif "own" in self.model:
+                x = rng.normal(size=(self.batch, LENGTH, 5))
+                yield x[mine], np.cumsum(x, axis=1)[mine, :, :3]
+            else:
+                steps_on = rng.integers(1, 4, (self.batch, LENGTH + 1))
+                text = np.cumsum(steps_on, axis=1) % VOCABULARY  # something to learn
+                yield text[mine, :-1], text[mine, 1:]
