@@ -101,7 +101,7 @@ def at_system_calls(torture: Torture) -> None:
     for how in ways(torture):
         print(f"system calls of saves, {how}", flush=True)
         syscalls.check_order(torture, how)
-        syscalls.kill_everywhere(torture, how, 3 if short else 0)
+        syscalls.kill_everywhere(torture, how, 2 if short else 0)
         syscalls.refuse_everywhere(torture, how, 1 if short else 0)
         if not short:
             syscalls.slow_rank(torture, how)

@@ -23,7 +23,7 @@ from torturing import saver
 SAVER = str(Path(saver.__file__))
 
 
-@dataclass
+@dataclass(eq=False)
 class Torture:
     """Hold the options of a run of scripts/torture.py, its temporary folder, and the results so far.
 

@@ -12,12 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.jobs import run
-
 from mpizero import checkpoint
 from mpizero.errors import CheckpointError
 from torturing.cases import Torture
-from torturing.training import STEPS, Reference, result_of
+from torturing.training import STEPS, Reference, checkpoints_of, result_of
 
 FILES = ("state.h5", "manifest.json")
 
@@ -148,7 +146,7 @@ def resume_past_damage(torture: Torture, reference: Reference, count: int) -> No
     row, draw = torture.table.row("resumed past a damaged newest checkpoint"), torture.random
     for number in range(count):
         with torture.case() as folder:
-            checkpoints = folder / "run" / "checkpoints"
+            checkpoints = checkpoints_of(folder)
             for step in (STEPS - 1, STEPS):
                 path = Path(checkpoint.step_folder(reference.checkpoints, step))
                 shutil.copytree(path, checkpoints / path.name)
@@ -156,8 +154,7 @@ def resume_past_damage(torture: Torture, reference: Reference, count: int) -> No
             data = bytearray(file.read_bytes())
             (_flip, _truncate, _zeros)[number // 2 % 3](data, draw)
             file.write_bytes(data)
-            command = torture.mpis["first"].command(torture.options.ranks, reference.program(checkpoints))
-            ended = run(command, torture.limit, folder / "job")
+            ended = reference.run(folder)
             problem = "" if result_of(ended) == reference.result else f"another result: {ended.out} {ended.err[-300:]}"
             if not problem and not (file.parent.name in ended.err and file.name in ended.err):
                 problem = f"nothing said of {file}: {ended.err[-300:]}"

@@ -7,7 +7,7 @@ import resource
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from harness.outcomes import Row
 
 from mpizero import checkpoint
 from torturing.cases import SAVER, Torture, acknowledged, hidden, prepare, problem_of_ending, problem_of_folder
-from torturing.training import SETTINGS, Reference, after_step, newest_seen
+from torturing.training import Reference, after_step, checkpoints_of, newest_seen
 
 #: How often making a disk read-only is tried.
 _TRIES = 2000
@@ -49,121 +49,96 @@ def _judge(row: Row, reference: Reference, ended: Ended, checkpoints: Path, text
 
 
 def full_disks(torture: Torture, reference: Reference, how: str, count: int) -> None:
-    """Train on ``count`` file systems of different sizes, all too small for the checkpoints that are kept.
-
-    ``how`` is the way to save: "direct", "background" or "mpio".
-    """
+    """Train on ``count`` file systems of different sizes, all too small for the checkpoints that are kept."""
     row = torture.table.row(f"a full disk, {how}")
     one = sum(file.stat().st_size for file in Path(checkpoint.step_folder(reference.checkpoints, 1)).iterdir())
     for number in range(count):
         with torture.case() as folder:
-            disk, copy = folder / "disk", folder / "copy"
+            disk, copy = folder / "run", folder / "copy"
             disk.mkdir()
             size = int(one * (0.5 + 2.4 * number / max(1, count - 1)))
             mount = f"mount -t tmpfs -o size={size} none {disk}"
             script = f'{mount} && {{ "$@"; status=$?; cp -a {disk} {copy}; exit $status; }}'
-            program = reference.program(disk / "checkpoints", SETTINGS[how])
-            command = torture.mpi_of(how).command(torture.options.ranks, program)
-            ended = run(["unshare", "-m", "bash", "-c", script, "full", *command], torture.limit, folder / "job")
+            ended = reference.run(folder, how, before=["unshare", "-m", "bash", "-c", script, "full"])
             _judge(row, reference, ended, copy / "checkpoints", ["No space left on device"], 0)
 
 
 def small_files(torture: Torture, reference: Reference, how: str) -> None:
-    """Limit the size of files (RLIMIT_FSIZE) from step 2 of a training on, on one rank or on all; needs no root.
-
-    ``how`` is the way to save: "direct", "background" or "mpio".
-    """
+    """Limit the size of files (RLIMIT_FSIZE) from step 2 of a training on, on one rank or on all; needs no root."""
     row = torture.table.row(f"files that may not grow, {how}")
     size = Path(checkpoint.step_folder(reference.checkpoints, 1), "state.h5").stat().st_size // 2
     for victim in (None, *range(torture.options.ranks)):
         with torture.case() as folder:
-            checkpoints = folder / "run" / "checkpoints"
-            command = torture.mpi_of(how).command(torture.options.ranks, reference.program(checkpoints, SETTINGS[how]))
 
             def limit(job: Job, victim: int | None = victim) -> None:
                 for pid, rank in job.processes().items():
                     if rank >= 0 and victim in (None, rank):
                         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
 
-            ended = run(command, torture.limit, folder / "job", meanwhile=after_step(checkpoints, 2, limit))
-            _judge(row, reference, ended, checkpoints, ["File too large"], 2)
+            ended = reference.run(folder, how, after_step(folder, 2, limit))
+            _judge(row, reference, ended, checkpoints_of(folder), ["File too large"], 2)
 
 
 def read_only(torture: Torture, reference: Reference, how: str) -> None:
-    """Make the checkpoint folder read-only during a training: by remounting it, and by the attribute "immutable".
-
-    ``how`` is the way to save: "direct", "background" or "mpio".
-    """
+    """Make the checkpoint folder read-only during a training: by remounting it, and by the attribute "immutable"."""
     row = torture.table.row(f"a folder that becomes read-only, {how}")
-    ranks = torture.options.ranks
-    with torture.case() as folder:
-        checkpoints = folder / "run" / "checkpoints"
-        checkpoints.mkdir(parents=True)
+    for text in ("Read-only file system", "Operation not permitted"):
+        with torture.case() as folder:
+            checkpoints, before, works = checkpoints_of(folder), list[str](), list[bool]()
+            checkpoints.mkdir(parents=True)
 
-        def remount(job: Job) -> None:
-            enter = ["nsenter", "-t", str(job.process.pid), "-m"]
-            mount = [*enter, "mount", "-o", "remount,bind,ro", str(checkpoints)]
-            for _ in range(_TRIES):  # the system refuses while a file there is open to be written
-                if subprocess.run(mount, check=False, capture_output=True).returncode == 0:
-                    return
-                time.sleep(0.002)
-            subprocess.run(mount, check=True)
+            def succeeds(*command: object) -> bool:
+                return subprocess.run([*map(str, command)], check=False, capture_output=True).returncode == 0
 
-        command = torture.mpi_of(how).command(ranks, reference.program(checkpoints, SETTINGS[how]))
-        script = f'mount --bind {checkpoints} {checkpoints} && exec "$@"'
-        ended = run(
-            ["unshare", "-m", "bash", "-c", script, "bind", *command],
-            torture.limit,
-            meanwhile=after_step(checkpoints, 3, remount),
-        )
-        # Files half written when the disk becomes read-only cannot be removed; the next save removes them.
-        _sweep(checkpoints)
-        _judge(row, reference, ended, checkpoints, ["Read-only file system"], 3)
-    with torture.case() as folder:
-        checkpoints = folder / "run" / "checkpoints"
-        freeze = ["chattr", "+i", str(checkpoints)]
-        command = torture.mpi_of(how).command(ranks, reference.program(checkpoints, SETTINGS[how]))
-        works: list[int] = []
-        try:
-            ended = run(
-                command,
-                torture.limit,
-                meanwhile=after_step(
-                    checkpoints, 3, lambda job: works.append(subprocess.run(freeze, check=False).returncode)
-                ),
-            )
-        finally:
-            subprocess.run(["chattr", "-i", str(checkpoints)], stderr=subprocess.DEVNULL, check=False)
-        if works == [0]:
-            _sweep(checkpoints)
-            _judge(row, reference, ended, checkpoints, ["Operation not permitted"], 3)
+            def remount(job: Job, checkpoints: Path = checkpoints, works: list[bool] = works) -> None:
+                enter = ("nsenter", "-t", job.process.pid, "-m")
+                for _ in range(_TRIES):  # the system refuses while a file there is open to be written
+                    if succeeds(*enter, "mount", "-o", "remount,bind,ro", checkpoints):
+                        works.append(True)
+                        return
+                    time.sleep(0.002)
 
+            def freeze(job: Job, checkpoints: Path = checkpoints, works: list[bool] = works) -> None:
+                works.append(succeeds("chattr", "+i", checkpoints))
 
-def _sweep(checkpoints: Path) -> None:
-    """Remove temporary files that saves could not remove from a read-only disk, as the next save would."""
-    for name in hidden(checkpoints):
-        if name.startswith(".tmp-"):
-            shutil.rmtree(checkpoints / name)
+            remounts = text.startswith("Read-only")
+            if remounts:
+                before = [
+                    "unshare",
+                    "-m",
+                    "bash",
+                    "-c",
+                    f'mount --bind {checkpoints} {checkpoints} && exec "$@"',
+                    "bind",
+                ]
+            try:
+                ended = reference.run(
+                    folder, how, after_step(folder, 3, remount if remounts else freeze), before=before
+                )
+            finally:
+                succeeds("chattr", "-i", checkpoints)
+            # Files half written when the disk becomes read-only cannot be removed; the next save removes them.
+            for name in hidden(checkpoints):
+                if name.startswith(".tmp-"):
+                    shutil.rmtree(checkpoints / name)
+            if remounts or works == [True]:  # not every file system has the attribute
+                _judge(row, reference, ended, checkpoints, [text], 3)
 
 
 def deleted(torture: Torture, reference: Reference, how: str) -> None:
-    """Remove a folder during a training: the folder of checkpoints, or that of the whole run.
-
-    ``how`` is the way to save: "direct", "background" or "mpio".
-    """
+    """Remove a folder during a training: the folder of checkpoints, or that of the whole run."""
     row = torture.table.row(f"a folder that is deleted, {how}")
     for name in ("checkpoints", ""):
         with torture.case() as folder:
-            checkpoints = folder / "run" / "checkpoints"
-            settings = [*SETTINGS[how], "train.steps=100000"]  # it must not end before the folder is removed
-            command = torture.mpi_of(how).command(torture.options.ranks, reference.program(checkpoints, settings))
 
             def away(job: Job, victim: Path = folder / "run" / name, trash: Path = folder / "trash") -> None:
                 victim.rename(trash)
                 shutil.rmtree(trash)
 
-            ended = run(command, torture.limit, folder / "job", meanwhile=after_step(checkpoints, 3, away))
-            _judge(row, reference, ended, checkpoints, ["has been removed", "No such file or directory"], 0)
+            endless = ["train.steps=100000"]  # it must not end before the folder is removed
+            ended = reference.run(folder, how, after_step(folder, 3, away), endless)
+            said = ["has been removed", "No such file or directory"]
+            _judge(row, reference, ended, checkpoints_of(folder), said, 0)
 
 
 def two_jobs(torture: Torture, reference: Reference) -> None:
@@ -176,20 +151,17 @@ def two_jobs(torture: Torture, reference: Reference) -> None:
         run_folder = prepare(folder)
         program = [SAVER, run_folder, "12", "direct", "2", "0.02"]
         command = torture.mpis["first"].command(torture.options.ranks, program)
-        ends = _both(command, torture.limit)
-        refusals = [ended for ended in ends if ended.status]
-        problem = next((e.err[-500:] for e in refusals if "another run" not in e.err and "exists" not in e.err), "")
+        problem, outcome = _both(lambda: run(command, torture.limit), "another run", "exists")
         problem = problem or problem_of_folder(run_folder, acknowledged(run_folder))
-        row.add(problem, f"{len(refusals)} of 2 turned away", "two that only save")
+        row.add(problem, outcome, "two that only save")
     with torture.case() as folder:
-        checkpoints = folder / "run" / "checkpoints"
-        train = torture.mpis["first"].command(torture.options.ranks, reference.program(checkpoints))
-        ends = _both(train, torture.limit)
-        refusals = [ended for ended in ends if ended.status]
-        problem = next((e.err[-500:] for e in refusals if "in use by" not in e.err), "")
-        row.add(problem or reference.problem_of(checkpoints, 1), f"{len(refusals)} of 2 turned away", "two that train")
+        problem, outcome = _both(lambda: reference.run(folder), "in use by")
+        row.add(problem or reference.problem_of(checkpoints_of(folder), 1), outcome, "two that train")
 
 
-def _both(command: Sequence[str], limit: float) -> list[Ended]:
+def _both(start: Callable[[], Ended], *excuses: str) -> tuple[str, str]:
+    """Run two jobs at once; return what one says that failed without one of the excuses, and how many failed."""
     with ThreadPoolExecutor() as threads:
-        return list(threads.map(lambda _: run(command, limit), range(2)))
+        refusals = [job.result() for job in [threads.submit(start) for _ in range(2)] if job.result().status]
+    problem = next((ended.err[-500:] for ended in refusals if not any(text in ended.err for text in excuses)), "")
+    return problem, f"{len(refusals)} of 2 turned away"

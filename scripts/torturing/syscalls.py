@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from harness.jobs import Ended, run
@@ -32,19 +33,8 @@ WRITES = (
 _LINE = re.compile(r"(?P<thread>\d+) +(?P<time>[\d.]+) (?P<name>\w+)\((?P<rest>.*)")
 _PATH = re.compile(r'<(/[^>]*)>|"(/[^"]*)"')
 #: The error with which each system call is refused.
-ERRORS = {
-    "pwrite64": "ENOSPC",
-    "write": "ENOSPC",
-    "writev": "ENOSPC",
-    "pwritev": "ENOSPC",
-    "fallocate": "ENOSPC",
-    "ftruncate": "EIO",
-    "mkdir": "ENOSPC",
-    "fsync": "EIO",
-    "fdatasync": "EIO",
-    "rename": "EIO",
-    "renameat2": "EIO",
-}
+ERRORS = dict.fromkeys(("pwrite64", "write", "writev", "pwritev", "fallocate", "mkdir"), "ENOSPC")
+ERRORS |= dict.fromkeys(("ftruncate", "fsync", "fdatasync", "rename", "renameat2"), "EIO")
 
 
 @dataclass(frozen=True)
@@ -110,6 +100,7 @@ def saving(folder: Path, how: str, steps: int = 1, keep: int = 1) -> list[str]:
     return [SAVER, str(folder), str(steps), how, str(keep)]
 
 
+@cache
 def points_of(torture: Torture, how: str, victim: int) -> tuple[list[Call], str]:
     """Run a job that saves once and removes the previous checkpoint; return the system calls of rank ``victim`` in it.
 
@@ -153,71 +144,60 @@ def planted_for(call: Call, calls: Sequence[Call], victim: int) -> str:
     return f"save.write:{victim}:{before.index(call) + 1}:kill"
 
 
-def kill_everywhere(torture: Torture, how: str, sample: int) -> None:
-    """Kill one rank at each system call by which a save changes files, each time in a new job.
+def chosen_calls(
+    torture: Torture, row: Row, how: str, sample: int, wanted: Callable[[Call, int], bool] = lambda call, victim: True
+) -> Iterator[tuple[int, Call, list[Call]]]:
+    """Yield of the first and the last rank the system calls that are ``wanted``, a ``sample`` of them if it is not 0.
 
-    ``how`` is the way to save: "direct", "background" or "mpio". ``sample`` is the number of calls that are chosen; 0
-    means all.
+    Each comes with its rank, and with all calls of this rank. A sample is spread over them, elsewhere for each rank.
     """
-    row = torture.table.row(f"killed at every system call, {how}")
+    draw = torture.random
     for victim in (0, torture.options.ranks - 1):
-        calls, problem = points_of(torture, how, victim)
+        every, problem = points_of(torture, how, victim)
+        calls = [call for call in every if wanted(call, victim)]
         if problem or not calls:
             row.add(problem or "no system calls found", "", f"rank {victim}")
-            continue
-        chosen = calls if not sample else [calls[k * len(calls) // sample] for k in range(min(sample, len(calls)))]
-        for call in chosen:
-            _kill_at(torture, row, how, victim, call, calls)
+        count, start = min(sample or len(calls), len(calls)), draw.random()
+        yield from ((victim, calls[int((k + start) * len(calls) / count)], every) for k in range(count))
 
 
-def _kill_at(torture: Torture, row: Row, how: str, victim: int, call: Call, calls: Sequence[Call]) -> None:
-    case = f"rank {victim}, {call.name} {call.number} of {Path(call.path).name}"
-    with torture.case() as folder:
-        run_folder, variables = prepare(folder), {}
-        wrapper = wrapper_for(call, victim, folder, "signal=KILL")
-        if not wrapper:
-            variables, wrapper = {"MPIZERO_FAULT": planted_for(call, calls, victim)}, 'exec "$@"'
-        command = torture.mpi_of(how).command(torture.options.ranks, saving(run_folder, how), victim, wrapper)
-        ended = run(command, torture.limit, folder, environment=variables)
-        done = acknowledged(run_folder)
-        problem = problem_of_ending(ended) or problem_of_folder(run_folder, max(1, done))
-        new = (run_folder / "step_00000002").exists()
-        outcome = "new one kept" if new else "old one kept"
-        row.add(problem or problem_of_next_save(run_folder), outcome, case)
+def kill_everywhere(torture: Torture, how: str, sample: int) -> None:
+    """Kill one rank at each system call by which a save changes files, each time in a new job."""
+    row = torture.table.row(f"killed at every system call, {how}")
+    for victim, call, calls in chosen_calls(torture, row, how, sample):
+        with torture.case() as folder:
+            run_folder, variables = prepare(folder), {}
+            wrapper = wrapper_for(call, victim, folder, "signal=KILL")
+            if not wrapper:
+                variables, wrapper = {"MPIZERO_FAULT": planted_for(call, calls, victim)}, 'exec "$@"'
+            command = torture.mpi_of(how).command(torture.options.ranks, saving(run_folder, how), victim, wrapper)
+            ended = run(command, torture.limit, folder, environment=variables)
+            problem = problem_of_ending(ended) or problem_of_folder(run_folder, max(1, acknowledged(run_folder)))
+            outcome = "new one kept" if (run_folder / "step_00000002").exists() else "old one kept"
+            case = f"rank {victim}, {call.name} {call.number} of {Path(call.path).name}"
+            row.add(problem or problem_of_next_save(run_folder), outcome, case)
 
 
 def refuse_everywhere(torture: Torture, how: str, sample: int) -> None:
-    """Let each system call of a save fail once, as on a full or broken disk, each time in a new job.
-
-    ``how`` is the way to save: "direct", "background" or "mpio". ``sample`` is the number of calls that are chosen; 0
-    means all.
-    """
+    """Let each system call of a save fail once, as on a full or broken disk, each time in a new job."""
     row = torture.table.row(f"refused by the disk at every system call, {how}")
-    for victim in (0, torture.options.ranks - 1):
-        calls, problem = points_of(torture, how, victim)
-        calls = [call for call in calls if call.name in ERRORS and ".tmp-del-" not in call.path]
-        if problem or not calls:
-            row.add(problem or "no system calls found", "", f"rank {victim}")
-            continue
-        chosen = calls if not sample else [calls[k * len(calls) // sample] for k in range(min(sample, len(calls)))]
-        for call in chosen:
-            _refuse_at(torture, row, how, victim, call)
 
+    def can_fail(call: Call, victim: int) -> bool:
+        known = call.name in ERRORS and ".tmp-del-" not in call.path
+        return known and bool(wrapper_for(call, victim, Path(), ""))  # else one under another number is the same call
 
-def _refuse_at(torture: Torture, row: Row, how: str, victim: int, call: Call) -> None:
-    error = ERRORS[call.name]
-    case = f"rank {victim}, {error} for {call.name} {call.number} of {Path(call.path).name}"
-    with torture.case() as folder:
-        run_folder = prepare(folder)
-        wrapper = wrapper_for(call, victim, folder, f"error={error}")
-        if not wrapper:
-            return  # the same call of the same thread under another number
-        command = torture.mpi_of(how).command(torture.options.ranks, saving(run_folder, how), victim, wrapper)
-        ended = run(command, torture.limit, folder)
-        problem = problem_of_refusal(ended, run_folder, error)
-        outcome = "new one kept" if (run_folder / "step_00000002").exists() else "old one kept"
-        outcome += ", ended by the watchdog" if stuck_in_hdf5(ended) else ""
-        row.add(problem or problem_of_next_save(run_folder), outcome, case)
+    for victim, call, _ in chosen_calls(torture, row, how, sample, can_fail):
+        error = ERRORS[call.name]
+        with torture.case() as folder:
+            run_folder = prepare(folder)
+            wrapper = wrapper_for(call, victim, folder, f"error={error}")
+            command = torture.mpi_of(how).command(torture.options.ranks, saving(run_folder, how), victim, wrapper)
+            ended = run(command, torture.limit, folder)
+            problem = problem_of_refusal(ended, run_folder, error)
+            outcome = "new one kept" if (run_folder / "step_00000002").exists() else "old one kept"
+            outcome += ", ended by the watchdog" if stuck_in_hdf5(ended) else ""
+            case = f"rank {victim}, {error} for {call.name} {call.number} of {Path(call.path).name}"
+            row.add(problem or problem_of_next_save(run_folder), outcome, case)
 
 
 def stuck_in_hdf5(ended: Ended) -> bool:
@@ -288,10 +268,7 @@ def _disorder(calls: Sequence[Call], run_folder: Path) -> str:
 
 
 def slow_rank(torture: Torture, how: str) -> None:
-    """Delay writes of one rank, and check that the save waits for it.
-
-    ``how`` is the way to save: "direct", "background" or "mpio".
-    """
+    """Delay writes of one rank, and check that the save waits for it."""
     row = torture.table.row(f"a slow disk on one rank: {how}")
     for victim in (0, torture.options.ranks - 1):
         with torture.case() as folder:

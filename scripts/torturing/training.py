@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,23 +64,32 @@ class Reference:
         np.save(self.home / "y.npy", draw.integers(0, 4, 64))
         self.config = self.home / "config.toml"
         self.config.write_text(CONFIG.format(self.home, STEPS), encoding="utf-8")
-        self.checkpoints = self.home / "run" / "checkpoints"
-        command = torture.mpis["first"].command(
-            torture.options.ranks, self.program(self.checkpoints, ["checkpoint.keep=1000"])
-        )
-        ended = run(command, 3 * torture.limit, self.home / "job")
+        self.checkpoints, self._torture = checkpoints_of(self.home), torture
+        ended = self.run(self.home, settings=["checkpoint.keep=1000"], patience=3)
         if ended.status:
             raise SystemExit(f"an undisturbed training fails:\n{ended.err}")
         self.result = result_of(ended)
         self.hashes = {checkpoint.step_of(path): contents(path) for path in self.checkpoints.iterdir()}
 
-    def program(self, checkpoints: Path, settings: Sequence[str] = ()) -> list[str]:
-        """Return the command line of the same training with other settings, without the interpreter.
+    def run(
+        self,
+        folder: Path,
+        how: str = "direct",
+        meanwhile: Callable[[Job], bool] | None = None,
+        settings: Sequence[str] = (),
+        before: Sequence[str] = (),
+        patience: float = 1.0,
+    ) -> Ended:
+        """Run the same training in the folder of a case, from the newest checkpoint there; return how it ended.
 
-        It saves to the folder ``checkpoints``, and resumes from the newest checkpoint there.
+        ``how`` is the way to save, ``settings`` are others than those of this training, ``before`` are words before the
+        command line, and ``patience`` is how many times the usual limit the job may take.
         """
-        given = [f"checkpoint.folder={checkpoints}", *settings]
-        return ["-m", "mpizero", "train", str(self.config), *(word for s in given for word in ("--set", s)), "--resume"]
+        given = [f"checkpoint.folder={checkpoints_of(folder)}", *SETTINGS[how], *settings]
+        words = ["train", self.config, *(word for setting in given for word in ("--set", setting)), "--resume"]
+        command = self._torture.mpi_of(how).command(self._torture.options.ranks, ["-m", "mpizero", *words])
+        job = Path(tempfile.mkdtemp(prefix="job-", dir=folder))
+        return run([*before, *command], patience * self._torture.limit, job, meanwhile=meanwhile)
 
     def problem_of(self, checkpoints: Path, at_least: int) -> str:
         """Return what is wrong with the newest checkpoint of another run of this training; "" if nothing is.
@@ -100,6 +110,11 @@ class Reference:
             return "" if newest is None or contents(newest) == self.hashes[step] else f"{newest} holds something else"
         except Exception as error:
             return f"{newest} does not load: {error}"
+
+
+def checkpoints_of(folder: Path) -> Path:
+    """Return the folder of checkpoints of a training that runs in the folder of a case."""
+    return folder / "run" / "checkpoints"
 
 
 def contents(path: str | os.PathLike[str]) -> str:
@@ -131,15 +146,14 @@ def kill_at_random(torture: Torture, reference: Reference, how: str, count: int)
     """Kill one rank, all ranks or the launcher of a training at a random moment, resume it, and kill it again.
 
     After at most ten kills a training may go on to its end, where its result must be that of ``reference``. New
-    trainings begin until there were ``count`` kills. ``how`` is the way to save: "direct", "background" or "mpio".
+    trainings begin until there were ``count`` kills.
     """
     killed = torture.table.row(f"killed at a random moment of training, {how}")
     ends = torture.table.row(f"runs that went on to their end, {how}")
     random = torture.random
     while killed.cases < count and ends.cases < count:
         with torture.case() as folder:
-            checkpoints = folder / "run" / "checkpoints"
-            command = torture.mpi_of(how).command(torture.options.ranks, reference.program(checkpoints, SETTINGS[how]))
+            checkpoints = checkpoints_of(folder)
             kills = min(KILLS, count - killed.cases)
             done = 0
             for number in range(kills):
@@ -149,7 +163,7 @@ def kill_at_random(torture: Torture, reference: Reference, how: str, count: int)
                     random.uniform(0, torture.options.window),
                     random.choice(["launcher", "all", *(f"rank {r}" for r in range(torture.options.ranks))]),
                 )
-                ended = run(command, torture.limit, folder / "job", meanwhile=plan)
+                ended = reference.run(folder, how, plan)
                 if not ended.status and (not plan.struck or plan.seen == STEPS):
                     break  # ranks may outlive their launcher, and even reach the end
                 problem = (
@@ -159,7 +173,7 @@ def kill_at_random(torture: Torture, reference: Reference, how: str, count: int)
                 problem = problem or reference.problem_of(checkpoints, plan.seen)
                 killed.add(problem, "in a save" if middle else "between saves", f"{plan.victim}, step {plan.seen}")
                 done += 1
-            ended = run(command, torture.limit, folder / "job")
+            ended = reference.run(folder, how)
             ends.add(_problem_of_end(ended, reference, checkpoints), "with the same hash", f"after {done} kills")
 
 
@@ -199,11 +213,11 @@ class _Kill:
         return True
 
 
-def after_step(checkpoints: Path, step: int, action: Callable[[Job], Any]) -> Callable[[Job], bool]:
-    """Return a function for the argument ``meanwhile`` of :func:`run` that calls ``action`` once ``step`` is saved."""
+def after_step(folder: Path, step: int, action: Callable[[Job], Any]) -> Callable[[Job], bool]:
+    """Return a function for ``meanwhile`` of :meth:`Reference.run` that calls ``action`` once ``step`` is saved."""
 
     def look(job: Job) -> bool:
-        if newest_seen(checkpoints) < step:
+        if newest_seen(checkpoints_of(folder)) < step:
             return False
         action(job)
         return True
