@@ -170,25 +170,10 @@ prepare_test() {
     ensure_venv "$VENV" install_test && compile_kernels
 }
 
-# All CPU kernels, in two processes, before any part begins: parts that run beside each other would wait for one
-# another's kernels, and each of hundreds of processes would compile anew what several kernels share.
+# All CPU kernels, before any part begins: parts that run beside each other would wait for one another's kernels, and
+# each of hundreds of processes would compile anew what several kernels share.
 compile_kernels() {
-    "$PY" - <<'KERNELS'
-import importlib, multiprocessing, pkgutil
-import mpizero.kernels
-from mpizero.kernels.jit import DTYPES, Kernel
-
-found = pkgutil.walk_packages(mpizero.kernels.__path__, "mpizero.kernels.")
-modules = [importlib.import_module(module.name) for module in found if "cuda" not in module.name]
-kernels = list(dict.fromkeys(v for module in modules for v in vars(module).values() if isinstance(v, Kernel)))
-tasks = [(number, dtype) for number in range(len(kernels)) for dtype in DTYPES]
-
-def load(number, dtype):
-    kernels[number].load(dtype)
-
-with multiprocessing.get_context("fork").Pool(2) as processes:
-    processes.starmap(load, tasks, chunksize=1)
-KERNELS
+    PYTHONPATH=scripts "$PY" -m harness.kernels
 }
 
 # The other prepare_NAME print "yes", or the reason why their environment cannot be had.

@@ -19,17 +19,17 @@ import argparse
 import importlib
 import json
 import os
-import pkgutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
 
 from harness.jobs import Mpi, answer, in_threads, well
+from harness.kernels import cpu_kernels
 from harness.options import parser
 from harness.tables import markdown
 from harness.turns import alternate
@@ -139,27 +139,10 @@ def together(rows: list[Row]) -> Row:
     }
 
 
-def kernel_modules() -> Iterator[Any]:
-    """Yield the modules of the CPU's kernels."""
-    from mpizero.kernels import cpu
-
-    for found in pkgutil.iter_modules(cpu.__path__, cpu.__name__ + "."):
-        yield importlib.import_module(found.name)
-
-
 def loaded() -> dict[str, Any]:
-    """Return the modules of mpizero that this process has imported, and module, name and dtype of each kernel."""
-    from mpizero.kernels.jit import Kernel
-
+    """Return the modules of mpizero that this process has imported, and the dtypes of each loaded kernel."""
     modules = [name for name in sys.modules if name.startswith("mpizero.")]
-    kernels = [
-        [module.__name__, name, dtype]
-        for module in kernel_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, Kernel) and value.__module__ == module.__name__
-        for dtype in value.loaded
-    ]
-    return {"modules": modules, "kernels": kernels}
+    return {"modules": modules, "kernels": {name: kernel.loaded for name, kernel in cpu_kernels().items()}}
 
 
 def bare(args: argparse.Namespace) -> Row | None:
@@ -171,8 +154,10 @@ def bare(args: argparse.Namespace) -> Row | None:
     loads = json.loads(args.loads)
     for module in loads["modules"]:
         importlib.import_module(module)
-    for module, name, dtype in loads["kernels"]:
-        getattr(sys.modules[module], name).load(dtype)
+    for name, dtypes in loads["kernels"].items():
+        module, _, kernel = name.partition(":")
+        for dtype in dtypes:
+            getattr(sys.modules[module], kernel).load(dtype)
     comm = as_communicator(MPI.COMM_WORLD)
     comm.barrier()
     sizes = comm.allgather_object(waiting_memory(comm)) if args.measure else [0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import subprocess
@@ -17,6 +16,8 @@ from typing import Any
 import numpy as np
 from cuda_kernels import dtypes
 from cuda_kernels import kernels as cuda_kernels
+from harness import kernels
+from harness.kernels import cpu_kernels
 
 from gpu_checking.__main__ import simulate_if_asked
 from gpu_checking.report import Report, Skipped, timed
@@ -33,27 +34,10 @@ SMALL = ((7, 3, 2, 3),)
 OTHER_BLOCKS = 3
 
 
-def _cpu_kernels() -> dict[str, Any]:
-    """Return the CPU kernels by "module.name"."""
-    import pkgutil
-
-    from mpizero import kernels
-    from mpizero.kernels.jit import Kernel
-
-    found = {}
-    for module in pkgutil.walk_packages(kernels.__path__, "mpizero.kernels."):
-        if not module.name.startswith("mpizero.kernels.cuda"):
-            for value in vars(importlib.import_module(module.name)).values():
-                if isinstance(value, Kernel) and value.__module__ == module.name:
-                    found[f"{module.name.removeprefix('mpizero.kernels.')}.{value.name}"] = value
-    return found
-
-
 def _tasks() -> list[tuple[str, str]]:
     """Return what is compiled: pairs of a kernel's name and a dtype."""
     on_gpu = [(f"cuda.{name}", dtype) for name, kernel in cuda_kernels().items() for dtype in dtypes(kernel)]
-    on_host = [(name, char) for name, kernel in _cpu_kernels().items() for char in "fd"[: len(dtypes(kernel))]]
-    return on_gpu + on_host
+    return on_gpu + [(name, char) for name, kernel in cpu_kernels().items() for char in kernels.dtypes(kernel)]
 
 
 def _load(task: tuple[str, str]) -> float:
@@ -63,7 +47,7 @@ def _load(task: tuple[str, str]) -> float:
         devices.open_device(0)
         kernel = cuda_kernels()[name.removeprefix("cuda.")]
     else:
-        kernel = _cpu_kernels()[name]
+        kernel = cpu_kernels()[name]
     return timed(kernel.load, dtype)[0]
 
 
