@@ -1,6 +1,7 @@
 """Run one job for each of many typical mistakes of users, and print message, seconds and exit status of each.
 
     python scripts/mistake_table.py [--ranks 1 2 4] [--only batches ...] [--launcher "mpiexec python" ...] [--page]
+    mpiexec -n 4 python scripts/mistake_table.py --run batches.NAME      # one of them, by hand
 
 The mistakes are the functions in scripts/mistakes/*.py, which declare the expected exit status and message. The exit
 status of this script is 1 if a job hangs, ends with another status, or does not print the message. ``--page`` writes
@@ -112,7 +113,7 @@ def rows(mpi: Mpi, only: Sequence[str], several: Sequence[int]) -> Iterator[Row]
         expected: Mistake = function.mistake
         for ranks in (n for n in expected.ranks if n in several):
             with tempfile.TemporaryDirectory() as folder:
-                command = mpi.command(ranks, [MISTAKES / f"{file}.py", name])
+                command = mpi.command(ranks, [__file__, "--run", f"{file}.{name}"])
                 ended = run(command, LIMIT, environment=expected.environment, cwd=Path(folder))
             yield Row(f"{file}.{name}", function.__doc__.partition("\n")[0].rstrip("."), ranks, ended, expected)
 
@@ -193,7 +194,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="TOPIC", help="files of scripts/mistakes")
     parser.add_argument("--launcher", action="append", metavar="'MPIEXEC PYTHON'")
     parser.add_argument("--page", action="store_true", help="write the tables into docs/mistakes.md")
+    parser.add_argument("--run", metavar="TOPIC.NAME", help="make one mistake, as a rank of a job")
     options = parser.parse_args()
+    if options.run:
+        topic, _, name = options.run.partition(".")
+        mistakes_of(importlib.import_module(topic))[name]()
+        return
     found: list[Row] = []
     for mpi in launchers(options.launcher):
         for row in rows(mpi, options.only, options.ranks):

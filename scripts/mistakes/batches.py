@@ -8,16 +8,9 @@ import numpy as np
 import mpizero as mz
 
 
-def world(**more):
-    """Return a configuration of all ranks with the settings ``more``."""
-    from mpi4py import MPI
-
-    return mz.ShardingConfig(comm=MPI.COMM_WORLD, **more)
-
-
 def linear(**more):
     """Return a ZeRO-1 model of one linear layer from 4 to 2 numbers; ``more`` are settings."""
-    return mz.ZeRO1Model(mz.nn.MLP(4, (), 2, task="regression", dtype="float32"), world(**more))
+    return mz.ZeRO1Model(mz.nn.MLP(4, (), 2, task="regression", dtype="float32"), case.config(**more))
 
 
 def pieces(parameters, batch):
@@ -28,7 +21,7 @@ def pieces(parameters, batch):
 
 def black_box(function=pieces, **more):
     """Return a ZeRO-2 model of a black-box ``function``; ``more`` are settings."""
-    return mz.ZeRO2Model(mz.FunctionModel(case.parameters(), function), world(**more))
+    return mz.ZeRO2Model(mz.FunctionModel(case.parameters(), function), case.config(**more))
 
 
 def halves(x):
@@ -133,7 +126,7 @@ def a_list_of_lists():
 def objects_in_a_pipeline():
     """Pass an object that is no array to a model that is cut into pipeline stages."""
     model = mz.nn.MLP(4, (4,), 2, dtype="float32")
-    model = mz.PipelineParallelModel(model, world(), pipeline_parallel_size=2)
+    model = mz.PipelineParallelModel(model, case.config(), pipeline_parallel_size=2)
     model.train({"graph": object()}, case.samples()[1])
 
 
@@ -155,7 +148,3 @@ def names_of_a_part_of_a_gradient():
     """Ask for gradients by name although each rank has only a part of the gradient."""
     x, y = case.samples()
     black_box(case.squares).compute_gradients(x, y).named()
-
-
-if __name__ == "__main__":
-    case.main()

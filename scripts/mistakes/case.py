@@ -1,13 +1,7 @@
-"""Declare and run typical mistakes: each is a short function; the first line of its docstring says what it does.
-
-    mpiexec -n 4 python scripts/mistakes/batches.py NAME
-
-runs one of them by hand; ``scripts/mistake_table.py`` runs all, and prints how the jobs ended.
-"""
+"""Declare typical mistakes: each is a short function; the first line of its docstring says what it does."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,19 +51,18 @@ def mistakes_of(module: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if isinstance(getattr(value, "mistake", None), Mistake)}
 
 
-def main() -> None:
-    """Run the mistake that the only argument on the command line names."""
-    cases = mistakes_of(sys.modules["__main__"])
-    if len(sys.argv) != 2 or sys.argv[1] not in cases:
-        raise SystemExit(f"expected one of {', '.join(cases)}")
-    cases[sys.argv[1]]()
-
-
 def world() -> Any:
     """Return ``MPI.COMM_WORLD``."""
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
+
+
+def config(**settings: Any) -> Any:
+    """Return a configuration of all ranks with these settings."""
+    import mpizero as mz
+
+    return mz.ShardingConfig(comm=world(), **settings)
 
 
 def rank() -> int:

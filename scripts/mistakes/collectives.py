@@ -17,7 +17,7 @@ DIFFERS = "CollectiveMismatch: collective #"
 
 def placed(strategy: str = "zero2", **settings: Any) -> tuple[Any, Any]:
     """Return a linear model sharded over all ranks, and its optimizer, after one training step."""
-    config = mz.ShardingConfig(comm=case.world(), **settings)
+    config = case.config(**settings)
     wrapped = mz.FunctionModel(case.parameters(), case.squares, predict=lambda p, x: x @ p["weight"] + p["bias"])
     model = mz.distribute(wrapped, mz.AdamW(lr=0.01), strategy=strategy, config=config)
     model.train(*case.samples())
@@ -182,7 +182,3 @@ def the_configuration_before_the_model():
     model, _ = placed()
     for thing in (model.config, model) if case.rank() == 1 else (model, model.config):
         thing.close()
-
-
-if __name__ == "__main__":
-    case.main()

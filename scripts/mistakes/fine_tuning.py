@@ -118,7 +118,3 @@ def a_decay_above_one():
 def an_average_that_nobody_keeps():
     """Evaluate with an average that was not asked for."""
     saved().evaluate(*case.samples(), ema=True)
-
-
-if __name__ == "__main__":
-    case.main()

@@ -68,7 +68,7 @@ class Table(mz.nn.Layer):
 def train(wrapped: Any, *, x: Any = None, steps: int = 1, strategy: str = "zero2", **settings: Any) -> None:
     """Train ``wrapped`` on this rank's samples, and print the last loss; no mistake may get that far."""
     samples, y = case.samples()
-    config = mz.ShardingConfig(comm=case.world(), micro_batch=2, **settings)
+    config = case.config(micro_batch=2, **settings)
     with config, mz.distribute(wrapped, mz.SGD(lr=0.1), strategy=strategy, config=config) as model:
         for _ in range(steps):
             loss = model.train(samples if x is None else x, y)
@@ -169,7 +169,7 @@ def gradients_that_stay_nan():
 @case.mistake("NonFiniteError", "no validation loss of 1 epoch(s) was finite", status=70)
 def optimize_over_samples_that_are_nan():
     """Call optimize on samples that are NaN."""
-    config = mz.ShardingConfig(comm=case.world())
+    config = case.config()
     model = mz.ZeRO1Model(mz.FunctionModel(case.parameters(), case.squares), config)
     optimizer = mz.ZeRO1Optimizer(mz.SGD(lr=0.1), config, options=mz.OptimizationOptions(epochs=100, batch_size=16))
     optimizer.set_model(model)
@@ -180,9 +180,7 @@ def optimize_over_samples_that_are_nan():
 def a_nan_applied_by_hand():
     """Pass a gradient that is NaN to apply_gradients."""
     x, y = case.samples()
-    with mz.ZeRO2Model(
-        function(grads=lambda g: {**g, "bias": g["bias"] / 0}), mz.ShardingConfig(comm=case.world())
-    ) as m:
+    with mz.ZeRO2Model(function(grads=lambda g: {**g, "bias": g["bias"] / 0}), case.config()) as m:
         m.apply_gradients(m.compute_gradients(x, y), 0.1)
 
 
@@ -190,7 +188,7 @@ def a_nan_applied_by_hand():
 def a_group_for_no_parameter():
     """Give a ParameterGroup a pattern that matches no parameter."""
     optimizer = mz.AdamW(lr=0.1, groups=[mz.ParameterGroup("wieght", lr_scale=0.1)])
-    config = mz.ShardingConfig(comm=case.world())
+    config = case.config()
     mz.distribute(function(), optimizer, strategy="zero1", config=config)
 
 
@@ -210,7 +208,7 @@ class Short(mz.data.Source):
 @case.mistake("DataError", "Short.read was asked for", "returned x of shape", status=65)
 def a_source_that_gives_fewer_samples():
     """Return fewer samples from a data source than were asked for."""
-    config = mz.ShardingConfig(comm=case.world())
+    config = case.config()
     for x, y in mz.data.batches(Short(), config, 16, steps=3):
         train(function(), x=x)
         del y
@@ -226,7 +224,3 @@ def a_source_that_gives_fewer_samples():
 def a_debug_switch_that_is_none():
     """Set MPIZERO_DEBUG=collectives,gradient; the second name is unknown."""
     train(function())
-
-
-if __name__ == "__main__":
-    case.main()

@@ -124,7 +124,3 @@ def a_guest_by_a_word():
 def a_guest_by_a_wrong_variable():
     """Set MPIZERO_EMBEDDED=yes instead of 1."""
     mz.ZeRO2Model(network(), mz.ShardingConfig())
-
-
-if __name__ == "__main__":
-    case.main()

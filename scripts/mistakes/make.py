@@ -193,7 +193,3 @@ def a_model_that_computes_by_the_rank():
     by_rank = MODEL.replace("import numpy as np", "import numpy as np\nfrom mpi4py import MPI")
     planted = by_rank.replace("x, y = batch", "x, y = batch\n    x = x + 1e-6 * MPI.COMM_WORLD.rank")
     command("verify", model=planted, flags=("--layouts", "zero3*2", "--steps", "1"))
-
-
-if __name__ == "__main__":
-    case.main()

@@ -134,7 +134,3 @@ def noise_in_the_prediction():
         return (x * kept) @ parameters["weight"]
 
     checked(case.squares, predict)
-
-
-if __name__ == "__main__":
-    case.main()

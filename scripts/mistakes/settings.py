@@ -124,7 +124,3 @@ def an_error_of_the_users_function():
 def a_traceback_that_is_asked_for():
     """Set `MPIZERO_TRACEBACK=1`, which prints the whole traceback of an error."""
     mz.ShardingConfig(threads=0)
-
-
-if __name__ == "__main__":
-    case.main()

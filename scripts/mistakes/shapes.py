@@ -33,7 +33,7 @@ def layers_inside_of_a_block():
 @case.mistake("block 'encoder.2', Linear: takes 3 features", status=65, ranks=(2, 4))
 def layers_on_another_stage():
     """Put a layer of 3 inputs after one of 4 outputs, on the last of two pipeline stages."""
-    split = mz.PipelineParallelModel(network(mz.nn.Linear(3, 2)), mz.ShardingConfig(comm=case.world()), 2)
+    split = mz.PipelineParallelModel(network(mz.nn.Linear(3, 2)), case.config(), 2)
     split.train(np.ones((4, 4), np.float32), np.ones((4, 2), np.float32))
 
 
@@ -108,7 +108,3 @@ def an_error_of_the_users_layer():
 def gpt(sequence):
     """Return a small sharded GPT for sequences of at most ``sequence`` tokens."""
     return mz.FSDPModel(mz.nn.GPT(8, 1, 2, sequence, vocabulary=16), mz.ShardingConfig())
-
-
-if __name__ == "__main__":
-    case.main()

@@ -34,7 +34,7 @@ def train(*callbacks: Any, resume: bool = False, **changed: Any) -> Any:
     given = {
         "model": mz.FunctionModel(case.parameters(), case.squares),
         "source": data(),
-        "config": mz.ShardingConfig(comm=case.world(), micro_batch=2),
+        "config": case.config(micro_batch=2),
         "optimizer": mz.SGD(lr=0.1),
         "steps": 4,
         "global_batch": 8,
@@ -159,7 +159,7 @@ def fewer_steps_than_done():
 def a_step_without_a_checkpoint():
     """Resume from a step of which there is no checkpoint."""
     train()
-    config, model = mz.ShardingConfig(comm=case.world()), mz.FunctionModel(case.parameters(), case.squares)
+    config, model = case.config(), mz.FunctionModel(case.parameters(), case.squares)
     mz.Trainer(model, data(), config, optimizer=mz.SGD(lr=0.1), steps=4, global_batch=8).resume(3)
 
 
@@ -178,10 +178,6 @@ def resume_on_one_rank():
 @case.mistake("ConfigError", "optimizer is for a model that is not sharded yet", status=78)
 def an_optimizer_for_a_sharded_model():
     """Pass an optimizer beside a model that is sharded already and has its own."""
-    config, model = mz.ShardingConfig(comm=case.world()), mz.FunctionModel(case.parameters(), case.squares)
+    config, model = case.config(), mz.FunctionModel(case.parameters(), case.squares)
     with config, mz.ZeRO1Model(model, config, optimizer=mz.SGD(lr=0.1)) as sharded:
         mz.Trainer(sharded, data(), optimizer=mz.SGD(lr=0.1), steps=4, global_batch=8)
-
-
-if __name__ == "__main__":
-    case.main()
