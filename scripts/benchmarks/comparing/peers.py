@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,65 +72,47 @@ class Peer:
         return found.hexdigest()
 
 
-class TorchPlain(Peer):
-    """Train with a plain loop of PyTorch and fused AdamW, on one rank."""
+class Torch(Peer):
+    """Train with PyTorch: ``placed`` wraps the module, ``optimizer`` makes an optimizer of its parameters."""
+
+    def __init__(self, placed: Callable[[Any], Any], optimizer: Callable[..., Any], shape: dict[str, int]) -> None:
+        super().__init__(shape)
+        self._placed, self._make = placed, optimizer
 
     def wrap(self, plain: nn.Module) -> tuple[str, str]:
-        """Keep the model as it is; return the version, and no note."""
-        if self.shape["ranks"] > 1:
-            raise ValueError("a plain loop of PyTorch trains on one rank: give --ranks 1")
-        self.model, self.optimizer = plain, torch.optim.AdamW(plain.parameters(), lr=RATE, fused=True)
-        return f"PyTorch {torch.__version__}", ""
-
-
-class TorchDDP(Peer):
-    """Train with PyTorch's DistributedDataParallel and fused AdamW."""
-
-    def wrap(self, plain: nn.Module) -> tuple[str, str]:
-        """Set up a model with replicated parameters, gradients and optimizer state; return the version, and no note."""
-        self.model = nn.parallel.DistributedDataParallel(plain)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
-        return f"PyTorch {torch.__version__}", ""
-
-
-class TorchZero1(Peer):
-    """Train with PyTorch's DistributedDataParallel, and ZeroRedundancyOptimizer around the fused AdamW."""
-
-    def wrap(self, plain: nn.Module) -> tuple[str, str]:
-        """Set up a model with sharded optimizer state; return the version, and no note."""
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        self.model = nn.parallel.DistributedDataParallel(plain)
-        self.optimizer = ZeroRedundancyOptimizer(
-            self.model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=RATE, fused=True
-        )
-        return f"PyTorch {torch.__version__}", ""
-
-
-class TorchFSDP2(Peer):
-    """Train with PyTorch's ``fully_shard`` (FSDP2) on every block and on the whole model, and the fused AdamW."""
-
-    def wrap(self, plain: Any) -> tuple[str, str]:
-        """Set up a model with sharded parameters, gradients and optimizer state; return the version, and no note."""
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = distributed.init_device_mesh("cpu", (self.shape["ranks"],))
-        for block in plain.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(plain, mesh=mesh)
-        self.model = plain
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
+        """Set up model and optimizer; return the version, and no note."""
+        self.model = self._placed(plain)
+        self.optimizer = self._make(self.model.parameters(), lr=RATE, fused=True)
         return f"PyTorch {torch.__version__}", ""
 
     def values(self) -> list[torch.Tensor]:
-        """Gather and return all parameters."""
-        return [value.full_tensor() for value in self.model.state_dict().values()]
+        """Return all parameters, gathered if they are sharded."""
+        return [value.full_tensor() if hasattr(value, "full_tensor") else value for value in super().values()]
+
+
+def redundancy_free(parameters: Any, **settings: Any) -> Any:
+    """Return ZeroRedundancyOptimizer around AdamW: each rank has the state of a part of the parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, parameters_as_bucket_view=True, **settings)
+
+
+def fully_sharded(plain: Any) -> Any:
+    """Return a module with ``fully_shard`` (FSDP2) on every block and on the whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = distributed.init_device_mesh("cpu", (distributed.get_world_size(),))
+    for part in (*plain.blocks, plain):
+        fully_shard(part, mesh=mesh)
+    return plain
 
 
 class DeepSpeed(Peer):
     """Train with one of DeepSpeed's ZeRO stages on CPU over gloo."""
 
-    stage = 0
+    def __init__(self, stage: int, shape: dict[str, int]) -> None:
+        super().__init__(shape)
+        self.stage = stage
 
     def join(self) -> None:
         """Initialize PyTorch's process group by ``deepspeed.init_distributed``."""
@@ -176,32 +160,12 @@ class DeepSpeed(Peer):
             return [p.detach().clone() for p in parameters]
 
 
-class DeepSpeed1(DeepSpeed):
-    """Train with DeepSpeed's ZeRO-1, which shards optimizer state."""
-
-    stage = 1
-
-
-class DeepSpeed2(DeepSpeed):
-    """Train with DeepSpeed's ZeRO-2, which shards optimizer state and gradients."""
-
-    stage = 2
-
-
-class DeepSpeed3(DeepSpeed):
-    """Train with DeepSpeed's ZeRO-3, which shards optimizer state, gradients and parameters."""
-
-    stage = 3
-
-
-CLASSES: dict[str, type[Peer]] = {
-    "torch-plain": TorchPlain,
-    "torch-ddp": TorchDDP,
-    "torch-zero1": TorchZero1,
-    "torch-fsdp2": TorchFSDP2,
-    "deepspeed-zero1": DeepSpeed1,
-    "deepspeed-zero2": DeepSpeed2,
-    "deepspeed-zero3": DeepSpeed3,
+CLASSES: dict[str, Callable[[dict[str, int]], Peer]] = {
+    "torch-plain": partial(Torch, lambda plain: plain, torch.optim.AdamW),
+    "torch-ddp": partial(Torch, nn.parallel.DistributedDataParallel, torch.optim.AdamW),
+    "torch-zero1": partial(Torch, nn.parallel.DistributedDataParallel, redundancy_free),
+    "torch-fsdp2": partial(Torch, fully_sharded, torch.optim.AdamW),
+    **{f"deepspeed-zero{stage}": partial(DeepSpeed, stage) for stage in (1, 2, 3)},
 }
 
 
