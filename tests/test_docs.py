@@ -214,14 +214,6 @@ def test_settings_of_a_configuration_that_the_docs_name_exist(page):
     assert named <= {field.name for field in dataclasses.fields(ShardingConfig)}
 
 
-def test_the_version_stands_once():
-    """setup.cfg holds it; the package and the pages do not repeat it."""
-    version = re.search(r"^version = (\S+)$", (ROOT / "setup.cfg").read_text(encoding="utf-8"), re.MULTILINE)
-    assert version
-    for path in (ROOT / "mpizero" / "__init__.py", ROOT / "README.md", ROOT / "pyproject.toml"):
-        assert f'"{version[1]}"' not in path.read_text(encoding="utf-8"), path
-
-
 GALLERY = ROOT / "examples" / "gallery"
 #: A folder with ``__init__.py`` holds the parts of a script, not scripts; Spack runs the one of that name.
 SCRIPTS = [
@@ -234,11 +226,3 @@ SCRIPTS = [
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
 def test_scripts_say_what_they_do(script):
     assert "usage:" in help_of(str(script.relative_to(ROOT)))
-
-
-def test_test_script_lists_its_parts():
-    shown = subprocess.run(
-        ["bash", ROOT / "scripts" / "test.sh", "--help"], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    parts = "lint types package serial mpich cuda gpu ptx torch openmpi exactness hybrid torture slurm site"
-    assert [line.split()[0] for line in shown.splitlines() if re.match(r"  [a-z]+  ", line)] == parts.split()

@@ -205,16 +205,61 @@ def test_the_order_of_sets_and_dictionaries_does_not_count():
     assert len({digest(set(order)) for order in itertools.permutations(members)}) == 1
 
 
-def test_a_scalar_of_numpy_is_that_of_python():
-    for scalar in (np.float64(0.1), np.int64(3), np.bool(True), np.str_("a")):
-        assert digest(scalar) == digest(scalar.item())
-        assert digest([scalar]) == digest([scalar.item()])
+class Solver:
+    """Offers its fingerprint."""
+
+    def __init__(self, mesh: int) -> None:
+        self.mesh, self.scratch = mesh, os.urandom(8)
+
+    def fingerprint(self) -> Any:
+        return {"mesh": self.mesh}
 
 
-def test_what_is_shared_is_like_copies_of_it():
-    """One rank made the object, another got it by pickle: nobody can tell, and nobody needs to."""
-    one = Layer(inner=[1, Layer()])
-    assert digest([one, one]) == digest([Layer(inner=[1, Layer()]), Layer(inner=[1, Layer()])])
+class Molecule:
+    """Has a method of that name which wants arguments: another."""
+
+    def __init__(self, atoms: int) -> None:
+        self.atoms = atoms
+
+    def fingerprint(self, radius: int) -> int:
+        return radius
+
+
+class Settings:
+    """Answers to any name, or refuses oddly."""
+
+    def __init__(self, **known: Any) -> None:
+        self.__dict__["known"] = known
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["known"][name]
+
+
+def used(cached: Cached) -> Cached:
+    assert cached.table
+    return cached
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        *((scalar, scalar.item(), None) for scalar in (np.float64(0.1), np.int64(3), np.bool(True), np.str_("a"))),
+        # one rank made the object, another got it by pickle: nobody can tell, and nobody needs to
+        ([Layer()] * 2, [Layer(), Layer()], [Layer(), Layer(0.2)]),
+        (used(Cached(3)), Cached(3), Cached(4)),
+        (Solver(1), Solver(1), Solver(2)),
+        (Molecule(1), Molecule(1), Molecule(2)),
+        (Settings(rate=1), Settings(rate=1), Settings(rate=2)),
+        *(
+            (compiled(make(1.0)), compiled(make(1.0)), compiled(make(2.0)))
+            for compiled in (functools.lru_cache, numba.njit, np.vectorize)
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_alike_has_one_fingerprint_and_what_is_not_another(one, same, other):
+    assert digest(one) == digest(same) != digest(other)
+    assert digest([one]) == digest([same])
 
 
 def test_objects_that_hold_one_another_come_to_an_end():
@@ -275,12 +320,6 @@ def test_a_progress_bar_is_left_out_and_named():
     fingerprint = Fingerprint()
     assert fingerprint.digest(Model()) == digest(Model(disable=True))
     assert list(fingerprint.left_out.values()) == ["tqdm"]
-
-
-def test_what_is_kept_for_later_does_not_count():
-    used = Cached(3)
-    assert used.table == [3]
-    assert digest(used) == digest(Cached(3)) != digest(Cached(4))
 
 
 def test_what_a_function_changes_does_not_count():
@@ -378,39 +417,6 @@ def test_the_module_of_the_library_s_own_classes_and_functions_does_not_count(mo
     others = [moved(name) for name in ("mpizero.here", "own.here", "own.there", "mpizero_own.here")]
     assert all(len(set(same)) == len(others) for same in zip(*others, strict=True))
     assert digest(mz.AdamW(lr=0.1)) != digest(mz.Adam(lr=0.1))
-
-
-def test_an_object_may_offer_its_fingerprint():
-    class Solver:
-        def __init__(self, mesh: int) -> None:
-            self.mesh, self.scratch = mesh, os.urandom(8)
-
-        def fingerprint(self) -> Any:
-            return {"mesh": self.mesh}
-
-    assert digest(Solver(1)) == digest(Solver(1)) != digest(Solver(2))
-
-
-def test_a_method_fingerprint_that_wants_arguments_is_another():
-    class Molecule:
-        def __init__(self, atoms: int) -> None:
-            self.atoms = atoms
-
-        def fingerprint(self, radius: int) -> int:
-            return radius
-
-    assert digest(Molecule(1)) == digest(Molecule(1)) != digest(Molecule(2))
-
-
-def test_an_object_that_answers_to_any_name_or_refuses_oddly_is_taken_apart():
-    class Settings:
-        def __init__(self, **known: Any) -> None:
-            self.__dict__["known"] = known
-
-        def __getattr__(self, name: str) -> Any:
-            return self.__dict__["known"][name]
-
-    assert digest(Settings(rate=1)) == digest(Settings(rate=1)) != digest(Settings(rate=2))
 
 
 def test_what_has_no_content_is_left_out_and_named(tmp_path):
@@ -527,8 +533,3 @@ def test_a_tensor_counts_as_its_array_and_one_that_numpy_does_not_know_is_left_o
     fingerprint = Fingerprint()
     fingerprint.digest_named({"the model": {"scale": Tensor(None)}})
     assert list(fingerprint.left_out) == ["scale of the model"]
-
-
-def test_compiled_functions_count_as_what_they_were_made_of():
-    for compiled in (functools.lru_cache, numba.njit, np.vectorize):
-        assert digest(compiled(make(1.0))) == digest(compiled(make(1.0))) != digest(compiled(make(2.0)))

@@ -3,7 +3,7 @@
 
 Without options, every table is computed and compared with the page. If some differ, the differences are printed and the
 exit status is 1. With ``--write`` the new tables are written into the page. ``--tables`` names the tables to compute.
-With ``--machine`` only the machine file of the assumed cluster is written, from ``growing/assumed.py``. Nothing is
+With ``--machine FILE`` only the machine file of the assumed cluster is written, from ``growing/assumed.py``. Nothing is
 measured, and no MPI job is started. A plan of the largest model takes about ten seconds and half a gigabyte of memory.
 """
 
@@ -18,12 +18,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
 # Where `harness` is, and the library of this checkout, wherever the script is started.
 sys.path[:0] = [str(PAGE.parents[1] / "scripts"), str(PAGE.parents[1])]
 
-from growing.assumed import Assumed  # noqa: E402
-from growing.page import MACHINE, Plan, Row, Table, markdown, tables  # noqa: E402
+from growing.page import Plan, Row, Table, markdown, tables, write_assumed  # noqa: E402
 from harness.options import chosen, plain  # noqa: E402
 from harness.tables import between  # noqa: E402
-
-from mpizero.tools.plan.time import write_machine  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:
@@ -32,7 +29,9 @@ def arguments() -> argparse.Namespace:
     names = ",".join(table.name for table in tables())
     parser.add_argument("--tables", default=names, help="(default: %(default)s)")
     parser.add_argument("--write", action="store_true", help="put the tables into the page")
-    parser.add_argument("--machine", action="store_true", help="write the machine file of the assumed cluster, no more")
+    parser.add_argument(
+        "--machine", type=Path, metavar="FILE", help="write a machine file of the assumed cluster, no more"
+    )
     args = parser.parse_args()
     args.tables = chosen("--tables", args.tables, names.split(","))
     return args
@@ -47,7 +46,7 @@ def main() -> None:
     """Compute the chosen tables, and compare them with the page, or with ``--write`` write them into it."""
     args = arguments()
     if args.machine:
-        write_machine(str(MACHINE), Assumed().machine(rows=2048, dim=12288))
+        write_assumed(args.machine)
         return
     page = old = PAGE.read_text(encoding="utf-8")
     planned: dict[Row, Plan] = {}

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from harness.jobs import well
 from harness.tables import markdown as table_of
 
-FOLDER = Path(__file__).resolve().parent
-CONFIG, MACHINE = FOLDER / "gpt3.toml", FOLDER / "assumed.json"
+from growing.assumed import Assumed
+from mpizero.tools.plan.time import write_machine
+
+CONFIG = Path(__file__).with_name("gpt3.toml")
 RANKS_PER_NODE, MEMORY_PER_NODE = 8, "1536GB"
 #: Replicas of the model on 512 ranks, and micro-batches of a replica in the rows of a table.
 REPLICAS, MICRO_BATCHES = 8, (8, 32, 192)
@@ -26,6 +30,24 @@ LAYOUTS = {8: (1, 1), 64: (8, 1), 512: (8, 8)}
 GROWING = {8: (2560, 32, 32), 64: (6144, 48, 64), 512: (12288, 96, 96)}
 
 Plan = Mapping[str, Any]
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="assumed-")  # until this process ends
+
+
+def machine() -> Path:
+    """Return the path of a machine file of the assumed cluster, which is there as long as this process."""
+    path = Path(_folder().name, "machine.json")
+    if not path.exists():
+        write_assumed(path)
+    return path
+
+
+def write_assumed(path: Path) -> None:
+    """Write the machine file of the assumed cluster, for the products of GPT-3."""
+    write_machine(str(path), Assumed().machine(rows=2048, dim=12288))
 
 
 @dataclass(frozen=True)
@@ -50,7 +72,7 @@ class Row:
         """Run ``mpizero plan`` for this training, and return the JSON document that it prints."""
         command = [sys.executable, "-m", "mpizero", "plan", str(CONFIG), "--ranks", str(self.ranks), "--json"]
         command += ["--ranks-per-node", str(RANKS_PER_NODE), "--memory-per-node", MEMORY_PER_NODE]
-        command += ["--machine", str(MACHINE)]
+        command += ["--machine", str(machine())]
         command += [word for setting in self.settings for word in ("--set", setting)]
         found: Plan = json.loads(well(command, status=(0, 1)).out)
         return found
@@ -76,15 +98,6 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[Row, ...]
     cells: Callable[[Row, Plan], Sequence[str]]
-
-    def line(self, row: Row, plan: Plan) -> str:
-        """Return one row of the table as a line of Markdown."""
-        return line(self.cells(row, plan))
-
-
-def line(cells: Sequence[str]) -> str:
-    """Return cells as a line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
 
 
 def tables() -> tuple[Table, ...]:
