@@ -23,7 +23,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -132,19 +133,11 @@ def sequential(path: Path) -> Iterator[Any]:
             yield file["x"][start : start + BATCH], file["y"][start : start + BATCH]
 
 
-def shuffled(path: Path) -> Iterator[Any]:
-    """Yield all samples in the order of an epoch, without a copy."""
+def shuffled(path: Path, block: int = 1) -> Iterator[Any]:
+    """Yield all samples in the order of an epoch, without a copy; maybe shuffled by blocks of so many samples."""
     with mz.ShardingConfig(comm="self") as config:
         source = mz.data.Hdf5Source(path, "x", "y")
-        yield from epoch(source, config)
-        source.close()
-
-
-def by_blocks(path: Path) -> Iterator[Any]:
-    """Yield all samples in the order of an epoch that is shuffled by blocks."""
-    with mz.ShardingConfig(comm="self") as config:
-        source = mz.data.Hdf5Source(path, "x", "y")
-        yield from epoch(mz.data.BlockShuffledSource(source, block=CHUNK), config)
+        yield from epoch(source if block == 1 else mz.data.BlockShuffledSource(source, block=block), config)
         source.close()
 
 
@@ -183,7 +176,13 @@ def loader(path: Path) -> Iterator[Any]:
     yield from torch.utils.data.DataLoader(Samples(), batch_size=BATCH, shuffle=True, num_workers=1)
 
 
-CONTENDERS = {"sequential": sequential, "shuffled": shuffled, "blocks": by_blocks, "memory": memory, "loader": loader}
+CONTENDERS: dict[str, Callable[[Path], Iterator[Any]]] = {
+    "sequential": sequential,
+    "shuffled": shuffled,
+    "blocks": partial(shuffled, block=CHUNK),
+    "memory": memory,
+    "loader": loader,
+}
 
 
 def show(title: str, rows: dict[str, tuple[Measurement, Measurement]]) -> None:
