@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,9 +45,17 @@ class State:
             for start, values in r.pieces
         )
 
-    def save(self, folder: Path | str, comm: object = "self", backend: str = "direct", replace: bool = False) -> None:
+    def begin(self, folder: Path | str, comm: object = "self", **options: Any) -> checkpoint.PendingSave:
         rank, size = getattr(comm, "rank", 0), getattr(comm, "size", 1)
-        checkpoint.write(folder, self.pieces(rank, size), self.attributes, comm, backend, replace)
+        return checkpoint.begin(folder, self.pieces(rank, size), self.attributes, comm, **options)
+
+    def save(self, folder: Path | str, comm: object = "self", waits: bool = True, **options: Any) -> None:
+        """Save by the call that waits, or beside training."""
+        if waits:
+            rank, size = getattr(comm, "rank", 0), getattr(comm, "size", 1)
+            checkpoint.write(folder, self.pieces(rank, size), self.attributes, comm, **options)
+        else:
+            self.begin(folder, comm, **options).commit()
 
     def loads(self, folder: Path | str, comm: object = "self") -> bool:
         wanted = self.pieces(getattr(comm, "rank", 0), getattr(comm, "size", 1), fill=False)

@@ -1,4 +1,4 @@
-"""Checkpoints changed by somebody who knows the format, and hashes that tell whether files have changed."""
+"""Checkpoints damaged, or changed by somebody who knows the format, and hashes that tell whether files have changed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
+
 
 def digest(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def first_byte(folder: Path, array: str) -> int:
+    """Where the values of an array begin in the state file."""
+    with h5py.File(folder / "state.h5") as file:
+        return int(file[array].id.get_offset())
 
 
 def seal(folder: Path, change: Callable[[Any], Any]) -> None:

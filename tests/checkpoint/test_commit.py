@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 import socket
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from mpizero.checkpoint import CheckpointIOError, LocalArray, atomic_folder
 from mpizero.checkpoint.convert import export
 from mpizero.errors import CheckpointError, ExitStatus, PeerFailure
 from mpizero.testing import run_in_threads
-from tests.checkpoint.sealed import digest, seal
+from tests.checkpoint.sealed import digest, flip, seal
 
 
 def test_an_existing_checkpoint_is_never_overwritten_unasked(small, tmp_path):
@@ -47,9 +46,7 @@ def test_a_model_is_replaced_when_asked(small, tmp_path, ranks, can_exchange, mo
 @pytest.mark.parametrize("name", ["state.h5", "manifest.json"])
 def test_a_damaged_checkpoint_makes_room(small, tmp_path, name):
     small.save(tmp_path / "c")
-    data = bytearray((tmp_path / "c" / name).read_bytes())
-    data[-5] ^= 1
-    (tmp_path / "c" / name).write_bytes(data)
+    flip(tmp_path / "c" / name, 300)
     small.save(tmp_path / "c")
     assert small.loads(tmp_path / "c")
 
@@ -98,8 +95,7 @@ def test_all_is_on_disk_before_it_gets_its_name_and_the_name_before_the_save_end
     assert str(tmp_path) in done[place:]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_folder_that_cannot_be_made_is_one_clear_error_on_every_rank(small, tmp_path, ranks):
+def test_a_folder_that_cannot_be_made_is_one_clear_error_on_every_rank(small, tmp_path):
     (tmp_path / "file").write_text("x")
 
     def save(comm):
@@ -110,57 +106,8 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error_on_every_rank(small, tm
         assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
         return str(caught.value)
 
-    texts = set(run_in_threads(ranks, save))
-    assert len(texts) == 1
-    assert str(tmp_path / "file") in texts.pop()
-
-
-@pytest.mark.parametrize("call", ["pwrite", "fsync", "open"])
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_failure_on_one_rank_is_the_same_error_on_all_and_leaves_nothing(small, tmp_path, call, victim, monkeypatch):
-    small.save(tmp_path / "before")
-    original = getattr(os, call)
-
-    def failing(target, *rest, **named):
-        name = target if isinstance(target, str) else os.readlink(f"/proc/self/fd/{target}")
-        if threading.current_thread().name == f"rank {victim}" and name.endswith("state.h5"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), name)
-        return original(target, *rest, **named)
-
-    def save(comm):
-        with pytest.raises(CheckpointIOError, match="Input/output error") as caught:
-            small.save(tmp_path / "c", comm)
-        assert caught.value.errno == errno.EIO
-        return str(caught.value)
-
-    monkeypatch.setattr(os, call, failing)
-    texts = set(run_in_threads(3, save))
-    monkeypatch.undo()
-    assert len(texts) == 1
-    assert f"[rank {victim}]" in texts.pop()
-    assert os.listdir(tmp_path) == ["before"]
-    assert small.loads(tmp_path / "before")
-
-
-def test_a_bug_keeps_its_own_error_on_its_rank(small, tmp_path, monkeypatch):
-    from mpizero.checkpoint import atomic_folder
-    from mpizero.errors import RemoteError
-
-    original = atomic_folder.cut
-
-    def failing(start, stop):
-        if threading.current_thread().name == "rank 1":
-            raise ZeroDivisionError("a bug")
-        return original(start, stop)
-
-    def save(comm):
-        with pytest.raises((ZeroDivisionError, RemoteError)) as caught:
-            small.save(tmp_path / "c", comm)
-        return type(caught.value)
-
-    monkeypatch.setattr(atomic_folder, "cut", failing)
-    assert run_in_threads(3, save) == [RemoteError, ZeroDivisionError, RemoteError]
-    assert os.listdir(tmp_path) == []
+    (text,) = set(run_in_threads(3, save))
+    assert str(tmp_path / "file") in text
 
 
 def test_a_rank_that_dies_takes_the_others_along_and_leaves_nothing(small, tmp_path):
@@ -176,22 +123,6 @@ def test_a_rank_that_dies_takes_the_others_along_and_leaves_nothing(small, tmp_p
 
 def full(n, value=1.0):
     return [LocalArray("parameters/w", (n,), np.dtype("f4"), ((0, np.full(n, value, "f4")),))]
-
-
-def test_a_full_disk_is_one_clear_error_and_leaves_the_last_good_checkpoint(tmp_path):
-    checkpoint.write(tmp_path / "step_00000001", full(10), {})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(CheckpointIOError, match="File too large") as caught:
-            checkpoint.write(tmp_path / "step_00000002", full(10**6), {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert caught.value.errno == errno.EFBIG
-    assert str(caught.value).startswith(f"checkpoint {tmp_path}/step_00000002 was not written: ")
-    assert "\n" not in str(caught.value)
-    assert os.listdir(tmp_path) == ["step_00000001"]
-    assert checkpoint.verify(tmp_path / "step_00000001") > 0
 
 
 def test_more_than_the_free_space_is_refused_before_writing(small, tmp_path, monkeypatch):
@@ -319,12 +250,6 @@ def test_another_host_s_save_is_spared_for_a_day_after_its_last_write(small, tmp
     assert not old.exists()
 
 
-def test_a_save_of_this_host_s_that_was_killed_is_removed_at_once(small, tmp_path):
-    left = leftover(tmp_path, socket.gethostname(), 0)
-    small.save(tmp_path / "step_00000003")
-    assert not left.exists()
-
-
 def test_where_locks_do_not_exist_a_container_with_the_same_name_and_process_is_no_hindrance(
     small, tmp_path, monkeypatch
 ):
@@ -351,18 +276,15 @@ def cuts_manifest(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "told", "replace", "beside"),
+    ("harm", "told", "replace", "waits"),
     [
-        (removes_state, "state.h5: No such file or directory, after it was written", False, True),
-        (removes_state, "state.h5: No such file or directory, after it was written", True, False),
-        (rewrites_state, "state.h5: is not the file that was written", False, False),
+        (removes_state, "state.h5: No such file or directory, after it was written", False, False),
         (rewrites_state, "state.h5: is not the file that was written", True, True),
-        (cuts_manifest, "manifest.json: is not the file that was written", False, True),
         (cuts_manifest, "manifest.json: is not the file that was written", True, False),
     ],
 )
 def test_a_commit_that_another_host_spoils_is_an_error_and_costs_no_earlier_checkpoint(
-    small, tmp_path, monkeypatch, harm, told, replace, beside
+    small, tmp_path, monkeypatch, harm, told, replace, waits
 ):
     """Another host takes the folder for a leftover in the moment between the last write and the new name."""
     small.save(tmp_path / "step_00000001")
@@ -373,15 +295,9 @@ def test_a_commit_that_another_host_spoils_is_an_error_and_costs_no_earlier_chec
         if site == "save.commit":
             harm(str(next(tmp_path.glob(".tmp-*"))))
 
-    def save(comm):
-        if beside:
-            checkpoint.begin(target, other.pieces(comm.rank, comm.size), {}, comm, replace=replace).commit()
-        else:
-            other.save(target, comm, replace=replace)
-
     def fail(comm):
         with pytest.raises(CheckpointError, match=told) as caught:
-            save(comm)
+            other.save(target, comm, waits, replace=replace)
         return str(caught.value)
 
     with monkeypatch.context() as patched:
@@ -436,7 +352,7 @@ def test_a_damaged_checkpoint_that_was_mended_while_a_save_was_written_stays(sma
     path = tmp_path / "c" / "state.h5"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    pending = checkpoint.begin(tmp_path / "c", small.pieces(0, 1), {})
+    pending = small.begin(tmp_path / "c")
     path.write_bytes(whole)
     with pytest.raises(CheckpointError, match="a sound checkpoint has taken the place of the damaged one"):
         pending.commit()
@@ -444,14 +360,12 @@ def test_a_damaged_checkpoint_that_was_mended_while_a_save_was_written_stays(sma
     assert os.listdir(tmp_path) == ["c"]
 
 
-@pytest.mark.parametrize(
-    ("mask", "folder", "file"), [(0o022, 0o755, 0o644), (0o007, 0o770, 0o660), (0o077, 0o700, 0o600)]
-)
+@pytest.mark.parametrize(("mask", "folder", "file"), [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600)])
 def test_who_may_look_into_a_checkpoint_is_what_the_umask_says(small, tmp_path, mask, folder, file):
     before = os.umask(mask)
     try:
         small.save(tmp_path / "c")
-        checkpoint.begin(tmp_path / "begun", small.pieces(0, 1), {}).commit()
+        small.save(tmp_path / "begun", waits=False)
         with checkpoint.open_checkpoint(tmp_path / "c") as reader:
             for name, kind in (("a.npz", "npz"), ("a.h5", "hdf5")):
                 export(reader, tmp_path / name, kind)

@@ -11,13 +11,9 @@ from mpizero import checkpoint
 from mpizero.checkpoint.format import BLOCK
 from mpizero.checkpoint.inspect import compare, listing, statistics
 from mpizero.errors import CheckpointError, ConfigError
+from tests.checkpoint.conftest import State
+from tests.checkpoint.sealed import first_byte, flip
 from tests.traced import traced_peak
-
-
-def save(folder, arrays, attributes=None):
-    pieces = [checkpoint.LocalArray(p, a.shape, a.dtype, ((0, a.reshape(-1)),)) for p, a in arrays.items()]
-    checkpoint.write(folder, pieces, attributes or {})
-    return folder
 
 
 @pytest.fixture
@@ -25,10 +21,9 @@ def differ(tmp_path):
     """Compare two tables of arrays."""
 
     def compared(a, b, tolerance=0.0, attributes=({}, {}), **settings):
-        one, two = (
-            save(tmp_path / name, arrays, own) for name, arrays, own in zip("ab", (a, b), attributes, strict=True)
-        )
-        with checkpoint.open_checkpoint(one) as x, checkpoint.open_checkpoint(two) as y:
+        for name, arrays, own in zip("ab", (a, b), attributes, strict=True):
+            State(arrays, own).save(tmp_path / name)
+        with checkpoint.open_checkpoint(tmp_path / "a") as x, checkpoint.open_checkpoint(tmp_path / "b") as y:
             return compare(x, y, tolerance, **settings)
 
     return compared
@@ -114,21 +109,17 @@ def test_a_comparison_holds_blocks_and_no_arrays(state, tmp_path):
     """Most values are equal: only those that differ are widened."""
     other = {path: a.copy() for path, a in state.arrays.items()}
     other["parameters/embedding.weight"][::50] += 1
-    with (
-        checkpoint.open_checkpoint(save(tmp_path / "a", state.arrays)) as a,
-        checkpoint.open_checkpoint(save(tmp_path / "b", other)) as b,
-    ):
+    state.save(tmp_path / "a")
+    State(other).save(tmp_path / "b")
+    with checkpoint.open_checkpoint(tmp_path / "a") as a, checkpoint.open_checkpoint(tmp_path / "b") as b:
         assert not compare(a, b).equal
         assert traced_peak(lambda: compare(a, b)) < 3 * BLOCK
 
 
 def test_damage_is_found_while_comparing(small, tmp_path):
-    small.save(tmp_path / "a")
-    small.save(tmp_path / "b")
-    with (tmp_path / "b" / "state.h5").open("r+b") as file:
-        where = file.read().index(small.arrays["parameters/b"].tobytes())
-        file.seek(where + 9)
-        file.write(b"\xff")
+    for name in "ab":
+        small.save(tmp_path / name)
+    flip(tmp_path / "b" / "state.h5", first_byte(tmp_path / "b", "parameters/b") + 9)
     with (
         checkpoint.open_checkpoint(tmp_path / "a") as a,
         checkpoint.open_checkpoint(tmp_path / "b") as b,

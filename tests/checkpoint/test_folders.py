@@ -209,8 +209,7 @@ def test_somebody_who_removes_the_same_one_at_that_moment_is_no_error(run, monke
 
 
 @pytest.mark.parametrize(
-    ("keep", "every", "told"),
-    [(0, 0, "keep must be >= 1"), (-1, 0, "keep must be >= 1"), (1, -1, "keep_every must be >= 0, got -1")],
+    ("keep", "every", "told"), [(0, 0, "keep must be >= 1"), (1, -1, "keep_every must be >= 0, got -1")]
 )
 def test_pruning_that_would_keep_none_is_refused(run, keep, every, told):
     with pytest.raises(ConfigError, match=told):

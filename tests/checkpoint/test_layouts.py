@@ -15,7 +15,7 @@ from mpizero.errors import CheckpointError
 from mpizero.testing import run_in_threads
 from tests.checkpoint.sealed import digest
 
-SIZES = (1, 2, 3, 4, 8)
+SIZES = (1, 3, 8)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_a_range_that_no_other_rank_completes_is_verified_all_the_same(state, sa
     def load(comm):
         values = np.zeros(100, np.float32)
         wanted = [LocalArray(path, (1031, 2049), whole.dtype, ((1_048_530 + comm.rank, values),))]
-        with checkpoint.open_checkpoint(saved / "on2", comm) as reader:
+        with checkpoint.open_checkpoint(saved / "on8", comm) as reader:
             reader.read(wanted if comm.rank < 2 else [])
         return state.agrees(wanted) if comm.rank < 2 else True
 
@@ -140,7 +140,7 @@ def test_the_work_of_a_save_grows_in_proportion_to_the_number_of_arrays(tmp_path
         return seen[0]
 
     calls(10)  # imports
-    assert calls(800) < 2.1 * calls(400)
+    assert calls(200) < 2.1 * calls(100)
 
 
 def test_another_models_checkpoint_is_refused_with_every_difference(small, tmp_path):
