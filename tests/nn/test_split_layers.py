@@ -46,10 +46,11 @@ LAYERS = {
     "checkpointed": (Checkpointed(TransformerBlock(12, 6, dropout=0.3, site=1)), (2, 5, 12)),
     "frozen": (Sequential([Linear(3, 4), Frozen(Linear(4, 6)), Frozen(TransformerBlock(6, 6))]), (2, 5, 3)),
 }
+#: And a number of ids, of which they are given some.
 TABLES = {
-    "embedding": Embedding(11, 3),
-    "small embedding": Embedding(2, 3),
-    "token embedding": TokenEmbedding(11, 6, 3, dropout=0.3, site=2),
+    "embedding": (Embedding(11, 3), 11),
+    "small embedding": (Embedding(2, 3), 2),
+    "token embedding": (TokenEmbedding(11, 6, 3, dropout=0.3, site=2), 11),
 }
 
 
@@ -93,22 +94,16 @@ def require_same_passes(layer, x, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [*LAYERS, *TABLES])
 def test_a_split_layer_is_the_layer(name, size, rng):
-    layer, shape = LAYERS[name]
-    require_same_passes(layer, rng.normal(size=shape), size)
+    layer, given = LAYERS.get(name) or TABLES[name]
+    require_same_passes(layer, rng.integers(0, given, (3, 5)) if name in TABLES else rng.normal(size=given), size)
 
 
 @pytest.mark.parametrize("name", ["linear", "attention with dropout", "block with dropout", "head"])
 def test_split_layers_take_empty_batches(name):
     layer, shape = LAYERS[name]
     require_same_passes(layer, np.empty((0, *shape[1:])), 2)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", TABLES)
-def test_a_split_table_is_the_table(name, size, rng):
-    require_same_passes(TABLES[name], rng.integers(0, 2 if name == "small embedding" else 11, (3, 5)), size)
 
 
 @pytest.mark.parametrize("layer", [LayerNorm(3), GELU(), Dropout(0.2), Position(4, 3), Select(3, (0,))])
@@ -118,8 +113,7 @@ def test_layers_with_nothing_to_split_stay_themselves(layer):
     assert Sequential([layer]).split(Apart(1, 2)).layers == (("0", layer),)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize(("size", "dtype"), [(2, np.float32), (3, np.float64), (5, np.float64)])
 def test_cross_entropy_over_parts_of_the_classes_is_the_whole_ones(size, dtype, rng):
     """Five ranks share four classes: one has none."""
     logits, target = (3 * rng.normal(size=(2, 3, 4))).astype(dtype), np.array([[0, 3, -1], [2, 1, 0]])

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mpizero.layout.flat import nested
 from mpizero.nn import (
     GPT,
     MLP,
@@ -37,11 +36,13 @@ from tests.nn.groups import (
     Model,
     cache_bytes,
     cut,
+    each_block,
     on_grid,
     on_ranks,
     own_parameters,
     perturbed,
     require_close,
+    slots_of,
     tokens,
 )
 
@@ -52,9 +53,6 @@ def step(group, model, named, batch, run=TRAINING):
     """One rank's loss and gradients of a model that is split over ``group``."""
     split = split_model(model, group)
     return loss_and_gradients(split, own_parameters(split, named), batch, run)
-
-
-# ---------------------------------------------------------------------- messages
 
 
 def test_one_reduction_each_way_for_a_column_row_pair():
@@ -72,9 +70,9 @@ def test_one_reduction_each_way_for_a_column_row_pair():
         counting = Counting(group)
         split = split_model(model, counting)
         params, grads = bind(split, own_parameters(split, named)), gradient_slots(split)
-        caches, h, run = {}, x, split.run_on(x, TRAINING)
-        for name, layer in split.blocks.items():
-            h, caches[name] = layer.forward(params[name], h, run)
+        caches, run = {}, split.run_on(x, TRAINING)
+        for name, result, cache in each_block(split, params, x, run):
+            h, caches[name] = result, cache
             assert counting.clear() == forward[name], f"{name} forward"
         _, _, cache = split.loss.forward(h, y)
         d = split.loss.backward(cache)
@@ -82,8 +80,7 @@ def test_one_reduction_each_way_for_a_column_row_pair():
         for name, layer in reversed(split.blocks.items()):
             d, pending = layer.backward_input(params[name], caches[name], d)
             assert counting.clear() == inputs[name], f"{name} backward, inputs"
-            slots = [(n[len(name) + 1 :], g) for n, g in grads.items() if n.startswith(f"{name}.")]
-            layer.backward_weights(params[name], caches[name], pending, nested(dict(slots)))
+            layer.backward_weights(params[name], caches[name], pending, slots_of(grads, name))
             assert counting.clear() == weights[name], f"{name} backward, weights"
 
     on_ranks(2, work)
@@ -152,9 +149,7 @@ def test_blocks_that_are_told_no_length_ask_each_group_once(sizes):
     def work(tensor, context):
         counting = Counting(tensor)
         part, h = cut(model, counting, context), cut_batch(x, x, context)[0]
-        params = bind(part, own_parameters(part, named))
-        for name, layer in part.blocks.items():
-            h = layer.forward(params[name], h, TRAINING)[0]
+        *_, (_, h, _) = each_block(part, bind(part, own_parameters(part, named)), h, TRAINING)
         told = counting.tags["sequence lengths"], dict(context.counts)
         return part.whole_prediction(h), *told
 
@@ -164,9 +159,6 @@ def test_blocks_that_are_told_no_length_ask_each_group_once(sizes):
             assert of_tensor == LAYERS + 1
         else:
             assert of_context == {"all_gather": LAYERS + 1, "shift": LAYERS * (sizes[1] - 1)}
-
-
-# ---------------------------------------------------------------------- work
 
 
 @pytest.mark.parametrize(("ranks", "length"), [(2, 32), (3, 36), (4, 21)])
@@ -202,11 +194,8 @@ def test_work_and_activations_fall_by_the_sizes_of_both_groups():
 
     def work(tensor, context):
         part, (h, _) = cut(model, tensor, context), cut_batch(x, x, context)
-        params, run, kept = bind(part, own_parameters(part, named)), part.run_on(h, TRAINING), {}
-        for name, layer in part.blocks.items():
-            h, cache = layer.forward(params[name], h, run)
-            kept[name] = cache_bytes(cache)
-        return model_operations(part, (24,)), kept
+        passes = each_block(part, bind(part, own_parameters(part, named)), h, part.run_on(h, TRAINING))
+        return model_operations(part, (24,)), {name: cache_bytes(cache) for name, _, cache in passes}
 
     (((counted, held), _),) = on_grid((1, 2), work)
     whole = model_operations(model, (24,))
@@ -219,18 +208,15 @@ def test_work_and_activations_fall_by_the_sizes_of_both_groups():
                 assert kept[name] * tensor == held[name]
 
 
-# ---------------------------------------------------------------------- memory
-
-
 def test_what_ranks_hold_between_blocks_is_what_the_model_says():
     gpt, mlp = GPT(**SMALL), MLP(features=5, hidden=(7, 3), outputs=2)
     for model, x in ((gpt, tokens(7)[0]), (mlp, np.ones((3, 5), np.float32))):
 
         def work(group, model=model, x=x):
             split = split_model(model, group)
-            params, shape, h = bind(split, own_parameters(split, initial_parameters(model))), x.shape[1:], x
-            for name, layer in split.blocks.items():
-                h = layer.forward(params[name], h, split.run_on(x, Run()))[0]
+            params, shape = bind(split, own_parameters(split, initial_parameters(model))), x.shape[1:]
+            for name, h, _ in each_block(split, params, x, split.run_on(x, Run())):
+                layer = split.blocks[name]
                 assert layer.output_shape(shape) == model.blocks[name].output_shape(shape), name
                 shape = layer.output_shape(shape)
                 assert h.shape[1:] == split.held_shape(name, shape), name
@@ -246,11 +232,9 @@ def test_activations_fall_by_the_size_of_the_group(dropout):
 
     def kept(group):
         split = split_model(model, group)
-        params, h, sizes = bind(split, own_parameters(split, named)), x, {}
-        for name, layer in split.blocks.items():
-            h, cache = layer.forward(params[name], h, TRAINING)
-            sizes[name] = cache_bytes(cache)
-        return {**sizes, "loss": cache_bytes(split.loss.forward(h, y)[2])}
+        passes = list(each_block(split, bind(split, own_parameters(split, named)), x, TRAINING))
+        sizes = {name: cache_bytes(cache) for name, _, cache in passes}
+        return {**sizes, "loss": cache_bytes(split.loss.forward(passes[-1][1], y)[2])}
 
     (whole,), ids = on_ranks(1, kept), x.size * 8
     for size in (2, 4):

@@ -69,7 +69,7 @@ OPTIONS = ({}, {"tied": False}, {"dropout": 0.3}, {"dropout": 0.3, "activation_c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 13, 40])
+@pytest.mark.parametrize("length", [1, 2, 7, 40])
 def test_a_gpt_has_its_numbers_on_every_grid_even_where_ranks_have_no_places(length):
     """Every pair of length and grid, and of grid and option."""
     for number, options in enumerate(OPTIONS):
@@ -79,8 +79,7 @@ def test_a_gpt_has_its_numbers_on_every_grid_even_where_ranks_have_no_places(len
 
 @pytest.mark.slow
 def test_a_gpt_in_float32_has_its_numbers_within_rounding():
-    for number, options in enumerate(OPTIONS):
-        require_same_numbers(GPT(**SMALL, **options), tokens(37), *GRIDS[number::4])
+    require_same_numbers(GPT(**SMALL, **OPTIONS[3]), tokens(37), *GRIDS[::3])
     require_same_numbers(GPT(**SMALL, dropout=0.3), tokens(37), (1, 4), tolerance=2e-6)
 
 
@@ -109,16 +108,13 @@ def test_a_run_repeats_its_bits_and_an_empty_batch_has_zero_gradients(sizes):
 CHAINS = ({"hidden": (7,)}, {"hidden": (7, 5)}, {"hidden": (6, 1, 9, 4)}, {"hidden": ()}, {"hidden": (8, 8, 8)})
 
 
-@pytest.mark.parametrize("task", ["classification", "regression"])
-@pytest.mark.parametrize("chain", CHAINS, ids=str)
-def test_a_split_mlp_has_the_numbers_of_the_whole(chain, task, rng):
+@pytest.mark.parametrize("number", range(len(CHAINS)))
+def test_a_split_mlp_has_the_numbers_of_the_whole(number, rng):
+    chain, task = CHAINS[number], ("classification", "regression")[number % 2]
     y = rng.integers(0, 3, 6) if task == "classification" else rng.normal(size=(6, 3))
     for dtype, options in (("float64", {}), ("float32", {"active_features": (0, 3)})):
         model = MLP(features=4, outputs=3, task=task, activation="gelu", dtype=dtype, **chain, **options)
         require_same_numbers(model, (rng.normal(size=(6, 4)), y), *TENSOR)
-
-
-# ---------------------------------------------------------------------- models made by hand
 
 
 @dataclass(frozen=True)
@@ -270,9 +266,6 @@ def test_a_loss_of_numbers_takes_whole_scores_at_the_own_places(rng):
 
     for row in on_grid((2, 2), work):
         assert np.sum(row, axis=0) == pytest.approx(expected, rel=1e-12)
-
-
-# ---------------------------------------------------------------------- forms
 
 
 def test_a_group_of_one_rank_gets_the_model_and_the_batch_themselves():

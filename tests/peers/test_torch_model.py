@@ -133,9 +133,6 @@ def test_a_backward_pass_reads_no_parameters_that_were_given_back(monkeypatch: p
         assert set(found) == set(expected), more
 
 
-# ------------------------------------------------------------------ against plain PyTorch
-
-
 def plain(net: Any, loss: Any, batches: Any, optimizer: Any, grain: int) -> None:
     """Train a module as PyTorch does; batches are cut into grains, and statistics are averaged over them."""
     for x, y in batches:
@@ -503,9 +500,6 @@ def test_unusual_uses_of_parameters_are_as_in_pytorch_with_gathered_parameters(m
     for found in founds:
         for name, value in (*net.named_parameters(), ("prediction", whole(torch.from_numpy(x)))):
             np.testing.assert_allclose(found[name], value.detach().numpy(), rtol=2e-5, atol=2e-6)
-
-
-# ------------------------------------------------------------------ mistakes
 
 
 class Changes(nn.Module):

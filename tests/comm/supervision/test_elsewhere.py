@@ -140,9 +140,6 @@ def test_a_wrong_secret_gets_no_answer_and_a_node_that_is_gone_is_left_out():
     assert run_in_threads(2, lambda comm: specification(comm, RemoteStatus.close))[0] == {}
 
 
-# ------------------------------------------------------------------ what others on the network can do
-
-
 def overheard(pair, alter=lambda said: said):
     """Let the first of the pair ask through somebody in between; return its answer, and what both ends have said."""
     asker, _ = pair
@@ -238,9 +235,6 @@ def test_many_ask_at_once_and_all_are_answered(pair):
     for thread in threads:
         thread.join(PATIENCE)
     assert [places(one) for one in found] == [{1: "line of rank 1"}] * 32
-
-
-# ------------------------------------------------------------------ what a node can answer
 
 
 def proof(secret, what, rank, text):
@@ -394,9 +388,6 @@ def test_a_slot_as_ranks_write_it_is_taken():
     told = json.loads(json.dumps(slot))
     found = parse_slots(json.dumps({"1": slot | {"age": 1.0}}).encode(), {1}, 10.0)
     assert found == {1: told | {"age": 1.0, "beat": 9.0}}
-
-
-# ------------------------------------------------------------------ where it listens
 
 
 def test_it_listens_where_the_hosts_name_leads_and_nowhere_else(monkeypatch):

@@ -23,8 +23,8 @@ from mpizero.nn import (
 from mpizero.nn.context_parallel import RingSelfAttention
 from mpizero.testing import taylor_test
 from mpizero.types import EVALUATE
-from tests.nn.checks import require_contract
-from tests.nn.groups import TRAINING, cache_bytes, on_ranks
+from tests.nn.checks import central_difference, require_contract
+from tests.nn.groups import TRAINING, cache_bytes, each_block, on_ranks
 from tests.traced import traced_peak
 
 
@@ -75,7 +75,7 @@ def test_ring_attention_equals_dense_attention(length, run, rng, small_tiles):
     layer = CausalSelfAttention(8, 2, dropout=0.3, site=4)
     flat, (x, dy) = parameters(layer, rng), rng.normal(size=(2, 3, length, 8))
     expected = whole_pass(layer, flat, x, dy, run)
-    for ranks in (1, 2, 3, 4):
+    for ranks in (1, 2, 3):
         assert_close(ring_pass(layer, flat, x, dy, ranks, run), expected, 1e-12)
 
 
@@ -103,21 +103,17 @@ def test_gradients_are_those_of_finite_differences(ranks, run, rng, small_tiles)
     layer = CausalSelfAttention(4, 2, dropout=0.3, site=1)
     flat, (x, dy) = parameters(layer, rng), rng.normal(size=(2, 2, 11, 4))
     _, dx, grads = ring_pass(layer, flat, x, dy, ranks, run)
+    point = {**{name: array.copy() for name, array in flat.items()}, "x": x.copy()}
 
-    def value(point):
+    def value(point=point):
         named = {name: point[name] for name in flat}
         return float((ring_pass(layer, named, point["x"], dy, ranks, run)[0] * dy).sum())
 
-    point = {**{name: array.copy() for name, array in flat.items()}, "x": x.copy()}
     taylor_test(value, {**grads, "x": dx}, point)
     for name, gradient in {**grads, "x": dx}.items():
-        for index in rng.choice(gradient.size, min(gradient.size, 6), replace=False):
-            moved = {key: array.copy() for key, array in point.items()}
-            slopes = []
-            for step in (1e-5, -1e-5):
-                moved[name].reshape(-1)[index] = point[name].reshape(-1)[index] + step
-                slopes.append(value(moved))
-            slope = (slopes[0] - slopes[1]) / 2e-5
+        values = point[name].reshape(-1)
+        for index in rng.choice(gradient.size, min(gradient.size, 4), replace=False):
+            slope = central_difference(value, values[index : index + 1]).item()
             assert gradient.reshape(-1)[index] == pytest.approx(slope, rel=2e-7, abs=1e-7), (name, index)
 
 
@@ -143,11 +139,8 @@ def test_some_heads_of_a_wider_layer_have_its_masks(rng):
     on_ranks(2, work)
 
 
-# ---------------------------------------------------------------------- work
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("length", [1, 2, 7, 24, 61])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("length", [1, 7, 24, 61])
 def test_tiles_cover_what_is_visible_once_and_nothing_that_is_hidden_whole(length, ranks, small_tiles):
     zigzag, seen = Zigzag(length, ranks), np.zeros((length, length), int)
     for rank in range(ranks):
@@ -189,23 +182,16 @@ def test_products_really_made_are_even_and_about_half_of_the_square(monkeypatch,
     assert 0.5 < sum(work) / square < 0.57
 
 
-# ---------------------------------------------------------------------- memory
-
-
 def test_a_sequence_four_times_longer_on_four_ranks_keeps_the_same_cache_on_each():
     """Bytes of all arrays that wait for the backward pass, against one rank with a quarter of the sequence."""
     model = GPT(dim=32, layers=2, heads=2, sequence=1024, vocabulary=16)
     params, ids = bind(model, initial_parameters(model)), np.zeros((2, 1024), int)
 
-    def cached(blocks, x):
-        keep = []
-        for block, layer in blocks.items():
-            x, cache = layer.forward(params[block], x)
-            keep.append(cache)
-        return cache_bytes(keep)
+    def cached(model, x):
+        return cache_bytes([cache for *_, cache in each_block(model, params, x)])
 
-    one = cached(model.blocks, ids[:, :256])
-    four = on_ranks(4, lambda group: cached(context_model(model, group).blocks, cut_batch(ids, ids, group)[0]))
+    one = cached(model, ids[:, :256])
+    four = on_ranks(4, lambda group: cached(context_model(model, group), cut_batch(ids, ids, group)[0]))
     assert len(set(four)) == 1
     rows = 2 * 2 * 256 * 2 * 2 * 4  # a maximum and a share for each layer, sample, place and head
     # Neither keeps probabilities of so long a sequence; attention's output is cached by the projection, in either form.

@@ -169,9 +169,6 @@ def test_a_cache_and_a_result_for_others_are_no_state() -> None:
     assert len(shas) == 1
 
 
-# ------------------------------------------------------------------ losses
-
-
 class TimeFirst(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -301,9 +298,6 @@ def test_what_was_refused_is_refused_again() -> None:
             for _ in range(2):
                 with pytest.raises(MpizeroError, match=message):
                     placed.train(X, Y)
-
-
-# ------------------------------------------------------------------ samples that see each other, and lost gradients
 
 
 class SeesOthers(Net):

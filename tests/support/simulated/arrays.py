@@ -84,8 +84,6 @@ class SimulatedArray(NDArrayOperatorsMixin):
     def __init__(self, values: Array) -> None:
         self.values = values
 
-    # ------------------------------------------------------------------ shape and place
-
     @property
     def shape(self) -> tuple[int, ...]:
         """Length of each axis."""
@@ -141,8 +139,6 @@ class SimulatedArray(NDArrayOperatorsMixin):
     def __array_namespace__(self) -> Any:
         return NAMESPACE
 
-    # ------------------------------------------------------------------ between host and GPU
-
     def get(self, out: Array | None = None) -> Array:
         """Return a NumPy copy of the elements, or copy them to the NumPy array ``out`` and return it."""
         if out is None:
@@ -166,8 +162,6 @@ class SimulatedArray(NDArrayOperatorsMixin):
     def __array__(self, *args: Any, **kwargs: Any) -> Array:
         raise TypeError("an array of the GPU does not turn into a NumPy array by itself: use get()")
 
-    # ------------------------------------------------------------------ elements
-
     def __len__(self) -> int:
         return len(self.values)
 
@@ -188,8 +182,6 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     def __bool__(self) -> bool:
         return bool(self.values)
-
-    # ------------------------------------------------------------------ functions
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         _check(ufunc.__name__, ABSENT_FUNCTIONS)
