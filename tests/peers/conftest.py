@@ -16,6 +16,16 @@ SHARED = {
 os.environ.update({name: os.environ.get(name, value) for name, value in SHARED.items()})
 
 
+@pytest.fixture
+def wide():
+    """JAX computes in 64 bits, too."""
+    jax = pytest.importorskip("jax")
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
 @pytest.fixture(scope="session")
 def script():
     """``twins``: a GPT in PyTorch, and batches of text."""

@@ -10,25 +10,18 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ConfigError, LayoutError, UnsupportedError
 from mpizero.layout.flat import nested
-from mpizero.testing import run_in_threads
 from mpizero.types import Run
 
 jax = pytest.importorskip("jax")
 
 from mpizero.adapters.jax import JaxModel  # noqa: E402 - before JAX computes anything
+from tests.peers import placing  # noqa: E402
 
 jnp = jax.numpy
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(32, 3)), RNG.normal(size=(32, 1))
 TRAINING = Run(training=True, seed=3, count=4)
-
-
-@pytest.fixture(autouse=True)
-def _wide():
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+pytestmark = pytest.mark.usefixtures("wide")
 
 
 def dense(inputs, outputs):
@@ -64,85 +57,31 @@ def leaves(layer, values):
     return nested(dict((spec.name, np.array(value)) for spec, value in zip(layer.specs(), values, strict=True)))
 
 
-def digest(sharded):
-    return sharded.parameters_sha256()
-
-
-def trained(model, layout, ranks, result=digest, optimizer=None, steps=2, **settings):
-    """Train on threads as ranks, with a strategy or (schedule, stages, ZeRO stage); return rank 0's ``result``."""
-
-    def rank(comm):
-        with mz.ShardingConfig(comm=comm, micro_batch=4, minimum_parameter_group_size=1, **settings) as config:
-            replicas = comm.size
-            if isinstance(layout, str):
-                sharded = mz.distribute(model, optimizer or mz.Adam(lr=0.01), strategy=layout, config=config)
-            else:
-                schedule, stages, zero = layout
-                replicas //= stages
-                more = {"virtual_stages": 2} if schedule == "interleaved" else {}
-                sharded = mz.HybridShardedModel(
-                    model, config, pipeline_parallel_size=stages, zero_stage=zero, schedule=schedule,
-                    optimizer=optimizer or mz.Adam(lr=0.01), **more,
-                )  # fmt: skip
-            with sharded:
-                place = comm.rank % replicas
-                mine = slice(len(X) * place // replicas, len(X) * (place + 1) // replicas)
-                for _ in range(steps):
-                    sharded.train(X[mine], Y[mine])
-                return result(sharded)
-
-    found = run_in_threads(ranks, rank)
-    assert not isinstance(found[0], str) or set(found) == {found[0]}
-    return found[0]
+def trained(model, ranks=1, strategy="ddp", **layout):
+    return placing.trained(lambda: model, (X, Y), ranks, strategy, micro_batch=4, **layout)
 
 
 def test_all_layouts_have_the_bits_of_one_process():
     model = network(dropped)
-    expected = trained(model, "ddp", 1)
-    assert trained(model, "zero2", 3) == expected
-    assert trained(model, "zero3", 2, share_node_memory=False) == expected
-    assert trained(model, "zero3", 4, ranks_per_node=1) == expected
-    for layout in (
-        ("1f1b", 2, 1),
-        ("gpipe", 2, 3),
-        ("zero_bubble", 2, 2),
-        ("interleaved", 2, 1),
-        ("zero_bubble", 4, 1),
+    expected = trained(model)
+    for ranks, strategy, layout in (
+        (3, "zero2", {}),
+        (2, "zero3", {"share_node_memory": False}),
+        (4, "zero3", {"ranks_per_node": 1}),
+        (4, "zero1", {"pipeline_parallel_size": 2, "schedule": "1f1b"}),
+        (4, "zero3", {"pipeline_parallel_size": 2, "schedule": "gpipe"}),
+        (4, "zero2", {"pipeline_parallel_size": 2, "schedule": "zero_bubble"}),
+        (4, "zero1", {"pipeline_parallel_size": 2, "schedule": "interleaved", "virtual_stages": 2}),
+        (4, "zero1", {"pipeline_parallel_size": 4, "schedule": "zero_bubble"}),
     ):
-        assert trained(model, layout, 4) == expected, layout
-
-
-def test_training_follows_optax():
-    optax = pytest.importorskip("optax")
-    model, ours = network(), mz.AdamW(lr=0.01, weight_decay=0.1)
-    theirs = optax.adamw(0.01, weight_decay=0.1, mask=lambda tree: {name: p.ndim > 1 for name, p in tree.items()})
-    found = trained(model, "zero3", 2, lambda sharded: sharded.named_parameters(), ours, 50, ranks_per_node=1)
-
-    def loss(named):
-        x = jnp.asarray(X)
-        for block, function in (("in", affine), *((f"h.{i}", residual) for i in range(3)), ("out", affine)):
-            x = function({leaf: named[f"{block}.{leaf}"] for leaf in ("kernel", "bias")}, x)
-        return squares(x, Y) / len(X)
-
-    @jax.jit
-    def step(named, state):
-        updates, state = theirs.update(jax.grad(loss)(named), state, named)
-        return optax.apply_updates(named, updates), state
-
-    named = {name: jnp.array(value) for name, value in model.start_values.items()}
-    state = theirs.init(named)
-    for _ in range(50):
-        named, state = step(named, state)
-    apart = sum(float(np.sum((found[n] - named[n]) ** 2)) for n in found)
-    assert set(found) == set(named)
-    assert (apart / sum(float(np.sum(value**2)) for value in named.values())) ** 0.5 <= 1e-11
+        assert trained(model, ranks, strategy, **layout) == expected, (ranks, strategy, layout)
 
 
 def test_equal_blocks_are_compiled_once():
     fresh = JaxModel(None, squares, blocks={name: (dense(*s), f) for name, s, f in (
         ("a", (3, 8), affine), ("b", (8, 8), residual), ("c", (8, 8), residual), ("d", (8, 1), affine),
     )})  # fmt: skip
-    trained(fresh, "zero1", 2)
+    trained(fresh, 2, "zero1")
     assert fresh.compilations == 3
 
 
@@ -290,20 +229,19 @@ def test_wrong_functions_are_told_with_their_block():
         return jnp.mean((z - y) ** 2)
 
     with pytest.raises(LayoutError, match="a mean over the samples"):
-        trained(JaxModel(None, mean, blocks=[(dense(3, 1), affine)]), "ddp", 1)
+        trained(JaxModel(None, mean, blocks=[(dense(3, 1), affine)]))
     numpy = JaxModel(None, squares, blocks=[(dense(3, 1), lambda p, x: np.asarray(x) @ p["kernel"])])
     with pytest.raises(UnsupportedError, match=r"block '0'.*test_jax_blocks.py:\d+ in <lambda>.*jax.numpy"):
-        trained(numpy, "ddp", 1)
+        trained(numpy)
     centred = JaxModel(None, squares, blocks=[(dense(3, 1), lambda p, x: affine(p, x - x.mean(0)))])
     with pytest.raises(LayoutError, match="rows of its output depend on other samples"):
-        trained(centred, "ddp", 1)
+        trained(centred)
     drawing = JaxModel(None, squares, blocks=[(dense(3, 1), lambda p, x: affine(p, x) * np.random.rand())])  # noqa: NPY002
     with pytest.raises(UnsupportedError, match=r"block '0'.*test_jax_blocks.py:\d+ in <lambda>: .* traced again"):
-        trained(drawing, "ddp", 1)
+        trained(drawing)
     for loss, told in ((mean, "a mean over the samples"), (lambda z, y: squares(z - z.mean(0), y), "see each other")):
-        single = JaxModel(None, loss, blocks=[(dense(3, 1), affine)])
         with (
             pytest.raises(LayoutError, match=told),
-            mz.DDPModel(single, mz.ShardingConfig(comm="self", micro_batch=1), optimizer=mz.SGD(0.1)) as sharded,
+            placing.placed(JaxModel(None, loss, blocks=[(dense(3, 1), affine)]), "self", micro_batch=1) as single,
         ):
-            sharded.train(X, Y)
+            single.train(X, Y)

@@ -7,24 +7,18 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError, LayoutError, UnsupportedError
-from mpizero.testing import check_model, run_in_threads
+from mpizero.testing import check_model
 
 jax = pytest.importorskip("jax")
 
 from mpizero.adapters.jax import JaxModel  # noqa: E402 - before JAX computes anything
 from mpizero.adapters.jax import function as xla_threads  # noqa: E402
+from tests.peers import placing  # noqa: E402
 
 jnp = jax.numpy
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(24, 3)), RNG.normal(size=(24, 2))
-
-
-@pytest.fixture(autouse=True)
-def _wide():
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+pytestmark = pytest.mark.usefixtures("wide")
 
 
 def perceptron(dtype="float64"):
@@ -51,20 +45,13 @@ def dropped(parameters, x, y, key):
     return squares(parameters, x, y)
 
 
-def trained(model, ranks=1, strategy="zero1", optimizer=None, steps=3, **settings):
-    """Train on threads as ranks; return the hash of the parameters, and the model's parameters by name."""
-
-    def rank(comm):
-        layout = {"micro_batch": 4, "minimum_parameter_group_size": 1, **settings}
-        with mz.ShardingConfig(comm=comm, **layout) as config:
-            sharded = mz.distribute(model, optimizer or mz.Adam(lr=0.01), strategy=strategy, config=config)
-            with sharded:
-                mine = slice(len(X) * comm.rank // comm.size, len(X) * (comm.rank + 1) // comm.size)
-                for _ in range(steps):
-                    sharded.train(X[mine], Y[mine])
-                return sharded.parameters_sha256(), sharded.named_parameters()
-
-    return run_in_threads(ranks, rank)[0]
+def trained(model, ranks=1, strategy="zero1", **layout):
+    """Return the hash of the parameters, and the model's parameters by name."""
+    given = {"micro_batch": 4, "optimizer": mz.Adam(lr=0.01), "steps": 3} | layout
+    return placing.trained(
+        lambda: model, (X, Y), ranks, strategy,
+        result=lambda placed, *_: (placed.parameters_sha256(), placed.named_parameters()), **given,
+    )  # fmt: skip
 
 
 def test_parameters_are_named_by_their_paths():
@@ -130,7 +117,7 @@ def test_float32_stays_float32():
 def test_training_follows_optax():
     optax = pytest.importorskip("optax")
     start, theirs = perceptron(), optax.sgd(0.01, momentum=0.9)
-    found = trained(JaxModel(start, squares), 2, "zero2", mz.SGD(lr=0.01, momentum=0.9), steps=50)[1]
+    found = trained(JaxModel(start, squares), 2, "zero2", optimizer=mz.SGD(lr=0.01, momentum=0.9), steps=50)[1]
 
     @jax.jit
     def step(parameters, state):
@@ -286,10 +273,8 @@ def masked(parameters, x, y):
 def test_a_first_grain_that_adds_up_by_chance_or_is_no_number_does_not_hide_the_next(first):
     x, y = np.random.default_rng(0).normal(size=(4, 3)), np.ones((4, 2))
     y[0], y[3, 1] = first, np.nan
-    model = JaxModel(perceptron(), masked)
-    config = mz.ShardingConfig(comm="self", micro_batch=2)
     told = pytest.raises(LayoutError, match=r"masked at test_jax_functions.py:\d+\): the loss of")
-    with config, mz.distribute(model, mz.SGD(0.1), config=config) as placed, told:
+    with placing.placed(JaxModel(perceptron(), masked), "self") as placed, told:
         placed.train(x, y)
 
 

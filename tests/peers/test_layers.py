@@ -14,7 +14,6 @@ from mpizero.nn import (
     FeedForward,
     LayerNorm,
     Linear,
-    MeanSquaredError,
     Projection,
     ReLU,
     RMSNorm,
@@ -54,7 +53,6 @@ LAYERS = {
     "linear without bias": (Linear(4, 3, bias=False), lambda: nn.Linear(4, 3, bias=False), (2, 3, 4), None),
     "projection": (Projection(4, 3), lambda: nn.Linear(4, 3, bias=False), (2, 3, 4), None),
     "layernorm": (LayerNorm(5), lambda: nn.LayerNorm(5), (2, 3, 5), None),
-    "layernorm with a large eps": (LayerNorm(5, eps=0.1), lambda: nn.LayerNorm(5, eps=0.1), (2, 3, 5), None),
     "rmsnorm": (RMSNorm(5), lambda: nn.RMSNorm(5, eps=1e-6), (2, 3, 5), None),
     "gelu": (GELU(), lambda: nn.GELU(approximate="tanh"), (40, 9), None),
     "silu": (SiLU(), nn.SiLU, (40, 9), None),
@@ -70,29 +68,26 @@ LAYERS = {
     ),
     "block": (TransformerBlock(12, 3), lambda: Block(12, 3), (2, 9, 12), (2, 3, 4, 5, 8, 9, 10, 11, 0, 1, 6, 7)),
 }
-#: Relative to the largest element of an array: sums cancel.
-TOLERANCES = {"float64": 1e-12, "float32": 2e-5}
 
 
 def assert_close(got, wanted, message=""):
     size = max(1.0, float(abs(wanted).max()))
-    np.testing.assert_allclose(got / size, wanted / size, rtol=0, atol=TOLERANCES[str(got.dtype)], err_msg=message)
+    np.testing.assert_allclose(got / size, wanted / size, rtol=0, atol=1e-12, err_msg=message)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_outputs_and_all_gradients_are_pytorch_s(name, dtype, rng):
+def test_outputs_and_all_gradients_are_pytorch_s(name, rng):
     layer, make, shape, order = LAYERS[name]
-    flat = {spec.name: rng.normal(size=spec.shape).astype(dtype) for spec in layer.specs()}
+    flat = {spec.name: rng.normal(size=spec.shape) for spec in layer.specs()}
     gradients = {name: np.full_like(value, np.nan) for name, value in flat.items()}
     names = [list(flat)[place] for place in order or range(len(flat))]
     straight = isinstance(layer, Projection)  # the orientation of PyTorch's matrices; all others are transposed
-    twin = fill(make().to(getattr(torch, dtype)), [flat[name] if straight else flat[name].T for name in names])
-    x = rng.normal(0, 2, shape).astype(dtype)
+    twin = fill(make().double(), [flat[name] if straight else flat[name].T for name in names])
+    x = rng.normal(0, 2, shape)
     theirs = torch.from_numpy(x.copy()).requires_grad_()
     wanted = twin(theirs)
     y, cache = layer.forward(nested(dict(flat.items())), x)
-    dy = rng.normal(size=y.shape).astype(dtype)
+    dy = rng.normal(size=y.shape)
     wanted.backward(torch.from_numpy(dy.copy()))
     dx = layer.backward(nested(dict(flat.items())), cache, dy, nested(dict(gradients.items())))
     assert_close(y, wanted.detach().numpy())
@@ -112,28 +107,17 @@ def test_an_embedding_s_output_and_gradient_are_pytorch_s(rng):
     np.testing.assert_allclose(gradient, twin.weight.grad.numpy(), rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("size", [1.0, 30.0, 1000.0])
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_cross_entropy_and_its_gradient_are_pytorch_s(dtype, size, rng):
+@pytest.mark.parametrize("size", [1.0, 1000.0])
+def test_cross_entropy_and_its_gradient_are_pytorch_s(size, rng):
     """Large logits too, whose exponentials overflow, and targets that are ignored."""
-    logits, targets = (size * rng.normal(size=(4, 6, 11))).astype(dtype), rng.integers(0, 11, (4, 6))
+    logits, targets = size * rng.normal(size=(4, 6, 11)), rng.integers(0, 11, (4, 6))
     targets[1, ::2] = -1
-    theirs = torch.from_numpy(logits.astype(np.float64)).requires_grad_()
+    theirs = torch.from_numpy(logits).requires_grad_()
     wanted = nn.functional.cross_entropy(
         theirs.flatten(0, 1), torch.from_numpy(targets).flatten(), ignore_index=-1, reduction="sum"
     )
     wanted.backward()
     total, weight, cache = CrossEntropy().forward(logits, targets)
     assert weight == 21.0
-    assert total == pytest.approx(wanted.item(), rel=1e-12 if dtype == "float64" else 1e-6)
+    assert total == pytest.approx(wanted.item(), rel=1e-12)
     assert_close(CrossEntropy().backward(cache), theirs.grad.numpy())
-
-
-def test_squared_error_and_its_gradient_are_pytorch_s(rng):
-    prediction, target = rng.normal(size=(2, 5, 3))
-    theirs = torch.from_numpy(prediction).requires_grad_()
-    wanted = nn.functional.mse_loss(theirs, torch.from_numpy(target))
-    wanted.backward()
-    total, weight, cache = MeanSquaredError().forward(prediction, target)
-    assert total / weight == pytest.approx(wanted.item(), rel=1e-13)
-    np.testing.assert_allclose(MeanSquaredError().backward(cache, 1.0 / weight), theirs.grad.numpy(), rtol=1e-12)

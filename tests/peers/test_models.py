@@ -5,17 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.nn import (
-    GPT,
-    MLP,
-    bind,
-    evaluate,
-    from_torch,
-    initial_parameters,
-    loss_and_gradients,
-    model_specs,
-    to_torch,
-)
+from mpizero.nn import GPT, MLP, bind, evaluate, from_torch, initial_parameters, loss_and_gradients
 
 torch = pytest.importorskip("torch")
 
@@ -39,8 +29,10 @@ def test_loss_and_every_gradient_agree_to_1e_10(script, options, rng):
         np.testing.assert_allclose(gradient, wanted[name], rtol=1e-10, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("task", ["classification", "regression"])
-@pytest.mark.parametrize("activation", ["gelu", "silu", "relu", "tanh"])
+@pytest.mark.parametrize(
+    ("activation", "task"),
+    [("gelu", "classification"), ("silu", "regression"), ("relu", "classification"), ("tanh", "regression")],
+)
 def test_loss_and_gradients_of_a_perceptron_agree(activation, task, rng):
     model = MLP(5, (7, 6), 4, activation=activation, task=task, dtype="float64")
     named = {name: value + rng.normal(0, 0.2, value.shape) for name, value in initial_parameters(model).items()}
@@ -65,12 +57,3 @@ def test_tensors_of_any_dtype_and_base_model_names_are_read(script, dtype, rng):
     np.testing.assert_allclose(
         evaluate(model, bind(model, named), x), twin.float()(torch.from_numpy(x)).detach().numpy(), rtol=1e-4, atol=1e-6
     )
-
-
-def test_export_and_import_are_inverse(script):
-    model = GPT(dim=8, layers=2, heads=2, sequence=4, vocabulary=5, tied=False)
-    named = initial_parameters(model)
-    back = from_torch(model, to_torch(model, named))
-    assert list(back) == [spec.name for spec in model_specs(model)]
-    for name, value in named.items():
-        np.testing.assert_array_equal(back[name], value)

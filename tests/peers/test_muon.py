@@ -34,8 +34,7 @@ def in_float64():
     return mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.double)
 
 
-@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "scale"), [(SHAPES[0], "original"), (SHAPES[1], "match_rms_adamw")], ids=str)
 def test_one_step_in_float32_is_pytorchs_within_the_error_of_its_bfloat16(shape, scale):
     start, ours, theirs = both(shape, scale, 1, "f4")
     with in_float64():

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +25,7 @@ from mpizero.errors import ConfigError, MpizeroError  # noqa: E402
 from mpizero.guard.reports import describe_error  # noqa: E402
 from mpizero.sharding.params import ParameterStore  # noqa: E402
 from mpizero.testing import run_in_threads  # noqa: E402
+from tests.peers.placing import placed  # noqa: E402
 from tests.peers.torch_nets import Transformer, next_word, resnet  # noqa: E402
 
 WORDS = np.random.default_rng(0).integers(0, 31, (60, 9))
@@ -52,22 +52,6 @@ def data(name: str) -> Any:
     if name == "transformer":
         return mz.data.ArraySource(WORDS[:, :-1].copy(), WORDS[:, 1:].copy())
     return mz.data.ArraySource(PIXELS, CLASSES)
-
-
-@contextmanager
-def placed(model: Any, comm: Any, strategy: str, *, optimizer: Any = None, **layout: Any) -> Iterator[Any]:
-    """Place a model; ``layout`` has settings of the configuration, and for a hybrid model also its sizes."""
-    sizes = {key: layout.pop(key) for key in ("pipeline_parallel_size", "schedule", "virtual_stages") if key in layout}
-    optimizer = optimizer or mz.AdamW(1e-3)
-    settings = {"micro_batch": 2, "minimum_parameter_group_size": 1, **layout}
-    with mz.ShardingConfig(comm=comm, **settings) as config:
-        if sizes:
-            stage = ["ddp", "zero1", "zero2", "zero3"].index(strategy)
-            made = mz.HybridShardedModel(model, config, optimizer=optimizer, zero_stage=stage, **sizes)
-        else:
-            made = mz.distribute(model, optimizer, strategy=strategy, config=config)
-        with made:
-            yield made
 
 
 def trained(name: str, comm: Any, strategy: str, **layout: Any) -> str:
@@ -111,7 +95,7 @@ print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
 @pytest.mark.parametrize("name", ["transformer", "cnn"])
 def test_dropout_statistics_and_parameters_have_the_same_bits_on_every_layout(name: str) -> None:
     expected = run_in_threads(1, lambda comm: trained(name, comm, "ddp"))
-    for ranks, strategy, layout in LAYOUTS:
+    for ranks, strategy, layout in LAYOUTS if name == "transformer" else LAYOUTS[1::3]:
         found = run_in_threads(ranks, lambda comm, s=strategy, o=layout: trained(name, comm, s, **o))
         assert set(found) == set(expected), (ranks, strategy, layout)
 

@@ -13,6 +13,7 @@ from torch import nn  # noqa: E402
 
 import mpizero as mz  # noqa: E402
 from mpizero.adapters.torch import TorchModel  # noqa: E402
+from tests.peers.placing import placed  # noqa: E402
 
 X = np.random.default_rng(0).normal(size=(12, 24)).astype(np.float32)
 SQUARES = nn.MSELoss(reduction="sum")
@@ -20,10 +21,9 @@ SQUARES = nn.MSELoss(reduction="sum")
 
 def steps(model: Any, x: Any, y: Any, micro_batch: int) -> None:
     """Train for a step, and evaluate."""
-    config = mz.ShardingConfig(comm="self", micro_batch=micro_batch)
-    with config, mz.distribute(model, mz.SGD(1e-3), strategy="zero2", config=config) as placed:
-        placed.train(x, y)
-        placed.evaluate(x, y)
+    with placed(model, "self", "zero2", optimizer=mz.SGD(1e-3), micro_batch=micro_batch) as one:
+        one.train(x, y)
+        one.evaluate(x, y)
 
 
 def convolutions() -> Any:

@@ -16,7 +16,7 @@ import mpizero as mz  # noqa: E402
 from mpizero._util.names import selected  # noqa: E402
 from mpizero.adapters.jax import JaxModel  # noqa: E402
 from mpizero.adapters.torch import TorchModel  # noqa: E402
-from mpizero.testing import run_in_threads  # noqa: E402
+from tests.peers import placing  # noqa: E402
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(8, 4)).astype(np.float32), RNG.normal(size=(8, 2)).astype(np.float32)
@@ -56,15 +56,11 @@ MODELS = {
 }
 
 
-def trained(make: Any, comm: Any, strategy: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    here = slice(len(X) * comm.rank // comm.size, len(X) * (comm.rank + 1) // comm.size)
-    with mz.distribute(
-        make(), mz.AdamW(0.1), strategy=strategy, config=mz.ShardingConfig(comm=comm, micro_batch=4)
-    ) as model:
-        before = {name: value.copy() for name, value in model.named_parameters().items()}
-        for _ in range(2):
-            model.train(X[here], Y[here])
-        return str(model.parameters_sha256()), before, dict(model.named_parameters())
+def trained(model: Any, ranks: int = 1, strategy: str = "ddp") -> tuple[str, dict[str, Any]]:
+    return placing.trained(
+        lambda: model, (X, Y), ranks, strategy, optimizer=mz.AdamW(0.1), micro_batch=4,
+        result=lambda placed, *_: (str(placed.parameters_sha256()), dict(placed.named_parameters())),
+    )  # fmt: skip
 
 
 PATTERNS = ["0.*"], ["*.bias"], ["3.weight", "0.bias"]
@@ -77,11 +73,11 @@ PATTERNS = ["0.*"], ["*.bias"], ["3.weight", "0.bias"]
 def test_frozen_parameters_stay_and_all_others_train(kind: str, patterns: Any, ranks: int) -> None:
     make, strategy = MODELS[kind], ("ddp", "zero3")[ranks - 1]
     frozen = mz.nn.freeze(make(), patterns)
-    sha, before, after = run_in_threads(ranks, lambda comm: trained(lambda: frozen, comm, strategy))[0]
+    before = dict(frozen.start_values if hasattr(frozen, "start_values") else frozen.parameters)
+    sha, after = trained(frozen, ranks, strategy)
     names = set(selected(list(before), "", patterns))
     assert {name for name in before if np.array_equal(before[name], after[name])} == names
-    given = run_in_threads(1, lambda comm: trained(lambda: make(frozen=sorted(names)), comm, "ddp"))[0]
-    assert given[0] == sha
+    assert trained(make(frozen=sorted(names)))[0] == sha
 
 
 def test_a_frozen_parameter_needs_no_gradient() -> None:
@@ -92,6 +88,6 @@ def test_a_frozen_parameter_needs_no_gradient() -> None:
 
     for loss in (LOSS, with_module):
         model = mz.nn.freeze(TorchModel(make, loss), ["unused"])
-        _, before, after = run_in_threads(1, lambda comm, m=model: trained(lambda: m, comm, "ddp"))[0]
-        assert np.array_equal(before["unused"], after["unused"])
-        assert not np.array_equal(before["0.weight"], after["0.weight"])
+        _, after = trained(model)
+        assert np.array_equal(model.start_values["unused"], after["unused"])
+        assert not np.array_equal(model.start_values["0.weight"], after["0.weight"])

@@ -14,7 +14,8 @@ from torch import nn  # noqa: E402
 import mpizero as mz  # noqa: E402
 from mpizero.adapters.torch import TorchModel  # noqa: E402
 from mpizero.errors import ConfigError, MpizeroError  # noqa: E402
-from mpizero.testing import check_model, run_in_threads  # noqa: E402
+from mpizero.testing import check_model  # noqa: E402
+from tests.peers import placing  # noqa: E402
 
 RNG = np.random.default_rng(0)
 X = RNG.uniform(0, 1, (16, 2))
@@ -53,19 +54,18 @@ def points(prediction: Any, target: Any, module: Any, x: Any) -> Any:
     return ((derivative(u, middle) - 1) ** 2).sum() + ((prediction - target) ** 2).sum()
 
 
-def trained(module: Any, loss: Any, comm: Any, strategy: str = "ddp", steps: int = 20, **given: Any) -> Any:
-    settings = {"micro_batch": 4, "minimum_parameter_group_size": 1, **given.pop("layout", {})}
-    here = slice(len(X) * comm.rank // comm.size, len(X) * (comm.rank + 1) // comm.size)
-    config = mz.ShardingConfig(comm=comm, **settings)
-    with mz.distribute(TorchModel(module, loss, **given), mz.SGD(0.05), strategy=strategy, config=config) as model:
-        for _ in range(steps):
-            model.train(X[here], Y[here])
-        return model.parameters_sha256(), dict(model.named_parameters()), model.evaluate(X[here], Y[here])
+def trained(module: Any, loss: Any, ranks: int = 1, strategy: str = "ddp", steps: int = 20, **layout: Any) -> Any:
+    """Return the hash of the parameters, the parameters by name, and how the model is evaluated on the samples."""
+    given = {"micro_batch": 4, "optimizer": mz.SGD(0.05)} | layout
+    return placing.trained(
+        lambda: TorchModel(module, loss), (X, Y), ranks, strategy, steps=steps,
+        result=lambda one, x, y: (one.parameters_sha256(), dict(one.named_parameters()), one.evaluate(x, y)), **given,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("loss", [residual, penalty, points])
 def test_it_trains_as_pytorch_does(loss: Any) -> None:
-    _, found, scored = run_in_threads(2, lambda comm: trained(plain_net, loss, comm, "zero3"))[0]
+    _, found, scored = trained(plain_net, loss, 2, "zero3")
     theirs = plain_net()
     optimizer = torch.optim.SGD(theirs.parameters(), 0.05)
 
@@ -86,18 +86,13 @@ def test_it_trains_as_pytorch_does(loss: Any) -> None:
 
 @pytest.mark.parametrize("loss", [residual, points])
 def test_dropout_and_statistics_have_the_same_bits_on_every_layout(loss: Any) -> None:
-    layouts = [
+    layouts: Any = (
         (1, "ddp", {}),
         (2, "zero2", {}),
         (3, "zero3", {"ranks_per_node": 1}),
         (2, "zero1", {"share_node_memory": False}),
-    ]
-    found = {
-        run_in_threads(n, lambda comm, s=strategy, o=layout: trained(lambda: net(0.1), loss, comm, s, 3, layout=o))[0][
-            0
-        ]
-        for n, strategy, layout in layouts
-    }
+    )
+    found = {trained(lambda: net(0.1), loss, *ranks, 3, **layout)[0] for *ranks, layout in layouts}
     assert len(found) == 1
 
 
@@ -157,7 +152,7 @@ WRONG = {
 def test_a_term_in_the_wrong_place_is_told(what: str, micro_batch: int) -> None:
     module, loss, message = WRONG[what]
     with pytest.raises(MpizeroError, match=message):
-        run_in_threads(1, lambda comm: trained(module, loss, comm, layout={"micro_batch": micro_batch}))
+        trained(module, loss, micro_batch=micro_batch)
 
 
 def test_blocks_and_a_loss_that_needs_all_parameters_are_refused() -> None:

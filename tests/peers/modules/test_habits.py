@@ -14,6 +14,7 @@ from torch import nn  # noqa: E402
 import mpizero as mz  # noqa: E402
 from mpizero.adapters.torch import TorchModel  # noqa: E402
 from mpizero.errors import ConfigError, DataError, LayoutError  # noqa: E402
+from tests.peers.placing import placed as place  # noqa: E402
 
 X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 LOSS = nn.MSELoss(reduction="sum")
@@ -52,8 +53,7 @@ def net() -> Any:
 def test_the_hash_is_that_of_the_values_whatever_the_blocks() -> None:
     hashes = set()
     for blocks in (None, ["0", "1", "2"]):
-        model, config = TorchModel(net, LOSS, blocks=blocks), mz.ShardingConfig(comm="self", micro_batch=4)
-        with config, mz.distribute(model, mz.SGD(0.1), config=config) as placed:
+        with place(TorchModel(net, LOSS, blocks=blocks), "self", micro_batch=4) as placed:
             placed.train(X, X)
             assert list(placed.named_parameters())[:4] == ["0.weight", "0.bias", "1.weight", "1.bias"]
             hashes.add(placed.parameters_sha256())
@@ -147,8 +147,7 @@ class Similar(nn.Module):
 
 def test_a_contrastive_loss_belongs_into_the_module() -> None:
     model = TorchModel(Similar, lambda p, t: p.sum(), compare_forward=False)
-    config = mz.ShardingConfig(comm="self", micro_batch=2)
-    with config, mz.distribute(model, mz.SGD(0.1), config=config) as placed:
+    with place(model, "self") as placed:
         assert placed.train(X, X) > 0
 
 
@@ -161,8 +160,7 @@ def masked(prediction: Any, target: Any) -> Any:
 def test_a_first_grain_that_adds_up_by_chance_or_is_no_number_does_not_hide_the_next(first: float) -> None:
     known = np.ones_like(X)
     known[0], known[3, 1:] = first, 0
-    model, config = TorchModel(net, masked), mz.ShardingConfig(comm="self", micro_batch=2)
-    with config, mz.distribute(model, mz.SGD(0.1), config=config) as placed, pytest.raises(LayoutError, match="no sum"):
+    with place(TorchModel(net, masked), "self") as placed, pytest.raises(LayoutError, match="no sum"):
         placed.train(X, {"y": X, "m": known})
 
 
