@@ -65,11 +65,10 @@ def test_nan_and_large_values_propagate_forward_and_backward(name, dtype):
     assert np.isnan(dy).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_bits_depend_neither_on_the_cut_nor_on_working_in_place(name, dtype):
+def test_bits_depend_neither_on_the_cut_nor_on_working_in_place(name):
     rng = np.random.default_rng(1)
-    x, dy = (3 * rng.normal(size=(2, 2500))).astype(dtype)
+    x, dy = (3 * rng.normal(size=(2, 2500))).astype(np.float32)
     y, dx = np.empty_like(x), np.empty_like(x)
     getattr(layers, name)(x, y)
     getattr(layers, f"{name}_backward")(x, dy, dx)
@@ -83,10 +82,9 @@ def test_bits_depend_neither_on_the_cut_nor_on_working_in_place(name, dtype):
     assert x.tobytes() == y.tobytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_bias_may_be_added_in_place_before_an_activation(dtype):
-    x, bias = np.random.default_rng(2).normal(size=(5, 1030)).astype(dtype), np.ones(1030, dtype)
-    z, apart, inside = np.empty((3, 5, 1030), dtype)
+def test_a_bias_may_be_added_in_place_before_an_activation():
+    x, bias = np.random.default_rng(2).normal(size=(5, 1030)).astype(np.float32), np.ones(1030, np.float32)
+    z, apart, inside = np.empty((3, 5, 1030), np.float32)
     layers.bias_gelu(x, bias, z, apart)
     layers.bias_gelu(x, bias, x, inside)
     assert (x.tobytes(), inside.tobytes()) == (z.tobytes(), apart.tobytes())

@@ -14,7 +14,7 @@ def aligned(size: int) -> np.ndarray:
     return room[start : start + size]
 
 
-@pytest.mark.parametrize("size", [0, 1, LINE - 1, LINE, LINE + 1, PAGE, 4 * PAGE, 4 * PAGE + 3 * LINE + 5, 9 * PAGE])
+@pytest.mark.parametrize("size", [0, LINE - 1, LINE, PAGE, 4 * PAGE + 3 * LINE + 5, 9 * PAGE])
 @pytest.mark.parametrize("shift", [0, 1, 4, LINE])
 def test_every_byte_is_copied_and_none_besides(size: int, shift: int, rng: np.random.Generator) -> None:
     source, target = rng.integers(0, 256, size + shift).astype(np.uint8), aligned(size + 2 * LINE)

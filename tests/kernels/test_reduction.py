@@ -9,7 +9,7 @@ from mpizero.kernels.matmul_tile import fold, sums_of_parts
 from mpizero.layout.sum_tree import cover, merge
 
 DTYPES = (np.float32, np.float64)
-SIZES = (0, 1, 3, 1023, 1024, 1025, 2049, 7169)
+SIZES = (0, 1, 3, 1024, 1025, 7169)
 
 
 def node(values, level, index):
@@ -64,11 +64,10 @@ def test_squares_of_large_float32_numbers_do_not_overflow():
     np.testing.assert_allclose(out, 3e60, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_the_first_value_that_is_not_finite_is_found(bad, dtype):
+def test_the_first_value_that_is_not_finite_is_found(bad):
     for size in (1, 7, 1023, 5000):
-        x = np.full(size, np.finfo(dtype).max, dtype)
+        x = np.full(size, np.finfo(np.float32).max, np.float32)
         assert reduction.all_finite(x)
         assert reduction.first_nonfinite(x) == -1
         for place in {0, size // 2, size - 1}:
@@ -79,7 +78,7 @@ def test_the_first_value_that_is_not_finite_is_found(bad, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("terms", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("terms", [1, 3, 5, 8])
 def test_arrays_are_added_in_the_order_of_the_tree(terms, dtype):
     arrays = np.random.default_rng(terms).standard_normal((terms, 3, 5, 4)).astype(dtype)
     expected = node(arrays, (terms - 1).bit_length(), 0)

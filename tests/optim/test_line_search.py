@@ -42,7 +42,7 @@ def run(search, function):
 
 
 @pytest.mark.parametrize("function", [phi1, phi2, parabola])
-@pytest.mark.parametrize("step", [1e-3, 0.1, 1.0, 10.0, 1e3])
+@pytest.mark.parametrize("step", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("curvature", [0.9, 0.1])
 def test_the_step_has_enough_decrease_and_a_small_slope(function, step, curvature):
     search = search_of(function, step, decrease=1e-3, curvature=curvature)

@@ -11,7 +11,7 @@ from mpizero.optim.whole_tensor import newton_schulz
 from mpizero.types import ParameterSpec
 from tests.optim.whole import data, updated
 
-SHAPES = [(12, 7), (7, 12), (9, 9), (1, 5), (5, 1)]
+SHAPES = [(12, 7), (7, 12), (1, 5)]
 
 
 def orthogonal(g, steps=5):
