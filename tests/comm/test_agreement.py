@@ -129,10 +129,3 @@ def test_arrays_differ_by_a_single_bit():
     kind, text = run_in_threads(2, compare)[0]
     assert kind is ConfigError
     assert text.startswith("ranks differ: weights float32 array of shape (1000,) [0, 0, 0, ...] (sha256 ")
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_difference_is_found_over_mpi(world):
-    kind, text = outcome(lambda: agree_equal(world, lambda: {"seed": world.rank == 0}, "test"))
-    assert kind is ConfigError
-    assert text.startswith("ranks differ: seed True on rank 0, False on rank")

@@ -33,31 +33,16 @@ def test_anything_else_is_refused_by_name(wrong):
 
 
 @pytest.mark.mpi
-def test_an_mpi_communicator_is_split_never_used_itself():
+def test_an_mpi_communicator_is_split_never_used_itself_and_nothing_is_all_ranks_of_the_launcher():
     from mpi4py import MPI
 
-    comm = as_communicator(MPI.COMM_WORLD)
-    assert (comm.rank, comm.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
-    assert MPI.Comm.Compare(comm.mpi, MPI.COMM_WORLD) == MPI.CONGRUENT
-    comm.close()
-
-
-@pytest.mark.mpi
-def test_a_freed_mpi_communicator_is_refused():
-    from mpi4py import MPI
-
+    for given in (MPI.COMM_WORLD, None):
+        comm = as_communicator(given)
+        assert (comm.rank, comm.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+        assert MPI.Comm.Compare(comm.mpi, MPI.COMM_WORLD) == MPI.CONGRUENT
+        comm.close()
     with pytest.raises(TypeError, match="live mpi4py intracommunicator"):
         as_communicator(MPI.COMM_NULL)
-
-
-@pytest.mark.mpi
-def test_nothing_is_all_ranks_of_the_launcher_and_self_one_process():
-    from mpi4py import MPI
-
-    assert as_communicator("self").size == 1
-    comm = as_communicator(None)
-    assert (comm.rank, comm.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
-    comm.close()
 
 
 @pytest.mark.mpi

@@ -53,17 +53,13 @@ def test_simulated_nodes_have_windows_of_their_own(comm):
 
 
 @on_ranks
-def test_only_ranks_that_share_memory_get_a_window(comm):
+def test_only_ranks_that_share_memory_get_a_window_and_none_of_a_negative_size(comm):
+    with comm.split_node() as node, pytest.raises(CollectiveError, match="nbytes must be >= 0, got -1"):
+        node.allocate_shared(-1)
     if comm.size > 1:
         with pytest.raises(SharedMemoryError, match=r"may span nodes: allocate on split_node"):
             comm.allocate_shared(8)
     comm.barrier()
-
-
-@on_ranks
-def test_a_negative_size_is_refused(comm):
-    with comm.split_node() as node, pytest.raises(CollectiveError, match="nbytes must be >= 0, got -1"):
-        node.allocate_shared(-1)
 
 
 @on_ranks

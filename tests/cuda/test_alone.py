@@ -5,15 +5,10 @@ That it has the bits of several ranks, for every strategy, is in ``test_training
 
 from __future__ import annotations
 
-import os
 import threading
 
 import numpy as np
 import pytest
-
-# The simulator is chosen when numba is imported; without it these kernels need a GPU.
-if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
-    pytest.skip("CUDA kernels run under NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
 
 import mpizero as mz
 from mpizero.errors import IntegrityError
@@ -23,6 +18,7 @@ from mpizero.kernels.gpu import Device
 from mpizero.sharding.config import placement
 from mpizero.testing import run_in_threads
 from mpizero.tools.plan import TrainingPlan
+from tests.cuda.simulated import config
 from tests.parallel.parallel_layouts import Blocks
 from tests.support.simulated.arrays import SimulatedArray
 
@@ -47,14 +43,14 @@ def batch(kind="plain"):
     return rng.normal(size=(5, 3)).astype(np.float32), rng.integers(0, 2, 5)
 
 
-def config(comm=None, **settings):
-    settings = {"device": "cuda", "micro_batch": 1, "minimum_parameter_group_size": 1} | settings
-    return mz.ShardingConfig(comm=comm, **settings)
+def one_each(comm=None, **settings):
+    """Micro-batches of one sample."""
+    return config(comm, **{"micro_batch": 1} | settings)
 
 
 def trained(kind="plain", optimizer="adamw", place=mz.DDPModel, steps=2, **settings):
     """Return losses, parameters and optimizer state."""
-    with config(**settings) as sharding, place(network(kind), sharding) as model:
+    with one_each(**settings) as sharding, place(network(kind), sharding) as model:
         model._engine.bind(OPTIMIZERS[optimizer])
         losses = [model.train(*batch(kind)) for _ in range(steps)]
         state = model._engine.updater.host_state()
@@ -87,7 +83,7 @@ def copied(monkeypatch):
     ],
 )
 def test_a_step_copies_no_gradient_and_no_parameter(place, optimizer, clip, copied):
-    with config(clip=clip) as sharding, place(network(), sharding) as model:
+    with one_each(clip=clip) as sharding, place(network(), sharding) as model:
         model._engine.bind(OPTIMIZERS[optimizer])
         model.train(*batch())
         del copied[:]
@@ -127,7 +123,7 @@ def test_every_strategy_has_the_same_bits():
 
 def test_what_is_written_on_the_host_counts_from_then_on():
     def changed(where):
-        with config(optimizer_device=where) as sharding, mz.DDPModel(network(), sharding) as model:
+        with one_each(optimizer_device=where) as sharding, mz.DDPModel(network(), sharding) as model:
             model._engine.bind(OPTIMIZERS["adamw"])
             model.train(*batch())
             store = model._engine.store
@@ -142,7 +138,7 @@ def test_what_is_written_on_the_host_counts_from_then_on():
 
 def test_gradients_by_hand_come_to_the_host_and_go_back():
     def found(where):
-        with config(optimizer_device=where, clip=0.1) as sharding, mz.ZeRO2Model(network(), sharding) as model:
+        with one_each(optimizer_device=where, clip=0.1) as sharding, mz.ZeRO2Model(network(), sharding) as model:
             optimizer = mz.ZeRO2Optimizer(OPTIMIZERS["lamb"], sharding)
             optimizer.set_model(model)
             model.train(*batch())
@@ -158,7 +154,7 @@ def test_gradients_by_hand_come_to_the_host_and_go_back():
 def test_local_gradients_are_the_hosts():
     def found(where):
         settings = {"optimizer_device": where, "auto_sync_gradients": False}
-        with config(**settings) as sharding, mz.DDPModel(network(), sharding) as model:
+        with one_each(**settings) as sharding, mz.DDPModel(network(), sharding) as model:
             optimizer = mz.DDPOptimizer(OPTIMIZERS["adamw"], sharding)
             optimizer.set_model(model)
             local = model.compute_gradients(*batch())
@@ -186,7 +182,7 @@ def test_a_gpu_is_used_in_the_thread_that_opened_it(monkeypatch):
 
 def test_ranks_that_train_alone_between_means_keep_their_own_gpus():
     def number(comm):
-        with config(comm) as sharding, mz.DDPModel(network(), sharding) as model:
+        with one_each(comm) as sharding, mz.DDPModel(network(), sharding) as model:
             optimizer = mz.LocalSGDOptimizer(mz.SGD(lr=0.1), sharding, every=2)
             optimizer.set_model(model)
             model.train(*batch())
@@ -196,7 +192,7 @@ def test_ranks_that_train_alone_between_means_keep_their_own_gpus():
 
 
 def test_a_look_at_memory_overwrites_nothing_that_was_written_on_the_host():
-    with config() as sharding, mz.DDPModel(network(), sharding) as model:
+    with one_each() as sharding, mz.DDPModel(network(), sharding) as model:
         model._engine.bind(OPTIMIZERS["adamw"])
         model.train(*batch())
         store = model._engine.store
@@ -207,7 +203,7 @@ def test_a_look_at_memory_overwrites_nothing_that_was_written_on_the_host():
 
 
 def test_a_parameter_that_turned_over_on_the_gpu_is_found_and_named():
-    with config(check_every=1) as sharding, mz.DDPModel(network(), sharding) as model:
+    with one_each(check_every=1) as sharding, mz.DDPModel(network(), sharding) as model:
         model._engine.bind(OPTIMIZERS["adamw"])
         model.train(*batch())
         model.train(*batch())
@@ -229,12 +225,12 @@ def test_a_parameter_that_turned_over_on_the_gpu_is_found_and_named():
 )
 def test_a_plan_tells_what_lies_where_to_the_byte(place, settings, kind):
     x, y = batch(kind)
-    with config(**settings) as sharding, place(network(kind), sharding) as model:
+    with one_each(**settings) as sharding, place(network(kind), sharding) as model:
         model._engine.bind(OPTIMIZERS["adamw"])
         model.train(x, y)
         held = model.metadata()
         whole = TrainingPlan(
-            model=network(kind), optimizer=OPTIMIZERS["adamw"], config=config(**settings),
+            model=network(kind), optimizer=OPTIMIZERS["adamw"], config=one_each(**settings),
             row=placement("ddp" if place is mz.DDPModel else "zero2"), ranks=1, global_batch=len(x), x=x, y=y,
         )  # fmt: skip
         plan = whole.by_rank[0]
@@ -254,7 +250,7 @@ def test_stages_of_one_rank_each_exchange_the_uses_of_a_tied_table_and_nothing_e
     def found(comm, where):
         x, y = batch("tied")
         with (
-            config(comm, optimizer_device=where, share_node_memory=False) as sharding,
+            one_each(comm, optimizer_device=where, share_node_memory=False) as sharding,
             mz.HybridShardedModel(network("tied"), sharding, **settings) as model,
         ):
             model._engine.bind(OPTIMIZERS["adamw"])

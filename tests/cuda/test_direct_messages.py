@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-# The simulator is chosen when numba is imported; without it these kernels need a GPU.
-if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
-    pytest.skip("CUDA kernels run under NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
-
 from mpizero.comm import p2p
 from mpizero.errors import CollectiveError, ConfigError
 from mpizero.kernels import gpu
 from mpizero.testing import run_in_threads
+from tests.cuda import simulated  # noqa: F401 - skips this module without the simulator
 from tests.faults.jobs import launchers, run_job
 
 PROGRAM = Path(__file__).with_name("direct_program.py")

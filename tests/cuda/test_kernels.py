@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
-# The simulator is chosen when numba is imported; without it these kernels need a GPU.
-if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
-    pytest.skip("CUDA kernels run under NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
-
 from mpizero import kernels
 from mpizero.kernels.cuda.launch import cuda, kernel
+from tests.cuda import simulated  # noqa: F401 - skips this module without the simulator
 from tests.kernels.cases import EXACT, Draw, cases, compression
 
 

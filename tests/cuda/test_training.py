@@ -9,16 +9,11 @@ import ctypes
 import functools
 import itertools
 import json
-import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-# The simulator is chosen when numba is imported; without it these kernels need a GPU.
-if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
-    pytest.skip("CUDA kernels run under NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
 
 import mpizero as mz
 from mpizero.cli.main import main
@@ -27,6 +22,7 @@ from mpizero.kernels import gpu
 from mpizero.kernels.cuda.launch import CudaKernel
 from mpizero.kernels.gpu import HalfPrecisionArray, MatrixBatch
 from mpizero.testing import run_in_threads
+from tests.cuda.simulated import PRIVATE
 from tests.support.reference import layers
 from tests.support.simulated.gpus import SimulatedDevice
 
@@ -93,9 +89,6 @@ def test_a_network_of_any_activation_and_task_trains_on_a_gpu(task, activation):
     batch = (rng.normal(size=(4, 3)).astype(np.float32), y)
     model = mz.nn.MLP(3, (4,), 2, activation=activation, task=task)
     close(*(trained(device, batch=batch, model=model, micro_batch=2) for device in ("cuda", "cpu")), 2e-5)
-
-
-PRIVATE = {"share_node_memory": False}
 
 
 @pytest.mark.parametrize(
@@ -345,8 +338,17 @@ def operands(shape, rng):
     yield rng.normal(size=(*stack, columns, rows + 1)).astype(np.float16)[..., :rows].swapaxes(-1, -2)
 
 
-@pytest.mark.parametrize("stack", [(), (1,), (3,), (2, 1), (2, 3)])
-@pytest.mark.parametrize("sizes", [(3, 5, 4), (1, 5, 4), (3, 1, 4), (3, 5, 1), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("stack", "sizes"),
+    [
+        ((), (3, 5, 4)),
+        ((1,), (1, 5, 4)),
+        ((3,), (3, 1, 4)),
+        ((2, 1), (3, 5, 1)),
+        ((2, 3), (3, 5, 4)),
+        ((2, 3), (1, 1, 1)),
+    ],
+)
 def test_cublas_is_asked_for_the_product_however_the_matrices_lie(cublas, stack, sizes):
     rng, (rows, inner, columns) = np.random.default_rng(3), sizes
     left, right = (list(operands((*stack, *shape), rng)) for shape in ((rows, inner), (inner, columns)))
@@ -375,8 +377,7 @@ def test_matrices_that_are_no_stack_are_not_taken_for_one():
     assert MatrixBatch.of(Memory(np.zeros((2, 3, 4)).swapaxes(1, 2))) == MatrixBatch(True, 4, 12, 2)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("heads", "length"), [(2, 3), (1, 7)])
+@pytest.mark.parametrize(("dtype", "heads", "length"), [("bfloat16", 2, 3), ("float16", 1, 7)])
 def test_the_products_inside_attention_are_rounded_forward_and_backward(dtype, heads, length, monkeypatch):
     monkeypatch.setattr("mpizero.nn.transformer.BLOCK_ON_DEVICE", 4)
     device, rng = gpu.open_device(0), np.random.default_rng(5)

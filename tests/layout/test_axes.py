@@ -25,7 +25,7 @@ def test_512_ranks_put_stage_0_on_ranks_0_to_63_and_its_first_tensor_line_on_ran
     assert axes.coordinates(511) == Coordinates(7, 7, 7)
 
 
-@pytest.mark.parametrize(("p", "t", "d"), [(1, 1, 8), (2, 2, 2), (2, 3, 4), (8, 8, 8)])
+@pytest.mark.parametrize(("p", "t", "d"), [(1, 1, 8), (2, 3, 4)])
 def test_the_default_order_is_the_contract_s_formula(p: int, t: int, d: int) -> None:
     axes = Axes.build(p * t * d, pipeline=p, tensor=t, data=d)
     for rank in range(axes.size):
@@ -75,7 +75,6 @@ def test_groups_tile_the_world_and_differ_only_in_their_axes(axes: Axes, names: 
         (8, {"pipeline": 2, "tensor": 2, "data": 3}, ["12", "8", "data=3"]),
         (8, {"tensor": 0}, ["tensor=0", "8"]),
         (8, {"pipeline": -1}, ["pipeline=-1", "8"]),
-        (8, {"data": -2}, ["data=-2", "-1"]),
         (8, {"tensor": 2.0}, ["tensor=2.0"]),
         (8, {"tensor": True}, ["tensor=True"]),
         (4, {"tensor": 8}, ["4", "tensor=8"]),

@@ -27,7 +27,7 @@ LIMITS = {
 @pytest.mark.parametrize(("name", "virtual"), KINDS)
 def test_every_schedule_can_be_run_and_holds_few_caches(name: str, virtual: int) -> None:
     """Building proves it: no deadlock, all dependencies, every instruction once, ascending retirement."""
-    for stages in (1, 2, 3, 4, 5, 8):
+    for stages in (1, 2, 3, 4, 8):
         for micro_batches in (*range(1, 2 * stages + 4), 31):  # more are more of the same between beginning and end
             schedule = build_schedule(name, stages, micro_batches, virtual)
             allowed = [LIMITS[name](stage, stages, schedule.micro_batches, virtual) for stage in range(stages)]
