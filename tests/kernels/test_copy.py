@@ -54,36 +54,3 @@ def test_rounding_to_bfloat16_agrees_with_the_oracle():
     layers.from_bfloat16(got, back)
     assert np.isnan(back[nan]).all()
     assert not np.isnan(back[~nan]).any()
-
-
-def test_ids_outside_of_a_table_read_and_write_nothing():
-    table, ids = np.ones((3, 2), np.float32), np.array([-1, 3, 2])
-    out, dtable = np.zeros((3, 2), np.float32), np.zeros((3, 2), np.float32)
-    layers.gather(table, ids, out)
-    layers.scatter_add(table, ids, dtable)
-    assert np.isnan(out[:2]).all()
-    assert (out[2] == 1).all()
-    assert dtable.tolist() == [[0, 0], [0, 0], [1, 1]]
-
-
-def test_what_is_packed_or_split_comes_back():
-    source, target = np.random.default_rng(0).standard_normal((2, 5000)).astype(np.float32)
-    starts, sizes = np.array([4000, 7, 100, 0, 2000]), np.array([1000, 0, 1023, 1, 7])
-    packed = np.zeros(int(sizes.sum()) + 3, np.float32)
-    layers.pack(source, starts, sizes, packed)
-    layers.unpack(packed, starts, sizes, target)
-    for start, size in zip(starts, sizes, strict=True):
-        assert np.array_equal(target[start : start + size], source[start : start + size])
-    matrix, parts, joined = (
-        np.arange(15, dtype=np.float32).reshape(3, 5),
-        np.zeros(17, np.float32),
-        np.zeros((3, 5), np.float32),
-    )
-    ranges = np.array(
-        [[0, 1, 8, 3], [1, 2, 0, 2], [3, 2, 9, 3]]
-    )  # columns 0, 3, 4 to a matrix at 8, 1 and 2 to one at 0
-    layers.split_columns(matrix, ranges, parts)
-    assert np.array_equal(parts[8:].reshape(3, 3), matrix[:, [0, 3, 4]])
-    assert np.array_equal(parts[:6].reshape(3, 2), matrix[:, [1, 2]])
-    layers.join_columns(parts, ranges, joined)
-    assert np.array_equal(joined, matrix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,17 +31,12 @@ from mpizero.nn.models import run_on
 from mpizero.types import EVALUATE, ParameterSpec
 from tests.nn.groups import TRAINING, Apart, Counted, Model, each_block, on_ranks, slots_of
 
+small = partial(GPT, dim=8, heads=4, vocabulary=5)
 MODELS = {
     "gpt": (GPT(dim=24, layers=2, heads=12, sequence=9, vocabulary=11), (7,)),
-    "gpt with dropout, untied": (
-        GPT(dim=8, layers=1, heads=4, sequence=9, vocabulary=5, dropout=0.2, tied=False),
-        (9,),
-    ),
-    "gpt of several query blocks": (GPT(dim=8, layers=1, heads=4, sequence=150, vocabulary=5), (135,)),
-    "gpt with checkpoints": (
-        GPT(dim=8, layers=2, heads=4, sequence=9, vocabulary=5, activation_checkpointing=True),
-        (7,),
-    ),
+    "gpt with dropout, untied": (small(layers=1, sequence=9, dropout=0.2, tied=False), (9,)),
+    "gpt of several query blocks": (small(layers=1, sequence=150), (135,)),
+    "gpt with checkpoints": (small(layers=2, sequence=9, activation_checkpointing=True), (7,)),
     "mlp": (MLP(features=5, hidden=(8, 6, 7), outputs=3), (5,)),
     "deep mlp": (MLP(features=5, hidden=(8, 6), outputs=3, active_features=(1,)), (5,)),
 }

@@ -652,11 +652,7 @@ MISTAKES = [
     ("no module", lambda: (nn.Linear, CE, {}), "module is a torch.nn.Module, or a function"),
     ("made something", lambda: ((lambda: 3), CE, {}), "the function made a int"),
     ("nothing to train", lambda: (nn.ReLU(), CE, {}), "has no parameters"),
-    (
-        "function",
-        lambda: (Twice("lambda"), CE, {}),
-        "scaled holds the function Twice.__init__.<locals>.<lambda>, which",
-    ),
+    ("function", lambda: (Twice("lambda"), CE, {}), "scaled holds the function Twice.__init__"),
     ("hook of self", lambda: (Twice("hook"), CE, {}), "linear._forward_hooks holds the function"),
     ("original read", lambda: (KEPT, CE, {}), "reads 'scale' of the module that was given"),
     ("two dtypes", lambda: (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), CE, {}), "'1.weight' is float64"),
@@ -666,11 +662,7 @@ MISTAKES = [
     ("mean function", lambda: (nn.Linear(4, 3), nn.functional.cross_entropy, {}), "is no sum over samples"),
     ("losses", lambda: (nn.Linear(4, 3), lambda p, t: p.sum(1), {}), "a tensor of shape (2,)"),
     ("no tensor", lambda: (nn.Linear(4, 3), lambda p, t: 3.0, {}), "returned a float"),
-    (
-        "detached loss",
-        lambda: (nn.Linear(4, 3), lambda p, t: p.detach().sum(), {}),
-        "does not depend on the prediction",
-    ),
+    ("detached loss", lambda: (nn.Linear(4, 3), lambda p, t: p.detach().sum(), {}), "not depend on the prediction"),
     ("unknown block", lambda: (Transformer(), CE, {"blocks": ["embeding"]}), "did you mean 'embedding'"),
     ("left out", lambda: (Transformer(), CE, {"blocks": ["layers.*"]}), "no block holds 'embedding.places'"),
     ("nested", lambda: (Transformer(), CE, {"blocks": ["embedding", "layers", "layers.0"]}), "is a part of 'layers'"),
@@ -681,15 +673,11 @@ MISTAKES = [
     ("changed parameter", lambda: (Changes("parameter"), CE, {}), "changes its parameter 'linear.weight'"),
     ("changed data", lambda: (Changes("data"), CE, {}), "changes its parameter 'linear.weight'"),
     ("one norm", lambda: (two_norms(), CE, {"blocks": ["0", "1"]}), "buffer '1.0.running_mean' is in block '0', too"),
+    ("wide buffer", lambda: (buffered(tensor=torch.ones(2).double()), CE, {}), "'extra' is float64"),
     (
-        "wide buffer",
-        lambda: (buffered(tensor=torch.ones(2).double()), CE, {}),
-        "'extra' is float64 and would be missing",
-    ),
-    (
-        "passing statistic",
+        "passing",
         lambda: (buffered(tensor=torch.ones(2), persistent=False), CE, {"averaged": ["extra"]}),
-        "'extra' of averaged= was registered with persistent=False",
+        "persistent=False",
     ),
     ("data later", lambda: (Changes("later"), CE, {}), "changes its parameter 'linear.weight'"),
     ("other data", lambda: (Changes("other data"), CE, {}), "shape (3, 4) is given other data in a forward pass"),
@@ -738,16 +726,8 @@ class Raises(nn.Module):
 
 
 RAW_WORDS = [
-    (
-        nn.BatchNorm1d(4),
-        X[:3],
-        "block '1', BatchNorm1d: a batch norm has one sample in a micro-batch of 1, which has no",
-    ),
-    (
-        nn.ReLU(),
-        X[:3].astype(np.float64),
-        "block '0', Linear: its input is float64, its parameters are float32: convert",
-    ),
+    (nn.BatchNorm1d(4), X[:3], "block '1', BatchNorm1d: a batch norm has one sample in a micro-batch of 1"),
+    (nn.ReLU(), X[:3].astype(np.float64), "block '0', Linear: its input is float64, its parameters are float32"),
     (Half(), X[:3], "block '1', a block returned bfloat16, which NumPy does not have: let it end with .float()"),
     (nn.Sequential(Raises(), nn.Linear(4, 4)), X[:3] * [[1], [1], [0]], "In block '1': TorchBlock.forward"),
 ]

@@ -14,29 +14,14 @@ torch = pytest.importorskip("torch")
 from tests.peers.twins import perceptron_loss, perceptron_twin  # noqa: E402
 
 STEPS, RANKS = 40, 3
-#: Ours, PyTorch's, with the same settings.
+#: Ours and PyTorch's, of one name, with the same settings.
 OPTIMIZERS = {
-    "sgd": (mz.SGD(lr=0.05, weight_decay=0.1), lambda groups: torch.optim.SGD(groups, lr=0.05)),
-    "momentum": (
-        mz.SGD(lr=0.02, momentum=0.9, dampening=0.3, weight_decay=0.1),
-        lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9, dampening=0.3),
-    ),
-    "nesterov": (
-        mz.SGD(lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.1),
-        lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9, nesterov=True),
-    ),
-    "adam": (
-        mz.Adam(lr=2e-3, betas=(0.8, 0.95), weight_decay=0.1),
-        lambda groups: torch.optim.Adam(groups, lr=2e-3, betas=(0.8, 0.95)),
-    ),
-    "adamw": (
-        mz.AdamW(lr=2e-3, eps=1e-6, weight_decay=0.1),
-        lambda groups: torch.optim.AdamW(groups, lr=2e-3, eps=1e-6),
-    ),
-    "rmsprop": (
-        mz.RMSprop(lr=1e-3, alpha=0.9, weight_decay=0.1),
-        lambda groups: torch.optim.RMSprop(groups, lr=1e-3, alpha=0.9),
-    ),
+    "sgd": ("SGD", {"lr": 0.05}),
+    "momentum": ("SGD", {"lr": 0.02, "momentum": 0.9, "dampening": 0.3}),
+    "nesterov": ("SGD", {"lr": 0.02, "momentum": 0.9, "nesterov": True}),
+    "adam": ("Adam", {"lr": 2e-3, "betas": (0.8, 0.95)}),
+    "adamw": ("AdamW", {"lr": 2e-3, "eps": 1e-6}),
+    "rmsprop": ("RMSprop", {"lr": 1e-3, "alpha": 0.9}),
 }
 
 
@@ -83,16 +68,16 @@ def trained_there(optimizer, parameters, loss_of, batches, clip=None, schedule=N
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_forty_steps_of_a_perceptron_have_pytorch_s_losses_and_parameters(name, rng):
-    ours, theirs = OPTIMIZERS[name]
+    kind, settings = OPTIMIZERS[name]
     model = mz.nn.MLP(5, (8, 7), 4, activation="gelu", dtype="float64", seed=3)
     twin = perceptron_twin(model, initial_parameters(model))
     batches = [(rng.normal(size=(7, 5)), rng.integers(0, 4, 7)) for _ in range(STEPS)]
-    losses, values = trained_here(model, ours, batches, "zero2")
+    losses, values = trained_here(model, getattr(mz, kind)(weight_decay=0.1, **settings), batches, "zero2")
 
     def loss_of(x, y):
         return perceptron_loss("classification", twin(torch.from_numpy(x)), torch.from_numpy(y))
 
-    optimizer = theirs(groups_of(model_specs(model), twin.parameters()))
+    optimizer = getattr(torch.optim, kind)(groups_of(model_specs(model), twin.parameters()), **settings)
     np.testing.assert_allclose(losses, trained_there(optimizer, None, loss_of, batches), rtol=1e-9)
     wanted = np.concatenate([parameter.detach().numpy().T.ravel() for parameter in twin.parameters()])
     np.testing.assert_allclose(values, wanted, rtol=1e-7, atol=1e-9)

@@ -21,10 +21,6 @@ def _seen(queries: int, keys: int) -> Array:
 
 
 def causal_softmax(scores: Array, scale1: Array) -> None:
-    """Replace ``scores`` by softmax(scale1[0] * scores) over the keys that each query sees.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.attention.causal_softmax`.
-    """
     seen = _seen(*scores.shape[1:])
     for matrix in scores:
         for row, mask in zip(matrix, seen, strict=True):
@@ -36,11 +32,6 @@ def causal_softmax(scores: Array, scale1: Array) -> None:
 
 
 def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array) -> None:
-    """Replace ``dprobs``, the gradient of the probabilities, by the gradient of the scores.
-
-    ``probs`` are the probabilities that :func:`causal_softmax` wrote, with the same ``scale1``. The gradient is 0 for
-    keys that a query does not see.
-    """
     seen = _seen(*probs.shape[1:])
     dprobs[:, ~seen] = 0
     dots = (probs * dprobs).sum(axis=2, keepdims=True)
@@ -48,10 +39,6 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array) -> None:
 
 
 def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> None:
-    """Copy the features of some samples to ``out``, with the features of each head contiguous, and add ``bias``.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.attention.split_heads`.
-    """
     kinds, _, heads, length, size = out.shape
     shifted = x + bias if bias.size else x
     apart = shifted.reshape(-1, length, kinds, x.shape[1] // (kinds * size), size)[:, :, :, head : head + heads]
@@ -59,10 +46,6 @@ def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> No
 
 
 def transposed_heads(x: Array, out: Array) -> None:
-    """Copy ``x`` (samples, heads, length, size) to ``out`` (samples, heads, size, length).
-
-    A matrix product with ``out`` then reads contiguous rows.
-    """
     out[:] = x.swapaxes(-1, -2)
 
 
@@ -83,10 +66,6 @@ def _rows(state: Array, start: int, queries: int) -> Array:
 def running_softmax(
     scores: Array, scale1: Array, offset: int, start: int, maxima: Array, sums: Array, factors: Array
 ) -> None:
-    """Replace scores by exp(scale1[0] * scores - maximum so far), and update maxima and sums (online softmax).
-
-    The arguments are those of :func:`mpizero.kernels.cpu.attention.running_softmax`.
-    """
     seen = _seen_of_part(scores, offset)
     before, totals = (_rows(state, start, scores.shape[2]) for state in (maxima, sums))
     wide = np.where(seen, scores.astype(np.float64) * scale1[0], -np.inf)
@@ -100,19 +79,11 @@ def running_softmax(
 
 
 def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima: Array, shares: Array) -> None:
-    """Replace scores by probabilities, exp(scale1[0] * scores - maximum) * share, with known maxima and shares.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.attention.known_softmax`.
-    """
     largest, share = (_rows(state, start, scores.shape[2])[..., None] for state in (maxima, shares))
     with np.errstate(over="ignore", invalid="ignore"):  # of keys that are not seen
         scores[:] = np.where(_seen_of_part(scores, offset), np.exp(scores * scale1[0] - largest) * share, 0)
 
 
 def known_softmax_backward(probs: Array, dprobs: Array, scale1: Array, offset: int, start: int, dots: Array) -> None:
-    """Replace ``dprobs``, the gradient of the probabilities of a tile, by the gradient of the scores.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.attention.known_softmax_backward`.
-    """
     dot = _rows(dots, start, probs.shape[2])[..., None]
     dprobs[:] = np.where(_seen_of_part(probs, offset), scale1[0] * (probs * (dprobs - dot)), 0)

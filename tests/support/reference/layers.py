@@ -14,10 +14,6 @@ from mpizero.types import Array
 
 
 def layernorm(x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: Array, rstd: Array) -> None:
-    """Normalize every row: ``y = (x - mean) * rstd * gamma + beta`` with ``rstd = 1 / sqrt(variance + eps1[0])``.
-
-    ``mean`` and ``rstd`` receive one number for each row, which :func:`layernorm_backward` needs.
-    """
     mean[:] = x.mean(axis=1, dtype=np.float64)
     rstd[:] = 1 / np.sqrt(x.var(axis=1, dtype=np.float64) + eps1[0])
     y[:] = (x - mean[:, None]) * rstd[:, None] * gamma + beta
@@ -26,10 +22,6 @@ def layernorm(x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: 
 def layernorm_backward(
     dy: Array, x: Array, gamma: Array, mean: Array, rstd: Array, residual: Array, dx: Array, dgamma: Array, dbeta: Array
 ) -> None:
-    """Write the gradients of :func:`layernorm` to ``dx``, ``dgamma`` and ``dbeta``, from ``dy``, the gradient of y.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.layers.layernorm_backward`.
-    """
     standard = (x - mean[:, None]) * rstd[:, None]
     g = dy * gamma
     mean_g, mean_gs = g.mean(axis=1, keepdims=True), (g * standard).mean(axis=1, keepdims=True)
@@ -44,29 +36,17 @@ def layernorm_backward(
 
 
 def rmsnorm(x: Array, gamma: Array, eps1: Array, y: Array, rstd: Array) -> None:
-    """Scale every row: ``y = x * rstd * gamma`` with ``rstd = 1 / sqrt(mean(x**2) + eps1[0])``.
-
-    Zhang and Sennrich 2019. ``rstd`` receives one number for each row, which the backward pass needs.
-    """
     rstd[:] = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1) + eps1[0])
     y[:] = x * rstd[:, None] * gamma
 
 
 def rmsnorm_backward_input(dy: Array, x: Array, gamma: Array, rstd: Array, dx: Array) -> None:
-    """Write the gradient of the input of :func:`rmsnorm` to ``dx``, from ``dy``, the gradient of y.
-
-    ``rstd`` is what :func:`rmsnorm` wrote. ``dx`` must not be one of the inputs.
-    """
     standard = x * rstd[:, None]
     g = dy * gamma
     dx[:] = rstd[:, None] * (g - standard * (g * standard).mean(axis=1, keepdims=True))
 
 
 def rmsnorm_backward_weights(dy: Array, x: Array, rstd: Array, dgamma: Array) -> None:
-    """Write the gradient of ``gamma`` of :func:`rmsnorm` to ``dgamma``, from ``dy``, the gradient of y.
-
-    It is a sum over the rows in ascending order. ``rstd`` is what :func:`rmsnorm` wrote.
-    """
     dgamma[:] = 0
     for row in range(x.shape[0]):
         dgamma += dy[row] * (x[row] * rstd[row])
@@ -86,69 +66,54 @@ def _wide(x: Array) -> Array:
 
 
 def gelu(x: Array, y: Array) -> None:
-    """Write the tanh form of GELU of every element of ``x`` to ``y``, which may be ``x``."""
     y[:] = _wide(x) * _gelu_gate(_wide(x))
 
 
 def gelu_backward(x: Array, dy: Array, dx: Array) -> None:
-    """Write ``dy`` times the derivative of :func:`gelu` at ``x`` to ``dx``, which may be ``dy`` or ``x``."""
     v, s = _wide(x), _gelu_gate(_wide(x))
     slope = 2 * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * v**2)
     dx[:] = dy * (s + v * s * (1 - s) * slope)
 
 
 def silu(x: Array, y: Array) -> None:
-    """Write ``x * sigmoid(x)`` to ``y``, which may be ``x``."""
     y[:] = _wide(x) * _sigmoid(_wide(x))
 
 
 def silu_backward(x: Array, dy: Array, dx: Array) -> None:
-    """Write ``dy`` times the derivative of :func:`silu` at ``x`` to ``dx``, which may be ``dy`` or ``x``."""
     v, s = _wide(x), _sigmoid(_wide(x))
     dx[:] = dy * s * (1 + v * (1 - s))
 
 
 def relu(x: Array, y: Array) -> None:
-    """Write ``max(x, 0)`` to ``y``, which may be ``x``."""
     y[:] = np.maximum(x, 0)
 
 
 def relu_backward(x: Array, dy: Array, dx: Array) -> None:
-    """Write 0 where ``x <= 0``, otherwise ``dy``, to ``dx``, which may be ``dy`` or ``x``."""
     dx[:] = np.where(x <= 0, 0, dy)
 
 
 def tanh(x: Array, y: Array) -> None:
-    """Write ``tanh(x)`` to ``y``, which may be ``x``."""
     y[:] = np.tanh(_wide(x))
 
 
 def tanh_backward(x: Array, dy: Array, dx: Array) -> None:
-    """Write ``dy`` times the derivative of :func:`tanh` at ``x`` to ``dx``, which may be ``dy`` or ``x``."""
     dx[:] = dy * (1 - np.tanh(_wide(x)) ** 2)
 
 
 def bias_gelu(x: Array, bias: Array, z: Array, y: Array) -> None:
-    """Add ``bias`` to every row of ``x``; write the sum to ``z``, which may be ``x``, and its GELU to ``y``."""
     z[:] = x + bias
     gelu(z, y)
 
 
 def add_bias(x: Array, bias: Array, y: Array) -> None:
-    """Add ``bias`` to every row of ``x`` and write the sum to ``y``, which may be ``x``."""
     y[:] = x + bias
 
 
 def add_bias_residual(x: Array, bias: Array, residual: Array, y: Array) -> None:
-    """Add ``bias`` to every row of ``x + residual``; write the sum to ``y``, which may be ``x`` or ``residual``."""
     y[:] = x + bias + residual
 
 
 def column_sums(x: Array, out: Array) -> None:
-    """Write the sum of each column of ``x`` to ``out``, for example to compute the gradient of a bias.
-
-    Each sum starts from 0 and adds the rows in ascending order.
-    """
     out[:] = 0
     for row in x:
         out += row
@@ -160,26 +125,16 @@ def _indices(starts: Array, sizes: Array) -> Array:
 
 
 def pack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
-    """Write the ranges ``source[starts[k] : starts[k] + sizes[k]]`` to ``target``, one after the other."""
     index = _indices(starts, sizes)
     target[: index.size] = source[index]
 
 
 def unpack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
-    """Write the elements of ``source``, in order, to the ranges ``target[starts[k] : starts[k] + sizes[k]]``.
-
-    This undoes :func:`pack`.
-    """
     index = _indices(starts, sizes)
     target[index] = source[: index.size]
 
 
 def split_columns(matrix: Array, ranges: Array, parts: Array) -> None:
-    """Copy ranges of columns of ``matrix`` to matrices with fewer columns, which lie one after the other in ``parts``.
-
-    Row k of ``ranges`` is (start, size, place, width): the columns from ``start`` on, as many as ``size``, are columns
-    of a matrix of ``width`` columns; its element in the first row and the first of these columns is ``parts[place]``.
-    """
     rows = np.arange(matrix.shape[0])[:, None]
     for start, size, place, width in ranges.tolist():
         columns = place + rows * width + np.arange(size)
@@ -187,7 +142,6 @@ def split_columns(matrix: Array, ranges: Array, parts: Array) -> None:
 
 
 def join_columns(parts: Array, ranges: Array, matrix: Array) -> None:
-    """Copy what :func:`split_columns` has written to ``parts`` back to ``matrix``."""
     rows = np.arange(matrix.shape[0])[:, None]
     for start, size, place, width in ranges.tolist():
         columns = place + rows * width + np.arange(size)
@@ -195,7 +149,6 @@ def join_columns(parts: Array, ranges: Array, matrix: Array) -> None:
 
 
 def to_bfloat16(x: Array, out: Array) -> None:
-    """Round ``x`` to bfloat16, to nearest even, and write the bits to ``out``; NaN stays NaN."""
     below = x.view(np.uint32) >> np.uint32(16)
     # In float64 the neighbour above the largest bfloat16 is 2**128, so rounding to infinity needs no special case.
     low, high = _magnitude(below), _magnitude(below + np.uint32(1))
@@ -214,35 +167,29 @@ def _magnitude(bits: Array) -> Array:
 
 
 def from_bfloat16(x: Array, out: Array) -> None:
-    """Convert the bits of bfloat16 numbers to float32, which is exact, and write them to ``out``."""
     out.view(np.uint32)[:] = x.astype(np.uint32) << np.uint32(16)
 
 
 def to_float16(x: Array, out: Array) -> None:
-    """Round ``x`` to float16, to nearest even, and write the bits to ``out``; values too large become infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
         out[:] = x.astype(np.float16).view(np.uint16)
 
 
 def from_float16(x: Array, out: Array) -> None:
-    """Convert the bits of float16 numbers to float32, which is exact, and write them to ``out``."""
     with np.errstate(invalid="ignore"):
         out[:] = x.view(np.float16)
 
 
 def scale(x: Array, factor: Array) -> None:
-    """Multiply all elements of ``x`` by ``factor[0]``, in place."""
     x *= factor[0]
 
 
 def gather(table: Array, ids: Array, out: Array) -> None:
-    """Copy row ``ids[i]`` of ``table`` to row i of ``out``; fill row i with NaN if the table has no such row."""
     for i, index in enumerate(ids):
         out[i] = table[index] if 0 <= index < table.shape[0] else np.nan
 
 
 def scatter_add(dy: Array, ids: Array, dtable: Array) -> None:
-    """Add row i of ``dy`` to row ``ids[i]`` of ``dtable``, for i = 0, 1, ...; ignore ids that are not rows of it."""
     for row, index in zip(dy, ids, strict=True):
         if 0 <= index < dtable.shape[0]:
             dtable[index] += row

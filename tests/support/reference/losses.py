@@ -12,10 +12,6 @@ from mpizero.types import Array
 
 
 def softmax_cross_entropy(logits: Array, targets: Array, losses: Array) -> None:
-    """Write the loss of each row, -log softmax(logits)[target], to ``losses``.
-
-    The loss is 0 for a negative target (the row is ignored), and NaN for a target that is not a class.
-    """
     for row, target in enumerate(targets):
         if target < 0:
             losses[row] = 0
@@ -27,10 +23,6 @@ def softmax_cross_entropy(logits: Array, targets: Array, losses: Array) -> None:
 
 
 def softmax_cross_entropy_backward(logits: Array, targets: Array, scale1: Array, dlogits: Array) -> None:
-    """Write ``scale1[0]`` times the gradient of the sum of losses to ``dlogits``, which may be ``logits``.
-
-    The gradient of a row is 0 for a negative target, and NaN for a target that is not a class.
-    """
     for row, target in enumerate(targets):
         if target < 0:
             dlogits[row] = 0
@@ -45,10 +37,6 @@ def softmax_cross_entropy_backward(logits: Array, targets: Array, scale1: Array,
 
 
 def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Array) -> None:
-    """Write the terms of each row's loss that come from a part of the classes to ``terms``.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.losses.partial_cross_entropy`.
-    """
     for row, target in enumerate(targets):
         terms[:, row] = 0
         if target >= 0:
@@ -59,10 +47,6 @@ def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Arra
 
 
 def merged_cross_entropy(terms: Array, targets: Array, merged: Array, losses: Array) -> None:
-    """Compute the loss of each row from the terms of all parts of the classes, and what its gradient needs.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.losses.merged_cross_entropy`.
-    """
     wide = terms.astype(np.float64)
     for row, target in enumerate(targets):
         merged[:, row], losses[row] = 0, 0
@@ -76,11 +60,6 @@ def merged_cross_entropy(terms: Array, targets: Array, merged: Array, losses: Ar
 def partial_cross_entropy_backward(
     logits: Array, targets: Array, first: int, merged: Array, scale1: Array, dlogits: Array
 ) -> None:
-    """Write ``scale1[0]`` times the gradient of the sum of losses to ``dlogits``, for a part of the classes.
-
-    Column j of ``logits`` belongs to class ``first + j``. ``merged`` comes from :func:`merged_cross_entropy`.
-    ``dlogits`` may be ``logits``. The gradient of a row is 0 for a negative target.
-    """
     for row, target in enumerate(targets):
         wide = logits[row].astype(np.float64)
         shares = np.exp(wide - merged[0, row]) * merged[1, row] if target >= 0 else np.zeros(len(wide))
@@ -90,31 +69,23 @@ def partial_cross_entropy_backward(
 
 
 def absolute_error(prediction: Array, target: Array, losses: Array) -> None:
-    """Write the absolute difference of each element to ``losses``."""
     losses[:] = np.abs(_wide(prediction) - _wide(target))
 
 
 def absolute_error_backward(prediction: Array, target: Array, scale1: Array, dprediction: Array) -> None:
-    """Write ``scale1[0]`` times the gradient of the sum of losses to ``dprediction``."""
     dprediction[:] = np.sign(_wide(prediction) - _wide(target)) * scale1[0]
 
 
 def huber(prediction: Array, target: Array, delta1: Array, losses: Array) -> None:
-    """Write the Huber loss of each element to ``losses``; ``delta1[0]`` is the error where its straight part begins."""
     size, delta = np.abs(_wide(prediction) - _wide(target)), float(delta1[0])
     losses[:] = np.where(size <= delta, size**2 / 2, delta * (size - delta / 2))
 
 
 def huber_backward(prediction: Array, target: Array, delta1: Array, scale1: Array, dprediction: Array) -> None:
-    """Write ``scale1[0]`` times the gradient of the sum of losses to ``dprediction``."""
     dprediction[:] = np.clip(_wide(prediction) - _wide(target), -delta1[0], delta1[0]) * scale1[0]
 
 
 def binary_cross_entropy(logits: Array, targets: Array, pos_weight: Array, losses: Array) -> None:
-    """Write the cross-entropy of each logit's sigmoid to ``losses``.
-
-    Arrays are (rows, columns). ``pos_weight`` has, for each column, the factor on the loss of a target of 1.
-    """
     x, t = _wide(logits), _wide(targets)
     losses[:] = pos_weight * t * np.logaddexp(0, -x) + (1 - t) * np.logaddexp(0, x)
 
@@ -122,17 +93,11 @@ def binary_cross_entropy(logits: Array, targets: Array, pos_weight: Array, losse
 def binary_cross_entropy_backward(
     logits: Array, targets: Array, pos_weight: Array, scale1: Array, dlogits: Array
 ) -> None:
-    """Write ``scale1[0]`` times the gradient of the sum of losses to ``dlogits``."""
     x, t = _wide(logits), _wide(targets)
     dlogits[:] = ((1 - t) * np.exp(-np.logaddexp(0, -x)) - pos_weight * t * np.exp(-np.logaddexp(0, x))) * scale1[0]
 
 
 def gaussian_likelihood(prediction: Array, target: Array, lowest1: Array, losses: Array) -> None:
-    """Write the negative logarithm of each target's normal density, without its constant, to ``losses``.
-
-    ``target`` and ``losses`` are (rows, columns). ``prediction`` is (rows, 2 * columns): the means, then the logarithms
-    of the variances, which count as ``lowest1[0]`` where they are below it.
-    """
     mean, spread = np.split(_wide(prediction), 2, axis=1)
     variance = np.exp(np.maximum(spread, lowest1[0]))
     losses[:] = (np.log(variance) + (mean - target) ** 2 / variance) / 2
@@ -141,7 +106,6 @@ def gaussian_likelihood(prediction: Array, target: Array, lowest1: Array, losses
 def gaussian_likelihood_backward(
     prediction: Array, target: Array, lowest1: Array, scale1: Array, dprediction: Array
 ) -> None:
-    """Write ``scale1[0]`` times the gradient of the sum of losses to ``dprediction`` (rows, 2 * columns)."""
     mean, spread = np.split(_wide(prediction), 2, axis=1)
     variance, d = np.exp(np.maximum(spread, lowest1[0])), mean - target
     dspread = (1 / variance - d**2 / variance**2) / 2 * np.exp(spread)
@@ -149,7 +113,6 @@ def gaussian_likelihood_backward(
 
 
 def row_square_sums(x: Array, sums: Array) -> None:
-    """Write the sum of the squares of each row of ``x``, computed in float64, to ``sums``."""
     sums[:] = np.square(_wide(x)).sum(axis=1)
 
 

@@ -26,30 +26,19 @@ def _tree(values: Array) -> float:
 
 
 def tree_square_sums(x: Array, starts: Array, stops: Array, out: Array) -> None:
-    """Write the sum of squares of ``x[starts[k]:stops[k]]`` to ``out[k]`` for every k; 0 for an empty range.
-
-    The sum is computed in float64, in the order of a binary tree over the elements of the range.
-    """
     tree_dots(x, x, starts, stops, out)
 
 
 def tree_dots(x: Array, y: Array, starts: Array, stops: Array, out: Array) -> None:
-    """Write the dot product of ``x[starts[k]:stops[k]]`` and the same range of ``y`` to ``out[k]`` for every k.
-
-    It is 0 for an empty range. The sum is computed in float64, in the order of a binary tree over the elements of the
-    range.
-    """
     products = x.astype(np.float64) * y.astype(np.float64)
     out[:] = [_tree(products[start:stop]) for start, stop in zip(starts, stops, strict=True)]
 
 
 def all_finite(x: Array) -> bool:
-    """Tell whether no element of ``x`` is infinite or NaN."""
     return bool(np.isfinite(x).all())
 
 
 def first_nonfinite(x: Array) -> int:
-    """Return the index of the first element of ``x`` that is infinite or NaN, or -1 if there is none."""
     found = np.flatnonzero(~np.isfinite(x))
     return int(found[0]) if found.size else -1
 
@@ -63,19 +52,16 @@ def _add(terms: Sequence[Array], start: int, out: Array) -> None:
 
 
 def add_two(a: Array, b: Array, start: int, out: Array) -> None:
-    """Write the sum of two arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
     _add((a, b), start, out)
 
 
 def add_four(a: Array, b: Array, c: Array, d: Array, start: int, out: Array) -> None:
-    """Write the sum of four arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
     _add((a, b, c, d), start, out)
 
 
 def add_eight(
     a: Array, b: Array, c: Array, d: Array, e: Array, f: Array, g: Array, h: Array, start: int, out: Array
 ) -> None:
-    """Write the sum of eight arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
     _add((a, b, c, d, e, f, g, h), start, out)
 
 
@@ -102,10 +88,6 @@ def _words(value: int) -> tuple[int, int]:
 
 
 def philox(counter: Array, key: Array, out: Array) -> None:
-    """Write the four random words that Philox computes from a counter (four words) and a key (two words) to ``out``.
-
-    A word has 32 bits.
-    """
     out[:] = _philox(counter, (int(key[0]), int(key[1])))[0]
 
 
@@ -128,11 +110,6 @@ def _unit64(words: Array) -> Array:
 
 
 def fill_uniform(key0: int, key1: int, site: int, start: int, out: Array, low1: Array, high1: Array) -> None:
-    """Write uniform random numbers on [low1[0], high1[0]) to ``out``: a range of a random sequence.
-
-    The sequence is determined by the key (the low 32 bits of ``key0`` and of ``key1``) and the 64-bit number ``site``.
-    The range begins with element ``start`` of the sequence.
-    """
     single = out.dtype == np.float32
     per = 4 if single else 2
     words = _element_words(key0, key1, site, np.arange(start, start + out.size), per)
@@ -144,11 +121,6 @@ def fill_uniform(key0: int, key1: int, site: int, start: int, out: Array, low1: 
 
 
 def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1: Array) -> None:
-    """Write normal random numbers of mean 0 and standard deviation ``scale1[0]`` to ``out``.
-
-    They are a range of a random sequence, which begins with element ``start`` of the sequence. The sequence is
-    determined by the key (the low 32 bits of ``key0`` and of ``key1``) and the 64-bit number ``site``.
-    """
     single = out.dtype == np.float32
     per = 4 if single else 2
     words = _element_words(key0, key1, site, np.arange(start, start + out.size), per)
@@ -182,10 +154,6 @@ def dropout(
     row_step: int,
     plane_step: int,
 ) -> None:
-    """Write ``x / (1 - rate)`` or, with probability ``rate``, 0 to ``y``, which may be ``x``; rate = ``rate1[0]``.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.reduction.dropout`.
-    """
     k0, k1, _, _ = (int(word) for word in _derived_key(seed, _DROPOUT, site, step))
     threshold = int(float(rate1[0]) * 2**32)
     one = rate1.dtype.type(1)
@@ -210,10 +178,6 @@ def _mix(half: int, key: int) -> int:
 
 
 def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
-    """Replace every index by its image under a random permutation of ``range(length)``, in place.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.reduction.permutation`.
-    """
     keys = [int(word) for part in (0, 1) for word in _derived_key(seed, _PERMUTATION, epoch, part)]
     bits = 1
     while 4**bits < length:

@@ -26,10 +26,6 @@ def _averages(g: Array, m: Array, v: Array, rates: Array) -> None:
 
 
 def sgd(w: Array, g: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w[start:stop]`` by gradient descent with the gradient ``g``.
-
-    hyper = [lr, decay], where lr is the learning rate, and ``decay * w`` is added to the gradient (weight decay).
-    """
     lr, decay = hyper
     part = slice(start, stop)
     w[part] -= lr * (g[part] + decay * w[part])
@@ -49,10 +45,6 @@ def momentum(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) 
 
 
 def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w[start:stop]`` by Adam with the gradient ``g``.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.update.adam`.
-    """
     decay, rate, correction, eps = hyper[0], *hyper[5:]
     part = slice(start, stop)
     _averages(g[part] + decay * w[part], m[part], v[part], hyper[1:5])
@@ -60,10 +52,6 @@ def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop:
 
 
 def adamw(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w[start:stop]`` by AdamW with the gradient ``g``.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.update.adamw`.
-    """
     shrink, rate, correction, eps = hyper[0], *hyper[5:]
     part = slice(start, stop)
     _averages(g[part], m[part], v[part], hyper[1:5])
@@ -84,10 +72,6 @@ def rmsprop(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -
 
 
 def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w[start:stop]`` by Lion with the gradient ``g``.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.update.lion`.
-    """
     shrink, lr, beta1, rest1, beta2, rest2, _ = hyper
     part = slice(start, stop)
     w[part] = shrink * w[part] - lr * np.sign(beta1 * m[part] + rest1 * g[part])
@@ -95,10 +79,6 @@ def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> N
 
 
 def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Overwrite the gradient ``g[start:stop]`` with LAMB's direction: Adam's direction plus ``decay * w``.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.update.lamb_direction`.
-    """
     decay, first, correction, eps = hyper[0], hyper[5], hyper[6], hyper[7]
     part = slice(start, stop)
     _averages(g[part], m[part], v[part], hyper[1:5])
@@ -106,17 +86,14 @@ def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: 
 
 
 def lamb_apply(w: Array, u: Array, hyper: Array, start: int, stop: int) -> None:
-    """Subtract ``hyper[0] * u`` from ``w`` for the elements ``start`` to ``stop - 1``."""
     w[start:stop] -= hyper[0] * u[start:stop]
 
 
 def ema(w: Array, average: Array, rate1: Array, start: int, stop: int) -> None:
-    """Add ``rate1[0] * (w - average)`` to ``average``, for the elements ``start`` to ``stop - 1``."""
     average[start:stop] += rate1[0] * (w[start:stop] - average[start:stop])
 
 
 def add_scaled(y: Array, x: Array, factor1: Array, start: int, stop: int) -> None:
-    """Add ``factor1[0] * x`` to ``y``, for the elements ``start`` to ``stop - 1``."""
     y[start:stop] += factor1[0] * x[start:stop]
 
 
@@ -131,12 +108,6 @@ def tree_sum(
     start: int,
     stop: int,
 ) -> None:
-    """Execute a tree program on rows, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
-
-    ``program`` is a list of integers for a stack machine; ``mpizero.kernels.cpu.update`` defines them. Row v of the
-    program is row v of ``rows_a`` if v < len(rows_a), otherwise row v - len(rows_a) of ``rows_b``. Element i of ``out``
-    is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``.
-    """
     rows = [row[first_a:] for row in rows_a] + [row[first_b:] for row in rows_b]
     stack: list[Array] = []
     for code in program.tolist():
@@ -188,11 +159,6 @@ def lamb_direction_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then write LAMB's direction to ``u``.
-
-    The bits are the same as with ``tree_sum`` into ``u`` and then ``optimizer.lamb_direction``. ``hyper`` holds the
-    scalars that ``optimizer.lamb_direction`` needs.
-    """
     tree_sum(rows, first, rows, 0, program, divisor, u, start, stop)
     lamb_direction(w, u, m, v, hyper, start, stop)
 
@@ -201,10 +167,6 @@ COMPRESSION_BLOCK = 256
 
 
 def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
-    """Round ``values + residual`` to ``codes`` with ``scales``, and write the rounding errors to ``residual``.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.update.int8_encode`.
-    """
     residual += values
     for block in range(scales.size):
         part = slice(block * COMPRESSION_BLOCK, (block + 1) * COMPRESSION_BLOCK)
@@ -222,15 +184,10 @@ def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> 
 
 
 def int8_decode(scales: Array, codes: Array, out: Array) -> None:
-    """Write the values to which :func:`int8_encode` rounded, ``code * scale`` for each code, to ``out``."""
     out[:] = codes * np.repeat(scales, COMPRESSION_BLOCK)[: codes.size]
 
 
 def top_encode(values: Array, residual: Array, counts: Array, indices: Array, largest: Array) -> None:
-    """Write the ``indices.size`` values of largest magnitude of ``values + residual`` to ``largest``.
-
-    The arguments are those of :func:`mpizero.kernels.cpu.update.top_encode`.
-    """
     residual += values
     order = np.lexsort((-np.abs(residual), ~np.isnan(residual)))  # stable; NaN counts as larger than infinity
     indices[:] = np.sort(order[: indices.size])
@@ -239,6 +196,5 @@ def top_encode(values: Array, residual: Array, counts: Array, indices: Array, la
 
 
 def top_decode(indices: Array, largest: Array, out: Array) -> None:
-    """Write ``largest[i]`` to ``out[indices[i]]`` for every i, and 0 to all other elements of ``out``."""
     out[:] = 0
     out[indices] = largest

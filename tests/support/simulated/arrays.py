@@ -1,9 +1,9 @@
 """Simulate GPU arrays: a simulated array holds a NumPy array, but behaves like an array of CuPy.
 
-As with CuPy, a function cannot take arrays of the
-host and of the GPU together, a GPU array is never converted to a NumPy array implicitly, and a sum over all elements is
-an array without axes. So if code forgets a copy between host and GPU, it fails with simulated arrays too. Functions,
-arguments and attributes that NumPy has and CuPy 14 has not are missing here as well.
+As with CuPy, a function cannot take arrays of the host and of the GPU together, a GPU array is never converted to a
+NumPy array implicitly, and a sum over all elements is an array without axes. So if code forgets a copy between host and
+GPU, it fails with simulated arrays too. Functions, arguments and attributes that NumPy has and CuPy 14 has not are
+missing here as well.
 """
 
 from __future__ import annotations
@@ -17,53 +17,22 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from mpizero.types import Array
 
 #: Functions of NumPy, and attributes of its arrays, that CuPy 14 does not have.
-ABSENT_FUNCTIONS = frozenset(
-    [
-        "asmatrix",
-        "block",
-        "bmat",
-        "busday_count",
-        "busday_offset",
-        "datetime_as_string",
-        "datetime_data",
-        "einsum_path",
-        "frompyfunc",
-        "fromregex",
-        "geomspace",
-        "get_include",
-        "getbufsize",
-        "geterr",
-        "geterrcall",
-        "histogram_bin_edges",
-        "info",
-        "insert",
-        "is_busday",
-        "isnat",
-        "matvec",
-        "nanpercentile",
-        "nanquantile",
-        "nested_iters",
-        "polyder",
-        "polydiv",
-        "polyint",
-        "setbufsize",
-        "seterr",
-        "seterrcall",
-        "show_runtime",
-        "spacing",
-        "test",
-        "unstack",
-        "vecdot",
-        "vecmat",
-    ]
-)
+ABSENT_FUNCTIONS = frozenset([
+    "asmatrix", "block", "bmat", "busday_count", "busday_offset", "datetime_as_string", "datetime_data",
+    "einsum_path", "frompyfunc", "fromregex", "geomspace", "get_include", "getbufsize", "geterr", "geterrcall",
+    "histogram_bin_edges", "info", "insert", "is_busday", "isnat", "matvec", "nanpercentile", "nanquantile",
+    "nested_iters", "polyder", "polydiv", "polyint", "setbufsize", "seterr", "seterrcall", "show_runtime",
+    "spacing", "test", "unstack", "vecdot", "vecmat",
+])  # fmt: skip
+#: Attributes that are those of the NumPy array.
+SHAPE_AND_TYPE = frozenset(["shape", "dtype", "ndim", "size", "itemsize", "nbytes", "strides"])
 ABSENT_ATTRIBUTES = frozenset(["ctypes", "getfield", "resize", "setfield", "setflags", "to_device"])
 #: Keyword arguments that CuPy's elementwise functions take.
 UFUNC_ARGUMENTS = frozenset(["out", "dtype", "casting"])
 
 
 class SimulatedFlags(NamedTuple):
-    """Tell how the elements of an array lie in memory: what CuPy's ``flags`` tell."""
+    """Tell what CuPy's ``flags`` tell."""
 
     c_contiguous: bool
     f_contiguous: bool
@@ -83,41 +52,6 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     def __init__(self, values: Array) -> None:
         self.values = values
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Length of each axis."""
-        return self.values.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the elements."""
-        return self.values.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return self.values.ndim
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return self.values.size
-
-    @property
-    def itemsize(self) -> int:
-        """Number of bytes of an element."""
-        return self.values.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of all elements."""
-        return self.values.nbytes
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """For each axis, the number of bytes from one element to the next."""
-        return self.values.strides
 
     @property
     def flags(self) -> SimulatedFlags:
@@ -196,6 +130,8 @@ class SimulatedArray(NDArrayOperatorsMixin):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in SimulatedArray.__slots__:
             raise AttributeError(name)
+        if name in SHAPE_AND_TYPE:
+            return getattr(self.values, name)
         _check(name, ABSENT_ATTRIBUTES)
         method = getattr(self.values, name)  # reshape, transpose, sum, astype, ...
         return lambda *args, **kwargs: _called(method, args, kwargs)
