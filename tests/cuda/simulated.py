@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 
 import mpizero as mz
@@ -17,3 +19,11 @@ PRIVATE = {"share_node_memory": False}
 def config(comm=None, **settings):
     settings = {"device": "cuda", "micro_batch": 2, "minimum_parameter_group_size": 1} | settings
     return mz.ShardingConfig(comm=comm, **settings)
+
+
+@contextmanager
+def bound(network, optimizer, comm=None, place=mz.DDPModel, **settings):
+    """Place a network, and bind an optimizer to it."""
+    with config(comm, **settings) as sharding, place(network, sharding) as model:
+        model._engine.bind(optimizer)
+        yield model

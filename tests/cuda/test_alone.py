@@ -18,7 +18,7 @@ from mpizero.kernels.gpu import Device
 from mpizero.sharding.config import placement
 from mpizero.testing import run_in_threads
 from mpizero.tools.plan import TrainingPlan
-from tests.cuda.simulated import config
+from tests.cuda.simulated import bound, config
 from tests.parallel.parallel_layouts import Blocks
 from tests.support.simulated.arrays import SimulatedArray
 
@@ -48,10 +48,14 @@ def one_each(comm=None, **settings):
     return config(comm, **{"micro_batch": 1} | settings)
 
 
+def alone(kind="plain", optimizer="adamw", place=mz.DDPModel, **settings):
+    """One rank's model of such micro-batches, with its optimizer."""
+    return bound(network(kind), OPTIMIZERS[optimizer], place=place, **{"micro_batch": 1} | settings)
+
+
 def trained(kind="plain", optimizer="adamw", place=mz.DDPModel, steps=2, **settings):
     """Return losses, parameters and optimizer state."""
-    with one_each(**settings) as sharding, place(network(kind), sharding) as model:
-        model._engine.bind(OPTIMIZERS[optimizer])
+    with alone(kind, optimizer, place, **settings) as model:
         losses = [model.train(*batch(kind)) for _ in range(steps)]
         state = model._engine.updater.host_state()
         return losses, model.gather_full_parameters().tobytes(), {slot: a.tobytes() for slot, a in state.items()}
@@ -83,8 +87,7 @@ def copied(monkeypatch):
     ],
 )
 def test_a_step_copies_no_gradient_and_no_parameter(place, optimizer, clip, copied):
-    with one_each(clip=clip) as sharding, place(network(), sharding) as model:
-        model._engine.bind(OPTIMIZERS[optimizer])
+    with alone("plain", optimizer, place, clip=clip) as model:
         model.train(*batch())
         del copied[:]
         model.train(*batch())
@@ -123,8 +126,7 @@ def test_every_strategy_has_the_same_bits():
 
 def test_what_is_written_on_the_host_counts_from_then_on():
     def changed(where):
-        with one_each(optimizer_device=where) as sharding, mz.DDPModel(network(), sharding) as model:
-            model._engine.bind(OPTIMIZERS["adamw"])
+        with alone(optimizer_device=where) as model:
             model.train(*batch())
             store = model._engine.store
             store.owned(0)[:2] = 7.0  # the first values anybody asks for: the others must be the new ones too
@@ -192,8 +194,7 @@ def test_ranks_that_train_alone_between_means_keep_their_own_gpus():
 
 
 def test_a_look_at_memory_overwrites_nothing_that_was_written_on_the_host():
-    with one_each() as sharding, mz.DDPModel(network(), sharding) as model:
-        model._engine.bind(OPTIMIZERS["adamw"])
+    with alone() as model:
         model.train(*batch())
         store = model._engine.store
         store.owned(0)[:2] = 7.0
@@ -203,8 +204,7 @@ def test_a_look_at_memory_overwrites_nothing_that_was_written_on_the_host():
 
 
 def test_a_parameter_that_turned_over_on_the_gpu_is_found_and_named():
-    with one_each(check_every=1) as sharding, mz.DDPModel(network(), sharding) as model:
-        model._engine.bind(OPTIMIZERS["adamw"])
+    with alone(check_every=1) as model:
         model.train(*batch())
         model.train(*batch())
         model._engine.compute_device.parameter_provider(model._engine.store).current()[1] = 0.5
@@ -225,8 +225,7 @@ def test_a_parameter_that_turned_over_on_the_gpu_is_found_and_named():
 )
 def test_a_plan_tells_what_lies_where_to_the_byte(place, settings, kind):
     x, y = batch(kind)
-    with one_each(**settings) as sharding, place(network(kind), sharding) as model:
-        model._engine.bind(OPTIMIZERS["adamw"])
+    with alone(kind, place=place, **settings) as model:
         model.train(x, y)
         held = model.metadata()
         whole = TrainingPlan(

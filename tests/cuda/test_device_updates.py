@@ -22,7 +22,7 @@ from mpizero.sharding.device_update import DeviceUpdater
 from mpizero.testing import run_in_threads
 from mpizero.tools.plan import TrainingPlan
 from mpizero.types import ParameterSpec, Part
-from tests.cuda.simulated import PRIVATE, config
+from tests.cuda.simulated import PRIVATE, bound, config
 from tests.support.reference import reduction
 
 pytestmark = pytest.mark.usefixtures("in_turn")
@@ -126,8 +126,7 @@ def test_a_rank_alone_never_copies_its_parameters_to_the_gpu_again(monkeypatch):
     monkeypatch.setattr(
         gpu.Device, "write", lambda device, target, values: (written.append(values.size), write(device, target, values))
     )
-    with config() as sharding, mz.DDPModel(network(), sharding) as model:
-        model._engine.bind(OPTIMIZERS["adamw"])
+    with bound(network(), OPTIMIZERS["adamw"]) as model:
         train(model, 3)
         assert written == [model.parameter_count]
         model.set_parameters(model.get_parameters() + 1)  # changed by other means: they go there once more
@@ -141,8 +140,7 @@ def test_state_on_a_gpu_is_saved_as_the_hosts_and_loads_on_both(tmp_path):
     paths = {where: tmp_path / str(where) for where in (None, "cpu")}
     images, wanted = [], None
     for where, path in paths.items():
-        with config(optimizer_device=where) as sharding, mz.DDPModel(network(), sharding) as model:
-            model._engine.bind(OPTIMIZERS["adamw"])
+        with bound(network(), OPTIMIZERS["adamw"], optimizer_device=where) as model:
             train(model, 2)
             images.append(model.serialize())
             pending = model.begin_save(path)
@@ -152,8 +150,7 @@ def test_state_on_a_gpu_is_saved_as_the_hosts_and_loads_on_both(tmp_path):
     assert images[0] == images[1]
     for path in paths.values():
         for where in paths:
-            with config(optimizer_device=where) as sharding, mz.ZeRO2Model(network(), sharding) as model:
-                model._engine.bind(OPTIMIZERS["adamw"])
+            with bound(network(), OPTIMIZERS["adamw"], place=mz.ZeRO2Model, optimizer_device=where) as model:
                 train(model, 1)  # not the start values: loading verifies first
                 model.load_model(path)
                 train(model, 1)
@@ -193,8 +190,7 @@ def test_replicated_state_that_differs_is_repaired_on_the_gpu():
 
 
 def test_a_bit_that_turned_over_on_the_gpu_is_found_and_named():
-    with config(check_every=1) as sharding, mz.DDPModel(network(), sharding) as model:
-        model._engine.bind(OPTIMIZERS["adamw"])
+    with bound(network(), OPTIMIZERS["adamw"], check_every=1) as model:
         train(model, 2)
         model._engine.updater.state["exp_avg_sq"][0] = 0.5
         with pytest.raises(IntegrityError, match=r"exp_avg_sq.*elements 0 to"):
@@ -225,8 +221,7 @@ class Own:
 def test_a_users_own_optimizer_takes_the_sums_on_the_host_and_stays_there():
     found = []
     for where in (None, "cpu"):
-        with config(optimizer_device=where, clip=0.5) as sharding, mz.DDPModel(network(), sharding) as model:
-            model._engine.bind(Own())
+        with bound(network(), Own(), optimizer_device=where, clip=0.5) as model:
             losses = train(model, 2)
             assert "optimizer state" not in model.metadata().bytes_on_device
             model._engine.bind(OPTIMIZERS["adamw"])  # and then one of the library's, on the GPU or not
@@ -243,8 +238,7 @@ def test_whole_tensors_are_updated_on_the_host():
     for where, ranks in ((None, 1), ("cpu", 1), (None, 2)):
 
         def run(comm, where=where):
-            with config(comm, optimizer_device=where) as sharding, mz.ZeRO2Model(network(), sharding) as model:
-                model._engine.bind(mz.Muon(lr=0.01))
+            with bound(network(), mz.Muon(lr=0.01), comm, place=mz.ZeRO2Model, optimizer_device=where) as model:
                 train(model, 2)
                 assert "optimizer state" not in model.metadata().bytes_on_device
                 return model.gather_full_parameters()
@@ -271,8 +265,7 @@ def test_a_plan_tells_where_state_lies_to_the_byte(optimizer, memory, where):
     settings = {"optimizer_device": where, **memory}
 
     def held(comm):
-        with config(comm, **settings) as sharding, mz.ZeRO3Model(network(), sharding) as model:
-            model._engine.bind(OPTIMIZERS["sgd"])
+        with bound(network(), OPTIMIZERS["sgd"], comm, place=mz.ZeRO3Model, **settings) as model:
             model._engine.bind(OPTIMIZERS[optimizer])  # what the first had is given back
             train(model, 1)
             told = model.metadata()

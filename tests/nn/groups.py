@@ -111,10 +111,8 @@ def require_same_numbers(model, batch, *grids, tolerance=None):
 class Model:
     """A model made by hand of layers."""
 
-    seed, dtype = 0, np.dtype(np.float64)
-
-    def __init__(self, blocks, loss=None):
-        self.blocks, self.loss = blocks, loss or CrossEntropy()
+    def __init__(self, blocks, loss=None, dtype="f8", seed=0):
+        self.blocks, self.loss, self.dtype, self.seed = blocks, loss or CrossEntropy(), np.dtype(dtype), seed
 
 
 class Mute(Layer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.errors import ConfigError, DataError, LayoutError
+from mpizero.errors import DataError, LayoutError
 from mpizero.nn import (
     GPT,
     bind,
@@ -120,24 +120,6 @@ def test_dropout_sites_are_unique():
         first = model.blocks[f"blocks.{i}"].site
         sites += [first, first + 1, first + 2]
     assert len(set(sites)) == len(sites)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"heads": 5}, "dim=12 is not divisible by heads=5"),
-        ({"layers": 0}, "layers=0"),
-        ({"sequence": -3}, "sequence=-3"),
-        ({"vocabulary": 2.0}, "vocabulary=2.0"),
-        ({"dropout": 1.5}, "dropout rate=1.5"),
-        ({"dtype": "float16"}, "'float16' is not supported"),
-        ({"dtype": "flout"}, "'flout' is not supported"),
-        ({"seed": -1}, "seed=-1"),
-    ],
-)
-def test_settings_that_cannot_be_used_are_named(change, message):
-    with pytest.raises(ConfigError, match=message):
-        GPT(**{**SMALL, **change})
 
 
 def test_inputs_and_parameters_that_do_not_fit_are_named():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpizero import nn
-from mpizero.errors import ConfigError, DataError
+from mpizero.errors import DataError
 from tests.nn.checks import central_difference
 
 #: Each loss, and the shape of a prediction for targets (5, 3).
@@ -241,19 +241,3 @@ def test_a_loss_names_itself_and_what_it_cannot_take(number):
     loss, prediction, target, message = WRONG[number]
     with pytest.raises(DataError, match=message):
         loss.forward(prediction, target)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: nn.HuberLoss(0), "HuberLoss: delta=0: expected a finite number > 0"),
-        (lambda: nn.BCEWithLogitsLoss([1.0, -1.0]), "pos_weight=-1.0: expected a finite number > 0"),
-        (lambda: nn.RelativeL2Loss(-1), "RelativeL2Loss: eps=-1"),
-        (lambda: nn.GaussianNLLLoss(eps=0.0), "GaussianNLLLoss: eps=0.0"),
-        (lambda: nn.MLP(3, (), 1, loss="huber"), "loss='huber' does not belong to task='classification'; set task="),
-        (lambda: nn.MLP(3, (), 1, loss=nn.L1Loss, task="regression"), "loss=<class .*an object with forward and"),
-    ],
-)
-def test_wrong_settings_are_named(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mpizero.errors import ConfigError, DataError
+from mpizero.errors import DataError
 from mpizero.nn import GPT, MLP, bind, evaluate, export_computation_graph, initial_parameters, loss_and_gradients
 from mpizero.types import BlockModel
 from tests.nn.checks import central_difference
@@ -156,18 +156,3 @@ def test_a_users_own_layer_without_description_is_refused():
 
     with pytest.raises(NotImplementedError, match="derive it from mpizero.nn.Layer"):
         export_computation_graph(Model(), (3,))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"features": 0}, "features=0"),
-        ({"hidden": (5, 0)}, r"hidden\[1\]=0"),
-        ({"activation": "elu"}, "activation='elu'"),
-        ({"task": "ranking"}, "task='ranking'"),
-        ({"active_features": (4,)}, r"active_features=\(4,\) must lie in 0 to 3"),
-    ],
-)
-def test_settings_that_cannot_be_used_are_named(change, message):
-    with pytest.raises(ConfigError, match=message):
-        make(**change)

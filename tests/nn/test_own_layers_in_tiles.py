@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,17 +14,10 @@ from mpizero.errors import CollectiveError, LayoutError
 from mpizero.nn.tensor_parallel import own_range, part_of
 from mpizero.testing import run_in_threads
 from mpizero.types import Init, IntegerSpec, ParameterSpec
+from tests.nn.groups import Model
 
 WIDTH = 5
 X, Y = np.random.default_rng(0).normal(size=(2, 4, 6, WIDTH)).astype("f4")
-
-
-@dataclass(frozen=True)
-class Model:
-    blocks: Any
-    loss: Any = field(default_factory=nn.MeanSquaredError)
-    dtype: Any = np.dtype("f4")
-    seed: int = 3
 
 
 @dataclass(frozen=True)
@@ -98,6 +91,10 @@ class Places(nn.Layer):
             grads["bias"][...] = pending.sum(axis=(0, 1))
 
 
+def model_of(blocks):
+    return Model(blocks, nn.MeanSquaredError(), "f4", seed=3)
+
+
 def trained(comm, model, x, tiles, **sizes):
     with mz.ShardingConfig(comm=comm, micro_batch=2, tiles=tiles) as config:
         sharded = mz.HybridShardedModel(model, config, **sizes, optimizer=mz.AdamW(lr=1e-2))
@@ -118,7 +115,7 @@ def assert_same(model, x, tiles, *layouts):
 
 
 def own(wrong=""):
-    return Model({"first": nn.Linear(WIDTH, WIDTH), "own": Own(wrong)})
+    return model_of({"first": nn.Linear(WIDTH, WIDTH), "own": Own(wrong)})
 
 
 def test_integer_arrays_are_counted_once():
@@ -140,13 +137,13 @@ def test_what_one_tile_does_wrong_names_the_users_class_and_line():
 
 
 def test_trees_of_arrays_are_cut_and_joined_in_context_tiles():
-    model = Model({"places": Places(4), "attention": nn.CausalSelfAttention(WIDTH, 1)})
+    model = model_of({"places": Places(4), "attention": nn.CausalSelfAttention(WIDTH, 1)})
     x = {"x": X, "shift": X[:, :, ::-1].copy()}
     assert_same(model, x, {"context": 4}, (2, {"context_parallel_size": 2}), (2, {"pipeline_parallel_size": 2}))
 
 
 def test_a_gradient_that_one_context_tile_does_not_write_is_found():
-    model = Model({"places": Places(1), "attention": nn.CausalSelfAttention(WIDTH, 1)})
+    model = model_of({"places": Places(1), "attention": nn.CausalSelfAttention(WIDTH, 1)})
     with pytest.raises(
         LayoutError, match="block 'places', Places: the backward pass has not written the gradient of 'bias'"
     ):

@@ -1,17 +1,17 @@
-"""What a layer cannot take is an error that names it, what it was given and what it takes: never another."""
+"""What layers, models and losses cannot take is an error that names them, what was given and what they take."""
 
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mpizero import nn
-from mpizero.errors import DataError
+from mpizero.errors import ConfigError, DataError
 from mpizero.layout.flat import nested
 from mpizero.types import Run
+from tests.nn.groups import Model
 
 VECTORS = np.linspace(-1, 1, 80, dtype=np.float32).reshape(2, 5, 8)
 IDS = np.arange(10).reshape(2, 5)
@@ -69,7 +69,7 @@ IMPOSSIBLE = {"complex", "str", "object", "datetime", "list", "mapping", "none",
 
 
 def model_of(layer):
-    return SimpleNamespace(blocks={"encoder.2": layer}, loss=nn.MeanSquaredError(), dtype=np.dtype("f4"), seed=0)
+    return Model({"encoder.2": layer}, nn.MeanSquaredError(), "f4")
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: type(layer).__name__)
@@ -107,3 +107,50 @@ def test_whole_models_name_the_block_and_the_layer_in_it():
         nn.loss_and_gradients(model, values, (x, x))
     with pytest.raises(DataError, match=message):
         nn.evaluate(model, nn.bind(model, values), x)
+
+
+def gpt(**settings):
+    return nn.GPT(**{"dim": 12, "layers": 2, "heads": 3, "sequence": 7, "vocabulary": 11, **settings})
+
+
+def mlp(**settings):
+    return nn.MLP(**{"features": 4, "hidden": (5, 3), "outputs": 2, **settings})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.CausalSelfAttention(10, 4), "dim=10 is not divisible by heads=4"),
+        (lambda: nn.Linear(0, 3), "inputs=0: expected a whole number >= 1"),
+        (lambda: nn.Linear(3, -1), "outputs=-1"),
+        (lambda: nn.Embedding(5, 2.5), "features=2.5"),
+        (lambda: nn.Dropout(1.0), "rate=1.0"),
+        (lambda: nn.Dropout(0.1, site=-1), "site=-1"),
+        (lambda: nn.LayerNorm(4, eps=0.0), "eps=0.0"),
+        (lambda: nn.FeedForward(4, activation="swoosh"), "activation='swoosh'.*gelu, silu, relu, tanh"),
+        (lambda: nn.Sequential([nn.Linear(2, 2), "tanh"]), "'tanh' must be a layer"),
+        (lambda: nn.Sequential({"a.b": nn.ReLU()}), "without dots"),
+        (lambda: gpt(heads=5), "dim=12 is not divisible by heads=5"),
+        (lambda: gpt(layers=0), "layers=0"),
+        (lambda: gpt(sequence=-3), "sequence=-3"),
+        (lambda: gpt(vocabulary=2.0), "vocabulary=2.0"),
+        (lambda: gpt(dropout=1.5), "dropout rate=1.5"),
+        (lambda: gpt(dtype="float16"), "'float16' is not supported"),
+        (lambda: gpt(dtype="flout"), "'flout' is not supported"),
+        (lambda: gpt(seed=-1), "seed=-1"),
+        (lambda: mlp(features=0), "features=0"),
+        (lambda: mlp(hidden=(5, 0)), r"hidden\[1\]=0"),
+        (lambda: mlp(activation="elu"), "activation='elu'"),
+        (lambda: mlp(task="ranking"), "task='ranking'"),
+        (lambda: mlp(active_features=(4,)), r"active_features=\(4,\) must lie in 0 to 3"),
+        (lambda: mlp(loss="huber"), "loss='huber' does not belong to task='classification'; set task="),
+        (lambda: mlp(loss=nn.L1Loss, task="regression"), "loss=<class .*an object with forward and"),
+        (lambda: nn.HuberLoss(0), "HuberLoss: delta=0: expected a finite number > 0"),
+        (lambda: nn.BCEWithLogitsLoss([1.0, -1.0]), "pos_weight=-1.0: expected a finite number > 0"),
+        (lambda: nn.RelativeL2Loss(-1), "RelativeL2Loss: eps=-1"),
+        (lambda: nn.GaussianNLLLoss(eps=0.0), "GaussianNLLLoss: eps=0.0"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+import mpizero as mz
 from mpizero import optim
 from mpizero.errors import ConfigError
 from mpizero.optim.elementwise import RowSum, learning_rate
@@ -207,6 +208,30 @@ def test_a_schedule_sets_the_rate_of_every_step():
         ),
         (lambda: optim.SGD(iter([1.0])), r"SGD is given no parameters.*mz.SGD\(lr=1e-3\)"),
         (lambda: optim.SGD(lr=lambda step: math.nan).hyper(3, 0, np.float32), r"lr\(2\)=nan"),
+        (lambda: optim.Muon(momentum=1.0), r"Muon: momentum=1.0: expected"),
+        (lambda: optim.Muon(iterations=0), r"Muon: iterations=0: expected a whole number >= 1"),
+        (lambda: optim.Muon(scale="adamw"), "Muon: scale='adamw': expected one of \"original\", \"match_rms_adamw\""),
+        (lambda: optim.Muon(output_axis=2), r"Muon: output_axis=2: expected a whole number from 0 to 1"),
+        (lambda: optim.Muon(exclude=[3]), r"Muon: exclude=\[3\]: each value must be a string"),
+        (lambda: optim.Muon(adamw_lr_scale=-1), r"Muon: adamw_lr_scale=-1: expected"),
+        (lambda: optim.SOAP(frequency=0), r"SOAP: frequency=0: expected a whole number >= 1"),
+        (lambda: optim.SOAP(max_dimension=0), r"SOAP: max_dimension=0: expected a whole number >= 1"),
+        (lambda: optim.constant(math.nan), "constant: lr=nan"),
+        (lambda: optim.constant(0.1, warmup=-1), "warmup=-1: .* >= 0"),
+        (lambda: optim.linear(0.1, steps=0), "linear: steps=0: .* >= 1"),
+        (lambda: optim.linear(0.1, steps=2.5), "steps=2.5"),
+        (lambda: optim.cosine(0.1, steps=5, warmup=6), "warmup=6: .* at most steps=5"),
+        (lambda: optim.cosine(0.1, steps=5, end=-0.1), "end=-0.1"),
+        (lambda: optim.DynamicLossScale(initial=0.5), "initial"),
+        (lambda: optim.DynamicLossScale(initial=2.0**30), "initial"),
+        (lambda: optim.DynamicLossScale(growth=1.0), "growth"),
+        (lambda: optim.DynamicLossScale(backoff=1.0), "backoff"),
+        (lambda: optim.DynamicLossScale(interval=0), "interval"),
+        (lambda: optim.DynamicLossScale(smallest=0.0), "smallest"),
+        (lambda: mz.Tikhonov(-1.0), "Tikhonov: weight"),
+        (lambda: mz.TotalVariation(1.0, smoothing=0.0), "TotalVariation: smoothing"),
+        (lambda: mz.LBFGS(regularization={"w": 0.5}), r"regularization\['w'\]=0.5: expected terms by the names"),
+        (lambda: mz.NonlinearCG(regularization=mz.Tikhonov(1.0)), "NonlinearCG: regularization="),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named_with_what_is_allowed(make, message):

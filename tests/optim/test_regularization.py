@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.errors import ConfigError
 
 TERMS = {
     "Tikhonov": mz.Tikhonov(0.7),
@@ -48,14 +47,3 @@ def test_parameters_of_any_shape_keep_shape_and_type(shape, dtype) -> None:
         assert isinstance(value, float)
         for found in (gradient, term.product(values, values)):
             assert (found.shape, found.dtype) == (shape, values.dtype)
-
-
-def test_wrong_settings_are_told() -> None:
-    with pytest.raises(ConfigError, match="Tikhonov: weight"):
-        mz.Tikhonov(-1.0)
-    with pytest.raises(ConfigError, match="TotalVariation: smoothing"):
-        mz.TotalVariation(1.0, smoothing=0.0)
-    with pytest.raises(ConfigError, match=r"LBFGS: regularization\['w'\]=0.5: expected terms by the names"):
-        mz.LBFGS(regularization={"w": 0.5})
-    with pytest.raises(ConfigError, match="NonlinearCG: regularization="):
-        mz.NonlinearCG(regularization=mz.Tikhonov(1.0))

@@ -44,12 +44,3 @@ def test_the_loss_scale_stays_in_its_range():
     for _ in range(5):
         state = state.after(finite=False)
     assert state.scale == 1.0
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"initial": 0.5}, {"initial": 2.0**30}, {"growth": 1.0}, {"backoff": 1.0}, {"interval": 0}, {"smallest": 0.0}],
-)
-def test_a_policy_that_cannot_work_is_an_error(settings):
-    with pytest.raises(ConfigError, match=next(iter(settings))):
-        optim.DynamicLossScale(**settings)

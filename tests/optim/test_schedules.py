@@ -45,22 +45,6 @@ def test_a_schedule_is_a_value():
     assert hash(optim.cosine(0.1, 10)) == hash(optim.cosine(0.1, 10))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: optim.constant(math.nan), "constant: lr=nan"),
-        (lambda: optim.constant(0.1, warmup=-1), "warmup=-1: .* >= 0"),
-        (lambda: optim.linear(0.1, steps=0), "linear: steps=0: .* >= 1"),
-        (lambda: optim.linear(0.1, steps=2.5), "steps=2.5"),
-        (lambda: optim.cosine(0.1, steps=5, warmup=6), "warmup=6: .* at most steps=5"),
-        (lambda: optim.cosine(0.1, steps=5, end=-0.1), "end=-0.1"),
-    ],
-)
-def test_a_setting_that_cannot_be_used_is_named(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()
-
-
 def test_a_schedule_may_return_an_array_without_axes_as_those_of_other_libraries_do():
     array = np.array(0.25, np.float32)
     assert rate_at("SGD", lambda step: array, 3) == 0.25

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mpizero import optim
-from mpizero.errors import ConfigError
 from tests.optim.whole import data, updated
 
 SHAPES = [(9, 9), (7, 12), (12, 7), (1, 5)]
@@ -71,10 +70,3 @@ def test_a_side_that_is_too_long_has_no_arrays():
         "right_basis": (8, 8),
     }
     assert optimizer.cost((9, 8)) < optim.SOAP().cost((9, 8))
-
-
-def test_wrong_settings_are_named():
-    with pytest.raises(ConfigError, match=r"SOAP: frequency=0: expected a whole number >= 1"):
-        optim.SOAP(frequency=0)
-    with pytest.raises(ConfigError, match=r"SOAP: max_dimension=0: expected a whole number >= 1"):
-        optim.SOAP(max_dimension=0)
