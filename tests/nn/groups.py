@@ -7,21 +7,9 @@ from collections import Counter
 
 import numpy as np
 
+from mpizero import nn
 from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.layout.flat import nested
-from mpizero.nn import (
-    CrossEntropy,
-    Layer,
-    bind,
-    context_model,
-    cut_batch,
-    evaluate,
-    initial_parameters,
-    loss_and_gradients,
-    model_specs,
-    split_model,
-    whole_prediction,
-)
 from mpizero.testing import run_in_threads
 from mpizero.types import EVALUATE, Run
 
@@ -55,7 +43,7 @@ def on_grid(sizes, function):
 
 def cut(model, tensor, context):
     """Split a model over a tensor group and a context group."""
-    return context_model(split_model(model, tensor), context)
+    return nn.context_model(nn.split_model(model, tensor), context)
 
 
 def tokens(length, samples=3, vocabulary=11):
@@ -69,10 +57,10 @@ def over_grid(model, named, batch, sizes, run=TRAINING):
     """Return loss, weight, gradients in whole, and the whole prediction of each rank."""
 
     def work(tensor, context):
-        part, (x, y) = cut(model, tensor, context), batch if context.size == 1 else cut_batch(*batch, context)
+        part, (x, y) = cut(model, tensor, context), batch if context.size == 1 else nn.cut_batch(*batch, context)
         own = own_parameters(part, named)
-        loss, weight, gradients = loss_and_gradients(part, own, (x, y), run, scale=0.5)
-        prediction = whole_prediction(part, evaluate(part, bind(part, own), x, run))
+        loss, weight, gradients = nn.loss_and_gradients(part, own, (x, y), run, scale=0.5)
+        prediction = nn.whole_prediction(part, nn.evaluate(part, nn.bind(part, own), x, run))
         return loss, weight, gradients, prediction, specs_of(part)
 
     found = on_grid(sizes, work)
@@ -94,8 +82,8 @@ def require_close(found, expected, tolerance, name=""):
 def require_same_numbers(model, batch, *grids, tolerance=None):
     """All ranks of each grid together have the loss, weight, gradients and predictions of the unsplit model."""
     named, tolerance = perturbed(model), tolerance or {"d": 1e-12, "f": 1e-5}[np.dtype(model.dtype).char]
-    loss, weight, gradients = loss_and_gradients(model, named, batch, TRAINING, scale=0.5)
-    prediction = evaluate(model, bind(model, named), batch[0], TRAINING)
+    loss, weight, gradients = nn.loss_and_gradients(model, named, batch, TRAINING, scale=0.5)
+    prediction = nn.evaluate(model, nn.bind(model, named), batch[0], TRAINING)
     for sizes in grids:
         found = over_grid(model, named, batch, sizes)
         assert abs(found[0] - loss) <= tolerance * abs(loss), sizes
@@ -112,10 +100,10 @@ class Model:
     """A model made by hand of layers."""
 
     def __init__(self, blocks, loss=None, dtype="f8", seed=0):
-        self.blocks, self.loss, self.dtype, self.seed = blocks, loss or CrossEntropy(), np.dtype(dtype), seed
+        self.blocks, self.loss, self.dtype, self.seed = blocks, loss or nn.CrossEntropy(), np.dtype(dtype), seed
 
 
-class Mute(Layer):
+class Mute(nn.Layer):
     """A user's layer that says nothing of groups."""
 
     def forward(self, params, x, run=EVALUATE):
@@ -175,7 +163,7 @@ def taken(whole, part):
 
 def own_parameters(model, named):
     """Cut a whole model's named parameters for a split one."""
-    return {s.name: taken(named[s.name], s.part) for s in model_specs(model) if s.tied is None}
+    return {s.name: taken(named[s.name], s.part) for s in nn.model_specs(model) if s.tied is None}
 
 
 def assembled(specs, arrays):
@@ -209,13 +197,13 @@ def assembled(specs, arrays):
 
 def specs_of(model):
     """A model's specs by name, without tied uses."""
-    return {spec.name: spec for spec in model_specs(model) if spec.tied is None}
+    return {spec.name: spec for spec in nn.model_specs(model) if spec.tied is None}
 
 
 def perturbed(model, scale=0.2):
     """Start values with noise: biases and norms are then not at their special values."""
     rng = np.random.default_rng(1)
-    return {n: v + rng.normal(0, scale, v.shape).astype(v.dtype) for n, v in initial_parameters(model).items()}
+    return {n: v + rng.normal(0, scale, v.shape).astype(v.dtype) for n, v in nn.initial_parameters(model).items()}
 
 
 def each_block(model, params, x, run=EVALUATE):

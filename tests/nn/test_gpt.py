@@ -5,18 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpizero import nn
 from mpizero.errors import DataError, LayoutError
-from mpizero.nn import (
-    GPT,
-    bind,
-    evaluate,
-    from_torch,
-    gradient_slots,
-    initial_parameters,
-    loss_and_gradients,
-    model_specs,
-    to_torch,
-)
 from mpizero.nn.models import torch_name
 from mpizero.testing import taylor_test
 from mpizero.types import BlockModel, Run
@@ -36,14 +26,14 @@ def batch(rng):
 @pytest.mark.parametrize("options", [{}, {"tied": False}, {"activation_checkpointing": True}])
 def test_gradients_are_those_of_finite_differences(options, batch, rng):
     """Of sampled entries of every parameter, and along one direction; values are PyTorch's, in ``tests/peers``."""
-    model = GPT(**SMALL, **options, dtype="float64")
+    model = nn.GPT(**SMALL, **options, dtype="float64")
     named = perturbed(model, 0.3)
-    _, weight, gradients = loss_and_gradients(model, named, batch)
+    _, weight, gradients = nn.loss_and_gradients(model, named, batch)
     assert weight == 20.0, "the ignored target counts for nothing"
     assert gradients.keys() == named.keys()
 
     def loss(point=named):
-        return loss_and_gradients(model, point, batch)[0]
+        return nn.loss_and_gradients(model, point, batch)[0]
 
     for name, value in named.items():
         sample = rng.choice(value.size, 2)
@@ -54,26 +44,26 @@ def test_gradients_are_those_of_finite_differences(options, batch, rng):
 
 
 def test_everything_stays_in_the_models_dtype(batch):
-    model = GPT(**SMALL, dropout=0.2, dtype="float32")
-    named = initial_parameters(model)
+    model = nn.GPT(**SMALL, dropout=0.2, dtype="float32")
+    named = nn.initial_parameters(model)
     run = Run(training=True, seed=1, step=2)
-    for block, x, cache in each_block(model, bind(model, named), batch[0], run):
+    for block, x, cache in each_block(model, nn.bind(model, named), batch[0], run):
         for array in arrays_in(cache):
             assert array.dtype in ("float32", np.int64), f"{block} caches {array.dtype}"
         assert x.dtype == "float32", block
-    loss, _, gradients = loss_and_gradients(model, named, batch, run)
+    loss, _, gradients = nn.loss_and_gradients(model, named, batch, run)
     assert isinstance(loss, float)
     assert {array.dtype for array in (*named.values(), *gradients.values())} == {np.dtype("float32")}
 
 
 def test_samples_of_a_batch_do_not_know_each_other(batch):
     """Dropout included: a sample alone, under its place in the batch, has the losses it has in company."""
-    model = GPT(**SMALL, dropout=0.2, dtype="float64")
-    named = initial_parameters(model)
+    model = nn.GPT(**SMALL, dropout=0.2, dtype="float64")
+    named = nn.initial_parameters(model)
     x, y = batch
-    whole = loss_and_gradients(model, named, batch, Run(training=True, step=4))
+    whole = nn.loss_and_gradients(model, named, batch, Run(training=True, step=4))
     parts = [
-        loss_and_gradients(model, named, (x[i : i + 1], y[i : i + 1]), Run(training=True, step=4, first_sample=i))
+        nn.loss_and_gradients(model, named, (x[i : i + 1], y[i : i + 1]), Run(training=True, step=4, first_sample=i))
         for i in range(3)
     ]
     assert whole[0] == pytest.approx(sum(part[0] for part in parts), rel=1e-13)
@@ -86,27 +76,27 @@ def test_gradients_may_be_written_over_those_of_an_earlier_step_also_with_checkp
     """And have the same bits."""
     run, results = Run(training=True, seed=1, step=2), []
     for checkpointing in (False, True):
-        model = GPT(**SMALL, dropout=0.2, activation_checkpointing=checkpointing)
-        named, slots = initial_parameters(model), gradient_slots(model)
+        model = nn.GPT(**SMALL, dropout=0.2, activation_checkpointing=checkpointing)
+        named, slots = nn.initial_parameters(model), nn.gradient_slots(model)
         for given in (slots, slots, None):
-            loss, _, gradients = loss_and_gradients(model, named, batch, run, slots=given)
+            loss, _, gradients = nn.loss_and_gradients(model, named, batch, run, slots=given)
             assert given is None or all(gradients[name] is slots[name] for name in named)
             results.append((loss, {name: gradient.tobytes() for name, gradient in gradients.items()}))
     assert all(result == results[0] for result in results)
 
 
 def test_blocks_are_embedding_blocks_and_head_and_the_tied_table_has_a_slot_for_each_use():
-    model = GPT(**SMALL)
+    model = nn.GPT(**SMALL)
     assert isinstance(model, BlockModel)
     assert list(model.blocks) == ["embedding", "blocks.0", "blocks.1", "head"]
-    specs = {spec.name: spec for spec in model_specs(model)}
+    specs = {spec.name: spec for spec in nn.model_specs(model)}
     assert specs["head.projection.weight"].tied == "embedding.token.weight"
     assert specs["head.projection.weight"].shape == specs["embedding.token.weight"].shape
-    assert model_specs(GPT(**SMALL, tied=False))[-1].tied is None
+    assert nn.model_specs(nn.GPT(**SMALL, tied=False))[-1].tied is None
 
 
 def test_start_values_depend_on_seed_and_name_and_on_nothing_else():
-    one, same, other = (initial_parameters(GPT(**SMALL, seed=seed)) for seed in (1, 1, 2))
+    one, same, other = (nn.initial_parameters(nn.GPT(**SMALL, seed=seed)) for seed in (1, 1, 2))
     for name, value in one.items():
         np.testing.assert_array_equal(value, same[name])
     assert not np.array_equal(one["blocks.0.attention.qkv.weight"], other["blocks.0.attention.qkv.weight"])
@@ -114,7 +104,7 @@ def test_start_values_depend_on_seed_and_name_and_on_nothing_else():
 
 
 def test_dropout_sites_are_unique():
-    model = GPT(**{**SMALL, "layers": 4}, dropout=0.1)
+    model = nn.GPT(**{**SMALL, "layers": 4}, dropout=0.1)
     sites = [model.blocks["embedding"].site]
     for i in range(4):
         first = model.blocks[f"blocks.{i}"].site
@@ -123,14 +113,14 @@ def test_dropout_sites_are_unique():
 
 
 def test_inputs_and_parameters_that_do_not_fit_are_named():
-    model = GPT(**SMALL)
-    named = initial_parameters(model)
+    model = nn.GPT(**SMALL)
+    named = nn.initial_parameters(model)
     for ids, told in (
         (np.zeros((1, 8), int), r"length <= 7.*\(1, 8\)"),
         (np.array([[0, 11]]), "ids from 0 to 10, the input has ids from 0 to 11"),
     ):
         with pytest.raises(DataError, match=told):
-            evaluate(model, bind(model, named), ids)
+            nn.evaluate(model, nn.bind(model, named), ids)
     norm = named.pop("head.norm.bias")
     for more, told in (
         ({}, r"missing: head\.norm\.bias"),
@@ -138,12 +128,12 @@ def test_inputs_and_parameters_that_do_not_fit_are_named():
         ({"head.norm.bias": np.zeros(12)}, r"head\.norm\.bias must be float32 of shape \(12,\), it is float64"),
     ):
         with pytest.raises(LayoutError, match=told):
-            bind(model, {**named, **more})
+            nn.bind(model, {**named, **more})
 
 
 @pytest.fixture
 def model():
-    return GPT(dim=4, layers=2, heads=2, sequence=3, vocabulary=5)
+    return nn.GPT(dim=4, layers=2, heads=2, sequence=3, vocabulary=5)
 
 
 def test_names_are_gpt2s():
@@ -153,20 +143,20 @@ def test_names_are_gpt2s():
 
 def test_linear_layers_are_transposed_and_tables_are_not_and_conv1d_s_layout_is_told_by_its_shape(model):
     """GPT-2's own checkpoints are of Conv1D layers, which store (inputs, outputs)."""
-    named = initial_parameters(model)
-    state = to_torch(model, named)
+    named = nn.initial_parameters(model)
+    state = nn.to_torch(model, named)
     np.testing.assert_array_equal(state["transformer.h.1.attn.c_attn.weight"], named["blocks.1.attention.qkv.weight"].T)
     assert state["lm_head.weight"] is state["transformer.wte.weight"]
     turned = {name: value.T if ".h." in name and value.ndim == 2 else value for name, value in state.items()}
     for given in (state, turned):
-        assert all(np.array_equal(value, named[name]) for name, value in from_torch(model, given).items())
+        assert all(np.array_equal(value, named[name]) for name, value in nn.from_torch(model, given).items())
 
 
 def test_what_is_missing_or_misshapen_is_named(model):
-    state = to_torch(model, initial_parameters(model))
+    state = nn.to_torch(model, nn.initial_parameters(model))
     with pytest.raises(LayoutError, match="it is not a GPT-2's"):
-        from_torch(model, {"fc.weight": np.zeros(3)})
+        nn.from_torch(model, {"fc.weight": np.zeros(3)})
     with pytest.raises(LayoutError, match=r"no 'transformer\.ln_f\.bias', which head\.norm\.bias comes from"):
-        from_torch(model, {name: value for name, value in state.items() if name != "transformer.ln_f.bias"})
+        nn.from_torch(model, {name: value for name, value in state.items() if name != "transformer.ln_f.bias"})
     with pytest.raises(LayoutError, match=r"'transformer\.wpe\.weight' has shape \(9, 4\).*needs \(3, 4\)"):
-        from_torch(model, {**state, "transformer.wpe.weight": np.zeros((9, 4))})
+        nn.from_torch(model, {**state, "transformer.wpe.weight": np.zeros((9, 4))})

@@ -3,30 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpizero import nn
 from mpizero.errors import DataError
 from mpizero.layout.flat import nested
-from mpizero.nn import (
-    GELU,
-    CausalSelfAttention,
-    Checkpointed,
-    Dropout,
-    Embedding,
-    FeedForward,
-    Frozen,
-    LanguageHead,
-    LayerNorm,
-    Linear,
-    Position,
-    Projection,
-    ReLU,
-    RMSNorm,
-    Select,
-    Sequential,
-    SiLU,
-    Tanh,
-    TokenEmbedding,
-    TransformerBlock,
-)
 from mpizero.nn.layer import SamplePart
 from mpizero.testing import taylor_test
 from mpizero.types import Run
@@ -35,27 +14,27 @@ from tests.nn.checks import gradient_slots, random_parameters, require_contract,
 TRAINING = Run(training=True, seed=3, step=5, first_sample=11)
 
 LAYERS = {
-    "linear": (Linear(4, 3), (5, 4)),
-    "linear without bias": (Linear(4, 3, bias=False), (2, 3, 4)),
-    "projection": (Projection(4, 3), (2, 3, 4)),
-    "layernorm": (LayerNorm(5), (2, 3, 5)),
-    "rmsnorm": (RMSNorm(5), (2, 3, 5)),
-    "gelu": (GELU(), (3, 4)),
-    "silu": (SiLU(), (3, 4)),
-    "relu": (ReLU(), (3, 4)),
-    "tanh": (Tanh(), (3, 4)),
-    "dropout": (Dropout(0.4, site=2), (3, 7)),
-    "position": (Position(4, 3), (2, 3, 3)),
-    "select": (Select(4, (0, 2)), (3, 4)),
-    "attention": (CausalSelfAttention(4, 2), (2, 5, 4)),
-    "attention with dropout": (CausalSelfAttention(4, 2, dropout=0.3, site=1), (2, 5, 4)),
-    "feed forward": (FeedForward(3, 5), (2, 2, 3)),
-    "block": (TransformerBlock(4, 2), (2, 3, 4)),
-    "block with dropout": (TransformerBlock(4, 2, dropout=0.3, site=1), (2, 3, 4)),
-    "head": (LanguageHead(4, 5), (2, 3, 4)),
-    "sequential": (Sequential([Linear(3, 4), Tanh(), Linear(4, 2)]), (4, 3)),
-    "checkpointed": (Checkpointed(TransformerBlock(4, 2, dropout=0.3, site=1)), (2, 3, 4)),
-    "frozen": (Frozen(Linear(4, 3)), (5, 4)),
+    "linear": (nn.Linear(4, 3), (5, 4)),
+    "linear without bias": (nn.Linear(4, 3, bias=False), (2, 3, 4)),
+    "projection": (nn.Projection(4, 3), (2, 3, 4)),
+    "layernorm": (nn.LayerNorm(5), (2, 3, 5)),
+    "rmsnorm": (nn.RMSNorm(5), (2, 3, 5)),
+    "gelu": (nn.GELU(), (3, 4)),
+    "silu": (nn.SiLU(), (3, 4)),
+    "relu": (nn.ReLU(), (3, 4)),
+    "tanh": (nn.Tanh(), (3, 4)),
+    "dropout": (nn.Dropout(0.4, site=2), (3, 7)),
+    "position": (nn.Position(4, 3), (2, 3, 3)),
+    "select": (nn.Select(4, (0, 2)), (3, 4)),
+    "attention": (nn.CausalSelfAttention(4, 2), (2, 5, 4)),
+    "attention with dropout": (nn.CausalSelfAttention(4, 2, dropout=0.3, site=1), (2, 5, 4)),
+    "feed forward": (nn.FeedForward(3, 5), (2, 2, 3)),
+    "block": (nn.TransformerBlock(4, 2), (2, 3, 4)),
+    "block with dropout": (nn.TransformerBlock(4, 2, dropout=0.3, site=1), (2, 3, 4)),
+    "head": (nn.LanguageHead(4, 5), (2, 3, 4)),
+    "sequential": (nn.Sequential([nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)]), (4, 3)),
+    "checkpointed": (nn.Checkpointed(nn.TransformerBlock(4, 2, dropout=0.3, site=1)), (2, 3, 4)),
+    "frozen": (nn.Frozen(nn.Linear(4, 3)), (5, 4)),
 }
 
 
@@ -70,7 +49,9 @@ def test_gradients_are_those_of_finite_differences_and_zero_of_no_samples_and_ha
     assert not any(gradient.any() for gradient in flat.values())
 
 
-@pytest.mark.parametrize("layer", [Embedding(6, 3), TokenEmbedding(6, 5, 3), TokenEmbedding(6, 4, 3, dropout=0.3)])
+@pytest.mark.parametrize(
+    "layer", [nn.Embedding(6, 3), nn.TokenEmbedding(6, 5, 3), nn.TokenEmbedding(6, 4, 3, dropout=0.3)]
+)
 def test_embeddings_have_gradients_for_tables_and_none_for_ids(layer):
     ids = np.array([[0, 5, 5, 1], [2, 0, 5, 1]])
     assert require_gradients(layer, ids, TRAINING) is None
@@ -79,7 +60,7 @@ def test_embeddings_have_gradients_for_tables_and_none_for_ids(layer):
 
 @pytest.mark.parametrize("length", [1, 64, 65, 130])
 def test_attention_in_blocks_equals_attention_in_one_product(length, rng):
-    layer = CausalSelfAttention(6, 2)
+    layer = nn.CausalSelfAttention(6, 2)
     x = rng.normal(size=(2, length, 6))
     w, b = rng.normal(size=(6, 18)), rng.normal(size=18)
     params = {"qkv": {"weight": w, "bias": b}, "projection": {"weight": np.eye(6), "bias": np.zeros(6)}}
@@ -93,7 +74,7 @@ def test_attention_in_blocks_equals_attention_in_one_product(length, rng):
 
 def test_attention_gradients_hold_across_blocks(rng):
     """A direction through all parameters and inputs at once, at a length of more than one block."""
-    layer = CausalSelfAttention(4, 2)
+    layer = nn.CausalSelfAttention(4, 2)
     (flat, params), (gradients, grads) = random_parameters(layer, rng), gradient_slots(layer)
     x, dy = rng.normal(size=(2, 1, 130, 4))
 
@@ -105,11 +86,11 @@ def test_attention_gradients_hold_across_blocks(rng):
 
 
 def test_checkpointing_keeps_only_the_input_and_every_bit(rng):
-    plain = TransformerBlock(8, 2, dropout=0.2, site=4)
+    plain = nn.TransformerBlock(8, 2, dropout=0.2, site=4)
     _, params = random_parameters(plain, rng, np.float32)
     x, dy = rng.normal(size=(2, 3, 5, 8)).astype(np.float32)
     results = []
-    for layer in (plain, Checkpointed(plain)):
+    for layer in (plain, nn.Checkpointed(plain)):
         flat, grads = gradient_slots(layer, np.float32)
         y, cache = layer.forward(params, x, TRAINING)
         results.append([y, layer.backward(params, cache, dy, grads), *flat.values()])
@@ -120,7 +101,7 @@ def test_checkpointing_keeps_only_the_input_and_every_bit(rng):
 
 
 def test_dropout_does_not_depend_on_how_a_batch_is_cut(rng):
-    layer = Dropout(0.5, site=9)
+    layer = nn.Dropout(0.5, site=9)
     x = rng.normal(size=(7, 4, 3)).astype(np.float32)
     whole = layer.forward({}, x, Run(training=True, seed=1, step=2))[0]
     for cuts in ([0, 7], [0, 1, 7], [0, 3, 5, 7]):
@@ -132,7 +113,7 @@ def test_dropout_does_not_depend_on_how_a_batch_is_cut(rng):
 
 
 def test_dropout_does_not_depend_on_how_a_sample_is_cut(rng):
-    layer, run = Dropout(0.5, site=9), Run(training=True, seed=1, step=2, first_sample=3)
+    layer, run = nn.Dropout(0.5, site=9), Run(training=True, seed=1, step=2, first_sample=3)
     x = rng.normal(size=(3, 4, 5, 7)).astype(np.float32)
     whole = layer.forward({}, x, run)[0]
     np.testing.assert_array_equal(layer.mask(x[:, 1:3], run, SamplePart(35, 70)), whole[:, 1:3])
@@ -144,7 +125,7 @@ def test_dropout_does_not_depend_on_how_a_sample_is_cut(rng):
 def test_dropout_masks_differ_by_seed_step_and_site_and_keep_the_mean():
     x = np.ones((40, 100))
     runs = [(0, Run(True, 1, 2)), (0, Run(True, 1, 3)), (0, Run(True, 2, 2)), (1, Run(True, 1, 2))]
-    masks = [Dropout(0.25, site).forward({}, x, run)[0] for site, run in runs]
+    masks = [nn.Dropout(0.25, site).forward({}, x, run)[0] for site, run in runs]
     assert len({mask.tobytes() for mask in masks}) == len(masks)
     for mask in masks:
         assert set(np.unique(mask)) == {0.0, 1 / 0.75}
@@ -153,18 +134,22 @@ def test_dropout_masks_differ_by_seed_step_and_site_and_keep_the_mean():
 
 def test_dropout_outside_training_is_the_identity():
     x = np.ones((2, 3))
-    assert Dropout(0.5).forward({}, x, Run(training=False))[0] is x
-    assert Dropout(0.0).forward({}, x, Run(training=True))[0] is x
+    assert nn.Dropout(0.5).forward({}, x, Run(training=False))[0] is x
+    assert nn.Dropout(0.0).forward({}, x, Run(training=True))[0] is x
 
 
 def test_composites_name_parameters_by_dotted_path():
     layers = "norm1 attention.qkv attention.projection norm2 feed_forward.expand feed_forward.projection"
     wanted = [f"{layer}.{name}" for layer in layers.split() for name in ("weight", "bias")]
-    assert [spec.name for spec in TransformerBlock(4, 2).specs()] == wanted
+    assert [spec.name for spec in nn.TransformerBlock(4, 2).specs()] == wanted
 
 
 def test_only_matrices_take_weight_decay():
-    for spec in (*TransformerBlock(4, 2).specs(), *TokenEmbedding(5, 3, 4).specs(), *LanguageHead(4, 5, "x").specs()):
+    for spec in (
+        *nn.TransformerBlock(4, 2).specs(),
+        *nn.TokenEmbedding(5, 3, 4).specs(),
+        *nn.LanguageHead(4, 5, "x").specs(),
+    ):
         wanted = spec.name.endswith(("qkv.weight", "expand.weight")) or (
             spec.name.endswith("projection.weight") and spec.tied is None
         )
@@ -174,15 +159,15 @@ def test_only_matrices_take_weight_decay():
 @pytest.mark.parametrize(
     ("layer", "x", "message"),
     [
-        (TokenEmbedding(6, 4, 3), np.array([[1, 6]]), "ids from 0 to 5, the input has ids from 1 to 6"),
-        (TokenEmbedding(6, 4, 3), np.array([[-1, 2]]), "ids from -1 to 2"),
-        (TokenEmbedding(6, 4, 3), np.array([[1.0]]), "dtype float64"),
-        (TokenEmbedding(6, 4, 3), np.array([[1, 2, 3, 4, 5]]), r"length <= 4.*shape \(1, 5\)"),
-        (TokenEmbedding(6, 4, 3), np.array([1]), r"shape \(1,\)"),
-        (Linear(4, 2), np.zeros((2, 3)), r"4 features.*shape \(2, 3\)"),
-        (Position(4, 3), np.zeros((2, 5, 3)), r"length <= 4, 3\), the input has shape \(2, 5, 3\)"),
-        (Position(4, 3), np.zeros((4, 3)), r"length <= 4, 3\), the input has shape \(4, 3\)"),
-        (Position(1, 3), np.zeros((2, 5, 3)), "length <= 1"),  # places are never stretched over a longer sequence
+        (nn.TokenEmbedding(6, 4, 3), np.array([[1, 6]]), "ids from 0 to 5, the input has ids from 1 to 6"),
+        (nn.TokenEmbedding(6, 4, 3), np.array([[-1, 2]]), "ids from -1 to 2"),
+        (nn.TokenEmbedding(6, 4, 3), np.array([[1.0]]), "dtype float64"),
+        (nn.TokenEmbedding(6, 4, 3), np.array([[1, 2, 3, 4, 5]]), r"length <= 4.*shape \(1, 5\)"),
+        (nn.TokenEmbedding(6, 4, 3), np.array([1]), r"shape \(1,\)"),
+        (nn.Linear(4, 2), np.zeros((2, 3)), r"4 features.*shape \(2, 3\)"),
+        (nn.Position(4, 3), np.zeros((2, 5, 3)), r"length <= 4, 3\), the input has shape \(2, 5, 3\)"),
+        (nn.Position(4, 3), np.zeros((4, 3)), r"length <= 4, 3\), the input has shape \(4, 3\)"),
+        (nn.Position(1, 3), np.zeros((2, 5, 3)), "length <= 1"),  # places are never stretched over a longer sequence
     ],
 )
 def test_ids_outside_of_the_table_and_inputs_of_other_shapes_are_refused(layer, x, message, rng):

@@ -5,52 +5,35 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpizero import nn
 from mpizero.layout.flat import nested
-from mpizero.nn import (
-    GELU,
-    CausalSelfAttention,
-    Checkpointed,
-    CrossEntropy,
-    Dropout,
-    Embedding,
-    FeedForward,
-    Frozen,
-    LanguageHead,
-    LayerNorm,
-    Linear,
-    Position,
-    Projection,
-    RMSNorm,
-    Select,
-    Sequential,
-    Tanh,
-    TokenEmbedding,
-    TransformerBlock,
-)
 from mpizero.nn.tensor_parallel import SplitCrossEntropy
 from tests.nn.checks import gradient_slots
 from tests.nn.groups import TRAINING, Apart, Counting, assembled, on_ranks, taken
 
 LAYERS = {
-    "linear": (Linear(4, 7), (5, 4)),
-    "linear without bias": (Linear(4, 7, bias=False), (2, 3, 4)),
-    "linear of one output": (Linear(4, 1), (5, 4)),
-    "projection": (Projection(4, 7), (2, 3, 4)),
-    "feed forward": (FeedForward(3, 7), (2, 2, 3)),
-    "attention": (CausalSelfAttention(12, 6), (2, 5, 12)),
-    "attention with dropout": (CausalSelfAttention(12, 6, dropout=0.3, site=1), (2, 5, 12)),
-    "block": (TransformerBlock(12, 6), (2, 5, 12)),
-    "block with dropout": (TransformerBlock(12, 6, dropout=0.3, site=1), (2, 2, 12)),
-    "head": (LanguageHead(4, 7), (2, 3, 4)),
-    "sequential": (Sequential([Linear(3, 4), Tanh(), RMSNorm(4), Linear(4, 2)]), (4, 3)),
-    "checkpointed": (Checkpointed(TransformerBlock(12, 6, dropout=0.3, site=1)), (2, 5, 12)),
-    "frozen": (Sequential([Linear(3, 4), Frozen(Linear(4, 6)), Frozen(TransformerBlock(6, 6))]), (2, 5, 3)),
+    "linear": (nn.Linear(4, 7), (5, 4)),
+    "linear without bias": (nn.Linear(4, 7, bias=False), (2, 3, 4)),
+    "linear of one output": (nn.Linear(4, 1), (5, 4)),
+    "projection": (nn.Projection(4, 7), (2, 3, 4)),
+    "feed forward": (nn.FeedForward(3, 7), (2, 2, 3)),
+    "attention": (nn.CausalSelfAttention(12, 6), (2, 5, 12)),
+    "attention with dropout": (nn.CausalSelfAttention(12, 6, dropout=0.3, site=1), (2, 5, 12)),
+    "block": (nn.TransformerBlock(12, 6), (2, 5, 12)),
+    "block with dropout": (nn.TransformerBlock(12, 6, dropout=0.3, site=1), (2, 2, 12)),
+    "head": (nn.LanguageHead(4, 7), (2, 3, 4)),
+    "sequential": (nn.Sequential([nn.Linear(3, 4), nn.Tanh(), nn.RMSNorm(4), nn.Linear(4, 2)]), (4, 3)),
+    "checkpointed": (nn.Checkpointed(nn.TransformerBlock(12, 6, dropout=0.3, site=1)), (2, 5, 12)),
+    "frozen": (
+        nn.Sequential([nn.Linear(3, 4), nn.Frozen(nn.Linear(4, 6)), nn.Frozen(nn.TransformerBlock(6, 6))]),
+        (2, 5, 3),
+    ),
 }
 #: And a number of ids, of which they are given some.
 TABLES = {
-    "embedding": (Embedding(11, 3), 11),
-    "small embedding": (Embedding(2, 3), 2),
-    "token embedding": (TokenEmbedding(11, 6, 3, dropout=0.3, site=2), 11),
+    "embedding": (nn.Embedding(11, 3), 11),
+    "small embedding": (nn.Embedding(2, 3), 2),
+    "token embedding": (nn.TokenEmbedding(11, 6, 3, dropout=0.3, site=2), 11),
 }
 
 
@@ -106,23 +89,23 @@ def test_split_layers_take_empty_batches(name):
     require_same_passes(layer, np.empty((0, *shape[1:])), 2)
 
 
-@pytest.mark.parametrize("layer", [LayerNorm(3), GELU(), Dropout(0.2), Position(4, 3), Select(3, (0,))])
+@pytest.mark.parametrize("layer", [nn.LayerNorm(3), nn.GELU(), nn.Dropout(0.2), nn.Position(4, 3), nn.Select(3, (0,))])
 def test_layers_with_nothing_to_split_stay_themselves(layer):
     assert layer.split(Apart(0, 2)) is layer
-    assert Frozen(layer).split(Apart(0, 2)).layer is layer
-    assert Sequential([layer]).split(Apart(1, 2)).layers == (("0", layer),)
+    assert nn.Frozen(layer).split(Apart(0, 2)).layer is layer
+    assert nn.Sequential([layer]).split(Apart(1, 2)).layers == (("0", layer),)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, np.float32), (3, np.float64), (5, np.float64)])
 def test_cross_entropy_over_parts_of_the_classes_is_the_whole_ones(size, dtype, rng):
     """Five ranks share four classes: one has none."""
     logits, target = (3 * rng.normal(size=(2, 3, 4))).astype(dtype), np.array([[0, 3, -1], [2, 1, 0]])
-    loss, weight, cache = CrossEntropy().forward(logits, target)
-    gradient = CrossEntropy().backward(cache, 0.5)
+    loss, weight, cache = nn.CrossEntropy().forward(logits, target)
+    gradient = nn.CrossEntropy().backward(cache, 0.5)
 
     def work(group):
         counting = Counting(group)
-        split = SplitCrossEntropy(CrossEntropy(), counting, 4)
+        split = SplitCrossEntropy(nn.CrossEntropy(), counting, 4)
         bounds = np.cumsum([0, *(4 // size + (r < 4 % size) for r in range(size))])
         own = logits[:, :, bounds[group.rank] : bounds[group.rank + 1]]
         value, counted, own_cache = split.forward(own, target)
@@ -141,7 +124,7 @@ def test_a_huge_logit_on_one_rank_neither_overflows_nor_hides_the_loss():
     logits = np.array([[1e4, -1e4, 0.0]], np.float32)
 
     def work(group):
-        split = SplitCrossEntropy(CrossEntropy(), group, 3)
+        split = SplitCrossEntropy(nn.CrossEntropy(), group, 3)
         own = logits[:, [slice(0, 2), slice(2, 3)][group.rank]]
         return split.forward(own, np.array([1]))[0]
 

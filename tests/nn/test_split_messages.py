@@ -7,26 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mpizero.nn import (
-    GPT,
-    MLP,
-    CausalSelfAttention,
-    FeedForward,
-    Frozen,
-    LayerNorm,
-    Linear,
-    Sequential,
-    bind,
-    context_model,
-    cut_batch,
-    evaluate,
-    gradient_slots,
-    initial_parameters,
-    loss_and_gradients,
-    model_operations,
-    model_specs,
-    split_model,
-)
+from mpizero import nn
 from mpizero.types import Run
 from tests.nn.groups import (
     SMALL,
@@ -51,13 +32,13 @@ LAYERS = SMALL["layers"]
 
 def step(group, model, named, batch, run=TRAINING):
     """One rank's loss and gradients of a model that is split over ``group``."""
-    split = split_model(model, group)
-    return loss_and_gradients(split, own_parameters(split, named), batch, run)
+    split = nn.split_model(model, group)
+    return nn.loss_and_gradients(split, own_parameters(split, named), batch, run)
 
 
 def test_one_reduction_each_way_for_a_column_row_pair():
     """Counted on every rank, block by block: two pairs are four messages each way."""
-    model = GPT(**SMALL, dropout=0.3)
+    model = nn.GPT(**SMALL, dropout=0.3)
     named, (x, y) = perturbed(model), tokens(7)
     pair = {"all_gather": 2, "reduce_scatter": 2}
     forward = {"embedding": {"reduce_scatter": 1}, "blocks.0": pair, "blocks.1": pair, "head": {"all_gather": 1}}
@@ -68,8 +49,8 @@ def test_one_reduction_each_way_for_a_column_row_pair():
 
     def work(group):
         counting = Counting(group)
-        split = split_model(model, counting)
-        params, grads = bind(split, own_parameters(split, named)), gradient_slots(split)
+        split = nn.split_model(model, counting)
+        params, grads = nn.bind(split, own_parameters(split, named)), nn.gradient_slots(split)
         caches, run = {}, split.run_on(x, TRAINING)
         for name, result, cache in each_block(split, params, x, run):
             h, caches[name] = result, cache
@@ -90,8 +71,8 @@ def test_two_layers_of_an_mlp_cost_one_sum_each_way(rng):
     batch = rng.normal(size=(6, 4)), rng.integers(0, 3, 6)
 
     def work(group, hidden):
-        counting, model = Counting(group), MLP(features=4, hidden=hidden, outputs=3)
-        step(counting, model, initial_parameters(model), batch)
+        counting, model = Counting(group), nn.MLP(features=4, hidden=hidden, outputs=3)
+        step(counting, model, nn.initial_parameters(model), batch)
         return counting.clear()
 
     # The first layer's input needs no gradient, so its pair has no sum backward.
@@ -104,7 +85,7 @@ def test_two_layers_of_an_mlp_cost_one_sum_each_way(rng):
 
 
 def test_checkpointed_blocks_repeat_their_messages_and_have_the_same_bits():
-    plain, kept = (GPT(**SMALL, dropout=0.3, activation_checkpointing=again) for again in (False, True))
+    plain, kept = (nn.GPT(**SMALL, dropout=0.3, activation_checkpointing=again) for again in (False, True))
     named = perturbed(plain)
 
     def work(group):
@@ -121,11 +102,11 @@ def test_checkpointed_blocks_repeat_their_messages_and_have_the_same_bits():
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_messages_are_those_of_the_ring_and_one_about_the_length_beside_those_of_the_tensor_group(tensor):
     """A tensor group's messages are as many as without a context group; a run that knows the length asks nothing."""
-    model, (x, y) = GPT(**SMALL, dropout=0.3), tokens(12)
+    model, (x, y) = nn.GPT(**SMALL, dropout=0.3), tokens(12)
 
     def work(tensor, context, run):
         part = cut(model, tensor, context)
-        loss_and_gradients(part, own_parameters(part, perturbed(model)), cut_batch(x, y, context), run)
+        nn.loss_and_gradients(part, own_parameters(part, perturbed(model)), nn.cut_batch(x, y, context), run)
         return dict(tensor.counts), dict(context.counts)
 
     def alone(group):
@@ -142,14 +123,14 @@ def test_messages_are_those_of_the_ring_and_one_about_the_length_beside_those_of
 
 @pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (2, 2)])
 def test_blocks_that_are_told_no_length_ask_each_group_once(sizes):
-    model, (x, _) = GPT(**{**SMALL, "dtype": "float64"}, dropout=0.3), tokens(13)
+    model, (x, _) = nn.GPT(**{**SMALL, "dtype": "float64"}, dropout=0.3), tokens(13)
     named = perturbed(model)
-    expected = evaluate(model, bind(model, named), x, TRAINING)
+    expected = nn.evaluate(model, nn.bind(model, named), x, TRAINING)
 
     def work(tensor, context):
         counting = Counting(tensor)
-        part, h = cut(model, counting, context), cut_batch(x, x, context)[0]
-        *_, (_, h, _) = each_block(part, bind(part, own_parameters(part, named)), h, TRAINING)
+        part, h = cut(model, counting, context), nn.cut_batch(x, x, context)[0]
+        *_, (_, h, _) = each_block(part, nn.bind(part, own_parameters(part, named)), h, TRAINING)
         told = counting.tags["sequence lengths"], dict(context.counts)
         return part.whole_prediction(h), *told
 
@@ -164,9 +145,9 @@ def test_blocks_that_are_told_no_length_ask_each_group_once(sizes):
 @pytest.mark.parametrize(("ranks", "length"), [(2, 32), (3, 36), (4, 21)])
 def test_the_work_of_all_ranks_is_the_unsplit_models_but_for_attention(ranks, length):
     """Counted from the shape of whole samples. Attention makes seven products of its tiles, dense attention six."""
-    model = GPT(**SMALL, activation_checkpointing=True)
-    counts = on_ranks(ranks, lambda group: model_operations(context_model(model, group), (length,)))
-    whole = model_operations(model, (length,))
+    model = nn.GPT(**SMALL, activation_checkpointing=True)
+    counts = on_ranks(ranks, lambda group: nn.model_operations(nn.context_model(model, group), (length,)))
+    whole = nn.model_operations(model, (length,))
     assert sum(count["head"].total for count in counts) == whole["head"].total
     weights = [sum(count[block].backward_weights for count in counts) for block in whole]
     assert weights == [whole[block].backward_weights for block in whole]
@@ -176,12 +157,12 @@ def test_the_work_of_all_ranks_is_the_unsplit_models_but_for_attention(ranks, le
 
 def test_work_by_layers_made_by_hand_is_counted_for_the_own_places():
     blocks = {
-        "in": Sequential({"norm": LayerNorm(6), "wide": Linear(6, 8)}),
-        "narrow": Frozen(FeedForward(8)),
-        "attention": CausalSelfAttention(8, 2),
+        "in": nn.Sequential({"norm": nn.LayerNorm(6), "wide": nn.Linear(6, 8)}),
+        "narrow": nn.Frozen(nn.FeedForward(8)),
+        "attention": nn.CausalSelfAttention(8, 2),
     }
-    counts = on_ranks(2, lambda group: model_operations(context_model(Model(blocks), group), (10, 6)))
-    for block, whole in model_operations(Model(blocks), (10, 6)).items():
+    counts = on_ranks(2, lambda group: nn.model_operations(nn.context_model(Model(blocks), group), (10, 6)))
+    for block, whole in nn.model_operations(Model(blocks), (10, 6)).items():
         for count in counts:
             assert 2 * count[block].backward_weights == whole.backward_weights
             if block != "attention":
@@ -189,16 +170,16 @@ def test_work_by_layers_made_by_hand_is_counted_for_the_own_places():
 
 
 def test_work_and_activations_fall_by_the_sizes_of_both_groups():
-    model, (x, _) = GPT(**{**SMALL, "vocabulary": 12}, dropout=0.3), tokens(24, vocabulary=12)
+    model, (x, _) = nn.GPT(**{**SMALL, "vocabulary": 12}, dropout=0.3), tokens(24, vocabulary=12)
     named = perturbed(model)
 
     def work(tensor, context):
-        part, (h, _) = cut(model, tensor, context), cut_batch(x, x, context)
-        passes = each_block(part, bind(part, own_parameters(part, named)), h, part.run_on(h, TRAINING))
-        return model_operations(part, (24,)), {name: cache_bytes(cache) for name, _, cache in passes}
+        part, (h, _) = cut(model, tensor, context), nn.cut_batch(x, x, context)
+        passes = each_block(part, nn.bind(part, own_parameters(part, named)), h, part.run_on(h, TRAINING))
+        return nn.model_operations(part, (24,)), {name: cache_bytes(cache) for name, _, cache in passes}
 
     (((counted, held), _),) = on_grid((1, 2), work)
-    whole = model_operations(model, (24,))
+    whole = nn.model_operations(model, (24,))
     for tensor, context in ((2, 2), (3, 2)):
         for counts, kept in (rank for row in on_grid((tensor, context), work) for rank in row):
             for name, block in whole.items():
@@ -209,12 +190,12 @@ def test_work_and_activations_fall_by_the_sizes_of_both_groups():
 
 
 def test_what_ranks_hold_between_blocks_is_what_the_model_says():
-    gpt, mlp = GPT(**SMALL), MLP(features=5, hidden=(7, 3), outputs=2)
+    gpt, mlp = nn.GPT(**SMALL), nn.MLP(features=5, hidden=(7, 3), outputs=2)
     for model, x in ((gpt, tokens(7)[0]), (mlp, np.ones((3, 5), np.float32))):
 
         def work(group, model=model, x=x):
-            split = split_model(model, group)
-            params, shape = bind(split, own_parameters(split, initial_parameters(model))), x.shape[1:]
+            split = nn.split_model(model, group)
+            params, shape = nn.bind(split, own_parameters(split, nn.initial_parameters(model))), x.shape[1:]
             for name, h, _ in each_block(split, params, x, split.run_on(x, Run())):
                 layer = split.blocks[name]
                 assert layer.output_shape(shape) == model.blocks[name].output_shape(shape), name
@@ -227,12 +208,12 @@ def test_what_ranks_hold_between_blocks_is_what_the_model_says():
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_activations_fall_by_the_size_of_the_group(dropout):
     """What lives from forward to backward, embedding to head; even cuts, so exactly, but for statistics and ids."""
-    model = GPT(dim=32, layers=2, heads=4, sequence=16, vocabulary=64, dropout=dropout)
-    named, (x, y) = initial_parameters(model), tokens(16, 4, 64)
+    model = nn.GPT(dim=32, layers=2, heads=4, sequence=16, vocabulary=64, dropout=dropout)
+    named, (x, y) = nn.initial_parameters(model), tokens(16, 4, 64)
 
     def kept(group):
-        split = split_model(model, group)
-        passes = list(each_block(split, bind(split, own_parameters(split, named)), x, TRAINING))
+        split = nn.split_model(model, group)
+        passes = list(each_block(split, nn.bind(split, own_parameters(split, named)), x, TRAINING))
         sizes = {name: cache_bytes(cache) for name, _, cache in passes}
         return {**sizes, "loss": cache_bytes(split.loss.forward(passes[-1][1], y)[2])}
 
@@ -246,8 +227,8 @@ def test_activations_fall_by_the_size_of_the_group(dropout):
 
 
 def test_parameters_fall_by_the_size_of_the_group_but_for_norms_positions_and_row_biases():
-    model = GPT(dim=32, layers=2, heads=4, sequence=16, vocabulary=64)
-    whole = {spec.name: spec.size for spec in model_specs(model)}
-    for spec in model_specs(split_model(model, Apart(1, 4))):
+    model = nn.GPT(dim=32, layers=2, heads=4, sequence=16, vocabulary=64)
+    whole = {spec.name: spec.size for spec in nn.model_specs(model)}
+    for spec in nn.model_specs(nn.split_model(model, Apart(1, 4))):
         shared = "norm" in spec.name or "position" in spec.name or spec.name.endswith("projection.bias")
         assert spec.size == whole[spec.name] / (1 if shared else 4), spec.name

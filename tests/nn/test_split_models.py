@@ -7,64 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from mpizero.nn import (
-    GELU,
-    GPT,
-    MLP,
-    CausalSelfAttention,
-    Checkpointed,
-    CrossEntropy,
-    Dropout,
-    Embedding,
-    FeedForward,
-    Frozen,
-    LanguageHead,
-    Layer,
-    LayerNorm,
-    Linear,
-    MeanSquaredError,
-    Position,
-    Sequential,
-    SplitModel,
-    Tanh,
-    TokenEmbedding,
-    TransformerBlock,
-    bind,
-    context_model,
-    cut_batch,
-    evaluate,
-    freeze,
-    initial_parameters,
-    model_specs,
-    split_model,
-    whole_prediction,
-)
+from mpizero import nn
 from mpizero.nn.context_parallel import ContextBlock, ContextModel, RingSelfAttention
 from mpizero.nn.layer import Wrapper
 from mpizero.nn.tensor_parallel import Copy, Reduce
 from mpizero.types import EVALUATE, BlockModel, ParameterSpec, Part, Run
-from tests.nn.groups import (
-    BOTH,
-    GRIDS,
-    SMALL,
-    TENSOR,
-    TRAINING,
-    Apart,
-    Model,
-    cut,
-    on_grid,
-    on_ranks,
-    over_grid,
-    own_parameters,
-    perturbed,
-    require_close,
-    require_same_numbers,
-    specs_of,
-    taken,
-    tokens,
-)
+from tests.nn import groups
 
-F64 = {**SMALL, "dtype": "float64"}
+F64 = {**groups.SMALL, "dtype": "float64"}
 OPTIONS = ({}, {"tied": False}, {"dropout": 0.3}, {"dropout": 0.3, "activation_checkpointing": True})
 
 
@@ -73,34 +23,34 @@ OPTIONS = ({}, {"tied": False}, {"dropout": 0.3}, {"dropout": 0.3, "activation_c
 def test_a_gpt_has_its_numbers_on_every_grid_even_where_ranks_have_no_places(length):
     """Every pair of length and grid, and of grid and option."""
     for number, options in enumerate(OPTIONS):
-        grids = GRIDS[(number + length) % 4 :: 4]
-        require_same_numbers(GPT(**F64, **options), tokens(length), *grids)
+        grids = groups.GRIDS[(number + length) % 4 :: 4]
+        groups.require_same_numbers(nn.GPT(**F64, **options), groups.tokens(length), *grids)
 
 
 @pytest.mark.slow
 def test_a_gpt_in_float32_has_its_numbers_within_rounding():
-    require_same_numbers(GPT(**SMALL, **OPTIONS[3]), tokens(37), *GRIDS[::3])
-    require_same_numbers(GPT(**SMALL, dropout=0.3), tokens(37), (1, 4), tolerance=2e-6)
+    groups.require_same_numbers(nn.GPT(**groups.SMALL, **OPTIONS[3]), groups.tokens(37), *groups.GRIDS[::3])
+    groups.require_same_numbers(nn.GPT(**groups.SMALL, dropout=0.3), groups.tokens(37), (1, 4), tolerance=2e-6)
 
 
 @pytest.mark.parametrize("vocabulary", [2, 12])
 def test_a_vocabulary_is_cut_even_a_smaller_one_than_the_group(vocabulary):
-    require_same_numbers(GPT(**{**F64, "vocabulary": vocabulary}), tokens(5, 2, vocabulary), (4, 1))
+    groups.require_same_numbers(nn.GPT(**{**F64, "vocabulary": vocabulary}), groups.tokens(5, 2, vocabulary), (4, 1))
 
 
 def test_attention_of_many_blocks_of_queries_is_split_alike():
-    model = GPT(dim=8, layers=1, heads=2, sequence=150, vocabulary=5, dropout=0.2, dtype="float64")
-    require_same_numbers(model, tokens(131, 2, 5), (2, 1))
+    model = nn.GPT(dim=8, layers=1, heads=2, sequence=150, vocabulary=5, dropout=0.2, dtype="float64")
+    groups.require_same_numbers(model, groups.tokens(131, 2, 5), (2, 1))
 
 
 @pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (2, 3)])
 def test_a_run_repeats_its_bits_and_an_empty_batch_has_zero_gradients(sizes):
-    model = GPT(**SMALL, dropout=0.3)
-    first, again = (over_grid(model, perturbed(model), tokens(29), sizes) for _ in range(2))
+    model = nn.GPT(**groups.SMALL, dropout=0.3)
+    first, again = (groups.over_grid(model, groups.perturbed(model), groups.tokens(29), sizes) for _ in range(2))
     assert first[:2] == again[:2]
     assert all(gradient.tobytes() == again[2][name].tobytes() for name, gradient in first[2].items())
     assert len({prediction.tobytes() for prediction in (*first[3], *again[3])}) == 1
-    loss, weight, gradients, _ = over_grid(model, perturbed(model), np.zeros((2, 0, 9), int), sizes)
+    loss, weight, gradients, _ = groups.over_grid(model, groups.perturbed(model), np.zeros((2, 0, 9), int), sizes)
     assert (loss, weight) == (0, 0)
     assert not any(gradient.any() for gradient in gradients.values())
 
@@ -113,8 +63,8 @@ def test_a_split_mlp_has_the_numbers_of_the_whole(number, rng):
     chain, task = CHAINS[number], ("classification", "regression")[number % 2]
     y = rng.integers(0, 3, 6) if task == "classification" else rng.normal(size=(6, 3))
     for dtype, options in (("float64", {}), ("float32", {"active_features": (0, 3)})):
-        model = MLP(features=4, outputs=3, task=task, activation="gelu", dtype=dtype, **chain, **options)
-        require_same_numbers(model, (rng.normal(size=(6, 4)), y), *TENSOR)
+        model = nn.MLP(features=4, outputs=3, task=task, activation="gelu", dtype=dtype, **chain, **options)
+        groups.require_same_numbers(model, (rng.normal(size=(6, 4)), y), *groups.TENSOR)
 
 
 @dataclass(frozen=True)
@@ -132,7 +82,7 @@ class Doubled(Wrapper):
         return super().backward_input(params, cache, 2 * dy)
 
 
-class Mean(Layer):
+class Mean(nn.Layer):
     """A user's layer without parameters that mixes places: adds the mean over the sequence. It is not split."""
 
     def __init__(self, group=None):
@@ -152,7 +102,7 @@ class Mean(Layer):
         return x.shape[1] if self.group is None else run.length
 
 
-class Scaled(Layer):
+class Scaled(nn.Layer):
     """A user's layer: features times a weight, of which each rank holds a part."""
 
     def __init__(self, features, group=None):
@@ -182,41 +132,47 @@ class Scaled(Layer):
 
 def by_hand():
     """A model of every kind of layer, on sequences of up to 40."""
-    return Model({
-        "tokens": Embedding(11, 12),
-        "places": Position(40, 12),
-        "noise": Dropout(0.2, site=5),
-        "body": Checkpointed(Sequential({"norm": LayerNorm(12), "attention": CausalSelfAttention(12, 6, 0.3, site=4)})),
-        "twice": Doubled(Sequential({"up": Linear(12, 9), "act": GELU(), "down": Linear(9, 12)})),
+    return groups.Model({
+        "tokens": nn.Embedding(11, 12),
+        "places": nn.Position(40, 12),
+        "noise": nn.Dropout(0.2, site=5),
+        "body": nn.Checkpointed(
+            nn.Sequential({"norm": nn.LayerNorm(12), "attention": nn.CausalSelfAttention(12, 6, 0.3, site=4)})
+        ),
+        "twice": Doubled(nn.Sequential({"up": nn.Linear(12, 9), "act": nn.GELU(), "down": nn.Linear(9, 12)})),
         "mean": Mean(),
-        "frozen": Frozen(TransformerBlock(12, 6, 0.1, site=7)),
-        "block": TransformerBlock(12, 6, 0.1, site=11),
-        "feed": FeedForward(12),
-        "head": LanguageHead(12, 11),
+        "frozen": nn.Frozen(nn.TransformerBlock(12, 6, 0.1, site=7)),
+        "block": nn.TransformerBlock(12, 6, 0.1, site=11),
+        "feed": nn.FeedForward(12),
+        "head": nn.LanguageHead(12, 11),
     })  # fmt: skip
 
 
 @pytest.mark.slow
 def test_models_made_by_hand_of_any_layers_are_split_and_cut(rng):
-    require_same_numbers(by_hand(), tokens(23), (3, 1), (1, 3), *BOTH[:3])
+    groups.require_same_numbers(by_hand(), groups.tokens(23), (3, 1), (1, 3), *groups.BOTH[:3])
     blocks = {
-        "tokens": TokenEmbedding(11, 40, 12, 0.2, site=30),
+        "tokens": nn.TokenEmbedding(11, 40, 12, 0.2, site=30),
         **{n: by_hand().blocks[n] for n in ("block", "twice")},
     }
-    numbers = tokens(13)[0], rng.normal(size=(3, 13, 12))
-    require_same_numbers(Model(blocks, MeanSquaredError()), numbers, (2, 1), (1, 2), *BOTH[:3])
+    numbers = groups.tokens(13)[0], rng.normal(size=(3, 13, 12))
+    groups.require_same_numbers(groups.Model(blocks, nn.MeanSquaredError()), numbers, (2, 1), (1, 2), *groups.BOTH[:3])
 
 
 def test_users_layers_and_losses_are_split_without_sequences_and_without_tokens(rng):
-    model = Model({"first": Linear(4, 6), "act": Tanh(), "norm": LayerNorm(6), "last": Scaled(6)}, MeanSquaredError())
+    model = groups.Model(
+        {"first": nn.Linear(4, 6), "act": nn.Tanh(), "norm": nn.LayerNorm(6), "last": Scaled(6)}, nn.MeanSquaredError()
+    )
     assert isinstance(model, BlockModel)
-    require_same_numbers(model, (rng.normal(size=(5, 4)), rng.normal(size=(5, 1))), (2, 1), (3, 1))
-    blocks = {"one": TransformerBlock(12, 6, 0.2, 1), "two": Checkpointed(TransformerBlock(12, 6, 0.2, 4))}
-    require_same_numbers(Model(blocks, MeanSquaredError()), rng.normal(size=(2, 2, 5, 12)), (2, 1), (3, 1))
+    groups.require_same_numbers(model, (rng.normal(size=(5, 4)), rng.normal(size=(5, 1))), (2, 1), (3, 1))
+    blocks = {"one": nn.TransformerBlock(12, 6, 0.2, 1), "two": nn.Checkpointed(nn.TransformerBlock(12, 6, 0.2, 4))}
+    groups.require_same_numbers(
+        groups.Model(blocks, nn.MeanSquaredError()), rng.normal(size=(2, 2, 5, 12)), (2, 1), (3, 1)
+    )
 
 
 def test_frozen_parameters_stay_so():
-    require_same_numbers(freeze(GPT(**F64), ["blocks.0.*", "blocks.1.norm1.*"]), tokens(13), (2, 2))
+    groups.require_same_numbers(nn.freeze(nn.GPT(**F64), ["blocks.0.*", "blocks.1.norm1.*"]), groups.tokens(13), (2, 2))
 
 
 class Squares:
@@ -231,59 +187,63 @@ class Squares:
 
 
 def test_a_users_loss_of_whole_predictions_works_on_parts_and_full_logits_exist_on_no_rank():
-    model = GPT(**F64)
-    named, (x, y) = perturbed(model), tokens(7)
-    logits = evaluate(model, bind(model, named), x)
+    model = nn.GPT(**F64)
+    named, (x, y) = groups.perturbed(model), groups.tokens(7)
+    logits = nn.evaluate(model, nn.bind(model, named), x)
     value, weight, cache = Squares().forward(logits, y)
     gradient = Squares().backward(cache, 0.5)
 
     def work(group):
-        split = split_model(model, group)
-        own = evaluate(split, bind(split, own_parameters(split, named)), x)
+        split = nn.split_model(model, group)
+        own = nn.evaluate(split, nn.bind(split, groups.own_parameters(split, named)), x)
         assert own.shape == (3, 7, (4, 4, 3)[group.rank])
         loss = split.loss_on_parts(Squares())
         found, counted, own_cache = loss.forward(own, y)
         return found, counted, split.whole_prediction(loss.backward(own_cache, 0.5))
 
-    for found, counted, joined in on_ranks(3, work):
+    for found, counted, joined in groups.on_ranks(3, work):
         assert found == pytest.approx(value, rel=1e-12)
         assert counted == weight
-        require_close(joined, gradient, 1e-12)
+        groups.require_close(joined, gradient, 1e-12)
     loss = Squares()
-    assert split_model(MLP(features=2, hidden=(3,), outputs=2), Apart(0, 2)).loss_on_parts(loss) is loss
-    assert whole_prediction(model, logits) is logits
+    assert nn.split_model(nn.MLP(features=2, hidden=(3,), outputs=2), groups.Apart(0, 2)).loss_on_parts(loss) is loss
+    assert nn.whole_prediction(model, logits) is logits
 
 
 def test_a_loss_of_numbers_takes_whole_scores_at_the_own_places(rng):
-    model, (x, _) = GPT(**F64), tokens(13)
-    named, target = perturbed(model), rng.normal(size=(*x.shape, 11))
-    expected = MeanSquaredError().forward(evaluate(model, bind(model, named), x), target)[:2]
+    model, (x, _) = nn.GPT(**F64), groups.tokens(13)
+    named, target = groups.perturbed(model), rng.normal(size=(*x.shape, 11))
+    expected = nn.MeanSquaredError().forward(nn.evaluate(model, nn.bind(model, named), x), target)[:2]
 
     def work(tensor, context):
-        part, (own_x, own) = cut(model, tensor, context), cut_batch(x, target, context)
-        loss = part.loss_on_parts(MeanSquaredError())
-        return loss.forward(evaluate(part, bind(part, own_parameters(part, named)), own_x), own)[:2]
+        part, (own_x, own) = groups.cut(model, tensor, context), nn.cut_batch(x, target, context)
+        loss = part.loss_on_parts(nn.MeanSquaredError())
+        return loss.forward(nn.evaluate(part, nn.bind(part, groups.own_parameters(part, named)), own_x), own)[:2]
 
-    for row in on_grid((2, 2), work):
+    for row in groups.on_grid((2, 2), work):
         assert np.sum(row, axis=0) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_group_of_one_rank_gets_the_model_and_the_batch_themselves():
-    alone, (x, y) = Apart(0, 1), tokens(9)
-    for model in (GPT(**SMALL), MLP(features=4, hidden=(7,), outputs=3), Model({"norm": LayerNorm(3)})):
-        assert split_model(model, alone) is model
-    assert GPT(**SMALL).split(alone) == GPT(**SMALL)
-    assert context_model(gpt := GPT(**SMALL), alone) is gpt
-    assert cut_batch(x, y, alone) == (x, y)
+    alone, (x, y) = groups.Apart(0, 1), groups.tokens(9)
+    for model in (
+        nn.GPT(**groups.SMALL),
+        nn.MLP(features=4, hidden=(7,), outputs=3),
+        groups.Model({"norm": nn.LayerNorm(3)}),
+    ):
+        assert nn.split_model(model, alone) is model
+    assert nn.GPT(**groups.SMALL).split(alone) == nn.GPT(**groups.SMALL)
+    assert nn.context_model(gpt := nn.GPT(**groups.SMALL), alone) is gpt
+    assert nn.cut_batch(x, y, alone) == (x, y)
 
 
 def test_split_and_cut_models_say_what_they_are_made_of():
-    model = GPT(**SMALL, dropout=0.1, activation_checkpointing=True)
-    split, part = split_model(model, Apart(0, 2)), context_model(model, Apart(0, 2))
-    assert isinstance(split, SplitModel)
+    model = nn.GPT(**groups.SMALL, dropout=0.1, activation_checkpointing=True)
+    split, part = nn.split_model(model, groups.Apart(0, 2)), nn.context_model(model, groups.Apart(0, 2))
+    assert isinstance(split, nn.SplitModel)
     assert isinstance(split, BlockModel)
-    assert isinstance(split.whole.loss, CrossEntropy)
-    assert isinstance(split.blocks["blocks.0"], Checkpointed)
+    assert isinstance(split.whole.loss, nn.CrossEntropy)
+    assert isinstance(split.blocks["blocks.0"], nn.Checkpointed)
     assert isinstance(part, ContextModel)
     assert {n: b.specs() for n, b in part.blocks.items()} == {n: b.specs() for n, b in model.blocks.items()}
     for form in (split, part):
@@ -297,29 +257,29 @@ def test_split_and_cut_models_say_what_they_are_made_of():
 
 
 def test_it_does_not_matter_which_group_is_named_first():
-    model = GPT(**F64, activation_checkpointing=True)
+    model = nn.GPT(**F64, activation_checkpointing=True)
 
     def work(tensor, context):
-        one, other = cut(model, tensor, context), split_model(context_model(model, context), tensor)
+        one, other = groups.cut(model, tensor, context), nn.split_model(nn.context_model(model, context), tensor)
         assert (one.blocks, one.loss) == (other.blocks, other.loss)
-        assert cut(model, tensor, Apart(0, 1)).blocks == split_model(model, tensor).blocks
-        assert cut(model, Apart(0, 1), context).blocks == context_model(model, context).blocks
+        assert groups.cut(model, tensor, groups.Apart(0, 1)).blocks == nn.split_model(model, tensor).blocks
+        assert groups.cut(model, groups.Apart(0, 1), context).blocks == nn.context_model(model, context).blocks
 
-    on_grid((2, 2), work)
+    groups.on_grid((2, 2), work)
 
 
 def test_split_specs_say_which_part_of_the_whole_they_are_and_start_values_are_the_wholes_cut():
-    model = GPT(**SMALL, seed=4)
-    whole, named = {spec.name: spec for spec in model_specs(model)}, initial_parameters(model)
+    model = nn.GPT(**groups.SMALL, seed=4)
+    whole, named = {spec.name: spec for spec in nn.model_specs(model)}, nn.initial_parameters(model)
     for rank in range(2):
-        split = split_model(model, Apart(rank, 2))
-        own, specs = initial_parameters(split), specs_of(split)
-        for spec in model_specs(split):
+        split = nn.split_model(model, groups.Apart(rank, 2))
+        own, specs = nn.initial_parameters(split), groups.specs_of(split)
+        for spec in nn.model_specs(split):
             unsplit = whole[spec.name]
             assert (spec.init, spec.decay, spec.tied) == (unsplit.init, unsplit.decay, unsplit.tied)
             assert (spec.part.shape if spec.part else spec.shape) == unsplit.shape
         for name, spec in specs.items():
-            np.testing.assert_array_equal(own[name], taken(named[name], spec.part), err_msg=name)
+            np.testing.assert_array_equal(own[name], groups.taken(named[name], spec.part), err_msg=name)
     assert specs["blocks.0.attention.qkv.weight"].part == Part((24, 72), 1, ((12, 24), (36, 48), (60, 72)))
     assert specs["blocks.1.feed_forward.projection.weight"].part == Part((96, 24), 0, ((48, 96),))
     assert specs["embedding.token.weight"].part == Part((11, 24), 0, ((6, 11),))
@@ -327,9 +287,12 @@ def test_split_specs_say_which_part_of_the_whole_they_are_and_start_values_are_t
 
 
 def test_a_run_that_knows_the_length_has_the_bits_of_one_that_asks():
-    model, batch = GPT(**SMALL, dropout=0.1), tokens(12)
-    named = perturbed(model)
-    asked, told = (over_grid(model, named, batch, (1, 3), run) for run in (TRAINING, replace(TRAINING, length=12)))
+    model, batch = nn.GPT(**groups.SMALL, dropout=0.1), groups.tokens(12)
+    named = groups.perturbed(model)
+    asked, told = (
+        groups.over_grid(model, named, batch, (1, 3), run)
+        for run in (groups.TRAINING, replace(groups.TRAINING, length=12))
+    )
     assert asked[0] == told[0]
     assert all(asked[2][name].tobytes() == told[2][name].tobytes() for name in named)
 

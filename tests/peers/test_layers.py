@@ -5,22 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import mpizero as mz
 from mpizero.layout.flat import nested
-from mpizero.nn import (
-    GELU,
-    CausalSelfAttention,
-    CrossEntropy,
-    Embedding,
-    FeedForward,
-    LayerNorm,
-    Linear,
-    Projection,
-    ReLU,
-    RMSNorm,
-    SiLU,
-    Tanh,
-    TransformerBlock,
-)
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -49,24 +35,24 @@ class Block(nn.TransformerEncoderLayer):
 
 #: This layer, PyTorch's, the shape of an input, and the places of our parameters in PyTorch's order where it differs.
 LAYERS = {
-    "linear": (Linear(4, 3), lambda: nn.Linear(4, 3), (5, 4), None),
-    "linear without bias": (Linear(4, 3, bias=False), lambda: nn.Linear(4, 3, bias=False), (2, 3, 4), None),
-    "projection": (Projection(4, 3), lambda: nn.Linear(4, 3, bias=False), (2, 3, 4), None),
-    "layernorm": (LayerNorm(5), lambda: nn.LayerNorm(5), (2, 3, 5), None),
-    "rmsnorm": (RMSNorm(5), lambda: nn.RMSNorm(5, eps=1e-6), (2, 3, 5), None),
-    "gelu": (GELU(), lambda: nn.GELU(approximate="tanh"), (40, 9), None),
-    "silu": (SiLU(), nn.SiLU, (40, 9), None),
-    "relu": (ReLU(), nn.ReLU, (40, 9), None),
-    "tanh": (Tanh(), nn.Tanh, (40, 9), None),
-    "attention": (CausalSelfAttention(12, 3), lambda: Attention(12, 3, batch_first=True), (2, 9, 12), None),
-    "long attention": (CausalSelfAttention(4, 2), lambda: Attention(4, 2, batch_first=True), (1, 130, 4), None),
+    "linear": (mz.nn.Linear(4, 3), lambda: nn.Linear(4, 3), (5, 4), None),
+    "linear without bias": (mz.nn.Linear(4, 3, bias=False), lambda: nn.Linear(4, 3, bias=False), (2, 3, 4), None),
+    "projection": (mz.nn.Projection(4, 3), lambda: nn.Linear(4, 3, bias=False), (2, 3, 4), None),
+    "layernorm": (mz.nn.LayerNorm(5), lambda: nn.LayerNorm(5), (2, 3, 5), None),
+    "rmsnorm": (mz.nn.RMSNorm(5), lambda: nn.RMSNorm(5, eps=1e-6), (2, 3, 5), None),
+    "gelu": (mz.nn.GELU(), lambda: nn.GELU(approximate="tanh"), (40, 9), None),
+    "silu": (mz.nn.SiLU(), nn.SiLU, (40, 9), None),
+    "relu": (mz.nn.ReLU(), nn.ReLU, (40, 9), None),
+    "tanh": (mz.nn.Tanh(), nn.Tanh, (40, 9), None),
+    "attention": (mz.nn.CausalSelfAttention(12, 3), lambda: Attention(12, 3, batch_first=True), (2, 9, 12), None),
+    "long attention": (mz.nn.CausalSelfAttention(4, 2), lambda: Attention(4, 2, batch_first=True), (1, 130, 4), None),
     "feed forward": (
-        FeedForward(3, 5),
+        mz.nn.FeedForward(3, 5),
         lambda: nn.Sequential(nn.Linear(3, 5), nn.GELU(approximate="tanh"), nn.Linear(5, 3)),
         (2, 7, 3),
         None,
     ),
-    "block": (TransformerBlock(12, 3), lambda: Block(12, 3), (2, 9, 12), (2, 3, 4, 5, 8, 9, 10, 11, 0, 1, 6, 7)),
+    "block": (mz.nn.TransformerBlock(12, 3), lambda: Block(12, 3), (2, 9, 12), (2, 3, 4, 5, 8, 9, 10, 11, 0, 1, 6, 7)),
 }
 
 
@@ -81,7 +67,7 @@ def test_outputs_and_all_gradients_are_pytorch_s(name, rng):
     flat = {spec.name: rng.normal(size=spec.shape) for spec in layer.specs()}
     gradients = {name: np.full_like(value, np.nan) for name, value in flat.items()}
     names = [list(flat)[place] for place in order or range(len(flat))]
-    straight = isinstance(layer, Projection)  # the orientation of PyTorch's matrices; all others are transposed
+    straight = isinstance(layer, mz.nn.Projection)  # the orientation of PyTorch's matrices; all others are transposed
     twin = fill(make().double(), [flat[name] if straight else flat[name].T for name in names])
     x = rng.normal(0, 2, shape)
     theirs = torch.from_numpy(x.copy()).requires_grad_()
@@ -101,8 +87,8 @@ def test_an_embedding_s_output_and_gradient_are_pytorch_s(rng):
     twin = fill(nn.Embedding(6, 3, dtype=torch.float64), [table])
     wanted, gradient = twin(torch.from_numpy(ids)), np.full_like(table, np.nan)
     wanted.backward(torch.from_numpy(dy))
-    y, cache = Embedding(6, 3).forward({"weight": table}, ids)
-    Embedding(6, 3).backward({"weight": table}, cache, dy, {"weight": gradient})
+    y, cache = mz.nn.Embedding(6, 3).forward({"weight": table}, ids)
+    mz.nn.Embedding(6, 3).backward({"weight": table}, cache, dy, {"weight": gradient})
     np.testing.assert_array_equal(y, wanted.detach().numpy())
     np.testing.assert_allclose(gradient, twin.weight.grad.numpy(), rtol=1e-12, atol=1e-15)
 
@@ -117,7 +103,7 @@ def test_cross_entropy_and_its_gradient_are_pytorch_s(size, rng):
         theirs.flatten(0, 1), torch.from_numpy(targets).flatten(), ignore_index=-1, reduction="sum"
     )
     wanted.backward()
-    total, weight, cache = CrossEntropy().forward(logits, targets)
+    total, weight, cache = mz.nn.CrossEntropy().forward(logits, targets)
     assert weight == 21.0
     assert total == pytest.approx(wanted.item(), rel=1e-12)
-    assert_close(CrossEntropy().backward(cache), theirs.grad.numpy())
+    assert_close(mz.nn.CrossEntropy().backward(cache), theirs.grad.numpy())

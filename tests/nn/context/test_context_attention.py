@@ -8,18 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from mpizero import nn
 from mpizero.layout.flat import nested
-from mpizero.nn import (
-    GPT,
-    CausalSelfAttention,
-    Zigzag,
-    bind,
-    context_model,
-    context_parallel,
-    cut_batch,
-    initial_parameters,
-    loss_and_gradients,
-)
 from mpizero.nn.context_parallel import RingSelfAttention
 from mpizero.testing import taylor_test
 from mpizero.types import EVALUATE
@@ -31,8 +21,8 @@ from tests.traced import traced_peak
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles so small that short sequences make many, of all shapes."""
-    monkeypatch.setattr(context_parallel, "QUERIES", 3)
-    monkeypatch.setattr(context_parallel, "KEYS", 5)
+    monkeypatch.setattr(nn.context_parallel, "QUERIES", 3)
+    monkeypatch.setattr(nn.context_parallel, "KEYS", 5)
 
 
 def parameters(layer, rng, dtype=np.float64):
@@ -50,7 +40,7 @@ def ring_pass(layer, flat, x, dy, ranks, run=EVALUATE):
     options = {"dropout": layer.dropout, "site": layer.site}
 
     def work(group):
-        mine = Zigzag(x.shape[1], ranks).positions(group.rank)
+        mine = nn.Zigzag(x.shape[1], ranks).positions(group.rank)
         ring = RingSelfAttention(layer.dim, layer.heads, **options, group=group)
         return mine, *whole_pass(ring, flat, np.ascontiguousarray(x[:, mine]), np.ascontiguousarray(dy[:, mine]), run)
 
@@ -72,7 +62,7 @@ def assert_close(found, expected, tolerance):
 @pytest.mark.parametrize("run", [EVALUATE, TRAINING])
 @pytest.mark.parametrize("length", [48, 31])
 def test_ring_attention_equals_dense_attention(length, run, rng, small_tiles):
-    layer = CausalSelfAttention(8, 2, dropout=0.3, site=4)
+    layer = nn.CausalSelfAttention(8, 2, dropout=0.3, site=4)
     flat, (x, dy) = parameters(layer, rng), rng.normal(size=(2, 3, length, 8))
     expected = whole_pass(layer, flat, x, dy, run)
     for ranks in (1, 2, 3):
@@ -81,7 +71,7 @@ def test_ring_attention_equals_dense_attention(length, run, rng, small_tiles):
 
 def test_float32_agrees_with_dense_attention_of_float64_as_well_as_dense_attention_does(rng):
     """Sequences of several tiles of the usual size."""
-    layer = CausalSelfAttention(32, 2)
+    layer = nn.CausalSelfAttention(32, 2)
     flat, (x, dy) = parameters(layer, rng), rng.normal(size=(2, 1, 1400, 32))
     expected = whole_pass(layer, flat, x, dy)
     arguments = {name: value.astype(np.float32) for name, value in flat.items()}, x.astype("f"), dy.astype("f")
@@ -100,7 +90,7 @@ def test_float32_agrees_with_dense_attention_of_float64_as_well_as_dense_attenti
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "run"), [(2, EVALUATE), (3, TRAINING)])
 def test_gradients_are_those_of_finite_differences(ranks, run, rng, small_tiles):
-    layer = CausalSelfAttention(4, 2, dropout=0.3, site=1)
+    layer = nn.CausalSelfAttention(4, 2, dropout=0.3, site=1)
     flat, (x, dy) = parameters(layer, rng), rng.normal(size=(2, 2, 11, 4))
     _, dx, grads = ring_pass(layer, flat, x, dy, ranks, run)
     point = {**{name: array.copy() for name, array in flat.items()}, "x": x.copy()}
@@ -125,14 +115,14 @@ def test_halves_of_the_backward_pass_make_the_whole(rng, small_tiles):
 def test_some_heads_of_a_wider_layer_have_its_masks(rng):
     """As under tensor parallelism: a layer of the second and third head of four."""
     x = rng.normal(size=(2, 10, 3 * 8))
-    wide, narrow = CausalSelfAttention(16, 4, dropout=0.4, site=2), CausalSelfAttention(8, 2, dropout=0.4, site=2)
+    wide, narrow = nn.CausalSelfAttention(16, 4, dropout=0.4, site=2), nn.CausalSelfAttention(8, 2, dropout=0.4, site=2)
     qkv = np.zeros((2, 10, 3, 4, 4))
     qkv[:, :, :, 1:3] = x.reshape(2, 10, 3, 2, 4)
     whole = wide.attend(qkv.reshape(2, 10, 48), None, TRAINING)[0].reshape(2, 10, 4, 4)[:, :, 1:3].reshape(2, 10, 8)
     np.testing.assert_allclose(narrow.attend(x, None, TRAINING, 1)[0], whole, rtol=1e-12)
 
     def work(group):
-        mine = Zigzag(10, 2).positions(group.rank)
+        mine = nn.Zigzag(10, 2).positions(group.rank)
         layer = RingSelfAttention(8, 2, dropout=0.4, site=2, group=group)
         np.testing.assert_allclose(layer.attend(x[:, mine], None, TRAINING, 1)[0], whole[:, mine], rtol=1e-12)
 
@@ -142,7 +132,7 @@ def test_some_heads_of_a_wider_layer_have_its_masks(rng):
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("length", [1, 7, 24, 61])
 def test_tiles_cover_what_is_visible_once_and_nothing_that_is_hidden_whole(length, ranks, small_tiles):
-    zigzag, seen = Zigzag(length, ranks), np.zeros((length, length), int)
+    zigzag, seen = nn.Zigzag(length, ranks), np.zeros((length, length), int)
     for rank in range(ranks):
         for source in range(ranks):
             queries, keys = zigzag.positions(rank), zigzag.positions(source)
@@ -169,7 +159,7 @@ def test_products_really_made_are_even_and_about_half_of_the_square(monkeypatch,
             counted[threading.current_thread().name] += a.size * b.shape[-1]
         return plain(a, b, out=out)
 
-    layer = CausalSelfAttention(dim, 1)
+    layer = nn.CausalSelfAttention(dim, 1)
     flat, x = parameters(layer, rng, np.float32), rng.normal(size=(1, length, dim)).astype(np.float32)
     monkeypatch.setattr(np, "matmul", counting)
     ring_pass(layer, flat, x, x, ranks)
@@ -184,14 +174,14 @@ def test_products_really_made_are_even_and_about_half_of_the_square(monkeypatch,
 
 def test_a_sequence_four_times_longer_on_four_ranks_keeps_the_same_cache_on_each():
     """Bytes of all arrays that wait for the backward pass, against one rank with a quarter of the sequence."""
-    model = GPT(dim=32, layers=2, heads=2, sequence=1024, vocabulary=16)
-    params, ids = bind(model, initial_parameters(model)), np.zeros((2, 1024), int)
+    model = nn.GPT(dim=32, layers=2, heads=2, sequence=1024, vocabulary=16)
+    params, ids = nn.bind(model, nn.initial_parameters(model)), np.zeros((2, 1024), int)
 
     def cached(model, x):
         return cache_bytes([cache for *_, cache in each_block(model, params, x)])
 
     one = cached(model, ids[:, :256])
-    four = on_ranks(4, lambda group: cached(context_model(model, group), cut_batch(ids, ids, group)[0]))
+    four = on_ranks(4, lambda group: cached(nn.context_model(model, group), nn.cut_batch(ids, ids, group)[0]))
     assert len(set(four)) == 1
     rows = 2 * 2 * 256 * 2 * 2 * 4  # a maximum and a share for each layer, sample, place and head
     # Neither keeps probabilities of so long a sequence; attention's output is cached by the projection, in either form.
@@ -204,12 +194,12 @@ def test_a_sequence_four_times_longer_on_four_ranks_has_the_same_peak():
 
     A rank holds a neighbour's keys and values besides, and how they meet decides how many do so at the same time.
     """
-    model = GPT(dim=64, layers=2, heads=2, sequence=2048, vocabulary=16)
-    named, ids = initial_parameters(model), np.zeros((1, 2048), int)
-    one = traced_peak(lambda: loss_and_gradients(model, named, (ids[:, :512], ids[:, :512])))
+    model = nn.GPT(dim=64, layers=2, heads=2, sequence=2048, vocabulary=16)
+    named, ids = nn.initial_parameters(model), np.zeros((1, 2048), int)
+    one = traced_peak(lambda: nn.loss_and_gradients(model, named, (ids[:, :512], ids[:, :512])))
 
     def part(group):
-        loss_and_gradients(context_model(model, group), named, cut_batch(ids, ids, group))
+        nn.loss_and_gradients(nn.context_model(model, group), named, nn.cut_batch(ids, ids, group))
 
     neighbours = 2 * ids[:, :512].size * 64 * 4  # in float32
     assert traced_peak(lambda: on_ranks(4, part)) <= 4 * (one + neighbours)
