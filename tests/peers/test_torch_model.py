@@ -25,6 +25,7 @@ from mpizero.errors import ConfigError, MpizeroError  # noqa: E402
 from mpizero.guard.reports import describe_error  # noqa: E402
 from mpizero.sharding.params import ParameterStore  # noqa: E402
 from mpizero.testing import run_in_threads  # noqa: E402
+from tests.peers import placing  # noqa: E402
 from tests.peers.placing import placed  # noqa: E402
 from tests.peers.torch_nets import Transformer, next_word, resnet  # noqa: E402
 
@@ -205,20 +206,16 @@ class Repeated(nn.Module):
 
 
 def test_recomputed_activations_leave_the_same_bits() -> None:
-    def body(comm: Any, by_torch: bool, repeated: Any, **layout: Any) -> str:
+    def model(by_torch: bool, repeated: Any) -> Any:
         def make() -> Any:
             return nn.Sequential(nn.Linear(4, 4), Repeated(by_torch), Repeated(by_torch), nn.Linear(4, 3))
 
-        model = mz.adapters.torch.TorchModel(make, CE, blocks=["0", "1", "2", "3"], activation_checkpointing=repeated)
-        with placed(model, comm, "zero3", **layout) as sharded:
-            for x, y in mz.data.batches(mz.data.ArraySource(NOISE, Y), sharded, global_batch=4, seed=0, steps=3):
-                sharded.train(x, y)
-            return str(sharded.parameters_sha256())
+        return mz.adapters.torch.TorchModel(make, CE, blocks=["0", "1", "2", "3"], activation_checkpointing=repeated)
 
     layouts = [(1, {}), (2, {"ranks_per_node": 1}), (2, {"pipeline_parallel_size": 2, "schedule": "zero_bubble"})]
     kinds: list[tuple[bool, list[str]]] = [(False, []), (True, []), (False, ["1", "2"]), (True, ["*"])]
     found = {
-        run_in_threads(ranks, lambda comm, k=kind, o=layout: body(comm, *k, **o))[0]
+        placing.trained(lambda k=kind: model(*k), (NOISE, Y), ranks, "zero3", steps=3, **layout)
         for kind in kinds
         for ranks, layout in layouts
     }
@@ -239,29 +236,25 @@ class Keeps(torch.autograd.Function):
 
 
 def test_a_function_that_keeps_a_parameter_by_itself_is_told() -> None:
-    def body(comm: Any, **layout: Any) -> None:
-        model = mz.adapters.torch.TorchModel(kept, CE, blocks=["0", "1", "2"])
-        with placed(model, comm, "zero3", ranks_per_node=1, **layout) as sharded:
-            sharded.train(X, Y)
-
     def kept() -> Any:
         return nn.Sequential(nn.Linear(4, 4), Scaled(Keeps), nn.Linear(4, 3))
 
+    def make() -> Any:
+        return mz.adapters.torch.TorchModel(kept, CE, blocks=["0", "1", "2"])
+
     for ranks, layout in ((2, {}), (4, {"pipeline_parallel_size": 2, "schedule": "zero_bubble"})):
         with pytest.raises(MpizeroError, match=r"block '1', Scaled: its .* by ctx\.save_for_backward\(weight\)"):
-            run_in_threads(ranks, lambda comm, o=layout: body(comm, **o))
+            placing.trained(make, (NOISE, Y), ranks, "zero3", ranks_per_node=1, **layout)
 
 
 def test_an_embedding_with_sparse_gradients_trains_as_a_dense_one() -> None:
-    def body(comm: Any, sparse: bool) -> str:
+    def trained_by(sparse: bool) -> Any:
         def make() -> Any:
             return nn.Sequential(nn.EmbeddingBag(31, 4, sparse=sparse), nn.Linear(4, 3))
 
-        with placed(mz.adapters.torch.TorchModel(make, CE), comm, "zero1") as model:
-            model.train(WORDS[:4], Y)
-            return str(model.parameters_sha256())
+        return placing.trained(lambda: mz.adapters.torch.TorchModel(make, CE), (WORDS[:4], Y), strategy="zero1")
 
-    assert len({run_in_threads(1, lambda comm, s=sparse: body(comm, s))[0] for sparse in (False, True)}) == 1
+    assert trained_by(False) == trained_by(True)
 
 
 class Slow(torch.autograd.Function):
@@ -294,15 +287,11 @@ def slow() -> Any:
     return nn.Sequential(nn.Linear(4, 4), Scaled(Slow), Scaled(Slow), nn.Linear(4, 3))
 
 
-def piped(schedule: str, make: Any = slow, steps: int = 4) -> str:
-    def on(comm: Any) -> str:
-        model = mz.adapters.torch.TorchModel(make, CE, blocks=["0", "1", "2", "3"])
-        with placed(model, comm, "ddp", pipeline_parallel_size=2, schedule=schedule) as sharded:
-            for _ in range(steps):
-                sharded.train(NOISE, Y)
-            return str(sharded.parameters_sha256())
+def piped(schedule: str, make: Any = slow) -> Any:
+    def model() -> Any:
+        return mz.adapters.torch.TorchModel(make, CE, blocks=["0", "1", "2", "3"])
 
-    return run_in_threads(2, on)[0]
+    return placing.trained(model, (NOISE, Y), 2, steps=4, pipeline_parallel_size=2, schedule=schedule)
 
 
 def test_halves_that_take_long_are_told_once_and_train_all_the_same(capfd: Any) -> None:

@@ -229,16 +229,16 @@ def test_a_thread_that_watches_never_sees_a_number_that_was_not_there():
 A, B = CALLS[3], CALLS[4]
 
 
-@pytest.mark.parametrize("other", [(A, None, B), (A, None, None, None, B), (A, None, B, None), (A, B, None, None)])
-def test_the_number_of_counted_calls_between_two_records_counts(other):
-    assert called(A, None, None, B).number == called(A, None, None, B).number
-    assert called(A, None, None, B).number != called(*other).number
-
-
-def test_a_counted_call_is_not_another_call():
-    assert called(A, None).number != called(A, B).number
-    assert called(A, None).number != called(A).number
-    assert called(None).number != called().number
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        *(((A, None, None, B), other) for other in ((A, None, B), (A, None, B, None), (A, B, None, None))),
+        *(((A, None), other) for other in ((A, B), (A,))),
+        ((None,), ()),
+    ],
+)
+def test_the_number_of_counted_calls_and_their_places_count(one, other):
+    assert called(*one).number == called(*one).number != called(*other).number
 
 
 def test_numbers_of_counted_calls_are_remembered():

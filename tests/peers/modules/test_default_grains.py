@@ -15,6 +15,7 @@ from torch import nn  # noqa: E402
 import mpizero as mz  # noqa: E402
 from mpizero.adapters.torch import TorchModel  # noqa: E402
 from mpizero.testing import run_in_threads  # noqa: E402
+from tests.peers.placing import placed  # noqa: E402
 
 RNG = np.random.default_rng(0)
 TOTAL = nn.MSELoss(reduction="sum")
@@ -30,6 +31,11 @@ def convolutions() -> Any:
 
 def samples(count: int, *shape: int) -> Any:
     return RNG.normal(size=(count, *shape)).astype(np.float32)
+
+
+def plain(module: Any, **settings: Any) -> Any:
+    """Place a module with plain descent."""
+    return placed(TorchModel(module, TOTAL), "self", optimizer=mz.SGD(0.1), **{"micro_batch": None} | settings)
 
 
 def sizes(model: Any, x: Any, y: Any, batch: int, **settings: Any) -> int:
@@ -67,14 +73,11 @@ def test_counting_leaves_no_trace() -> None:
 
     def trained(micro_batch: int | None) -> str:
         torch.manual_seed(1)
-        model = TorchModel(convolutions(), TOTAL)
-        with mz.distribute(
-            model, mz.SGD(0.1), config=mz.ShardingConfig(comm="self", micro_batch=micro_batch)
-        ) as placed:
+        with plain(convolutions(), micro_batch=micro_batch) as model:
             for _ in range(8):
-                placed.train(x, x)
-            assert placed.grain_size(16) == 4
-            return str(placed.parameters_sha256())
+                model.train(x, x)
+            assert model.grain_size(16) == 4
+            return str(model.parameters_sha256())
 
     assert trained(None) == trained(4)
     torch.set_rng_state(before)
@@ -125,9 +128,7 @@ def test_batches_know_the_grains_before_the_first_step() -> None:
 def test_the_first_step_names_the_grains_and_too_few_samples_of_batch_norms(capsys: pytest.CaptureFixture[str]) -> None:
     def told(module: Any, batch: int, **settings: Any) -> str:
         x, y = samples(batch, 3), samples(batch, 2)
-        with mz.distribute(
-            TorchModel(module, TOTAL), mz.SGD(0.1), config=mz.ShardingConfig(comm="self", **settings)
-        ) as m:
+        with plain(module, **settings) as m:
             for _ in range(3):
                 m.train(x, y)
         return capsys.readouterr().err
