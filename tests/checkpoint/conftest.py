@@ -4,12 +4,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray
 from mpizero.types import Array
+
+#: Without MPI in h5py there is one back end; that the other is refused is tested with the arguments.
+BACKENDS = ["direct", "mpio"] if h5py.get_config().mpi else ["direct"]
 
 
 @dataclass
@@ -91,3 +95,9 @@ def small() -> State:
             "optimizer/exp_avg/a": np.full((5, 8), -2, np.float32),
         }
     )
+
+
+@pytest.fixture
+def folder(world, tmp_path) -> Path:
+    """One folder for all ranks."""
+    return Path(world.broadcast_object(str(tmp_path)))

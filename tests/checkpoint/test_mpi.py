@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -14,18 +13,10 @@ import pytest
 from mpizero import checkpoint
 from mpizero.checkpoint import CheckpointIOError, LocalArray
 from mpizero.guard import guard
+from tests.checkpoint.conftest import BACKENDS
 from tests.checkpoint.sealed import digest
 
 pytestmark = pytest.mark.mpi
-
-#: Without MPI in h5py there is one back end; that the other is refused is tested with the arguments.
-BACKENDS = ["direct", "mpio"] if h5py.get_config().mpi else ["direct"]
-
-
-@pytest.fixture
-def folder(world, tmp_path) -> Path:
-    """One folder for all ranks."""
-    return Path(world.broadcast_object(str(tmp_path)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

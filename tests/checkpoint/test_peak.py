@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from itertools import count
-from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray
 from mpizero.checkpoint.format import BLOCK
+from tests.checkpoint.conftest import BACKENDS
 from tests.traced import traced_peak
 
 pytestmark = pytest.mark.mpi
-
-BACKENDS = ["direct", "mpio"] if h5py.get_config().mpi else ["direct"]
 #: A copy of the shard would be more than the buffer that is allowed.
 ROWS, COLUMNS, ARRAYS = 64, 2048, 24 if "mpio" in BACKENDS else 8
-
-
-@pytest.fixture
-def folder(world, tmp_path) -> Path:
-    return Path(world.broadcast_object(str(tmp_path)))
 
 
 @pytest.fixture
