@@ -125,6 +125,19 @@ def full(n, value=1.0):
     return [LocalArray("parameters/w", (n,), np.dtype("f4"), ((0, np.full(n, value, "f4")),))]
 
 
+def test_a_full_disk_is_one_clear_error_and_leaves_the_last_good_checkpoint(tmp_path):
+    checkpoint.write(tmp_path / "step_00000001", full(10), {})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointIOError, match="^checkpoint .*/step_00000002 was not written: .*File too large"):
+            checkpoint.write(tmp_path / "step_00000002", full(10**6), {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(tmp_path) == ["step_00000001"]
+    assert checkpoint.verify(tmp_path / "step_00000001") > 0
+
+
 def test_more_than_the_free_space_is_refused_before_writing(small, tmp_path, monkeypatch):
     real = os.statvfs
 

@@ -202,7 +202,7 @@ def test_what_is_no_file_is_refused(tmp_path, kind):
         TensorFile(path)
 
 
-@pytest.mark.parametrize("name", ["a//b", "x" * 600, "e\u0301"])
+@pytest.mark.parametrize("name", ["a//b", "a\nb", "x" * 600, "e\u0301"])
 def test_names_that_a_checkpoint_cannot_have_are_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match="is not allowed"):
         become(tmp_path, {name: W})
