@@ -488,15 +488,11 @@ class Changes(nn.Module):
                 self.linear.weight.add_(1)
         if self.what == "buffer":
             self.count += 1
-        if self.what == "data":
-            self.linear.weight.data.clamp_(-0.01, 0.01)
         if self.what in ("later", "other data") and x.sum() > 100:
             if self.what == "later":
                 self.linear.weight.data.clamp_(-0.01, 0.01)
             else:
                 self.linear.weight.data = self.linear.weight.data / 2
-        if self.what == "state":
-            self.calls = getattr(self, "calls", 0) + 1
         if self.what == "number":
             self.ids = self.ids + 1
         y = self.linear(x)
@@ -648,7 +644,6 @@ MISTAKES = [
     ("bfloat16", lambda: (nn.Linear(4, 3).bfloat16(), CE, {}), "is bfloat16"),
     ("lazy", lambda: (nn.LazyLinear(3), CE, {}), "has no shape yet"),
     ("mean loss", lambda: (nn.Linear(4, 3), nn.CrossEntropyLoss(), {}), "reduction='mean'"),
-    ("mean function", lambda: (nn.Linear(4, 3), nn.functional.cross_entropy, {}), "is no sum over samples"),
     ("losses", lambda: (nn.Linear(4, 3), lambda p, t: p.sum(1), {}), "a tensor of shape (2,)"),
     ("no tensor", lambda: (nn.Linear(4, 3), lambda p, t: 3.0, {}), "returned a float"),
     ("detached loss", lambda: (nn.Linear(4, 3), lambda p, t: p.detach().sum(), {}), "not depend on the prediction"),
@@ -660,7 +655,6 @@ MISTAKES = [
     ("frozen name", lambda: (nn.Linear(4, 3), CE, {"frozen": ["wieght"]}), "did you mean 'weight'"),
     ("loss with parameters", lambda: (nn.Linear(4, 3), nn.Linear(2, 2), {}), "the loss has parameters"),
     ("changed parameter", lambda: (Changes("parameter"), CE, {}), "changes its parameter 'linear.weight'"),
-    ("changed data", lambda: (Changes("data"), CE, {}), "changes its parameter 'linear.weight'"),
     ("one norm", lambda: (two_norms(), CE, {"blocks": ["0", "1"]}), "buffer '1.0.running_mean' is in block '0', too"),
     ("wide buffer", lambda: (buffered(tensor=torch.ones(2).double()), CE, {}), "'extra' is float64"),
     (
@@ -670,7 +664,6 @@ MISTAKES = [
     ),
     ("data later", lambda: (Changes("later"), CE, {}), "changes its parameter 'linear.weight'"),
     ("other data", lambda: (Changes("other data"), CE, {}), "shape (3, 4) is given other data in a forward pass"),
-    ("changed state", lambda: (Changes("state"), CE, {}), "changes its attribute 'calls'"),
     ("random loss", lambda: (nn.Linear(4, 3), lambda p, t: nn.functional.dropout(p, 0.5).sum(), {}), "draws random"),
     ("hook", lambda: (hooked(), CE, {}), "'weight' has a hook on its gradient"),
     ("listed", lambda: (listed(), CE, {}), "extra holds parameter 'weight' beside"),
