@@ -8,8 +8,8 @@ import pytest
 import mpizero as mz
 from mpizero.nn import GPT, MLP, MeanSquaredError
 from mpizero.nn.models import efficient_samples
-from mpizero.types import EVALUATE, ParameterSpec
-from tests.nn.groups import Model
+from mpizero.types import EVALUATE
+from tests.nn.groups import Model, Mute
 
 
 def gpt(dim, sequence, **more):
@@ -51,22 +51,6 @@ def test_numbers_of_numpy_give_a_number_of_python():
         assert type(efficient_samples(model)) is int
 
 
-class Scale(mz.nn.Layer):
-    """A layer of a user's own, without a product."""
-
-    def specs(self):
-        return (ParameterSpec("by", (1,)),)
-
-    def forward(self, params, x, run=EVALUATE):
-        return x * params["by"], x
-
-    def backward_input(self, params, cache, dy):
-        return dy * params["by"], dy
-
-    def output_shape(self, shape):
-        raise NotImplementedError
-
-
 class Normed(mz.nn.Layer):
     """A layer of a user's own that divides by a norm, and does not count the products of its parts."""
 
@@ -100,7 +84,7 @@ def own(layer, sample_shape=None):
 def test_nothing_is_known_of_models_that_do_not_say_what_they_compute():
     box = mz.FunctionModel({"w": np.zeros(3)}, lambda p, batch: (0.0, {"w": p["w"]}, 1.0))
     shapes = (None, (3,), 8, (None, 8), lambda: (8,))
-    assert {efficient_samples(model) for model in (box, *(own(Scale(), shape) for shape in shapes))} == {None}
+    assert {efficient_samples(model) for model in (box, *(own(Mute(), shape) for shape in shapes))} == {None}
 
 
 def test_no_warning_and_no_setting_of_numpy_changes_the_number():
@@ -112,7 +96,7 @@ def test_no_warning_and_no_setting_of_numpy_changes_the_number():
 
 @pytest.mark.parametrize("what", [None, 7, "raises"])
 def test_a_count_that_fails_is_no_count(what):
-    class Broken(Scale):
+    class Broken(Mute):
         def operations(self, shape):
             return {}["none"] if what == "raises" else what
 
