@@ -121,12 +121,13 @@ def test_nothing_but_fitting_matrices_of_floats_is_multiplied():
     assert matmul(single, np.ones(4, "f")).tolist() == [4] * 4
 
 
-def test_the_kernel_in_plain_python_computes_the_same_product():
+@pytest.mark.parametrize("dtype", ["f", "d"])
+def test_the_kernel_in_plain_python_computes_the_same_product(dtype):
     rng = np.random.default_rng(0)
     for order in range(4):
-        a, b, out = matrix(rng, 30, 35, "f", order), matrix(rng, 35, 41, "f", order), np.empty((30, 41), "f")
-        assert product.python(a, b, out, np.empty(memory_size(30, 35, a.itemsize), "f"))
-        np.testing.assert_allclose(out, matmul(a, b), rtol=0, atol=200 * np.finfo("f").eps)
+        a, b, out = matrix(rng, 30, 35, dtype, order), matrix(rng, 35, 41, dtype, order), np.empty((30, 41), dtype)
+        assert product.python(a, b, out, np.empty(memory_size(30, 35, a.itemsize), dtype))
+        np.testing.assert_allclose(out, matmul(a, b), rtol=0, atol=200 * np.finfo(dtype).eps)
 
 
 def test_a_cpu_that_does_not_fuse_is_named_where_the_kernel_is_asked_for(monkeypatch):
