@@ -361,14 +361,6 @@ def test_a_link_in_the_place_of_a_replaced_checkpoint_is_refused(small, folder):
     refused(small, folder, [load], "is a link")
 
 
-def test_half_a_manifest_is_refused(small, folder):
-    path = folder / "manifest.json"
-    whole = path.read_bytes()
-    for data in (whole.splitlines(keepends=True)[0], whole.splitlines()[1], whole + whole):
-        path.write_bytes(data)
-        refused(small, folder, (load, search), "manifest.json")
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 @pytest.mark.parametrize("name", ["manifest.json", "state.h5", "."])
 def test_an_unreadable_file_is_refused(small, folder, name):

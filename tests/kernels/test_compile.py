@@ -162,13 +162,6 @@ def test_results_come_back_as_python_objects():
     assert layers.scale(x, np.array([2.0])) is None
 
 
-def test_one_kernel_serves_both_dtypes_in_any_order():
-    for dtype in (np.float32, np.float64, np.float32):
-        x = np.full(3, 2, dtype)
-        layers.scale(x, np.array([0.5], dtype))
-        assert np.all(x == 1)
-
-
 @pytest.mark.slow
 def test_a_kernel_that_allocates_or_raises_is_refused_when_it_is_compiled():
     @kernel("void(T[::1])")
