@@ -9,37 +9,21 @@ import pytest
 
 from mpizero import nn
 from mpizero.types import Run
-from tests.nn.groups import (
-    SMALL,
-    TRAINING,
-    Apart,
-    Counting,
-    Model,
-    cache_bytes,
-    cut,
-    each_block,
-    on_grid,
-    on_ranks,
-    own_parameters,
-    perturbed,
-    require_close,
-    slots_of,
-    tokens,
-)
+from tests.nn import groups
 
-LAYERS = SMALL["layers"]
+LAYERS = groups.SMALL["layers"]
 
 
-def step(group, model, named, batch, run=TRAINING):
+def step(group, model, named, batch, run=groups.TRAINING):
     """One rank's loss and gradients of a model that is split over ``group``."""
     split = nn.split_model(model, group)
-    return nn.loss_and_gradients(split, own_parameters(split, named), batch, run)
+    return nn.loss_and_gradients(split, groups.own_parameters(split, named), batch, run)
 
 
 def test_one_reduction_each_way_for_a_column_row_pair():
     """Counted on every rank, block by block: two pairs are four messages each way."""
-    model = nn.GPT(**SMALL, dropout=0.3)
-    named, (x, y) = perturbed(model), tokens(7)
+    model = nn.GPT(**groups.SMALL, dropout=0.3)
+    named, (x, y) = groups.perturbed(model), groups.tokens(7)
     pair = {"all_gather": 2, "reduce_scatter": 2}
     forward = {"embedding": {"reduce_scatter": 1}, "blocks.0": pair, "blocks.1": pair, "head": {"all_gather": 1}}
     inputs = {"embedding": {}, "blocks.0": pair, "blocks.1": pair, "head": {"reduce_scatter": 1}}
@@ -48,11 +32,11 @@ def test_one_reduction_each_way_for_a_column_row_pair():
     weights["blocks.1"] = weights["blocks.0"]
 
     def work(group):
-        counting = Counting(group)
+        counting = groups.Counting(group)
         split = nn.split_model(model, counting)
-        params, grads = nn.bind(split, own_parameters(split, named)), nn.gradient_slots(split)
-        caches, run = {}, split.run_on(x, TRAINING)
-        for name, result, cache in each_block(split, params, x, run):
+        params, grads = nn.bind(split, groups.own_parameters(split, named)), nn.gradient_slots(split)
+        caches, run = {}, split.run_on(x, groups.TRAINING)
+        for name, result, cache in groups.each_block(split, params, x, run):
             h, caches[name] = result, cache
             assert counting.clear() == forward[name], f"{name} forward"
         _, _, cache = split.loss.forward(h, y)
@@ -61,17 +45,17 @@ def test_one_reduction_each_way_for_a_column_row_pair():
         for name, layer in reversed(split.blocks.items()):
             d, pending = layer.backward_input(params[name], caches[name], d)
             assert counting.clear() == inputs[name], f"{name} backward, inputs"
-            layer.backward_weights(params[name], caches[name], pending, slots_of(grads, name))
+            layer.backward_weights(params[name], caches[name], pending, groups.slots_of(grads, name))
             assert counting.clear() == weights[name], f"{name} backward, weights"
 
-    on_ranks(2, work)
+    groups.on_ranks(2, work)
 
 
 def test_two_layers_of_an_mlp_cost_one_sum_each_way(rng):
     batch = rng.normal(size=(6, 4)), rng.integers(0, 3, 6)
 
     def work(group, hidden):
-        counting, model = Counting(group), nn.MLP(features=4, hidden=hidden, outputs=3)
+        counting, model = groups.Counting(group), nn.MLP(features=4, hidden=hidden, outputs=3)
         step(counting, model, nn.initial_parameters(model), batch)
         return counting.clear()
 
@@ -81,18 +65,18 @@ def test_two_layers_of_an_mlp_cost_one_sum_each_way(rng):
         ((8, 8, 8), {"all_reduce": 3}),
         ((8, 8), {"all_reduce": 2, "all_gather": 1}),
     ):
-        assert on_ranks(2, lambda group, hidden=hidden: work(group, hidden)) == [messages] * 2
+        assert groups.on_ranks(2, lambda group, hidden=hidden: work(group, hidden)) == [messages] * 2
 
 
 def test_checkpointed_blocks_repeat_their_messages_and_have_the_same_bits():
-    plain, kept = (nn.GPT(**SMALL, dropout=0.3, activation_checkpointing=again) for again in (False, True))
-    named = perturbed(plain)
+    plain, kept = (nn.GPT(**groups.SMALL, dropout=0.3, activation_checkpointing=again) for again in (False, True))
+    named = groups.perturbed(plain)
 
     def work(group):
-        counting = Counting(group)
-        return [(*step(counting, model, named, tokens(7)), counting.clear()) for model in (plain, kept)]
+        counting = groups.Counting(group)
+        return [(*step(counting, model, named, groups.tokens(7)), counting.clear()) for model in (plain, kept)]
 
-    for one, other in on_ranks(2, work):
+    for one, other in groups.on_ranks(2, work):
         assert one[0] == other[0]
         assert all(gradient.tobytes() == other[2][name].tobytes() for name, gradient in one[2].items())
         more = {kind: other[3][kind] - one[3][kind] for kind in one[3]}
@@ -102,20 +86,22 @@ def test_checkpointed_blocks_repeat_their_messages_and_have_the_same_bits():
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_messages_are_those_of_the_ring_and_one_about_the_length_beside_those_of_the_tensor_group(tensor):
     """A tensor group's messages are as many as without a context group; a run that knows the length asks nothing."""
-    model, (x, y) = nn.GPT(**SMALL, dropout=0.3), tokens(12)
+    model, (x, y) = nn.GPT(**groups.SMALL, dropout=0.3), groups.tokens(12)
 
     def work(tensor, context, run):
-        part = cut(model, tensor, context)
-        nn.loss_and_gradients(part, own_parameters(part, perturbed(model)), nn.cut_batch(x, y, context), run)
+        part = groups.cut(model, tensor, context)
+        nn.loss_and_gradients(
+            part, groups.own_parameters(part, groups.perturbed(model)), nn.cut_batch(x, y, context), run
+        )
         return dict(tensor.counts), dict(context.counts)
 
     def alone(group):
-        step(group, model, perturbed(model), (x, y))
+        step(group, model, groups.perturbed(model), (x, y))
         return dict(group.counts)
 
-    expected, ring = on_ranks(tensor, alone)[0], {"shift": LAYERS * 3 * (3 - 1)}
-    for run, asked in ((TRAINING, {"all_gather": 1}), (replace(TRAINING, length=12), {})):
-        found = on_grid((tensor, 3), lambda *groups, run=run: work(*groups, run))
+    expected, ring = groups.on_ranks(tensor, alone)[0], {"shift": LAYERS * 3 * (3 - 1)}
+    for run, asked in ((groups.TRAINING, {"all_gather": 1}), (replace(groups.TRAINING, length=12), {})):
+        found = groups.on_grid((tensor, 3), lambda tensor, context, run=run: work(tensor, context, run))
         for of_tensor, of_context in (rank for row in found for rank in row):
             assert of_context == {**asked, **ring}
             assert of_tensor == expected
@@ -123,19 +109,19 @@ def test_messages_are_those_of_the_ring_and_one_about_the_length_beside_those_of
 
 @pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (2, 2)])
 def test_blocks_that_are_told_no_length_ask_each_group_once(sizes):
-    model, (x, _) = nn.GPT(**{**SMALL, "dtype": "float64"}, dropout=0.3), tokens(13)
-    named = perturbed(model)
-    expected = nn.evaluate(model, nn.bind(model, named), x, TRAINING)
+    model, (x, _) = nn.GPT(**{**groups.SMALL, "dtype": "float64"}, dropout=0.3), groups.tokens(13)
+    named = groups.perturbed(model)
+    expected = nn.evaluate(model, nn.bind(model, named), x, groups.TRAINING)
 
     def work(tensor, context):
-        counting = Counting(tensor)
-        part, h = cut(model, counting, context), nn.cut_batch(x, x, context)[0]
-        *_, (_, h, _) = each_block(part, nn.bind(part, own_parameters(part, named)), h, TRAINING)
+        counting = groups.Counting(tensor)
+        part, h = groups.cut(model, counting, context), nn.cut_batch(x, x, context)[0]
+        *_, (_, h, _) = groups.each_block(part, nn.bind(part, groups.own_parameters(part, named)), h, groups.TRAINING)
         told = counting.tags["sequence lengths"], dict(context.counts)
         return part.whole_prediction(h), *told
 
-    for joined, of_tensor, of_context in (rank for row in on_grid(sizes, work) for rank in row):
-        require_close(joined, expected, 1e-11)
+    for joined, of_tensor, of_context in (rank for row in groups.on_grid(sizes, work) for rank in row):
+        groups.require_close(joined, expected, 1e-11)
         if sizes[1] == 1:
             assert of_tensor == LAYERS + 1
         else:
@@ -145,8 +131,8 @@ def test_blocks_that_are_told_no_length_ask_each_group_once(sizes):
 @pytest.mark.parametrize(("ranks", "length"), [(2, 32), (3, 36), (4, 21)])
 def test_the_work_of_all_ranks_is_the_unsplit_models_but_for_attention(ranks, length):
     """Counted from the shape of whole samples. Attention makes seven products of its tiles, dense attention six."""
-    model = nn.GPT(**SMALL, activation_checkpointing=True)
-    counts = on_ranks(ranks, lambda group: nn.model_operations(nn.context_model(model, group), (length,)))
+    model = nn.GPT(**groups.SMALL, activation_checkpointing=True)
+    counts = groups.on_ranks(ranks, lambda group: nn.model_operations(nn.context_model(model, group), (length,)))
     whole = nn.model_operations(model, (length,))
     assert sum(count["head"].total for count in counts) == whole["head"].total
     weights = [sum(count[block].backward_weights for count in counts) for block in whole]
@@ -161,8 +147,10 @@ def test_work_by_layers_made_by_hand_is_counted_for_the_own_places():
         "narrow": nn.Frozen(nn.FeedForward(8)),
         "attention": nn.CausalSelfAttention(8, 2),
     }
-    counts = on_ranks(2, lambda group: nn.model_operations(nn.context_model(Model(blocks), group), (10, 6)))
-    for block, whole in nn.model_operations(Model(blocks), (10, 6)).items():
+    counts = groups.on_ranks(
+        2, lambda group: nn.model_operations(nn.context_model(groups.Model(blocks), group), (10, 6))
+    )
+    for block, whole in nn.model_operations(groups.Model(blocks), (10, 6)).items():
         for count in counts:
             assert 2 * count[block].backward_weights == whole.backward_weights
             if block != "attention":
@@ -170,18 +158,20 @@ def test_work_by_layers_made_by_hand_is_counted_for_the_own_places():
 
 
 def test_work_and_activations_fall_by_the_sizes_of_both_groups():
-    model, (x, _) = nn.GPT(**{**SMALL, "vocabulary": 12}, dropout=0.3), tokens(24, vocabulary=12)
-    named = perturbed(model)
+    model, (x, _) = nn.GPT(**{**groups.SMALL, "vocabulary": 12}, dropout=0.3), groups.tokens(24, vocabulary=12)
+    named = groups.perturbed(model)
 
     def work(tensor, context):
-        part, (h, _) = cut(model, tensor, context), nn.cut_batch(x, x, context)
-        passes = each_block(part, nn.bind(part, own_parameters(part, named)), h, part.run_on(h, TRAINING))
-        return nn.model_operations(part, (24,)), {name: cache_bytes(cache) for name, _, cache in passes}
+        part, (h, _) = groups.cut(model, tensor, context), nn.cut_batch(x, x, context)
+        passes = groups.each_block(
+            part, nn.bind(part, groups.own_parameters(part, named)), h, part.run_on(h, groups.TRAINING)
+        )
+        return nn.model_operations(part, (24,)), {name: groups.cache_bytes(cache) for name, _, cache in passes}
 
-    (((counted, held), _),) = on_grid((1, 2), work)
+    (((counted, held), _),) = groups.on_grid((1, 2), work)
     whole = nn.model_operations(model, (24,))
     for tensor, context in ((2, 2), (3, 2)):
-        for counts, kept in (rank for row in on_grid((tensor, context), work) for rank in row):
+        for counts, kept in (rank for row in groups.on_grid((tensor, context), work) for rank in row):
             for name, block in whole.items():
                 assert counts[name].backward_weights * tensor * context == block.backward_weights
                 assert counts[name].total * tensor == counted[name].total
@@ -190,36 +180,36 @@ def test_work_and_activations_fall_by_the_sizes_of_both_groups():
 
 
 def test_what_ranks_hold_between_blocks_is_what_the_model_says():
-    gpt, mlp = nn.GPT(**SMALL), nn.MLP(features=5, hidden=(7, 3), outputs=2)
-    for model, x in ((gpt, tokens(7)[0]), (mlp, np.ones((3, 5), np.float32))):
+    gpt, mlp = nn.GPT(**groups.SMALL), nn.MLP(features=5, hidden=(7, 3), outputs=2)
+    for model, x in ((gpt, groups.tokens(7)[0]), (mlp, np.ones((3, 5), np.float32))):
 
         def work(group, model=model, x=x):
             split = nn.split_model(model, group)
-            params, shape = nn.bind(split, own_parameters(split, nn.initial_parameters(model))), x.shape[1:]
-            for name, h, _ in each_block(split, params, x, split.run_on(x, Run())):
+            params, shape = nn.bind(split, groups.own_parameters(split, nn.initial_parameters(model))), x.shape[1:]
+            for name, h, _ in groups.each_block(split, params, x, split.run_on(x, Run())):
                 layer = split.blocks[name]
                 assert layer.output_shape(shape) == model.blocks[name].output_shape(shape), name
                 shape = layer.output_shape(shape)
                 assert h.shape[1:] == split.held_shape(name, shape), name
 
-        on_ranks(3, work)
+        groups.on_ranks(3, work)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_activations_fall_by_the_size_of_the_group(dropout):
     """What lives from forward to backward, embedding to head; even cuts, so exactly, but for statistics and ids."""
     model = nn.GPT(dim=32, layers=2, heads=4, sequence=16, vocabulary=64, dropout=dropout)
-    named, (x, y) = nn.initial_parameters(model), tokens(16, 4, 64)
+    named, (x, y) = nn.initial_parameters(model), groups.tokens(16, 4, 64)
 
     def kept(group):
         split = nn.split_model(model, group)
-        passes = list(each_block(split, nn.bind(split, own_parameters(split, named)), x, TRAINING))
-        sizes = {name: cache_bytes(cache) for name, _, cache in passes}
-        return {**sizes, "loss": cache_bytes(split.loss.forward(passes[-1][1], y)[2])}
+        passes = list(groups.each_block(split, nn.bind(split, groups.own_parameters(split, named)), x, groups.TRAINING))
+        sizes = {name: groups.cache_bytes(cache) for name, _, cache in passes}
+        return {**sizes, "loss": groups.cache_bytes(split.loss.forward(passes[-1][1], y)[2])}
 
-    (whole,), ids = on_ranks(1, kept), x.size * 8
+    (whole,), ids = groups.on_ranks(1, kept), x.size * 8
     for size in (2, 4):
-        for sizes in on_ranks(size, kept):
+        for sizes in groups.on_ranks(size, kept):
             for name in ("blocks.0", "blocks.1", "head"):
                 assert sizes[name] == whole[name] / size, name
             assert sizes["embedding"] == whole["embedding"] == ids
@@ -229,6 +219,6 @@ def test_activations_fall_by_the_size_of_the_group(dropout):
 def test_parameters_fall_by_the_size_of_the_group_but_for_norms_positions_and_row_biases():
     model = nn.GPT(dim=32, layers=2, heads=4, sequence=16, vocabulary=64)
     whole = {spec.name: spec.size for spec in nn.model_specs(model)}
-    for spec in nn.model_specs(nn.split_model(model, Apart(1, 4))):
+    for spec in nn.model_specs(nn.split_model(model, groups.Apart(1, 4))):
         shared = "norm" in spec.name or "position" in spec.name or spec.name.endswith("projection.bias")
         assert spec.size == whole[spec.name] / (1 if shared else 4), spec.name

@@ -140,20 +140,9 @@ def _derived_key(seed: int, purpose: int, first: int, second: int) -> Array:
 
 
 def dropout(
-    x: Array,
-    y: Array,
-    rate1: Array,
-    seed: int,
-    site: int,
-    step: int,
-    first_sample: int,
-    per_sample: int,
-    offset: int,
-    width: int,
-    rows: int,
-    row_step: int,
-    plane_step: int,
-) -> None:
+    x: Array, y: Array, rate1: Array, seed: int, site: int, step: int, first_sample: int, per_sample: int,
+    offset: int, width: int, rows: int, row_step: int, plane_step: int,
+) -> None:  # fmt: skip
     k0, k1, _, _ = (int(word) for word in _derived_key(seed, _DROPOUT, site, step))
     threshold = int(float(rate1[0]) * 2**32)
     one = rate1.dtype.type(1)

@@ -98,16 +98,9 @@ def add_scaled(y: Array, x: Array, factor1: Array, start: int, stop: int) -> Non
 
 
 def tree_sum(
-    rows_a: Array,
-    first_a: int,
-    rows_b: Array,
-    first_b: int,
-    program: Array,
-    divisor: Array,
-    out: Array,
-    start: int,
-    stop: int,
-) -> None:
+    rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, divisor: Array, out: Array,
+    start: int, stop: int,
+) -> None:  # fmt: skip
     rows = [row[first_a:] for row in rows_a] + [row[first_b:] for row in rows_b]
     stack: list[Array] = []
     for code in program.tolist():
@@ -147,18 +140,9 @@ lion_tree = _tree(lion)
 
 
 def lamb_direction_tree(
-    rows: Array,
-    first: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    u: Array,
-    m: Array,
-    v: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
-) -> None:
+    rows: Array, first: int, program: Array, divisor: Array, w: Array, u: Array, m: Array, v: Array, hyper: Array,
+    start: int, stop: int,
+) -> None:  # fmt: skip
     tree_sum(rows, first, rows, 0, program, divisor, u, start, stop)
     lamb_direction(w, u, m, v, hyper, start, stop)
 
