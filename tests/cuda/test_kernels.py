@@ -28,8 +28,7 @@ def require_values(every):
 
 @pytest.mark.filterwarnings("ignore:.*invalid value:RuntimeWarning")  # the simulator looks for infinity
 @pytest.mark.parametrize(
-    ("sizes", "dtype"),
-    [((0, 0, 4, 0), np.float32), ((1, 1, 1, 1), np.float64), ((7, 3, 5, 11), np.float32), ((7, 3, 5, 11), np.float64)],
+    ("sizes", "dtype"), [((0, 0, 4, 0), np.float32), ((1, 1, 1, 1), np.float64), ((7, 3, 5, 11), np.float32)]
 )
 def test_every_kernel_agrees_with_its_oracle_and_with_the_cpu(sizes, dtype):
     """Sums over blocks of the simulated GPU's three threads leave a remainder, and nothing at all."""

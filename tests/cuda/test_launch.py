@@ -74,7 +74,7 @@ def test_host_arrays_are_copied_there_and_back_what_is_not_const(launches):
     assert np.array_equal(x, np.arange(5.0))
 
 
-@pytest.mark.parametrize("size", [0, 1, 10_000, 1 << 24])
+@pytest.mark.parametrize("size", [0, 10_000, 1 << 20])
 def test_a_block_has_as_many_threads_in_every_launch(launches, size):
     """Sums over the threads of a block have the same bits; numba warns where there are fewer than 128 blocks."""
     found, _ = launches

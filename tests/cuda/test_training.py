@@ -70,12 +70,11 @@ def close(first, second, rtol):
     assert first[3][1:] == second[3][1:]
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 2e-5), ("float64", 1e-10)])
-def test_a_gpu_trains_as_the_host_does(dtype, rtol, monkeypatch):
+def test_a_gpu_trains_as_the_host_does(monkeypatch):
     started, call = set(), CudaKernel.__call__
     monkeypatch.setattr(CudaKernel, "__call__", lambda kernel, *args: (started.add(kernel.name), call(kernel, *args)))
-    device, host = (trained(device, model=gpt(dtype), clip=1.0, accumulate=2) for device in ("cuda", "cpu"))
-    close(device, host, rtol)
+    device, host = (trained(device, model=gpt("float64"), clip=1.0, accumulate=2) for device in ("cuda", "cpu"))
+    close(device, host, 1e-10)
     assert started >= {"gather", "layernorm", "causal_softmax", "bias_gelu", "dropout", "softmax_cross_entropy"}
 
 
