@@ -24,11 +24,3 @@ def wide():
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", before)
-
-
-@pytest.fixture(scope="session")
-def script():
-    """``twins``: a GPT in PyTorch, and batches of text."""
-    from tests.peers import twins
-
-    return twins

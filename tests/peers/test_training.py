@@ -11,7 +11,7 @@ from mpizero.testing import run_in_threads
 
 torch = pytest.importorskip("torch")
 
-from tests.peers.twins import perceptron_loss, perceptron_twin  # noqa: E402
+from tests.peers.twins import perceptron_loss, perceptron_twin, text_batches, to_torch_names, torch_twin  # noqa: E402
 
 STEPS, RANKS = 40, 3
 #: Ours and PyTorch's, of one name, with the same settings.
@@ -86,17 +86,17 @@ def test_forty_steps_of_a_perceptron_have_pytorch_s_losses_and_parameters(name, 
 @pytest.mark.parametrize(
     ("dtype", "clip", "rtol"), [("float64", None, 1e-14), ("float64", 0.5, 1e-7), ("float32", 0.5, 1e-5)]
 )
-def test_forty_steps_of_a_gpt_with_a_schedule_have_pytorch_s_losses(script, dtype, clip, rtol):
+def test_forty_steps_of_a_gpt_with_a_schedule_have_pytorch_s_losses(dtype, clip, rtol):
     """With clipping within 1e-7, as PyTorch clips by the norm + 1e-6."""
     model = mz.nn.GPT(16, 2, 2, 8, dtype=dtype, seed=1)
-    batches = script.text_batches(STEPS, sequence=8, batch=6)
-    twin = script.torch_twin(model, initial_parameters(model))
+    batches = text_batches(STEPS, sequence=8, batch=6)
+    twin = torch_twin(model, initial_parameters(model))
     rate = mz.optim.cosine(1e-2, steps=STEPS, warmup=5)
     ours = mz.AdamW(lr=rate, weight_decay=0.1)
     losses, values = trained_here(model, ours, batches, "zero3", clip=clip)
     named = dict(twin.named_parameters())
     specs = [spec for spec in model_specs(model) if spec.tied is None]
-    parameters = [named[name] for name in script.to_torch_names(model) if name in named]
+    parameters = [named[name] for name in to_torch_names(model) if name in named]
     optimizer = torch.optim.AdamW(groups_of(specs, parameters), lr=1.0)
     wanted = trained_there(optimizer, parameters, twin.mean_loss, batches, clip, rate)
     np.testing.assert_allclose(losses, wanted, rtol=rtol)
