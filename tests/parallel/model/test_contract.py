@@ -15,32 +15,9 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.checkpoint.convert import export
-from mpizero.checkpoint.npz import read_arrays
 from mpizero.errors import CheckpointError, ConfigError, DataError, LayoutError, RemoteError
 from mpizero.testing import run_in_threads
-from tests.parallel.models import (
-    MEMORIES,
-    STRATEGIES,
-    gpt,
-    hard_function,
-    layouts,
-    mlp,
-    part,
-    points,
-    sharded,
-    ten,
-    tokens,
-)
-
-MODELS = {
-    "ddp": (mz.DDPModel, mz.DDPOptimizer, "DDP"),
-    "zero1": (mz.ZeRO1Model, mz.ZeRO1Optimizer, "ZeRO-1"),
-    "zero2": (mz.ZeRO2Model, mz.ZeRO2Optimizer, "ZeRO-2"),
-    "zero3": (mz.ZeRO3Model, mz.ZeRO3Optimizer, "ZeRO-3"),
-    "fsdp": (mz.FSDPModel, mz.FSDPOptimizer, "FSDP"),
-}
-
+from tests.parallel.models import KINDS, MEMORIES, STRATEGIES, gpt, layouts, mlp, part, points, sharded, ten, tokens
 
 # ---------------------------------------------------------------------- construction and properties
 
@@ -58,35 +35,23 @@ def test_ten_parameters_over_three_ranks_are_cut_4_3_3(strategy: str) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", MODELS)
+@pytest.mark.parametrize("strategy", KINDS)
 def test_a_model_says_what_it_is(strategy: str) -> None:
-    model_class, optimizer_class, name = MODELS[strategy]
-    wrapped, config = mlp(), mz.ShardingConfig()
-    optimizer = optimizer_class(mz.SGD(lr=0.1), config)
-    with model_class(wrapped, config, optimizer=optimizer) as model:
+    wrapped = mlp()
+    model, optimizer = sharded(strategy, None, wrapped)
+    with model:
         assert optimizer.options == mz.OptimizationOptions()
         assert model.wrapped_model is wrapped
-        assert model.config is model.sharding_configuration is config
+        assert model.sharding_configuration is model.config
         assert model.default_loss_function is wrapped.loss
         model.train(*points(4))
         told = model.metadata()
-        assert (told.strategy, told.is_distributed, told.world_size, told.rank) == (name, False, 1, 0)
+        assert told.strategy.lower().replace("-", "") == strategy
+        assert (told.is_distributed, told.world_size, told.rank) == (False, 1, 0)
         assert set(told.replicated) | set(told.sharded) == {"parameters", "gradients", "optimizer state"}
         assert told.parameter_count == told.trainable_count == model.parameter_count
         assert told.bytes_on_rank["parameters"] == 4 * model.parameter_count
         assert told.as_dict()["peak_bytes"] >= sum(told.formula_bytes.values())
-
-
-def test_nothing_is_no_model_and_no_configuration() -> None:
-    for model, config, told in (
-        (None, mz.ShardingConfig(), "needs a model, got None"),
-        (mlp(), None, "needs a ShardingConfig, got None"),
-        (object(), mz.ShardingConfig(), "it needs 'blocks'.*FunctionModel"),
-    ):
-        with pytest.raises(TypeError, match=told):
-            mz.DDPModel(model, config)  # type: ignore[arg-type]
-    with pytest.raises((TypeError, RemoteError), match="got None"):
-        run_in_threads(3, lambda comm: mz.DDPModel(None if comm.rank == 1 else mlp(), mz.ShardingConfig(comm=comm)))
 
 
 def test_hooks_run_in_order_and_see_the_full_vector() -> None:
@@ -163,7 +128,9 @@ def test_gradients_by_hand_are_full_or_owned_and_make_the_step_that_train_makes(
             full = model.get_parameters()
             if auto:
                 model.compute_gradients(*part(world, x, y))
-            model.apply_gradients(model.synchronize_gradients(), 0.5)
+            gathered = model.synchronize_gradients(gather=True)
+            np.testing.assert_array_equal(gathered.values, gradients[2])
+            model.apply_gradients(gathered, 0.5)
             np.testing.assert_array_equal(model.get_parameters(), full - np.float32(0.5) * gradients[2])
             with pytest.raises(RuntimeError, match="no gradient waits for it"):
                 model.synchronize_gradients()
@@ -190,8 +157,6 @@ def trained_alone() -> tuple[list[float], list[str], list[Any]]:
     ("change", "rate", "error", "told"),
     [
         (lambda g: g.values, 0.1, TypeError, "takes the Gradients that compute_gradients .* returned, got ndarray"),
-        (lambda g: None, 0.1, TypeError, "takes the Gradients .* got NoneType"),
-        (lambda g: {"values": g.values}, 0.1, TypeError, "takes the Gradients .* got dict"),
         (lambda g: replace(g, values=g.values.tolist()), 0.1, TypeError, "values .* float32 array, got list"),
         (lambda g: replace(g, values=g.values * 1j), 0.1, TypeError, "values .* float32 array, got complex64 array"),
         (lambda g: replace(g, values=g.values[1:]), 0.1, LayoutError, r"needs \d+ values, .* got an array of shape"),
@@ -199,7 +164,6 @@ def trained_alone() -> tuple[list[float], list[str], list[Any]]:
         (lambda g: replace(g, synchronized=False), 0.1, LayoutError, "call synchronize_gradients first"),
         (lambda g: g, "0.1", ConfigError, "learning_rate='0.1': expected a finite number"),
         (lambda g: g, math.nan, ConfigError, "learning_rate=nan: expected a finite number"),
-        (lambda g: g, None, ConfigError, "learning_rate=None: expected a finite number"),
         (lambda g: g, 0.2, ConfigError, "the learning_rate of rank 1 is not that of rank 0: 0.2, not 0.1"),
     ],
 )
@@ -243,14 +207,6 @@ def test_a_gradient_of_a_failed_call_is_not_taken_for_the_next_step() -> None:
             optimizer.step()
 
 
-def test_without_a_bound_optimizer_the_update_is_plain_sgd() -> None:
-    x = np.ones((2, 10))
-    config = mz.ShardingConfig(learning_rate=0.25)
-    with mz.DDPModel(ten(), config) as model:
-        assert model.train(x, x) == np.arange(10.0).sum()
-        np.testing.assert_array_equal(model.get_parameters(), np.arange(10.0) - 0.25)
-
-
 def test_another_loss_can_be_asked_for_once() -> None:
     model, _ = sharded("zero2", None, mlp(task="regression"))
     x = points(4)[0]
@@ -292,12 +248,6 @@ def test_the_gathered_vector_is_kept_until_parameters_change(strategy: str, rank
 
     for memory in MEMORIES[1:]:
         run_in_threads(ranks, partial(run, memory=memory))
-
-
-def test_a_function_model_can_be_deep_copied() -> None:
-    model, _ = sharded("zero3", None, hard_function())
-    with model, model.deep_copy() as copy:
-        assert copy.parameters_sha256() == model.parameters_sha256()
 
 
 def test_a_wrong_length_is_told_with_both_lengths_on_all_ranks() -> None:
@@ -407,18 +357,17 @@ def test_an_error_in_one_ranks_model_is_raised_on_all_ranks_and_leaves_the_model
             assert model.parameters_sha256() == expected
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("zero2", 2), ("zero3", 3)])
-def test_an_error_inside_a_layer_keeps_no_rank_waiting(strategy: str, ranks: int) -> None:
+def test_an_error_inside_a_layer_keeps_no_rank_waiting() -> None:
     x, y = tokens(6)
     bad = x.copy()
     bad[-1, -1] = 31  # not in the vocabulary
 
     def run(comm: Any, memory: dict[str, Any]) -> None:
-        model, _ = sharded(strategy, comm, gpt(layers=1, dropout=0.0), micro_batch=1, **memory)
+        model, _ = sharded("zero3", comm, gpt(layers=1, dropout=0.0), micro_batch=1, **memory)
         with model:
             with pytest.raises((DataError, RemoteError), match="31"):
                 model.train(*part(comm, bad, y))
-            if comm.rank == ranks - 1:
+            if comm.rank == 2:
                 with pytest.raises(DataError, match="31"):
                     model.predict(bad[-1:])
             else:
@@ -426,7 +375,7 @@ def test_an_error_inside_a_layer_keeps_no_rank_waiting(strategy: str, ranks: int
             assert np.isfinite(model.train(*part(comm, x, y)))
 
     for memory in MEMORIES:
-        run_in_threads(ranks, partial(run, memory=memory))
+        run_in_threads(3, partial(run, memory=memory))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -550,21 +499,3 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path:
         with other:
             other.train(*points(4, seed=1))
             check_intact(other, lambda m=other: m.load_model(tmp_path / "saved"), told)
-
-
-def test_a_parameter_may_have_any_name_in_an_npz_file(tmp_path: Path) -> None:
-    """Names of NumPy's own arguments too."""
-    start = {name: np.arange(3.0) for name in ("file", "args", "kwds", "allow_pickle", "x.npy")}
-    wrapped = mz.FunctionModel(start, lambda p, batch: (0.0, p, 1.0))
-    with mz.DDPModel(wrapped, mz.ShardingConfig()) as model:
-        model.save_model(tmp_path / "saved")
-        with mz.checkpoint.open_checkpoint(tmp_path / "saved", "self") as reader:
-            export(reader, tmp_path / "w.npz", "npz")
-        with np.load(tmp_path / "w.npz") as found:
-            assert [found[name].tolist() for name in start] == [[0.0, 1.0, 2.0]] * 5
-        model.set_parameters(np.zeros(15))
-        model.load_parameters(tmp_path / "w.npz")
-        assert model.get_parameters().tolist() == [0.0, 1.0, 2.0] * 5
-    np.savez(tmp_path / "huge.npz", w=np.zeros(10**6))
-    with pytest.raises(CheckpointError, match="huge.npz: not a sound .npz file of numbers: declares 8000128 bytes"):
-        read_arrays(tmp_path / "huge.npz", 240)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ class Job(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        return self.way.tensor == 1
+        return self.way.tensor == self.way.context == 1
 
     def same(self, found: Any, expected: Any) -> None:
         """Compare bits, or numbers where products are split."""
@@ -49,17 +50,16 @@ JOBS = {
     "tp 2": Job(2, Way(tensor=2, zero=1)),
     "tp 2 x dp 2": Job(4, Way(tensor=2, zero=3), private=True),
     "2 x 2 x 2": Job(8, Way(2, 2, zero=2)),
+    "cp 2": Job(2, Way(context=2, zero=1)),
+    "pp 2 x cp 2 x dp 2": Job(8, Way(2, context=2, zero=2)),
 }
 X, Y = texts(1, 10)[0]
-LOSS = gpt().loss
+Y[0, 3:] = -1  # ignored
+SCORES = np.eye(29, dtype=np.float32)[Y]
 
 
 def placed_as(job: Job, case: Case, comm: Any, **settings: Any) -> tuple[Any, Any]:
     return placed(case, comm, job.way, **{"share_node_memory": not job.private, **settings})
-
-
-def jobs_of(world: Any) -> list[Job]:
-    return [job for job in JOBS.values() if job.size == world.size]
 
 
 def on_threads(name: str, body: Any) -> None:
@@ -72,8 +72,8 @@ def on_threads(name: str, body: Any) -> None:
 @pytest.mark.parametrize("name", JOBS)
 def test_metadata_tells_groups_places_and_what_is_held(name: str) -> None:
     job = JOBS[name]
-    pipeline, tensor = job.way.pipeline, job.way.tensor
-    data = job.size // pipeline // tensor
+    pipeline, tensor, context = job.way.pipeline, job.way.tensor, job.way.context
+    data = job.size // pipeline // tensor // context
     total = sum(spec.size for spec in mz.nn.model_specs(gpt()) if spec.tied is None)
 
     def body(job: Job, comm: Any) -> tuple[dict[str, int], int, int]:
@@ -84,7 +84,7 @@ def test_metadata_tells_groups_places_and_what_is_held(name: str) -> None:
             assert (told.strategy, told.is_distributed) == ("3D-Parallelism (Hybrid)", job.size > 1)
             assert (told.world_size, told.rank, told.zero_stage) == (job.size, comm.rank, job.way.zero)
             assert (model.world_size, model.rank) == (job.size, comm.rank)
-            assert told.group_sizes == {"pipeline": pipeline, "tensor": tensor, "data": data, "context": 1}
+            assert told.group_sizes == {"pipeline": pipeline, "tensor": tensor, "data": data, "context": context}
             assert set(told.replicated) | set(told.sharded) == {"parameters", "gradients", "optimizer state"}
             assert len(told.sharded) == job.way.zero
             assert told.parameter_count == told.trainable_count == model.parameter_count == total
@@ -96,15 +96,12 @@ def test_metadata_tells_groups_places_and_what_is_held(name: str) -> None:
             return told.group_ranks, told.held_count, model.shard_size
 
     found = run_in_threads(job.size, lambda comm: body(job, comm))
-    places = [(ranks["pipeline"], ranks["tensor"], ranks["data"]) for ranks, _, _ in found]
-    assert places == [(p, t, d) for p in range(pipeline) for t in range(tensor) for d in range(data)]
+    places = [tuple(ranks[axis] for axis in ("pipeline", "tensor", "data", "context")) for ranks, _, _ in found]
+    assert places == [*product(range(pipeline), range(tensor), range(data), range(context))]
     table = 29 * 12  # its copy where the head is on another stage is held, not counted
-    held = sum(held for (_, held, _), (_, t, d) in zip(found, places, strict=True) if t == d == 0)
+    held = sum(held for (_, held, _), (_, *others) in zip(found, places, strict=True) if not any(others))
     assert tensor > 1 or held == total + (table if pipeline > 1 and job.way.schedule != "zero_bubble_v" else 0)
-    per_stage = [
-        sum(size for (_, _, size), at in zip(found, places, strict=True) if at[:2] == (p, 0)) for p in range(pipeline)
-    ]
-    assert tensor > 1 or sum(per_stage) == held
+    assert tensor > 1 or sum(size for _, _, size in found) == held
 
 
 # ---------------------------------------------------------------------- prediction
@@ -116,6 +113,7 @@ class Predicted(NamedTuple):
     rows: list[Any]
     short: Any
     metrics: Any
+    squared: float
     loss: float
 
 
@@ -129,6 +127,7 @@ def predicted_alone() -> list[Predicted]:
                 [single.predict(X[2 * replica : 2 * replica + 2]) for replica in range(2)],
                 single.predict(X[:3, :5]),
                 single.evaluate(X, Y),
+                single.evaluate(X, SCORES, loss=mz.nn.MeanSquaredError()).loss,
                 single.train(X, Y),
             )
             for _ in range(2)
@@ -142,9 +141,15 @@ def predicts(job: Job, comm: Any, rounds: list[Predicted]) -> None:
             replica = model.batch_group.rank  # each asks for its own
             job.same(model.predict(X[2 * replica : 2 * replica + 2]), expected.rows[replica])
             job.same(model.predict(X[:3, :5]), expected.short)
+            if replica:  # the others ask for samples, this one for none
+                assert model.predict(X[:0]).shape == (*X[:0].shape, 29)
+            else:
+                job.same(model.predict(X[:2]), expected.rows[0])
             found = model.evaluate(*part(model.batch_group, X, Y))
             job.same(found[0], expected.metrics[0])
             assert found[1:] == expected.metrics[1:]
+            mine = part(model.batch_group, X, SCORES)
+            job.same(model.evaluate(*mine, loss=mz.nn.MeanSquaredError()).loss, expected.squared)
             sizes = [0] * (model.batch_group.size - 1) + [10]
             job.same(model.evaluate(*part(model.batch_group, X, Y, sizes))[0], expected.metrics[0])
             job.same(model.train(*part(model.batch_group, X, Y)), expected.loss)
@@ -154,26 +159,6 @@ def predicts(job: Job, comm: Any, rounds: list[Predicted]) -> None:
 def test_every_rank_gets_the_prediction_and_the_metrics_of_one_process(name: str) -> None:
     expected = predicted_alone()
     on_threads(name, lambda job, comm: predicts(job, comm, expected))
-
-
-@pytest.mark.slow
-@pytest.mark.mpi
-def test_over_mpi_too_every_rank_gets_the_prediction_and_the_metrics_of_one_process(world: Any) -> None:
-    expected = of_first(world, predicted_alone)
-    for job in jobs_of(world):
-        predicts(job, world, expected)
-
-
-def test_replicas_predict_different_numbers_of_samples() -> None:
-    def body(comm: Any) -> None:
-        single, _ = alone(Case(gpt))
-        model, _ = placed(Case(gpt), comm, Way(2, zero=1))
-        with single, model:
-            rows = slice(0, 3 * (1 - model.batch_group.rank))
-            assert model.predict(X[rows]).shape == (*X[rows].shape, 29)
-            np.testing.assert_allclose(model.predict(X[rows]), single.predict(X)[rows], rtol=1e-5, atol=1e-6)
-
-    run_in_threads(4, body)
 
 
 # ---------------------------------------------------------------------- gradients by hand
@@ -202,8 +187,8 @@ class Step(NamedTuple):
 
 
 @cache
-def by_hand_alone() -> tuple[list[Step], Any, Any]:
-    """Two steps of one process, and the parameters after gradients were applied and after one more step."""
+def by_hand_alone() -> tuple[list[Step], Any, Any, Any]:
+    """Two steps of one process, a gradient, and the parameters after it was applied and after one more step."""
     single, plain = alone(Case(lambda: gpt(dropout=0.0)))
     taken = []
     with single:
@@ -215,17 +200,19 @@ def by_hand_alone() -> tuple[list[Step], Any, Any]:
             }
             plain.step()
             taken.append(Step(named, found.weight, found.loss, single.last_step.loss, single.get_parameters().copy()))
-        single.apply_gradients(single.compute_gradients(X, Y), 0.1)
+        found = single.compute_gradients(X, Y)
+        gradient = found.values.copy()
+        single.apply_gradients(found, 0.1)
         applied = single.get_parameters().copy()
         single.train(X, Y)
-        return taken, applied, single.get_parameters().copy()
+        return taken, gradient, applied, single.get_parameters().copy()
 
 
-def gradients_by_hand(job: Job, comm: Any, expected: tuple[list[Step], Any, Any]) -> None:
+def gradients_by_hand(job: Job, comm: Any, expected: tuple[list[Step], Any, Any, Any]) -> None:
     """Of jobs with an odd ZeRO stage they are synchronized by hand, too."""
     auto = job.way.zero % 2 == 0
     model, optimizer = placed_as(job, Case(lambda: gpt(dropout=0.0)), comm, auto_sync_gradients=auto)
-    taken, applied, trained = expected
+    taken, gradient, applied, trained = expected
     with model:
         for wanted in taken:
             before = model.get_parameters()
@@ -241,9 +228,11 @@ def gradients_by_hand(job: Job, comm: Any, expected: tuple[list[Step], Any, Any]
             optimizer.step()
             job.same(model.last_step.loss, wanted.step_loss)
             job.same(model.get_parameters(), wanted.parameters)
-        found = model.compute_gradients(*part(model.batch_group, X, Y))
-        found = found if auto else model.synchronize_gradients()
-        model.apply_gradients(found, 0.1)
+        model.compute_gradients(*part(model.batch_group, X, Y))
+        whole = model.synchronize_gradients(gather=True)
+        assert list(whole.named()) == list(model.named_parameters())
+        job.same(whole.values, gradient)
+        model.apply_gradients(whole, 0.1)
         job.same(model.get_parameters(), applied)
         with pytest.raises(RuntimeError, match="no gradient waits for it"):
             model.synchronize_gradients()
@@ -263,28 +252,11 @@ def test_gradients_by_hand_make_the_step_of_one_process(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
-def test_over_mpi_too_gradients_by_hand_make_the_step_of_one_process(world: Any) -> None:
-    expected = of_first(world, by_hand_alone)
-    for job in jobs_of(world):
-        gradients_by_hand(job, world, expected)
-
-
-def test_another_loss_may_take_the_place_of_the_models_own() -> None:
-    class Doubled:
-        def forward(self, prediction: Any, target: Any) -> Any:
-            return LOSS.forward(prediction, target)
-
-        def backward(self, cache: Any, scale: float = 1.0) -> Any:
-            return LOSS.backward(cache, 2 * scale)
-
-    def body(job: Job, comm: Any) -> None:
-        model, _ = placed_as(job, Case(lambda: gpt(dropout=0.0)), comm)
-        with model:
-            own = model.compute_gradients(*part(model.batch_group, X, Y))
-            other = model.compute_gradients(*part(model.batch_group, X, Y), loss=Doubled())
-            np.testing.assert_array_equal(other.values, 2 * own.values)
-
-    on_threads("pp 2 x dp 2", body)
+def test_over_mpi_too_predictions_metrics_and_gradients_are_those_of_one_process(world: Any) -> None:
+    predicted, by_hand = of_first(world, lambda: (predicted_alone(), by_hand_alone()))
+    for job in (job for job in JOBS.values() if job.size == world.size):
+        predicts(job, world, predicted)
+        gradients_by_hand(job, world, by_hand)
 
 
 # ---------------------------------------------------------------------- whole loops

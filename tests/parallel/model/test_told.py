@@ -1,4 +1,4 @@
-"""What functions and sources are told, so that noise of their own is the same on any ranks; whole gradients."""
+"""What functions and sources are told, so that noise of their own is the same on any ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mpizero as mz
 from mpizero.errors import ConfigError, DataError, LayoutError
 from mpizero.testing import run_in_threads
 from mpizero.types import Array
-from tests.parallel.models import STRATEGIES, gpt, hard_function, layouts, mlp, part, points, sharded, tokens, vectors
+from tests.parallel.models import STRATEGIES, hard_function, layouts, part, points, sharded, vectors
 
 
 def noisy(seen: set[Any] | None = None, **more: Any) -> mz.FunctionModel:
@@ -222,60 +222,6 @@ def test_a_source_that_is_told_of_the_run_gives_the_same_batches_on_any_ranks(sp
 
 
 # ---------------------------------------------------------------------- whole gradients
-
-
-def gathered(comm: Any, strategy: str, black_box: bool, **memory: Any) -> Any:
-    model, _ = sharded(strategy, comm, hard_function() if black_box else mlp(), micro_batch=2, **memory)
-    with model:
-        batch = part(comm, *(vectors(9) if black_box else points(9)))
-        before = model.parameters_sha256()
-        gradient = model.compute_gradients(*batch, gather=True)
-        assert model.parameters_sha256() == before
-        named = gradient.named()
-        assert {name: a.shape for name, a in named.items()} == {n: a.shape for n, a in model.named_parameters().items()}
-        assert np.concatenate([a.reshape(-1) for a in named.values()]).tobytes() == gradient.values.tobytes()
-        start = model.get_parameters()
-        model.apply_gradients(gradient, 0.5)
-        np.testing.assert_allclose(model.get_parameters(), start - 0.5 * gradient.values, rtol=1e-6)
-        return gradient.values.tobytes(), gradient.loss, gradient.weight, model.parameters_sha256()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_gathered_gradient_has_the_same_bits_on_all_ranks_under_every_strategy(ranks: int) -> None:
-    """Of a black box or a model of blocks: each layout has one of them, the other on the other number of ranks."""
-    expected = [gathered(None, "ddp", black_box) for black_box in (False, True)]
-    for number, (strategy, memory) in enumerate(layouts(ranks)):
-        kind = (number + number // 2 + ranks // 3) % 2
-        run = functools.partial(gathered, strategy=strategy, black_box=bool(kind), **memory)
-        assert run_in_threads(ranks, run) == [expected[kind]] * ranks, (strategy, memory)
-
-
-def test_a_gathered_gradient_is_that_of_the_whole_model_where_it_is_split_too() -> None:
-    """Of a model with a tied table that stages and tensor ranks share: pipelines give the same bits."""
-    x, y = tokens(8)
-
-    def run(comm: Any, kind: str, **sizes: Any) -> Any:
-        config = mz.ShardingConfig(comm=comm, micro_batch=1)
-        model = getattr(mz, kind)(gpt(dropout=0.0), config, **sizes)
-        with config, model:
-            mine = part(model.batch_group, x, y)
-            gradient = model.compute_gradients(*mine, gather=True)
-            values, named = gradient.values, gradient.named()
-            assert list(named) == list(model.named_parameters())
-            model.apply_gradients(gradient, 0.1)
-            return values, model.get_parameters()
-
-    expected, after = run(None, "DDPModel")
-    for size, kind, sizes, same in (
-        (2, "PipelineParallelModel", {"pipeline_parallel_size": 2}, True),
-        (4, "HybridShardedModel", {"pipeline_parallel_size": 2, "zero_stage": 2}, True),
-        (2, "TensorParallelModel", {"tensor_parallel_size": 2}, False),
-    ):
-        for values, parameters in run_in_threads(size, lambda comm, k=kind, s=sizes: run(comm, k, **s)):
-            np.testing.assert_allclose(values, expected, rtol=1e-3, atol=1e-6)
-            np.testing.assert_allclose(parameters, after, rtol=1e-3, atol=1e-6)
-            assert not same or (values.tobytes(), parameters.tobytes()) == (expected.tobytes(), after.tobytes())
 
 
 def test_a_part_of_a_gradient_says_how_to_get_all_of_it() -> None:
