@@ -14,7 +14,7 @@ from mpizero import checkpoint
 from mpizero.errors import CheckpointError, LayoutError, RemoteError
 from mpizero.sharding import saved_attributes
 from mpizero.testing import run_in_threads
-from tests.parallel.models import PRIVATE, STRATEGIES, gpt, part, points, require_saved, sharded, tokens
+from tests.parallel.models import PRIVATE, STRATEGIES, gpt, part, points, sharded, tokens
 
 
 def trained_gpt() -> Any:
@@ -22,37 +22,6 @@ def trained_gpt() -> Any:
     model, _ = sharded("ddp", None, gpt(layers=1))
     model.train(*tokens(4))
     return model
-
-
-@pytest.mark.mpi
-def test_folders_and_files_hold_the_whole_model(world: Any, tmp_path_factory: Any) -> None:
-    folder = Path(world.broadcast_object(str(tmp_path_factory.mktemp("saved")) if world.rank == 0 else None))
-    x, y = part(world, *points(8))
-    model, optimizer = sharded(STRATEGIES[world.size % 4], world, share_node_memory=world.size % 2 == 0)
-    with model:
-        model.train(x, y)
-        model.save_model(folder / "model")
-        optimizer.save(folder / "optimizer")
-        named, state, image = model.named_parameters(), optimizer.state_dict(), optimizer.serialize()
-        require_saved(folder / "model" / "state.h5", named, state)
-        model.train(x, y)
-        after = model.parameters_sha256()
-        model.load_model(folder / "model")
-        model.train(x, y)
-        assert model.parameters_sha256() == after
-        for load in (
-            lambda: optimizer.load(folder / "optimizer"),
-            lambda: optimizer.load_state_dict(state),
-            lambda: optimizer.deserialize(image),
-        ):
-            model.set_parameters(np.concatenate([v.reshape(-1) for v in named.values()]))
-            optimizer.reset()
-            assert optimizer.step_count == 0
-            load()
-            assert optimizer.step_count == 1
-            model.train(x, y)
-            assert model.parameters_sha256() == after
-    world.barrier()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
