@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import h5py
 import numpy as np
 
 import mpizero as mz
+from mpizero.testing import run_in_threads
 from mpizero.types import Array
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -55,6 +57,32 @@ def sharded(strategy: str, comm: Any, model: Any = None, optimizer: Any = None, 
 
     placed.close = close  # type: ignore[method-assign]
     return placed, placed.optimizer
+
+
+def trained(
+    comm: Any, strategy: str, model: Any, batch: tuple[Any, Any], optimizer: Any = None, steps: int = 3, **settings: Any
+) -> tuple[str, list[float]]:
+    """Train some steps on a global batch, two samples a grain; return the parameters' hash and the losses."""
+    placed, _ = sharded(strategy, comm, model, optimizer, **{"micro_batch": 2, **settings})
+    with placed:
+        losses = [placed.train(*part(comm, *batch)) for _ in range(steps)]
+        return str(placed.parameters_sha256()), losses
+
+
+def same_on_layouts(ranks: int, run: Callable[..., Any], expected: Any) -> None:
+    """Require that ``run(comm, strategy=..., **memory)`` finds the same on the threads of every layout."""
+    for strategy, memory in layouts(ranks):
+        found = run_in_threads(ranks, partial(run, strategy=strategy, **memory))
+        assert found == [expected] * ranks, (strategy, memory)
+
+
+class Signum:
+    """A user's own optimizer: the sign of a running mean, with a state made by its first update."""
+
+    def update(self, params: Array, grads: Array, state: Any) -> None:
+        m = state.setdefault("m", np.zeros_like(params))
+        m += (grads - m) * params.dtype.type(0.1)
+        params -= params.dtype.type(0.01) * np.sign(m)
 
 
 def mlp(**changes: Any) -> mz.nn.MLP:

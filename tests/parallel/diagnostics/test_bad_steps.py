@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import socket
 import tracemalloc
 import zipfile
 from collections.abc import Mapping
@@ -192,12 +190,7 @@ def test_a_good_step_leaves_nothing_and_a_batch_of_objects_is_refused(tmp_path: 
 
 def test_the_files_are_plain(dump: Path) -> None:
     told = json.loads((dump / "step.json").read_text())
-    assert (told["format"], told["version"], told["step"], told["grains"]) == (
-        "mpizero bad step",
-        1,
-        1,
-        ["grain_00001.npz"],
-    )
+    assert (told["format"], told["version"], told["grains"]) == ("mpizero bad step", 1, ["grain_00001.npz"])
     with np.load(dump / "grain_00001.npz", allow_pickle=False) as grain:
         assert sorted(grain) == ["samples", "x", "y"]
         assert list(grain["samples"]) == [2, 3]
@@ -222,9 +215,6 @@ def described(dump: Path, **changes: Any) -> bytes:
 STEPS: dict[str, Any] = {
     "deep": lambda d: b'{"about":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "deep about": lambda d: described(d, about={"config": json.loads("[" * 60 + "]" * 60)}),
-    "not a number": lambda d: described(d).replace(b'"seed": ', b'"seed": NaN, "more": '),
-    "one key twice": lambda d: described(d).replace(b'"seed": ', b'"seed": 1, "seed": '),
-    "a number of many digits": lambda d: described(d).replace(b'"seed": ', b'"seed": ' + b"9" * 100_000),
     "version 1.0": lambda d: described(d, version=1.0),
     "version true": lambda d: described(d, version=True),
     "a key more": lambda d: described(d, code="import os"),
@@ -242,8 +232,6 @@ STEPS: dict[str, Any] = {
     "upwards": lambda d: described(d, grains=["../grain_00001.npz"]),
     "absolute": lambda d: described(d, grains=["/etc/passwd"]),
     "a grain a thousand times": lambda d: described(d, grains=["grain_00001.npz"] * 1000),
-    "not text": lambda d: b"\xff\xfe",
-    "half": lambda d: described(d)[:100],
     "another thing": lambda d: b"[]",
     "a missing key": lambda d: described(d).replace(b'"seed"', b'"need"'),
     "tens of megabytes": lambda d: described(d, about={"x": "y" * (17 << 20)}),
@@ -316,34 +304,14 @@ def test_made_up_samples_are_refused_before_memory_is_taken(dump: Path, case: st
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize(
-    ("other", "name"),
-    [
-        ("pipe", "step.json"),
-        ("folder", "step.json"),
-        ("socket", "step.json"),
-        ("empty", "step.json"),
-        ("empty", "grain_00001.npz"),
-        ("link", "grain_00001.npz"),
-        ("link to a device", "grain_00001.npz"),
-    ],
-)
-def test_something_else_in_place_of_a_file_of_a_step_is_refused_at_once(dump: Path, other: str, name: str) -> None:
-    path, elsewhere = dump / name, dump.parent / "elsewhere"
-    path.rename(elsewhere)
-    if other == "pipe":
-        os.mkfifo(path)
-    elif other == "folder":
-        path.mkdir()
-    elif other == "empty":
-        path.touch()
-    elif other == "socket":
-        with socket.socket(socket.AF_UNIX) as listener, contextlib.chdir(dump):
-            listener.bind(name)
-    else:
-        path.symlink_to(elsewhere if other == "link" else "/dev/zero")
-    with pytest.raises(DataError, match=name):
-        read_bad_step(dump)
+def test_something_else_in_place_of_a_file_of_a_step_is_refused_at_once(dump: Path) -> None:
+    elsewhere = dump.parent / "elsewhere"
+    for name, put in (("step.json", os.mkfifo), ("grain_00001.npz", lambda path: path.symlink_to(elsewhere))):
+        (dump / name).rename(elsewhere)
+        put(dump / name)
+        with pytest.raises(DataError, match=name):
+            read_bad_step(dump)
+        elsewhere.replace(dump / name)
 
 
 def changed_at_random(data: bytes, draw: random.Random) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -19,8 +18,17 @@ from mpizero.testing import run_in_threads
 from mpizero.types import ParameterSpec
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, mlp, part, points, sharded, tokens
 from tests.parallel.parallel_layouts import Blocks
-
-Write = Callable[[Any, Any], None]
+from tests.parallel.writes import (
+    add,
+    bind_a_wrong_name,
+    bind_by_update,
+    forget,
+    overwrite,
+    rebind,
+    write_in_two_parts,
+    write_nan,
+    write_some,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class Scale(Layer):
     """A user's layer: y = gain * x, whose gradient ``write`` puts into ``grads``, of micro-batch ``at`` or of all."""
 
     features: int
-    write: Write
+    write: Any
     at: int | None = None
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
@@ -42,47 +50,14 @@ class Scale(Layer):
 
     def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
         write = self.write if self.at in (None, cache[1]) else overwrite
-        write(grads, (cache[0] * pending).sum(0))
-
-
-def overwrite(grads: Any, value: Any) -> None:
-    grads["gain"][...] = value
-
-
-def rebind(grads: Any, value: Any) -> None:
-    grads["gain"] = value
-
-
-def bind_by_update(grads: Any, value: Any) -> None:
-    grads.update(gain=value)
-
-
-def bind_a_wrong_name(grads: Any, value: Any) -> None:
-    grads["gian"] = value
-
-
-def forget(grads: Any, value: Any) -> None:
-    pass
-
-
-def add(grads: Any, value: Any) -> None:
-    grads["gain"] += value
-
-
-def write_some(grads: Any, value: Any) -> None:
-    grads["gain"][:2] = value[:2]
-
-
-def write_in_two_parts(grads: Any, value: Any) -> None:
-    grads["gain"][...] = value / 2
-    grads["gain"] += value / 2
+        write(grads, "gain", (cache[0] * pending).sum(0))
 
 
 UNWRITTEN = r"block '1', Scale: the backward pass has not written {}the gradient of 'gain'.*backward_weights at test_"
 WRONG: dict[Any, str] = {
     rebind: r"grads\['gain'\] = ... binds a name to another array.*grads\['gain'\]\[...\] = value",
     bind_by_update: r"grads\['gain'\] = ... binds a name to another array",
-    bind_a_wrong_name: r"this layer has no parameter 'gian' \(did you mean 'gain'\?\)",
+    bind_a_wrong_name: r"this layer has no parameter 'GAIN' \(did you mean 'gain'\?\)",
     forget: UNWRITTEN.format(""),
     add: UNWRITTEN.format(""),
     write_some: UNWRITTEN.format("4 of the 6 elements of "),
@@ -170,10 +145,7 @@ def test_views_may_be_written_in_parts_and_added_to_once_they_are_written() -> N
 
 
 def test_a_nan_that_was_computed_is_a_bad_step() -> None:
-    def nan(grads: Any, value: Any) -> None:
-        grads["gain"][...] = value * np.nan
-
-    model, _ = sharded("zero1", None, model_of(Scale(6, nan)))
+    model, _ = sharded("zero1", None, model_of(Scale(6, write_nan)))
     with model:
         model.train(*points(4))
         assert "the gradient of '1.gain' is not finite" in model.last_step.skipped

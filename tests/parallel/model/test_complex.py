@@ -18,7 +18,7 @@ from mpizero.nn.arrays import initial_values
 from mpizero.nn.layer import Layer
 from mpizero.testing import check_model, run_in_threads
 from mpizero.types import Init, ParameterSpec, Part
-from tests.parallel.models import MEMORIES, layouts, part, sharded
+from tests.parallel.models import MEMORIES, layouts, part, sharded, trained
 
 #: An odd number of real numbers comes first, so that ranks share complex ones.
 SHAPES = {"odd": (3,), "w": (7, 3), "empty": (0, 5), "one": ()}
@@ -76,25 +76,16 @@ def samples(dtype: str = "complex128") -> Any:
     return tuple((rng.normal(size=(17, n)) + 1j * rng.normal(size=(17, n))).astype(dtype) for n in (7, 3))
 
 
-def trained(
-    make: Any, strategy: str, comm: Any, optimizer: Any = mz.AdamW, lr: float = 0.05, steps: int = 3, **settings: Any
-) -> str:
-    model, _ = sharded(strategy, comm, make(), optimizer(lr=lr), micro_batch=2, **settings)
-    x, y = samples()
-    with model:
-        for _ in range(steps):
-            model.train(*part(comm, x, y))
-        return str(model.parameters_sha256())
-
-
 OPTIMIZERS: dict[str, Any] = {
-    "AdamW": (mz.AdamW, {}), "LAMB": (mz.LAMB, {}), "clip": (mz.SGD, {"clip": 0.3}), "sum": (mz.Lion, {"accumulate": 2})
+    "AdamW": (mz.AdamW(lr=0.05), {}), "LAMB": (mz.LAMB(lr=0.05), {}),
+    "clip": (mz.SGD(lr=0.05), {"clip": 0.3}), "sum": (mz.Lion(lr=0.05), {"accumulate": 2}),
 }  # fmt: skip
 
 
 @cache
-def trained_in_pairs(name: str) -> str:
-    return trained(in_pairs, "ddp", None, OPTIMIZERS[name][0], **OPTIMIZERS[name][1])
+def trained_in_pairs(name: str) -> Any:
+    optimizer, settings = OPTIMIZERS[name]
+    return trained(None, "ddp", in_pairs(), samples(), optimizer, **settings)
 
 
 @pytest.mark.slow
@@ -103,8 +94,9 @@ def test_on_every_layout_optimizers_and_norms_see_pairs_of_real_numbers(ranks: i
     for number, (strategy, memory) in enumerate(layouts(ranks)):
         name = list(OPTIMIZERS)[(number + ranks) % 4]
         optimizer, settings = OPTIMIZERS[name]
-        run = partial(trained, model_of, strategy, optimizer=optimizer, **settings, **memory)
-        assert set(run_in_threads(ranks, run)) == {trained_in_pairs(name)}, (strategy, memory, name)
+        run = partial(trained, strategy=strategy, model=model_of(), batch=samples(), optimizer=optimizer, **settings)
+        found = run_in_threads(ranks, partial(run, **memory))
+        assert found == [trained_in_pairs(name)] * ranks, (strategy, memory, name)
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
@@ -150,7 +142,7 @@ def test_files_hold_complex_arrays_which_any_layout_loads(tmp_path: Path) -> Non
 
     run_in_threads(4, lambda comm: run(comm, "zero3", 0, 2))
     run_in_threads(3, lambda comm: run(comm, "zero1", 2, 3))
-    assert run(None, "ddp", 3, 5) == trained(model_of, "ddp", None, lr=1e-2, steps=5)
+    assert run(None, "ddp", 3, 5) == trained(None, "ddp", model_of(), (x, y), mz.AdamW(lr=1e-2), steps=5)[0]
     with h5py.File(tmp_path / "5" / "state.h5") as file:
         stored = file["parameters/w"]
         assert (stored.shape, stored.dtype) == ((7, 3), np.complex128)

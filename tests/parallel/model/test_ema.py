@@ -10,7 +10,7 @@ from mpizero.checkpoint.convert import export
 from mpizero.checkpoint.npz import read_arrays
 from mpizero.errors import ConfigError, DataError, StateError
 from mpizero.testing import run_in_threads
-from tests.parallel.models import KINDS
+from tests.parallel.models import KINDS, part
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(12, 4)).astype("f4"), RNG.integers(0, 3, 12)
@@ -37,10 +37,6 @@ def placed(comm, optimizer, strategy="zero3", layout=None, **settings):
     return KINDS[strategy](network(), config, optimizer=optimizer)
 
 
-def share(model):
-    return np.array_split(np.arange(12), model.batch_group.size)[model.batch_group.rank]
-
-
 def average_of(model):
     return np.concatenate([array.reshape(-1) for array in model.optimizer.state_dict()["state"]["ema"].values()])
 
@@ -48,22 +44,22 @@ def average_of(model):
 def trained(comm, name, *where, steps=4, **settings):
     """Train; return the parameters' hash, the average, and what it evaluates and predicts, checked on the way."""
     with placed(comm, OPTIMIZERS[name](), *where, **settings) as model:
-        here = share(model)
-        start = model.evaluate(X[here], Y[here])
-        assert model.evaluate(X[here], Y[here], ema=True) == start  # before the first step
+        x, y = part(model.batch_group, X, Y)
+        start = model.evaluate(x, y)
+        assert model.evaluate(x, y, ema=True) == start  # before the first step
         wanted = model.get_parameters().astype("f8")
         for _ in range(steps):
-            model.train(X[here], Y[here])
+            model.train(x, y)
             wanted += 0.1 * (model.get_parameters() - wanted)
         sha256, average = model.parameters_sha256(), average_of(model)
-        found, prediction = model.evaluate(X[here], Y[here], ema=True), model.predict(X[here], ema=True)
+        found, prediction = model.evaluate(x, y, ema=True), model.predict(x, ema=True)
         assert model.parameters_sha256() == sha256
         assert (average_of(model) == average).all()
         np.testing.assert_allclose(average, wanted, rtol=1e-5, atol=1e-6)
-        plain = model.evaluate(X[here], Y[here]).loss
+        plain = model.evaluate(x, y).loss
         model.set_parameters(average)
-        assert model.evaluate(X[here], Y[here]) == found != plain
-        np.testing.assert_array_equal(model.predict(X[here]), prediction)
+        assert model.evaluate(x, y) == found != plain
+        np.testing.assert_array_equal(model.predict(x), prediction)
         return sha256, average.tobytes(), found
 
 
@@ -103,15 +99,15 @@ def test_the_average_begins_anew_with_parameters_that_are_set_after_a_step(strat
             other.save_model(tmp_path / "saved")
             values = other.get_parameters()
         with placed(comm, mz.AdamW(1e-2), strategy, share_node_memory=False) as model:
-            here = share(model)
+            x, y = part(model.batch_group, X, Y)
             SETTERS[name](model, values, tmp_path)
-            model.train(X[here], Y[here])
+            model.train(x, y)
             moved = average_of(model)
             SETTERS[name](model, values, tmp_path)
             SETTERS[name](model, values, tmp_path)
             anew = average_of(model)
-            assert model.evaluate(X[here], Y[here], ema=True) == model.evaluate(X[here], Y[here])
-            model.train(X[here], Y[here])
+            assert model.evaluate(x, y, ema=True) == model.evaluate(x, y)
+            model.train(x, y)
             np.testing.assert_allclose(average_of(model), values + 0.1 * (model.get_parameters() - values), atol=1e-6)
             return (moved != values).any() and (anew == values).all()
 
@@ -133,14 +129,14 @@ def test_a_resume_goes_on_with_the_average_on_another_layout(tmp_path, capsys):
     def first(comm):
         with placed(comm, mz.AdamW(1e-2), "zero3", share_node_memory=False) as model:
             for _ in range(2):
-                model.train(X[share(model)], Y[share(model)])
+                model.train(*part(model.batch_group, X, Y))
             model.save_model(tmp_path / "saved")
 
     def second(comm, **layout):
         with placed(comm, mz.AdamW(1e-2), **layout) as model:
             model.load_model(tmp_path / "saved")
             for _ in range(2):
-                model.train(X[share(model)], Y[share(model)])
+                model.train(*part(model.batch_group, X, Y))
             return model.parameters_sha256(), average_of(model).tobytes()
 
     run_in_threads(3, first)
@@ -159,8 +155,8 @@ def test_a_resume_goes_on_with_the_average_on_another_layout(tmp_path, capsys):
     def begun(comm):  # every node has a whole copy of the parameters, and a rank updates parts of those of other nodes
         with placed(comm, mz.AdamW(1e-2), "ddp", share_node_memory=False) as model:
             model.load_model(tmp_path / "without")
-            here = share(model)
-            return model.evaluate(X[here], Y[here], ema=True) == model.evaluate(X[here], Y[here])
+            x, y = part(model.batch_group, X, Y)
+            return model.evaluate(x, y, ema=True) == model.evaluate(x, y)
 
     assert all(run_in_threads(2, begun))
     with mz.checkpoint.open_checkpoint(tmp_path / "saved", "self") as reader:
@@ -179,23 +175,21 @@ def test_a_resume_goes_on_with_the_average_on_another_layout(tmp_path, capsys):
 
 
 def test_a_skipped_step_leaves_the_average_and_an_error_the_parameters():
-    spoilt = np.full_like(X, np.nan)
-
     def run(comm):
         with placed(comm, mz.AdamW(1e-2), "zero2", bad_steps=mz.BadSteps(warn=False)) as model:
-            here = share(model)
-            model.train(X[here], Y[here])
+            x, y = part(model.batch_group, X, Y)
+            model.train(x, y)
             average, sha256 = average_of(model), model.parameters_sha256()
-            model.train(spoilt[here], Y[here])
+            model.train(np.full_like(x, np.nan), y)
             assert (average_of(model) == average).all()
-            wrong = Y[here] + 3 * (comm.rank == comm.size - 1)
+            wrong = y + 3 * (comm.rank == comm.size - 1)
             with pytest.raises(Exception, match="not below the number of classes"):
-                model.evaluate(X[here], wrong, ema=True)
+                model.evaluate(x, wrong, ema=True)
             with pytest.raises(Exception, match="takes 4 features"):
-                model.predict(X[here][:, : 3 + (comm.rank > 0)], ema=True)
+                model.predict(x[:, : 3 + (comm.rank > 0)], ema=True)
             assert model.parameters_sha256() == sha256
             assert (average_of(model) == average).all()
-            return model.train(X[here], Y[here])
+            return model.train(x, y)
 
     assert len(set(run_in_threads(3, run) + run_in_threads(1, run))) == 1
 

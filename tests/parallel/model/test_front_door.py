@@ -7,7 +7,6 @@ import pickle
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,25 +14,14 @@ import pytest
 
 import mpizero as mz
 from mpizero.comm import Communicator
-from mpizero.errors import ConfigError, MpizeroError, StateError
+from mpizero.errors import MpizeroError, StateError
 from mpizero.testing import run_in_threads
-from tests.parallel.models import mlp, part, points, ten
+from tests.parallel.models import Signum, mlp, part, points, ten
 from tests.parallel.parallel_layouts import known
 
 X, Y = points(12)
 MEMORIES: tuple[dict[str, Any], ...] = ({}, {"share_node_memory": False}, {"ranks_per_node": 1})
 ADAMW = mz.AdamW(lr=1e-2)
-
-
-class Signum:
-    """An optimizer of a user's own."""
-
-    slots = ("m",)
-
-    def update(self, params: Any, grads: Any, state: Any) -> None:
-        state["m"] *= 0.9
-        state["m"] += 0.1 * grads
-        params -= 0.05 * np.sign(state["m"])
 
 
 #: How a model is made, by the class of the optimizer that it then has.
@@ -65,7 +53,6 @@ def made(kind: str, comm: Any, optimizer: Any, **memory: Any) -> Any:
     with config_of(comm, **memory) as config, KINDS[kind][0](mlp(), config, optimizer=optimizer) as model:
         assert type(model.optimizer) is KINDS[kind][1]
         assert model.optimizer.model is model
-        assert model.optimizer.config is config
         assert not list(config.mesh.unbound)
         return trained(model), model.optimizer.step_count, model.optimizer.state_dict()
 
@@ -102,7 +89,7 @@ def test_a_model_that_is_made_with_its_optimizer_trains_as_one_that_is_given_it(
         check_kind(kind, world, number + min(world.size, 5), **MEMORIES[(number + world.size) % len(MEMORIES)])
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_that_holds_where_ranks_are_threads_and_on_a_part_of_them(ranks: int) -> None:
     def run(comm: Any) -> None:
         for number, (kind, memory) in enumerate(zip(("zero1", "zero2", "zero3"), MEMORIES, strict=True)):
@@ -111,34 +98,6 @@ def test_that_holds_where_ranks_are_threads_and_on_a_part_of_them(ranks: int) ->
             check_kind("hybrid", half, 2 + ranks, share_node_memory=False)
 
     run_in_threads(ranks, run)
-
-
-def test_layers_that_are_split_over_all_ranks_take_it_too() -> None:
-    def run(comm: Any) -> None:
-        with (
-            config_of(comm, micro_batch=4) as config,
-            mz.TensorParallelModel(mlp(hidden=(8,), features=6), config, optimizer=ADAMW) as model,
-        ):
-            losses = [model.train(X, Y) for _ in range(2)]
-            assert losses[1] < losses[0]
-            assert model.optimizer.step_count == 2
-            assert isinstance(model.optimizer, mz.HybridShardedOptimizer)
-
-    run_in_threads(2, run)
-
-
-def test_distribute_returns_a_model_that_has_its_optimizer() -> None:
-    def run(comm: Any) -> None:
-        with config_of(comm) as config:
-            place = partial(mz.distribute, mlp(), ADAMW, strategy="zero3", config=config)
-            with place() as model:
-                assert type(model) is mz.Model
-                expected = trained(model)
-                assert model.optimizer.step_count == 3
-            with place() as again:
-                assert trained(again) == expected
-
-    run_in_threads(2, run)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
@@ -155,13 +114,6 @@ def test_distribute_makes_a_model_of_one_class_for_every_strategy_and_mesh(strat
 
 def members(kind: type) -> set[str]:
     return {name for name in dir(kind) if not name.startswith("_")}
-
-
-def test_a_model_has_at_most_thirty_public_members() -> None:
-    with mz.distribute(mlp(), ADAMW, comm="self") as model:
-        trained(model, 1)
-        assert members(mz.Model) >= {name for name in vars(model) if not name.startswith("_")}
-    assert len(members(mz.Model)) <= 30
 
 
 def test_what_the_classes_of_single_strategies_have_is_answered_by_a_model() -> None:
@@ -305,7 +257,6 @@ def bound_already(comm: Any) -> Any:
     return mz.ZeRO2Model(ten(), config, optimizer=optimizer)
 
 
-NO_GROUP = [mz.ParameterGroup("nothing*", lr_scale=2.0)]
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a sharded optimizer of another configuration": (
         lambda comm: made_with(comm, mz.ZeRO2Optimizer(mz.SGD(), config_of(comm))),
@@ -337,7 +288,9 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda comm: made_with(comm, mz.SGD if comm.rank == 1 else mz.SGD(lr=0.1)),
         "got the class SGD|rank.* 1 raised",
     ),
-    "a group of no parameter": (lambda comm: made_with(comm, mz.SGD(groups=NO_GROUP)), "nothing"),
+    "a group of no parameter": (
+        lambda comm: made_with(comm, mz.SGD(groups=[mz.ParameterGroup("nothing*", lr_scale=2.0)])), "nothing"
+    ),
     "options of another kind": (
         lambda comm: made_with(comm, mz.SGD()).optimizer.optimize((X, Y), 3),
         "ZeRO2Optimizer: options are OptimizationOptions, got 3",
@@ -364,38 +317,24 @@ def test_wrong_uses_are_told_on_all_ranks_and_the_next_model_is_made(name: str) 
         assert re.search(expected, told), told
 
 
-@pytest.mark.mpi
-def test_a_model_that_refuses_its_optimizer_leaves_nothing_behind(world: Communicator) -> None:
-    with config_of(world) as config:
-        for _ in range(2):
-            with pytest.raises(ConfigError, match="nothing"):
-                mz.ZeRO3Model(mlp(), config, optimizer=mz.SGD(groups=NO_GROUP))
-        with mz.ZeRO3Model(mlp(), config, optimizer=mz.SGD(lr=0.1)) as model:
-            trained(model, 1)
-
-
 # ---------------------------------------------------------------------- without an optimizer
 
 
-@pytest.mark.mpi
-def test_training_without_an_optimizer_says_once_which_one_it_uses(world: Communicator, capfd: Any) -> None:
-    with config_of(world, learning_rate=0.05) as config:
-        with mz.ZeRO2Model(mlp(), config) as model:
-            model.compute_gradients(*part(world, X, Y))
-            world.barrier()
-            assert capfd.readouterr().err == ""
-            expected = trained(model)
-            world.barrier()
-            told = capfd.readouterr().err.splitlines()
-        line = (
-            "mpizero: ZeRO2Model has no optimizer: plain SGD with learning_rate=0.05 trains it (optimizer=... gives it "
-            "another)"
-        )
-        assert told == ([line] if world.rank == 0 else [])
-        with mz.ZeRO2Model(mlp(), config, optimizer=mz.SGD(lr=0.05)) as model:
-            assert trained(model) == expected
-        world.barrier()
-        assert capfd.readouterr().err == ""
+def test_training_without_an_optimizer_says_once_which_one_it_uses(capsys: Any) -> None:
+    def run(comm: Any) -> None:
+        with config_of(comm, learning_rate=0.05) as config:
+            with mz.ZeRO2Model(mlp(), config) as model:
+                model.compute_gradients(*part(comm, X, Y))
+                comm.barrier()
+                assert capsys.readouterr().err == ""
+                comm.barrier()
+                expected = trained(model)
+            with mz.ZeRO2Model(mlp(), config, optimizer=mz.SGD(lr=0.05)) as model:
+                assert trained(model) == expected
+
+    run_in_threads(3, run)
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "ZeRO2Model has no optimizer: plain SGD with learning_rate=0.05 trains it (optimizer=... gives" in told
 
 
 def test_an_optimizer_that_was_made_and_forgotten_is_named(capsys: Any) -> None:
@@ -452,15 +391,3 @@ def test_accuracy_counts_predictions_whatever_their_weight(optimizer: Any) -> No
             assert (found.correct, found.predictions, found.accuracy) == (16, 32, 0.5)
 
     run_in_threads(3, run)
-
-
-# ---------------------------------------------------------------------- the pages
-
-
-def test_the_library_leads_with_seven_names_and_lists_all() -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs/library.md").read_text()
-    first = ["Mesh", "Config", "distribute", "Model", "FunctionModel", "nn", "data"]
-    table = page.partition("| name | what it is |")[2].partition("\n\n")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == first
-    others = page.partition("## All other names")[2]
-    assert set(re.findall(r"`(\w+)`", others)) >= set(mz.__all__) - set(first)

@@ -15,7 +15,6 @@ from mpizero.sharding.batch import redistribute
 from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, layouts, sharded
 
-START = {"a": np.ones((2, 3)), "b": np.ones(3)}
 #: For tests that give batches which cannot be cut, of which a warning tells.
 UNCUT = pytest.mark.filterwarnings("ignore:.* cannot be cut into samples:UserWarning")
 GOOD = {"a": np.ones((2, 3)), "b": np.ones(3)}
@@ -39,15 +38,15 @@ GOOD = {"a": np.ones((2, 3)), "b": np.ones(3)}
                 (1.0, {**GOOD, "b": GOOD["b"].astype(kind)}, 1.0),
                 f"returned an array of {kind} of shape .3,. as the gradient of 'b'",
             )
-            for kind in ("bool", "int64", "<U32", "object", "float16", "complex128")
+            for kind in ("bool", "<U32", "object", "float16", "complex128")
         ),
         *(
             ((loss, GOOD, 1.0), "loss_and_grad .answer at test_function_model.py:.* returned .* as the loss of sample")
-            for loss in ("1.5", b"1", None, 1j, np.complex128(1), np.ones(2), True, np.array("1"))
+            for loss in ("1.5", None, 1j, np.ones(2), True, np.array("1"))
         ),
         *(
             ((1.0, GOOD, weight), "returned .* as the weight of sample .*: expected one real")
-            for weight in ("1", None, 1j, np.ones(2))
+            for weight in ("1", np.ones(2))
         ),
         ((1.0, GOOD, -1.0), "returned -1 as the weight of sample .*: expected a number >= 0"),
     ],
@@ -58,7 +57,7 @@ def test_a_wrong_answer_on_one_rank_is_told_to_all(result: Any, told: str) -> No
             return result if comm.rank == 1 else (1.0, GOOD, 1.0)
 
         memory = MEMORIES[len(told) % 3]  # some answers with each: what is returned is checked before it is placed
-        model, _ = sharded("zero3", comm, mz.FunctionModel(START, answer), micro_batch=1, **memory)
+        model, _ = sharded("zero3", comm, mz.FunctionModel(GOOD, answer), micro_batch=1, **memory)
         with model:
             with pytest.raises((LayoutError, DataError, RemoteError), match=told):
                 model.train(np.ones((1, 1)), np.ones((1, 1)))
@@ -67,20 +66,27 @@ def test_a_wrong_answer_on_one_rank_is_told_to_all(result: Any, told: str) -> No
     run_in_threads(3, run)
 
 
-def test_frozen_parameters_need_no_gradient_and_parameters_are_read_only() -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_parameters_need_no_gradient_and_parameters_are_read_only(strategy: str) -> None:
+    """Whether they were gathered for the function or not."""
+
     def loss_and_grad(p: Any, b: Any) -> Any:
         with pytest.raises(ValueError, match="read-only"):
             p["a"] += 1
         return 1.0, {"b": np.ones(3)}, 1.0
 
-    for strategy in STRATEGIES:
-        model, _ = sharded(strategy, None, mz.FunctionModel(START, loss_and_grad, frozen=["a"]), mz.SGD(lr=0.5))
+    def run(comm: Any) -> None:
+        function = mz.FunctionModel(GOOD, loss_and_grad, frozen=["a"])
+        model, _ = sharded(strategy, comm, function, mz.SGD(lr=0.5), **PRIVATE)
         with model:
             model.train(np.ones((1, 1)), np.ones((1, 1)))
             named = model.named_parameters()
-            np.testing.assert_array_equal(named["a"], START["a"])
-            np.testing.assert_array_equal(named["b"], START["b"] - 0.5)
-            assert set(model.compute_gradients(np.ones((1, 1)), np.ones((1, 1))).values) == {0.0, 1.0}
+            np.testing.assert_array_equal(named["a"], GOOD["a"])
+            np.testing.assert_array_equal(named["b"], GOOD["b"] - 0.5)
+            gradients = model.compute_gradients(np.ones((1, 1)), np.ones((1, 1)), gather=True)
+            assert set(gradients.values) == {0.0, 1.0}
+
+    run_in_threads(2, run)
 
 
 def writes_through_a_buffer(x: Any) -> None:
@@ -108,57 +114,40 @@ def test_a_function_cannot_change_the_users_samples(work: Any, told: str, which:
         def predict(p: Any, x: Any) -> Any:
             work(x)
 
-        for strategy in ("ddp", "zero3"):
-            model, _ = sharded(strategy, comm, mz.FunctionModel(START, loss_and_grad, predict=predict), **PRIVATE)
-            batch = np.array([[3.0, 1.0], [2.0, 0.0]]), np.array([[3.0, 1.0], [2.0, 0.0]])
-            kept = [values.copy() for values in batch]
-            with model:
-                for call in (model.train, model.compute_gradients, model.evaluate):
-                    with pytest.raises((ValueError, TypeError, RemoteError), match=told) as caught:
-                        call(*batch)
-                    if comm.rank == 1:
-                        assert "loss_and_grad gets are read-only: let it copy" in caught.value.__notes__[0]
-                with pytest.raises((ValueError, TypeError), match=told) as caught:
-                    model.predict(batch[0])
-                assert "predict gets are read-only" in caught.value.__notes__[0]
-            for values, before in zip(batch, kept, strict=True):
-                np.testing.assert_array_equal(values, before)
-                assert values.flags.writeable, "only what the function sees is read-only"
-
-    run_in_threads(2, run)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_function_cannot_change_parameters_whether_they_were_gathered_for_it_or_not(strategy: str) -> None:
-    def loss_and_grad(p: Any, b: Any) -> Any:
-        assert not any(values.flags.writeable for values in p.values())
-        return 1.0, GOOD, 1.0
-
-    def run(comm: Any) -> None:
-        model, _ = sharded(strategy, comm, mz.FunctionModel(START, loss_and_grad), **PRIVATE)
+        model, _ = sharded("zero3", comm, mz.FunctionModel(GOOD, loss_and_grad, predict=predict), **PRIVATE)
+        batch = np.array([[3.0, 1.0], [2.0, 0.0]]), np.array([[3.0, 1.0], [2.0, 0.0]])
+        kept = [values.copy() for values in batch]
         with model:
-            model.train(np.ones((1, 1)), np.ones((1, 1)))
+            for call in (model.train, model.compute_gradients, model.evaluate):
+                with pytest.raises((ValueError, TypeError, RemoteError), match=told) as caught:
+                    call(*batch)
+                if comm.rank == 1:
+                    assert "loss_and_grad gets are read-only: let it copy" in caught.value.__notes__[0]
+            with pytest.raises((ValueError, TypeError), match=told) as caught:
+                model.predict(batch[0])
+            assert "predict gets are read-only" in caught.value.__notes__[0]
+        for values, before in zip(batch, kept, strict=True):
+            np.testing.assert_array_equal(values, before)
+            assert values.flags.writeable, "only what the function sees is read-only"
 
     run_in_threads(2, run)
 
 
 @UNCUT
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_batches_that_are_no_arrays_are_one_grain_a_rank(ranks: int) -> None:
+def test_batches_that_are_no_arrays_are_one_grain_a_rank() -> None:
     def loss_and_grad(p: Any, batch: Any) -> Any:
         (numbers,), _ = batch
         return float(sum(numbers)), {"w": np.full(5, float(sum(numbers)))}, 1.0
 
     def run(comm: Any) -> None:
-        mean = (ranks - 1) / 2
-        for strategy, memory in layouts(ranks):
+        for strategy, memory in layouts(3):
             wrapped = mz.FunctionModel({"w": np.zeros(5)}, loss_and_grad)
             model, _ = sharded(strategy, comm, wrapped, mz.SGD(lr=1.0), **memory)
             with model:
-                assert model.train([{comm.rank}], None) == mean
-                np.testing.assert_array_equal(model.get_parameters(), np.full(5, -mean))
+                assert model.train([{comm.rank}], None) == 1.0
+                np.testing.assert_array_equal(model.get_parameters(), np.full(5, -1.0))
 
-    run_in_threads(ranks, run)
+    run_in_threads(3, run)
 
 
 @UNCUT
@@ -189,7 +178,7 @@ def test_a_prediction_that_is_missing_is_said_and_one_that_is_a_view_is_a_copy()
 
 def test_lists_of_two_ranks_and_arrays_do_not_mix() -> None:
     def run(comm: Any) -> None:
-        model, _ = sharded("zero1", comm, mz.FunctionModel(START, lambda p, b: (1.0, GOOD, 1.0)))
+        model, _ = sharded("zero1", comm, mz.FunctionModel(GOOD, lambda p, b: (1.0, GOOD, 1.0)))
         with (
             model,
             pytest.raises(mz.errors.DataError, match=r"rank 1: x.0. is a number .int., .* as that of rank 0 can"),
@@ -207,7 +196,7 @@ def test_numbers_in_arrays_of_one_element_and_gradients_of_another_precision_are
         (1, np.int64(2), list),
     ):
         grads = {name: value.tolist() if kind is list else value.astype(kind) for name, value in GOOD.items()}
-        model, _ = sharded("zero1", None, mz.FunctionModel(START, lambda p, b, a=(loss, grads, weight): a))
+        model, _ = sharded("zero1", None, mz.FunctionModel(GOOD, lambda p, b, a=(loss, grads, weight): a))
         with model:
             assert model.train(np.ones((2, 1)), np.ones((2, 1))) == 0.5
             hashes.add(model.parameters_sha256())
@@ -219,7 +208,7 @@ def test_a_grain_of_weight_zero_pads_a_batch() -> None:
         used = batch[0][:, :1] > 0
         return float(used.sum()), {"a": np.full((2, 3), float(used.sum())), "b": np.ones(3)}, float(used.sum())
 
-    model, _ = sharded("zero1", None, mz.FunctionModel(START, padded), micro_batch=1)
+    model, _ = sharded("zero1", None, mz.FunctionModel(GOOD, padded), micro_batch=1)
     with model:
         assert model.train(np.array([[1.0], [0.0], [1.0]]), np.zeros((3, 1))) == 1.0
         assert model.last_step.weight == 2.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -13,59 +13,47 @@ import pytest
 import mpizero as mz
 from mpizero.errors import LayoutError, RemoteError
 from mpizero.testing import run_in_threads
-from tests.parallel.models import MEMORIES, STRATEGIES, hard_function, layouts, part, sharded, vectors
+from tests.parallel.models import MEMORIES, STRATEGIES, hard_function, part, same_on_layouts, sharded, trained, vectors
+from tests.parallel.writes import (
+    add,
+    bind_a_wrong_name,
+    forget,
+    of_another_shape,
+    overwrite,
+    rebind,
+    write_nan,
+    write_some,
+)
 
-Write = Callable[[Any, Any, int], None]
 
-
-def in_place(write: Write | None = None, *, spoils: bool = True) -> mz.FunctionModel:
-    """The function of ``hard_function``, which writes its gradients; ``write(gradients, value, call)`` writes 'b'.
+def in_place(write: Any = overwrite, *, spoils: bool = True) -> mz.FunctionModel:
+    """The function of ``hard_function``, which writes its gradients; ``write`` writes 'b'.
 
     Not on a rank that does not spoil it; ranks are not compared in what begins with an underscore.
     """
-    returning, calls, _spoils = hard_function(), [0], spoils and write is not None
+    returning, _spoils = hard_function(), spoils
 
     def loss_and_grad(p: Any, batch: Any, gradients: Any) -> Any:
         loss, found, weight = returning.loss_and_grad(p, batch)
         for name, value in found.items():
-            if write is None or not _spoils or name != "b":
-                gradients[name][...] = value
-            else:
-                calls[0] += 1
-                write(gradients, value, calls[0])
+            (write if _spoils and name == "b" else overwrite)(gradients, name, value)
         return loss, weight
 
     frozen = {"frozen": returning.frozen, "predict": returning.predict}
     return mz.FunctionModel(returning.parameters, loss_and_grad, in_place=True, **frozen)
 
 
-def trained(make: Callable[[], Any], strategy: str, comm: Any, **settings: Any) -> tuple[str, float]:
-    x, y = vectors(19)
-    model, _ = sharded(strategy, comm, make(), mz.AdamW(lr=0.05), micro_batch=2, **settings)
-    with model:
-        for _ in range(3):
-            model.train(*part(comm, x, y))
-        return model.parameters_sha256(), model.evaluate(*part(comm, x, y)).loss_sum
-
-
-@cache
-def returned(accumulate: int) -> tuple[str, float]:
-    return trained(hard_function, "ddp", None, accumulate=accumulate)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_in_place_has_the_bits_of_returned_gradients(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 1), (1, 3), (2, 1), (3, 3), (4, 1), (4, 3)])
+def test_in_place_has_the_bits_of_returned_gradients(ranks: int, accumulate: int) -> None:
     """More waves than one, units of one tensor, nodes of two ranks: every way that a slot is used again."""
-    for number, (strategy, memory) in enumerate(layouts(ranks)):
-        for accumulate in (1, 3)[number % 2 :: 2] if ranks > 1 else (1, 3):
-            run = partial(trained, in_place, strategy, accumulate=accumulate, **memory)
-            assert set(run_in_threads(ranks, run)) == {returned(accumulate)}, (strategy, memory, accumulate)
+    expected = trained(None, "ddp", hard_function(), vectors(19), accumulate=accumulate)
+    same_on_layouts(ranks, partial(trained, model=in_place(), batch=vectors(19), accumulate=accumulate), expected)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nothing_is_copied_and_no_gradient_is_held_twice(strategy: str) -> None:
     seen: list[Any] = []
-    model, _ = sharded(strategy, None, in_place(lambda g, value, call: seen.append(np.copyto(g["b"], value) or g["b"])))
+    model, _ = sharded(strategy, None, in_place(lambda g, name, value: seen.append(np.copyto(g["b"], value) or g["b"])))
     with model:
         model.train(*vectors(2))
         engine = model._engine
@@ -89,35 +77,11 @@ def test_evaluating_leaves_gradients_that_are_not_applied_yet() -> None:
         np.testing.assert_array_equal(model.synchronize_gradients().values, expected)
 
 
-def forget(gradients: Any, value: Any, call: int) -> None:
-    pass
-
-
-def add(gradients: Any, value: Any, call: int) -> None:
-    gradients["b"] += value
-
-
-def write_some(gradients: Any, value: Any, call: int) -> None:
-    gradients["b"][:4] = value[:4]
-
-
-def rebind(gradients: Any, value: Any, call: int) -> None:
-    gradients["b"] = value
-
-
-def bind_a_wrong_name(gradients: Any, value: Any, call: int) -> None:
-    gradients["B"] = value
-
-
-def of_another_shape(gradients: Any, value: Any, call: int) -> None:
-    gradients["b"][...] = value[:5]
-
-
 UNWRITTEN = r"loss_and_grad at test_in_place.py:\d+ has not written {}the gradient of 'b', or has added to what stood"
-WRONG: dict[Write, str] = {
+WRONG: dict[Any, str] = {
     forget: UNWRITTEN.format(""),
     add: UNWRITTEN.format(""),
-    write_some: UNWRITTEN.format("9 of the 13 elements of "),
+    write_some: UNWRITTEN.format("11 of the 13 elements of "),
     rebind: r"gradients\['b'\] = ... binds a name to another array.*gradients\['b'\]\[...\] = value",
     bind_a_wrong_name: r"the model has no parameter 'B' \(did you mean 'b'\?\)",
     of_another_shape: "could not broadcast input array from shape",
@@ -125,7 +89,7 @@ WRONG: dict[Write, str] = {
 
 
 @pytest.mark.parametrize("write", WRONG)
-def test_a_wrong_write_on_one_rank_is_told_to_all_and_no_step_is_made(write: Write) -> None:
+def test_a_wrong_write_on_one_rank_is_told_to_all_and_no_step_is_made(write: Any) -> None:
     x, y = vectors(4)
 
     def run(comm: Any) -> None:
@@ -141,14 +105,11 @@ def test_a_wrong_write_on_one_rank_is_told_to_all_and_no_step_is_made(write: Wri
     run_in_threads(2, run)
 
 
-def only_first(write: Write, gradients: Any, value: Any, call: int) -> None:
-    np.copyto(gradients["b"], value) if call == 1 else write(gradients, value, call)
-
-
 @pytest.mark.parametrize("write", [forget, add])
-def test_a_gradient_that_a_later_step_leaves_out_or_adds_to_is_named(write: Write) -> None:
+def test_a_gradient_that_a_later_step_leaves_out_or_adds_to_is_named(write: Any) -> None:
     for strategy in STRATEGIES:
-        model, _ = sharded(strategy, None, in_place(partial(only_first, write)))
+        ways = chain([overwrite], repeat(write))
+        model, _ = sharded(strategy, None, in_place(lambda *gradient, w=ways: next(w)(*gradient)))
         with model:
             model.train(*vectors(1))
             before = model.parameters_sha256()
@@ -160,8 +121,8 @@ def test_a_gradient_that_a_later_step_leaves_out_or_adds_to_is_named(write: Writ
 def test_the_arrays_of_an_earlier_call_cannot_be_written_to() -> None:
     kept: dict[str, Any] = {}
 
-    def keep(gradients: Any, value: Any, call: int) -> None:
-        kept.setdefault("b", gradients["b"])[...] = value
+    def keep(gradients: Any, name: str, value: Any) -> None:
+        kept.setdefault(name, gradients[name])[...] = value
 
     model, _ = sharded("ddp", None, in_place(keep))
     with model:
@@ -172,7 +133,7 @@ def test_the_arrays_of_an_earlier_call_cannot_be_written_to() -> None:
 
 
 def test_a_nan_that_was_computed_is_a_bad_step_and_can_be_replayed(tmp_path: Path) -> None:
-    model, _ = sharded("zero2", None, in_place(lambda g, value, call: np.copyto(g["b"], value * np.nan)))
+    model, _ = sharded("zero2", None, in_place(write_nan))
     with model:
         model.train(*vectors(4))
         assert "the gradient of 'b' is not finite" in model.last_step.skipped

@@ -168,20 +168,6 @@ def test_a_model_closes_the_ranks_that_were_made_for_it_if_no_other_model_uses_t
     run_in_threads(2, work)
 
 
-def test_a_mesh_serves_several_models_and_outlives_them() -> None:
-    def work(comm: Any) -> tuple[str, str]:
-        with mz.Mesh(comm) as mesh:
-            found = []
-            for _ in range(2):
-                with mz.distribute(mlp(), mz.SGD(0.1), mesh=mesh) as model:
-                    model.train(*part(comm, *points(6)))
-                    found.append(model.parameters_sha256())
-            return found[0], found[1]
-
-    first, second = run_in_threads(3, work)[0]
-    assert first == second
-
-
 @pytest.mark.mpi
 def test_on_a_part_of_the_job_s_ranks_a_mesh_trains_to_the_same_bits(world: Any) -> None:
     with world.split(world.rank % 2, world.rank, name="half") as half:
