@@ -1,9 +1,9 @@
-"""Methods of whole vectors: iterates with the same bits on every layout, minima those of independent solvers."""
+"""Methods of whole vectors, with regularization: the bits of one process on every layout, minima of other solvers."""
 
 from __future__ import annotations
 
 import itertools
-from functools import cache
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,9 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ConfigError, LayoutError, MpizeroError, NonFiniteError
 from mpizero.testing import run_in_threads
-from tests.parallel.models import MEMORIES, STRATEGIES, mlp
+from tests.parallel.models import MEMORIES, STRATEGIES, mlp, points
 
 METHODS = ("l-bfgs", "cg", "newton-cg")
-#: Every strategy, and every kind of memory.
-PLACES = [(strategy, MEMORIES[number % 3]) for number, strategy in enumerate(STRATEGIES)]
 
 
 def rosenbrock(parameters, batch):
@@ -51,63 +49,21 @@ def linear() -> mz.FunctionModel:
     return mz.FunctionModel({"w": np.zeros(6)}, squares)
 
 
-def minimized(comm, model, data=None, strategy="zero1", then=lambda placed, found: None, settings=None, **choice):
-    """Return the result, the hash of the parameters, and what ``then`` returns of model and result."""
-    with (
-        mz.ShardingConfig(comm=comm, **{"minimum_parameter_group_size": 1, "micro_batch": 3} | (settings or {})) as c,
-        mz.distribute(model, None, strategy=strategy, config=c) as placed,
-    ):
-        found = mz.minimize(placed, data, **choice)
-        told = (found.fun, found.norm, found.nit, found.nfev, found.success, found.message)
-        return told, placed.parameters_sha256(), found.x, then(placed, found)
+SCALES = np.logspace(0, 3, 6)
 
 
-def digests(ranks, *arguments, **choice):
-    """The hashes of the parameters that threads find."""
-    return {found[1] for found in run_in_threads(ranks, lambda comm: minimized(comm, *arguments, **choice))}
+def scaled() -> mz.FunctionModel:
+    """Least squares in unknowns of very different sizes."""
+
+    def loss_and_grad(parameters: Any, batch: Any) -> tuple[float, Any, float]:
+        value, slope, weight = squares({"w": parameters["w"] * SCALES}, batch)
+        return value, {"w": slope["w"] * SCALES}, weight
+
+    return mz.FunctionModel({"w": np.zeros(6)}, loss_and_grad)
 
 
-@cache
-def alone(method, number):
-    return minimized("self", *PROBLEMS[number], method=method, options=SHORT)[:2]
-
-
-PROBLEMS = (curved(), None), (linear(), (MATRIX, TARGETS))
-SHORT = {"maxiter": 6, "maxfun": 12}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_iterates_have_the_bits_of_one_process_on_every_layout(strategy):
-    """Every pair of a strategy, a kind of memory, a method, a number of ranks, and a problem occurs."""
-    number = STRATEGIES.index(strategy)
-    for m, memory in enumerate(MEMORIES):
-        method, ranks, problem = METHODS[(m + number) % 3], 2 + (m + 2 * number) % 3, (m + number) % 2
-        choice = {"settings": memory, "method": method, "options": SHORT}
-        found = run_in_threads(
-            ranks, lambda comm, p=problem, c=choice: minimized(comm, *PROBLEMS[p], strategy, **c)[:2]
-        )
-        assert found == [alone(method, problem)] * ranks, (memory, method)
-
-
-@pytest.mark.mpi
-def test_iterates_have_the_bits_of_one_process_over_mpi(world):
-    for number, method in enumerate(METHODS):
-        strategy, memory = PLACES[(world.size + number) % 4]
-        choice = {"method": method, "options": {"maxiter": 4, "maxfun": 8}}
-        wanted = minimized("self", curved(), **choice)
-        assert minimized(world, curved(), None, strategy, settings=memory, **choice)[:2] == wanted[:2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_the_minimum_is_found(method):
-    told, _, x, _ = minimized("self", curved(), method=method, options={"gtol": 1e-9})
-    assert told[4], told
-    np.testing.assert_allclose(x, 1.0, rtol=0, atol=1e-8)
-    told, _, x, _ = minimized("self", linear(), (MATRIX, TARGETS), method=method, options={"gtol": 1e-12})
-    expected = np.linalg.lstsq(MATRIX, TARGETS, rcond=None)[0]
-    np.testing.assert_allclose(x, expected, rtol=1e-7)
-    assert told[0] == pytest.approx(0.5 * np.mean((MATRIX @ expected - TARGETS) ** 2), rel=1e-12)
+TIMES = np.linspace(0.0, 4.0, 21)
+CURVE = 2.5 * np.exp(-1.3 * TIMES) + 0.5 + 0.05 * np.sin(40.0 * TIMES)
 
 
 def curve_fit() -> mz.FunctionModel:
@@ -128,14 +84,104 @@ def curve_fit() -> mz.FunctionModel:
     return mz.FunctionModel({"p": np.array([1.0, 0.5, 0.0])}, loss_and_grad, product=gauss_newton)
 
 
-TIMES = np.linspace(0.0, 4.0, 21)
-CURVE = 2.5 * np.exp(-1.3 * TIMES) + 0.5 + 0.05 * np.sin(40.0 * TIMES)
+PLANE = np.random.default_rng(5).normal(size=(40, 12))
+
+
+def plane(**more: Any) -> mz.FunctionModel:
+    """Least squares in two parameters, one of two axes, with the products of Gauss-Newton."""
+
+    def vector(parameters: Any) -> Any:
+        return np.concatenate([parameters["w"].reshape(-1), parameters["b"]])
+
+    def named(values: Any) -> dict[str, Any]:
+        return {"w": values[:8].reshape(2, 4), "b": values[8:]}
+
+    def loss_and_grad(parameters: Any, batch: Any) -> tuple[float, Any, float]:
+        a, t = batch
+        residual = a @ vector(parameters) - t
+        return 0.5 * float(residual @ residual), named(a.T @ residual), float(len(a))
+
+    def product(parameters: Any, batch: Any, direction: Any) -> tuple[Any, float]:
+        a, _ = batch
+        return named(a.T @ (a @ vector(direction))), float(len(a))
+
+    return mz.FunctionModel({"w": np.zeros((2, 4)), "b": np.zeros(4)}, loss_and_grad, product=product, **more)
+
+
+TERMS = {"w": mz.TotalVariation(0.1), "b": mz.Tikhonov(0.2)}
+#: Models, and what minimize is asked for besides few iterations.
+PROBLEMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{method: (curved, {"method": method}) for method in METHODS},
+    "least squares": (linear, {"data": (MATRIX, TARGETS)}),
+    "gauss-newton": (curve_fit, {"data": (TIMES, CURVE), "method": "gauss-newton"}),
+    "bounds": (linear, {"data": (MATRIX, TARGETS), "bounds": {"w": (np.full(6, -0.05), [0.1] * 6)}}),
+    "factors": (scaled, {"data": (MATRIX, TARGETS), "options": {"preconditioner": {"w": SCALES**-2.0}}}),
+    "one factor in bounds": (
+        scaled, {"data": (MATRIX, TARGETS), "bounds": (-0.5, 0.5), "options": {"preconditioner": {"*": 0.1}}}
+    ),
+    "learned": (scaled, {"data": (MATRIX, TARGETS), "options": {"initial": "diagonal", "history": 3}}),
+    "learned in bounds": (
+        scaled,
+        {"data": (MATRIX, TARGETS), "bounds": (-0.5, 0.5), "options": {"initial": "diagonal", "history": 3}},
+    ),
+    "regularized": (plane, {"data": (PLANE, TARGETS), "regularization": TERMS}),
+    "regularized products": (plane, {"data": (PLANE, TARGETS), "regularization": TERMS, "method": "gauss-newton"}),
+}  # fmt: skip
+
+
+def problem(name: str, iterations: int) -> tuple[mz.FunctionModel, dict[str, Any]]:
+    make, choice = PROBLEMS[name]
+    return make(), choice | {"options": {**choice.get("options", {}), "maxiter": iterations}}
+
+
+def minimized(comm, model, data=None, strategy="zero1", then=lambda placed, found: None, settings=None, **choice):
+    """Return the result, the hash of the parameters, and what ``then`` returns of model and result."""
+    with (
+        mz.ShardingConfig(comm=comm, **{"minimum_parameter_group_size": 1, "micro_batch": 3} | (settings or {})) as c,
+        mz.distribute(model, None, strategy=strategy, config=c) as placed,
+    ):
+        found = mz.minimize(placed, data, **choice)
+        told = (found.fun, found.norm, found.nit, found.nfev, found.success, found.message)
+        return told, placed.parameters_sha256(), found.x, then(placed, found)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_iterates_have_the_bits_of_one_process_on_every_layout(name):
+    """With every strategy, on numbers of ranks and with kinds of memory in turn."""
+    model, choice = problem(name, 2 if name == "regularized products" else 6)
+    expected = minimized("self", model, **choice)[:2]
+    for turn, strategy in enumerate(STRATEGIES, list(PROBLEMS).index(name)):
+        ranks, memory = 2 + turn % 3, MEMORIES[turn // 3 % 3]
+        found = run_in_threads(
+            ranks, lambda comm, s=strategy, m=memory: minimized(comm, model, strategy=s, settings=m, **choice)[:2]
+        )
+        assert found == [expected] * ranks, (strategy, memory)
+
+
+@pytest.mark.mpi
+def test_iterates_have_the_bits_of_one_process_over_mpi(world):
+    for number, name in enumerate((*METHODS, "regularized")):
+        (model, choice), memory = problem(name, 4), MEMORIES[(world.size + number) % 3]
+        found = minimized(world, model, strategy=STRATEGIES[(world.size + number) % 4], settings=memory, **choice)
+        assert found[:2] == minimized("self", model, **choice)[:2]
 
 
 @pytest.mark.slow
-def test_gauss_newton_with_the_models_products_finds_the_least_squares_on_every_layout():
+@pytest.mark.parametrize("method", METHODS)
+def test_the_minimum_is_found(method):
+    told, _, x, _ = minimized("self", curved(), method=method, options={"gtol": 1e-9})
+    assert told[4], told
+    np.testing.assert_allclose(x, 1.0, rtol=0, atol=1e-8)
+    told, _, x, _ = minimized("self", linear(), (MATRIX, TARGETS), method=method, options={"gtol": 1e-12})
+    expected = np.linalg.lstsq(MATRIX, TARGETS, rcond=None)[0]
+    np.testing.assert_allclose(x, expected, rtol=1e-7)
+    assert told[0] == pytest.approx(0.5 * np.mean((MATRIX @ expected - TARGETS) ** 2), rel=1e-12)
+
+
+@pytest.mark.slow
+def test_gauss_newton_with_the_models_products_finds_the_least_squares():
     choice = {"method": "gauss-newton", "options": {"gtol": 1e-12}}
-    told, digest, x, _ = minimized("self", curve_fit(), (TIMES, CURVE), **choice)
+    told, _, x, _ = minimized("self", curve_fit(), (TIMES, CURVE), **choice)
     assert told[4]
     # the solver of this problem without a tolerance: Newton's steps on the normal equations
     p = np.array([2.5, 1.3, 0.5])
@@ -146,8 +192,6 @@ def test_gauss_newton_with_the_models_products_finds_the_least_squares_on_every_
     np.testing.assert_allclose(x, p, rtol=1e-9)
     fewer = minimized("self", curve_fit(), (TIMES, CURVE), method="l-bfgs", options={"gtol": 1e-12})[0]
     assert told[2] < fewer[2], "it takes fewer iterations than a method that does not know the curvature"
-    for strategy, memory in PLACES:
-        assert digests(3, curve_fit(), (TIMES, CURVE), strategy, settings=memory, **choice) == {digest}
 
 
 def test_what_a_product_returns_is_checked():
@@ -181,17 +225,13 @@ def test_with_bounds_the_minimum_in_the_box_is_found_and_no_trial_leaves_it():
 
     model = mz.FunctionModel({"w": np.full(6, 9.0)}, watched)  # outside: it starts at the bound
     bounds = (-0.05, 0.1)
-    told, digest, x, _ = minimized("self", model, (MATRIX, TARGETS), bounds=bounds, options={"gtol": 1e-12})
+    told, _, x, _ = minimized("self", model, (MATRIX, TARGETS), bounds=bounds, options={"gtol": 1e-12})
     expected = best_in_box(*bounds)
     assert ((expected == bounds[0]) | (expected == bounds[1])).any(), "no bound is active: the test shows nothing"
     np.testing.assert_allclose(x, expected, rtol=0, atol=1e-9)
     assert told[4]
     assert seen[0] == (9.0, 9.0)
     assert all(low >= bounds[0] and high <= bounds[1] for low, high in seen[len(TARGETS) // 3 + 1 :])
-    arrays = {"w": (np.full(6, -0.05), [0.1] * 6)}
-    for strategy, memory in PLACES:
-        given = mz.FunctionModel({"w": np.full(6, 9.0)}, squares), (MATRIX, TARGETS), strategy
-        assert digests(3, *given, settings=memory, bounds=arrays, options={"gtol": 1e-12}) == {digest}
 
 
 def test_one_sided_bounds_of_one_parameter_leave_the_others_free():
@@ -228,30 +268,26 @@ def test_as_the_optimizer_of_a_model_it_lowers_the_loss_and_keeps_its_bits_in_st
     assert all(rank == tiled for rank in everyone)
 
 
-@pytest.mark.parametrize(("method", "stop"), [*zip(METHODS, (1, 4, 1), strict=True), ("l-bfgs", 4), ("newton-cg", 4)])
-def test_a_minimization_goes_on_from_a_checkpoint_on_other_ranks_with_the_same_bits(method, stop, tmp_path):
-    choice = {"method": method, "options": {"maxiter": 12}}
-    whole = minimized("self", curved(), **choice)
+@pytest.mark.parametrize(
+    ("name", "stop"),
+    [*zip(METHODS, (1, 4, 1), strict=True), ("l-bfgs", 4), ("newton-cg", 4), ("l-bfgs", 12), ("learned", 4),
+     ("learned in bounds", 4)],
+)  # fmt: skip
+def test_a_minimization_goes_on_from_a_checkpoint_on_other_ranks_with_the_same_bits(name, stop, tmp_path):
+    """The twelfth iteration is the last."""
+    model, choice = problem(name, 12)
+    whole = minimized("self", model, **choice)
 
     def save(found):
         if found.nit == stop:
             found.model.save_model(tmp_path / "saved")
             raise StopIteration
 
-    first = run_in_threads(3, lambda comm: minimized(comm, curved(), None, "zero3", **choice, callback=save)[0])
+    first = run_in_threads(3, lambda comm: minimized(comm, model, strategy="zero3", **choice, callback=save)[0])
     assert {told[2] for told in first} == {stop}
     assert first[0][5] == "the callback has raised StopIteration"
-    assert digests(2, curved(), None, "ddp", **choice, resume=tmp_path / "saved") == {whole[1]}
-
-
-def test_a_checkpoint_of_the_last_iteration_goes_on_with_none(tmp_path):
-    options = {"maxiter": 3}
-
-    def save(found):
-        found.model.save_model(tmp_path / "saved")
-
-    whole = minimized("self", curved(), callback=save, options=options)
-    assert minimized("self", curved(), options=options, resume=tmp_path / "saved")[:2] == whole[:2]
+    found = run_in_threads(2, lambda comm: minimized(comm, model, strategy="ddp", **choice, resume=tmp_path / "saved"))
+    assert {digest for _, digest, *_ in found} == {whole[1]}
 
 
 def test_state_that_is_returned_and_loaded_goes_on_with_the_same_bits():
@@ -336,6 +372,11 @@ def test_state_takes_twice_the_history_and_four_vectors():
         ({"bounds": 3}, "expected a pair"),
         ({"bounds": {"evn": (0, 1)}}, "evn.*even"),
         ({"bounds": {"even": (np.zeros(4), None)}}, r"shape \(4,\), the parameter \(9,\)"),
+        ({"options": {"initial": "identity"}}, "LBFGS: initial='identity': expected 'scalar' or 'diagonal'"),
+        ({"options": {"preconditioner": {"even": 0.0}}}, r"preconditioner\['even'\]=0.0: expected positive factors"),
+        ({"options": {"preconditioner": 2.0}}, "preconditioner=2.0: expected positive factors by the names"),
+        ({"options": {"preconditioner": {"v": 1.0}}}, "preconditioner"),
+        ({"options": {"preconditioner": {"even": np.ones(5)}}}, r"of 'even' has shape \(5,\), the parameter \(9,\)"),
         ({"settings": {"clip": 1.0}}, "leave out clip=1.0"),
         ({"settings": {"ema": 0.9}}, "leave out ema=0.9"),
         ({"settings": {"gradient_compression": "bf16"}}, "leave out gradient_compression='bf16'"),
@@ -394,18 +435,9 @@ def test_data_may_be_trees_of_arrays_and_are_compared_by_their_paths() -> None:
         run_in_threads(2, lambda comm: run(comm, ({"matrix": MATRIX + comm.rank}, TARGETS)))
 
 
-SCALES = np.logspace(0, 3, 6)
-
-
-def scaled_squares(parameters: Any, batch: Any) -> tuple[float, Any, float]:
-    """Least squares in unknowns of very different sizes."""
-    value, slope, weight = squares({"w": parameters["w"] * SCALES}, batch)
-    return value, {"w": slope["w"] * SCALES}, weight
-
-
 @pytest.mark.slow
 def test_a_preconditioner_of_the_right_scales_makes_the_steps_of_the_problem_in_these_scales() -> None:
-    model = mz.FunctionModel({"w": np.zeros(6)}, scaled_squares)
+    model = scaled()
     choice = {"data": (MATRIX, TARGETS), "options": {"gtol": 1e-9}}
     natural = minimized("self", linear(), **choice)
     found = minimized("self", model, **choice | {"options": {"gtol": 1e-9, "preconditioner": {"w": SCALES**-2.0}}})
@@ -414,27 +446,6 @@ def test_a_preconditioner_of_the_right_scales_makes_the_steps_of_the_problem_in_
     assert found[0][4]
     np.testing.assert_allclose(found[2] * SCALES, natural[2], rtol=1e-7)
     assert found[0][3] <= natural[0][3] + 3 < plain[0][3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("factors", "ranks"), [({"w": SCALES**-2.0}, 2), ({"*": 0.1}, 3)], ids=["array", "number"])
-def test_a_preconditioner_keeps_the_bits_of_one_process(factors: Any, ranks: int) -> None:
-    model = mz.FunctionModel({"w": np.zeros(6)}, scaled_squares)
-    choice = {"data": (MATRIX, TARGETS), "bounds": (-0.5, 0.5), "options": {"preconditioner": factors, "maxiter": 6}}
-    expected = minimized("self", model, **choice)[1]
-    for strategy, memory in PLACES:
-        assert digests(ranks, model, strategy=strategy, settings=memory, **choice) == {expected}, (strategy, memory)
-
-
-def test_wrong_preconditioners_are_told() -> None:
-    for wrong, said in (
-        ({"w": 0.0}, r"preconditioner\['w'\]=0.0: expected positive factors"),
-        (2.0, "preconditioner=2.0: expected positive factors by the names"),
-        ({"v": 1.0}, "preconditioner"),
-        ({"w": np.ones(5)}, r"the preconditioner of 'w' has shape \(5,\), the parameter \(6,\)"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            minimized("self", linear(), (MATRIX, TARGETS), options={"preconditioner": wrong})
 
 
 @pytest.mark.parametrize("method", ["l-bfgs", "cg"])
@@ -456,7 +467,7 @@ def test_losses_with_the_errors_of_long_sums_do_not_end_a_search_early(method: s
 
 @pytest.mark.slow
 def test_a_learned_diagonal_needs_fewer_evaluations_where_scales_differ() -> None:
-    model = mz.FunctionModel({"w": np.zeros(6)}, scaled_squares)
+    model = scaled()
     choice = {"data": (MATRIX, TARGETS)}
     plain = minimized("self", model, **choice, options={"gtol": 1e-9, "history": 3})
     found = minimized("self", model, **choice, options={"gtol": 1e-9, "history": 3, "initial": "diagonal"})
@@ -487,25 +498,131 @@ def test_a_learned_diagonal_is_that_of_the_bfgs_update() -> None:
     np.testing.assert_allclose(learned[0]["diagonal"], b, rtol=1e-10)
 
 
+# ---------------------------------------------------------------------- regularization
+
+
+def regularized(comm: Any, terms: Any, **choice: Any) -> Any:
+    return minimized(comm, plane(), (PLANE, TARGETS), regularization=terms, **choice)
+
+
+def test_tikhonov_gives_the_solution_of_the_normal_equations() -> None:
+    found = regularized("self", {"w": mz.Tikhonov(0.3), "b": mz.Tikhonov(0.3, 2.0)}, options={"gtol": 1e-11})
+    reference = np.repeat([0.0, 2.0], [8, 4])
+    normal = PLANE.T @ PLANE / 40 + 0.3 * np.eye(12)
+    expected = np.linalg.solve(normal, PLANE.T @ TARGETS / 40 + 0.3 * reference)
+    np.testing.assert_allclose(found[2], expected, atol=1e-9)
+    residual = PLANE @ expected - TARGETS
+    loss = 0.5 * residual @ residual / 40 + 0.5 * 0.3 * ((expected - reference) ** 2).sum()
+    assert found[0][0] == pytest.approx(loss, rel=1e-12)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("bounds", "places"), [(None, PLACES[::2]), ((-0.5, 0.5), PLACES[1::2])])
-def test_a_learned_diagonal_keeps_the_bits_of_one_process_also_after_a_resume(
-    bounds: Any, places: Any, tmp_path: Any
-) -> None:
-    model = mz.FunctionModel({"w": np.zeros(6)}, scaled_squares)
-    choice = {"data": (MATRIX, TARGETS), "bounds": bounds}
-    half, whole = ({"initial": "diagonal", "history": 3, "maxiter": steps} for steps in (4, 7))
-    expected = minimized("self", model, **choice, options=whole)[1]
-    for strategy, memory in places:
-        assert digests(3, model, strategy=strategy, settings=memory, **choice, options=whole) == {expected}
-
-    def save(placed: Any, found: Any) -> None:
-        placed.save_model(tmp_path / "half")
-
-    digests(2, model, **choice, options=half, then=save)
-    assert digests(3, model, **choice, options=whole, resume=tmp_path / "half") == {expected}
+@pytest.mark.parametrize("method", ["l-bfgs", "cg", "newton-cg", "gauss-newton"])
+def test_every_method_finds_the_same_minimum(method: str) -> None:
+    terms = {"w": mz.TotalVariation(0.1, smoothing=0.1), "b": mz.Tikhonov(0.2)}
+    found = regularized("self", terms, method=method, options={"gtol": 1e-9})
+    other = regularized("self", terms, options={"gtol": 1e-9})
+    assert found[0][4]
+    np.testing.assert_allclose(found[2], other[2], atol=1e-7)
 
 
-def test_another_initial_matrix_is_refused() -> None:
-    with pytest.raises(ConfigError, match="LBFGS: initial='identity': expected 'scalar' or 'diagonal'"):
-        mz.LBFGS(initial="identity")
+@pytest.mark.slow
+def test_stages_of_a_pipeline_count_each_term_once() -> None:
+    x, y = points(12)
+
+    def run(comm: Any, **layout: Any) -> tuple[float, str]:
+        with mz.ShardingConfig(comm=comm, micro_batch=3) as config:
+            model = mlp(dtype="float64")
+            placed: Any = (
+                mz.HybridShardedModel(model, config, zero_stage=1, **layout) if layout else mz.ZeRO1Model(model, config)
+            )
+            with placed:
+                terms = {"*.weight": mz.Tikhonov(0.01)}
+                found = mz.minimize(placed, (x.astype("f8"), y), regularization=terms, options={"maxiter": 5})
+                return found.fun, placed.parameters_sha256()
+
+    (expected,) = run_in_threads(1, run)
+    assert set(run_in_threads(2, lambda comm: run(comm, pipeline_parallel_size=2))) == {expected}
+    assert set(run_in_threads(4, lambda comm: run(comm, pipeline_parallel_size=2))) == {expected}
+
+
+def test_each_term_is_computed_by_one_rank() -> None:
+    def run(comm: Any) -> int:
+        calls = []
+
+        def counted(values: Any) -> Any:
+            calls.append(1)
+            return 0.0, np.zeros_like(values)
+
+        with mz.ShardingConfig(comm=comm, micro_batch=3) as config, mz.ZeRO3Model(plane(), config) as placed:
+            found = mz.minimize(placed, (PLANE, TARGETS), regularization={"w": counted}, options={"maxiter": 2})
+            assert found.nfev >= 2
+        return len(calls)
+
+    assert sorted(run_in_threads(3, run))[:2] == [0, 0]
+
+
+def failing(values: Any) -> Any:
+    raise ZeroDivisionError("in my term")
+
+
+WRONG_TERMS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "no such parameter": ({"v": mz.Tikhonov(1.0)}, {}, ConfigError, "regularization"),
+    "an error": ({"w": failing}, {}, Exception, "in my term"),
+    "another shape": ({"w": lambda v: (0.0, v[:1])}, {}, Exception, r"gradient of shape \(1, 4\)"),
+    "not a number": ({"w": lambda v: (np.nan, v)}, {}, NonFiniteError, "start values"),
+    "no product": (
+        {"w": lambda v: (0.0, v)},
+        {"method": "gauss-newton"},
+        MpizeroError,
+        r"no method product\(values, direction\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TERMS)
+def test_wrong_terms_are_told_on_all_ranks(name: str) -> None:
+    terms, more, kind, said = WRONG_TERMS[name]
+
+    def run(comm: Any) -> None:
+        with pytest.raises(kind, match=said):
+            regularized(comm, terms, **more)
+
+    run_in_threads(2, run)
+
+
+def test_an_infinite_term_at_a_trial_shortens_the_step() -> None:
+    """A barrier: the logarithm of what must stay positive."""
+
+    def barrier(values: Any) -> Any:
+        if (values <= -0.1).any():
+            return np.inf, np.zeros_like(values)
+        return -1e-3 * float(np.log(values + 0.1).sum()), -1e-3 / (values + 0.1)
+
+    found = regularized("self", {"w": barrier}, options={"gtol": 1e-7})
+    assert found[0][4]
+    assert found[2][:8].min() > -0.1
+
+
+def test_a_split_parameter_is_refused() -> None:
+    def run(comm: Any) -> None:
+        with (
+            mz.ShardingConfig(comm=comm) as config,
+            mz.HybridShardedModel(mlp(hidden=(8,)), config, tensor_parallel_size=2) as placed,
+            pytest.raises(ConfigError, match="a tensor group splits"),
+        ):
+            mz.minimize(placed, points(8), regularization={"*": mz.Tikhonov(1.0)})
+
+    run_in_threads(2, run)
+
+
+@pytest.mark.parametrize("kind", ["int64", "float32", ">f8", "<f8"])
+def test_a_term_may_return_its_gradient_in_any_type_of_numbers(kind: str) -> None:
+    """As numpy.sign of whole numbers does; elements travel to other ranks in the parameter's type."""
+
+    def run(comm: Any, kind: str = "f8") -> Any:
+        terms = {"*": lambda values: (float(2 * values.sum()), np.full(values.shape, 2, kind))}
+        return regularized(comm, terms, settings={"share_node_memory": False}, options={"maxiter": 3})[:2]
+
+    for ranks in (1, 3):
+        assert run_in_threads(ranks, partial(run, kind=kind)) == [run("self")] * ranks
