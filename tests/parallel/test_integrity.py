@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mpizero as mz
-from mpizero.errors import ConfigError, IntegrityError
+from mpizero.errors import IntegrityError
 from mpizero.testing import run_in_threads
 from tests.parallel.covering import LAYOUTS
-from tests.parallel.models import PRIVATE, STRATEGIES, gpt, mlp, part, points, sharded, tokens
+from tests.parallel.models import PRIVATE, gpt, mlp, part, points, sharded, tokens
 from tests.parallel.parallel_layouts import Case, Way, placed
 
 
@@ -170,21 +169,3 @@ def test_nothing_is_found_where_nothing_happened_and_the_bits_are_the_same() -> 
         every = 1 + number % 2
         found = run_in_threads(size, lambda comm, a=(strategy, memory, every): trained(comm, *a))
         assert set(found) == {expected}, (size, strategy, memory, every)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_many_steps_without_a_false_alarm(strategy: str) -> None:
-    x, y = points(4)
-
-    def run(comm: Any) -> None:
-        model, _ = sharded(strategy, comm, mlp(hidden=(3,)), micro_batch=1, check_every=1, share_node_memory=False)
-        with model:
-            for _ in range(40):
-                model.train(*part(comm, x, y))
-
-    run_in_threads(2, run)
-
-
-def test_a_number_of_steps_that_means_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="check_every=-1: expected a whole number >= 0"):
-        mz.ShardingConfig(check_every=-1)

@@ -13,7 +13,6 @@ import pytest
 import mpizero as mz
 from mpizero.adapters import user_code
 from mpizero.adapters.user_code import EfficientSamples, PassTimes, PassWork
-from mpizero.errors import ConfigError
 from mpizero.layout.batch import GrainRule
 from mpizero.sharding.step_report import described_grains, faster_grain
 from mpizero.testing import run_in_threads
@@ -264,11 +263,6 @@ def test_where_grains_cannot_be_claimed_rank_0_says_so(strategy: str, memory: An
     assert told.count("grain_assignment='dynamic' has no effect here") == 1
     assert reason in told
     assert set(found) == {alone("blocks")}
-
-
-def test_another_word_is_refused() -> None:
-    with pytest.raises(ConfigError, match="grain_assignment='guided': expected 'static' or 'dynamic'"):
-        mz.ShardingConfig(grain_assignment="guided")
 
 
 # ---------------------------------------------------------------------- samples that are given twice

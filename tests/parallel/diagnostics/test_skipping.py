@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.errors import ConfigError, DataError, LayoutError, NonFiniteError, RemoteError
+from mpizero.errors import DataError, LayoutError, NonFiniteError, RemoteError
 from mpizero.testing import run_in_threads
 from tests.parallel.covering import on_layouts
-from tests.parallel.models import STRATEGIES, layouts, mlp, part, points, sharded, ten
+from tests.parallel.models import STRATEGIES, mlp, part, points, sharded, ten
 
 
 def state_of(model: Any) -> tuple[Any, ...]:
@@ -47,39 +47,6 @@ def skips(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> None:
     on_layouts(skips)
-
-
-@pytest.mark.mpi
-def test_processes_agree_to_skip_a_step(world: Any) -> None:
-    for strategy, memory in layouts(world.size)[::2]:
-        skips(world, strategy, memory)
-
-
-def test_a_loss_that_is_not_finite_skips_the_step_too() -> None:
-    def bad(p: Any, b: Any) -> Any:
-        return (np.nan if (b[0] > 100).any() else 1.0), {"w": b[0].sum(0)}, float(len(b[0]))
-
-    def run(comm: Any) -> str:
-        model, _ = sharded("zero1", comm, mz.FunctionModel({"w": np.ones(10)}, bad), micro_batch=2)
-        with model:
-            x = np.ones((4, 10))
-            x[3] = 1000.0
-            model.train(*part(comm, x, x))
-            np.testing.assert_array_equal(model.get_parameters(), np.ones(10))
-            return model.last_step.skipped
-
-    assert run_in_threads(2, run) == ["the loss is not finite on rank 1, samples 2 to 3"] * 2
-
-
-def test_a_frozen_parameters_gradient_is_nobodys_business() -> None:
-    def loss_and_grad(p: Any, b: Any) -> Any:
-        return 1.0, {"w": np.ones(3), "frozen": np.full(3, np.nan)}, 1.0
-
-    start = {"w": np.ones(3), "frozen": np.ones(3)}
-    model, _ = sharded("zero2", None, mz.FunctionModel(start, loss_and_grad, frozen=["frozen"]))
-    with model:
-        model.train(np.ones((1, 1)), np.ones((1, 1)))
-        assert model.last_step.skipped is None
 
 
 def test_a_weight_that_divides_nothing_is_refused_and_one_that_is_not_finite_skipped() -> None:
@@ -325,28 +292,3 @@ def test_one_sample_that_is_not_finite_skips_its_step_and_optimize_goes_on(capsy
     result = optimized(source.x, None)
     assert math.isfinite(result.best_loss)
     assert len(lines(capsys)) == 2  # once an epoch
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"limit": 0}, "limit=0: expected a whole number >= 1, or None"),
-        ({"limit": 2.0}, "limit=2.0: expected a whole number"),
-        ({"warn": "no"}, "warn='no': expected True or False"),
-        ({"callback": 3}, "callback=3: expected a function"),
-    ],
-)
-def test_a_policy_that_means_nothing_is_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        mz.BadSteps(**settings)
-    with pytest.raises(ConfigError, match=r"bad_steps=5: expected mpizero.BadSteps\("):
-        mz.ShardingConfig(bad_steps=5)  # type: ignore[arg-type]
-
-
-def test_ranks_with_other_limits_are_refused_and_with_functions_of_their_own_not() -> None:
-    def run(comm: Any) -> None:
-        sharded("zero1", comm, ten(), bad_steps=mz.BadSteps(callback=lambda report: None))[0].close()
-        with pytest.raises(ConfigError, match="bad_steps.limit of .* 2 on rank 0, 3 on rank 1"):
-            sharded("zero1", comm, ten(), bad_steps=mz.BadSteps(limit=comm.rank + 2))
-
-    run_in_threads(2, run)

@@ -30,7 +30,6 @@ from tests.parallel.parallel_layouts import (
     pipelines,
     placed,
     points,
-    steps,
     texts,
     trained,
     trained_alone,
@@ -111,12 +110,6 @@ def test_six_ranks_as_many_stages_as_blocks_and_three_replicas(schedule: str) ->
     same_on_threads(6, "fewer grains than stages", Way(2, zero=2, schedule=schedule))
 
 
-@pytest.mark.parametrize("order", ["pipeline,data,tensor", "data,pipeline,tensor", "tensor,data,pipeline"])
-def test_every_order_of_the_axes_has_the_bits_of_one_process(order: str) -> None:
-    zero = 1 if order.startswith("data") else 3
-    same_on_threads(4, "LAMB, clipping", Way(2, zero=zero, more={"order": order}), ranks_per_node=2)
-
-
 @pytest.mark.parametrize(
     ("zero", "more"),
     [(0, {"cuts": [1]}), (3, {"cuts": [5]}), (3, {"costs": [9, 1, 1, 1, 1, 1]}), (0, {"costs": [0.0, 0, 0, 0, 0, 1]})],
@@ -136,24 +129,6 @@ def test_batches_of_any_sizes_have_the_bits_of_one_batch(zero: int, sizes: list[
     assert set(map(str, found)) == {str(serial("11 samples"))}
 
 
-def test_pipeline_and_tensor_models_are_hybrids_with_fewer_questions() -> None:
-    case = CASES["11 samples"]
-
-    def run(comm: Any, *stages: int) -> Any:
-        with mz.ShardingConfig(comm=comm, micro_batch=2) as config:
-            model = mz.PipelineParallelModel(case.model(), config, *stages, schedule="zero_bubble", zero_stage=2)
-            optimizer = mz.HybridShardedOptimizer(case.optimizer(), config)
-            optimizer.set_model(model)
-            with model:
-                sha256 = steps(model, case).sha256
-                told = model.metadata()
-                return sha256, told.strategy, told.group_sizes["pipeline"]
-
-    for stages, expected in (((), 4), ((2,), 2)):
-        found = run_in_threads(4, lambda comm, s=stages: run(comm, *s))
-        assert found == [(serial("11 samples").sha256, "PipelineParallel", expected)] * 4
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stage_keeps_no_more_caches_than_its_schedule_says(schedule: str) -> None:
     def run(comm: Any) -> tuple[int, int]:
@@ -165,15 +140,6 @@ def test_a_stage_keeps_no_more_caches_than_its_schedule_says(schedule: str) -> N
 
     for held, allowed in run_in_threads(3, run):
         assert 0 < held <= allowed
-
-
-def test_one_process_runs_a_hybrid_as_plain_data_parallelism() -> None:
-    model, _ = placed(CASES["11 samples"], None, Way(zero=0))
-    with model:
-        assert type(model._engine.runner).__name__ == "SequentialRunner"
-        assert model._engine.global_sums is None
-        assert model.metadata().strategy == "3D-Parallelism (Hybrid)"
-        assert np.isfinite(model.train(*CASES["11 samples"].batches[0]))
 
 
 # ---------------------------------------------------------------------- shared and frozen
@@ -223,15 +189,6 @@ def test_matrices_shared_by_any_blocks_of_any_stages_have_the_bits_of_one_proces
     for zero, (size, stages) in list(enumerate(((2, 2), (3, 3), (4, 2), (6, 3))))[number % 2 :: 2]:
         memory = {**MEMORIES[(zero + number) % 3], "minimum_parameter_group_size": (1, 40)[number // 2 % 2]}
         same_on_threads(size, "shared matrices", Way(stages, zero=zero, schedule=schedule), **memory)
-
-
-@pytest.mark.slow
-def test_every_block_may_be_a_stage_of_its_own() -> None:
-    case = Case(knotted, batches=vectors(2, 7))
-    expected = trained_alone(case)
-    for schedule in ("gpipe", "1f1b", "zero_bubble"):
-        found = run_in_threads(6, lambda comm, s=schedule: trained(case, comm, Way(6, zero=2, schedule=s)))
-        assert set(map(str, found)) == {str(expected)}
 
 
 def unequal_stages() -> Chain:

@@ -94,16 +94,13 @@ def expected_bits() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_an_error_in_a_layer_of_one_stage_is_raised_on_all_and_leaves_the_model_as_it_was(
-    schedule: str, warm: bool
-) -> None:
-    expected = expected_bits()
-    stages = 4 // CHUNKS[schedule]
-    two_replicas = (SCHEDULES.index(schedule) + warm) % 2  # the other time one
-    way = Way(stages, zero=3 if two_replicas else 1, schedule=schedule)
-    run_in_threads(stages * (1 + two_replicas), lambda comm: fails_and_goes_on(comm, way, warm, expected))
+def test_an_error_in_a_layer_of_one_stage_is_raised_on_all_and_leaves_the_model_as_it_was(schedule: str) -> None:
+    """Every second time with two replicas, in half of the cases before any step was made."""
+    expected, number = expected_bits(), SCHEDULES.index(schedule)
+    stages, replicas, warm = 4 // CHUNKS[schedule], 1 + number % 2, bool(number // 2 % 2)
+    way = Way(stages, zero=1 + 2 * (number % 2), schedule=schedule)
+    run_in_threads(stages * replicas, lambda comm: fails_and_goes_on(comm, way, warm, expected))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -279,18 +276,15 @@ def test_peers_with_other_samples_types_or_numbers_of_them_are_told_on_all_ranks
 
 #: Settings of four ranks, the error, and what it says; ``p``, ``t`` and ``d`` are sizes of axes.
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"p": 3}, GridError, r"4 ranks are not a multiple of pipeline=3 x tensor=1"),
     ({"p": 2, "t": 1, "d": 3}, GridError, r"pipeline=2 x tensor=1 x data=3 x context=1 = 6 ranks, but there are 4"),
     ({"p": 0}, GridError, r"pipeline=0 is not allowed for pipeline=0 x tensor=1"),
     ({"d": -2}, GridError, r"data=-2 is not allowed.*on 4 ranks"),
-    ({"order": "pipeline,data"}, GridError, r"missing 'tensor'"),
     ({"p": 2, "schedule": "2f2b"}, ConfigError, r"unknown schedule '2f2b'.*gpipe, 1f1b"),
     ({"p": 2, "virtual_stages": 2}, ConfigError, r"'1f1b' cannot have 2 virtual stages"),
     ({"p": 2, "schedule": "interleaved"}, ConfigError, r"cannot have 1 virtual stages; expected at least 2"),
     ({"zero_stage": 4}, ConfigError, r"zero_stage=4: expected 0 \(DDP\), 1, 2 or 3"),
     ({"p": 2, "cuts": [9]}, ConfigError, r"9"),
     ({"p": 2, "cuts": [1, 2]}, ConfigError, r"cuts"),
-    ({"p": 2, "costs": [1.0, 2.0]}, ConfigError, r"costs has 2 numbers.*8 blocks"),
     ({"p": 2, "costs": [float("nan")] * 8}, ConfigError, r"nan"),
 ]
 
@@ -322,18 +316,6 @@ def test_more_stages_than_blocks_and_black_boxes_are_refused() -> None:
         assert "2" in found
     for found in run_in_threads(2, lambda comm: run(comm, ten())):
         assert "FunctionModel is a black box, which cannot be split (pipeline=2, tensor=1, context=1)" in found
-
-
-def test_ranks_that_ask_for_different_spreads_are_told_apart() -> None:
-    def run(comm: Any, settings: dict[str, Any]) -> str:
-        with mz.ShardingConfig(comm=comm) as config:
-            return error_of(lambda: mz.HybridShardedModel(gpt(), config, 2, **settings))
-
-    for name, values in (("zero_stage", (1, 2)), ("schedule", ("gpipe", "1f1b")), ("cuts", ([1], [2]))):
-        shown = [str(tuple(value) if isinstance(value, list) else repr(value)) for value in values]
-        for found in run_in_threads(2, lambda comm, n=name, v=values: run(comm, {n: v[comm.rank]})):
-            assert found.startswith("ConfigError")
-            assert f"{name} of the parallel layout {shown[0]} on rank 0, {shown[1]} on rank 1" in found
 
 
 def test_a_split_model_cannot_train_by_local_steps() -> None:

@@ -20,7 +20,7 @@ from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE
 from tests.faults.jobs import launchers, run_job
 from tests.parallel.models import MEMORIES, PRIVATE, part, sharded
-from tests.parallel.parallel_layouts import Blocks, gpt, known, of_first, texts, with_traps
+from tests.parallel.parallel_layouts import Blocks, gpt, known, texts, with_traps
 
 #: A bucket of 64 float32 values, in MiB: even small models have many.
 FINE = 256 / 2**20
@@ -337,17 +337,6 @@ def fine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("place", range(4))
 def test_every_use_sees_all_that_was_published(place: int) -> None:
     same_as_in_one_process(("zero1", "zero2")[place % 2], MEMORIES[1 + place // 2], LOOKS[place::4])
-
-
-@pytest.mark.mpi
-@pytest.mark.usefixtures("fine")
-def test_every_use_sees_all_that_was_published_between_processes(world: Any) -> None:
-    for place, how in list(enumerate(LOOKS))[world.size :: 5]:
-        strategy, memory = ("zero1", "zero2")[place % 2], MEMORIES[1 + place // 2 % 2]
-        expected = of_first(world, lambda s=strategy, h=how: looked(None, s, {}, [h]))
-        found = looked(world, strategy, memory, [how])
-        same = all(np.array_equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True) if a is not None)
-        parallel_assert(world, same, f"{strategy} {memory} {how}")
 
 
 DROPPED = """

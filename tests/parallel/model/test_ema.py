@@ -14,7 +14,12 @@ from tests.parallel.models import KINDS, part
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(12, 4)).astype("f4"), RNG.integers(0, 3, 12)
-OPTIMIZERS = {"adamw": lambda: mz.AdamW(1e-2), "lamb": lambda: mz.LAMB(1e-2), "own": lambda: Own()}
+OPTIMIZERS = {
+    "adamw": lambda: mz.AdamW(1e-2),
+    "lamb": lambda: mz.LAMB(1e-2),
+    "muon": lambda: mz.Muon(1e-2),
+    "own": lambda: Own(),
+}
 
 
 class Own:

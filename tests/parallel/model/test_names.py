@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import mpizero as mz
 from mpizero import checkpoint
-from mpizero._util.names import NAME_LIMIT, NAME_PARTS, SLOT_LIMIT, check_names, fault_of, nearest
+from mpizero._util.names import NAME_LIMIT, NAME_PARTS, SLOT_LIMIT, check_names, fault_of
 from mpizero.checkpoint import LocalArray
 from mpizero.checkpoint.convert import ImportRules, TensorFile, export, write_imported
 from mpizero.cli.main import main
@@ -218,9 +218,3 @@ def test_what_is_not_refused_can_be_saved_read_and_verified(tmp_path_factory, na
 @given(st.text())
 def test_names_without_a_fault_can_be_shown(name):
     assert fault_of(name) or name.isprintable()
-
-
-def test_the_known_name_most_like_an_unknown_one_is_suggested() -> None:
-    assert nearest("wieght", ["weight", "bias"]) == " (did you mean 'weight'?)"
-    assert nearest("weight", ["Weight", "WEIGHTS"]) == " (did you mean 'Weight'?)"
-    assert nearest("x", ["weight", "bias"]) == nearest("weight", []) == ""

@@ -51,37 +51,66 @@ def test_an_optimizer_is_bound_before_it_steps_and_a_subclass_by_any_name_fits()
         assert model.optimizer is optimizer
 
 
-def test_lamb_against_the_papers_formulas():
-    x, y = vectors(6)
+def ratio(state, g, step, eps):
+    """The corrected mean of gradients over the root of that of their squares; both begin as zeros."""
+    state["m"] = 0.9 * state.get("m", 0.0) + 0.1 * g
+    state["v"] = 0.999 * state.get("v", 0.0) + 0.001 * g * g
+    return state["m"] / (1 - 0.9**step) / (np.sqrt(state["v"] / (1 - 0.999**step)) + eps)
+
+
+def by_adamw(w, g, state, step):
+    return w - 0.05 * (ratio(state, g, step, 1e-8) + 0.1 * w * (w.ndim > 1))  # vectors take no decay
+
+
+def by_lamb(w, g, state, step):
+    u = ratio(state, g, step, 1e-6) + 0.1 * w * (w.ndim > 1)
+    return w - 0.05 * np.linalg.norm(w) / np.linalg.norm(u) * u
+
+
+def by_muon(w, g, state, step):
+    """Newton-Schulz on singular values; vectors are trained by AdamW with a rate of their own."""
+    if w.ndim == 1:
+        return w - 0.05 * ratio(state, g, step, 1e-8)
+    state["m"] = 0.95 * state.get("m", 0.0) + 0.05 * g
+    u, s, vt = np.linalg.svd(0.05 * g + 0.95 * state["m"], full_matrices=False)
+    s = s / np.linalg.norm(s)
+    for _ in range(5):
+        s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+    return w - 0.1 * 0.01 * w - 0.1 * np.sqrt(11 / 7) * (u * s @ vt)
+
+
+FORMULAS = {
+    "AdamW": (mz.AdamW(lr=0.05, weight_decay=0.1), by_adamw),
+    "LAMB": (mz.LAMB(lr=0.05, weight_decay=0.1), by_lamb),
+    "Muon": (mz.Muon(lr=0.1, adamw_lr_scale=0.5), by_muon),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_training_follows_the_papers_formulas(name):
+    """Of a linear model, whose gradient is written out, too."""
+    (optimizer, update), (x, y) = FORMULAS[name], vectors(6)
 
     def loss_and_grad(p, batch):
         error = batch[0] @ p["w"] + p["b"] - batch[1]
         return float((error**2).sum() / 2), {"w": batch[0].T @ error, "b": error.sum(0)}, float(len(batch[0]))
 
-    rng = np.random.default_rng(0)
-    start = {"w": rng.normal(size=(7, 11)), "b": rng.normal(size=11)}
-    w = {name: value.copy() for name, value in start.items()}
-    m, v = ({name: np.zeros_like(a) for name, a in w.items()} for _ in range(2))
-
     def train(comm):
-        wrapped = mz.FunctionModel(start, loss_and_grad)
-        model, _ = sharded("zero2", comm, wrapped, mz.LAMB(lr=0.05, weight_decay=0.1), micro_batch=2)
+        model, _ = sharded("zero2", comm, mz.FunctionModel(w, loss_and_grad), optimizer, micro_batch=2)
         with model:
             for _ in range(5):
                 model.train(*part(comm, x, y))
             return model.named_parameters()
 
-    found = run_in_threads(3, train)[0]
+    rng = np.random.default_rng(0)
+    w = {"w": rng.normal(size=(7, 11)), "b": rng.normal(size=11)}
+    found, states = run_in_threads(3, train)[0], {"w": {}, "b": {}}
     for step in range(1, 6):
         error = x @ w["w"] + w["b"] - y
-        for name, g in (("w", x.T @ error / 6), ("b", error.sum(0) / 6)):
-            m[name] = 0.9 * m[name] + 0.1 * g
-            v[name] = 0.999 * v[name] + 0.001 * g * g
-            u = m[name] / (1 - 0.9**step) / (np.sqrt(v[name] / (1 - 0.999**step)) + 1e-6)
-            u = u + (0.1 if name == "w" else 0.0) * w[name]  # vectors take no decay
-            w[name] = w[name] - 0.05 * np.linalg.norm(w[name]) / np.linalg.norm(u) * u
-    for name, values in w.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-10)
+        gradients = {"w": x.T @ error / 6, "b": error.sum(0) / 6}
+        w = {key: update(w[key], gradients[key], states[key], step) for key in w}
+    for key, values in w.items():
+        np.testing.assert_allclose(found[key], values, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(

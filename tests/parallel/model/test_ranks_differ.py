@@ -144,7 +144,11 @@ CASES: dict[str, Place] = {
     "strategy tensor {0}, pipeline {1}": kind(mz.TensorParallelModel, mz.PipelineParallelModel),
     "zero_stage of the parallel layout 1 {0}, 3 {1}": kind(hybrid, functools.partial(hybrid, zero_stage=3)),
     "schedule of the parallel layout 'gpipe' {0}, '1f1b' {1}": kind(hybrid, mz.HybridShardedModel),
+    "cuts of the parallel layout (1,) {0}, (2,) {1}": lambda comm, odd: mz.HybridShardedModel(
+        gpt(), mz.ShardingConfig(comm=comm), 3, cuts=[1 + odd]
+    ),
     "share_node_memory of ShardingConfig True {0}, False {1}": config(share_node_memory=False),
+    "bad_steps.limit of ShardingConfig 5 {0}, 3 {1}": config(bad_steps=mz.BadSteps(limit=3)),
     "device of ShardingConfig 'cpu' {0}, 'cuda' {1}": config(device="cuda"),
     "learning rate 0.1 {0}, 0.2 {1}": optimizer(lambda odd: mz.AdamW(lr=0.1 + 0.1 * odd)),
     "betas of the optimizer (0.9, 0.999) {0}, (0.8, 0.999) {1}": optimizer(

@@ -19,7 +19,7 @@ from mpizero.testing import check_model, run_in_threads
 from mpizero.types import IntegerSpec
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, layouts, part, sharded
 from tests.parallel.normalized import MOMENTUM, RATE, BatchNorm, CountingNorm, by_hand, network, samples
-from tests.parallel.parallel_layouts import Case, Way, known, pipelines, placed, steps, trained, trained_alone
+from tests.parallel.parallel_layouts import Case, Way, pipelines, placed, steps, trained, trained_alone
 from tests.parallel.parallel_layouts import alone as placed_alone
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "models"
@@ -109,14 +109,6 @@ def test_every_schedule_has_the_bits_of_one_process(ranks):
         name = list(CASES)[(number + ranks) % len(CASES)]
         run = partial(trained_as, name, way=way, **MEMORIES[(number + ranks) % len(MEMORIES)])
         assert run_in_threads(ranks, run) == [alone(name)] * ranks, (name, way)
-
-
-@pytest.mark.mpi
-def test_ranks_of_a_real_job_have_the_bits_of_one_process(world):
-    ways = [(Way(zero=STRATEGIES.index(s)), memory) for s, memory in layouts(world.size)[world.size % 3 :: 3]]
-    for number, (way, memory) in enumerate([*ways, *((way, {}) for way in pipelines(world.size, 7)[:1])]):
-        name = list(CASES)[(number + world.size) % len(CASES)]
-        assert trained_as(name, world, way, **memory) == known(world, alone, name), (name, way, memory)
 
 
 @pytest.mark.slow

@@ -168,6 +168,34 @@ MISTAKES = {
         f"ema={ema!r}": (lambda ema=ema: mz.ShardingConfig(ema=ema), "ema=.*: expected a finite number > 0 and < 1")
         for ema in (1.5, 0, 1.0, "0.9", True)
     },
+    **{
+        f"{setting}={value!r}": (
+            lambda s=setting, v=value: mz.ShardingConfig(**{s: v}),
+            f"{setting}=.*expected {expected}",
+        )
+        for setting, expected, values in (
+            ("check_every", "a whole number >= 0", (-1,)),
+            ("bucket_mb", "", (0, True, "4", float("nan"), 1e9)),
+            ("gradient_compression", "", ("int4", "topk", "topk:x", "topk:0.5", "topk:nan", "int8:3", 8, [])),
+            ("grain_assignment", "'static' or 'dynamic'", ("guided",)),
+            ("tiles", "a whole number from 1 to", (0, True, "8", 2.0, {"pipeline": 2}, {"tensor": 0})),
+            ("bad_steps", "mpizero.BadSteps", (5,)),
+        )
+        for value in values
+    },
+    **{
+        f"BadSteps({name}={value!r})": (lambda n=name, v=value: mz.BadSteps(**{n: v}), f"{name}={value!r}: expected")
+        for name, value in (("limit", 0), ("limit", 2.0), ("warn", "no"), ("callback", 3))
+    },
+    "a compression of an optimizer": (
+        lambda: mz.GradientCompressionOptimizer(mz.SGD(), mz.ShardingConfig(), compression="int4"),
+        "expected",
+    ),
+    "no compression": (
+        lambda: mz.GradientCompressionOptimizer(mz.SGD(), mz.ShardingConfig(), compression=None),
+        "compression=None",
+    ),
+    "no samples to reserve": (lambda: placed(black_box()).reserve(0), "reserve"),
     "a word for a flag": (lambda: mz.ShardingConfig(auto_sync_gradients="no"), "gradients='no': expected True"),
     "a rate of text": (lambda: mz.nn.GPT(8, 1, 2, 4, dropout="0.1"), "dropout rate='0.1': expected"),
     "an eps of text": (lambda: mz.nn.LayerNorm(4, eps="x"), "eps='x': expected a finite number > 0"),

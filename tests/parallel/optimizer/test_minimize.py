@@ -158,14 +158,6 @@ def test_iterates_have_the_bits_of_one_process_on_every_layout(name):
         assert found == [expected] * ranks, (strategy, memory)
 
 
-@pytest.mark.mpi
-def test_iterates_have_the_bits_of_one_process_over_mpi(world):
-    for number, name in enumerate((*METHODS, "regularized")):
-        (model, choice), memory = problem(name, 4), MEMORIES[(world.size + number) % 3]
-        found = minimized(world, model, strategy=STRATEGIES[(world.size + number) % 4], settings=memory, **choice)
-        assert found[:2] == minimized("self", model, **choice)[:2]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_minimum_is_found(method):

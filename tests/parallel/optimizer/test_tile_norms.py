@@ -6,7 +6,6 @@ The slices are made by hand, and the norms are computed here once more, tile by 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,38 +183,3 @@ def test_tiles_are_added_in_the_order_of_the_tree_over_their_numbers() -> None:
 
     for size in (1, 2, 4, 8):
         run_in_threads(size, body)
-
-
-TEXTS = np.random.default_rng(0).integers(0, 13, (2, 6, 11))
-
-
-def resumed(comm: Any, folder: Path, writes: bool, **sizes: int) -> tuple[list[float | None], str]:
-    """Return the norms of the first and the third step, and the hash at the end.
-
-    With ``writes`` train three steps, and save after two; without, train one, load what was saved, and train the third.
-    """
-    config = mz.ShardingConfig(comm=comm, micro_batch=2, tiles={"tensor": 4}, clip=0.05, check_every=1)
-    model = mz.nn.GPT(dim=16, layers=2, heads=4, sequence=11, vocabulary=13, dropout=0.1, dtype="float64")
-    placed = mz.HybridShardedModel(model, config, optimizer=mz.LAMB(lr=1e-2), **sizes)
-    with config, placed:
-        own = [np.array_split(a, placed.batch_group.size)[placed.batch_group.rank] for a in TEXTS]
-        norms = []
-        for step in range(3) if writes else (0, 2):
-            if step == 2:
-                placed.save_model(folder) if writes else placed.load_model(folder)
-            placed.train(*own)
-            norms.append(placed.last_step.gradient_norm)
-        return [norms[0], norms[-1]], placed.parameters_sha256()
-
-
-@pytest.mark.slow
-def test_training_with_norms_goes_on_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
-    (alone,) = run_in_threads(1, lambda comm: resumed(comm, tmp_path / "saved", writes=True))
-    for ranks, sizes in (
-        (2, {"zero_stage": 3}),
-        (2, {"tensor_parallel_size": 2, "zero_stage": 0}),
-        (4, {"tensor_parallel_size": 2, "zero_stage": 2}),
-        (4, {"tensor_parallel_size": 4, "zero_stage": 1}),
-    ):
-        found = run_in_threads(ranks, lambda comm, sizes=sizes: resumed(comm, tmp_path / "saved", False, **sizes))
-        assert found == [alone] * ranks, sizes

@@ -16,19 +16,7 @@ from mpizero.layout.flat import FlatLayout, owners_by_cost
 from mpizero.sharding.whole_tensors import TensorPlan
 from mpizero.testing import run_in_threads
 from mpizero.types import ParameterSpec
-from tests.parallel.models import (
-    MEMORIES,
-    PRIVATE,
-    STRATEGIES,
-    gpt,
-    layouts,
-    mlp,
-    part,
-    points,
-    sharded,
-    tokens,
-    vectors,
-)
+from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, layouts, mlp, part, points, sharded, tokens
 from tests.parallel.parallel_layouts import Case, Way, known, trained_alone
 from tests.parallel.parallel_layouts import trained as spread
 
@@ -94,28 +82,6 @@ def test_every_strategy_has_the_bits_of_one_process(world):
         assert trained(world, strategy, name, **memory) == known(world, alone, name), (strategy, memory, name)
 
 
-@pytest.mark.slow
-def test_clipping_loss_scale_and_average_work_with_the_same_bits():
-    def run(comm, strategy, **memory):
-        x, y = points(9)
-        model, optimizer = sharded(strategy, comm, mlp(), mz.Muon(lr=1e-2), micro_batch=2, clip=0.2, ema=0.9, **memory)
-        with model:
-            model._engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=2.0**10))
-            expected = model.get_parameters().astype("f8")
-            for _ in range(3):
-                model.train(*part(comm, x, y))
-                expected += 0.1 * (model.get_parameters() - expected)
-            average = np.concatenate([a.ravel() for a in optimizer.state_dict()["state"]["ema"].values()])
-            np.testing.assert_allclose(average, expected, rtol=1e-5, atol=1e-6)
-            found = model.evaluate(*part(comm, x, y), ema=True)
-            return model.parameters_sha256(), model.last_step.gradient_norm, average.tobytes(), found
-
-    one = run(None, "ddp")
-    assert one[1] > 0.2
-    for ranks, strategy, memory in ((2, "ddp", PRIVATE), (3, "zero1", {}), (4, "zero3", {"ranks_per_node": 2})):
-        assert run_in_threads(ranks, lambda comm, s=strategy, m=memory: run(comm, s, **m))[0] == one, (ranks, strategy)
-
-
 class Matrices(RowMeans):
     def takes(self, spec):
         return len(spec.shape) == 2
@@ -148,42 +114,6 @@ def test_a_tensor_group_is_refused_and_tiles_on_one_rank_are_not():
     run_in_threads(2, grouped)
     case = replace(CASE, config={"tiles": {"tensor": 2}})
     assert spread(case, None) == run_in_threads(2, lambda comm: spread(case, comm))[0]
-
-
-def test_training_with_muon_against_the_formulas():
-    """A linear model; Newton-Schulz on singular values, written out here."""
-    x, y = vectors(6)
-
-    def loss_and_grad(p, batch):
-        error = batch[0] @ p["w"] + p["b"] - batch[1]
-        return float((error**2).sum() / 2), {"w": batch[0].T @ error, "b": error.sum(0)}, float(len(batch[0]))
-
-    start = {"w": np.zeros((7, 11)), "b": np.zeros(11)}
-
-    def run(comm):
-        model, _ = sharded("zero2", comm, mz.FunctionModel(start, loss_and_grad), mz.Muon(lr=0.1, adamw_lr_scale=0.5))
-        with model:
-            for _ in range(5):
-                model.train(*part(comm, x, y))
-            return model.named_parameters()
-
-    found = run_in_threads(3, run)[0]
-    w, b = start["w"], start["b"]
-    m, first, second = np.zeros_like(w), np.zeros_like(b), np.zeros_like(b)
-    for step in range(1, 6):
-        error = x @ w + b - y
-        g, of_b = x.T @ error / 6, error.sum(0) / 6
-        m = 0.95 * m + 0.05 * g
-        u, s, vt = np.linalg.svd(0.05 * g + 0.95 * m, full_matrices=False)
-        s = s / np.linalg.norm(s)
-        for _ in range(5):
-            s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
-        w = w - 0.1 * 0.01 * w - 0.1 * np.sqrt(11 / 7) * (u * s @ vt)
-        first, second = 0.9 * first + 0.1 * of_b, 0.999 * second + 0.001 * of_b**2
-        root = np.sqrt(second / (1 - 0.999**step)) + 1e-8
-        b = b - 0.05 * (first / (1 - 0.9**step) / root)
-    np.testing.assert_allclose(found["w"], w, rtol=0, atol=1e-10)
-    np.testing.assert_allclose(found["b"], b, rtol=0, atol=1e-10)
 
 
 def test_frozen_tensors_stay_and_a_skipped_step_changes_nothing():

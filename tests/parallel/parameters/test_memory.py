@@ -11,7 +11,7 @@ import pytest
 import mpizero as mz
 from mpizero.comm import as_communicator
 from mpizero.comm.reduce import EXCHANGE_ELEMENTS
-from mpizero.errors import ConfigError, OutOfMemoryError, RemoteError, SharedMemoryError
+from mpizero.errors import OutOfMemoryError, RemoteError, SharedMemoryError
 from mpizero.sharding import params
 from mpizero.sharding.params import PAGE, Memory
 from mpizero.testing import run_in_threads
@@ -69,22 +69,6 @@ def test_shared_memory_holds_one_copy_of_parameters_and_state_a_node() -> None:
             assert kinds["parameters"] <= 4 * PARAMETERS / 4 + PAGE
             assert kinds["optimizer state"] <= 8 * PARAMETERS / 4 + 256
             assert exchange == 0
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_no_rank_ever_holds_a_full_gradient(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    private = Memory.private
-
-    def noted(self: Memory, kind: str, shape: Any, dtype: Any) -> Any:
-        if kind == "gradients":
-            asked.append(int(np.prod(shape)))
-        return private(self, kind, shape, dtype)
-
-    monkeypatch.setattr(Memory, "private", noted)
-    run_in_threads(4, lambda comm: measured(comm, strategy, **PRIVATE))
-    assert max(asked) == max(PARAMETERS // 4, -(-UNIT * 4 // PAGE) * PAGE // 4)
-    assert max(asked) < PARAMETERS / 2
 
 
 def test_evaluation_needs_no_gradient_memory() -> None:
@@ -267,16 +251,6 @@ def test_what_is_reserved_before_a_checkpoint_is_loaded_falls_back_and_keeps_the
     shared = run_in_threads(2, lambda comm: train(comm, False))
     limit_windows(monkeypatch, 3 * ROW)
     assert run_in_threads(2, lambda comm: train(comm, True)) == shared
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, None])
-def test_reserve_refuses_what_is_no_number_of_samples(wrong: Any) -> None:
-    with (
-        mz.ShardingConfig() as config,
-        mz.DDPModel(gpt(), config) as model,
-        pytest.raises(ConfigError, match="reserve"),
-    ):
-        model.reserve(wrong)
 
 
 def on_uneven_nodes(comm: Any) -> tuple[float, int]:

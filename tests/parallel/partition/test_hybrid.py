@@ -27,6 +27,7 @@ from tests.parallel.parallel_layouts import (
     placed,
     points,
     same_within_rounding,
+    steps,
     texts,
     trained,
     trained_alone,
@@ -118,6 +119,28 @@ def test_every_schedule_and_every_zero_stage_on_2_x_2_x_2_has_the_same_bits(zero
         way, memory = Way(2, 2, zero=zero, schedule=schedule), MEMORIES[zero // 2]
         found = run_in_threads(8, lambda comm, w=way, m=memory: trained(CASES["LAMB, clipping"], comm, w, **m))
         assert found == [in_tiles("LAMB, clipping", 2, 1)] * 8, way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [mz.PipelineParallelModel, mz.TensorParallelModel])
+def test_pipeline_and_tensor_models_take_all_ranks_unless_told_otherwise(kind: Any) -> None:
+    name = kind.__name__.removesuffix("Model")
+
+    def run(comm: Any, *size: int) -> Any:
+        case = CASES["MLP"]
+        with (
+            mz.ShardingConfig(comm=comm, micro_batch=2) as config,
+            kind(case.model(), config, *size, zero_stage=1, optimizer=case.optimizer()) as model,
+        ):
+            with model.clone() as clone:
+                assert clone.parameters_sha256() == model.parameters_sha256()
+            found, told = steps(model, case), model.metadata()
+            return found, told.strategy, told.group_sizes[name.removesuffix("Parallel").lower()]
+
+    for size, ranks in (((), 3), ((3,), 3), ((1,), 1)):
+        for found, *told in run_in_threads(3, lambda comm, s=size: run(comm, *s)):
+            assert told == [name, ranks]
+            assert same_within_rounding(found, serial("MLP"))
 
 
 #: Ways that a job of so many processes trains.

@@ -25,7 +25,6 @@ from tests.parallel.parallel_layouts import (
     placed,
     points,
     same_within_rounding,
-    steps,
     trained,
     trained_alone,
 )
@@ -42,26 +41,6 @@ def test_three_ranks_which_have_no_tiles_learn_what_whole_layers_learn(hidden: t
     first, again = (run_in_threads(3, lambda comm: trained(case, comm, Way(tensor=3, zero=2))) for _ in range(2))
     assert first == again == [first[0]] * 3
     assert same_within_rounding(first[0], trained_alone(case))
-
-
-@pytest.mark.slow
-def test_a_tensor_parallel_model_takes_all_ranks_unless_told_otherwise() -> None:
-    case = Case(lambda: mlp(**F64), batches=points(3, 13))
-
-    def run(comm: Any, *size: int) -> Any:
-        with mz.ShardingConfig(comm=comm, micro_batch=2) as config:
-            model = mz.TensorParallelModel(case.model(), config, *size, zero_stage=1)
-            mz.HybridShardedOptimizer(case.optimizer(), config).set_model(model)
-            with model, model.clone() as clone:
-                assert clone.parameters_sha256() == model.parameters_sha256()
-                found, told = steps(model, case), model.metadata()
-                return found, told.strategy, told.group_sizes["tensor"], told.group_sizes["data"]
-
-    expected = trained_alone(case)
-    for size, sizes in (((), (3, 1)), ((3,), (3, 1)), ((1,), (1, 3))):
-        for found, *told in run_in_threads(3, lambda comm, s=size: run(comm, *s)):
-            assert told == ["TensorParallel", *sizes]
-            assert same_within_rounding(found, expected)
 
 
 # ---------------------------------------------------------------------- what is split
@@ -253,9 +232,3 @@ def test_a_number_for_both_axes_holds_for_those_that_the_model_has(
 def test_tiles_that_no_layer_can_compute_are_refused(model: Any, tiles: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         in_tiles(ParallelLayout(), tiles, model)
-
-
-@pytest.mark.parametrize("tiles", [0, True, "8", 2.0, {"pipeline": 2}, {"tensor": 0}])
-def test_a_wrong_number_of_tiles_is_refused_where_it_is_given(tiles: Any) -> None:
-    with pytest.raises(ConfigError, match="tiles=.*expected a whole number from 1 to"):
-        mz.ShardingConfig(tiles=tiles)
