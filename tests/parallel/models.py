@@ -46,7 +46,7 @@ def layouts(size: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def sharded(strategy: str, comm: Any, model: Any = None, optimizer: Any = None, **settings: Any) -> Any:
-    """A placed model of its strategy's class, whose configuration is closed with it, and its optimizer."""
+    """A placed model of its strategy's class, whose configuration is closed with it."""
     config = mz.ShardingConfig(comm="self" if comm is None else comm, **{"minimum_parameter_group_size": 1, **settings})
     chosen = optimizer if optimizer is not None else mz.AdamW(lr=1e-2)
     placed = KINDS[strategy](model if model is not None else mlp(), config, optimizer=chosen)
@@ -56,15 +56,14 @@ def sharded(strategy: str, comm: Any, model: Any = None, optimizer: Any = None, 
         config.close()
 
     placed.close = close  # type: ignore[method-assign]
-    return placed, placed.optimizer
+    return placed
 
 
 def trained(
     comm: Any, strategy: str, model: Any, batch: tuple[Any, Any], optimizer: Any = None, steps: int = 3, **settings: Any
 ) -> tuple[str, list[float]]:
     """Train some steps on a global batch, two samples a grain; return the parameters' hash and the losses."""
-    placed, _ = sharded(strategy, comm, model, optimizer, **{"micro_batch": 2, **settings})
-    with placed:
+    with sharded(strategy, comm, model, optimizer, **{"micro_batch": 2, **settings}) as placed:
         losses = [placed.train(*part(comm, *batch)) for _ in range(steps)]
         return str(placed.parameters_sha256()), losses
 
@@ -95,10 +94,9 @@ def step_whose_sum_overflows(comm: Any) -> tuple[Any, Array]:
 
     Returns what the step told, and the parameters after it, which were zeros.
     """
-    model, optimizer = sharded("zero1", comm, mlp(hidden=(), task="regression", outputs=1), micro_batch=1)
-    with model:
+    with sharded("zero1", comm, mlp(hidden=(), task="regression", outputs=1), micro_batch=1) as model:
         model.set_parameters(np.zeros(7, np.float32))
-        model._engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=1.0))
+        model._engine.bind(model.optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=1.0))
         model.train(*part(comm, np.ones((2, 6), np.float32), np.full((2, 1), 1.0e38, np.float32)))
         return model.last_step, model.get_parameters()
 

@@ -61,31 +61,29 @@ class Trained(NamedTuple):
     norms: list[float | None]
 
 
-def placed(case: Case, comm: Any, way: Way = ONE, **memory: Any) -> tuple[Any, Any]:
-    """A model spread over ranks, whose configuration is closed with it, and its optimizer."""
+def placed(case: Case, comm: Any, way: Way = ONE, **memory: Any) -> Any:
+    """A model spread over ranks, whose configuration is closed with it."""
     config = mz.ShardingConfig(
         comm="self" if comm is None else comm,
         **{"micro_batch": 2, "minimum_parameter_group_size": 1, **case.config, **memory},
     )
     model = mz.HybridShardedModel(case.model(), config, way.pipeline, way.tensor, **way.settings())
-    optimizer = mz.HybridShardedOptimizer(case.optimizer(), config, loss_scale=case.loss_scale)
-    optimizer.set_model(model)
+    mz.HybridShardedOptimizer(case.optimizer(), config, loss_scale=case.loss_scale).set_model(model)
 
     def close() -> None:
         type(model).close(model)
         config.close()
 
     model.close = close  # type: ignore[method-assign]
-    return model, optimizer
+    return model
 
 
-def alone(case: Case) -> tuple[Any, Any]:
+def alone(case: Case) -> Any:
     """The same in one process, without any splitting: what all ways are compared with."""
     config = mz.ShardingConfig(comm="self", **{"micro_batch": 2, "minimum_parameter_group_size": 1, **case.config})
     model = mz.DDPModel(case.model(), config)
-    optimizer = mz.DDPOptimizer(case.optimizer(), config, loss_scale=case.loss_scale)
-    optimizer.set_model(model)
-    return model, optimizer
+    mz.DDPOptimizer(case.optimizer(), config, loss_scale=case.loss_scale).set_model(model)
+    return model
 
 
 def steps(model: Any, case: Case, sizes: list[int] | None = None) -> Trained:
@@ -97,14 +95,12 @@ def steps(model: Any, case: Case, sizes: list[int] | None = None) -> Trained:
 
 
 def trained(case: Case, comm: Any, way: Way = ONE, sizes: list[int] | None = None, **memory: Any) -> Trained:
-    model, _ = placed(case, comm, way, **memory)
-    with model:
+    with placed(case, comm, way, **memory) as model:
         return steps(model, case, sizes)
 
 
 def trained_alone(case: Case) -> Trained:
-    model, _ = alone(case)
-    with model:
+    with alone(case) as model:
         return steps(model, case)
 
 

@@ -122,8 +122,7 @@ def test_batches_that_shrink_and_grow_have_the_bits_of_one_process() -> None:
     """A smaller batch has fewer rows of gradients in the same window."""
 
     def shrunk_and_grown(comm: Any, strategy: str, **memory: Any) -> str:
-        model, _ = sharded(strategy, comm, gpt(layers=1), micro_batch=1, **memory)
-        with model:
+        with sharded(strategy, comm, gpt(layers=1), micro_batch=1, **memory) as model:
             for samples in (16, 3, 2, 11):
                 model.train(*part(comm, *tokens(samples, samples)))
             return str(model.parameters_sha256())

@@ -57,8 +57,7 @@ def test_a_bit_that_turns_over_between_two_updates_is_found_with_tensor_and_rank
     def run(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
         x, y = points(2 * comm.size)
         victim = comm.size - 1
-        model, _ = sharded(strategy, comm, mlp(), micro_batch=1, check_every=2, **memory)
-        with model:
+        with sharded(strategy, comm, mlp(), micro_batch=1, check_every=2, **memory) as model:
             spoiler = Flip(model.default_loss_function)
             model._engine.runner.evaluator.criterion = spoiler
             for _ in range(2):
@@ -89,8 +88,7 @@ def test_a_bit_in_one_of_several_copies_is_found_at_the_next_check_and_the_minor
     x, y = points(6)
 
     def run(comm: Any) -> str:
-        model, _ = sharded(strategy, comm, mlp(), micro_batch=1, **PRIVATE)
-        with model:
+        with sharded(strategy, comm, mlp(), micro_batch=1, **PRIVATE) as model:
             model.train(*part(comm, x, y))
             if comm.rank == 1:
                 slot = sorted(model._engine.updater.state)[0]
@@ -112,8 +110,7 @@ def test_a_hybrid_finds_a_bit_in_whatever_a_rank_holds(way: Way, memory: dict[st
     batch = tokens(8)
 
     def run(comm: Any) -> None:
-        model, _ = placed(Case(lambda: gpt(dropout=0.0)), comm, way, check_every=1, **memory)
-        with model:
+        with placed(Case(lambda: gpt(dropout=0.0)), comm, way, check_every=1, **memory) as model:
             for _ in range(2):
                 model.train(*part(model.batch_group, *batch))
             model.check_integrity()
@@ -133,8 +130,7 @@ def test_copies_of_a_tied_parameter_on_two_stages_and_whole_ones_of_tensor_ranks
     way: Way, name: str
 ) -> None:
     def run(comm: Any) -> None:
-        model, _ = placed(Case(lambda: gpt(dropout=0.0)), comm, way)
-        with model:
+        with placed(Case(lambda: gpt(dropout=0.0)), comm, way) as model:
             model.train(*part(model.batch_group, *tokens(8)))
             model.check_integrity()
             held = {entry.spec.guest or entry.spec.name: entry for entry in model._engine.layout.parameters}
@@ -150,8 +146,8 @@ def test_copies_of_a_tied_parameter_on_two_stages_and_whole_ones_of_tensor_ranks
 @pytest.mark.slow
 def test_nothing_is_found_where_nothing_happened_and_the_bits_are_the_same() -> None:
     def trained(comm: Any, strategy: str, memory: dict[str, Any], every: int) -> str:
-        model, optimizer = sharded(strategy, comm, gpt(layers=1), micro_batch=1, check_every=every, **memory)
-        with model:
+        with sharded(strategy, comm, gpt(layers=1), micro_batch=1, check_every=every, **memory) as model:
+            optimizer = model.optimizer
             earlier = optimizer.state_dict()
             for step in range(4):
                 model.train(*part(comm, *tokens(8)))

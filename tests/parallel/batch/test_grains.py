@@ -111,8 +111,7 @@ DYNAMIC = {"grain_assignment": "dynamic"}
 
 def trained(comm: Any, name: str, strategy: str, optimizer: str = "AdamW", **settings: Any) -> tuple[str, float]:
     make, (x, y), own = TRAININGS[name]
-    model, _ = sharded(strategy, comm, make(), OPTIMIZERS[optimizer], **own, **settings)
-    with model:
+    with sharded(strategy, comm, make(), OPTIMIZERS[optimizer], **own, **settings) as model:
         losses = [model.train(*part(comm, x, y)) for _ in range(3)]
         return model.parameters_sha256(), losses[-1]
 
@@ -158,8 +157,7 @@ def computed(ranks: int, count: int, slow: int | None = None, **settings: Any) -
 
         x, y = np.random.default_rng(0).normal(size=(count, 3)), np.arange(count)
         function = mz.FunctionModel({"w": np.ones(3)}, loss_and_grad)
-        model, _ = sharded("zero1", comm, function, micro_batch=1, **DYNAMIC, **settings)
-        with model:
+        with sharded("zero1", comm, function, micro_batch=1, **DYNAMIC, **settings) as model:
             model.train(*part(comm, x, y))
 
     run_in_threads(ranks, run)
@@ -189,8 +187,7 @@ def same_when_claimed(run: Any) -> None:
 
 def test_batches_of_other_sizes_and_types_follow_one_another() -> None:
     def run(comm: Any, **settings: Any) -> str:
-        model, _ = sharded("ddp", comm, hard_function(), micro_batch=2, **settings)
-        with model:
+        with sharded("ddp", comm, hard_function(), micro_batch=2, **settings) as model:
             for count in (7, 24, 3, 24):
                 x, y = vectors(count)
                 model.train(*part(comm, x.astype("f4") if count == 3 else x, y))
@@ -211,8 +208,7 @@ def test_an_error_in_one_grain_is_raised_on_all_ranks_and_the_next_step_is_right
             return gradient
 
         x = np.repeat(np.arange(12.0)[:, None], 10, axis=1)
-        model, _ = sharded("zero1", comm, ten(poisoned), micro_batch=1, **settings)
-        with model:
+        with sharded("zero1", comm, ten(poisoned), micro_batch=1, **settings) as model:
             if broken[0]:
                 with pytest.raises(Exception, match="sample five"):
                     model.train(*part(comm, x, x[:, :1]))
@@ -227,8 +223,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_names_the_sample() -> 
     def run(comm: Any) -> Any:
         x = np.ones((12, 10))
         x[7] = np.nan
-        model, _ = sharded("zero1", comm, ten(), micro_batch=1, **DYNAMIC)
-        with model:
+        with sharded("zero1", comm, ten(), micro_batch=1, **DYNAMIC) as model:
             before = model.parameters_sha256()
             model.train(*part(comm, x, x[:, :1]))
             assert model.parameters_sha256() == before

@@ -106,8 +106,7 @@ def told(model: Any, batches: list[Any], order: Any, inputs: Any) -> tuple[Any, 
 
 def of_arrays() -> tuple[Any, ...]:
     """The same of one array, on one process."""
-    model, _ = sharded("ddp", None, hard_function(), micro_batch=4)
-    with model:
+    with sharded("ddp", None, hard_function(), micro_batch=4) as model:
         return told(model, [vectors(18), vectors(11), vectors(18)], same, vectors(5)[0])
 
 
@@ -116,7 +115,7 @@ def check_ranks(comm: Any, size: int, order: Any, every: int = 1) -> None:
     wanted, sizes = known(comm, of_arrays), set[int]()
     inputs = order(as_tree(*vectors(5)))[0]
     for strategy, memory in layouts(size)[::every]:
-        model, _ = sharded(strategy, comm, of_trees(order, sizes), micro_batch=4, **memory)
+        model = sharded(strategy, comm, of_trees(order, sizes), micro_batch=4, **memory)
         cuts = (None, [0] * (size - 1) + [11], None)
         batches = [order(as_tree(*part(comm, *vectors(n), cut))) for n, cut in zip((18, 11, 18), cuts, strict=True)]
         with model:
@@ -178,7 +177,7 @@ def box(comm: Any = None, seen: Any = None, **settings: Any) -> Any:
             seen.append(batch[0])
         return 1.0, {"w": np.ones(3)}, 1.0
 
-    return sharded("zero2", comm, mz.FunctionModel({"w": np.zeros(3)}, loss_and_grad), **settings)[0]
+    return sharded("zero2", comm, mz.FunctionModel({"w": np.zeros(3)}, loss_and_grad), **settings)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +264,7 @@ def test_the_samples_of_a_bad_step_are_kept_and_replayed_as_trees(tmp_path: Path
         return float(x["b"].sum()), {"w": np.log(x["b"].sum(0))}, float(len(x["b"]))
 
     def run(comm: Any) -> Any:
-        model, _ = sharded("zero1", comm, mz.FunctionModel({"w": np.ones(2)}, loss_and_grad), micro_batch=2)
-        with model:
+        with sharded("zero1", comm, mz.FunctionModel({"w": np.ones(2)}, loss_and_grad), micro_batch=2) as model:
             x, y = (np.abs(values) for values in vectors(8))
             x[5, :2] = 0.0
             x[4, :2] = 0.0
@@ -277,8 +275,7 @@ def test_the_samples_of_a_bad_step_are_kept_and_replayed_as_trees(tmp_path: Path
     path, _ = run_in_threads(2, run)
     bad = next(held for held in seen if not held[0].any())
     seen.clear()
-    model, _ = sharded("zero1", None, mz.FunctionModel({"w": np.ones(2)}, loss_and_grad), micro_batch=2)
-    with model:
+    with sharded("zero1", None, mz.FunctionModel({"w": np.ones(2)}, loss_and_grad), micro_batch=2) as model:
         (replay,) = mz.sharding.replay_bad_step(path, model)
     assert (replay.start, replay.stop, replay.first.what, replay.first.name) == (4, 6, "gradient", "w")
     assert [f.name for f in replay.figures if f.what == "input"][:2] == ["x['b']", "x['a'][0].left"]
@@ -298,7 +295,7 @@ def test_the_samples_of_a_bad_step_are_kept_and_replayed_as_trees(tmp_path: Path
 )
 def test_a_made_up_structure_is_refused(structure: Any, tmp_path: Path) -> None:
     nan = np.full((2, 2), np.nan)
-    model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.ones(2)}, lambda p, b: (np.nan, {"w": np.ones(2)}, 1.0)))
+    model = sharded("ddp", None, mz.FunctionModel({"w": np.ones(2)}, lambda p, b: (np.nan, {"w": np.ones(2)}, 1.0)))
     with model:
         batch = {"a": nan, "b": nan}, nan
         model.train(*batch)
@@ -345,8 +342,7 @@ def test_a_source_gives_trees_and_its_batches_the_same_training_on_any_ranks(arr
     def run(comm: Any) -> str:
         source = mz.data.ArraySource({"image": x, "number": np.arange(13)}, y) if arrays else Images()
         wrapped = mz.FunctionModel(whole.parameters, loss_and_grad, frozen=["scale"])
-        model, _ = sharded("zero2", comm, wrapped, micro_batch=2)
-        with model:
+        with sharded("zero2", comm, wrapped, micro_batch=2) as model:
             for batch in mz.data.batches(source.split(0.2)[0], model.config, 7, seed=3, steps=4):
                 model.train(*batch)
             return str(model.parameters_sha256())

@@ -19,7 +19,7 @@ from tests.parallel.models import PRIVATE, STRATEGIES, gpt, part, points, sharde
 
 def trained_gpt() -> Any:
     """A model in one process after a step."""
-    model, _ = sharded("ddp", None, gpt(layers=1))
+    model = sharded("ddp", None, gpt(layers=1))
     model.train(*tokens(4))
     return model
 
@@ -27,8 +27,7 @@ def trained_gpt() -> Any:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_save_beside_training_has_the_values_of_its_call(strategy: str, tmp_path: Path) -> None:
     def train(comm: Any) -> None:
-        model, _ = sharded(strategy, comm, **PRIVATE)
-        with model:
+        with sharded(strategy, comm, **PRIVATE) as model:
             model._reserve_snapshot()
             held = model._engine.memory.private_bytes["snapshot"]
             for step in range(3):
@@ -51,8 +50,7 @@ def test_a_save_beside_training_has_the_values_of_its_call(strategy: str, tmp_pa
 
 def test_an_error_in_training_discards_the_save_beside_it(tmp_path: Path) -> None:
     def fail() -> None:
-        model, _ = sharded("zero1", None)
-        with model:
+        with sharded("zero1", None) as model:
             model.begin_save(tmp_path / "model")
             raise ZeroDivisionError
 
@@ -62,7 +60,7 @@ def test_an_error_in_training_discards_the_save_beside_it(tmp_path: Path) -> Non
 
 
 def test_open_files_work_like_bytes() -> None:
-    (first, _), (second, _) = (sharded(strategy, None) for strategy in ("zero1", "zero3"))
+    first, second = (sharded(strategy, None) for strategy in ("zero1", "zero3"))
     with first, second, io.BytesIO() as stream:
         first.train(*points(4))
         first.save_state(stream)
@@ -73,13 +71,12 @@ def test_open_files_work_like_bytes() -> None:
 
 
 def test_a_model_without_optimizer_takes_the_parameters_alone() -> None:
-    model, optimizer = sharded("zero1", None)
-    with model, mz.DDPModel(model.wrapped_model, mz.ShardingConfig()) as bare:
+    with sharded("zero1", None) as model, mz.DDPModel(model.wrapped_model, mz.ShardingConfig()) as bare:
         model.train(*points(4))
         bare.deserialize(model.serialize())
         assert bare.parameters_sha256() == model.parameters_sha256()
         with pytest.raises(CheckpointError, match="the checkpoint has none"):
-            optimizer.deserialize(bare.serialize())
+            model.optimizer.deserialize(bare.serialize())
 
 
 def test_a_state_dictionary_that_does_not_fit_is_refused_by_name_and_changes_nothing() -> None:
@@ -102,8 +99,8 @@ def test_a_state_dictionary_that_does_not_fit_is_refused_by_name_and_changes_not
 
 def test_replicas_that_differ_are_found_and_repaired() -> None:
     def repair(comm: Any) -> tuple[int, int, str]:
-        model, optimizer = sharded("ddp", comm, **PRIVATE)
-        with model:
+        with sharded("ddp", comm, **PRIVATE) as model:
+            optimizer = model.optimizer
             model.train(*part(comm, *points(8)))
             assert optimizer.synchronize_optimizer_state() == 0
             if comm.rank == 2:
@@ -197,7 +194,8 @@ def in_use(comm: Any, kind: str, memory: dict[str, Any]) -> Any:
         optimizer = mz.HybridShardedOptimizer(mz.AdamW(lr=1e-2), config)
         optimizer.set_model(model)
     else:
-        model, optimizer = sharded(kind, comm, gpt(layers=1), mz.AdamW(lr=1e-2), **memory)
+        model = sharded(kind, comm, gpt(layers=1), mz.AdamW(lr=1e-2), **memory)
+        optimizer = model.optimizer
 
     def step() -> None:
         model.train(*part(model.batch_group, *tokens(4)))
@@ -317,8 +315,8 @@ def test_optimizer_state_is_never_left_out_without_a_word(change: Any, message: 
 
 
 def test_momentum_is_not_dropped_by_an_optimizer_of_the_same_name_without_one() -> None:
-    model, _ = sharded("ddp", None, optimizer=mz.SGD(lr=1e-2, momentum=0.9))
-    other, _ = sharded("ddp", None, optimizer=mz.SGD(lr=1e-2))
+    model = sharded("ddp", None, optimizer=mz.SGD(lr=1e-2, momentum=0.9))
+    other = sharded("ddp", None, optimizer=mz.SGD(lr=1e-2))
     with model, other:
         model.train(*points(4))
         with pytest.raises(CheckpointError, match="which the bound optimizer lacks"):
@@ -326,7 +324,7 @@ def test_momentum_is_not_dropped_by_an_optimizer_of_the_same_name_without_one() 
 
 
 def test_a_manifest_without_the_ranks_of_its_layout_is_an_error_also_where_the_layout_counts(tmp_path: Path) -> None:
-    with sharded("ddp", None)[0] as model:
+    with sharded("ddp", None) as model:
         told = model._checkpoint_attributes()["mpizero"]
         del told["layout"]["ranks"]
         checkpoint.write(tmp_path / "c", model._checkpoint_arrays(), {"mpizero": told})

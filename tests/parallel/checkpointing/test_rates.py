@@ -52,7 +52,7 @@ def test_rates_that_differ_between_ranks_are_an_error_before_a_weight_is_touched
         """The update of one optimizer is one pass, the other waits for norms."""
         rate, batch = OfRank(comm), part(comm, *points(2 * comm.size))
         optimizer = (mz.SGD, mz.LAMB)[(number + number // 2 + ranks // 3) % 2](lr=rate)
-        model, _ = sharded(strategy, comm, optimizer=optimizer, micro_batch=2, **memory)
+        model = sharded(strategy, comm, optimizer=optimizer, micro_batch=2, **memory)
         refuses_to_mix(comm, model, rate, lambda: model.train(*batch))
 
     for number, (strategy, memory) in enumerate(layouts(ranks)):
@@ -67,7 +67,7 @@ def test_rates_that_differ_between_ranks_are_an_error_before_a_weight_is_touched
 def test_stages_and_tensor_parts_agree_on_the_rate_too(ranks: int, way: Way) -> None:
     def run(comm: Any) -> None:
         rate = OfRank(comm)
-        model, _ = placed(Case(stages, lambda: mz.AdamW(lr=rate)), comm, way)
+        model = placed(Case(stages, lambda: mz.AdamW(lr=rate)), comm, way)
         batch = part(model.batch_group, *samples(1, 8)[0])
         refuses_to_mix(comm, model, rate, lambda: model.train(*batch))
 
@@ -76,15 +76,14 @@ def test_stages_and_tensor_parts_agree_on_the_rate_too(ranks: int, way: Way) -> 
 
 @pytest.mark.mpi
 def test_members_of_an_ensemble_may_have_their_own_rates_and_ranks_of_a_member_may_not(world: Any) -> None:
-    with world.split(world.rank % 2, name="half") as half:
-        model, _ = sharded("zero1", half, optimizer=mz.SGD(lr=lambda step: 0.1 + 0.1 * step * (world.rank % 2)))
-        with model:
-            for _ in range(3):
-                model.train(*part(half, *points(4)))
-            assert model.last_step.learning_rate == pytest.approx(0.1 + 0.2 * (world.rank % 2))
+    own = mz.SGD(lr=lambda step: 0.1 + 0.1 * step * (world.rank % 2))
+    with world.split(world.rank % 2, name="half") as half, sharded("zero1", half, optimizer=own) as model:
+        for _ in range(3):
+            model.train(*part(half, *points(4)))
+        assert model.last_step.learning_rate == pytest.approx(0.1 + 0.2 * (world.rank % 2))
     if world.size > 1:
         rate, batch = OfRank(world), part(world, *points(2 * world.size))
-        model, _ = sharded(STRATEGIES[world.size % 4], world, optimizer=mz.SGD(lr=rate))
+        model = sharded(STRATEGIES[world.size % 4], world, optimizer=mz.SGD(lr=rate))
         refuses_to_mix(world, model, rate, lambda: model.train(*batch))
 
 
@@ -92,11 +91,11 @@ def test_members_of_an_ensemble_may_have_their_own_rates_and_ranks_of_a_member_m
 def test_steps_by_hand_agree_on_the_rate(auto: bool) -> None:
     def run(comm: Any) -> None:
         rate = OfRank(comm)
-        model, optimizer = sharded("zero2", comm, optimizer=mz.SGD(lr=rate), auto_sync_gradients=auto, **PRIVATE)
+        model = sharded("zero2", comm, optimizer=mz.SGD(lr=rate), auto_sync_gradients=auto, **PRIVATE)
 
         def step() -> None:
             model.compute_gradients(*part(comm, *points(6)))
-            optimizer.step()
+            model.optimizer.step()
 
         refuses_to_mix(comm, model, rate, step)
 
@@ -110,8 +109,7 @@ def test_the_rate_that_was_agreed_on_is_the_one_that_is_used(strategy: str, opti
     groups = [mz.ParameterGroup("*.bias", lr_scale=0.5)]
 
     def train(lr: Any) -> str:
-        model, _ = sharded(strategy, None, optimizer=optimizer(lr=lr, groups=groups), clip=1.0)
-        with model:
+        with sharded(strategy, None, optimizer=optimizer(lr=lr, groups=groups), clip=1.0) as model:
             bound = getattr(lr, "calls", 0)
             for _ in range(3):
                 model.train(*points(4))
@@ -128,8 +126,8 @@ def test_a_rate_function_that_fails_on_one_rank_fails_on_all_and_changes_nothing
         return 0.1
 
     def run(comm: Any) -> None:
-        model, optimizer = sharded("zero2", comm, optimizer=mz.SGD(lr=partial(failing, comm)))
-        with model:
+        with sharded("zero2", comm, optimizer=mz.SGD(lr=partial(failing, comm))) as model:
+            optimizer = model.optimizer
             batch = part(comm, *points(6))
             model.train(*batch)
             before = model.parameters_sha256()
@@ -159,7 +157,7 @@ RATES = [0.1, mz.optim.cosine(0.1, 10), lambda s: 0.1 / (1 + s), mz.optim.cosine
     ],
 )
 def test_a_load_that_moves_the_rate_says_so(saved_by: Any, read_by: Any, told: str | None, capsys: Any) -> None:
-    (model, _), (other, _) = (sharded("zero1", None, optimizer=mz.SGD(lr=rate)) for rate in (saved_by, read_by))
+    model, other = (sharded("zero1", None, optimizer=mz.SGD(lr=rate)) for rate in (saved_by, read_by))
     with model, other:
         for _ in range(3):
             model.train(*points(4))
@@ -170,8 +168,7 @@ def test_a_load_that_moves_the_rate_says_so(saved_by: Any, read_by: Any, told: s
 
 @pytest.mark.parametrize("told", [7, {"last": "fast"}, {"last": True}, []])
 def test_what_mpizero_cannot_have_told_of_the_rate_is_refused(told: Any) -> None:
-    model, _ = sharded("ddp", None)
-    with model:
+    with sharded("ddp", None) as model:
         data = checkpoint.to_bytes(
             model._checkpoint_arrays(), {**model._checkpoint_attributes(), "learning_rate": told}
         )

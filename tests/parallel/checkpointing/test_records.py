@@ -23,7 +23,7 @@ def long_gpt() -> mz.nn.GPT:
 
 
 def place(comm: Any = None, strategy: str = "ddp", model: Any = None, **settings: Any) -> Any:
-    return sharded(strategy, comm, model or long_gpt(), mz.AdamW(lr=1e-2), **settings)[0]
+    return sharded(strategy, comm, model or long_gpt(), mz.AdamW(lr=1e-2), **settings)
 
 
 def train(model: Any, comm: Any, steps: int) -> str:
@@ -78,12 +78,12 @@ def test_a_checkpoint_without_a_record_goes_on_with_a_sixteenth_of_the_batch_on_
 
 
 def test_the_state_of_an_optimizer_alone_brings_its_grains_and_parameters_alone_do_not() -> None:
-    model, optimizer = sharded("ddp", None, long_gpt(), mz.AdamW(lr=1e-2), micro_batch=4)
-    with model:
+    with sharded("ddp", None, long_gpt(), mz.AdamW(lr=1e-2), micro_batch=4) as model:
+        optimizer = model.optimizer
         train(model, None, 1)
         state, data = optimizer.serialize(), model.serialize()
-    model, optimizer = sharded("ddp", None, long_gpt(), mz.AdamW(lr=1e-2))
-    with model:
+    with sharded("ddp", None, long_gpt(), mz.AdamW(lr=1e-2)) as model:
+        optimizer = model.optimizer
         optimizer.deserialize(state)
         assert model.grain_size(SAMPLES) == 4
     with mz.DDPModel(long_gpt(), mz.ShardingConfig()) as alone:

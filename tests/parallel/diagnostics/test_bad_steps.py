@@ -38,8 +38,7 @@ def test_the_loss_of_the_first_grain_is_named_on_every_layout(tmp_path: Path) ->
         x, y = bad_points(count, 2 * comm.size + 1)
         extra: dict[str, Any] = ({}, {"clip": 1.0}, {"accumulate": 2})[(len(memory) + comm.size) % 3]
         micro = 2 // extra.get("accumulate", 1)
-        model, _ = sharded(strategy, comm, mlp(), micro_batch=micro, **extra, **memory)
-        with model:
+        with sharded(strategy, comm, mlp(), micro_batch=micro, **extra, **memory) as model:
             model.train(*part(comm, *points(count)))
             before = model.parameters_sha256()
             model.train(*part(comm, x, y))
@@ -67,8 +66,7 @@ def test_a_gradient_of_a_split_model_is_named_by_its_block_whoever_holds_it(way:
     def run(comm: Any) -> None:
         armed = {"what": "infinite", "first": 4} if way.tensor == 1 else {}
         case = Case(lambda: with_traps(gpt(dropout=0.0), {"blocks.0": armed, "blocks.1": armed} if armed else {}))
-        model, _ = placed(case, comm, way)
-        with model:
+        with placed(case, comm, way) as model:
             if not armed:
                 poison = model.get_parameters()
                 entries = model._engine.whole.layout.parameters
@@ -106,8 +104,7 @@ def dumped(folder: Path, model: Any, x: Any, y: Any) -> Any:
 
 def test_a_replay_finds_the_first_value_that_is_not_finite(tmp_path: Path) -> None:
     x, y = tokens(4)
-    model, _ = sharded("zero2", None, gpt(dtype="float32"), micro_batch=2)
-    with model:
+    with sharded("zero2", None, gpt(dtype="float32"), micro_batch=2) as model:
         values = model.get_parameters()
         entry = model._engine.whole.layout.by_name["blocks.1.feed_forward.expand.weight"]
         values[entry.span.start : entry.span.stop] = 3e38
@@ -128,8 +125,7 @@ def test_a_replay_sees_what_the_training_saw(tmp_path: Path) -> None:
     """Same samples, dropout and cut into micro-batches: the same loss, to the bit."""
     x, y = tokens(4)
     armed: dict[str, Any] = {}
-    model, _ = sharded("ddp", None, with_traps(gpt(), {"blocks.1": armed}), micro_batch=2, accumulate=2)
-    with model:
+    with sharded("ddp", None, with_traps(gpt(), {"blocks.1": armed}), micro_batch=2, accumulate=2) as model:
         model.train(x, y)
         armed.update(what="infinite", first=0)
         start = model.get_parameters()
@@ -148,8 +144,7 @@ def test_a_black_box_is_replayed_with_its_loss_and_gradients(tmp_path: Path) -> 
         return float(x.sum()), {"w": np.log(x.sum(0)), "frozen": np.full(3, np.nan)}, float(len(x))
 
     start = {"w": np.ones(3), "frozen": np.ones(3)}
-    model, _ = sharded("zero1", None, mz.FunctionModel(start, loss_and_grad, frozen=["frozen"]), micro_batch=1)
-    with model:
+    with sharded("zero1", None, mz.FunctionModel(start, loss_and_grad, frozen=["frozen"]), micro_batch=1) as model:
         x = np.ones((3, 3))
         x[2, 1] = 0.0
         path = dumped(tmp_path, model, x, x)
@@ -160,7 +155,7 @@ def test_a_black_box_is_replayed_with_its_loss_and_gradients(tmp_path: Path) -> 
 
 def test_a_replay_wants_one_process(tmp_path: Path) -> None:
     def run(comm: Any) -> None:
-        model, _ = sharded("ddp", comm, micro_batch=1)
+        model = sharded("ddp", comm, micro_batch=1)
         with model, pytest.raises(ConfigError, match="one process, the model is on 2"):
             mz.sharding.replay_bad_step(tmp_path, model)
 
@@ -172,14 +167,12 @@ def test_a_replay_wants_one_process(tmp_path: Path) -> None:
 
 @pytest.fixture
 def dump(tmp_path: Path) -> Path:
-    model, _ = sharded("ddp", None, micro_batch=2)
-    with model:
+    with sharded("ddp", None, micro_batch=2) as model:
         return Path(dumped(tmp_path, model, *bad_points(4, 2)))
 
 
 def test_a_good_step_leaves_nothing_and_a_batch_of_objects_is_refused(tmp_path: Path) -> None:
-    model, _ = sharded("ddp", None, micro_batch=2)
-    with model:
+    with sharded("ddp", None, micro_batch=2) as model:
         model.train(*points(4))
         assert mz.sharding.dump_bad_step(model, points(4), tmp_path) is None
         model.train(*bad_points(4, 2))
@@ -345,8 +338,7 @@ def test_a_step_changed_at_random_is_read_or_refused(dump: Path, name: str) -> N
 @pytest.mark.parametrize("at", ["forward", "backward_input", "backward_weights"])
 def test_the_error_of_a_layer_comes_out_of_a_replay_as_itself(tmp_path: Path, at: str, monkeypatch: Any) -> None:
     x, y = bad_points(4, 2)
-    model, _ = sharded("zero2", None, micro_batch=2)
-    with model:
+    with sharded("zero2", None, micro_batch=2) as model:
         path = dumped(tmp_path, model, x, y)
 
         def broken(*arguments: Any) -> Any:
@@ -359,7 +351,7 @@ def test_the_error_of_a_layer_comes_out_of_a_replay_as_itself(tmp_path: Path, at
 
 def test_samples_that_the_model_does_not_take_are_named_by_the_layer(dump: Path) -> None:
     grain(dump / "grain_00001.npz", x=npy("<f4", (2, 5), bytes(40)))
-    model, _ = sharded("ddp", None, micro_batch=2)
+    model = sharded("ddp", None, micro_batch=2)
     with model, pytest.raises(DataError, match=r"takes 6 features.* shape \(2, 5\)"):
         mz.sharding.replay_bad_step(dump, model)
 
@@ -368,8 +360,7 @@ def test_complex_samples_of_a_black_box_are_looked_at_as_two_numbers_each(tmp_pa
     def loss_and_grad(p: Mapping[str, Any], batch: tuple[Any, Any]) -> tuple[float, dict[str, Any], float]:
         return float(np.abs(batch[0]).sum()), {"w": np.full(3, np.nan)}, float(len(batch[0]))
 
-    model, _ = sharded("zero1", None, mz.FunctionModel({"w": np.ones(3)}, loss_and_grad), micro_batch=1)
-    with model:
+    with sharded("zero1", None, mz.FunctionModel({"w": np.ones(3)}, loss_and_grad), micro_batch=1) as model:
         x = np.array([[1 + 2j, complex(np.inf, 0)]])
         (replay,) = mz.sharding.replay_bad_step(dumped(tmp_path, model, x, x.real), model)
     given = next(figures for figures in replay.figures if figures.what == "input")

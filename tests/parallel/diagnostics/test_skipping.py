@@ -28,20 +28,19 @@ def infinite_above_100(x: Any, g: Any) -> Any:
 def skips(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
     x = np.ones((2 * comm.size, 10))
     x[-1] = 1000.0
-    model, optimizer = sharded(strategy, comm, ten(infinite_above_100), micro_batch=1, **memory)
-    with model:
+    with sharded(strategy, comm, ten(infinite_above_100), micro_batch=1, **memory) as model:
         model.train(*part(comm, np.ones_like(x), x))
         before, owner = state_of(model), model._engine.reducer.owners(len(x))[-1]
         model.train(*part(comm, x, x))
         where = f"rank {owner}, samples {len(x) - 1} to {len(x) - 1}"
         assert model.last_step.skipped == f"the gradient of 'w' is not finite on {where}"
         model.compute_gradients(*part(comm, x, x))
-        optimizer.step()
+        model.optimizer.step()
         assert model.last_step.skipped is not None
         assert state_of(model) == before
         model.train(*part(comm, np.ones_like(x), x))
         assert model.last_step.skipped is None
-        assert optimizer.step_count == 2
+        assert model.optimizer.step_count == 2
 
 
 @pytest.mark.slow
@@ -52,8 +51,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> No
 def test_a_weight_that_divides_nothing_is_refused_and_one_that_is_not_finite_skipped() -> None:
     weights = iter([0.0, 0.0, np.nan, np.inf])
     wrapped = mz.FunctionModel({"w": np.ones(3)}, lambda p, b: (1.0, {"w": np.ones(3)}, next(weights)))
-    model, _ = sharded("zero1", None, wrapped)
-    with model:
+    with sharded("zero1", None, wrapped) as model:
         for _ in range(2):
             with pytest.raises(DataError, match="weight .*expected more than 0"):
                 model.train(np.ones((1, 1)), np.ones((1, 1)))
@@ -92,8 +90,8 @@ def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else() -> None:
 
 def test_clipping_follows_the_textbook() -> None:
     x, y = points(4)
-    plain, _ = sharded("zero1", None, optimizer=mz.SGD(lr=1.0))
-    clipped, _ = sharded("zero3", None, optimizer=mz.SGD(lr=1.0), clip=0.1)
+    plain = sharded("zero1", None, optimizer=mz.SGD(lr=1.0))
+    clipped = sharded("zero3", None, optimizer=mz.SGD(lr=1.0), clip=0.1)
     with plain, clipped:
         before, gradient = plain.get_parameters(), plain.compute_gradients(x, y).values
         norm = np.sqrt((gradient.astype(np.float64) ** 2).sum())
@@ -108,9 +106,8 @@ def test_a_weight_that_the_loss_scale_lifts_out_of_float32_is_refused_and_nothin
             loss, weight, cache = super().forward(prediction, target)
             return loss, weight * 1e30, cache
 
-    model, optimizer = sharded("zero1", None, mlp(loss=Heavy()))
-    with model:
-        model._engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=2.0**40, largest=2.0**40))
+    with sharded("zero1", None, mlp(loss=Heavy())) as model:
+        model._engine.bind(model.optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=2.0**40, largest=2.0**40))
         before = model.parameters_sha256()
         with pytest.raises(
             DataError, match=r"has weight 4e\+30, which, times the loss scale 1.09951e\+12, is beyond float32"
@@ -154,12 +151,12 @@ def test_nan_for_ever_is_told_once_a_step_and_ends_every_rank_after_five(
     by_hand: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(comm: Any) -> None:
-        model, optimizer = sharded("zero2", comm, ten(), micro_batch=1)
+        model = sharded("zero2", comm, ten(), micro_batch=1)
 
         def step() -> None:
             if by_hand:
                 model.compute_gradients(*part(comm, BAD, BAD))
-                optimizer.step()
+                model.optimizer.step()
             else:
                 model.train(*part(comm, BAD, BAD))
 
@@ -177,8 +174,7 @@ def test_nan_for_ever_is_told_once_a_step_and_ends_every_rank_after_five(
 
 
 def test_a_good_step_begins_the_count_anew() -> None:
-    model, _ = sharded("zero1", None, ten(), bad_steps=mz.BadSteps(limit=2))
-    with model:
+    with sharded("zero1", None, ten(), bad_steps=mz.BadSteps(limit=2)) as model:
         for batch in (BAD, GOOD, BAD, GOOD, BAD):
             model.train(batch, batch)
         with pytest.raises(NonFiniteError, match="step 6: skipped 2 steps in a row"):
@@ -188,8 +184,7 @@ def test_a_good_step_begins_the_count_anew() -> None:
 def test_a_policy_may_be_silent_never_raise_and_ask_for_a_call(capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[mz.sharding.StepReport] = []
     policy = mz.BadSteps(limit=None, warn=False, callback=seen.append)
-    model, _ = sharded("zero1", None, ten(), bad_steps=policy)
-    with model:
+    with sharded("zero1", None, ten(), bad_steps=policy) as model:
         for _ in range(7):
             model.train(BAD, BAD)
             assert seen[-1] is model.last_step
@@ -202,8 +197,7 @@ def test_a_callback_may_keep_the_samples_of_the_step(tmp_path: Any) -> None:
     def run(comm: Any) -> None:
         batch = part(comm, BAD, BAD)
         policy = mz.BadSteps(limit=1, callback=lambda report: mz.sharding.dump_bad_step(model, batch, tmp_path))
-        model, _ = sharded("zero1", comm, ten(), micro_batch=1, bad_steps=policy)
-        with model, pytest.raises(NonFiniteError):
+        with sharded("zero1", comm, ten(), micro_batch=1, bad_steps=policy) as model, pytest.raises(NonFiniteError):
             model.train(*batch)
 
     run_in_threads(2, run)
@@ -213,9 +207,8 @@ def test_a_callback_may_keep_the_samples_of_the_step(tmp_path: Any) -> None:
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 def test_steps_that_only_lower_the_loss_scale_are_told_and_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
     x, y = points(4)
-    model, optimizer = sharded("zero1", None, mlp(), bad_steps=mz.BadSteps(limit=1))
-    with model:
-        model._engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=2.0**100, largest=2.0**100))
+    with sharded("zero1", None, mlp(), bad_steps=mz.BadSteps(limit=1)) as model:
+        model._engine.bind(model.optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=2.0**100, largest=2.0**100))
         for _ in range(3):
             model.train(2.0**30 * x, y)
             assert model.last_step.backing_off
@@ -227,8 +220,7 @@ def test_steps_that_only_lower_the_loss_scale_are_told_and_not_counted(capsys: p
 def test_a_gradient_that_is_not_finite_is_not_applied_by_hand() -> None:
     def run(comm: Any) -> None:
         for strategy in STRATEGIES:
-            model, _ = sharded(strategy, comm, ten(), micro_batch=1)
-            with model:
+            with sharded(strategy, comm, ten(), micro_batch=1) as model:
                 before = model.parameters_sha256()
                 gradients = model.compute_gradients(*part(comm, BAD, BAD))
                 assert math.isnan(gradients.loss)  # a line search may look at it

@@ -83,8 +83,7 @@ def test_a_layer_that_does_not_overwrite_its_gradient_is_named_and_no_step_is_ma
     def run(comm: Any) -> None:
         for number, strategy in enumerate(STRATEGIES, list(WRONG).index(write)):
             memory = MEMORIES[number % 3]
-            model, _ = sharded(strategy, comm, model_of(Scale(6, write)), micro_batch=1, **memory)
-            with model:
+            with sharded(strategy, comm, model_of(Scale(6, write)), micro_batch=1, **memory) as model:
                 before = model.parameters_sha256()
                 for _ in range(2):  # nor by the next step
                     with pytest.raises((LayoutError, RemoteError), match=WRONG[write]):
@@ -103,8 +102,7 @@ def test_what_a_block_has_not_written_is_found_in_every_grain_and_block(write: A
     def run(comm: Any, block: str, at: int, memory: dict[str, Any]) -> None:
         wrong = Scale({"hidden.0": 3, "hidden.1": 7, "output": 3}[block], write, at)
         model = Blocks(plain, {block: lambda layer: mz.nn.Sequential([layer, wrong])})
-        placed, _ = sharded("ddp", comm, model, micro_batch=1, **memory)
-        with placed:
+        with sharded("ddp", comm, model, micro_batch=1, **memory) as placed:
             before = placed.parameters_sha256()
             with pytest.raises((LayoutError, RemoteError), match=f"block '{block}', Scale: .* has not written"):
                 placed.train(*part(comm, x, y))
@@ -122,31 +120,28 @@ def test_what_a_block_has_not_written_is_found_in_every_grain_and_block(write: A
     [("float64", lambda layer: layer), ("float32", mz.nn.Checkpointed), ("float64", lambda x: mz.nn.Sequential([x]))],
 )
 def test_the_innermost_layer_is_named(dtype: str, wrap: Any) -> None:
-    model, _ = sharded("zero1", None, model_of(wrap(Scale(6, forget)), dtype))
+    model = sharded("zero1", None, model_of(wrap(Scale(6, forget)), dtype))
     with model, pytest.raises(LayoutError, match="block '1', Scale: .* the gradient of 'gain'"):
         model.train(*points(4))
 
 
 def test_a_frozen_layer_need_not_write() -> None:
     for strategy in STRATEGIES:
-        model, _ = sharded(strategy, None, model_of(mz.nn.Frozen(Scale(6, forget))))
-        with model:
+        with sharded(strategy, None, model_of(mz.nn.Frozen(Scale(6, forget)))) as model:
             model.train(*points(4))
 
 
 def test_views_may_be_written_in_parts_and_added_to_once_they_are_written() -> None:
     hashes = []
     for write in (write_in_two_parts, overwrite):
-        model, _ = sharded("zero1", None, model_of(Scale(6, write)))
-        with model:
+        with sharded("zero1", None, model_of(Scale(6, write))) as model:
             model.train(*points(4))
             hashes.append(model.parameters_sha256())
     assert hashes[0] == hashes[1]
 
 
 def test_a_nan_that_was_computed_is_a_bad_step() -> None:
-    model, _ = sharded("zero1", None, model_of(Scale(6, write_nan)))
-    with model:
+    with sharded("zero1", None, model_of(Scale(6, write_nan))) as model:
         model.train(*points(4))
         assert "the gradient of '1.gain' is not finite" in model.last_step.skipped
 
@@ -157,8 +152,7 @@ def test_only_the_first_step_is_looked_at_unless_every_step_is_asked_for(monkeyp
     # Two micro-batches; the three blocks of the second one are written to the same memory, which each leaves marked.
     for debug, expected in ((), [2 + 3, 0, 0]), (("gradients",), [5, 5, 5]):
         monkeypatch.setattr(guard.current(), "debug", frozenset(debug))
-        model, _ = sharded("zero1", None, model_of(Scale(6, write_in_two_parts)), micro_batch=2)
-        with model:
+        with sharded("zero1", None, model_of(Scale(6, write_in_two_parts)), micro_batch=2) as model:
             found = []
             for _ in range(3):
                 marked.clear()

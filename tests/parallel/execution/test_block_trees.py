@@ -55,8 +55,7 @@ def test_predictions_and_losses_of_trees_reach_every_stage(ranks: int) -> None:
     )
 
     def go(comm: Any) -> Any:
-        model, _ = placed(CASES["tree at the end"], comm, Way(min(ranks, 2)))
-        with model:
+        with placed(CASES["tree at the end"], comm, Way(min(ranks, 2))) as model:
             found = model.evaluate(*part(model.batch_group, x, y))
             return found.loss_sum, found.accuracy, model.predict(x)
 
@@ -129,7 +128,7 @@ def test_what_cannot_be_sent_or_differs_is_named_on_all_ranks(block: str, layer:
     chain = replace(trees(), blocks={**trees().blocks, block: layer})
 
     def go(comm: Any) -> None:
-        model, _ = placed(Case(lambda: chain), comm, Way(2, more={"cuts": [4]}), **PRIVATE)
+        model = placed(Case(lambda: chain), comm, Way(2, more={"cuts": [4]}), **PRIVATE)
         with model, pytest.raises((LayoutError, RemoteError, mz.errors.DataError), match=message):
             model.train(*vectors(1, 4)[0])
 
@@ -161,8 +160,7 @@ class Shifted(Layer):
 def test_gradients_that_are_views_of_gradients_are_copied_in_trees_too() -> None:
     def sha(copies: bool, strategy: str) -> str:
         blocks = trees().blocks | {"same": Shifted(copies), "again": Shifted(copies)}
-        model, _ = sharded(strategy, None, replace(trees(), blocks=blocks), mz.SGD(lr=0.1), micro_batch=2)
-        with model:
+        with sharded(strategy, None, replace(trees(), blocks=blocks), mz.SGD(lr=0.1), micro_batch=2) as model:
             for batch in CASES["trees"].batches:
                 model.train(*batch)
             return str(model.parameters_sha256())

@@ -132,8 +132,7 @@ def test_batches_of_any_sizes_have_the_bits_of_one_batch(zero: int, sizes: list[
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stage_keeps_no_more_caches_than_its_schedule_says(schedule: str) -> None:
     def run(comm: Any) -> tuple[int, int]:
-        model, _ = placed(CASES["MLP"], comm, Way(3, schedule=schedule, more={}))
-        with model:
+        with placed(CASES["MLP"], comm, Way(3, schedule=schedule, more={})) as model:
             model.train(*CASES["MLP"].batches[0])
             runner = model._engine.runner
             return runner.most_caches, runner.schedule(7).caches()[runner.partitioned.stage]
@@ -158,8 +157,7 @@ def test_a_frozen_layer_adds_nothing_to_the_gradient_of_what_it_shares() -> None
     case = Case(frozen_head, lambda: mz.SGD(lr=1.0), [(x, y)] * 2)
 
     def run(comm: Any, way: Way) -> Any:
-        sharded, _ = placed(case, comm, way, share_node_memory=False)
-        with sharded:
+        with placed(case, comm, way, share_node_memory=False) as sharded:
             sharded.train(*part(sharded.batch_group, x, y))
             first = sharded.named_parameters()
             sharded.train(*part(sharded.batch_group, x, y))  # rows and rings are used again
@@ -210,8 +208,7 @@ def test_a_stage_may_pass_on_inputs_of_any_type() -> None:
     (x, y) = vectors(1, 6)[0]
 
     def body(comm: Any, way: Way) -> list[Any]:
-        model, _ = placed(Case(unequal_stages), comm, way)
-        with model:
+        with placed(Case(unequal_stages), comm, way) as model:
             found: list[Any] = []
             for kind in (np.float32, np.float64, np.float32, np.float16):
                 found += [model.predict(x[:2].astype(kind)).tobytes(), model.train(x.astype(kind), y)]

@@ -67,7 +67,7 @@ def fails_and_goes_on(comm: Any, way: Way, warm: bool, expected: str) -> None:
     """
     armed: dict[str, dict[str, Any]] = {name: {} for name in TRAPPED}
     case = Case(lambda: with_traps(mlp(), armed), batches=BATCHES)
-    model, _ = placed(case, comm, way)
+    model = placed(case, comm, way)
     batches = iter(BATCHES)
     with model:
         if warm:
@@ -87,7 +87,7 @@ def fails_and_goes_on(comm: Any, way: Way, warm: bool, expected: str) -> None:
 
 
 def expected_bits() -> str:
-    with alone(Case(mlp, batches=BATCHES))[0] as model:
+    with alone(Case(mlp, batches=BATCHES)) as model:
         for x, y in BATCHES:
             model.train(x, y)
         return str(model.parameters_sha256())
@@ -119,13 +119,12 @@ def test_an_error_while_predicting_or_evaluating_is_raised_on_all_and_disturbs_n
     x, y = BATCHES[0]
     wrong = y.copy()
     wrong[0] = 99
-    with alone(Case(mlp))[0] as model:
+    with alone(Case(mlp)) as model:
         expected = [model.evaluate(x, y), model.train(x, y), model.parameters_sha256()]
 
     def run(comm: Any) -> None:
         armed: dict[str, dict[str, Any]] = {name: {} for name in TRAPPED}
-        model, _ = placed(Case(lambda: with_traps(mlp(), armed)), comm, Way(2, zero=3, schedule=schedule))
-        with model:
+        with placed(Case(lambda: with_traps(mlp(), armed)), comm, Way(2, zero=3, schedule=schedule)) as model:
             for name in TRAPPED:
                 armed[name].update(what="forward", first=0)
                 for call in (lambda: model.predict(x), lambda: model.evaluate(*part(model.batch_group, x, y))):
@@ -162,8 +161,7 @@ def test_an_output_of_another_shape_for_the_same_input_is_refused_on_all_stages(
 
     def body(comm: Any) -> None:
         times = {"now": 1}
-        model, _ = placed(Case(lambda: Chain({"moody": Moody(times), "a": Product(5, ("w",))})), comm, way)
-        with model:
+        with placed(Case(lambda: Chain({"moody": Moody(times), "a": Product(5, ("w",))})), comm, way) as model:
             model.train(x, y)
             before = model.parameters_sha256()
             times["now"] = 2
@@ -186,8 +184,7 @@ def test_dictionaries_of_arrays_may_have_another_shape_each_time_and_what_cannot
     batches = [({"values": x}, y) for n in (2, 5, 3, 5) for x, y in vectors(1, n)]
 
     def body(comm: Any, way: Way) -> list[float]:
-        model, _ = placed(Case(lambda: Chain({"moody": Moody({"now": 1}), "a": Product(5, ("w",))})), comm, way)
-        with model:
+        with placed(Case(lambda: Chain({"moody": Moody({"now": 1}), "a": Product(5, ("w",))})), comm, way) as model:
             losses = [model.train(x, y) for x, y in batches]
             told = error_of(lambda: model.train({"values": "text"}, batches[0][1]))
             assert comm is None or "DataError: x['values'] is a str, not an array: ranks that share a batch" in told
@@ -211,8 +208,7 @@ def test_an_infinite_gradient_on_one_stage_skips_the_step_on_all_and_is_named(nu
 
     def run(comm: Any) -> None:
         armed: dict[str, Any] = {}
-        model, _ = placed(Case(lambda: with_traps(mlp(), {name: armed}), loss_scale=scale), comm, way)
-        with model:
+        with placed(Case(lambda: with_traps(mlp(), {name: armed}), loss_scale=scale), comm, way) as model:
             model.train(*part(model.batch_group, *BATCHES[0]))
             before = state_of(model)
             armed.update(what="infinite", first=6)
@@ -237,7 +233,7 @@ def test_parts_that_overflow_in_their_sum_on_one_stage_skip_the_step_on_all() ->
     x, y = BATCHES[0][0], np.full((8, 1), 4.5e37)
 
     def run(comm: Any) -> Any:
-        model, _ = placed(Case(lambda: mlp(task="regression", outputs=1), loss_scale=SCALE_1), comm, Way(2))
+        model = placed(Case(lambda: mlp(task="regression", outputs=1), loss_scale=SCALE_1), comm, Way(2))
         with model, np.errstate(over="ignore"):
             before = state_of(model)
             model.train(*part(model.batch_group, x, y))
@@ -259,8 +255,7 @@ def test_peers_with_other_samples_types_or_numbers_of_them_are_told_on_all_ranks
     others = ((x[::-1].copy(), y), (x, y[::-1].copy()), (x.astype(np.float32), y), (x[:6], y[:6]))
 
     def run(comm: Any) -> None:
-        model, _ = placed(Case(mlp), comm, Way(2))
-        with model:
+        with placed(Case(mlp), comm, Way(2)) as model:
             for other, call in product(others, (model.train, model.compute_gradients, model.evaluate)):
                 what = "y" if other is others[1] else "x"
                 with pytest.raises(
@@ -320,8 +315,7 @@ def test_more_stages_than_blocks_and_black_boxes_are_refused() -> None:
 
 def test_a_split_model_cannot_train_by_local_steps() -> None:
     def run(comm: Any) -> None:
-        model, _ = placed(Case(gpt), comm, Way(2))
-        with model:
+        with placed(Case(gpt), comm, Way(2)) as model:
             with pytest.raises(ConfigError, match="belongs to a model of strategy 'ddp', got HybridShardedModel"):
                 mz.LocalSGDOptimizer(mz.SGD(lr=0.1), model.config, every=2).set_model(model)
             with pytest.raises(ConfigError, match="cannot train by local steps: a rank holds only its part"):

@@ -70,7 +70,7 @@ def lost(strategy: str, comm: Any, kind: str, memory: dict[str, Any]) -> float:
 
     Batches have other numbers of samples, and samples other weights, in each step.
     """
-    model, _ = model_of(strategy, comm, micro_batch=1, gradient_compression=kind, **memory)
+    model = model_of(strategy, comm, micro_batch=1, gradient_compression=kind, **memory)
     wanted = np.zeros(SIZE)
     with model:
         for step, samples in enumerate((12, 3, 24, 12)):
@@ -105,8 +105,7 @@ def test_nothing_is_lost_between_processes(world: Any) -> None:
 @pytest.mark.parametrize("kind", ["bf16", *KINDS])
 def test_all_copies_have_the_same_bits_and_a_second_run_too(kind: str) -> None:
     def run(comm: Any, strategy: str) -> Any:
-        model, _ = model_of(strategy, comm, mz.AdamW(lr=0.1), gradient_compression=kind, **PRIVATE)
-        with model:
+        with model_of(strategy, comm, mz.AdamW(lr=0.1), gradient_compression=kind, **PRIVATE) as model:
             for step in range(3):
                 model.train(*mine(comm, step, 12))
             values = model._engine.store.values if strategy == "ddp" else model.get_parameters()
@@ -137,8 +136,7 @@ def test_copies_on_other_stages_and_tensor_ranks_stay_equal(way: Way, kind: str)
 
     def run(comm: Any, compression: str | None) -> Any:
         settings = {"gradient_compression": compression, "check_every": 1, "micro_batch": 1}
-        model, _ = placed(replace(case, optimizer=lambda: mz.SGD(lr=0.1)), comm, way, **settings, **PRIVATE)
-        with model:
+        with placed(replace(case, optimizer=lambda: mz.SGD(lr=0.1)), comm, way, **settings, **PRIVATE) as model:
             for number, batch in enumerate(case.batches):
                 model.train(*part(model.batch_group, *batch))
                 model._engine.integrity.check()
@@ -160,8 +158,7 @@ def test_copies_on_other_stages_and_tensor_ranks_stay_equal(way: Way, kind: str)
 def test_averaged_parameters_are_sent_exactly(kind: str) -> None:
     def run(comm: Any, strategy: str, compression: str | None) -> Any:
         settings = {"gradient_compression": compression, "micro_batch": 5, **PRIVATE}
-        model, _ = sharded(strategy, comm, network("float32"), mz.SGD(lr=0.1), **settings)
-        with model:
+        with sharded(strategy, comm, network("float32"), mz.SGD(lr=0.1), **settings) as model:
             model.train(*part(comm, *samples(1, 23, "float32")[0]))
             return {name: value.tobytes() for name, value in model.named_parameters().items()}
 
@@ -182,8 +179,7 @@ def test_bytes_are_those_of_the_formula(n: int) -> None:
     }
 
     def sent(comm: Any, kind: str, strategy: str) -> int:
-        model, _ = model_of(strategy, comm, micro_batch=1, gradient_compression=kind, **PRIVATE)
-        with model:
+        with model_of(strategy, comm, micro_batch=1, gradient_compression=kind, **PRIVATE) as model:
             model.train(*mine(comm, 0, n))
             if kind in ("bf16", "fp16"):
                 wanted = -batch_of(0, n)[0].mean(0)
@@ -201,8 +197,7 @@ def test_bytes_are_those_of_the_formula(n: int) -> None:
 def test_a_skipped_step_leaves_parameters_and_residuals_as_they_were() -> None:
     def run(comm: Any, strategy: str, kind: str, clip: float | None) -> bool:
         settings = {"micro_batch": 1, "gradient_compression": kind, "clip": clip, **PRIVATE}
-        model, _ = model_of(strategy, comm, **settings)
-        with model:
+        with model_of(strategy, comm, **settings) as model:
             model.train(*mine(comm, 0, 12))
             before, left = model.get_parameters().copy(), unsent(model)
             x, y = mine(comm, 1, 12)
@@ -224,8 +219,7 @@ def test_a_skipped_step_leaves_parameters_and_residuals_as_they_were() -> None:
 
 def test_a_sum_that_overflows_between_ranks_is_skipped_as_without_compression() -> None:
     def run(comm: Any, kind: str | None) -> Any:
-        model, _ = model_of("ddp", comm, micro_batch=1, gradient_compression=kind, clip=1.0, **PRIVATE)
-        with model:
+        with model_of("ddp", comm, micro_batch=1, gradient_compression=kind, clip=1.0, **PRIVATE) as model:
             x, y = mine(comm, 0, 2)
             x[:, 7] = 3e38
             model.train(x, y)
@@ -240,7 +234,7 @@ def test_what_a_large_batch_left_out_is_no_larger_part_of_a_small_one(kind: str)
     """A batch of 64 samples, then empty gradients of 2 samples: what is sent late are parts of the first mean."""
 
     def run(comm: Any, strategy: str) -> Any:
-        model, _ = model_of(strategy, comm, micro_batch=1, gradient_compression=kind, **PRIVATE)
+        model = model_of(strategy, comm, micro_batch=1, gradient_compression=kind, **PRIVATE)
         changes = []
         with model:
             for step, samples in enumerate((64, 2, 2)):
@@ -261,9 +255,8 @@ def test_residuals_are_parts_of_means_whatever_the_loss_scale() -> None:
 
     def run(comm: Any, scale: Any) -> Any:
         settings = {"gradient_compression": "int8", "micro_batch": 1, **PRIVATE}
-        model, optimizer = sharded("zero1", comm, mlp(), mz.SGD(lr=0.1), **settings)
-        with model:
-            model._engine.bind(optimizer.wrapped_optimizer, scale)
+        with sharded("zero1", comm, mlp(), mz.SGD(lr=0.1), **settings) as model:
+            model._engine.bind(model.optimizer.wrapped_optimizer, scale)
             for _ in range(3):
                 model.train(*part(comm, *points(4)))
             return model.get_parameters().tobytes(), model._engine.exchange._kept.tobytes()
@@ -276,8 +269,7 @@ def test_residuals_are_parts_of_means_whatever_the_loss_scale() -> None:
 
 def test_a_copy_goes_on_with_the_residuals_and_a_loaded_model_without(capfd: Any, tmp_path: Any) -> None:
     def run(comm: Any) -> Any:
-        model, _ = model_of("zero2", comm, gradient_compression="topk:0.1", micro_batch=1, **PRIVATE)
-        with model:
+        with model_of("zero2", comm, gradient_compression="topk:0.1", micro_batch=1, **PRIVATE) as model:
             model.train(*mine(comm, 0, 12))
             with model.deep_copy() as copy:
                 left = unsent(model)
@@ -296,8 +288,9 @@ def test_a_copy_goes_on_with_the_residuals_and_a_loaded_model_without(capfd: Any
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_optimizer_compresses_what_its_model_sends_until_another_is_bound(strategy: str) -> None:
     def run(comm: Any) -> Any:
-        reference, _ = model_of(strategy, comm, gradient_compression="topk:0.1", micro_batch=1, **PRIVATE)
-        model, plain = model_of(strategy, comm, micro_batch=1, **PRIVATE)
+        reference = model_of(strategy, comm, gradient_compression="topk:0.1", micro_batch=1, **PRIVATE)
+        model = model_of(strategy, comm, micro_batch=1, **PRIVATE)
+        plain = model.optimizer
         packed = mz.GradientCompressionOptimizer(mz.SGD(lr=1.0), model.config, compression="topk:0.1")
         with reference, model:
             for _ in range(2):  # the first also agrees that there is memory for gradients
@@ -325,8 +318,7 @@ def test_residuals_are_counted() -> None:
     def run(comm: Any) -> Any:
         found = []
         for strategy in ("ddp", "zero2"):
-            model, _ = model_of(strategy, comm, gradient_compression="int8", **PRIVATE)
-            with model:
+            with model_of(strategy, comm, gradient_compression="int8", **PRIVATE) as model:
                 told = model.metadata()
                 found.append((told.bytes_on_rank["residuals"], told.formula_bytes["residuals"]))
         return found

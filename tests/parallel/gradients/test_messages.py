@@ -27,8 +27,7 @@ def batch(size: int) -> Any:
 
 def sent(comm: Any, strategy: str, **settings: Any) -> tuple[int, Any]:
     """Bytes of the second of two steps with one grain a rank."""
-    model, _ = sharded(strategy, comm, mlp(features=7, hidden=(11, 5)), micro_batch=1, **settings)
-    with model:
+    with sharded(strategy, comm, mlp(features=7, hidden=(11, 5)), micro_batch=1, **settings) as model:
         for _ in range(2):
             model.train(*part(comm, *batch(comm.size)))
         assert model.last_step.bytes_sent == model.metadata().bytes_sent_last_step
@@ -84,8 +83,7 @@ SMALL = tuple(elements * 4 / 2**20 for elements in (16, 64, 256))
 
 def in_buckets(comm: Any, strategy: str, **settings: Any) -> tuple[str, int, float]:
     """The hash after two steps, the messages of gradients, and the bucket at the end."""
-    model, _ = sharded(strategy, comm, gpt(layers=1), micro_batch=1, **settings)
-    with model:
+    with sharded(strategy, comm, gpt(layers=1), micro_batch=1, **settings) as model:
         for seed in range(2):
             model.train(*part(comm, *tokens(10, seed)))
         by_tag = model._engine.grid.peers.counters.messages_by_tag
@@ -133,7 +131,7 @@ def test_the_plans_that_are_kept_do_not_grow_with_the_number_of_sizes(strategy: 
     sizes = KEPT_PLANS + 4
 
     def run(comm: Any) -> Any:
-        model, _ = sharded(strategy, comm, mlp(hidden=()), micro_batch=1, **PRIVATE)
+        model = sharded(strategy, comm, mlp(hidden=()), micro_batch=1, **PRIVATE)
         x, y = points(4 * sizes)
         held = []
         with model:

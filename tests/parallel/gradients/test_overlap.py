@@ -50,7 +50,7 @@ def test_the_next_unit_comes_while_one_is_used(memory: dict[str, Any]) -> None:
     """Every order of units, announced or not, lends the same values."""
 
     def lend(comm: Any, orders: Sequence[Sequence[tuple[int, int | None]]]) -> list[list[tuple[int, Any]]]:
-        model, _ = sharded("zero3", comm, mz.nn.MLP(6, (7, 5, 4), 3), **memory)
+        model = sharded("zero3", comm, mz.nn.MLP(6, (7, 5, 4), 3), **memory)
         found = []
         with model:
             store = model._engine.store
@@ -77,7 +77,7 @@ def after_failures(comm: Any, strategy: str, places: Sequence[str], memory: dict
     """The hash after each step of a training in which a layer raises before some steps, each time at a later grain."""
     ((x, y),) = texts(1, 6)
     switch: dict[str, Any] = {}
-    model, _ = sharded(strategy, comm, with_traps(gpt(layers=2), {"blocks.1": switch}), micro_batch=2, **memory)
+    model = sharded(strategy, comm, with_traps(gpt(layers=2), {"blocks.1": switch}), micro_batch=2, **memory)
     found = []
     with model:
         for number, what in enumerate((*places, "")):
@@ -167,7 +167,7 @@ def in_flight(comm: Any, strategy: str, memory: dict[str, Any]) -> tuple[list[bo
 
     plain = mz.nn.MLP(6, (7, 5, 4), 3)
     noted = Blocks(plain, {name: lambda block: Noted(block, note) for name in plain.blocks})
-    model, _ = sharded(strategy, comm, noted, micro_batch=2, **memory)
+    model = sharded(strategy, comm, noted, micro_batch=2, **memory)
     placed.append(model)
     x, y = np.ones((2 * comm.size, 6), np.float32), np.zeros(2 * comm.size, np.int64)
     with model:
@@ -235,7 +235,7 @@ def test_who_takes_a_block_waits_for_what_it_uses_and_no_more(monkeypatch: pytes
         return made[peers.rank][-1]
 
     def waits(comm: Any) -> list[list[bool]]:
-        model, _ = sharded("zero1", comm, mz.nn.MLP(6, (7, 5, 4), 3), **PRIVATE)
+        model = sharded("zero1", comm, mz.nn.MLP(6, (7, 5, 4), 3), **PRIVATE)
         gates, found = made[comm.rank], []
         with model:
             store = model._engine.store
@@ -306,7 +306,7 @@ BATCHES = ((9,), (2, 5))
 
 def looked(comm: Any, strategy: str, memory: dict[str, Any], ways: Sequence[str]) -> list[tuple[str, Any]]:
     """What is seen in some ways, each after one step and after two more, and the hash at the end."""
-    model, _ = sharded(strategy, comm, gpt(layers=2), micro_batch=2, **memory)
+    model = sharded(strategy, comm, gpt(layers=2), micro_batch=2, **memory)
     found = []
     with model:
         for how, sizes in product(ways, BATCHES):

@@ -45,8 +45,7 @@ def rows_alone() -> Iterator[None]:
 
 def held(comm: Any, grains: int, **settings: Any) -> dict[str, int]:
     """Bytes by kind after a step of ``grains`` grains."""
-    model, _ = sharded("ddp", comm, **{"micro_batch": 1, **settings})
-    with model:
+    with sharded("ddp", comm, **{"micro_batch": 1, **settings}) as model:
         model.train(*part(comm, *points_of(grains * settings.get("accumulate", 1))))
         return dict(model._engine.memory.kinds())
 
@@ -71,8 +70,7 @@ def test_a_row_that_another_rank_needs_takes_the_place_of_the_scratch_array() ->
 
 
 def test_pipelines_and_black_boxes_hold_rows() -> None:
-    model, _ = sharded("ddp", None, hard_function(), micro_batch=1)
-    with model:
+    with sharded("ddp", None, hard_function(), micro_batch=1) as model:
         model.train(*vectors(4))
         assert model._engine.memory.kinds()["gradients"] == 3 * paged(8 * model._engine.layout.gradient_size)
 
@@ -86,8 +84,7 @@ def test_pipelines_and_black_boxes_hold_rows() -> None:
 
 
 def test_memory_that_is_reserved_is_all_that_a_step_takes() -> None:
-    model, _ = sharded("ddp", None, micro_batch=1)
-    with model:
+    with sharded("ddp", None, micro_batch=1) as model:
         model.reserve(16)
         before = model._engine.memory.kinds()
         model.train(*points_of(16))
@@ -100,8 +97,7 @@ def test_memory_that_is_reserved_is_all_that_a_step_takes() -> None:
 def trained(comm: Any, name: str, strategy: str, batches: tuple[int, ...], **settings: Any) -> str:
     """The hash of the parameters after a step of each batch, and of this rank's own gradients."""
     make, data = MODELS[name]
-    model, _ = sharded(strategy, comm, make(), **{"micro_batch": 1, **settings})
-    with model:
+    with sharded(strategy, comm, make(), **{"micro_batch": 1, **settings}) as model:
         for samples in batches:
             model.train(*part(comm, *data(samples, samples)))
         return str(model.parameters_sha256())
@@ -132,8 +128,7 @@ def test_every_number_of_grains_has_the_bits_of_rows_alone(
 def test_own_gradients_are_those_of_rows_alone(strategy: str) -> None:
     def own(comm: Any) -> Any:
         settings = {"auto_sync_gradients": False, "micro_batch": 1, "accumulate": 2}
-        model, _ = sharded(strategy, comm, gpt(), mz.SGD(lr=0.1), **settings)
-        with model:
+        with sharded(strategy, comm, gpt(), mz.SGD(lr=0.1), **settings) as model:
             local = model.compute_gradients(*part(comm, *tokens(15))).values
             return local, model.synchronize_gradients(gather=True).values
 
@@ -148,8 +143,7 @@ def test_own_gradients_are_those_of_rows_alone(strategy: str) -> None:
 def test_what_is_looked_at_is_the_gradient_of_one_micro_batch() -> None:
     def seen() -> list[Any]:
         found: list[Any] = []
-        model, _ = sharded("ddp", None, micro_batch=1)
-        with model:
+        with sharded("ddp", None, micro_batch=1) as model:
             model._engine.scalars.watch = lambda grain, number, block, views: found.append(
                 (grain, block, {name: view.copy() for name, view in flat_names(views)})
             )
@@ -194,8 +188,7 @@ class Shifted:
 @pytest.mark.parametrize("first", [1, 16])
 def test_a_block_may_return_views_of_its_gradients(first: int) -> None:
     def trained(comm: Any, strategy: str) -> str:
-        model, _ = sharded(strategy, comm, Shifted(), mz.SGD(lr=0.1), micro_batch=1)
-        with model:
+        with sharded(strategy, comm, Shifted(), mz.SGD(lr=0.1), micro_batch=1) as model:
             for samples in (first, 16):
                 x, _ = points_of(samples)
                 model.train(*part(comm, x, x[:, :1] ** 2))
@@ -211,8 +204,7 @@ def test_a_block_may_return_views_of_its_gradients(first: int) -> None:
 
 def test_a_gradient_that_is_not_finite_is_named_with_its_samples() -> None:
     switch = {"what": "infinite", "first": 1}
-    model, _ = sharded("ddp", None, with_traps(mlp(), {"hidden.1": switch}), micro_batch=1)
-    with model:
+    with sharded("ddp", None, with_traps(mlp(), {"hidden.1": switch}), micro_batch=1) as model:
         model.train(*points_of(4))
         assert "the gradient of 'hidden.1" in model.last_step.skipped
         assert "rank 0, samples 1 to 1" in model.last_step.skipped

@@ -22,35 +22,35 @@ from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, STRATEGIES, hard_function, mlp, part, points, sharded, ten
 
 HERE = Path(__file__).name
-#: What a user may call, by the name that is told; each gets a model, its optimizer, x, y and a folder.
+#: What a user may call, by the name that is told; each gets a model, x, y and a folder.
 CALLS: dict[str, Callable[..., Any]] = {
-    "train": lambda m, o, x, y, f: m.train(x, y),
-    "compute_gradients": lambda m, o, x, y, f: m.compute_gradients(x, y),
-    "evaluate": lambda m, o, x, y, f: m.evaluate(x, y),
-    "synchronize_gradients": lambda m, o, x, y, f: m.synchronize_gradients(),
-    "apply_gradients": lambda m, o, x, y, f: m.apply_gradients(m.kept, 0.1),
-    "step": lambda m, o, x, y, f: o.step(),
-    "optimize": lambda m, o, x, y, f: o.optimize(points(16)),
-    "check_integrity": lambda m, o, x, y, f: m.check_integrity(),
-    "parameters_sha256": lambda m, o, x, y, f: m.parameters_sha256(),
-    "get_parameters": lambda m, o, x, y, f: m.get_parameters(),
-    "gather_full_parameters": lambda m, o, x, y, f: m.gather_full_parameters(),
-    "named_parameters": lambda m, o, x, y, f: m.named_parameters(),
-    "set_parameters": lambda m, o, x, y, f: m.set_parameters(np.zeros(m.parameter_count)),
-    "clone": lambda m, o, x, y, f: m.clone(),
-    "save_model": lambda m, o, x, y, f: m.save_model(f / "saved"),
-    "begin_save": lambda m, o, x, y, f: m.begin_save(f / "saved"),
-    "load_model": lambda m, o, x, y, f: m.load_model(f / "missing"),
-    "serialize": lambda m, o, x, y, f: m.serialize(),
-    "reserve": lambda m, o, x, y, f: m.reserve(8),
-    "close": lambda m, o, x, y, f: m.close(),
-    "state_dict": lambda m, o, x, y, f: o.state_dict(),
-    "reset": lambda m, o, x, y, f: o.reset(),
-    "set_model": lambda m, o, x, y, f: o.set_model(m),
-    "synchronize_optimizer_state": lambda m, o, x, y, f: o.synchronize_optimizer_state(),
-    "should_early_stop": lambda m, o, x, y, f: o.should_early_stop(),
-    "make a model": lambda m, o, x, y, f: type(m)(m.wrapped_model, m.config),
-    "ShardingConfig.close": lambda m, o, x, y, f: m.config.close(),
+    "train": lambda m, x, y, f: m.train(x, y),
+    "compute_gradients": lambda m, x, y, f: m.compute_gradients(x, y),
+    "evaluate": lambda m, x, y, f: m.evaluate(x, y),
+    "synchronize_gradients": lambda m, x, y, f: m.synchronize_gradients(),
+    "apply_gradients": lambda m, x, y, f: m.apply_gradients(m.kept, 0.1),
+    "step": lambda m, x, y, f: m.optimizer.step(),
+    "optimize": lambda m, x, y, f: m.optimizer.optimize(points(16)),
+    "check_integrity": lambda m, x, y, f: m.check_integrity(),
+    "parameters_sha256": lambda m, x, y, f: m.parameters_sha256(),
+    "get_parameters": lambda m, x, y, f: m.get_parameters(),
+    "gather_full_parameters": lambda m, x, y, f: m.gather_full_parameters(),
+    "named_parameters": lambda m, x, y, f: m.named_parameters(),
+    "set_parameters": lambda m, x, y, f: m.set_parameters(np.zeros(m.parameter_count)),
+    "clone": lambda m, x, y, f: m.clone(),
+    "save_model": lambda m, x, y, f: m.save_model(f / "saved"),
+    "begin_save": lambda m, x, y, f: m.begin_save(f / "saved"),
+    "load_model": lambda m, x, y, f: m.load_model(f / "missing"),
+    "serialize": lambda m, x, y, f: m.serialize(),
+    "reserve": lambda m, x, y, f: m.reserve(8),
+    "close": lambda m, x, y, f: m.close(),
+    "state_dict": lambda m, x, y, f: m.optimizer.state_dict(),
+    "reset": lambda m, x, y, f: m.optimizer.reset(),
+    "set_model": lambda m, x, y, f: m.optimizer.set_model(m),
+    "synchronize_optimizer_state": lambda m, x, y, f: m.optimizer.synchronize_optimizer_state(),
+    "should_early_stop": lambda m, x, y, f: m.optimizer.should_early_stop(),
+    "make a model": lambda m, x, y, f: type(m)(m.wrapped_model, m.config),
+    "ShardingConfig.close": lambda m, x, y, f: m.config.close(),
 }
 
 
@@ -68,12 +68,12 @@ def told_on(ranks: int, run: Callable[[Any], Any], error: type[Exception] = Coll
 
 
 def prepared(strategy: str, comm: Any, **settings: Any) -> Any:
-    """A model that has made a step and holds a pending gradient, and its optimizer."""
-    model, optimizer = sharded(strategy, comm, **settings)
+    """A model that has made a step and holds a pending gradient."""
+    model = sharded(strategy, comm, **settings)
     model.close = type(model).close.__get__(model)
     model.train(*part(comm, *points(8)))
     model.kept = model.compute_gradients(*part(comm, *points(8)))
-    return model, optimizer
+    return model
 
 
 def spread(comm: Any, ways: dict[str, Any]) -> Any:
@@ -82,7 +82,7 @@ def spread(comm: Any, ways: dict[str, Any]) -> Any:
     model.batch = part(model.batch_group, *points(8))
     model.train(*model.batch)
     model.kept = model.compute_gradients(*model.batch)
-    return model, model.optimizer
+    return model
 
 
 def check_odd_one(make: Callable[[Any], Any], call: str, usual: str, folder: Path, ranks: int = 4) -> None:
@@ -90,11 +90,11 @@ def check_odd_one(make: Callable[[Any], Any], call: str, usual: str, folder: Pat
     kept: dict[int, tuple[Any, Any]] = {}
 
     def run(comm: Any) -> None:
-        model, optimizer = make(comm)
+        model = make(comm)
         x, y = getattr(model, "batch", part(comm, *points(8)))
         kept[comm.rank] = model, model.local_parameter_shard
         odd = comm.rank == comm.size - 1
-        CALLS[call if odd else usual](model, optimizer, x, y, folder)
+        CALLS[call if odd else usual](model, x, y, folder)
 
     told = told_on(ranks, run)
     line = rf" at {HERE}:\d+ in <lambda>"
@@ -141,7 +141,7 @@ def test_that_holds_for_local_steps(tmp_path: Path) -> None:
         optimizer = mz.LocalSGDOptimizer(mz.SGD(lr=0.1), every=2)
         model, (x, y) = mz.DDPModel(mlp(), mz.ShardingConfig(comm=comm), optimizer=optimizer), part(comm, *points(8))
         model.train(x, y)
-        CALLS[call if comm.rank else "train"](model, optimizer, x, y, tmp_path)
+        CALLS[call if comm.rank else "train"](model, x, y, tmp_path)
         model.train(x, y)
 
     for call in ("compute_gradients", "evaluate", "parameters_sha256", "close", "save_model"):
@@ -161,9 +161,8 @@ def test_two_models_of_one_configuration_are_not_mixed_up() -> None:
 
 def alone(comm: Any, strategy: str, use: Callable[..., Any]) -> None:
     """Rank 0 uses something before all ranks train."""
-    model, optimizer = sharded(strategy, comm)
-    with model:
-        result = optimizer.optimize(points(16))
+    with sharded(strategy, comm) as model:
+        result = model.optimizer.optimize(points(16))
         if comm.rank == 0:
             use(model, result)
         model.train(*part(comm, *points(8)))
@@ -188,7 +187,7 @@ def test_what_a_rank_does_amid_an_error_is_told_with_the_error() -> None:
     """A ``finally`` of one rank is not what went wrong."""
 
     def run(comm: Any) -> None:
-        model, _ = prepared("zero2", comm)
+        model = prepared("zero2", comm)
         try:
             if comm.rank == 1:
                 raise ValueError("no such sample")
@@ -204,8 +203,7 @@ def test_what_a_rank_does_amid_an_error_is_told_with_the_error() -> None:
 
 def test_steps_send_no_message_more_than_their_sample_counts_and_losses() -> None:
     def run(comm: Any) -> Any:
-        model, _ = sharded("zero2", comm, share_node_memory=False)
-        with model:
+        with sharded("zero2", comm, share_node_memory=False) as model:
             model.train(*part(comm, *points(8)))
             before = Counter(comm.counters.messages_by_tag)
             model.train(*part(comm, *points(8)))
@@ -260,43 +258,46 @@ def differing(comm: Any, values: Any) -> Any:
     return changed
 
 
-SETTERS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
+def one_differs(saved: dict[str, Any], comm: Any) -> dict[str, Any]:
+    state = {slot: {**arrays, "b": differing(comm, arrays["b"])} for slot, arrays in saved["state"].items()}
+    return {**saved, "state": state}
+
+
+SETTERS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "set_parameters": (
-        lambda m, o, c: m.set_parameters(differing(c, np.arange(float(m.parameter_count)))),
+        lambda m, c: m.set_parameters(differing(c, np.arange(float(m.parameter_count)))),
         "set_parameters: parameter 'one' of rank 2 is not that of rank 0: ",
     ),
     "with_parameters": (
-        lambda m, o, c: m.with_parameters(differing(c, np.zeros(m.parameter_count))),
+        lambda m, c: m.with_parameters(differing(c, np.zeros(m.parameter_count))),
         "with_parameters: parameter 'one' of rank 2 is not that of rank 0: 5e-324, not 0.0",
     ),
     "load_named": (
-        lambda m, o, c: m.load_named({n: differing(c, v) if n == "b" else v for n, v in m.named_parameters().items()}),
+        lambda m, c: m.load_named({n: differing(c, v) if n == "b" else v for n, v in m.named_parameters().items()}),
         r"load_named: parameter 'b' of rank 2 is not that of rank 0: float64 of shape \(13,\) with checksum",
     ),
     "another sign of zero": (
-        lambda m, o, c: m.set_parameters(np.full(m.parameter_count, -0.0 if c.rank == 1 else 0.0)),
+        lambda m, c: m.set_parameters(np.full(m.parameter_count, -0.0 if c.rank == 1 else 0.0)),
         "set_parameters: parameter 'w' of rank 1 is not that of rank 0",
     ),
     "another type": (
-        lambda m, o, c: m.set_parameters(np.zeros(m.parameter_count, np.float32 if c.rank == 1 else np.float64)),
+        lambda m, c: m.set_parameters(np.zeros(m.parameter_count, np.float32 if c.rank == 1 else np.float64)),
         "parameter 'w' of rank 1 is not that of rank 0: float32 of shape",
     ),
     "load_state_dict": (
-        lambda m, o, c: o.load_state_dict(
-            {**(s := o.state_dict()), "state": {k: {**v, "b": differing(c, v["b"])} for k, v in s["state"].items()}}
-        ),
+        lambda m, c: m.optimizer.load_state_dict(one_differs(m.optimizer.state_dict(), c)),
         "load_state_dict: 'exp_avg' of parameter 'b' of rank 2 is not that of rank 0",
     ),
     "step count": (
-        lambda m, o, c: o.load_state_dict({**o.state_dict(), "step_count": c.rank // 2}),
+        lambda m, c: m.optimizer.load_state_dict({**m.optimizer.state_dict(), "step_count": c.rank // 2}),
         "load_state_dict: the step count of rank 2 is not that of rank 0: 1, not 0",
     ),
     "optimize": (
-        lambda m, o, c: o.optimize((differing(c, np.ones((8, 7))), np.zeros((8, 11)))),
+        lambda m, c: m.optimizer.optimize((differing(c, np.ones((8, 7))), np.zeros((8, 11)))),
         r"optimize: the data \(x\) of rank 2 is not that of rank 0: float64 of shape \(8, 7\)",
     ),
     "optimize on each rank's own samples": (
-        lambda m, o, c: o.optimize((np.ones((8 + c.rank, 7)), np.zeros((8 + c.rank, 11)))),
+        lambda m, c: m.optimizer.optimize((np.ones((8 + c.rank, 7)), np.zeros((8 + c.rank, 11)))),
         "optimize: the number of samples of rank 1 is not that of rank 0: 9, not 8",
     ),
 }
@@ -308,11 +309,10 @@ def test_values_that_differ_between_ranks_are_refused_and_nothing_changes(name: 
     setter, expected = SETTERS[name]
 
     def run(comm: Any, strategy: str, **memory: Any) -> None:
-        model, optimizer = sharded(strategy, comm, hard_function(), **memory)
-        with model:
+        with sharded(strategy, comm, hard_function(), **memory) as model:
             before = model.parameters_sha256()
             try:
-                setter(model, optimizer, comm)
+                setter(model, comm)
             finally:
                 assert model.parameters_sha256() == before
                 model.set_parameters(np.zeros(model.parameter_count))  # and it goes on
@@ -325,8 +325,7 @@ def test_values_that_differ_between_ranks_are_refused_and_nothing_changes(name: 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_gradients_that_are_replicated_must_be_the_same(strategy: str) -> None:
     def run(comm: Any) -> None:
-        model, _ = sharded(strategy, comm, hard_function())
-        with model:
+        with sharded(strategy, comm, hard_function()) as model:
             found = model.compute_gradients(*VECTORS)
             model.apply_gradients(mz.Gradients(differing(comm, found.values), found.weight, found.loss, True), 0.1)
 
@@ -337,9 +336,8 @@ def test_gradients_that_are_replicated_must_be_the_same(strategy: str) -> None:
 @pytest.mark.parametrize("of_optimizer", [False, True])
 def test_serialized_bytes_that_differ_are_refused_by_the_name_of_the_array(of_optimizer: bool) -> None:
     def run(comm: Any) -> None:
-        model, optimizer = sharded("zero2", comm, ten(), share_node_memory=False)
-        with model:
-            restored = optimizer if of_optimizer else model
+        with sharded("zero2", comm, ten(), share_node_memory=False) as model:
+            restored = model.optimizer if of_optimizer else model
             data = restored.serialize()
             model.train(np.ones((2, 10)), np.ones(2))
             other = restored.serialize()

@@ -101,7 +101,8 @@ def test_on_every_layout_optimizers_and_norms_see_pairs_of_real_numbers(ranks: i
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_users_see_complex_arrays(dtype: str) -> None:
-    model, optimizer = sharded("zero2", None, model_of(dtype, writes=False))
+    model = sharded("zero2", None, model_of(dtype, writes=False))
+    optimizer = model.optimizer
     x, y = samples(dtype)
     with model:
         given = start(dtype)
@@ -130,8 +131,7 @@ def test_files_hold_complex_arrays_which_any_layout_loads(tmp_path: Path) -> Non
     x, y = samples()
 
     def run(comm: Any, strategy: str, at: int, until: int) -> str:
-        model, _ = sharded(strategy, comm, model_of(), micro_batch=2, **MEMORIES[at % 2])
-        with model:
+        with sharded(strategy, comm, model_of(), micro_batch=2, **MEMORIES[at % 2]) as model:
             if at:
                 model.load_model(tmp_path / str(at))
             for _ in range(at, until):
@@ -148,7 +148,7 @@ def test_files_hold_complex_arrays_which_any_layout_loads(tmp_path: Path) -> Non
         assert (stored.shape, stored.dtype) == ((7, 3), np.complex128)
         assert file["optimizer/exp_avg_sq/one"].dtype == np.complex128
         assert file["parameters/odd"].dtype == np.float64
-    other, _ = sharded("ddp", None, in_pairs())
+    other = sharded("ddp", None, in_pairs())
     with other, pytest.raises(CheckpointError, match="belongs to another model: .* has shape"):
         other.load_model(tmp_path / "5")
 
@@ -214,7 +214,7 @@ def test_a_gradient_of_the_wrong_kind_is_refused(name: str, wrong: Any, told: st
         loss, gradients, weight = loss_and_gradients(p, batch)
         return loss, {**gradients, name: wrong}, weight
 
-    model, _ = sharded("zero1", None, mz.FunctionModel(start("complex128"), loss_and_grad))
+    model = sharded("zero1", None, mz.FunctionModel(start("complex128"), loss_and_grad))
     with model, pytest.raises(LayoutError, match=told):
         model.train(*samples())
 
@@ -232,11 +232,10 @@ def test_a_part_that_is_not_written_is_found() -> None:
             (gradients[name].real if name == "w" else gradients[name])[...] = value.real if name == "w" else value
         return loss, weight
 
-    model, _ = sharded("zero2", None, mz.FunctionModel(start("complex128"), forgets, in_place=True))
+    model = sharded("zero2", None, mz.FunctionModel(start("complex128"), forgets, in_place=True))
     with model, pytest.raises(LayoutError, match="has not written the gradient of 'w'"):
         model.train(*samples())
-    model, _ = sharded("zero2", None, mz.FunctionModel(start("complex128"), only_real, in_place=True))
-    with model:
+    with sharded("zero2", None, mz.FunctionModel(start("complex128"), only_real, in_place=True)) as model:
         model.train(*samples())
         assert "the gradient of 'w' is not finite" in model.last_step.skipped
 

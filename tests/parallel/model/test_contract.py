@@ -25,8 +25,7 @@ from tests.parallel.models import KINDS, MEMORIES, STRATEGIES, gpt, layouts, mlp
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ten_parameters_over_three_ranks_are_cut_4_3_3(strategy: str) -> None:
     def shards(comm: Any) -> Any:
-        model, _ = sharded(strategy, comm, ten(), share_node_memory=strategy in ("ddp", "zero2"))
-        with model:
+        with sharded(strategy, comm, ten(), share_node_memory=strategy in ("ddp", "zero2")) as model:
             assert (model.parameter_count, model.world_size, model.rank) == (10, 3, comm.rank)
             return model.shard_start, model.shard_size, model.local_parameter_shard.tolist(), model.owned
 
@@ -38,9 +37,8 @@ def test_ten_parameters_over_three_ranks_are_cut_4_3_3(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", KINDS)
 def test_a_model_says_what_it_is(strategy: str) -> None:
     wrapped = mlp()
-    model, optimizer = sharded(strategy, None, wrapped)
-    with model:
-        assert optimizer.options == mz.OptimizationOptions()
+    with sharded(strategy, None, wrapped) as model:
+        assert model.optimizer.options == mz.OptimizationOptions()
         assert model.wrapped_model is wrapped
         assert model.sharding_configuration is model.config
         assert model.default_loss_function is wrapped.loss
@@ -73,7 +71,8 @@ def test_hooks_run_in_order_and_see_the_full_vector() -> None:
 
 
 def test_a_closed_model_says_so_and_closing_twice_is_nothing() -> None:
-    model, optimizer = sharded("zero2", None)
+    model = sharded("zero2", None)
+    optimizer = model.optimizer
     model.train(*points(4))
     model.gather_full_parameters()
     for _ in range(2):
@@ -104,8 +103,8 @@ def test_gradients_by_hand_are_full_or_owned_and_make_the_step_that_train_makes(
     losses, hashes, gradients = trained_alone()
     for number, (strategy, memory) in enumerate(layouts(world.size)):
         auto = bool((number + number // 2 + world.size // 3) % 2)
-        model, optimizer = sharded(strategy, world, micro_batch=2, auto_sync_gradients=auto, **memory)
-        with model:
+        with sharded(strategy, world, micro_batch=2, auto_sync_gradients=auto, **memory) as model:
+            optimizer = model.optimizer
             for step in range(2):
                 before = model.get_parameters()
                 found = model.compute_gradients(*part(world, x, y))
@@ -145,7 +144,7 @@ def held(model: Any, gradient: Any) -> Any:
 @cache
 def trained_alone() -> tuple[list[float], list[str], list[Any]]:
     losses, hashes, gradients = [], [], []
-    with sharded("ddp", None, micro_batch=2)[0] as model:
+    with sharded("ddp", None, micro_batch=2) as model:
         for _ in range(3):
             gradients.append(model.compute_gradients(*points(9)).values.copy())
             losses.append(model.train(*points(9)))
@@ -171,8 +170,7 @@ def test_apply_gradients_says_what_it_takes_and_changes_nothing(change: Any, rat
     """What one rank gives wrongly is told to all."""
 
     def run(comm: Any) -> None:
-        model, _ = sharded("zero3" if len(told) % 2 else "ddp", comm)
-        with model:
+        with sharded("zero3" if len(told) % 2 else "ddp", comm) as model:
             good, before = model.compute_gradients(*part(comm, *points(9))), model.parameters_sha256()
             with pytest.raises((error, RemoteError), match=told):
                 model.apply_gradients(*((change(good), rate) if comm.rank == 1 else (good, 0.1)))
@@ -185,9 +183,8 @@ def test_apply_gradients_says_what_it_takes_and_changes_nothing(change: Any, rat
 
 def test_local_gradients_are_weighted_sums_that_add_up_to_the_mean() -> None:
     def local(comm: Any) -> Any:
-        model, optimizer = sharded("zero2", comm, auto_sync_gradients=False, micro_batch=1)
-        with model:
-            model._engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=8.0))
+        with sharded("zero2", comm, auto_sync_gradients=False, micro_batch=1) as model:
+            model._engine.bind(model.optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=8.0))
             found = model.compute_gradients(*part(comm, *points(9), [5, 4]))
             with pytest.raises(LayoutError, match="call synchronize_gradients first"):
                 model.apply_gradients(found, 0.1)
@@ -198,24 +195,22 @@ def test_local_gradients_are_weighted_sums_that_add_up_to_the_mean() -> None:
 
 
 def test_a_gradient_of_a_failed_call_is_not_taken_for_the_next_step() -> None:
-    model, optimizer = sharded("ddp", None)
-    with model:
+    with sharded("ddp", None) as model:
         model.compute_gradients(*points(4))
         with pytest.raises(DataError, match="no samples"):
             model.compute_gradients(points(4)[0][:0], points(4)[1][:0])
         with pytest.raises(RuntimeError, match="no gradient waits for it"):
-            optimizer.step()
+            model.optimizer.step()
 
 
 def test_another_loss_can_be_asked_for_once() -> None:
-    model, _ = sharded("zero2", None, mlp(task="regression"))
+    model = sharded("zero2", None, mlp(task="regression"))
     x = points(4)[0]
     with model:
         own = model.compute_gradients(x, np.zeros((4, 3), np.float32)).loss
         other = model.compute_gradients(x, points(4)[1], loss=mz.nn.CrossEntropy()).loss
         assert other != own == model.compute_gradients(x, np.zeros((4, 3), np.float32)).loss
-    black, _ = sharded("zero2", None, ten())
-    with black, pytest.raises(NotImplementedError, match="computes its own loss"):
+    with sharded("zero2", None, ten()) as black, pytest.raises(NotImplementedError, match="computes its own loss"):
         black.compute_gradients(np.ones((1, 10)), np.ones(1), loss=mz.nn.CrossEntropy())
 
 
@@ -226,8 +221,7 @@ def test_another_loss_can_be_asked_for_once() -> None:
 def test_the_gathered_vector_is_kept_until_parameters_change(strategy: str, ranks: int) -> None:
     def run(comm: Any, memory: dict[str, Any]) -> None:
         batch = part(comm, *points(8))
-        model, optimizer = sharded(strategy, comm, **memory)
-        with model:
+        with sharded(strategy, comm, **memory) as model:
             full = model.gather_full_parameters()
             assert model.gather_full_parameters() is full
             if comm.rank == 0:
@@ -240,7 +234,7 @@ def test_the_gathered_vector_is_kept_until_parameters_change(strategy: str, rank
                 lambda: model.set_parameters(model.get_parameters() + 1),
                 lambda: model.load_named({n: a - 1 for n, a in model.named_parameters().items()}),
                 lambda: model.apply_gradients(model.compute_gradients(*batch), 0.1),
-                lambda: (model.compute_gradients(*batch), optimizer.step()),
+                lambda: (model.compute_gradients(*batch), model.optimizer.step()),
             ):
                 before = model.gather_full_parameters()
                 change()
@@ -252,8 +246,7 @@ def test_the_gathered_vector_is_kept_until_parameters_change(strategy: str, rank
 
 def test_a_wrong_length_is_told_with_both_lengths_on_all_ranks() -> None:
     def one_wrong(comm: Any) -> None:
-        model, _ = sharded("zero1", comm, ten())
-        with model:
+        with sharded("zero1", comm, ten()) as model:
             for method in (model.set_parameters, model.with_parameters):
                 with pytest.raises((ValueError, RemoteError), match="9 values.*10 parameters"):
                     method(np.zeros(9 if comm.rank == 1 else 10))
@@ -263,8 +256,7 @@ def test_a_wrong_length_is_told_with_both_lengths_on_all_ranks() -> None:
 
 
 def test_named_parameters_go_out_and_in_by_npz(tmp_path: Path) -> None:
-    model, _ = sharded("zero2", None)
-    with model:
+    with sharded("zero2", None) as model:
         np.savez(tmp_path / "weights.npz", **model.named_parameters())
         before = model.parameters_sha256()
         for load in (
@@ -281,8 +273,7 @@ def test_named_parameters_go_out_and_in_by_npz(tmp_path: Path) -> None:
 
 
 def test_a_regression_has_no_right_answers() -> None:
-    model, _ = sharded("zero1", None, mlp(task="regression", outputs=1))
-    with model:
+    with sharded("zero1", None, mlp(task="regression", outputs=1)) as model:
         x, _ = points(5)
         for y in (np.zeros((5, 1), np.float32), np.zeros(5, np.float32)):
             assert model.evaluate(x, y)[2] is None
@@ -315,12 +306,11 @@ def test_who_still_predicts_sees_the_old_parameters() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_predict_and_evaluate_take_any_number_of_samples(ranks: int) -> None:
     x, y = points(7)
-    with sharded("ddp", None, micro_batch=1)[0] as single:
+    with sharded("ddp", None, micro_batch=1) as single:
         expected, predicted = single.evaluate(x, y), single.predict(x)
 
     def run(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
-        model, _ = sharded(strategy, comm, micro_batch=1, **memory)
-        with model:
+        with sharded(strategy, comm, micro_batch=1, **memory) as model:
             own = slice(comm.rank)
             np.testing.assert_allclose(model.predict(x[own]), predicted[own], rtol=1e-5, atol=1e-6)
             assert model.evaluate(*part(comm, x, y, [0] * (ranks - 1) + [7])) == expected
@@ -342,14 +332,12 @@ def test_an_error_in_one_ranks_model_is_raised_on_all_ranks_and_leaves_the_model
     x = np.arange(80.0).reshape(8, 10)
     bad = x.copy()
     bad[-1] = 1000.0
-    twin, _ = sharded("ddp", None, ten(), micro_batch=1)
-    with twin:
+    with sharded("ddp", None, ten(), micro_batch=1) as twin:
         twin.train(x, x)
         expected = twin.parameters_sha256()
     for strategy in STRATEGIES[world.size % 2 :: 2]:
         memory = MEMORIES[(world.size + STRATEGIES.index(strategy)) % 3]
-        model, _ = sharded(strategy, world, ten(poison), micro_batch=1, **memory)
-        with model:
+        with sharded(strategy, world, ten(poison), micro_batch=1, **memory) as model:
             for step in (model.train, model.compute_gradients, model.evaluate):
                 with pytest.raises((OverflowError, RemoteError), match="sample above 100"):
                     step(*part(world, bad, bad))
@@ -363,8 +351,7 @@ def test_an_error_inside_a_layer_keeps_no_rank_waiting() -> None:
     bad[-1, -1] = 31  # not in the vocabulary
 
     def run(comm: Any, memory: dict[str, Any]) -> None:
-        model, _ = sharded("zero3", comm, gpt(layers=1, dropout=0.0), micro_batch=1, **memory)
-        with model:
+        with sharded("zero3", comm, gpt(layers=1, dropout=0.0), micro_batch=1, **memory) as model:
             with pytest.raises((DataError, RemoteError), match="31"):
                 model.train(*part(comm, bad, y))
             if comm.rank == 2:
@@ -383,7 +370,7 @@ def test_bad_batches_are_refused_on_all_ranks(ranks: int) -> None:
     def run(comm: Any) -> None:
         (x, y), last = points(4), ranks - 1
         wide = x.astype(np.float64) if comm.rank == last else x
-        with sharded("zero2", comm)[0] as model:
+        with sharded("zero2", comm) as model:
             for bx, by, told in (
                 (x[:0], y[:0], "no samples on any rank"),
                 (x, y[: 3 if comm.rank == 0 else 4], "rank 0: .* equally many samples .*: x has 4, y has 3"),
@@ -401,8 +388,7 @@ def test_bad_batches_are_refused_on_all_ranks(ranks: int) -> None:
 
 
 def test_what_the_wrapped_model_cannot_is_said() -> None:
-    model, _ = sharded("ddp", None, ten())
-    with model:
+    with sharded("ddp", None, ten()) as model:
         assert not model.supports_jit_compilation
         for ask in (model.feature_importance, model.jit_compile, model.export_computation_graph):
             with pytest.raises(NotImplementedError, match="FunctionModel has no"):
@@ -417,7 +403,7 @@ def test_a_missing_or_damaged_file_is_one_error_on_all_ranks(world: Any, tmp_pat
     folder = Path(world.broadcast_object(str(tmp_path_factory.mktemp("saved")) if world.rank == 0 else None))
     strategy, memory = ("ddp", "zero3")[world.size % 2], {"share_node_memory": world.size % 4 < 2}
     batch = part(world, *points(8))
-    (model, _), (fresh, _) = (sharded(strategy, world, **memory) for _ in range(2))
+    model, fresh = (sharded(strategy, world, **memory) for _ in range(2))
     with model, fresh:
         with pytest.raises(FileNotFoundError, match="nowhere"):
             model.load_model(folder / "nowhere")
@@ -452,8 +438,7 @@ def check_intact(model: Any, call: Callable[[], Any], told: str) -> None:
 
 def test_damaged_bytes_on_one_rank_leave_all_models_intact() -> None:
     def one_damaged(comm: Any) -> None:
-        model, _ = sharded("zero2", comm)
-        with model:
+        with sharded("zero2", comm) as model:
             model.train(*part(comm, *points(8)))
             data = bytearray(model.serialize())
             if comm.rank == 1:
@@ -474,11 +459,11 @@ def test_damaged_bytes_on_one_rank_leave_all_models_intact() -> None:
 
 def test_another_layout_is_an_error_only_where_it_is_asked_for(tmp_path: Path) -> None:
     def save(comm: Any) -> None:
-        with sharded("zero2", comm)[0] as model:
+        with sharded("zero2", comm) as model:
             model.save_model(tmp_path / "four")
 
     run_in_threads(4, save)
-    with sharded("zero3", None)[0] as model, sharded("fsdp", None)[0] as again:
+    with sharded("zero3", None) as model, sharded("fsdp", None) as again:
         with pytest.raises(CheckpointError, match="ZeRO-2 over 4 ranks.*ZeRO-3 over 1 rank"):
             model.load_model(tmp_path / "four", strict_layout=True)
         model.load_model(tmp_path / "four")
@@ -487,14 +472,13 @@ def test_another_layout_is_an_error_only_where_it_is_asked_for(tmp_path: Path) -
 
 
 def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    model, _ = sharded("zero1", None)
-    with model:
+    with sharded("zero1", None) as model:
         model.train(*points(4))
         model.save_model(tmp_path / "saved")
     for other, told in (
-        (sharded("zero1", None, mlp(outputs=4))[0], "another model: .* has shape"),
-        (sharded("zero1", None, optimizer=mz.Lion(lr=0.1))[0], "state of AdamW, the bound optimizer is Lion"),
-        (sharded("zero1", None, mlp(dtype="float64"))[0], "float32.*float64"),
+        (sharded("zero1", None, mlp(outputs=4)), "another model: .* has shape"),
+        (sharded("zero1", None, optimizer=mz.Lion(lr=0.1)), "state of AdamW, the bound optimizer is Lion"),
+        (sharded("zero1", None, mlp(dtype="float64")), "float32.*float64"),
     ):
         with other:
             other.train(*points(4, seed=1))

@@ -57,8 +57,7 @@ def test_a_wrong_answer_on_one_rank_is_told_to_all(result: Any, told: str) -> No
             return result if comm.rank == 1 else (1.0, GOOD, 1.0)
 
         memory = MEMORIES[len(told) % 3]  # some answers with each: what is returned is checked before it is placed
-        model, _ = sharded("zero3", comm, mz.FunctionModel(GOOD, answer), micro_batch=1, **memory)
-        with model:
+        with sharded("zero3", comm, mz.FunctionModel(GOOD, answer), micro_batch=1, **memory) as model:
             with pytest.raises((LayoutError, DataError, RemoteError), match=told):
                 model.train(np.ones((1, 1)), np.ones((1, 1)))
             np.testing.assert_array_equal(model.get_parameters(), np.ones(9))
@@ -77,8 +76,7 @@ def test_frozen_parameters_need_no_gradient_and_parameters_are_read_only(strateg
 
     def run(comm: Any) -> None:
         function = mz.FunctionModel(GOOD, loss_and_grad, frozen=["a"])
-        model, _ = sharded(strategy, comm, function, mz.SGD(lr=0.5), **PRIVATE)
-        with model:
+        with sharded(strategy, comm, function, mz.SGD(lr=0.5), **PRIVATE) as model:
             model.train(np.ones((1, 1)), np.ones((1, 1)))
             named = model.named_parameters()
             np.testing.assert_array_equal(named["a"], GOOD["a"])
@@ -114,7 +112,7 @@ def test_a_function_cannot_change_the_users_samples(work: Any, told: str, which:
         def predict(p: Any, x: Any) -> Any:
             work(x)
 
-        model, _ = sharded("zero3", comm, mz.FunctionModel(GOOD, loss_and_grad, predict=predict), **PRIVATE)
+        model = sharded("zero3", comm, mz.FunctionModel(GOOD, loss_and_grad, predict=predict), **PRIVATE)
         batch = np.array([[3.0, 1.0], [2.0, 0.0]]), np.array([[3.0, 1.0], [2.0, 0.0]])
         kept = [values.copy() for values in batch]
         with model:
@@ -142,8 +140,7 @@ def test_batches_that_are_no_arrays_are_one_grain_a_rank() -> None:
     def run(comm: Any) -> None:
         for strategy, memory in layouts(3):
             wrapped = mz.FunctionModel({"w": np.zeros(5)}, loss_and_grad)
-            model, _ = sharded(strategy, comm, wrapped, mz.SGD(lr=1.0), **memory)
-            with model:
+            with sharded(strategy, comm, wrapped, mz.SGD(lr=1.0), **memory) as model:
                 assert model.train([{comm.rank}], None) == 1.0
                 np.testing.assert_array_equal(model.get_parameters(), np.full(5, -1.0))
 
@@ -165,11 +162,10 @@ def test_a_prediction_that_is_missing_is_said_and_one_that_is_a_view_is_a_copy()
     def nothing(p: Any, b: Any) -> Any:
         return 1.0, {"w": np.ones(3)}, 1.0
 
-    model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.ones(3)}, nothing))
+    model = sharded("ddp", None, mz.FunctionModel({"w": np.ones(3)}, nothing))
     with model, pytest.raises(NotImplementedError, match=r"give one, FunctionModel\(..., predict=...\)"):
         model.predict(np.ones(1))
-    model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.ones(3)}, nothing, predict=lambda p, x: p["w"]))
-    with model:
+    with sharded("ddp", None, mz.FunctionModel({"w": np.ones(3)}, nothing, predict=lambda p, x: p["w"])) as model:
         seen = model.predict(np.ones(1))
         model.set_parameters(np.zeros(3))
         np.testing.assert_array_equal(seen, np.ones(3))
@@ -178,7 +174,7 @@ def test_a_prediction_that_is_missing_is_said_and_one_that_is_a_view_is_a_copy()
 
 def test_lists_of_two_ranks_and_arrays_do_not_mix() -> None:
     def run(comm: Any) -> None:
-        model, _ = sharded("zero1", comm, mz.FunctionModel(GOOD, lambda p, b: (1.0, GOOD, 1.0)))
+        model = sharded("zero1", comm, mz.FunctionModel(GOOD, lambda p, b: (1.0, GOOD, 1.0)))
         with (
             model,
             pytest.raises(mz.errors.DataError, match=r"rank 1: x.0. is a number .int., .* as that of rank 0 can"),
@@ -196,8 +192,7 @@ def test_numbers_in_arrays_of_one_element_and_gradients_of_another_precision_are
         (1, np.int64(2), list),
     ):
         grads = {name: value.tolist() if kind is list else value.astype(kind) for name, value in GOOD.items()}
-        model, _ = sharded("zero1", None, mz.FunctionModel(GOOD, lambda p, b, a=(loss, grads, weight): a))
-        with model:
+        with sharded("zero1", None, mz.FunctionModel(GOOD, lambda p, b, a=(loss, grads, weight): a)) as model:
             assert model.train(np.ones((2, 1)), np.ones((2, 1))) == 0.5
             hashes.add(model.parameters_sha256())
     assert len(hashes) == 1
@@ -208,8 +203,7 @@ def test_a_grain_of_weight_zero_pads_a_batch() -> None:
         used = batch[0][:, :1] > 0
         return float(used.sum()), {"a": np.full((2, 3), float(used.sum())), "b": np.ones(3)}, float(used.sum())
 
-    model, _ = sharded("zero1", None, mz.FunctionModel(GOOD, padded), micro_batch=1)
-    with model:
+    with sharded("zero1", None, mz.FunctionModel(GOOD, padded), micro_batch=1) as model:
         assert model.train(np.array([[1.0], [0.0], [1.0]]), np.zeros((3, 1))) == 1.0
         assert model.last_step.weight == 2.0
 
@@ -220,8 +214,7 @@ def test_a_weight_that_the_gradients_type_cannot_hold_is_refused_and_nothing_cha
 
     def run(comm: Any) -> None:
         for strategy in STRATEGIES:
-            model, _ = sharded(strategy, comm, mz.FunctionModel(start, lambda p, b: (1.0, {"w": p["w"]}, weight)))
-            with model:
+            with sharded(strategy, comm, mz.FunctionModel(start, lambda p, b: (1.0, {"w": p["w"]}, weight))) as model:
                 for call in (model.train, model.compute_gradients):
                     with pytest.raises(DataError, match=r"has weight .e.*, which is beyond float32 .*only the ratios"):
                         call(np.ones((1, 1)), np.ones((1, 1)))

@@ -58,7 +58,7 @@ Y[0, 3:] = -1  # ignored
 SCORES = np.eye(29, dtype=np.float32)[Y]
 
 
-def placed_as(job: Job, case: Case, comm: Any, **settings: Any) -> tuple[Any, Any]:
+def placed_as(job: Job, case: Case, comm: Any, **settings: Any) -> Any:
     return placed(case, comm, job.way, **{"share_node_memory": not job.private, **settings})
 
 
@@ -77,8 +77,7 @@ def test_metadata_tells_groups_places_and_what_is_held(name: str) -> None:
     total = sum(spec.size for spec in mz.nn.model_specs(gpt()) if spec.tied is None)
 
     def body(job: Job, comm: Any) -> tuple[dict[str, int], int, int]:
-        model, _ = placed_as(job, Case(gpt), comm)
-        with model:
+        with placed_as(job, Case(gpt), comm) as model:
             model.train(*part(model.batch_group, X, Y))
             told = model.metadata()
             assert (told.strategy, told.is_distributed) == ("3D-Parallelism (Hybrid)", job.size > 1)
@@ -120,8 +119,7 @@ class Predicted(NamedTuple):
 @cache
 def predicted_alone() -> list[Predicted]:
     """Before and after a step."""
-    single, _ = alone(Case(gpt))
-    with single:
+    with alone(Case(gpt)) as single:
         return [
             Predicted(
                 [single.predict(X[2 * replica : 2 * replica + 2]) for replica in range(2)],
@@ -135,8 +133,7 @@ def predicted_alone() -> list[Predicted]:
 
 
 def predicts(job: Job, comm: Any, rounds: list[Predicted]) -> None:
-    model, _ = placed_as(job, Case(gpt), comm)
-    with model:
+    with placed_as(job, Case(gpt), comm) as model:
         for expected in rounds:  # receives are posted ahead in the second round
             replica = model.batch_group.rank  # each asks for its own
             job.same(model.predict(X[2 * replica : 2 * replica + 2]), expected.rows[replica])
@@ -189,7 +186,7 @@ class Step(NamedTuple):
 @cache
 def by_hand_alone() -> tuple[list[Step], Any, Any, Any]:
     """Two steps of one process, a gradient, and the parameters after it was applied and after one more step."""
-    single, plain = alone(Case(lambda: gpt(dropout=0.0)))
+    single = alone(Case(lambda: gpt(dropout=0.0)))
     taken = []
     with single:
         for _ in range(2):
@@ -198,7 +195,7 @@ def by_hand_alone() -> tuple[list[Step], Any, Any, Any]:
                 e.spec.name: found.values[e.span.start : e.span.stop].reshape(e.spec.shape).copy()
                 for e in single._engine.whole.layout.parameters
             }
-            plain.step()
+            single.optimizer.step()
             taken.append(Step(named, found.weight, found.loss, single.last_step.loss, single.get_parameters().copy()))
         found = single.compute_gradients(X, Y)
         gradient = found.values.copy()
@@ -211,7 +208,7 @@ def by_hand_alone() -> tuple[list[Step], Any, Any, Any]:
 def gradients_by_hand(job: Job, comm: Any, expected: tuple[list[Step], Any, Any, Any]) -> None:
     """Of jobs with an odd ZeRO stage they are synchronized by hand, too."""
     auto = job.way.zero % 2 == 0
-    model, optimizer = placed_as(job, Case(lambda: gpt(dropout=0.0)), comm, auto_sync_gradients=auto)
+    model = placed_as(job, Case(lambda: gpt(dropout=0.0)), comm, auto_sync_gradients=auto)
     taken, gradient, applied, trained = expected
     with model:
         for wanted in taken:
@@ -225,7 +222,7 @@ def gradients_by_hand(job: Job, comm: Any, expected: tuple[list[Step], Any, Any,
             mine = local_part(model._engine, wanted.named)
             owned = np.concatenate([mine[:0], *(mine[span.start : span.stop] for span in model.owned)])
             job.same(whole.values, owned if job.way.zero >= 2 else mine)
-            optimizer.step()
+            model.optimizer.step()
             job.same(model.last_step.loss, wanted.step_loss)
             job.same(model.get_parameters(), wanted.parameters)
         model.compute_gradients(*part(model.batch_group, X, Y))
@@ -240,7 +237,7 @@ def gradients_by_hand(job: Job, comm: Any, expected: tuple[list[Step], Any, Any,
             before = model.parameters_sha256()
             model.train(*part(model.batch_group, X, Y))
             assert model.parameters_sha256() == before  # nothing is updated before the step
-            optimizer.step()
+            model.optimizer.step()
             job.same(model.get_parameters(), trained)
 
 
@@ -266,12 +263,12 @@ def optimized(job: Job | None, comm: Any, **options: Any) -> tuple[Any, str]:
     rng = np.random.default_rng(8)
     x = rng.normal(size=(44, 6))
     data = (x, (x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 0))
-    model, optimizer = alone(Case(mlp)) if job is None else placed_as(job, Case(mlp), comm)
-    optimizer.options = mz.OptimizationOptions(epochs=3, batch_size=7, validation=0.25, **options)
+    model = alone(Case(mlp)) if job is None else placed_as(job, Case(mlp), comm)
+    model.optimizer.options = mz.OptimizationOptions(epochs=3, batch_size=7, validation=0.25, **options)
     with model:
-        result = optimizer.optimize(data)
+        result = model.optimizer.optimize(data)
         told = (result.history, result.best_epoch, result.best_loss, result.steps, result.stopped_early)
-        assert optimizer.synchronize_optimizer_state() == 0
+        assert model.optimizer.synchronize_optimizer_state() == 0
         return told, model.parameters_sha256()
 
 
@@ -288,8 +285,7 @@ def test_batches_are_dealt_to_the_batch_group() -> None:
     source = ArraySource(x, np.arange(20))
 
     def body(comm: Any) -> Any:
-        model, _ = placed(Case(lambda: mlp(features=3)), comm, Way(2))
-        with model:
+        with placed(Case(lambda: mlp(features=3)), comm, Way(2)) as model:
             stream = mz.data.batches(source, model.config, 8, steps=2, group=model.batch_group)
             found = [y.tolist() for _, y in stream]
             for bx, by in mz.data.batches(source, model.config, 8, steps=2, group=model.batch_group):
@@ -312,7 +308,7 @@ def test_questions_about_the_model_have_the_answers_of_one_process(name: str) ->
     def ask(job: Job | None, comm: Any) -> Any:
         case = Case(lambda: mlp(hidden=(8, 4, 6)))
         job = job and job._replace(way=job.way._replace(schedule="1f1b"))
-        model, _ = alone(case) if job is None else placed_as(job, case, comm)
+        model = alone(case) if job is None else placed_as(job, case, comm)
         with model:
             model.active_feature_indices = (0, 2, 3)
             for _ in range(2):

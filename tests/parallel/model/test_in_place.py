@@ -53,7 +53,7 @@ def test_in_place_has_the_bits_of_returned_gradients(ranks: int, accumulate: int
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nothing_is_copied_and_no_gradient_is_held_twice(strategy: str) -> None:
     seen: list[Any] = []
-    model, _ = sharded(strategy, None, in_place(lambda g, name, value: seen.append(np.copyto(g["b"], value) or g["b"])))
+    model = sharded(strategy, None, in_place(lambda g, name, value: seen.append(np.copyto(g["b"], value) or g["b"])))
     with model:
         model.train(*vectors(2))
         engine = model._engine
@@ -68,8 +68,7 @@ def test_nothing_is_copied_and_no_gradient_is_held_twice(strategy: str) -> None:
 def test_evaluating_leaves_gradients_that_are_not_applied_yet() -> None:
     """Without ``loss=`` the function computes gradients in evaluate, too: into other memory."""
     x, y = vectors(6)
-    model, _ = sharded("ddp", None, in_place(), auto_sync_gradients=False)
-    with model:
+    with sharded("ddp", None, in_place(), auto_sync_gradients=False) as model:
         model.compute_gradients(x, y)
         expected = model.synchronize_gradients().values.copy()
         model.compute_gradients(x, y)
@@ -94,8 +93,7 @@ def test_a_wrong_write_on_one_rank_is_told_to_all_and_no_step_is_made(write: Any
 
     def run(comm: Any) -> None:
         for strategy, memory in zip(STRATEGIES, [*MEMORIES, MEMORIES[0]], strict=True):
-            model, _ = sharded(strategy, comm, in_place(write, spoils=comm.rank == 1), micro_batch=1, **memory)
-            with model:
+            with sharded(strategy, comm, in_place(write, spoils=comm.rank == 1), micro_batch=1, **memory) as model:
                 before = model.parameters_sha256()
                 for _ in range(2):
                     with pytest.raises((LayoutError, ValueError, RemoteError), match=WRONG[write]):
@@ -109,8 +107,7 @@ def test_a_wrong_write_on_one_rank_is_told_to_all_and_no_step_is_made(write: Any
 def test_a_gradient_that_a_later_step_leaves_out_or_adds_to_is_named(write: Any) -> None:
     for strategy in STRATEGIES:
         ways = chain([overwrite], repeat(write))
-        model, _ = sharded(strategy, None, in_place(lambda *gradient, w=ways: next(w)(*gradient)))
-        with model:
+        with sharded(strategy, None, in_place(lambda *gradient, w=ways: next(w)(*gradient))) as model:
             model.train(*vectors(1))
             before = model.parameters_sha256()
             with pytest.raises(LayoutError, match=r"has not written .*the gradient of 'b'"):
@@ -124,8 +121,7 @@ def test_the_arrays_of_an_earlier_call_cannot_be_written_to() -> None:
     def keep(gradients: Any, name: str, value: Any) -> None:
         kept.setdefault(name, gradients[name])[...] = value
 
-    model, _ = sharded("ddp", None, in_place(keep))
-    with model:
+    with sharded("ddp", None, in_place(keep)) as model:
         model.train(*vectors(1))
         with pytest.raises(ValueError, match="read-only") as caught:
             model.train(*vectors(1))
@@ -133,8 +129,7 @@ def test_the_arrays_of_an_earlier_call_cannot_be_written_to() -> None:
 
 
 def test_a_nan_that_was_computed_is_a_bad_step_and_can_be_replayed(tmp_path: Path) -> None:
-    model, _ = sharded("zero2", None, in_place(write_nan))
-    with model:
+    with sharded("zero2", None, in_place(write_nan)) as model:
         model.train(*vectors(4))
         assert "the gradient of 'b' is not finite" in model.last_step.skipped
         path = mz.sharding.dump_bad_step(model, vectors(4), tmp_path)
@@ -146,7 +141,7 @@ def test_a_function_in_place_that_returns_gradients_is_told() -> None:
     def returns(p: Any, b: Any, g: Any) -> Any:
         return 1.0, {"w": np.ones(3)}, 1.0
 
-    model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.ones(3)}, returns, in_place=True))
+    model = sharded("ddp", None, mz.FunctionModel({"w": np.ones(3)}, returns, in_place=True))
     with model, pytest.raises(LayoutError, match=r"works in place, so it must return \(loss_sum, weight\).*returned"):
         model.train(*vectors(1))
 
@@ -169,7 +164,6 @@ class Own:
 
 def test_a_class_of_ones_own_may_work_in_place() -> None:
     x, y = vectors(5)
-    model, _ = sharded("zero1", None, Own(), mz.SGD(lr=1.0))
-    with model:
+    with sharded("zero1", None, Own(), mz.SGD(lr=1.0)) as model:
         model.train(x, y)
         np.testing.assert_allclose(model.get_parameters(), 1 - x.mean(axis=0), rtol=1e-14)

@@ -60,15 +60,13 @@ def integers(model):
 
 def trained_as(name, comm, way, sizes=None, **memory):
     """What the steps find, and the integers after them."""
-    model, _ = placed(CASES[name], comm, way, **memory)
-    with model:
+    with placed(CASES[name], comm, way, **memory) as model:
         return steps(model, CASES[name], sizes), integers(model)
 
 
 @cache
 def alone(name):
-    model, _ = placed_alone(CASES[name])
-    with model:
+    with placed_alone(CASES[name]) as model:
         return steps(model, CASES[name]), integers(model)
 
 
@@ -76,8 +74,7 @@ def alone(name):
 def test_statistics_are_those_of_plain_numpy(clip):
     """By either kind of update: the bound of the second is never reached."""
     start, batches = initial_parameters(network()), samples(4, 23)
-    model, _ = sharded("zero1", None, network(), mz.SGD(lr=RATE), micro_batch=5, clip=clip)
-    with model:
+    with sharded("zero1", None, network(), mz.SGD(lr=RATE), micro_batch=5, clip=clip) as model:
         for batch in batches:
             model.train(*batch)
         found = values(model)
@@ -116,8 +113,7 @@ def test_checkpoints_hold_them_and_any_layout_goes_on(tmp_path):
     case = CASES["clipped"]
 
     def gone_on(comm, way, after, until):
-        model, _ = placed(case, comm, way, **PRIVATE)
-        with model:
+        with placed(case, comm, way, **PRIVATE) as model:
             if after:
                 model.load_model(tmp_path / str(after))
             for x, y in case.batches[after:until]:
@@ -132,11 +128,9 @@ def test_checkpoints_hold_them_and_any_layout_goes_on(tmp_path):
     with checkpoint.open_checkpoint(tmp_path / "2") as reader:
         assert reader.arrays["parameters/norm0.steps"] == ((), np.dtype("int64"))
         export(reader, tmp_path / "2.npz", "npz")
-    other, _ = sharded("ddp", None, network())
-    with other, pytest.raises(CheckpointError, match=r"unknown norm0\.flags"):
+    with sharded("ddp", None, network()) as other, pytest.raises(CheckpointError, match=r"unknown norm0\.flags"):
         other.load_model(tmp_path / "2")
-    fresh, _ = sharded("ddp", None, counting_network())
-    with fresh, np.load(tmp_path / "2.npz") as exported:
+    with sharded("ddp", None, counting_network()) as fresh, np.load(tmp_path / "2.npz") as exported:
         assert exported["norm1.unused"].tolist() == [7, 7]
         fresh.load_named(exported)
         with fresh.deep_copy() as copy:
@@ -146,13 +140,12 @@ def test_checkpoints_hold_them_and_any_layout_goes_on(tmp_path):
 
 
 def test_no_optimizer_has_state_of_averaged_parameters():
-    model, optimizer = sharded("ddp", None, network(), mz.AdamW(lr=1e-2))
-    with model:
+    with sharded("ddp", None, network(), mz.AdamW(lr=1e-2)) as model:
         told = model.metadata()
         assert told.trainable_count == told.parameter_count - 2 * (11 + 13)
         held, formula = told.bytes_on_rank["optimizer state"], told.formula_bytes["optimizer state"]
         assert held == formula == 2 * 8 * told.trainable_count
-        assert not set(STATISTICS) & set(optimizer.state_dict()["state"]["exp_avg"])
+        assert not set(STATISTICS) & set(model.optimizer.state_dict()["state"]["exp_avg"])
     groups = (mz.ParameterGroup("norm?.mean", lr_scale=0.0),)
     with pytest.raises(ConfigError, match=r"'norm\?\.mean'.* matches no parameter"):
         sharded("ddp", None, network(), mz.AdamW(lr=1e-2, groups=groups))
@@ -162,16 +155,15 @@ def test_gradients_by_hand_update_them_in_a_step_and_not_in_apply_gradients():
     case = CASES["clipped"]
 
     def by_steps(comm):
-        model, optimizer = sharded(
+        with sharded(
             "zero2", comm, counting_network(), case.optimizer(), **case.config, auto_sync_gradients=False
-        )
-        with model:
+        ) as model:
             for x, y in case.batches:
                 assert not model.compute_gradients(*part(comm, x, y)).synchronized
                 before = values(model)
                 whole = model.synchronize_gradients(gather=True)
                 assert not any(whole.named()[name].any() for name in STATISTICS)
-                optimizer.step()
+                model.optimizer.step()
                 assert all((values(model)[name] != before[name]).all() for name in STATISTICS)
             after = model.get_parameters().copy()
             model.apply_gradients(whole, 0.5)
@@ -184,8 +176,7 @@ def test_gradients_by_hand_update_them_in_a_step_and_not_in_apply_gradients():
 
 
 def test_a_skipped_step_leaves_them_and_evaluation_does_too():
-    model, _ = sharded("zero1", None, counting_network(), micro_batch=5, bad_steps=mz.BadSteps(warn=False))
-    with model:
+    with sharded("zero1", None, counting_network(), micro_batch=5, bad_steps=mz.BadSteps(warn=False)) as model:
         x, y = samples(1, 11)[0]
         before = model.parameters_sha256()
         model.train(np.full_like(x, np.nan), y)
@@ -199,8 +190,7 @@ def test_a_skipped_step_leaves_them_and_evaluation_does_too():
 
 def test_local_steps_keep_integers():
     def go(comm):
-        model, _ = sharded("ddp", comm, counting_network(), mz.SGD(lr=RATE), micro_batch=5)
-        with model:
+        with sharded("ddp", comm, counting_network(), mz.SGD(lr=RATE), micro_batch=5) as model:
             for number, (x, y) in enumerate(CASES["fused"].batches):
                 if number == 1:
                     mz.LocalSGDOptimizer(mz.SGD(lr=RATE), every=2).set_model(model)
@@ -214,8 +204,7 @@ def test_those_of_frozen_layers_are_constants_and_of_checkpointed_ones_are_not()
     blocks = counting_network().blocks
     frozen = {"norm0": Frozen(CountingNorm(11)), "norm1": Checkpointed(blocks["norm1"])}
     chain = replace(counting_network(), blocks={**blocks, **frozen})
-    model, _ = sharded("zero3", None, chain, mz.SGD(lr=RATE), micro_batch=5)
-    with model:
+    with sharded("zero3", None, chain, mz.SGD(lr=RATE), micro_batch=5) as model:
         before = values(model)
         model.train(*samples(1, 23)[0])
         changed = {name for name, value in values(model).items() if (value != before[name]).any()}
@@ -266,8 +255,7 @@ def test_functions_are_given_them_and_return_new_ones_in_place_of_gradients():
     x, y = samples(1, 11)[0]
 
     def go(comm, strategy="ddp", in_place=False, clip=None):
-        model, _ = sharded(strategy, comm, function(in_place=in_place), mz.SGD(lr=1e-5), micro_batch=2, clip=clip)
-        with model:
+        with sharded(strategy, comm, function(in_place=in_place), mz.SGD(lr=1e-5), micro_batch=2, clip=clip) as model:
             for _ in range(2):
                 model.train(*part(comm, x, y))
             model.evaluate(*part(comm, x, y))
@@ -294,8 +282,7 @@ def test_a_new_value_that_is_not_finite_skips_the_step_and_is_named():
 
     def go(comm):
         settings = {"micro_batch": 1, "bad_steps": mz.BadSteps(warn=False), **PRIVATE}
-        model, _ = sharded("zero3", comm, function(poison), mz.SGD(lr=1e-5), **settings)
-        with model:
+        with sharded("zero3", comm, function(poison), mz.SGD(lr=1e-5), **settings) as model:
             before = model.parameters_sha256()
             model.train(*part(comm, np.arange(4.0)[:, None].repeat(6, axis=1), np.zeros(4)))
             assert model.parameters_sha256() == before
@@ -311,13 +298,13 @@ def test_copies_with_other_parameters_and_the_best_parameters_have_their_integer
             start, lambda p, b: (float((b[0] @ p["w"]).sum()), {"w": b[0].sum(0), "n": p["n"] + 2}, float(len(b[0]))),
             integers={"n": 3},
         )  # fmt: skip
-        model, optimizer = sharded(strategy, comm, linear, mz.SGD(lr=0.1), micro_batch=5)
+        model = sharded(strategy, comm, linear, mz.SGD(lr=0.1), micro_batch=5)
         x = np.where(np.arange(20) < 15, 1.0, -1.0)[:, None] * np.ones(6)  # the last ones get worse by every step
         source = mz.data.ArraySource(x, np.zeros(20))
         source.in_order = True
         options = mz.OptimizationOptions(epochs=3, batch_size=5, validation=0.25)
         with model, model.with_parameters(model.get_parameters()) as before:
-            result = optimizer.optimize(source, options)
+            result = model.optimizer.optimize(source, options)
             with model.with_parameters(model.get_parameters()) as after:
                 counts = [int(one.named_parameters()["n"]) for one in (before, model, after)]
                 return result.best_epoch, counts, after.parameters_sha256() == model.parameters_sha256()
@@ -353,8 +340,7 @@ def test_grains_that_do_not_agree_are_named_on_every_rank(ranks, way):
     case = Case(lambda: network(norm=Unlike), batches=samples(1, 23), config={"micro_batch": 9})
 
     def go(comm):
-        model, _ = placed(case, comm, way)
-        with model:
+        with placed(case, comm, way) as model:
             before = model.parameters_sha256()
             with pytest.raises(MpizeroError, match="the new value of integer array 'norm") as caught:
                 steps(model, case)
@@ -406,7 +392,7 @@ REFUSED = {
         ConfigError, "'w' is a parameter and an integer array",
     ),
     "no integer as a new value": (
-        lambda: sharded("ddp", None, function(half))[0].train(*samples(1, 2)[0]),
+        lambda: sharded("ddp", None, function(half)).train(*samples(1, 2)[0]),
         LayoutError, r"loss_and_grad at .* as the new value of integer array 'n' by sample 0",
     ),
 }  # fmt: skip

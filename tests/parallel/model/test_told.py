@@ -39,8 +39,7 @@ def test_noise_of_a_function_is_the_same_on_any_ranks(ranks: int) -> None:
 
     def trained(comm: Any, strategy: str = "ddp", seed: int = 7, **memory: Any) -> tuple[Any, ...]:
         seen = set[Any]()
-        model, _ = sharded(strategy, comm, noisy(seen, seed=seed), micro_batch=4, accumulate=2, **memory)
-        with model:
+        with sharded(strategy, comm, noisy(seen, seed=seed), micro_batch=4, accumulate=2, **memory) as model:
             batch = part(comm, *vectors(11))
             losses = [model.train(*batch, epoch=epoch) for epoch in (0, 0, 3)]
             gradient = model.compute_gradients(*batch, epoch=5, gather=True)
@@ -60,8 +59,7 @@ def test_noise_of_a_function_is_the_same_on_any_ranks(ranks: int) -> None:
 
 def test_an_epoch_is_the_same_on_all_ranks_and_a_whole_number() -> None:
     def run(comm: Any) -> None:
-        model, _ = sharded("zero1", comm, noisy())
-        with model:
+        with sharded("zero1", comm, noisy()) as model:
             x, y = vectors(4)
             with pytest.raises(DataError, match="rank 0 is asked for epoch=1, rank 2 for epoch=0"):
                 model.train(x, y, epoch=int(comm.rank < 2))
@@ -83,8 +81,7 @@ def test_what_old_functions_take_besides_is_left_alone() -> None:
         return 1.0, {"w": np.ones(3)}, 1.0
 
     for function in (old, lambda run, batch: (1.0, {"w": np.ones(3)}, 1.0)):
-        model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.zeros(3)}, function))
-        with model:
+        with sharded("ddp", None, mz.FunctionModel({"w": np.zeros(3)}, function)) as model:
             assert model.train(np.ones((2, 1)), np.ones(2)) == 1.0
 
 
@@ -102,8 +99,7 @@ def test_a_decorated_function_is_called_as_its_decorator_takes_it() -> None:
         (nothing, lambda *args, **kwargs: nothing(*args, **kwargs), 1.0),
     ):
         wrapped = mz.FunctionModel({"w": np.zeros(3)}, functools.wraps(function)(decorated))
-        model, _ = sharded("ddp", None, wrapped)
-        with model:
+        with sharded("ddp", None, wrapped) as model:
             assert model.train(np.ones((2, 1)), np.ones(2)) == loss
 
 
@@ -121,8 +117,7 @@ def test_evaluate_calls_a_loss_without_gradient_where_there_is_one() -> None:
         found = []
         for strategy in STRATEGIES:
             wrapped = mz.FunctionModel({"w": np.zeros(3)}, never, loss=loss)
-            model, _ = sharded(strategy, comm, wrapped, micro_batch=2)
-            with model:
+            with sharded(strategy, comm, wrapped, micro_batch=2) as model:
                 mine, y = part(comm, x, np.ones(6))
                 found.append(model.evaluate({"x": mine}, y))
                 assert model.default_loss_function is None
@@ -133,7 +128,7 @@ def test_evaluate_calls_a_loss_without_gradient_where_there_is_one() -> None:
         assert run_in_threads(size, run) == [[expected] * 4] * size
 
     wrong = mz.FunctionModel({"w": np.zeros(3)}, nothing, loss=lambda p, b: 3.0)
-    model, _ = sharded("ddp", None, wrong)
+    model = sharded("ddp", None, wrong)
     with model, pytest.raises(LayoutError, match=r"loss must return \(loss_sum, weight\), it returned float"):
         model.evaluate(np.ones((2, 1)), np.ones(2))
 
@@ -166,8 +161,7 @@ def test_a_method_loss_of_an_own_class_is_its_own_affair(given: Any) -> None:
         def loss_and_grad(self, p: Any, batch: Any) -> Any:
             return 2.0 * len(batch[1]), {"w": np.ones(3)}, float(len(batch[1]))
 
-    model, _ = sharded("zero1", None, Own())
-    with model:
+    with sharded("zero1", None, Own()) as model:
         assert model.evaluate(np.ones((4, 1)), np.ones(4)) == (8.0, 4.0, None)
 
 
@@ -226,15 +220,13 @@ def test_a_source_that_is_told_of_the_run_gives_the_same_batches_on_any_ranks(sp
 
 def test_a_part_of_a_gradient_says_how_to_get_all_of_it() -> None:
     x, y = points(4)
-    model, _ = sharded("zero2", None)
-    with model:
+    with sharded("zero2", None) as model:
         with pytest.raises(LayoutError, match="compute_gradients.x, y, gather=True"):
             model.compute_gradients(x, y).named()
         gradient = model.compute_gradients(x, y, gather=True)
         with pytest.raises(LayoutError, match="needs 107 values, one for each parameter, got an array of shape .3,"):
             model.apply_gradients(mz.Gradients(np.ones(3, np.float32), 1.0, 1.0, True, gradient.layout), 0.1)
-    model, _ = sharded("zero2", None, auto_sync_gradients=False)
-    with model:
+    with sharded("zero2", None, auto_sync_gradients=False) as model:
         with pytest.raises(ConfigError, match=r"call synchronize_gradients\(gather=True\) after it"):
             model.compute_gradients(x, y, gather=True)
         model.compute_gradients(x, y)

@@ -19,8 +19,7 @@ def grown(optimizer: Any) -> float:
     found = []
     x, y = points(32)
     for changed in (False, True):
-        model, _ = sharded("ddp", None, mlp(hidden=(16, 16)), optimizer, micro_batch=8)
-        with model:
+        with sharded("ddp", None, mlp(hidden=(16, 16)), optimizer, micro_batch=8) as model:
             values = model.get_parameters()
             last = np.spacing(values[5])
             values[5] += last if changed else 0
@@ -37,8 +36,7 @@ def test_what_magnifies_rounding_says_so_where_layouts_round(optimizer: Any) -> 
     assert (grown(optimizer) > 1000) == bool(told)
 
     def reasons(comm: Any, compression: str | None) -> tuple[str, ...]:
-        model, _ = sharded("zero1", comm, None, optimizer, gradient_compression=compression, ema=0.9, **PRIVATE)
-        with model:
+        with sharded("zero1", comm, None, optimizer, gradient_compression=compression, ema=0.9, **PRIVATE) as model:
             return tuple(model.metadata().within_rounding)
 
     assert run_in_threads(2, lambda comm: reasons(comm, None)) == [()] * 2  # the bits of one process

@@ -48,12 +48,9 @@ OPTIMIZERS = {
 def trained(comm: Any, strategy: str, name: str = "muon", *, dtype: str = "float32", **settings: Any) -> Any:
     """Train three steps on 11 samples; return the hash, the last loss and the optimizer's state."""
     x, y = tokens(11)
-    model, optimizer = sharded(
-        strategy, comm, gpt(dtype=dtype, tied=False), OPTIMIZERS[name](), micro_batch=1, **settings
-    )
-    with model:
+    with sharded(strategy, comm, gpt(dtype=dtype, tied=False), OPTIMIZERS[name](), micro_batch=1, **settings) as model:
         losses = [model.train(*part(comm, x, y)) for _ in range(3)]
-        state = optimizer.state_dict()["state"]
+        state = model.optimizer.state_dict()["state"]
         return (
             model.parameters_sha256(),
             losses,
@@ -119,7 +116,7 @@ def test_a_tensor_group_is_refused_and_tiles_on_one_rank_are_not():
 def test_frozen_tensors_stay_and_a_skipped_step_changes_nothing():
     def run(comm):
         model = mz.nn.freeze(mlp(), ["hidden.1.*"])
-        with sharded("zero2", comm, model, mz.SOAP(lr=1e-2), micro_batch=2)[0] as model:
+        with sharded("zero2", comm, model, mz.SOAP(lr=1e-2), micro_batch=2) as model:
             start = model.named_parameters()["hidden.1.linear.weight"].copy()
             steps_of(model, comm, 3)
             before = model.parameters_sha256(), {s: a.tobytes() for s, a in model._engine.updater.state.items()}
@@ -151,7 +148,7 @@ def test_ranks_that_train_alone_own_all_tensors_of_their_copy():
                 model.train(x, y)
             return model.parameters_sha256()
 
-    with sharded("ddp", None, mlp(), mz.Muon(lr=1e-2), micro_batch=2)[0] as model:
+    with sharded("ddp", None, mlp(), mz.Muon(lr=1e-2), micro_batch=2) as model:
         for _ in range(4):
             model.train(x, y)
         assert run_in_threads(2, run) == [model.parameters_sha256()] * 2
@@ -162,7 +159,7 @@ def test_metadata_tells_the_state_that_owners_keep(strategy):
     """The formula is the mean over ranks: the state of whole tensors is divided with every strategy."""
 
     def run(comm):
-        with sharded(strategy, comm, mlp(), mz.SOAP(), **PRIVATE)[0] as model:
+        with sharded(strategy, comm, mlp(), mz.SOAP(), **PRIVATE) as model:
             told = model.metadata()
             return told.bytes_on_rank["optimizer state"], told.formula_bytes["optimizer state"]
 
@@ -193,8 +190,8 @@ def test_a_resume_on_other_ranks_and_strategies_has_the_bits_of_no_interruption(
 
     def run(comm, place, before, after):
         strategy, memory = place[1:]
-        model, bound = sharded(strategy, comm, mlp(), optimizer(), micro_batch=2, ema=0.9, check_every=1, **memory)
-        with model:
+        with sharded(strategy, comm, mlp(), optimizer(), micro_batch=2, ema=0.9, check_every=1, **memory) as model:
+            bound = model.optimizer
             if not before:
                 model.load_model(tmp_path / "saved")
             steps_of(model, comm, before)
@@ -209,7 +206,7 @@ def test_a_resume_on_other_ranks_and_strategies_has_the_bits_of_no_interruption(
 
 
 def test_checkpoints_hold_the_arrays_of_each_tensor_by_name(tmp_path):
-    with sharded("ddp", None, mlp(), RowMeans(lr=1e-2), micro_batch=2)[0] as model:
+    with sharded("ddp", None, mlp(), RowMeans(lr=1e-2), micro_batch=2) as model:
         steps_of(model, None, 2)
         names = [e.spec.name for e in model._engine.whole.layout.parameters]
         model.save_model(tmp_path / "saved")
@@ -230,10 +227,10 @@ def _arrays(group: Any) -> list[str]:
 
 
 def test_the_state_of_another_choice_of_tensors_is_refused_and_changes_nothing(tmp_path):
-    with sharded("ddp", None, mlp(), mz.Muon(lr=1e-2), micro_batch=2)[0] as model:
+    with sharded("ddp", None, mlp(), mz.Muon(lr=1e-2), micro_batch=2) as model:
         steps_of(model, None, 1)
         model.save_model(tmp_path / "saved")
-    with sharded("zero1", None, mlp(), mz.Muon(lr=1e-2, exclude=["output.*"]), micro_batch=2)[0] as model:
+    with sharded("zero1", None, mlp(), mz.Muon(lr=1e-2, exclude=["output.*"]), micro_batch=2) as model:
         before = model.parameters_sha256()
         with pytest.raises(CheckpointError, match=r"lacks optimizer/exp_avg/output.linear.weight.*exclude"):
             model.load_model(tmp_path / "saved")
@@ -242,13 +239,12 @@ def test_the_state_of_another_choice_of_tensors_is_refused_and_changes_nothing(t
 
 def test_a_state_dictionary_goes_to_any_layout():
     def run(comm, strategy, state=None):
-        model, optimizer = sharded(strategy, comm, mlp(), RowMeans(lr=1e-2), micro_batch=2)
-        with model:
+        with sharded(strategy, comm, mlp(), RowMeans(lr=1e-2), micro_batch=2) as model:
             if state is not None:
-                optimizer.load_state_dict(state)
+                model.optimizer.load_state_dict(state)
             else:
                 steps_of(model, comm, 2)
-            return optimizer.state_dict()
+            return model.optimizer.state_dict()
 
     saved = run_in_threads(3, lambda comm: run(comm, "zero2"))[0]
     for found in (run(None, "ddp", saved), run_in_threads(2, lambda comm: run(comm, "zero3", saved))[1]):
@@ -263,7 +259,7 @@ def test_a_state_dictionary_goes_to_any_layout():
 
 def test_copies_go_on_alike_and_a_reset_begins_anew():
     def run(comm):
-        with sharded("zero2", comm, mlp(), mz.Muon(lr=1e-2), micro_batch=2)[0] as model:
+        with sharded("zero2", comm, mlp(), mz.Muon(lr=1e-2), micro_batch=2) as model:
             start = model.get_parameters()
             first = steps_of(model, comm, 2)
             with model.deep_copy() as twin:
@@ -287,7 +283,7 @@ def test_an_error_of_one_owner_is_every_ranks_and_no_parameter_changes():
                 raise ArithmeticError("no convergence")
 
     def run(comm):
-        with sharded("zero2", comm, mlp(), Failing(), micro_batch=2)[0] as model:
+        with sharded("zero2", comm, mlp(), Failing(), micro_batch=2) as model:
             before = model.parameters_sha256()
             with pytest.raises((ArithmeticError, RemoteError), match="no convergence") as caught:
                 steps_of(model, comm, 1)
@@ -343,7 +339,7 @@ def test_wrong_optimizers_are_told():
         (Complex, z, ConfigError, r"Complex.takes chooses 'z', which is complex"),
     ):
         with pytest.raises(kind, match=told):
-            steps_of(sharded("ddp", None, model, make(), micro_batch=2)[0], None, 1)
+            steps_of(sharded("ddp", None, model, make(), micro_batch=2), None, 1)
 
 
 def test_a_model_without_matrices_is_trained_by_adamw():
@@ -352,7 +348,7 @@ def test_a_model_without_matrices_is_trained_by_adamw():
 
     found = []
     for optimizer in (mz.Muon(lr=0.1), mz.AdamW(lr=0.1)):
-        with sharded("zero1", None, mz.FunctionModel({"b": np.ones(3)}, loss_and_grad), optimizer)[0] as model:
+        with sharded("zero1", None, mz.FunctionModel({"b": np.ones(3)}, loss_and_grad), optimizer) as model:
             model.train(np.ones((2, 1)), np.ones(2))
             found.append(model.parameters_sha256())
     assert found[0] == found[1]

@@ -31,8 +31,7 @@ UNIT = 65 * 64
 def measured(comm: Any, strategy: str, **settings: Any) -> tuple[dict[str, int], int, int]:
     """One step with one grain a rank; bytes by kind, peak, and bytes of the exchange's own buffers."""
     size = 1 if comm is None else comm.size
-    model, _ = sharded(strategy, comm, wide(), micro_batch=1, **settings)
-    with model:
+    with sharded(strategy, comm, wide(), micro_batch=1, **settings) as model:
         x = np.ones((size, 64), np.float32)
         model.train(*part(comm, x, x))
         memory = model._engine.memory
@@ -72,8 +71,7 @@ def test_shared_memory_holds_one_copy_of_parameters_and_state_a_node() -> None:
 
 
 def test_evaluation_needs_no_gradient_memory() -> None:
-    model, _ = sharded("zero2", None, wide(), accumulate=2)
-    with model:
+    with sharded("zero2", None, wide(), accumulate=2) as model:
         before = model._engine.memory.private_bytes["gradients"]
         model.evaluate(np.ones((4, 64), np.float32), np.ones((4, 64), np.float32))
         assert model._engine.memory.private_bytes["gradients"] == before
@@ -82,8 +80,7 @@ def test_evaluation_needs_no_gradient_memory() -> None:
 def test_frozen_parameters_cost_no_gradient_and_no_state() -> None:
     sizes = {"w": 77, "nothing": 0, "b": 13, "one": 1}  # and 13 frozen ones
     for strategy in STRATEGIES:
-        model, _ = sharded(strategy, None, hard_function(), mz.AdamW(lr=0.1))
-        with model:
+        with sharded(strategy, None, hard_function(), mz.AdamW(lr=0.1)) as model:
             model.train(*vectors(1))
             assert model._engine.whole.layout.gradient_size == sum(sizes.values())
             assert sum(a.size for a in model._engine.updater.state.values()) == 2 * sum(sizes.values())
@@ -332,7 +329,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("kind", ["parameters", "gradients", "optimizer state"])
 def test_what_is_refused_to_one_rank_is_told_on_all(refusing: Any, kind: str, strategy: str) -> None:
     def train(comm: Any) -> None:
-        with sharded(strategy, comm, **PRIVATE)[0] as model:
+        with sharded(strategy, comm, **PRIVATE) as model:
             model.train(np.ones((4, 6), np.float32), np.zeros(4, np.int64))
 
     def run(comm: Any) -> Exception:
@@ -363,6 +360,6 @@ def test_memory_for_a_layers_values_is_refused_with_advice_for_micro_batches() -
     def loss_and_grad(parameters: Any, batch: Any) -> None:
         np.empty(FAR_TOO_MUCH)
 
-    model, _ = sharded("ddp", None, mz.FunctionModel({"w": np.zeros(3)}, loss_and_grad))
+    model = sharded("ddp", None, mz.FunctionModel({"w": np.zeros(3)}, loss_and_grad))
     with model, pytest.raises(OutOfMemoryError, match="computing a micro-batch.*smaller micro_batch"):
         model.train(np.ones((2, 3)), np.ones(2))

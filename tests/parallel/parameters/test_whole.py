@@ -79,8 +79,7 @@ def on(spread: Spread, body: Callable[[Any], Any], model: Any = MODELS[0]) -> li
     """What ``body`` makes of the engine of a placed model on each rank."""
 
     def run(comm: Any) -> Any:
-        sharded, _ = placed(Case(lambda: model), comm, spread.way, **spread.memory)
-        with sharded:
+        with placed(Case(lambda: model), comm, spread.way, **spread.memory) as sharded:
             return body(sharded._engine)
 
     return run_in_threads(spread.size, run)

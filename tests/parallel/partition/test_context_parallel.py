@@ -58,8 +58,7 @@ def test_every_zero_stage_adds_the_parts_of_grains_in_one_order(context: int, ac
 
 def test_zero_1_holds_of_gradients_what_zero_2_does_and_ddp_a_copy_for_each_grain() -> None:
     def held(comm: Any, zero: int) -> tuple[int, int]:
-        model, _ = placed(DROPOUT, comm, Way(context=2, zero=zero), **PRIVATE)
-        with model:
+        with placed(DROPOUT, comm, Way(context=2, zero=zero), **PRIVATE) as model:
             model.train(*texts(1, 8)[0])
             told = model.metadata()
             assert told.zero_stage == zero
@@ -81,8 +80,7 @@ def test_models_and_batches_without_sequences_are_refused_on_all_ranks() -> None
 
     def peers(comm: Any) -> None:
         x, y = texts(1, 4)[0]
-        model, _ = placed(DROPOUT, comm, Way(context=2))
-        with model:
+        with placed(DROPOUT, comm, Way(context=2)) as model:
             other = x[::-1].copy() if comm.rank == 1 else x
             with pytest.raises(DataError, match="rank 1 has another x than rank 0"):
                 model.train(other, y)

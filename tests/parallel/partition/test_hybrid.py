@@ -189,8 +189,7 @@ def test_parameters_and_state_of_2_x_2_x_2_lie_where_the_formulas_say() -> None:
     copies = 32 * 16 + sum(spec.size for spec in specs if any(word in spec.name for word in unsplit))
 
     def held(comm: Any, zero: int) -> int:
-        model, _ = placed(Case(lambda: model_of), comm, Way(2, 2, zero=zero), share_node_memory=False)
-        with model:
+        with placed(Case(lambda: model_of), comm, Way(2, 2, zero=zero), share_node_memory=False) as model:
             model.train(*part(model.batch_group, *texts(1, 8, vocabulary=32)[0]))
             told = model.metadata()
             parameters = 4 * told.held_count / (2 if zero == 3 else 1)
@@ -210,8 +209,7 @@ def refuses_bad_samples(comm: Any, way: Way) -> None:
     x, y = texts(1, 8)[0]
     bad_x, bad_y = x.copy(), y.copy()
     bad_x[0, 3] = bad_y[0, 2] = 29  # in the first micro-batch of the first replica
-    model, _ = placed(Case(lambda: gpt(**F64)), comm, way)
-    with model:
+    with placed(Case(lambda: gpt(**F64)), comm, way) as model:
         model.train(*part(model.batch_group, x, y))
         with model.deep_copy() as twin:
             for call in (model.train, model.evaluate, model.compute_gradients):

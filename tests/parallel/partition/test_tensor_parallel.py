@@ -61,8 +61,7 @@ def test_parameters_state_and_work_of_a_rank_fall_with_the_tensor_size() -> None
     work = sum(sum(count) for count in mz.nn.model_operations(model, (7,)).values())
 
     def held(comm: Any) -> tuple[int, int, float]:
-        sharded, _ = placed(Case(lambda: model), comm, Way(tensor=comm.size, zero=0))
-        with sharded:
+        with placed(Case(lambda: model), comm, Way(tensor=comm.size, zero=0)) as sharded:
             told = sharded.metadata()
             counts = mz.nn.model_operations(sharded._engine.partitioned.local, (7,))
             return told.held_count, told.bytes_on_rank["optimizer state"], sum(sum(count) for count in counts.values())
@@ -145,8 +144,7 @@ def test_a_batch_that_all_tensor_ranks_refuse_leaves_the_model_usable() -> None:
     (x, y), (x2, y2) = points(2, 6)
 
     def run(comm: Any) -> None:
-        model, _ = placed(Case(lambda: mlp(hidden=(6, 6))), comm, Way(tensor=2))
-        with model:
+        with placed(Case(lambda: mlp(hidden=(6, 6))), comm, Way(tensor=2)) as model:
             model.train(x, y)
             before = model.parameters_sha256()
             with pytest.raises(DataError, match="has another x than rank"):
@@ -163,8 +161,7 @@ def test_an_infinite_gradient_of_one_tensor_rank_skips_the_step_on_all() -> None
     x, y = points(1, 4)[0][0], np.zeros((4, 2))
 
     def body(comm: Any) -> Any:
-        model, _ = placed(case, comm, Way(tensor=2))
-        with model, np.errstate(over="ignore", invalid="ignore"):
+        with placed(case, comm, Way(tensor=2)) as model, np.errstate(over="ignore", invalid="ignore"):
             values = model.named_parameters()
             weight = values["output.linear.weight"]
             weight[:] = 0
