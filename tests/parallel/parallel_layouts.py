@@ -143,9 +143,6 @@ def pipelines(size: int, blocks: int) -> list[Way]:
     return found
 
 
-# ---------------------------------------------------------------------- batches and models
-
-
 def texts(count: int, samples: int, seed: int = 0, vocabulary: int = 29, length: int = 7) -> list[tuple[Array, Array]]:
     rng = np.random.default_rng(seed)
     shape = (samples, length)

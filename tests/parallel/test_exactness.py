@@ -172,9 +172,6 @@ def test_a_step_with_tied_parameters_and_dropout_follows_the_gradient_of_the_who
         np.testing.assert_allclose(after[name], before[name] - 0.5 * gradient / weight, rtol=1e-12, atol=1e-14)
 
 
-# ---------------------------------------------------------------------- builds of BLAS, which have bits of their own
-
-
 def test_the_first_rank_with_another_build_is_named_with_both_and_equal_ones_are_not() -> None:
     assert different_builds([["openblas 1"], ["openblas 1"]]) is None
     told = different_builds([["openblas 1 for Zen"], ["openblas 1 for Zen"], ["openblas 1 for SkylakeX"]]) or ""

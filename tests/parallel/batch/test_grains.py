@@ -31,8 +31,6 @@ from tests.parallel.models import (
     vectors,
 )
 
-# ---------------------------------------------------------------------- default grains, from times that are given
-
 
 def test_a_coarse_rule_makes_at_least_four_grains_of_a_batch_that_has_so_many_samples() -> None:
     for batch, accumulate, efficient in itertools.product((*range(1, 40), 128, 1000), (1, 3), (None, 1, 5, 10**9)):
@@ -95,8 +93,6 @@ def test_times_are_known_when_every_block_was_timed_with_and_without_the_other_s
     assert times.seconds == (8, 6.0, 0.5)  # the first two passes are left out
     assert refusing.seconds is None
 
-
-# ---------------------------------------------------------------------- grains that are claimed
 
 SAMPLES = 21
 #: Model, samples, and settings: a black box, blocks, and blocks of which two micro-batches make a grain.
@@ -258,9 +254,6 @@ def test_where_grains_cannot_be_claimed_rank_0_says_so(strategy: str, memory: An
     assert told.count("grain_assignment='dynamic' has no effect here") == 1
     assert reason in told
     assert set(found) == {alone("blocks")}
-
-
-# ---------------------------------------------------------------------- samples that are given twice
 
 
 def equal_parts(comm: Any) -> slice:

@@ -133,9 +133,6 @@ def test_processes_send_each_other_trees_in_any_byte_order(world: Any) -> None:
     check_ranks(world, world.size, foreign, every=3)
 
 
-# ---------------------------------------------------------------------- the other byte order inside of a model
-
-
 class Turned(Layer):
     """Pass on its input in the other byte order."""
 
@@ -163,8 +160,6 @@ def test_blocks_may_pass_on_arrays_of_any_byte_order() -> None:
         found = run_in_threads(stages, lambda comm, s=stages: trained(case, comm, Way(s)))
         assert found == [trained_alone(case)] * stages
 
-
-# ---------------------------------------------------------------------- what is refused, on all ranks
 
 X, Y = np.ones((4, 2)), np.ones(4)
 
@@ -250,9 +245,6 @@ def test_what_cannot_be_cut_is_one_grain_and_a_warning_names_it_once_at_the_user
     assert warning.filename == __file__
     with pytest.raises(UserWarning, match=f"^{named}.*micro_batch has no effect.*depends on the number of ranks"):
         raise warning.message  # type: ignore[misc]
-
-
-# ---------------------------------------------------------------------- bad steps, comparisons, sources
 
 
 def test_the_samples_of_a_bad_step_are_kept_and_replayed_as_trees(tmp_path: Path) -> None:

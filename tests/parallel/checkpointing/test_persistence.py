@@ -162,9 +162,6 @@ def test_attributes_that_mpizero_cannot_have_written_are_refused_and_change_noth
             assert model.parameters_sha256() == after, wrong
 
 
-# ---------------------------------------------------------------------- a file that can be read once
-
-
 class Failing:
     """A checkpoint whose reading number ``last`` fails on rank 1 with an input/output error."""
 

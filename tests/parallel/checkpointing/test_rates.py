@@ -139,9 +139,6 @@ def test_a_rate_function_that_fails_on_one_rank_fails_on_all_and_changes_nothing
     run_in_threads(2, run)
 
 
-# ---------------------------------------------------------------------- a load that moves the rate
-
-
 RATES = [0.1, mz.optim.cosine(0.1, 10), lambda s: 0.1 / (1 + s), mz.optim.cosine(np.float32(0.1), 10)]
 
 

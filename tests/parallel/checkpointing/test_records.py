@@ -192,9 +192,6 @@ def test_copies_that_train_alone_are_given_samples_of_their_own() -> None:
     assert sorted(sum(run_in_threads(3, given), [])) == list(range(32))
 
 
-# ---------------------------------------------------------------------- tiles
-
-
 def in_tiles(comm: Any, data: bytes | None, steps: int, tiles: Any = None, model: Any = None, **sizes: int) -> Any:
     """Load a checkpoint if there is one, train on, and return the metadata, the hash, and a checkpoint."""
     with mz.ShardingConfig(comm=comm, micro_batch=2, tiles=tiles) as config:

@@ -94,9 +94,6 @@ def test_gradients_that_overflow_in_their_sum_are_named_with_their_owner() -> No
     assert (first[0].start, first[0].stop) == (0, 2)
 
 
-# ---------------------------------------------------------------------- replay
-
-
 def dumped(folder: Path, model: Any, x: Any, y: Any) -> Any:
     model.train(x, y)
     return mz.sharding.dump_bad_step(model, (x, y), folder)
@@ -160,9 +157,6 @@ def test_a_replay_wants_one_process(tmp_path: Path) -> None:
             mz.sharding.replay_bad_step(tmp_path, model)
 
     run_in_threads(2, run)
-
-
-# ---------------------------------------------------------------------- files
 
 
 @pytest.fixture
@@ -330,9 +324,6 @@ def test_a_step_changed_at_random_is_read_or_refused(dump: Path, name: str) -> N
             refusals.append(str(error))
     assert len(refusals) > 200
     assert all(told.isprintable() and len(told) < 1000 for told in refusals)
-
-
-# ---------------------------------------------------------------------- errors of layers
 
 
 @pytest.mark.parametrize("at", ["forward", "backward_input", "backward_weights"])

@@ -135,8 +135,6 @@ def test_a_loss_layer_that_gives_no_number_is_named(loss: Any, told: str) -> Non
     run_in_threads(2, run)
 
 
-# ---------------------------------------------------------------------- what a script is told, and its end
-
 GOOD = np.ones((4, 10))
 BAD = np.where(np.arange(4)[:, None] == 3, np.nan, GOOD)
 ENDS = "step 5: skipped 5 steps in a row: the loss is not finite on rank 1, samples 3 to 3"

@@ -71,9 +71,6 @@ def test_blocks_are_timed_one_by_one() -> None:
     assert set(measure_blocks(trees(), *vectors(1, 4)[0])) == set(trees().blocks)
 
 
-# ---------------------------------------------------------------------- mistakes
-
-
 class Local(Layer):
     """Return what cannot be sent: ``what`` makes it of the input."""
 

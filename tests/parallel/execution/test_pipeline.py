@@ -72,9 +72,6 @@ def same_on_threads(size: int, name: str, way: Way, **memory: Any) -> None:
         assert found == serial(name), (rank, name, way, memory)
 
 
-# ---------------------------------------------------------------------- the same bits
-
-
 @pytest.mark.mpi
 def test_stages_of_processes_have_the_bits_of_one_process(world: Any) -> None:
     """Every second schedule on every factorization, each in two jobs of other sizes; options in turn."""
@@ -139,9 +136,6 @@ def test_a_stage_keeps_no_more_caches_than_its_schedule_says(schedule: str) -> N
 
     for held, allowed in run_in_threads(3, run):
         assert 0 < held <= allowed
-
-
-# ---------------------------------------------------------------------- shared and frozen
 
 
 def frozen_head() -> Blocks:

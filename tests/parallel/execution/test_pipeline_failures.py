@@ -57,9 +57,6 @@ def error_of(call: Callable[[], Any]) -> str:
     return ""
 
 
-# ---------------------------------------------------------------------- a layer raises
-
-
 def fails_and_goes_on(comm: Any, way: Way, warm: bool, expected: str) -> None:
     """Spring every trap at the first, a middle and the last micro-batch; between them the model learns as usual.
 
@@ -196,9 +193,6 @@ def test_dictionaries_of_arrays_may_have_another_shape_each_time_and_what_cannot
         assert run_in_threads(2, lambda comm, w=way: body(comm, w)) == [expected] * 2
 
 
-# ---------------------------------------------------------------------- numbers that are not finite
-
-
 @pytest.mark.parametrize("number", range(len(TRAPPED)))
 def test_an_infinite_gradient_on_one_stage_skips_the_step_on_all_and_is_named(number: int) -> None:
     name = TRAPPED[number]
@@ -245,9 +239,6 @@ def test_parts_that_overflow_in_their_sum_on_one_stage_skip_the_step_on_all() ->
     assert re.fullmatch(
         r"the averaged gradient of '.*linear.bias' is not finite on rank [23], samples 0 to 7", found[0]
     )
-
-
-# ---------------------------------------------------------------------- bad input
 
 
 def test_peers_with_other_samples_types_or_numbers_of_them_are_told_on_all_ranks() -> None:

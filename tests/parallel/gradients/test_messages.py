@@ -75,8 +75,6 @@ def test_between_nodes_the_bytes_fall_by_the_ranks_of_a_node() -> None:
     assert nodes - 4 * scalars(4) == 4 * 2 * sum(UNITS)
 
 
-# ---------------------------------------------------------------------- how much travels at once
-
 #: Sizes that cut the gradients of a small model: 16, 64 and 256 float32 values.
 SMALL = tuple(elements * 4 / 2**20 for elements in (16, 64, 256))
 

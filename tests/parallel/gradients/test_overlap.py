@@ -126,9 +126,6 @@ def test_a_step_that_fails_leaves_nothing_in_flight_between_processes(world: Any
         parallel_assert(world, failed == known(world, without_failure)[:2], f"{strategy} {what} {memory}")
 
 
-# ---------------------------------------------------------------------- sums of gradients
-
-
 @dataclass(frozen=True)
 class Noted(Layer):
     """A layer that calls ``note`` when its backward pass begins."""
@@ -208,9 +205,6 @@ def test_what_blocks_have_finished_travels_while_the_others_compute() -> None:
 )
 def test_between_steps_that_sum_behind_computing_all_is_as_in_one_process(memory: Any, ways: tuple[str, ...]) -> None:
     same_as_in_one_process("ddp", {**memory, "bucket_mb": FINE}, ways)
-
-
-# ---------------------------------------------------------------------- published values
 
 
 class Gate:

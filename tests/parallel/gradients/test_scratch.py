@@ -91,9 +91,6 @@ def test_memory_that_is_reserved_is_all_that_a_step_takes() -> None:
         assert model._engine.memory.kinds()["gradients"] == before["gradients"]
 
 
-# ---------------------------------------------------------------------- bits
-
-
 def trained(comm: Any, name: str, strategy: str, batches: tuple[int, ...], **settings: Any) -> str:
     """The hash of the parameters after a step of each batch, and of this rank's own gradients."""
     make, data = MODELS[name]
@@ -197,9 +194,6 @@ def test_a_block_may_return_views_of_its_gradients(first: int) -> None:
     expected = trained(None, "zero3")
     assert trained(None, "ddp") == expected
     assert set(run_in_threads(3, lambda comm: trained(comm, "zero1"))) == {expected}
-
-
-# ---------------------------------------------------------------------- what goes wrong
 
 
 def test_a_gradient_that_is_not_finite_is_named_with_its_samples() -> None:

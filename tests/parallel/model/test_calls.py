@@ -212,9 +212,6 @@ def test_steps_send_no_message_more_than_their_sample_counts_and_losses() -> Non
     assert run_in_threads(2, run) == [{"operation": 1}] * 2
 
 
-# ---------------------------------------------------------------------- what is public
-
-
 def public(kind: type) -> Iterator[tuple[str, str, set[str]]]:
     """Every public function of a class and its bases of this package: its name, docstring, and decorators."""
     seen = set()
@@ -244,9 +241,6 @@ def test_every_public_method_is_compared_or_says_that_it_is_not_collective(kind:
     for name, told, marks in public(kind):
         free = "property" in marks or "Not\ncollective" in told or "Not collective" in told or told.startswith("Raise ")
         assert free or name in BY_HAND or marks & {"collective", "recorded"}, name
-
-
-# ---------------------------------------------------------------------- setters
 
 
 def differing(comm: Any, values: Any) -> Any:

@@ -19,8 +19,6 @@ from mpizero.errors import CheckpointError, ConfigError, DataError, LayoutError,
 from mpizero.testing import run_in_threads
 from tests.parallel.models import KINDS, MEMORIES, STRATEGIES, gpt, layouts, mlp, part, points, sharded, ten, tokens
 
-# ---------------------------------------------------------------------- construction and properties
-
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ten_parameters_over_three_ranks_are_cut_4_3_3(strategy: str) -> None:
@@ -91,9 +89,6 @@ def test_a_closed_model_says_so_and_closing_twice_is_nothing() -> None:
     ):
         with pytest.raises(RuntimeError, match="this ZeRO2Model is closed.*before close"):
             use()
-
-
-# ---------------------------------------------------------------------- gradients by hand
 
 
 @pytest.mark.mpi
@@ -214,9 +209,6 @@ def test_another_loss_can_be_asked_for_once() -> None:
         black.compute_gradients(np.ones((1, 10)), np.ones(1), loss=mz.nn.CrossEntropy())
 
 
-# ---------------------------------------------------------------------- parameters and copies
-
-
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("zero3", 3)])
 def test_the_gathered_vector_is_kept_until_parameters_change(strategy: str, ranks: int) -> None:
     def run(comm: Any, memory: dict[str, Any]) -> None:
@@ -319,9 +311,6 @@ def test_predict_and_evaluate_take_any_number_of_samples(ranks: int) -> None:
         run_in_threads(ranks, partial(run, strategy=strategy, memory=memory))
 
 
-# ---------------------------------------------------------------------- one rank fails, all raise, all go on
-
-
 @pytest.mark.mpi
 def test_an_error_in_one_ranks_model_is_raised_on_all_ranks_and_leaves_the_model_as_it_was(world: Any) -> None:
     def poison(x: Any, g: Any) -> Any:
@@ -384,18 +373,12 @@ def test_bad_batches_are_refused_on_all_ranks(ranks: int) -> None:
     run_in_threads(ranks, run)
 
 
-# ---------------------------------------------------------------------- delegation
-
-
 def test_what_the_wrapped_model_cannot_is_said() -> None:
     with sharded("ddp", None, ten()) as model:
         assert not model.supports_jit_compilation
         for ask in (model.feature_importance, model.jit_compile, model.export_computation_graph):
             with pytest.raises(NotImplementedError, match="FunctionModel has no"):
                 ask()
-
-
-# ---------------------------------------------------------------------- files
 
 
 @pytest.mark.mpi

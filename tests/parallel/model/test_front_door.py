@@ -168,9 +168,6 @@ def test_a_sharded_optimizer_without_a_configuration_may_go_to_a_model_of_anothe
     assert found[0] == found[1]
 
 
-# ---------------------------------------------------------------------- what copies keep
-
-
 @pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("zero2", 3), ("zero3", 2), ("hybrid", 3)])
 def test_copies_are_independent_a_deep_copy_has_the_optimizer_and_a_clone_has_none(kind: str, ranks: int) -> None:
     def run(comm: Any) -> None:
@@ -244,9 +241,6 @@ def test_an_optimizer_that_has_gone_to_another_model_is_not_given_out() -> None:
             _ = model.optimizer
 
 
-# ---------------------------------------------------------------------- wrong uses
-
-
 def made_with(comm: Any, optimizer: Any, strategy: Any = mz.ZeRO2Model, model: Callable[[], Any] = ten) -> Any:
     return strategy(model(), config_of(comm), optimizer=optimizer)
 
@@ -317,9 +311,6 @@ def test_wrong_uses_are_told_on_all_ranks_and_the_next_model_is_made(name: str) 
         assert re.search(expected, told), told
 
 
-# ---------------------------------------------------------------------- without an optimizer
-
-
 def test_training_without_an_optimizer_says_once_which_one_it_uses(capsys: Any) -> None:
     def run(comm: Any) -> None:
         with config_of(comm, learning_rate=0.05) as config:
@@ -344,9 +335,6 @@ def test_an_optimizer_that_was_made_and_forgotten_is_named(capsys: Any) -> None:
         trained(model)
     assert capsys.readouterr().err.count("; ZeRO2Optimizer is bound to no model: call its set_model") == 1
     assert not optimizer.is_bound
-
-
-# ---------------------------------------------------------------------- evaluate
 
 
 def test_evaluate_names_what_it_returns_and_still_unpacks() -> None:

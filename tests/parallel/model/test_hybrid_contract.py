@@ -66,9 +66,6 @@ def on_threads(name: str, body: Any) -> None:
     run_in_threads(JOBS[name].size, lambda comm: body(JOBS[name], comm))
 
 
-# ---------------------------------------------------------------------- what a model says of itself
-
-
 @pytest.mark.parametrize("name", JOBS)
 def test_metadata_tells_groups_places_and_what_is_held(name: str) -> None:
     job = JOBS[name]
@@ -101,9 +98,6 @@ def test_metadata_tells_groups_places_and_what_is_held(name: str) -> None:
     held = sum(held for (_, held, _), (_, *others) in zip(found, places, strict=True) if not any(others))
     assert tensor > 1 or held == total + (table if pipeline > 1 and job.way.schedule != "zero_bubble_v" else 0)
     assert tensor > 1 or sum(size for _, _, size in found) == held
-
-
-# ---------------------------------------------------------------------- prediction
 
 
 class Predicted(NamedTuple):
@@ -156,9 +150,6 @@ def predicts(job: Job, comm: Any, rounds: list[Predicted]) -> None:
 def test_every_rank_gets_the_prediction_and_the_metrics_of_one_process(name: str) -> None:
     expected = predicted_alone()
     on_threads(name, lambda job, comm: predicts(job, comm, expected))
-
-
-# ---------------------------------------------------------------------- gradients by hand
 
 
 def local_part(engine: Any, named: dict[str, Any]) -> Any:
@@ -256,9 +247,6 @@ def test_over_mpi_too_predictions_metrics_and_gradients_are_those_of_one_process
         gradients_by_hand(job, world, by_hand)
 
 
-# ---------------------------------------------------------------------- whole loops
-
-
 def optimized(job: Job | None, comm: Any, **options: Any) -> tuple[Any, str]:
     rng = np.random.default_rng(8)
     x = rng.normal(size=(44, 6))
@@ -296,9 +284,6 @@ def test_batches_are_dealt_to_the_batch_group() -> None:
     assert found[0] == found[2] != found[1] == found[3]
     single = [y.tolist() for _, y in mz.data.batches(source, mz.ShardingConfig(micro_batch=2), 8, steps=2)]
     assert [a + b for a, b in zip(found[0], found[1], strict=True)] == single
-
-
-# ---------------------------------------------------------------------- delegation
 
 
 @pytest.mark.parametrize("name", ["V 2 x dp 2", "2 x 2 x 2"])

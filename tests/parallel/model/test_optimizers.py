@@ -131,9 +131,6 @@ def test_a_group_for_no_parameter_is_refused_and_suggests(pattern, told):
     run_in_threads(2, run)
 
 
-# ---------------------------------------------------------------------- the whole loop
-
-
 def two_lines():
     x = np.random.default_rng(8).normal(size=(80, 6)).astype(np.float32)
     return x, (x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 0)
@@ -267,9 +264,6 @@ def test_data_that_one_rank_cannot_read_stop_all_ranks():
                 optimizer.optimize(points(0))
 
     run_in_threads(3, run)
-
-
-# ---------------------------------------------------------------------- local SGD
 
 
 @contextmanager

@@ -221,9 +221,6 @@ def test_the_example_has_one_hash():
     assert run_in_threads(4, lambda comm: trained(case, comm, way, **PRIVATE)) == [trained_alone(case)] * 4
 
 
-# ---------------------------------------------------------------------- functions
-
-
 def function(poison=lambda x, found: None, *, in_place=False):
     """A mean whose statistic ``seen`` is a running mean, with weights of 1/1000, and a count of two a step."""
 
@@ -311,9 +308,6 @@ def test_copies_with_other_parameters_and_the_best_parameters_have_their_integer
 
     for strategy in ("ddp", "zero3"):
         assert run_in_threads(2, partial(go, strategy=strategy)) == [(0, [3, 9, 9], True)] * 2
-
-
-# ---------------------------------------------------------------------- what cannot be
 
 
 class Tied(BatchNorm):

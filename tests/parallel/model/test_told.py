@@ -165,8 +165,6 @@ def test_a_method_loss_of_an_own_class_is_its_own_affair(given: Any) -> None:
         assert model.evaluate(np.ones((4, 1)), np.ones(4)) == (8.0, 4.0, None)
 
 
-# ---------------------------------------------------------------------- sources
-
 LENGTH = 10
 
 
@@ -213,9 +211,6 @@ def test_a_source_that_is_told_of_the_run_gives_the_same_batches_on_any_ranks(sp
         parts = [read for read, *_ in run_in_threads(size, run)]
         for step, whole in enumerate(one):
             np.testing.assert_array_equal(np.concatenate([part[step] for part in parts]), whole)
-
-
-# ---------------------------------------------------------------------- whole gradients
 
 
 def test_a_part_of_a_gradient_says_how_to_get_all_of_it() -> None:

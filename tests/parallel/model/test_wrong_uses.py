@@ -324,9 +324,6 @@ def test_threads_that_train_one_module_of_pytorch_are_refused(monkeypatch, funct
         mz.ZeRO1Model(black_box(loss_and_grad=function()), config).close()
 
 
-# ---------------------------------------------------------------------- told, and nothing is refused
-
-
 def trained(config, path=None):
     model, optimizer = mz.ZeRO2Model(black_box(), config), mz.ZeRO2Optimizer(mz.Adam(lr=0.1), config)
     optimizer.set_model(model)
@@ -379,9 +376,6 @@ def test_a_step_after_train_is_told_that_train_has_updated(tmp_path):
             optimizer.step()
 
 
-# ---------------------------------------------------------------------- masked arrays
-
-
 def answers(gradient=Y[0], integer=0):
     """A function that returns always the same."""
     function = lambda p, batch: (1.0, {"w": gradient, "n": integer}, float(len(batch[0])))  # noqa: E731
@@ -416,8 +410,6 @@ def test_masked_parameters_and_gradients_are_refused_by_name_on_all_ranks(name):
 
     run_in_threads(3, run)
 
-
-# ---------------------------------------------------------------------- words of PyTorch
 
 LABELS = np.arange(8) % 2
 

@@ -490,9 +490,6 @@ def test_a_learned_diagonal_is_that_of_the_bfgs_update() -> None:
     np.testing.assert_allclose(learned[0]["diagonal"], b, rtol=1e-10)
 
 
-# ---------------------------------------------------------------------- regularization
-
-
 def regularized(comm: Any, terms: Any, **choice: Any) -> Any:
     return minimized(comm, plane(), (PLANE, TARGETS), regularization=terms, **choice)
 

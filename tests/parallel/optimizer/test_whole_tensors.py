@@ -167,9 +167,6 @@ def test_metadata_tells_the_state_that_owners_keep(strategy):
     assert sum(held) == pytest.approx(sum(formulas))
 
 
-# ---------------------------------------------------------------------- saved and loaded
-
-
 def steps_of(model: Any, comm: Any, count: int) -> str:
     x, y = points(9)
     for _ in range(count):
@@ -272,9 +269,6 @@ def test_copies_go_on_alike_and_a_reset_begins_anew():
     assert all(run_in_threads(3, run))
 
 
-# ---------------------------------------------------------------------- what goes wrong
-
-
 def test_an_error_of_one_owner_is_every_ranks_and_no_parameter_changes():
     class Failing(RowMeans):
         def update_tensor(self, w, g, state, step):
@@ -352,9 +346,6 @@ def test_a_model_without_matrices_is_trained_by_adamw():
             model.train(np.ones((2, 1)), np.ones(2))
             found.append(model.parameters_sha256())
     assert found[0] == found[1]
-
-
-# ---------------------------------------------------------------------- integers
 
 
 def test_things_are_divided_by_cost_the_most_expensive_first():

@@ -137,9 +137,6 @@ def test_setting_the_parameters_of_a_split_model_takes_no_copy_of_its_shard() ->
     run_in_threads(2, run)
 
 
-# ---------------------------------------------------------------------- a node without enough shared memory
-
-
 def trained(comm: Any, strategy: str, samples: int = 6, **settings: Any) -> tuple[str, int]:
     """The hash after two steps, and how many ranks share memory."""
     config = mz.ShardingConfig(comm=comm, micro_batch=1, **settings)
@@ -298,8 +295,6 @@ def test_a_model_that_needs_more_than_the_job_may_take_is_told_before_it_is_kill
         assert {ranks for _, ranks in run_in_threads(3, lambda comm: trained(comm, "zero1"))} == {3}
         assert capsys.readouterr().err.count("where this job may take 1000: a job that takes more is killed") == told
 
-
-# ---------------------------------------------------------------------- memory that is refused to one rank
 
 #: Elements that no address space has room for: the refusal is the system's own.
 FAR_TOO_MUCH = 2**58

@@ -104,9 +104,6 @@ def held_of(engine: Any, values: Array) -> Array:
     return np.concatenate([selected(entry.spec, whole) for (entry, _), whole in zip(entries, wholes, strict=True)])
 
 
-# ---------------------------------------------------------------------- one vector
-
-
 @pytest.mark.parametrize("number", range(len(SPREADS)))
 def test_however_it_is_spread_a_model_starts_with_the_values_of_one_process(number: int) -> None:
     """Two of the models in turn; the MLP has no sequences that could be cut."""
@@ -180,9 +177,6 @@ def test_start_values_of_another_shape_are_refused_with_the_name() -> None:
     wrong.start_values[name] = np.zeros((3, 8), np.float32)
     with pytest.raises(LayoutError, match=rf"{name} has shape .* its start values have shape \(3, 8\)"):
         mz.ZeRO1Model(wrong, mz.ShardingConfig(comm="self"))
-
-
-# ---------------------------------------------------------------------- one checkpoint
 
 
 def state_of(model: Any) -> dict[str, Array]:
@@ -305,8 +299,6 @@ def test_files_that_know_no_stages_nor_tensor_ranks_have_the_layout_of_a_model_w
 
     on(Spread(), older)
 
-
-# ---------------------------------------------------------------------- what is refused
 
 ONE = {"a": [ParameterSpec("w", (4, 6), Init("normal", 0.1)), ParameterSpec("b", (6,))]}
 W, B = ParameterSpec("a.w", (4, 6), Init("normal", 0.1)), ParameterSpec("a.b", (6,))

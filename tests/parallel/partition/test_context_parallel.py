@@ -26,9 +26,6 @@ from tests.parallel.parallel_layouts import (
 DROPOUT = Case(lambda: gpt(layers=2, dtype="float64"), batches=texts(2, 9))
 
 
-# ---------------------------------------------------------------------- the bits of the tiles
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [Way(context=3), Way(3, context=3), Way(tensor=2, context=3), Way(tensor=3, context=2)])
 def test_three_parts_of_sequences_or_layers_which_are_no_tiles_train_what_one_process_trains(way: Way) -> None:
@@ -51,9 +48,6 @@ def test_every_zero_stage_adds_the_parts_of_grains_in_one_order(context: int, ac
         ranks, memory, way = context * (1 + zero // 2), MEMORIES[(zero + context) % 3], Way(context=context, zero=zero)
         found += run_in_threads(ranks, lambda comm, w=way, m=memory: trained(case, comm, w, **m))
     assert len(set(map(str, found))) == 1, found
-
-
-# ---------------------------------------------------------------------- what is said, and what is refused
 
 
 def test_zero_1_holds_of_gradients_what_zero_2_does_and_ddp_a_copy_for_each_grain() -> None:

@@ -93,9 +93,6 @@ def in_turn(way: Way, number: int, blocks: int) -> Way:
     return way._replace(zero=number % 4, schedule=schedule, more={"order": orders[number % len(orders)]})
 
 
-# ---------------------------------------------------------------------- bits
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_split_layers_learn_what_whole_layers_learn(name: str) -> None:
     """Groups, with stages and replicas beside them or without, have the bits of their tiles."""
@@ -176,9 +173,6 @@ def test_tied_tables_cut_apart_between_stages_and_split_within_them_change_no_bi
     assert found == [in_tiles("LAMB, clipping", 2, 1)] * 8
 
 
-# ---------------------------------------------------------------------- sums over all ranks
-
-
 @pytest.mark.slow
 def test_parameters_and_state_of_2_x_2_x_2_lie_where_the_formulas_say() -> None:
     """Four stages x tensor parts hold the model once, and the copies that ties and whole parameters need."""
@@ -230,9 +224,6 @@ def refuses_bad_samples(comm: Any, way: Way) -> None:
 )
 def test_bad_samples_are_told_on_all_ranks_and_leave_the_model_as_it_was(size: int, way: Way) -> None:
     run_in_threads(size, lambda comm: refuses_bad_samples(comm, way))
-
-
-# ---------------------------------------------------------------------- measured costs
 
 
 def test_every_block_has_three_times_and_a_black_box_none() -> None:

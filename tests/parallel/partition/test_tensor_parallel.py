@@ -32,18 +32,12 @@ from tests.parallel.parallel_layouts import (
 F64 = {"dtype": "float64"}
 
 
-# ---------------------------------------------------------------------- the same training within rounding
-
-
 @pytest.mark.parametrize("hidden", [(7, 5, 8, 6, 5, 7, 4), (7, 5)])
 def test_three_ranks_which_have_no_tiles_learn_what_whole_layers_learn(hidden: tuple[int, ...]) -> None:
     case = Case(lambda: mlp(hidden=hidden, **F64), batches=points(3, 13))
     first, again = (run_in_threads(3, lambda comm: trained(case, comm, Way(tensor=3, zero=2))) for _ in range(2))
     assert first == again == [first[0]] * 3
     assert same_within_rounding(first[0], trained_alone(case))
-
-
-# ---------------------------------------------------------------------- what is split
 
 
 def test_parameters_state_and_work_of_a_rank_fall_with_the_tensor_size() -> None:
@@ -71,9 +65,6 @@ def test_parameters_state_and_work_of_a_rank_fall_with_the_tensor_size() -> None
             assert count == small + (whole - small) // size
             assert state == 2 * 4 * count
             assert operations == pytest.approx(work / size, rel=0.05)
-
-
-# ---------------------------------------------------------------------- a user's own layers
 
 
 @dataclass(frozen=True)
@@ -137,9 +128,6 @@ def test_a_model_with_nothing_to_split_is_refused_on_all_ranks() -> None:
             assert all(word in told for word in words)
 
 
-# ---------------------------------------------------------------------- bad batches
-
-
 def test_a_batch_that_all_tensor_ranks_refuse_leaves_the_model_usable() -> None:
     (x, y), (x2, y2) = points(2, 6)
 
@@ -176,8 +164,6 @@ def test_an_infinite_gradient_of_one_tensor_rank_skips_the_step_on_all() -> None
     assert found[0][0] is not None
     assert found[0][1]
 
-
-# ---------------------------------------------------------------------- the number of tiles of each axis
 
 GPT = mz.nn.GPT(dim=16, layers=1, heads=4, sequence=8, vocabulary=11)
 MLP = mz.nn.MLP(6, [8, 8], 3)
