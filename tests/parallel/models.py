@@ -89,6 +89,13 @@ def mlp(**changes: Any) -> mz.nn.MLP:
     return mz.nn.MLP(**{**settings, **changes})
 
 
+def state_of(model: Any) -> tuple[Any, ...]:
+    """What a step that is not made leaves as it was: parameters, state and number of steps."""
+    updater = model._engine.updater
+    slots = {slot: values.tobytes() for slot, values in updater.state.items()}
+    return model.parameters_sha256(), updater.step_count, slots
+
+
 def step_whose_sum_overflows(comm: Any) -> tuple[Any, Array]:
     """Take a step whose grains' gradients are finite in float32 (3e38 * 0.6) and whose sum is not.
 

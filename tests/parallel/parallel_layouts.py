@@ -109,6 +109,14 @@ def trained_in_tiles(case: Case, tensor: int = 1, context: int = 1) -> Trained:
     return trained(case, None, tiles={"tensor": tensor, "context": context})
 
 
+def selected(spec: ParameterSpec, whole: Array) -> Array:
+    """What a rank holds of a parameter, by NumPy's indexing, 1-D."""
+    if spec.part is None:
+        return whole.reshape(-1)
+    kept = [i for span in spec.part.ranges for i in range(*span)]
+    return whole.take(kept, axis=spec.part.axis).reshape(-1)
+
+
 def same_within_rounding(found: Trained, expected: Trained, bound: float = 1e-12) -> bool:
     pairs = [*zip(found.losses, expected.losses, strict=True)]
     pairs += [pair for pair in zip(found.norms, expected.norms, strict=True) if None not in pair]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from mpizero import checkpoint
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.testing import run_in_threads
 from tests.parallel.models import gpt, mlp, part, sharded, tokens
+from tests.parallel.parallel_layouts import Chain
 
 SAMPLES = 40
 
@@ -251,17 +251,7 @@ class Talkative(mz.nn.Linear):
         return mz.nn.Linear(self.inputs, self.outputs).split(group)
 
 
-@dataclass
-class Plain:
-    """A model of a user's."""
-
-    blocks: dict[str, Any]
-    loss: Any = mz.nn.MeanSquaredError()
-    dtype: Any = np.dtype("float32")
-    seed: int = 0
-
-
 def test_a_layer_that_cannot_keep_bits_says_so() -> None:
-    model = Plain({"in": mz.nn.Linear(8, 8), "own": mz.nn.Sequential({"layer": Talkative(8, 8)})})
+    model = Chain({"in": mz.nn.Linear(8, 8), "own": mz.nn.Sequential({"layer": Talkative(8, 8)})})
     found = in_tiles("self", None, 0, 2, model)[0]
     assert found.within_rounding == ("block 'own': sums are added as its own messages arrive",)

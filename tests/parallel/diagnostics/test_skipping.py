@@ -12,13 +12,7 @@ import mpizero as mz
 from mpizero.errors import DataError, LayoutError, NonFiniteError, RemoteError
 from mpizero.testing import run_in_threads
 from tests.parallel.covering import on_layouts
-from tests.parallel.models import STRATEGIES, mlp, part, points, sharded, ten
-
-
-def state_of(model: Any) -> tuple[Any, ...]:
-    updater = model._engine.updater
-    slots = {slot: values.tobytes() for slot, values in updater.state.items()}
-    return model.parameters_sha256(), updater.step_count, slots
+from tests.parallel.models import STRATEGIES, mlp, part, points, sharded, state_of, ten
 
 
 def infinite_above_100(x: Any, g: Any) -> Any:

@@ -17,7 +17,7 @@ from mpizero.sharding.integrity import WriteCheck
 from mpizero.testing import run_in_threads
 from mpizero.types import ParameterSpec
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, mlp, part, points, sharded, tokens
-from tests.parallel.parallel_layouts import Blocks
+from tests.parallel.parallel_layouts import Blocks, Chain
 from tests.parallel.writes import (
     add,
     bind_a_wrong_name,
@@ -64,16 +64,9 @@ WRONG: dict[Any, str] = {
 }
 
 
-class Model:
-    """A user's model of blocks."""
-
-    def __init__(self, *layers: Any, dtype: str = "float32") -> None:
-        self.blocks = {str(number): layer for number, layer in enumerate(layers)}
-        self.loss, self.dtype, self.seed = mz.nn.CrossEntropy(), np.dtype(dtype), 0
-
-
-def model_of(layer: Any, dtype: str = "float32") -> Model:
-    return Model(mz.nn.Linear(6, 6), layer, mz.nn.Linear(6, 3), dtype=dtype)
+def model_of(*layers: Any, dtype: str = "float32") -> Chain:
+    layers = mz.nn.Linear(6, 6), *layers, mz.nn.Linear(6, 3)
+    return Chain({str(i): layer for i, layer in enumerate(layers)}, mz.nn.CrossEntropy(), np.dtype(dtype))
 
 
 @pytest.mark.parametrize("write", WRONG)
@@ -120,7 +113,7 @@ def test_what_a_block_has_not_written_is_found_in_every_grain_and_block(write: A
     [("float64", lambda layer: layer), ("float32", mz.nn.Checkpointed), ("float64", lambda x: mz.nn.Sequential([x]))],
 )
 def test_the_innermost_layer_is_named(dtype: str, wrap: Any) -> None:
-    model = sharded("zero1", None, model_of(wrap(Scale(6, forget)), dtype))
+    model = sharded("zero1", None, model_of(wrap(Scale(6, forget)), dtype=dtype))
     with model, pytest.raises(LayoutError, match="block '1', Scale: .* the gradient of 'gain'"):
         model.train(*points(4))
 
@@ -193,12 +186,12 @@ def test_our_own_layers_write_all_of_their_gradients_in_every_step(
 @pytest.mark.parametrize("at", ["first", "last"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_in_a_pipeline_it_is_named_on_all_ranks(schedule: str, at: str) -> None:
-    bad, layers = Scale(6, forget), [mz.nn.Linear(6, 6), mz.nn.Linear(6, 6), mz.nn.Linear(6, 3)]
-    layers.insert(1 if at == "first" else 2, bad)  # the stages are blocks 0 and 1, 2 and 3
+    bad, good = Scale(6, forget), mz.nn.Linear(6, 6)  # the stages are blocks 0 and 1, 2 and 3
+    wrong = model_of(*((bad, good) if at == "first" else (good, bad)))
 
     def run(comm: Any) -> str:
         config = mz.ShardingConfig(comm=comm, micro_batch=1)
-        with config, mz.PipelineParallelModel(Model(*layers), config, 2, schedule=schedule) as model:
+        with config, mz.PipelineParallelModel(wrong, config, 2, schedule=schedule) as model:
             with pytest.raises((LayoutError, RemoteError), match="Scale: the backward pass has not written") as caught:
                 model.train(*part(model.batch_group, *points(4)))
             return type(caught.value).__name__

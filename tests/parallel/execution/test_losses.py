@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 import mpizero as mz
 from mpizero.testing import run_in_threads
+from tests.parallel.models import part
+from tests.parallel.parallel_layouts import Chain
 
 nn = mz.nn
 #: Each loss, and how many numbers are predicted for 4 targets.
@@ -60,7 +60,7 @@ def trained(comm, strategy, **layout):
             else:
                 model = mz.distribute(network(name), optimizer, strategy=strategy, config=config)
             with model:
-                here = np.array_split(np.arange(11), model.batch_group.size)[model.batch_group.rank]
+                here, _ = part(model.batch_group, np.arange(11), np.arange(11))
                 own = x[here], {key: array[here] for key, array in y.items()}
                 losses = [model.train(*own) for _ in range(3)]
                 again = model.evaluate(*own)
@@ -113,9 +113,6 @@ def test_losses_see_whole_predictions_where_the_last_layer_is_split():
 
 
 def test_element_losses_add_up_over_parts_of_sequences():
-    model = SimpleNamespace(
-        blocks={"b": nn.TransformerBlock(4, 2), "out": nn.Linear(4, 4)}, loss=None, dtype=np.dtype("f8"), seed=0
-    )
     rng = np.random.default_rng(1)
     x, target = rng.normal(size=(2, 7, 4)), rng.uniform(size=(2, 7, 4))
     y = {"target": target, "weight": rng.uniform(size=(2, 7)), "mask": rng.random((2, 7)) > 0.3}
@@ -124,7 +121,7 @@ def test_element_losses_add_up_over_parts_of_sequences():
         result = []
         with mz.ShardingConfig(comm=comm) as config:
             for loss in (nn.L1Loss(), nn.BCEWithLogitsLoss()):
-                own = SimpleNamespace(**{**vars(model), "loss": loss})
+                own = Chain({"b": nn.TransformerBlock(4, 2), "out": nn.Linear(4, 4)}, loss, np.dtype("f8"))
                 with mz.HybridShardedModel(own, config, context_parallel_size=context) as sharded:
                     for other in (None, nn.MeanSquaredError()):
                         gradients = sharded.compute_gradients(x, y, loss=other, gather=True)

@@ -17,7 +17,7 @@ from mpizero.layout import SCHEDULES
 from mpizero.nn import Layer
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE
-from tests.parallel.models import part, ten
+from tests.parallel.models import part, state_of, ten
 from tests.parallel.parallel_layouts import (
     CHUNKS,
     Case,
@@ -40,12 +40,6 @@ BATCHES = points(4, 8)
 TRAPPED = ("hidden.0", "hidden.3", "hidden.6", "output")
 
 SCALE_1 = mz.DynamicLossScale(initial=1.0)
-
-
-def state_of(model: Any) -> tuple[Any, ...]:
-    updater = model._engine.updater
-    slots = {slot: values.tobytes() for slot, values in updater.state.items()}
-    return model.parameters_sha256(), updater.step_count, slots
 
 
 def error_of(call: Callable[[], Any]) -> str:

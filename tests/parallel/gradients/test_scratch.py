@@ -20,7 +20,7 @@ from mpizero.types import EVALUATE, Init, ParameterSpec
 from tests.parallel.covering import covering
 from tests.parallel.models import MEMORIES, STRATEGIES, gpt, hard_function, mlp, part, sharded, tokens, vectors
 from tests.parallel.models import points as points_of
-from tests.parallel.parallel_layouts import Blocks, with_traps
+from tests.parallel.parallel_layouts import Blocks, Chain, with_traps
 
 #: Elements of the blocks of :func:`mlp`.
 BLOCKS = (6 * 7 + 7, 7 * 5 + 5, 5 * 3 + 3)
@@ -173,19 +173,11 @@ class Shift:
         return grads["p"] if len(dy) == 1 else dy
 
 
-class Shifted:
-    """A linear layer between two blocks that return views of their gradients."""
-
-    dtype, seed, loss = np.dtype("float32"), 0, mz.nn.MeanSquaredError()
-
-    def __init__(self) -> None:
-        self.blocks = {"in": mz.nn.Linear(6, 7), "a": Shift(), "b": Shift(), "out": mz.nn.Linear(7, 1)}
-
-
 @pytest.mark.parametrize("first", [1, 16])
 def test_a_block_may_return_views_of_its_gradients(first: int) -> None:
     def trained(comm: Any, strategy: str) -> str:
-        with sharded(strategy, comm, Shifted(), mz.SGD(lr=0.1), micro_batch=1) as model:
+        blocks = {"in": mz.nn.Linear(6, 7), "a": Shift(), "b": Shift(), "out": mz.nn.Linear(7, 1)}
+        with sharded(strategy, comm, Chain(blocks), mz.SGD(lr=0.1), micro_batch=1) as model:
             for samples in (first, 16):
                 x, _ = points_of(samples)
                 model.train(*part(comm, x, x[:, :1] ** 2))
@@ -204,14 +196,9 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_samples() -> None:
         assert "rank 0, samples 1 to 1" in model.last_step.skipped
 
 
-class OneBlock:
-    """A model of one block, whose name is empty."""
-
-    blocks, loss, dtype, seed = {"": mz.nn.Linear(4, 2)}, mz.nn.MeanSquaredError(), "float64", 0  # noqa: RUF012
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_block_may_have_an_empty_name(strategy: str) -> None:
-    with mz.distribute(OneBlock(), mz.SGD(lr=0.1), strategy=strategy, comm="self") as model:
+    alone = Chain({"": mz.nn.Linear(4, 2)}, dtype=np.dtype("float64"))
+    with mz.distribute(alone, mz.SGD(lr=0.1), strategy=strategy, comm="self") as model:
         losses = [model.train(np.eye(4), np.ones((4, 2))) for _ in range(5)]
     assert losses[-1] < losses[0]

@@ -19,6 +19,7 @@ from mpizero.nn.layer import Layer
 from mpizero.testing import check_model, run_in_threads
 from mpizero.types import Init, ParameterSpec, Part
 from tests.parallel.models import MEMORIES, layouts, part, sharded, trained
+from tests.parallel.parallel_layouts import Chain
 
 #: An odd number of real numbers comes first, so that ranks share complex ones.
 SHAPES = {"odd": (3,), "w": (7, 3), "empty": (0, 5), "one": ()}
@@ -175,23 +176,21 @@ class Rotate(Layer):
         grads["gain"][...] = cache[0].T @ pending
 
 
-class Blocks:
+def blocks(dtype: str) -> Chain:
     """A model of blocks with a complex layer in the middle."""
-
-    def __init__(self, dtype: str) -> None:
-        self.blocks = {"in": mz.nn.Linear(6, 4), "turn": mz.nn.Checkpointed(Rotate(4)), "out": mz.nn.Linear(5, 3)}
-        self.loss, self.dtype, self.seed = mz.nn.CrossEntropy(), np.dtype(dtype), 1
+    layers = {"in": mz.nn.Linear(6, 4), "turn": mz.nn.Checkpointed(Rotate(4)), "out": mz.nn.Linear(5, 3)}
+    return Chain(layers, mz.nn.CrossEntropy(), np.dtype(dtype))
 
 
 def test_own_layers_may_have_complex_parameters() -> None:
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(8, 6)), rng.integers(0, 3, 8)
     for dtype in ("float32", "float64"):
-        assert check_model(Blocks(dtype), x[:5].astype(dtype), y[:5]).right
+        assert check_model(blocks(dtype), x[:5].astype(dtype), y[:5]).right
 
     def run(comm: Any, **axes: Any) -> str:
         config = mz.ShardingConfig(comm=comm, micro_batch=2)
-        with config, mz.HybridShardedModel(Blocks("float64"), config, **axes) as model:
+        with config, mz.HybridShardedModel(blocks("float64"), config, **axes) as model:
             for _ in range(2):
                 model.train(*part(model.batch_group, x, y))
             assert model.named_parameters()["turn.gain"].dtype == np.complex128

@@ -17,7 +17,20 @@ import pytest
 import mpizero as mz
 from mpizero.errors import CheckpointError, ConfigError, DataError, LayoutError, RemoteError
 from mpizero.testing import run_in_threads
-from tests.parallel.models import KINDS, MEMORIES, STRATEGIES, gpt, layouts, mlp, part, points, sharded, ten, tokens
+from tests.parallel.models import (
+    KINDS,
+    MEMORIES,
+    STRATEGIES,
+    gpt,
+    layouts,
+    mlp,
+    part,
+    points,
+    sharded,
+    state_of,
+    ten,
+    tokens,
+)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -409,14 +422,10 @@ def damage(folder: Path, comm: Any) -> None:
 
 
 def check_intact(model: Any, call: Callable[[], Any], told: str) -> None:
-    before = model.parameters_sha256(), [a.copy() for a in model._engine.updater.state.values()]
-    steps = model._engine.updater.step_count
+    before = state_of(model)
     with pytest.raises(CheckpointError, match=told):
         call()
-    assert model.parameters_sha256() == before[0]
-    assert model._engine.updater.step_count == steps
-    for old, new in zip(before[1], model._engine.updater.state.values(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    assert state_of(model) == before
 
 
 def test_damaged_bytes_on_one_rank_leave_all_models_intact() -> None:

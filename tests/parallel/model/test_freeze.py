@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from mpizero.errors import ConfigError
 from mpizero.nn.models import unfrozen
 from mpizero.testing import check_model, run_in_threads
 from tests.parallel.models import part
+from tests.parallel.parallel_layouts import Chain
 
 nn = mz.nn
 RNG = np.random.default_rng(0)
@@ -85,8 +85,7 @@ class Plain:
 
 
 def blocks(wrap):
-    made = {"a": wrap(nn.Linear(4, 5)), "act": nn.Tanh(), "b": wrap(nn.Linear(5, 2))}
-    return SimpleNamespace(blocks=made, loss=nn.MeanSquaredError(), dtype=np.dtype("f4"), seed=0)
+    return Chain({"a": wrap(nn.Linear(4, 5)), "act": nn.Tanh(), "b": wrap(nn.Linear(5, 2))})
 
 
 @pytest.mark.parametrize("wrap", [lambda layer: layer, Plain], ids=["Layer", "own"])

@@ -13,7 +13,7 @@ import mpizero as mz
 from mpizero.data import ArraySource
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import part
-from tests.parallel.parallel_layouts import Case, Way, alone, mlp, of_first, placed, points, texts
+from tests.parallel.parallel_layouts import Case, Way, alone, mlp, of_first, placed, points, selected, texts
 from tests.parallel.parallel_layouts import gpt as larger_gpt
 
 
@@ -155,13 +155,7 @@ def test_every_rank_gets_the_prediction_and_the_metrics_of_one_process(name: str
 def local_part(engine: Any, named: dict[str, Any]) -> Any:
     """What this rank holds of arrays by name, 1-D in its flat order."""
     specs = [entry.spec for entry in engine.layout.parameters]
-    return np.concatenate([_held(spec, named[spec.guest or spec.name]) for spec in specs])
-
-
-def _held(spec: Any, values: Any) -> Any:
-    if spec.part is not None:
-        values = np.concatenate([values.take(range(*r), axis=spec.part.axis) for r in spec.part.ranges], spec.part.axis)
-    return values.reshape(-1)
+    return np.concatenate([selected(spec, named[spec.guest or spec.name]) for spec in specs])
 
 
 class Step(NamedTuple):

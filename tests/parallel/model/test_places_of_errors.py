@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import DataError, MpizeroError, RemoteError
 from mpizero.testing import run_in_threads
+from tests.parallel.parallel_layouts import Chain
 
 STRATEGIES = {
     "ddp": mz.DDPModel,
@@ -42,18 +42,14 @@ class BackwardBroken(mz.nn.Tanh):
         return dy.reshape(3, 7), None
 
 
-def network(inner):
-    blocks = {"encoder.0": mz.nn.Linear(4, 6), "encoder.1": mz.nn.Tanh(), "encoder.2": inner}
-    return SimpleNamespace(blocks=blocks, loss=mz.nn.MeanSquaredError(), dtype=np.dtype("f4"), seed=0)
-
-
 def errors(strategy, call, inner, ranks):
     """Return the error of every rank."""
 
     def work(comm):
         config = mz.ShardingConfig(comm=comm, micro_batch=2)
         x, y = np.ones((4, 4), np.float32), np.ones((4, 6), np.float32)
-        with config, STRATEGIES[strategy](network(inner), config) as model:
+        network = Chain({"encoder.0": mz.nn.Linear(4, 6), "encoder.1": mz.nn.Tanh(), "encoder.2": inner})
+        with config, STRATEGIES[strategy](network, config) as model:
             try:
                 CALLS[call](model, x, y)
             except Exception as error:

@@ -24,6 +24,7 @@ from mpizero.sharding.update import GlobalSums, Updater, UpdateScope
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.tools.plan.memory import ShardSizes
 from mpizero.types import Array, ParameterSpec, Part
+from tests.parallel.parallel_layouts import selected
 
 #: Shape, axis that is split (None: held whole by all), and blocks of that axis that are split one by one. Few of the
 #: lengths divide by the number of tiles; of ``narrow`` some tiles are empty.
@@ -81,13 +82,6 @@ def spec_of(block: str, name: str, way: Way, rank: int) -> ParameterSpec:
     ranges = tuple(sorted(span for tile in tiles for span in tile))
     part = Part(shape, axis, ranges, tiles if len(tiles) > 1 else ())
     return replace(spec, shape=part_shape(part), part=part)
-
-
-def selected(spec: ParameterSpec, whole: Array) -> Array:
-    if spec.part is None:
-        return whole.reshape(-1)
-    kept = [i for span in spec.part.ranges for i in range(*span)]
-    return whole.take(kept, axis=spec.part.axis).reshape(-1)
 
 
 def by_levels(values: list[float]) -> float:

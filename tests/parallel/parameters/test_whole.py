@@ -23,7 +23,7 @@ from mpizero.sharding.full_params import check_cover, given_parameters
 from mpizero.testing import run_in_threads
 from mpizero.types import Array, Init, ParameterSpec, Part
 from tests.parallel.models import PRIVATE
-from tests.parallel.parallel_layouts import Case, Way, placed
+from tests.parallel.parallel_layouts import Case, Way, placed, selected
 
 
 class Spread(NamedTuple):
@@ -36,16 +36,12 @@ class Spread(NamedTuple):
 
 SPREADS = [
     Spread(),
-    Spread(2, Way(zero=0)),
     Spread(4, Way(zero=3), PRIVATE),
-    Spread(2, Way(tensor=2)),
-    Spread(2, Way(2)),
     Spread(2, Way(2, zero=0, schedule="interleaved")),
     Spread(3, Way(tensor=3, zero=0), PRIVATE),
     Spread(2, Way(context=2)),
     Spread(4, Way(2, zero=3), {**PRIVATE, "minimum_parameter_group_size": 700}),
     Spread(4, Way(tensor=2, zero=2), PRIVATE),
-    Spread(4, Way(2, 2, zero=0)),
     Spread(4, Way(tensor=2, context=2, zero=3), PRIVATE),
     Spread(8, Way(2, 2, zero=3), PRIVATE),
     Spread(8, Way(2, 2, context=2)),
@@ -89,14 +85,6 @@ def start_vector(model: Any) -> Array:
     return np.concatenate([values.reshape(-1) for values in initial_parameters(model).values()])
 
 
-def selected(spec: ParameterSpec, whole: Array) -> Array:
-    """What a rank holds of a parameter, by NumPy's indexing, 1-D."""
-    if spec.part is None:
-        return whole.reshape(-1)
-    axis = spec.part.axis
-    return np.concatenate([whole.take(range(*span), axis=axis) for span in spec.part.ranges], axis).reshape(-1)
-
-
 def held_of(engine: Any, values: Array) -> Array:
     """What a rank holds of a vector."""
     entries = [(entry, engine.whole.home(entry.spec)) for entry in engine.layout.parameters]
@@ -137,7 +125,7 @@ def test_every_slice_replica_and_copy_takes_its_part_of_a_vector(spread: Spread)
     on(spread, body)
 
 
-@pytest.mark.parametrize("spread", [SPREADS[0], Spread(3, Way(zero=0), PRIVATE), SPREADS[7], SPREADS[14]], ids=str)
+@pytest.mark.parametrize("spread", [SPREADS[0], Spread(3, Way(zero=0), PRIVATE), SPREADS[4], SPREADS[10]], ids=str)
 def test_a_model_that_is_not_split_sends_nothing_to_be_seen_whole(spread: Spread) -> None:
     def body(engine: Any) -> None:
         sent = engine.grid.bytes_sent
@@ -151,7 +139,7 @@ def test_a_model_that_is_not_split_sends_nothing_to_be_seen_whole(spread: Spread
     on(spread, body)
 
 
-@pytest.mark.parametrize("spread", [SPREADS[n] for n in (3, 4, 10)], ids=str)
+@pytest.mark.parametrize("spread", [Spread(2, Way(tensor=2)), Spread(2, Way(2)), Spread(4, Way(2, 2))], ids=str)
 def test_a_vector_costs_each_element_one_message_to_each_other_rank(spread: Spread) -> None:
     def sent(engine: Any) -> int:
         before = engine.grid.bytes_sent
@@ -219,15 +207,6 @@ def contents(image: bytes) -> dict[str, bytes]:
         return {path: reader.read_whole(path).tobytes() for path in reader.arrays}
 
 
-@pytest.mark.slow
-def test_a_checkpoint_holds_the_arrays_of_the_whole_model_whoever_wrote_it() -> None:
-    names, values = initial_parameters(gpt()), start_vector(gpt())[::-1].tobytes()
-    for number, spread in enumerate(SPREADS):
-        found = contents(saved(number))
-        assert b"".join(found.pop(f"parameters/{name}") for name in names) == values, spread
-        assert found == {path: array.tobytes() for path, array in state_of(gpt()).items()}, spread
-
-
 def loads(number: int, writer: int, pristine: bool) -> None:
     """A layout reads what another has written: parameters and state of every slice, replica and copy, and steps."""
     image = saved(writer)
@@ -250,8 +229,11 @@ def loads(number: int, writer: int, pristine: bool) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(SPREADS)))
-def test_every_layout_reads_what_every_layout_writes(number: int) -> None:
-    """All files hold the same arrays, as the test above shows: so it takes one reading of each layout's."""
+def test_every_layout_writes_the_arrays_of_the_whole_model_and_reads_those_of_another(number: int) -> None:
+    found = contents(saved(number))
+    values = b"".join(found.pop(f"parameters/{name}") for name in initial_parameters(gpt()))
+    assert values == start_vector(gpt())[::-1].tobytes()
+    assert found == {path: array.tobytes() for path, array in state_of(gpt()).items()}
     loads(number, (5 * number + 9) % len(SPREADS), pristine=number % 2 == 0)
 
 
@@ -263,7 +245,7 @@ def test_slices_are_read_alike_range_by_range_and_by_rows_in_windows_of_any_size
     monkeypatch.setattr(saved_attributes, "_SHORT_RANGE", short_range)
     monkeypatch.setattr(saved_attributes, "EXCHANGE_ELEMENTS", elements)
     monkeypatch.setattr(saved_attributes, "VERIFIED_AT_ONCE", 10 * elements)
-    for turn, number in enumerate((6, 9, 12)):
+    for turn, number in enumerate((3, 6, 8)):
         loads(number, 0, pristine=turn % 2 == 0)
 
 
