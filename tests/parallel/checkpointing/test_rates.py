@@ -60,9 +60,7 @@ def test_rates_that_differ_between_ranks_are_an_error_before_a_weight_is_touched
 
 
 @pytest.mark.parametrize(
-    ("ranks", "way"),
-    [(2, Way(2)), (2, Way(tensor=2)), (3, Way(3)), (4, Way(2, zero=2)), (4, Way(2, 2)), (4, Way(tensor=2, zero=3))],
-    ids=str,
+    ("ranks", "way"), [(2, Way(tensor=2)), (3, Way(3)), (4, Way(2, zero=2)), (4, Way(2, 2))], ids=str
 )
 def test_stages_and_tensor_parts_agree_on_the_rate_too(ranks: int, way: Way) -> None:
     def run(comm: Any) -> None:

@@ -124,7 +124,7 @@ def test_messages_in_many_pieces_have_the_bits_of_one(strategy: str, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_the_plans_that_are_kept_do_not_grow_with_the_number_of_sizes(strategy: str) -> None:
     sizes = KEPT_PLANS + 4
 
