@@ -173,7 +173,7 @@ def kept_in_files(world: Any, layout: Layout, folder: Path) -> None:
         for load, values in (
             (lambda: optimizer.load(folder / "optimizer"), lambda: model.load_named(named)),
             (lambda: optimizer.load_state_dict(state), lambda: model.set_parameters(vector)),
-            (lambda: optimizer.deserialize(image), lambda: model.load_model(folder / "model")),
+            (lambda: optimizer.deserialize(image), lambda: model.load_named(named)),
         ):
             optimizer.reset()
             assert optimizer.step_count == 0

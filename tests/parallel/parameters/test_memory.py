@@ -193,12 +193,11 @@ def test_where_shared_memory_is_short_all_ranks_keep_their_own_copies_and_the_bi
 
 def test_private_copies_keep_the_compression_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(comm: Any) -> str | None:
-        with mz.ShardingConfig(comm=comm, micro_batch=1) as config:
-            optimizer = mz.GradientCompressionOptimizer(mz.SGD(lr=1e-2), compression="int8")
-            with mz.DDPModel(gpt(), config, optimizer=optimizer) as model:
-                model.train(*part(comm, *tokens(24)))
-                assert model.metadata().ranks_per_node == 1
-                return model._engine.exchange.compression
+        optimizer = mz.GradientCompressionOptimizer(mz.SGD(lr=1e-2), compression="int8")
+        with sharded("ddp", comm, gpt(), optimizer, micro_batch=1) as model:
+            model.train(*part(comm, *tokens(24)))
+            assert model.metadata().ranks_per_node == 1
+            return model._engine.exchange.compression
 
     limit_windows(monkeypatch, 3 * ROW)
     assert run_in_threads(4, train) == ["int8"] * 4
@@ -208,17 +207,15 @@ def test_a_larger_batch_without_room_is_an_error_that_leaves_all_as_it_was(monke
     x, y = tokens(16)
 
     def train(comm: Any) -> None:
-        with mz.ShardingConfig(comm=comm, micro_batch=1) as config:
-            model = mz.distribute(gpt(), mz.AdamW(lr=1e-2), strategy="ddp", config=config)
-            with model:
-                model.train(*part(comm, x[:2], y[:2]))
-                before = model.parameters_sha256()
-                with pytest.raises(SharedMemoryError, match=r"does not fit.*reserve\(global_batch\)"):
-                    model.train(*part(comm, x, y))
-                assert model.parameters_sha256() == before
-                model.train(*part(comm, x[:2], y[:2]))
-                assert model.last_step.step == 2
-                assert model.metadata().ranks_per_node == 2
+        with sharded("ddp", comm, gpt(), micro_batch=1) as model:
+            model.train(*part(comm, x[:2], y[:2]))
+            before = model.parameters_sha256()
+            with pytest.raises(SharedMemoryError, match=r"does not fit.*reserve\(global_batch\)"):
+                model.train(*part(comm, x, y))
+            assert model.parameters_sha256() == before
+            model.train(*part(comm, x[:2], y[:2]))
+            assert model.last_step.step == 2
+            assert model.metadata().ranks_per_node == 2
 
     limit_windows(monkeypatch, 3 * ROW)
     run_in_threads(2, train)
@@ -230,17 +227,15 @@ def test_what_is_reserved_before_a_checkpoint_is_loaded_falls_back_and_keeps_the
     x, y = tokens(16)
 
     def train(comm: Any, loads: bool) -> str:
-        with mz.ShardingConfig(comm=comm, micro_batch=1) as config:
-            model = mz.distribute(gpt(), mz.AdamW(lr=1e-2), strategy="ddp", config=config)
-            with model:
-                model.reserve(len(x))
-                if loads:
-                    model.load_model(tmp_path / "saved")
-                else:
-                    model.train(*part(comm, x, y))
-                    model.save_model(tmp_path / "saved")
+        with sharded("ddp", comm, gpt(), micro_batch=1) as model:
+            model.reserve(len(x))
+            if loads:
+                model.load_model(tmp_path / "saved")
+            else:
                 model.train(*part(comm, x, y))
-                return model.parameters_sha256()
+                model.save_model(tmp_path / "saved")
+            model.train(*part(comm, x, y))
+            return model.parameters_sha256()
 
     shared = run_in_threads(2, lambda comm: train(comm, False))
     limit_windows(monkeypatch, 3 * ROW)
