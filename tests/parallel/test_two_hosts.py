@@ -133,10 +133,3 @@ def test_an_interrupt_ends_all_that_was_made():
     process.send_signal(signal.SIGTERM)
     assert ended(process)[0] != 0
     assert marked(mark) == []
-
-
-def test_the_status_is_that_of_the_command_and_of_a_wrong_option_another():
-    assert ended(start("--once", "--", "sh", "-c", "exit 7"))[0] == 7
-    status, _, err = ended(start("--rate", "fast", "--", "true"))
-    assert status == 64
-    assert "--rate fast" in err

@@ -235,12 +235,13 @@ def test_parts_that_overflow_in_their_sum_on_one_stage_skip_the_step_on_all() ->
     )
 
 
-def test_peers_with_other_samples_types_or_numbers_of_them_are_told_on_all_ranks() -> None:
+@pytest.mark.parametrize("way", [Way(2), Way(tensor=2)], ids=str)
+def test_peers_with_other_samples_types_or_numbers_of_them_are_told_on_all_ranks(way: Way) -> None:
     x, y = BATCHES[0]
     others = ((x[::-1].copy(), y), (x, y[::-1].copy()), (x.astype(np.float32), y), (x[:6], y[:6]))
 
     def run(comm: Any) -> None:
-        with placed(Case(mlp), comm, Way(2)) as model:
+        with placed(Case(mlp), comm, way) as model:
             for other, call in product(others, (model.train, model.compute_gradients, model.evaluate)):
                 what = "y" if other is others[1] else "x"
                 with pytest.raises(

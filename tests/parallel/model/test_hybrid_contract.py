@@ -49,7 +49,7 @@ JOBS = {
     "V 2 x dp 2": Job(4, Way(2, zero=3, schedule="zero_bubble_v"), private=True),
     "tp 2": Job(2, Way(tensor=2, zero=1)),
     "tp 2 x dp 2": Job(4, Way(tensor=2, zero=3), private=True),
-    "2 x 2 x 2": Job(8, Way(2, 2, zero=2)),
+    "2 x 2 x 2": Job(8, Way(2, 2, zero=2), private=True),
     "cp 2": Job(2, Way(context=2, zero=1)),
     "pp 2 x cp 2 x dp 2": Job(8, Way(2, context=2, zero=2)),
 }
@@ -89,6 +89,10 @@ def test_metadata_tells_groups_places_and_what_is_held(name: str) -> None:
             assert told.peak_bytes >= told.bytes_on_rank["parameters"] > 0
             assert (told.bytes_sent_last_step > 0) == (job.size > 1)
             assert told.as_dict()["held_count"] == told.held_count
+            for kind, size, stage in (("parameters", 4, 3), ("optimizer state", 8, 1)) if job.private else ():
+                wanted = size * told.held_count / (data * context if job.way.zero >= stage else 1)
+                assert told.formula_bytes[kind] == wanted
+                assert abs(told.bytes_on_rank[kind] - wanted) <= size * len(model._engine.layout.units) + 64
             return told.group_ranks, told.held_count, model.shard_size
 
     found = run_in_threads(job.size, lambda comm: body(job, comm))

@@ -173,31 +173,6 @@ def test_tied_tables_cut_apart_between_stages_and_split_within_them_change_no_bi
     assert found == [in_tiles("LAMB, clipping", 2, 1)] * 8
 
 
-@pytest.mark.slow
-def test_parameters_and_state_of_2_x_2_x_2_lie_where_the_formulas_say() -> None:
-    """Four stages x tensor parts hold the model once, and the copies that ties and whole parameters need."""
-    model_of = gpt(layers=2, dim=16, vocabulary=32)
-    specs = [spec for layer in model_of.blocks.values() for spec in layer.specs()]
-    whole = sum(spec.size for spec in specs if spec.tied is None)
-    unsplit = ("norm", "position", "projection.bias")
-    copies = 32 * 16 + sum(spec.size for spec in specs if any(word in spec.name for word in unsplit))
-
-    def held(comm: Any, zero: int) -> int:
-        with placed(Case(lambda: model_of), comm, Way(2, 2, zero=zero), share_node_memory=False) as model:
-            model.train(*part(model.batch_group, *texts(1, 8, vocabulary=32)[0]))
-            told = model.metadata()
-            parameters = 4 * told.held_count / (2 if zero == 3 else 1)
-            state = 8 * told.held_count / (2 if zero >= 1 else 1)
-            slack = 4 * len(model._engine.layout.units)
-            assert abs(told.bytes_on_rank["parameters"] - parameters) <= slack + 64
-            assert abs(told.bytes_on_rank["optimizer state"] - state) <= 2 * slack
-            assert told.formula_bytes["parameters"] == parameters
-            return int(told.held_count)
-
-    for zero in range(4):
-        assert sum(run_in_threads(8, lambda comm, z=zero: held(comm, z))) == 2 * (whole + copies)
-
-
 def refuses_bad_samples(comm: Any, way: Way) -> None:
     """Tensor ranks find the same fault in the same samples: all ranks raise, and go on as if nothing had been."""
     x, y = texts(1, 8)[0]

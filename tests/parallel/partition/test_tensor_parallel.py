@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.errors import ConfigError, DataError, RemoteError
+from mpizero.errors import ConfigError, RemoteError
 from mpizero.nn import Layer, Linear
 from mpizero.sharding.partition import ParallelLayout, in_tiles
 from mpizero.testing import run_in_threads
@@ -126,21 +126,6 @@ def test_a_model_with_nothing_to_split_is_refused_on_all_ranks() -> None:
     ):
         for told in run_in_threads(ranks, lambda comm, m=model: run(comm, m)):
             assert all(word in told for word in words)
-
-
-def test_a_batch_that_all_tensor_ranks_refuse_leaves_the_model_usable() -> None:
-    (x, y), (x2, y2) = points(2, 6)
-
-    def run(comm: Any) -> None:
-        with placed(Case(lambda: mlp(hidden=(6, 6))), comm, Way(tensor=2)) as model:
-            model.train(x, y)
-            before = model.parameters_sha256()
-            with pytest.raises(DataError, match="has another x than rank"):
-                model.train(x[::-1].copy() if comm.rank else x, y)
-            assert model.parameters_sha256() == before
-            model.train(x2, y2)
-
-    run_in_threads(2, run)
 
 
 def test_an_infinite_gradient_of_one_tensor_rank_skips_the_step_on_all() -> None:
