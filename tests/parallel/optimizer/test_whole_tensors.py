@@ -16,7 +16,19 @@ from mpizero.layout.flat import FlatLayout, owners_by_cost
 from mpizero.sharding.whole_tensors import TensorPlan
 from mpizero.testing import run_in_threads
 from mpizero.types import ParameterSpec
-from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, layouts, mlp, part, points, sharded, tokens
+from tests.parallel.models import (
+    MEMORIES,
+    PRIVATE,
+    STRATEGIES,
+    gpt,
+    layouts,
+    mlp,
+    part,
+    points,
+    sharded,
+    state_of,
+    tokens,
+)
 from tests.parallel.parallel_layouts import Case, Way, known, trained_alone
 from tests.parallel.parallel_layouts import trained as spread
 
@@ -45,22 +57,19 @@ OPTIMIZERS = {
 }
 
 
-def trained(comm: Any, strategy: str, name: str = "muon", *, dtype: str = "float32", **settings: Any) -> Any:
-    """Train three steps on 11 samples; return the hash, the last loss and the optimizer's state."""
+def trained(comm: Any, strategy: str, name: str, **settings: Any) -> Any:
+    """Train three steps on 11 samples; return the hash, the losses and the optimizer's state."""
     x, y = tokens(11)
-    with sharded(strategy, comm, gpt(dtype=dtype, tied=False), OPTIMIZERS[name](), micro_batch=1, **settings) as model:
+    with sharded(strategy, comm, gpt(tied=False), OPTIMIZERS[name](), micro_batch=1, **settings) as model:
         losses = [model.train(*part(comm, x, y)) for _ in range(3)]
         state = model.optimizer.state_dict()["state"]
-        return (
-            model.parameters_sha256(),
-            losses,
-            {s: {n: a.tobytes() for n, a in of.items()} for s, of in state.items()},
-        )
+        whole = {f"{slot} {name}": array.tobytes() for slot, of in state.items() for name, array in of.items()}
+        return model.parameters_sha256(), losses, whole
 
 
 @cache
-def alone(*arguments: Any) -> Any:
-    return trained(None, "ddp", *arguments)
+def alone(name: str) -> Any:
+    return trained(None, "ddp", name)
 
 
 @pytest.mark.slow
@@ -119,15 +128,12 @@ def test_frozen_tensors_stay_and_a_skipped_step_changes_nothing():
         with sharded("zero2", comm, model, mz.SOAP(lr=1e-2), micro_batch=2) as model:
             start = model.named_parameters()["hidden.1.linear.weight"].copy()
             steps_of(model, comm, 3)
-            before = model.parameters_sha256(), {s: a.tobytes() for s, a in model._engine.updater.state.items()}
+            before = state_of(model)
             x, y = points(9)
             x[4] = np.inf
             model.train(*part(comm, x, y))
             assert model.last_step.skipped
-            assert before == (
-                model.parameters_sha256(),
-                {s: a.tobytes() for s, a in model._engine.updater.state.items()},
-            )
+            assert state_of(model) == before
             np.testing.assert_array_equal(model.named_parameters()["hidden.1.linear.weight"], start)
             state = model.optimizer.state_dict()["state"]["left"]
             assert state.keys() == {"hidden.0.linear.weight", "output.linear.weight"}
@@ -140,18 +146,14 @@ def test_ranks_that_train_alone_own_all_tensors_of_their_copy():
     """With the same batch on both ranks the copies stay equal, and equal to one process."""
     x, y = points(8)
 
-    def run(comm):
-        config = mz.ShardingConfig(comm=comm, micro_batch=2)
-        with config, mz.DDPModel(mlp(), config) as model:
-            mz.LocalSGDOptimizer(mz.Muon(lr=1e-2), config, every=2).set_model(model)
+    def run(comm, optimizer):
+        with sharded("ddp", comm, mlp(), optimizer, micro_batch=2) as model:
             for _ in range(4):
                 model.train(x, y)
             return model.parameters_sha256()
 
-    with sharded("ddp", None, mlp(), mz.Muon(lr=1e-2), micro_batch=2) as model:
-        for _ in range(4):
-            model.train(x, y)
-        assert run_in_threads(2, run) == [model.parameters_sha256()] * 2
+    found = run_in_threads(2, lambda comm: run(comm, mz.LocalSGDOptimizer(mz.Muon(lr=1e-2), every=2)))
+    assert found == [run(None, mz.Muon(lr=1e-2))] * 2
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -188,14 +190,13 @@ def test_a_resume_on_other_ranks_and_strategies_has_the_bits_of_no_interruption(
     def run(comm, place, before, after):
         strategy, memory = place[1:]
         with sharded(strategy, comm, mlp(), optimizer(), micro_batch=2, ema=0.9, check_every=1, **memory) as model:
-            bound = model.optimizer
             if not before:
                 model.load_model(tmp_path / "saved")
             steps_of(model, comm, before)
             if before and not after:
                 model.save_model(tmp_path / "saved")
-                bound.save(tmp_path / "state")
-            return steps_of(model, comm, after), bound.state_dict()["state"]["ema"]["output.linear.weight"].tobytes()
+            sha256 = steps_of(model, comm, after)
+            return sha256, model.optimizer.state_dict()["state"]["ema"]["output.linear.weight"].tobytes()
 
     one = run(None, (1, "ddp", {}), 2, 2)
     run_in_threads(saved[0], lambda comm: run(comm, saved, 2, 0))
@@ -209,7 +210,10 @@ def test_checkpoints_hold_the_arrays_of_each_tensor_by_name(tmp_path):
         model.save_model(tmp_path / "saved")
         state = model.optimizer.state_dict()["state"]
     with h5py.File(tmp_path / "saved" / "state.h5") as file:
-        held = {slot: set(_arrays(file[f"optimizer/{slot}"])) for slot in file["optimizer"]}
+        held = {
+            slot: {name for name, item in of.items() if isinstance(item, h5py.Dataset)}
+            for slot, of in file["optimizer"].items()
+        }
         weights = {name for name in names if name.endswith("weight")}
         biases = set(names) - weights
         assert held == {"exp_avg": biases, "exp_avg_sq": biases, "sums": weights, "count": weights}
@@ -217,10 +221,6 @@ def test_checkpoints_hold_the_arrays_of_each_tensor_by_name(tmp_path):
             assert file[f"optimizer/count/{name}"][()] == 2
             np.testing.assert_array_equal(file[f"optimizer/sums/{name}"], state["sums"][name])
             assert file[f"optimizer/sums/{name}"].shape == (file[f"parameters/{name}"].shape[0], 1)
-
-
-def _arrays(group: Any) -> list[str]:
-    return [name for name, item in group.items() if isinstance(item, h5py.Dataset)]
 
 
 def test_the_state_of_another_choice_of_tensors_is_refused_and_changes_nothing(tmp_path):
@@ -246,9 +246,7 @@ def test_a_state_dictionary_goes_to_any_layout():
     saved = run_in_threads(3, lambda comm: run(comm, "zero2"))[0]
     for found in (run(None, "ddp", saved), run_in_threads(2, lambda comm: run(comm, "zero3", saved))[1]):
         assert found["step_count"] == 2
-        for slot, arrays in saved["state"].items():
-            assert arrays.keys() == found["state"][slot].keys()
-            assert all(np.array_equal(array, found["state"][slot][name]) for name, array in arrays.items())
+        np.testing.assert_equal(found["state"], saved["state"])
     saved["state"]["sums"]["output.linear.weight"] = np.zeros((3, 5))
     with pytest.raises(LayoutError, match=r"'sums' has no array 'output.linear.weight' of shape \(5, 1\)"):
         run(None, "ddp", saved)
