@@ -320,6 +320,13 @@ def test_the_callback_sees_iterates_and_changes_no_bit():
     assert falls == sorted(falls, reverse=True)
 
 
+def test_the_limit_that_ends_a_minimization_is_told():
+    for limit in ("maxiter", "maxfun"):
+        told = minimized("self", curved(), options={limit: 3})[0]
+        assert not told[4]
+        assert f"{limit}=3 " in told[5]
+
+
 def test_a_trial_at_which_the_loss_is_not_finite_is_shortened():
     def barrier(parameters, batch):
         x = parameters["x"]
