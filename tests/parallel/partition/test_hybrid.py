@@ -110,6 +110,20 @@ def test_split_layers_learn_what_whole_layers_learn(name: str) -> None:
             assert found[0] == expected, (way, memory)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "way", "tensor", "context"),
+    [(2, Way(tensor=2, zero=2), 4, 1), (4, Way(2, context=2), 1, 4), (4, Way(tensor=2, context=2, zero=3), 4, 4)],
+    ids=str,
+)
+def test_ranks_that_compute_several_tiles_each_have_the_bits_of_all_tiles(
+    size: int, way: Way, tensor: int, context: int
+) -> None:
+    tiles = {"tensor": tensor, "context": context}
+    found = run_in_threads(size, lambda comm: trained(CASES["LAMB, clipping"], comm, way, tiles=tiles))
+    assert found == [in_tiles("LAMB, clipping", tensor, context)] * size
+
+
 @pytest.mark.parametrize("zero", range(4))
 def test_every_schedule_and_every_zero_stage_on_2_x_2_x_2_has_the_same_bits(zero: int) -> None:
     for schedule in SCHEDULES[zero::4]:  # pipelines without split layers have each with each
