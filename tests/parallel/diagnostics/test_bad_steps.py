@@ -202,6 +202,8 @@ def described(dump: Path, **changes: Any) -> bytes:
 STEPS: dict[str, Any] = {
     "deep": lambda d: b'{"about":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "deep about": lambda d: described(d, about={"config": json.loads("[" * 60 + "]" * 60)}),
+    "not a number": lambda d: described(d).replace(b'"seed": ', b'"seed": NaN, "more": '),
+    "one key twice": lambda d: described(d).replace(b'"seed": ', b'"seed": 1, "seed": '),
     "version 1.0": lambda d: described(d, version=1.0),
     "version true": lambda d: described(d, version=True),
     "a key more": lambda d: described(d, code="import os"),
