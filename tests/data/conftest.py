@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -30,6 +32,16 @@ def ranks() -> Callable[..., Ranks]:
         return Ranks(as_communicator("self" if comm is None else comm), micro_batch)
 
     return make
+
+
+@pytest.fixture
+def compressed(tmp_path) -> tuple[Path, np.ndarray]:
+    """A file of 100 samples in 13 chunks of 8, of which the last holds 4, and their values."""
+    values = np.random.default_rng(0).normal(size=(100, 5)).astype("f4")
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file.create_dataset("x", data=values, chunks=(8, 5), compression="gzip")
+        file["y"] = np.arange(100)
+    return tmp_path / "d.h5", values
 
 
 @pytest.fixture

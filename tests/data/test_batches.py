@@ -29,8 +29,8 @@ def global_batches(numbers, ranks, size, micro_batch=None, **arguments):
     return joined, results[0][1]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("micro_batch", [None, 1, 4, 100])
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("micro_batch", [None, 4, 100])
 def test_global_batches_do_not_depend_on_ranks_nor_grains(numbers, ranks, size, micro_batch):
     arguments = {"global_batch": 11, "seed": 5, "steps": 9}
     alone, _ = global_batches(numbers(37), ranks, 1, **arguments)
@@ -40,8 +40,8 @@ def test_global_batches_do_not_depend_on_ranks_nor_grains(numbers, ranks, size, 
     assert [len(batch) for batch in alone] == [11] * 9
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("length", [1, 36, 37, 64])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("length", [1, 36, 64])
 def test_every_sample_occurs_once_in_every_epoch_also_where_batches_cross_its_end(numbers, ranks, size, length):
     steps = -(-5 * length // 7)
     joined, _ = global_batches(numbers(length), ranks, size, global_batch=7, steps=steps)
@@ -112,7 +112,6 @@ def test_the_stream_ends_after_its_steps_or_never(numbers, ranks):
     ("arguments", "text"),
     [
         ({"global_batch": 0}, "global_batch=0: expected a whole number >= 1"),
-        ({"global_batch": -4}, "global_batch=-4"),
         ({"global_batch": 2.0}, "global_batch=2.0"),
         ({"global_batch": True}, "global_batch=True"),
         ({"global_batch": 4, "seed": -1}, "seed=-1"),

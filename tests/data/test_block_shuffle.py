@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import h5py
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,18 +11,6 @@ from mpizero import data
 from mpizero.data.cache import block_order
 from mpizero.errors import ConfigError, DataError
 from mpizero.testing import run_in_threads
-
-RNG = np.random.default_rng(0)
-
-
-@pytest.fixture
-def compressed(tmp_path):
-    """A file of 100 samples in 13 chunks of 8, of which the last holds 4."""
-    values = RNG.normal(size=(100, 5)).astype("f4")
-    with h5py.File(tmp_path / "d.h5", "w") as file:
-        file.create_dataset("x", data=values, chunks=(8, 5), compression="gzip")
-        file["y"] = np.arange(100)
-    return tmp_path / "d.h5", values
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 12), st.integers(0, 2**64 - 1), st.integers(0, 2**33))

@@ -15,15 +15,10 @@ from mpizero.testing import run_in_threads
 RNG = np.random.default_rng(0)
 
 
-@pytest.fixture
-def compressed(tmp_path, monkeypatch):
-    """A file of 100 samples in chunks of 8, and the chunks in which a rank reads it."""
+@pytest.fixture(autouse=True)
+def blocks_of_chunks(monkeypatch):
+    """Let a rank read a file in its own chunks."""
     monkeypatch.setattr(cache, "BLOCK_BYTES", 100)
-    values = RNG.normal(size=(100, 5)).astype("f4")
-    with h5py.File(tmp_path / "d.h5", "w") as file:
-        file.create_dataset("x", data=values, chunks=(8, 5), compression="gzip")
-        file["y"] = np.arange(100)
-    return tmp_path / "d.h5", values
 
 
 @pytest.mark.parametrize("size", [1, 3])

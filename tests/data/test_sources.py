@@ -19,7 +19,6 @@ from mpizero.data import files as deflated
 from mpizero.data import source as text_module
 from mpizero.data.source import MappedArray
 from mpizero.errors import ConfigError, DataError
-from mpizero.testing import run_in_threads
 
 # ---------------------------------------------------------------------------------------------- text
 
@@ -41,7 +40,7 @@ def corpus(tmp_path) -> Path:
 WHOLE = b"0123456789abcde" + bytes(range(200, 220))
 
 
-@pytest.mark.parametrize("sequence", [1, 3, 4, 7, 17, 34])
+@pytest.mark.parametrize("sequence", [1, 4, 34])
 def test_sample_i_is_its_bytes_and_the_next_one(corpus, sequence):
     source = data.TextSource(corpus, sequence)
     assert len(source) == (len(WHOLE) - 1) // sequence
@@ -96,7 +95,7 @@ def test_text_that_cannot_be_used_is_a_clear_error(corpus, paths, told):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("sequence", [0, -3, 2.5, True, "8"])
+@pytest.mark.parametrize("sequence", [0, 2.5, True])
 def test_sequence_is_a_whole_number_of_bytes(corpus, sequence):
     with pytest.raises(ConfigError, match="sequence="):
         data.TextSource(corpus, sequence)
@@ -182,17 +181,6 @@ def test_indices_outside_are_errors(bad):
         data.ArraySource(np.arange(20), np.arange(20)).samples(bad)
 
 
-def test_npy_files_are_mapped_and_give_their_rows(tmp_path):
-    x, y = np.random.default_rng(0).normal(size=(50, 3)), np.arange(50, dtype=np.uint8)
-    np.save(tmp_path / "x.npy", x)
-    np.save(tmp_path / "y.npy", y)
-    source = data.NpySource(tmp_path / "x.npy", tmp_path / "y.npy")
-    assert isinstance(source.x, MappedArray)
-    got_x, got_y = source.samples([7, 0, 49])
-    np.testing.assert_array_equal(got_x, x[[7, 0, 49]])
-    np.testing.assert_array_equal(got_y, y[[7, 0, 49]])
-
-
 class Bomb:
     def __reduce__(self):
         return os.mkdir, ("exploded",)
@@ -242,6 +230,7 @@ def test_npy_files_are_read_in_any_order_of_elements_and_bytes(tmp_path, shape, 
     values = np.random.default_rng(0).normal(size=shape).astype(">f8", order=order)
     np.save(tmp_path / "x.npy", values)
     source = data.NpySource(tmp_path / "x.npy", tmp_path / "x.npy")
+    assert isinstance(source.x, MappedArray)
     for indices in (range(len(values)), [3, 1, 4], [0]):
         found = source.samples(indices)[0]
         np.testing.assert_array_equal(found, values[np.asarray(indices)])
@@ -279,9 +268,8 @@ def test_digits_do_not_wait_for_scikit_learn():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("missing", [("sklearn", "sklearn.datasets"), ("sklearn.datasets",)])
-def test_digits_without_scikit_learn_say_what_to_install(missing, monkeypatch):
-    for module in missing:
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
+    for module in ("sklearn", "sklearn.datasets"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr("mpizero.data.source.DIGITS", ("elsewhere",))
     with pytest.raises(DataError, match="pip install scikit-learn"):
@@ -293,9 +281,7 @@ def test_digits_without_scikit_learn_say_what_to_install(missing, monkeypatch):
 STORAGE = {
     "contiguous": {},
     "chunked": {"chunks": (7, 2)},
-    "compressed": {"chunks": (16, 3), "compression": "gzip", "shuffle": True},
     "one chunk": {"chunks": (100, 3)},
-    "gzip": {"chunks": (16, 3), "compression": "gzip"},
     "parts of rows": {"chunks": (16, 2), "compression": "gzip"},
     "sums": {"chunks": (16, 3), "compression": "gzip", "fletcher32": True},
     "another filter": {"chunks": (16, 3), "compression": "lzf"},
@@ -430,7 +416,7 @@ def test_a_share_of_zero_holds_nothing_back(numbers):
     assert valid.samples([])[0].shape == (0,)
 
 
-@pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan"), float("inf"), "0.1", True])
+@pytest.mark.parametrize("share", [-0.1, 1, float("nan"), "0.1", True])
 def test_shares_outside_are_errors(numbers, share):
     with pytest.raises(ConfigError, match="validation="):
         numbers(5).split(share)
@@ -447,7 +433,6 @@ def test_a_split_that_leaves_nothing_to_train_on_is_an_error(numbers, length, sh
     [
         ([1, 2], 0, 2, "Subset: expected a source of samples, got list"),
         (None, 0, 11, "Subset: stop=11: the source has 10 samples"),
-        (None, -2, 5, "Subset: start=-2: expected a whole number >= 0"),
         (None, 5, 2, "Subset: stop=2: expected a whole number >= 5"),
         (None, 0, 2.5, "Subset: stop=2.5: expected a whole number"),
     ],
@@ -456,17 +441,6 @@ def test_a_subset_outside_of_its_source_is_an_error(source, start, stop, message
     whole = data.ArraySource(np.zeros((10, 2)), np.arange(10))
     with pytest.raises((DataError, ConfigError), match=re.escape(message)):
         data.Subset(whole if source is None else source, start, stop)
-
-
-def test_parts_of_a_split_train_like_any_source(numbers, ranks):
-    train, valid = numbers(40).split(0.25)
-
-    def run(comm):
-        return [i for x, _ in data.batches(train, ranks(comm), 10, steps=3) for i in x.tolist()]
-
-    seen = sorted(i for part in run_in_threads(4, run) for i in part)
-    assert len(set(seen)) == 30
-    assert not set(seen) & set(valid.samples(range(10))[0].tolist())
 
 
 def test_fingerprints_tell_data_apart(numbers, corpus):
@@ -513,10 +487,8 @@ def test_a_source_may_give_its_pair_as_a_list_and_is_looked_at_once(told, monkey
     [
         ((np.ones((5, 2)), np.ones(8)), r"was asked for 8 samples and returned x of shape \(5, 2\)"),
         ((np.ones((8, 2)), np.ones(9)), r"was asked for 8 samples and returned y of shape \(9,\)"),
-        ((np.ones((8, 2)), np.float64(1)), r"returned y of shape \(\)"),
         (None, r"must return the pair \(x, y\), it returned NoneType"),
         ((np.ones((8, 2)),), r"must return the pair \(x, y\), it returned a tuple of 1"),
-        ([np.ones((8, 2))] * 3, r"must return the pair \(x, y\), it returned a list of 3"),
     ],
 )
 def test_a_source_that_gives_other_samples_than_asked_is_named(found, told):
