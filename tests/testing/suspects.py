@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import itertools
+import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import mpizero as mz
 from mpizero.nn import Layer
-from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
-
-Case = tuple[Any, Any, Any]
+from mpizero.types import EVALUATE, Init, ParameterSpec
 
 
-def dense(rng: Any, dtype: str = "float64", samples: int = 7) -> tuple[Array, Array]:
+def dense(rng, dtype="float64", samples=7):
     x = rng.normal(size=(samples, 4)).astype(dtype)
     return x, (np.sin(x[:, :2]) + x[:, 2:]).astype(dtype)
 
 
-def start(rng: Any, dtype: str = "float64") -> dict[str, Array]:
+def start(rng, dtype="float64"):
     return {
         "a": rng.normal(size=(4, 5)).astype(dtype),
         "b": np.zeros(5, dtype),
@@ -28,10 +28,10 @@ def start(rng: Any, dtype: str = "float64") -> dict[str, Array]:
     }
 
 
-def perceptron(activation: str = "tanh") -> Callable[..., Any]:
+def perceptron(activation="tanh"):
     """Two layers and the sum of squares, by hand."""
 
-    def loss_and_grad(p: Any, batch: Any) -> Any:
+    def loss_and_grad(p, batch):
         x, y = batch
         z = x @ p["a"] + p["b"]
         h = np.tanh(z) if activation == "tanh" else np.maximum(z, 0)
@@ -44,26 +44,76 @@ def perceptron(activation: str = "tanh") -> Callable[..., Any]:
     return loss_and_grad
 
 
-def predictor(p: Any, x: Any) -> Any:
+def predictor(p, x):
     return np.tanh(x @ p["a"] + p["b"]) @ p["c"]
 
 
-def box(rng: Any, change: Callable[..., Any] | None = None, dtype: str = "float64", **settings: Any) -> Case:
-    """The perceptron, whose answer ``change(p, batch, loss, gradients, weight)`` may spoil."""
-    right = perceptron(settings.pop("activation", "tanh"))
+class Answer(NamedTuple):
+    """What the perceptron answers, and what it was asked."""
 
-    def loss_and_grad(p: Any, batch: Any) -> Any:
-        loss, gradients, weight = right(p, batch)
-        return (loss, gradients, weight) if change is None else change(p, batch, loss, gradients, weight)
+    p: Any
+    batch: Any
+    loss: Any
+    gradients: Any
+    weight: Any
+
+    def scaled(self, factor):
+        return self._replace(gradients={name: factor * g for name, g in self.gradients.items()})
+
+    def penalized(self, factor):
+        """Return the answer with ``factor`` times the sum of all squares of parameters, and its gradient."""
+        gradients = {name: g + 2 * factor * self.p[name] for name, g in self.gradients.items()}
+        return self._replace(loss=self.loss + factor * sum((v**2).sum() for v in self.p.values()), gradients=gradients)
+
+
+def box(rng, change=lambda answer: answer, dtype="float64", activation="tanh", **settings):
+    """The perceptron, whose answer ``change(answer)`` may spoil."""
+    right = perceptron(activation)
+
+    def loss_and_grad(p, batch):
+        return change(Answer(p, batch, *right(p, batch)))[2:]
 
     return mz.FunctionModel(start(rng, dtype), loss_and_grad, **settings), *dense(rng, dtype)
 
 
-def writing(rng: Any, write: Callable[[Any, Any], None] | None = None) -> Case:
+def answering(change, **settings):
+    """Cases of the perceptron whose answer is changed."""
+    return lambda rng: box(rng, change, **settings)
+
+
+def of_gradient(name, change):
+    """Cases of the perceptron of which one gradient is changed."""
+    return answering(lambda a: a._replace(gradients={**a.gradients, name: change(a.gradients[name])}))
+
+
+def asking(change):
+    """Cases of the perceptron which is asked for ``change(parameters, x, y)``."""
+    right = perceptron()
+
+    def loss_and_grad(p, batch):
+        p, *batch = change(p, *batch)
+        return right(p, batch)
+
+    return lambda rng: (mz.FunctionModel(start(rng), loss_and_grad), *dense(rng))
+
+
+def dropping(keys, **settings):
+    """Cases of the perceptron with dropout of its samples by the keys that ``keys(run, x)`` gives."""
+    right = perceptron()
+
+    def loss_and_grad(p, batch, *, run):
+        x, y = batch
+        masks = [np.random.default_rng((run.seed, run.step, key)).random(4) < 0.7 for key in keys(run, x)]
+        return right(p, (x * np.array(masks), y))
+
+    return lambda rng: (mz.FunctionModel(start(rng), loss_and_grad, **settings), *dense(rng))
+
+
+def writing(rng, write=None):
     """The perceptron, which writes its gradients in place; ``write(gradients, value)`` may spoil that of 'b'."""
     right = perceptron()
 
-    def loss_and_grad(p: Any, batch: Any, gradients: Any) -> Any:
+    def loss_and_grad(p, batch, gradients):
         loss, found, weight = right(p, batch)
         for name, value in found.items():
             if write is None or name != "b":
@@ -75,36 +125,19 @@ def writing(rng: Any, write: Callable[[Any, Any], None] | None = None) -> Case:
     return mz.FunctionModel(start(rng), loss_and_grad, in_place=True), *dense(rng)
 
 
-def added(gradients: Any, value: Any) -> None:
-    gradients["b"] += value
-
-
-def half_written(gradients: Any, value: Any) -> None:
-    gradients["b"][:3] = value[:3]
-
-
-def bound(gradients: Any, value: Any) -> None:
-    gradients["b"] = value
-
-
 # ------------------------------------------------------------------ right ones
 
 
-def gpt(rng: Any, **changes: Any) -> Case:
+def gpt(rng, **changes):
     settings = {"dim": 8, "layers": 1, "heads": 2, "sequence": 6, "vocabulary": 23, "seed": int(rng.integers(99))}
     tokens = rng.integers(0, 23, (5, 6))
     return mz.nn.GPT(**{**settings, **changes}), tokens, np.where(rng.random((5, 6)) < 0.2, -1, tokens)
 
 
-def relu_network(rng: Any) -> Case:
-    model = mz.nn.MLP(4, [16, 16], 3, activation="relu", seed=int(rng.integers(99)))
-    return model, rng.normal(size=(9, 4)).astype("f4"), rng.integers(0, 3, 9)
-
-
-def unused_rows(rng: Any) -> Case:
+def unused_rows(rng):
     """A table of 50 rows, of which a few are looked up."""
 
-    def loss_and_grad(p: Any, batch: Any) -> Any:
+    def loss_and_grad(p, batch):
         x, y = batch
         error = p["table"][x].sum(axis=1) - y
         gradient = np.zeros_like(p["table"])
@@ -115,17 +148,15 @@ def unused_rows(rng: Any) -> Case:
     return model, rng.integers(0, 50, (6, 2)), rng.normal(size=(6, 3))
 
 
-def frozen(rng: Any) -> Case:
-    def without(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-        return loss, {name: g for name, g in gradients.items() if name != "a"}, weight
-
-    return box(rng, without, frozen=["a"])
+def relu_network(rng):
+    model = mz.nn.MLP(4, [16, 16], 3, activation="relu", seed=int(rng.integers(99)))
+    return model, rng.normal(size=(9, 4)).astype("f4"), rng.integers(0, 3, 9)
 
 
-def weighted(rng: Any) -> Case:
+def weighted(rng):
     """Each sample has a weight in the last column of y, one of them zero."""
 
-    def loss_and_grad(p: Any, batch: Any) -> Any:
+    def loss_and_grad(p, batch):
         x, y = batch
         error, w = x @ p["w"] - y[:, 0], y[:, 1]
         return float((w * error**2).sum()), {"w": 2 * x.T @ (w * error)}, float(w.sum())
@@ -135,10 +166,10 @@ def weighted(rng: Any) -> Case:
     return mz.FunctionModel({"w": np.zeros(4)}, loss_and_grad), rng.normal(size=(8, 4)), y
 
 
-def absolute(rng: Any) -> Case:
+def absolute(rng):
     """Kinks everywhere: absolute errors of a maximum."""
 
-    def loss_and_grad(p: Any, batch: Any) -> Any:
+    def loss_and_grad(p, batch):
         x, y = batch
         z = x @ p["w"]
         best = z.argmax(axis=1)
@@ -150,10 +181,10 @@ def absolute(rng: Any) -> Case:
     return mz.FunctionModel({"w": rng.normal(size=(4, 3))}, loss_and_grad), rng.normal(size=(6, 4)), rng.normal(size=6)
 
 
-def physics(rng: Any) -> Case:
+def physics(rng):
     """Parameters of very different size, some of which must stay positive: -log of a decay's likelihood."""
 
-    def loss_and_grad(p: Any, batch: Any) -> Any:
+    def loss_and_grad(p, batch):
         t, _ = batch
         rate, shift = p["rate"], p["shift"]
         if rate <= 0:
@@ -166,7 +197,7 @@ def physics(rng: Any) -> Case:
             float(len(t)),
         )
 
-    def shaped(p: Any, batch: Any) -> Any:
+    def shaped(p, batch):
         loss, gradients, weight = loss_and_grad(p, batch)
         return loss, {name: np.asarray(g) for name, g in gradients.items()}, weight
 
@@ -174,224 +205,88 @@ def physics(rng: Any) -> Case:
     return model, rng.exponential(1e3, 9), np.zeros(9)
 
 
-def single_inside(rng: Any) -> Case:
-    """float64 parameters for code that computes in float32."""
-    right = perceptron()
-
-    def loss_and_grad(p: Any, batch: Any) -> Any:
-        loss, gradients, weight = right({n: v.astype("f4") for n, v in p.items()}, tuple(v.astype("f4") for v in batch))
-        return loss, gradients, weight
-
-    return mz.FunctionModel(start(rng), loss_and_grad), *dense(rng)
-
-
-def keyed_dropout(rng: Any) -> Case:
-    """Masks by sample, as the function is told which it is given."""
-    right = perceptron()
-
-    def loss_and_grad(p: Any, batch: Any, *, run: Run) -> Any:
-        x, y = batch
-        masks = [np.random.default_rng((run.seed, run.step, sample)).random(4) < 0.7 for sample in run.samples]
-        return right(p, (x * np.array(masks), y))
-
-    return mz.FunctionModel(start(rng), loss_and_grad, seed=int(rng.integers(99))), *dense(rng)
-
-
-def penalty(rng: Any) -> Case:
-    def with_penalty(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-        changed = {name: g + 2e-2 * weight * p[name] for name, g in gradients.items()}
-        return loss + 1e-2 * weight * sum((v**2).sum() for v in p.values()), changed, weight
-
-    return box(rng, with_penalty)
-
-
-def steep_gradient(rng: Any) -> Case:
-    """A loss of many terms that cancel, in float32, far from its minimum."""
+def far_from_the_minimum(rng):
+    """A loss of many terms that cancel, in float32."""
     model, x, y = box(rng, dtype="float32")
     return model, x * 30, y - 1000
 
 
-def sequence_free(rng: Any) -> Case:
-    return gpt(rng, dropout=0.3, tied=True, dtype="float64")
-
-
-RIGHT: dict[str, Callable[[Any], Case]] = {
+RIGHT = {
     "perceptron": lambda rng: box(rng, predict=predictor),
     "perceptron in place": writing,
     "perceptron in float32": lambda rng: box(rng, dtype="float32", predict=predictor),
     "ReLU by hand in float32": lambda rng: box(rng, dtype="float32", activation="relu"),
     "ReLU network of layers": relu_network,
     "GPT in float32 with dropout": lambda rng: gpt(rng, dropout=0.2),
-    "tied GPT with dropout": sequence_free,
+    "tied GPT with dropout": lambda rng: gpt(rng, dropout=0.3, tied=True, dtype="float64"),
     "unused rows of a table": unused_rows,
-    "frozen parameters": frozen,
+    "frozen parameters": answering(
+        lambda a: a._replace(gradients={name: a.gradients[name] for name in "bc"}), frozen=["a"]
+    ),
     "weighted samples": weighted,
     "absolute errors of a maximum": absolute,
     "positive parameters of any size": physics,
-    "float32 inside": single_inside,
-    "penalty by weight": penalty,
-    "dropout by hand keyed by sample": keyed_dropout,
-    "far from the minimum in float32": steep_gradient,
+    "float32 inside": asking(
+        lambda p, x, y: ({n: v.astype("f4") for n, v in p.items()}, x.astype("f4"), y.astype("f4"))
+    ),
+    "penalty by weight": answering(lambda a: a.penalized(1e-2 * a.weight)),
+    "dropout by hand keyed by sample": dropping(lambda run, x: run.samples, seed=7),
+    "far from the minimum in float32": far_from_the_minimum,
 }
 
 # ------------------------------------------------------------------ wrong ones
 
 
-def mean_returned(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return loss / weight, {name: g / weight for name, g in gradients.items()}, weight
+def spoil_element(gradient):
+    gradient = gradient.copy()
+    gradient[3, 1] *= 1.5
+    return gradient
 
 
-def gradient_of_the_mean(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return loss, {name: g / weight for name, g in gradients.items()}, weight
+def in_place(a):
+    a.batch[0][...] -= a.batch[0].mean(axis=0)
+    return a
 
 
-def factor_of_two(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return loss, {**gradients, "b": gradients["b"] / 2}, weight
+def by_pointer(a):
+    ctypes.cast(a.p["b"].ctypes.data, ctypes.POINTER(ctypes.c_double))[0] = 7.0
+    return a
 
 
-def forgotten_zeros(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return loss, {**gradients, "b": np.zeros(5)}, weight
+def counting(rng):
+    calls = itertools.count(1)
 
-
-def one_row_wrong(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    wrong = gradients["a"].copy()
-    wrong[3, 1] *= 1.5
-    return loss, {**gradients, "a": wrong}, weight
-
-
-def wrong_sign(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return loss, {name: -g for name, g in gradients.items()}, weight
-
-
-def constant_weight(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return loss, gradients, 1.0
-
-
-def constant_penalty(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    changed = {name: g + 0.2 * p[name] for name, g in gradients.items()}
-    return loss + 0.1 * sum((v**2).sum() for v in p.values()), changed, weight
-
-
-def penalty_without_gradient(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return loss + weight * (p["c"] ** 2).sum(), gradients, weight
-
-
-def noise(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return loss + np.random.normal(), gradients, weight  # noqa: NPY002
-
-
-def unknown_name(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return loss, {**gradients, "bb": gradients["b"]}, weight
-
-
-def missing_name(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return loss, {"a": gradients["a"], "c": gradients["c"]}, weight
-
-
-def complex_gradient(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return loss, {**gradients, "b": gradients["b"] + 0j}, weight
-
-
-def integer_gradient(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return loss, {**gradients, "b": gradients["b"].astype(int)}, weight
-
-
-def text(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return str(loss), gradients, weight
-
-
-def unsummed(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return np.full(len(batch[0]), loss), gradients, weight
-
-
-def in_place(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    batch[0][...] -= batch[0].mean(axis=0)
-    return loss, gradients, weight
-
-
-def by_pointer(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    import ctypes
-
-    ctypes.cast(p["b"].ctypes.data, ctypes.POINTER(ctypes.c_double))[0] = 7.0
-    return loss, gradients, weight
-
-
-def negative_weight(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-    return loss, gradients, -weight
-
-
-def counter(rng: Any) -> Case:
-    calls: list[int] = []
-
-    def warmed(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-        calls.append(1)
-        factor = min(1.0, len(calls) / 3)
-        return factor * loss, {name: factor * g for name, g in gradients.items()}, weight
+    def warmed(a):
+        factor = min(1.0, next(calls) / 3)
+        return a.scaled(factor)._replace(loss=factor * a.loss)
 
     return box(rng, warmed)
 
 
-def cache_by_identity(rng: Any) -> Case:
-    kept: dict[int, Any] = {}
-
-    def cached(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-        return kept.setdefault(p["a"].ctypes.data, (loss, gradients, weight))
-
-    return box(rng, cached)
+def cache_by_identity(rng):
+    kept = {}
+    return box(rng, lambda a: kept.setdefault(a.p["a"].ctypes.data, a))
 
 
-def running_mean(rng: Any) -> Case:
+def running_mean(rng):
     kept = [0.0, 0.0]
 
-    def centred(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-        if kept[1] != p["a"].sum():
-            kept[:] = kept[1], p["a"].sum()
-        return loss + 0.1 * kept[0], gradients, weight
+    def centred(a):
+        if kept[1] != a.p["a"].sum():
+            kept[:] = kept[1], a.p["a"].sum()
+        return a._replace(loss=a.loss + 0.1 * kept[0])
 
     return box(rng, centred)
 
 
-def singular(rng: Any) -> Case:
-    def rooted(p: Any, batch: Any, loss: float, gradients: Any, weight: float) -> Any:
-        gradients["b"] = gradients["b"] + 0.5 / np.sqrt(np.abs(p["b"]))
-        return loss + np.sqrt(np.abs(p["b"])).sum(), gradients, weight
-
-    return box(rng, rooted)
+def rooted(a):
+    slope = 0.5 / np.sqrt(np.abs(a.p["b"]))
+    gradients = {**a.gradients, "b": a.gradients["b"] + slope}
+    return a._replace(loss=a.loss + np.sqrt(np.abs(a.p["b"])).sum(), gradients=gradients)
 
 
-def batch_norm(rng: Any) -> Case:
-    right = perceptron()
-
-    def loss_and_grad(p: Any, batch: Any) -> Any:
-        x, y = batch
-        return right(p, ((x - x.mean(axis=0)) / (x.std(axis=0) + 1), y))
-
-    return mz.FunctionModel(start(rng), loss_and_grad), *dense(rng)
-
-
-def dropout_by_place(rng: Any) -> Case:
-    """Masks by the place in the batch, which is another in another cut."""
-    right = perceptron()
-
-    def loss_and_grad(p: Any, batch: Any, *, run: Run) -> Any:
-        x, y = batch
-        return right(p, (x * (np.random.default_rng((run.seed, run.step)).random(x.shape) < 0.7), y))
-
-    return mz.FunctionModel(start(rng), loss_and_grad), *dense(rng)
-
-
-def built_in_number(rng: Any) -> Case:
-    right = perceptron()
-
-    def loss_and_grad(p: Any, batch: Any) -> Any:
-        x, y = batch
-        return right(p, (x.reshape(7, 4), y))
-
-    return mz.FunctionModel(start(rng), loss_and_grad), *dense(rng)
-
-
-def exchanged(rng: Any) -> Case:
-    def loss_and_grad(p: Any, batch: Any) -> Any:
+def exchanged(rng):
+    def loss_and_grad(p, batch):
         x, y = batch
         error = x @ (p["u"] * np.tanh(p["v"])) - y
         g = 2 * x.T @ error
@@ -402,22 +297,14 @@ def exchanged(rng: Any) -> Case:
     return model, rng.normal(size=(6, 4)), rng.normal(size=6)
 
 
-def transposed(rng: Any) -> Case:
-    def loss_and_grad(p: Any, batch: Any) -> Any:
+def transposed(rng):
+    def loss_and_grad(p, batch):
         x, y = batch
         error = x @ p["w"] - y
         return float((error**2).sum()), {"w": 2 * error.T @ x}, float(len(x))
 
     model = mz.FunctionModel({"w": rng.normal(size=(4, 4))}, loss_and_grad)
     return model, rng.normal(size=(6, 4)), rng.normal(size=(6, 4))
-
-
-def noisy_prediction(rng: Any) -> Case:
-    return box(rng, predict=lambda p, x: predictor(p, x) + np.random.normal())  # noqa: NPY002
-
-
-def centred_prediction(rng: Any) -> Case:
-    return box(rng, predict=lambda p, x: predictor(p, x - x.mean(axis=0)))
 
 
 @dataclass(frozen=True)
@@ -427,19 +314,19 @@ class Scale(Layer):
     features: int
     mistake: str = ""
 
-    def own_specs(self) -> tuple[ParameterSpec, ...]:
+    def own_specs(self):
         return (
             ParameterSpec("weight", (self.features,), Init("ones")),
             ParameterSpec("bias", (self.features,), Init("zeros"), decay=False),
         )
 
-    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+    def forward(self, params, x, run=EVALUATE):
         return x * params["weight"] + params["bias"], x
 
-    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+    def backward_input(self, params, cache, dy):
         return dy if self.mistake == "input gradient" else dy * params["weight"], dy
 
-    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Any) -> None:
+    def backward_weights(self, params, cache, pending, grads):
         gradient = (cache * pending).sum(axis=0)
         if self.mistake == "rebinds":
             grads["weight"] = gradient
@@ -449,7 +336,7 @@ class Scale(Layer):
             grads["weight"][...] = gradient
         grads["bias"][...] = pending.sum(axis=0)
 
-    def backward(self, params: Params, cache: Any, dy: Array, grads: Any) -> Array | None:
+    def backward(self, params, cache, dy, grads):
         dx = super().backward(params, cache, dy, grads)
         if self.mistake == "halves":
             grads["bias"][...] *= 2
@@ -466,62 +353,118 @@ class Chain:
     seed: int = 0
 
     @property
-    def blocks(self) -> dict[str, Layer]:
+    def blocks(self):
         return {"in": mz.nn.Linear(4, 5), "scale": Scale(5, self.mistake), "out": mz.nn.Linear(5, 2)}
 
 
 class UnscaledLoss(mz.nn.MeanSquaredError):
-    def backward(self, cache: Any, scale: float = 1.0) -> Array:
+    def backward(self, cache, scale=1.0):
         return super().backward(cache)
 
 
-def chain(mistake: str, **changes: Any) -> Callable[[Any], Case]:
+def chain(mistake, **changes):
     return lambda rng: (Chain(mistake, seed=int(rng.integers(99)), **changes), *dense(rng, "float32"))
 
 
-def spoilt(change: Callable[..., Any]) -> Callable[[Any], Case]:
-    return lambda rng: box(rng, change)
+def written(write):
+    return lambda rng: writing(rng, write)
 
 
 #: What is wrong: the model, what the error must name, and pieces of the probable cause.
-WRONG: dict[str, tuple[Callable[[Any], Case], str, str]] = {
+WRONG = {
     "added in place": (
-        lambda rng: writing(rng, added),
+        written(lambda gradients, value: operator.iadd(gradients["b"], value)),
         "gradient of 'b': has 5 of 5 elements",
         "gradients[name] += value",
     ),
-    "half written": (lambda rng: writing(rng, half_written), "gradient of 'b': has 2 of 5 elements", "left out"),
-    "bound in place": (lambda rng: writing(rng, bound), "gradients: are bound at suspects.py", "to a name"),
-    "a mean in place of a sum": (spoilt(mean_returned), "loss", "a mean over the samples"),
-    "the gradient of the mean": (spoilt(gradient_of_the_mean), "gradient of 'a'", "a mean over the samples"),
-    "half of a gradient": (spoilt(factor_of_two), "gradient of 'b'", "0.5 times what it must be"),
-    "zeros in place of a gradient": (spoilt(forgotten_zeros), "gradient of 'b'", "not computed"),
-    "one wrong element": (spoilt(one_row_wrong), "gradient of 'a'", "around element [3, 1]"),
-    "the wrong sign": (spoilt(wrong_sign), "gradients of all 3 parameters", "its sign"),
-    "a weight of 1": (spoilt(constant_weight), "weight", "does not grow with the batch"),
-    "a penalty once a call": (spoilt(constant_penalty), "loss", "once a call"),
-    "a penalty without its gradient": (spoilt(penalty_without_gradient), "gradient of 'c'", "a part of it"),
-    "noise": (spoilt(noise), "loss", "the global generator numpy.random"),
-    "an unknown name": (spoilt(unknown_name), "gradient of 'bb'", "use the names of the parameters, 'a', 'b', 'c'"),
-    "a missing name": (spoilt(missing_name), "gradient of 'b'", "is missing"),
-    "a complex gradient": (spoilt(complex_gradient), "gradient of 'b'", "complex128"),
-    "an integer gradient": (spoilt(integer_gradient), "gradient of 'b'", "int64"),
-    "a loss as text": (spoilt(text), "loss", "one real number"),
-    "losses that are not summed": (spoilt(unsummed), "loss", "of shape (7,)"),
-    "a negative weight": (spoilt(negative_weight), "weight", "is -7"),
-    "samples changed in place": (spoilt(in_place), "arguments", "works in place"),
-    "parameters changed by pointer": (spoilt(by_pointer), "parameter 'b'", "bare pointer"),
-    "a warm-up that counts calls": (counter, "loss", "a counter"),
+    "half written": (
+        written(lambda gradients, value: np.copyto(gradients["b"][:3], value[:3])),
+        "gradient of 'b': has 2 of 5 elements",
+        "left out",
+    ),
+    "bound in place": (
+        written(lambda gradients, value: operator.setitem(gradients, "b", value)),
+        "gradients: are bound at suspects.py",
+        "to a name",
+    ),
+    "a mean in place of a sum": (
+        answering(lambda a: a.scaled(1 / a.weight)._replace(loss=a.loss / a.weight)),
+        "loss",
+        "a mean over the samples",
+    ),
+    "the gradient of the mean": (
+        answering(lambda a: a.scaled(1 / a.weight)),
+        "gradient of 'a'",
+        "a mean over the samples",
+    ),
+    "half of a gradient": (of_gradient("b", lambda g: g / 2), "gradient of 'b'", "0.5 times what it must be"),
+    "zeros in place of a gradient": (of_gradient("b", np.zeros_like), "gradient of 'b'", "not computed"),
+    "one wrong element": (of_gradient("a", spoil_element), "gradient of 'a'", "around element [3, 1]"),
+    "the wrong sign": (answering(lambda a: a.scaled(-1)), "gradients of all 3 parameters", "its sign"),
+    "a weight of 1": (answering(lambda a: a._replace(weight=1.0)), "weight", "does not grow with the batch"),
+    "a penalty once a call": (answering(lambda a: a.penalized(0.1)), "loss", "once a call"),
+    "a penalty without its gradient": (
+        answering(lambda a: a._replace(loss=a.loss + a.weight * (a.p["c"] ** 2).sum())),
+        "gradient of 'c'",
+        "a part of it",
+    ),
+    "noise": (
+        answering(lambda a: a._replace(loss=a.loss + np.random.normal())),  # noqa: NPY002
+        "loss",
+        "the global generator numpy.random",
+    ),
+    "an unknown name": (
+        answering(lambda a: a._replace(gradients={**a.gradients, "bb": a.gradients["b"]})),
+        "gradient of 'bb'",
+        "use the names of the parameters, 'a', 'b', 'c'",
+    ),
+    "a missing name": (
+        answering(lambda a: a._replace(gradients={name: a.gradients[name] for name in "ac"})),
+        "gradient of 'b'",
+        "is missing",
+    ),
+    "a complex gradient": (of_gradient("b", lambda g: g + 0j), "gradient of 'b'", "complex128"),
+    "an integer gradient": (of_gradient("b", lambda g: g.astype(int)), "gradient of 'b'", "int64"),
+    "a loss as text": (answering(lambda a: a._replace(loss=str(a.loss))), "loss", "one real number"),
+    "losses that are not summed": (
+        answering(lambda a: a._replace(loss=np.full(len(a.batch[0]), a.loss))),
+        "loss",
+        "of shape (7,)",
+    ),
+    "a negative weight": (answering(lambda a: a._replace(weight=-a.weight)), "weight", "is -7"),
+    "samples changed in place": (answering(in_place), "arguments", "works in place"),
+    "parameters changed by pointer": (answering(by_pointer), "parameter 'b'", "bare pointer"),
+    "a warm-up that counts calls": (counting, "loss", "a counter"),
     "a cache by identity": (cache_by_identity, "loss", "cache that goes by the identity"),
     "a running mean": (running_mean, "loss", "running mean"),
-    "an infinite gradient": (singular, "gradient of 'b'", "5 elements of 5 that are not finite"),
-    "statistics of the batch": (batch_norm, "loss", "statistics of the batch"),
-    "dropout keyed by the place": (dropout_by_place, "loss", "random numbers not keyed by run.samples"),
-    "a built-in number of samples": (built_in_number, "a piece of the batch", "built in"),
+    "an infinite gradient": (answering(rooted), "gradient of 'b'", "5 elements of 5 that are not finite"),
+    "statistics of the batch": (
+        asking(lambda p, x, y: (p, (x - x.mean(axis=0)) / (x.std(axis=0) + 1), y)),
+        "loss",
+        "statistics of the batch",
+    ),
+    "dropout keyed by the place": (
+        dropping(lambda run, x: range(len(x))),
+        "loss",
+        "random numbers not keyed by run.samples",
+    ),
+    "a built-in number of samples": (
+        asking(lambda p, x, y: (p, x.reshape(7, 4), y)),
+        "a piece of the batch",
+        "built in",
+    ),
     "exchanged gradients": (exchanged, "gradient of 'u'", "the gradient of 'v' under this name"),
     "a transposed gradient": (transposed, "gradient of 'w'", "its transpose"),
-    "noise in the prediction": (noisy_prediction, "prediction", "dropout or noise"),
-    "a prediction that sees its neighbours": (centred_prediction, "prediction", "statistics of the batch"),
+    "noise in the prediction": (
+        lambda rng: box(rng, predict=lambda p, x: predictor(p, x) + np.random.normal()),  # noqa: NPY002
+        "prediction",
+        "dropout or noise",
+    ),
+    "a prediction that sees its neighbours": (
+        lambda rng: box(rng, predict=lambda p, x: predictor(p, x - x.mean(axis=0))),
+        "prediction",
+        "statistics of the batch",
+    ),
     "a layer that rebinds": (chain("rebinds"), "gradient of 'scale.weight'", "which binds a name"),
     "a layer that adds": (chain("adds"), "gradient of 'scale.weight'", "+="),
     "a layer without its part in the chain rule": (chain("input gradient"), "gradient of 'in.weight'", "a part of it"),

@@ -36,8 +36,9 @@ def test_a_wrong_model_is_found_with_its_cause(name):
 
 
 def test_all_that_is_wrong_is_named_at_once(rng):
-    def spoil(p, batch, loss, gradients, weight):
-        return loss, {"a": -gradients["a"], "b": gradients["b"], "c": 3 * gradients["c"]}, 1.0
+    def spoil(answer):
+        g = answer.gradients
+        return answer._replace(gradients={"a": -g["a"], "b": g["b"], "c": 3 * g["c"]}, weight=1.0)
 
     with pytest.raises(ModelCheckError, match=r"wrong \(loss_and_grad at suspects.py:\d+\)") as caught:
         check_model(*box(rng, spoil))
@@ -47,7 +48,7 @@ def test_all_that_is_wrong_is_named_at_once(rng):
 
 
 def test_an_error_of_the_models_own_passes_through(rng):
-    def broken(p, batch, loss, gradients, weight):
+    def broken(answer):
         raise KeyError("own")
 
     with pytest.raises(KeyError, match="own"):
@@ -94,11 +95,8 @@ def test_what_cannot_be_cut_is_noted(rng):
 
 def test_other_parameters_than_the_start_values_may_be_given(rng):
     def loss_and_grad(p, batch):
-        return (
-            float(len(batch[0]) * np.sqrt(p["w"]).sum()),
-            {"w": len(batch[0]) * 0.5 / np.sqrt(p["w"])},
-            float(len(batch[0])),
-        )
+        roots, count = np.sqrt(p["w"]), float(len(batch[0]))
+        return float(count * roots.sum()), {"w": count * 0.5 / roots}, count
 
     model, (x, y) = mz.FunctionModel({"w": np.zeros(3)}, loss_and_grad), dense(rng)
     with pytest.raises(ModelCheckError, match=r"not finite.*check_model\(parameters=\.\.\.\)"):
@@ -118,8 +116,8 @@ def test_ranks_that_compute_other_bits_are_named(rng):
     def rank(comm):
         shift = 1e-12 * (comm.rank == 2)
 
-        def of_rank(p, batch, loss, gradients, weight):
-            return loss, {**gradients, "b": gradients["b"] * (1 + shift)}, weight
+        def of_rank(answer):
+            return answer._replace(gradients={**answer.gradients, "b": answer.gradients["b"] * (1 + shift)})
 
         with pytest.raises(ModelCheckError, match="- gradient of 'b': rank 2 computes other bits than rank 0"):
             check_model(box(np.random.default_rng(0), of_rank)[0], x, y, comm=comm)
@@ -171,16 +169,16 @@ def test_all_ranks_hear_of_what_one_has_found(rng):
     x, y = dense(rng)
 
     def rank(comm):
-        def of_rank(p, batch, loss, gradients, weight):
-            return loss, gradients, weight if comm.rank else 1.0
+        def of_rank(answer):
+            return answer if comm.rank else answer._replace(weight=1.0)
 
         with pytest.raises(ModelCheckError, match="weight: 1 for 7 samples"):
             check_model(box(np.random.default_rng(0), of_rank)[0], x, y, comm=comm)
 
-        def fails(p, batch, loss, gradients, weight):
+        def fails(answer):
             if comm.rank == 1:
                 raise KeyError("own")
-            return loss, gradients, weight
+            return answer
 
         with pytest.raises(KeyError if comm.rank == 1 else RemoteError):
             check_model(box(np.random.default_rng(0), fails)[0], x, y, comm=comm)
@@ -197,8 +195,8 @@ def test_ranks_of_mpi_are_compared(world):
     report = check_model(model, x, y, comm=world)
     assert world.size == 1 or report.passed[-1] == f"ranks: the same bits on all {world.size}"
 
-    def of_process(p, batch, loss, gradients, weight):
-        return loss + 1e-9 * os.getpid(), gradients, weight
+    def of_process(answer):
+        return answer._replace(loss=answer.loss + 1e-9 * os.getpid())
 
     if world.size > 1:
         with pytest.raises(ModelCheckError, match="- loss: rank 1 computes other bits than rank 0"):
@@ -215,4 +213,4 @@ def test_a_layer_of_a_float32_model_is_tested_in_float64(rng):
 def test_time_is_no_part_of_the_answer(rng):
     """A loss that changes by the clock alone is told from one that is right."""
     with pytest.raises(ModelCheckError, match="counter, or threads"):
-        check_model(*box(rng, lambda p, batch, loss, gradients, weight: (loss + time.time(), gradients, weight)))
+        check_model(*box(rng, lambda answer: answer._replace(loss=answer.loss + time.time())))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import threading
 
 import numpy as np
@@ -112,8 +113,6 @@ def test_another_error_of_one_rank_reaches_all():
     ],
 )
 def test_differences_of_kind_are_described(found, expected, message):
-    import re
-
     assert re.search(message, first_difference(found, expected))
 
 

@@ -18,7 +18,6 @@ from tests.parallel.models import gpt, mlp, points, tokens
 X = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
 
 
-@pytest.mark.slow
 @dataclass(frozen=True)
 class Pair(mz.nn.Layer):
     """x + tanh(x A) B + b, with columns of A and rows of B on each rank; ``fault`` is what is done wrong."""
