@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpizero.cli.main import main
@@ -23,12 +23,12 @@ from mpizero.comm import Communicator
 from mpizero.errors import MpizeroError, PeerFailure, RemoteError
 from mpizero.guard.reports import user_message
 from mpizero.testing import run_in_threads
+from mpizero.train.config.schema import RunConfig
+from mpizero.train.config.toml import ConfigDocument, config_of, parse_config
+from tests.faults.jobs import ENVIRONMENT, ROOT, launchers
 
-ROOT = Path(__file__).resolve().parents[2]
 #: Long enough for a machine that compiles kernels and runs other things besides.
 PATIENCE = 240
-#: What the launcher or the user of the tests has told them, and their commands must not hear.
-INHERITED = ("PMI", "PMIX", "OMPI_COMM", "HYDRA", "MPI_", "PYTHONDONTWRITEBYTECODE")
 TINY = """
 [model]
 name = "gpt"
@@ -84,12 +84,6 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def find_mpiexec() -> str | None:
-    """Return the launcher of this Python's MPI."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    return os.environ.get("MPIZERO_MPIEXEC") or (str(beside) if beside.exists() else shutil.which("mpiexec"))
-
-
 @dataclass
 class Commands:
     """Runs ``python -m mpizero`` in a folder of its own."""
@@ -101,18 +95,13 @@ class Commands:
         """Start a command on some ranks; 0 is without a launcher."""
         launcher: list[str] = []
         if ranks:
-            mpiexec = find_mpiexec()
-            if mpiexec is None:
+            if not launchers():
                 pytest.skip("no mpiexec beside this Python, in PATH or in MPIZERO_MPIEXEC")
-            launcher = [mpiexec, "-n", str(ranks)]
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(INHERITED)}
-        environment = clean | {
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
-            "OMP_NUM_THREADS": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        }
+            launcher = [launchers()[0][0], "-n", str(ranks)]
+        # What the launcher or the user of the tests has told them, their commands must not hear.
+        told = ("PMI", "PMIX", "OMPI_COMM", "HYDRA", "MPI_", "PYTHONDONTWRITEBYTECODE")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(told)} | ENVIRONMENT
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         if sys.dont_write_bytecode:  # nothing beside the sources, but compiled once for all tests of a session
             environment["PYTHONPYCACHEPREFIX"] = str(self.folder.parent / "bytecode")
         process = subprocess.Popen(
@@ -212,6 +201,12 @@ def write_inputs(folder: Path) -> None:
     (folder / "tiny.toml").write_text(TINY)
 
 
+def configured(folder: Path, *overrides: str) -> RunConfig:
+    """Return the tiny run of ``folder`` with some settings replaced."""
+    places = (f"data.text={folder}/text.txt", f"checkpoint.folder={folder}/run/checkpoints", "train.validate_every=0")
+    return parse_config(ConfigDocument("tiny.toml", TINY, [*places, *overrides]))
+
+
 @pytest.fixture
 def mpizero(tmp_path):
     """Commands in a fresh folder that holds ``text.txt`` and ``tiny.toml``."""
@@ -228,6 +223,28 @@ def mpizero(tmp_path):
 def on_threads(mpizero):
     """Commands in the folder of ``mpizero``, on threads of this process."""
     return ThreadCommands(mpizero.folder)
+
+
+@pytest.fixture
+def arrays(tmp_path):
+    """A folder with forty samples of three features and two classes, ``x.npy`` and ``y.npy``."""
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "x.npy", rng.normal(size=(40, 3)).astype(np.float32))
+    np.save(tmp_path / "y.npy", rng.integers(0, 2, 40))
+    return tmp_path
+
+
+def perceptron_run(folder: Path, train: dict, **sections: dict) -> RunConfig:
+    """Return a run of a small network on the ``arrays`` of a folder."""
+    sections["checkpoint"] = {"folder": str(folder / "run" / "checkpoints")} | sections.get("checkpoint", {})
+    return config_of(
+        {
+            "model": {"name": "mlp", "hidden": [4]},
+            "data": {"arrays": {"x": str(folder / "x.npy"), "y": str(folder / "y.npy")}, "validation": 0.0},
+            "train": {"global_batch": 8, "validate_every": 0, **train},
+            **sections,
+        }
+    )
 
 
 @pytest.fixture(scope="session")

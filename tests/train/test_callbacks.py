@@ -63,11 +63,10 @@ def test_a_callback_on_one_rank_stops_all_at_its_step_and_the_run_is_complete(tm
     assert (tmp_path / "run" / "checkpoints" / "step_00000002").exists()
 
 
-@pytest.mark.parametrize("name", ["check_integrity", "gather_full_parameters"])
-def test_a_collective_method_that_one_rank_calls_is_found(tmp_path, name):
-    for error in outcomes(2, tmp_path, lambda comm: [Does(lambda trainer: getattr(trainer.model, name)())]):
+def test_a_collective_method_that_one_rank_calls_is_found(tmp_path):
+    for error in outcomes(2, tmp_path, lambda comm: [Does(lambda trainer: trainer.model.check_integrity())]):
         assert isinstance(error, CollectiveMismatch)
-        assert f"rank 1: Model.{name} at" in str(error)
+        assert "rank 1: Model.check_integrity at" in str(error)
         assert "rank 0: the end of the callbacks' on_step" in str(error)
 
 
@@ -179,7 +178,6 @@ class Stateful(mz.Callback):
             [Stateful({}), Does(fail), Stateful({})],
             r"callbacks\[2\], Stateful: .* that of callbacks\[0\], both are called 'Stateful': .*state_name of its own",
         ),
-        (Does(fail), "expected a list of objects"),
         ("on_step", "callbacks='on_step': expected a list of objects"),
     ],
 )
@@ -240,7 +238,6 @@ def test_states_belong_to_callbacks_by_class_and_name_in_any_order_and_what_is_l
     [
         (lambda model, batch: batch[0].mean(), ConfigError, "metric 'own' returned .*: expected two numbers"),
         (lambda model, batch: (1.0, -1), ConfigError, r"metric 'own' returned \(1.0, -1\)"),
-        (lambda model, batch: (None, 1), ConfigError, r"metric 'own' returned \(None, 1\)"),
         (lambda model, batch: {}["a"], KeyError, "a"),
     ],
 )
@@ -311,11 +308,10 @@ class StopsAtFirst(mz.Callback):
         self.kept = sorted(os.listdir(trainer.run / "checkpoints"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stop_when_an_asynchronous_checkpoint_is_complete_waits_for_the_last_one(tmp_path, ranks):
+def test_a_stop_when_an_asynchronous_checkpoint_is_complete_waits_for_the_last_one(tmp_path):
     rules = {"asynchronous": True, "every": 1, "keep": 1, "validate_every": 1, "best": "validation_loss"}
-    stops = [StopsAtFirst() for _ in range(ranks)]
-    for result in outcomes(ranks, tmp_path, lambda comm: [stops[comm.rank]], **rules):
+    stops = [StopsAtFirst() for _ in range(2)]
+    for result in outcomes(2, tmp_path, lambda comm: [stops[comm.rank]], **rules):
         last = f"step_{result.steps:08d}"
         assert result.stopped.startswith("a checkpoint is enough")
         assert result.best["step"] == result.steps

@@ -1,4 +1,4 @@
-"""``generate``, ``doctor``, ``bench``, ``--help`` and ``--version`` as commands."""
+"""``generate``, ``doctor`` and ``bench`` as commands."""
 
 from __future__ import annotations
 
@@ -8,21 +8,6 @@ import pytest
 
 from mpizero.errors import ExitStatus
 from tests.train.conftest import ThreadCommands
-
-COMMANDS = ["train", "generate", "doctor", "replay", "bench", "bench memory", "bench checkpoint", "checkpoint"]
-COMMANDS += [f"checkpoint {name}" for name in ("inspect", "verify", "diff", "export", "import")]
-
-
-def test_every_command_has_help_and_the_first_names_all_and_the_exit_statuses(on_threads):
-    for command in ("", *COMMANDS):
-        outcome = on_threads(1, *command.split(), "--help")
-        assert outcome.status == 0
-        assert f"usage: mpizero {command}".strip() in outcome.out
-        if not command:
-            told = " ".join(outcome.out.split())
-            names = ("new", "train", "generate", "replay", "bench", "checkpoint", "report", "watch", "completion")
-            assert all(word in told for word in (*names, "75 stopped early"))
-    assert on_threads(1, "--version").out.startswith("mpizero ")
 
 
 def test_text_is_the_same_for_the_same_seed_on_any_number_of_ranks(trained):
@@ -38,10 +23,7 @@ def test_text_is_the_same_for_the_same_seed_on_any_number_of_ranks(trained):
     ("arguments", "status", "text"),
     [
         (["nothing"], ExitStatus.DATA, "nothing: no such file or folder"),
-        (["text.txt"], ExitStatus.DATA, "text.txt: is a file"),
-        (["."], ExitStatus.DATA, "holds no checkpoint"),
         (["run", "--length", "-1"], ExitStatus.CONFIG, "--length -1"),
-        (["run", "--temperature", "nan"], ExitStatus.CONFIG, "--temperature nan"),
         (["run", "--top-k", "-1"], ExitStatus.CONFIG, "--top-k -1"),
     ],
 )
@@ -87,12 +69,12 @@ def test_doctor_names_a_cache_of_kernels_that_others_can_write(mpizero, monkeypa
 
 @pytest.mark.slow
 def test_bench_memory_counts_what_the_formulas_say(on_threads):
-    outcome = on_threads(2, "bench", "memory", "--parameters", "3e5", "--steps", "1", "--memory", "private", "--json")
+    outcome = on_threads(2, "bench", "memory", "--parameters", "5e4", "--steps", "1", "--memory", "private", "--json")
     assert outcome.status == 0, outcome.err
     rows = {row["strategy"]: row for row in json.loads(outcome.out)["rows"]}
     assert list(rows) == ["ddp", "zero1", "zero2", "zero3"]
     parameters = rows["ddp"]["parameters"]
-    assert parameters >= 3e5
+    assert parameters >= 5e4
     assert rows["ddp"]["formula"] == 16 * parameters
     for name, row in rows.items():
         assert row["formula"] <= row["counted"] < row["formula"] + parameters * 4

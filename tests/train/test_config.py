@@ -40,11 +40,6 @@ def failure(text=GPT, *overrides):
     return str(caught.value)
 
 
-def test_the_smallest_files_are_complete():
-    assert parse(GPT).train.steps == 200
-    assert parse(MLP).model.hidden == (64, 64)
-
-
 def test_time_is_given_in_seconds_or_as_batch_systems_write_it():
     times = {"90": 90, "0.5": 0.5, "00:01:30": 90, '"48:00:00"': 172800, '"2-00:00:01"': 172801, "30:00:00": 108000}
     for text, seconds in times.items():
@@ -65,6 +60,7 @@ def test_ranks_wait_for_one_another_as_long_as_the_configuration_says(given, sec
     [
         (GPT, ["train.time_limit=00:10:00", "train.time_reserve=600"], ["reserve", "less than train.time_limit = 600"]),
         (GPT, ["parallel.bucket_mb=1", "train.gradient_compression=int8"], ["bucket_mb", "train.gradient_compression"]),
+        (GPT, ["checkpoint.backend=mpio", "checkpoint.asynchronous=true"], ['needs checkpoint.backend = "direct"']),
         (MLP, ["parallel.context=2"], ["parallel.context = 2: must be 1"]),  # it has no sequences
         (MLP, ["parallel.pipeline=4", "model.hidden=[8]"], ["at least 4 blocks, the model has 2"]),
         *((GPT, overrides, ["expected at most 65,536 chunks"]) for overrides in LARGE),
@@ -127,6 +123,8 @@ train.device = gpu
 train.mixed_precision = bfloat16
 train.optimizer_device = cuda
 train.validate_every = -1
+train.patience = 0
+train.min_delta = 0.1
 optimizer.name = adamv
 optimizer.lr = nan | inf | 0 | high
 optimizer.schedule = cosin
@@ -194,12 +192,9 @@ def test_layouts_that_fit_the_model_are_accepted(overrides):
     ("overrides", "ranks", "fits"),
     [
         (["pipeline=2", "tensor=2", "data=2"], 8, True),
-        (["pipeline=2", "tensor=2"], 8, True),
         (["pipeline=2", "tensor=2"], 6, False),
         (["pipeline=2", "tensor=2", "data=2"], 4, False),
-        (["data=3"], 3, True),
         (["data=3"], 4, False),
-        (["context=2", "data=2"], 4, True),
         (["context=2"], 3, False),
     ],
 )

@@ -110,9 +110,7 @@ def test_another_optimizer_is_told_by_its_name_and_no_way_is_offered_that_is_non
         assert 'optimizer.name was "adamw" in the saved run and is "sgd" now' in str(told.value)
 
 
-@pytest.mark.parametrize(
-    "change", ["optimizer.lr=0.01", "optimizer.betas=[0.8, 0.9]", "train.clip=1.0", "train.seed=3"]
-)
+@pytest.mark.parametrize("change", ["optimizer.betas=[0.8, 0.9]", "train.seed=3"])
 def test_what_is_offered_as_an_override_is_taken(home, change, recwarn):
     with pytest.raises(ConfigError) as told:
         run("first", "--resume", "--set", "train.steps=8", "--set", change)

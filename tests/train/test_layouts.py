@@ -14,9 +14,8 @@ from tests.train.conftest import ThreadCommands, write_inputs
 
 #: Ranks and settings of layouts that change no bit.
 EXACT = {
-    "stages and replicas": (4, ["pipeline=2", "strategy=zero2", "order=data,pipeline,tensor"]),
+    "stages and replicas": (4, ["pipeline=2", "strategy=zero2", "order=data,pipeline,tensor", "cuts=[2]"]),
     "parts of stages": (2, ["pipeline=2", "schedule=zero_bubble_v", "strategy=zero3", "share_node_memory=false"]),
-    "cut by hand": (4, ["pipeline=2", "schedule=zero_bubble", "cuts=[2]", "strategy=zero1"]),
 }
 
 
@@ -61,7 +60,6 @@ def test_the_layout_stands_in_the_result_and_in_what_is_told_as_are_replicas_wit
     ("before", "after"),
     [
         ((4, ["pipeline=2", "strategy=zero1", "schedule=gpipe"]), (0, [])),
-        ((0, []), (2, ["pipeline=2", "schedule=interleaved", "virtual_stages=2", "strategy=ddp"])),
         ((2, ["strategy=zero3"]), (4, ["pipeline=4", "schedule=zero_bubble"])),
     ],
 )
@@ -76,23 +74,6 @@ def test_a_run_resumed_on_another_layout_equals_an_uninterrupted_one(deeper, on_
 
 
 @pytest.mark.slow
-def test_a_run_keeps_the_tiles_of_its_checkpoint_on_groups_of_other_sizes(on_threads):
-    """One process with tiles is what its parts on a tensor group, on stages and on a context group add up to."""
-    whole = on_threads.train(1, "model.layers=2", "checkpoint.folder=whole", *parallel("tiles.tensor=2"))
-    assert whole.status == 0, whole.err
-    assert "zero2 on 1 rank, the bits of one process with tiles={'tensor': 2};" in whole.err
-    first = on_threads.train(2, "model.layers=2", "train.steps=2", *parallel("tensor=2"))
-    assert first.status == 0, first.err
-    assert "tensor 2 x data 1, zero2, the bits of one process with tiles={'tensor': 2};" in first.err
-    more = ["--resume"]
-    second = on_threads.train(2, "model.layers=2", "train.steps=4", *parallel("pipeline=2"), flags=more)
-    assert second.status == 0, second.err
-    last = on_threads.train(1, "model.layers=2", flags=more)
-    assert last.status == 0, last.err
-    assert last.result["parameters_sha256"] == whole.result["parameters_sha256"]
-
-
-@pytest.mark.slow
 def test_groups_beside_stages_and_replicas_compute_the_bits_of_one_process_with_their_tiles(on_threads):
     short = ["model.layers=2", "train.steps=3", "checkpoint.every=0"]
     layouts = {
@@ -102,31 +83,34 @@ def test_groups_beside_stages_and_replicas_compute_the_bits_of_one_process_with_
     for axes, (ranks, sizes) in layouts.items():
         alone = on_threads.train(1, *short, *parallel(*(f"tiles.{axis}=2" for axis in axes)))
         assert alone.status == 0, alone.err
+        assert "zero2 on 1 rank, the bits of one process with tiles=" in alone.err
         expected = [(line["loss"], line.get("validation_loss")) for line in on_threads.metrics()]
         outcome = on_threads.train(ranks, *short, *parallel(*sizes))
         assert outcome.status == 0, outcome.err
         assert outcome.result["parameters_sha256"] == alone.result["parameters_sha256"]
+        assert "zero1, the bits of one process with tiles=" in outcome.err
         assert [line["loss"] for line in on_threads.metrics()] == [loss for loss, _ in expected]
         assert on_threads.metrics()[-1]["validation_loss"] == pytest.approx(expected[-1][1], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_a_multi_layer_perceptron_is_cut_into_stages(on_threads):
+def test_a_multi_layer_perceptron_that_learns_digits_is_cut_into_stages(on_threads):
     pytest.importorskip("sklearn", reason="scikit-learn's digits are optional data")
     (on_threads.folder / "digits.toml").write_text(
         '[model]\nname = "mlp"\nhidden = [32, 16]\n[data]\narrays = "digits"\n'
-        "[train]\nsteps = 5\nglobal_batch = 30\nvalidate_every = 5\n"
+        "[train]\nsteps = 80\nglobal_batch = 60\nvalidate_every = 80\n[optimizer]\nlr = 3e-2\n"
     )
     alone = on_threads(1, "train", "digits.toml")
-    accuracy = on_threads.metrics()[-1]["accuracy"]
+    lines = on_threads.metrics()
+    assert lines[-1]["accuracy"] > 0.9
     together = on_threads.run(3, "train", "digits.toml", *parallel("pipeline=3", "schedule=gpipe"))
     assert together.status == 0, together.err
     assert together.result["parameters_sha256"] == alone.result["parameters_sha256"]
-    assert on_threads.metrics()[-1]["accuracy"] == accuracy
+    assert on_threads.metrics()[-1]["accuracy"] == lines[-1]["accuracy"]
     assert together.result["samples_per_second"] > 0
-    uneven = on_threads.run(3, "train", "digits.toml", *parallel("tensor=3"))  # of 32 and 16 features
+    uneven = on_threads.run(3, "train", "digits.toml", "train.steps=5", *parallel("tensor=3"))  # of 32 and 16 features
     assert uneven.status == 0, uneven.err
-    assert uneven.result["loss"] == pytest.approx(alone.result["loss"], rel=1e-5)
+    assert uneven.result["loss"] == pytest.approx(lines[4]["loss"], rel=1e-5)
 
 
 @pytest.mark.slow

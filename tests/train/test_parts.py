@@ -18,7 +18,7 @@ import pytest
 from mpizero.comm.startup import one_process
 from mpizero.errors import ConfigError
 from mpizero.sharding.forward_backward import Evaluation
-from mpizero.tools.bench.strategies import sent_formula, wide_mlp
+from mpizero.tools.bench.strategies import sent_formula
 from mpizero.tools.generate import FirstRankWriter, LanguageModel, Sampling, write
 from mpizero.train.events import Progress, byte_progress
 from mpizero.train.loop import validation_figures
@@ -227,12 +227,6 @@ def test_a_bar_over_bytes_is_shown_on_a_terminal_only(monkeypatch):
     assert quiet.getvalue() == ""
     assert "verify:" in terminal.getvalue()
     assert "2.00M" in terminal.getvalue()
-
-
-def test_the_benchmark_s_model_is_as_large_as_asked():
-    model = wide_mlp(10**6)
-    widths = (model.features, *model.hidden, model.outputs)
-    assert sum(a * b + b for a, b in zip(widths, widths[1:], strict=False)) >= 10**6
 
 
 def test_bytes_sent_follow_the_formulas():

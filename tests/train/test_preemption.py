@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import faulthandler
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -14,12 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mpizero.cli.train import train
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.testing import parallel_assert, run_in_threads
-from mpizero.train.config.toml import ConfigDocument, parse_config
-from mpizero.train.loop import Preempted
 from mpizero.train.run_folder import RunFolder
 from mpizero.train.stopping import (
     SIGNALS,
@@ -31,7 +27,6 @@ from mpizero.train.stopping import (
     WallTime,
     slurm_limit,
 )
-from tests.train.conftest import TINY, write_inputs
 
 
 def stopped_at(comm, asked):
@@ -46,19 +41,11 @@ def stopped_at(comm, asked):
     return step, stop.reason
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_requests_stop_all_at_the_same_step_for_the_reason_of_the_lowest_rank(ranks):
     for asked, step in (({ranks - 1: 4}, 4), (dict.fromkeys(range(ranks // 3, ranks), 2), 2)):
         found = run_in_threads(ranks, lambda comm, asked=asked: stopped_at(comm, asked))
         assert found == [(step, f"request {min(asked)}")] * ranks
-
-
-@pytest.mark.mpi
-def test_one_rank_s_request_stops_all_processes_at_the_same_step(world):
-    for victim in range(world.size):
-        found = stopped_at(world, {victim: 3})
-        parallel_assert(world, found == (3, f"request {victim}"), f"{victim=} {found}")
-    parallel_assert(world, stopped_at(world, {}) == (9, ""))
 
 
 @pytest.mark.mpi
@@ -279,20 +266,19 @@ def test_the_stop_file_is_looked_for_at_most_once_a_second(tmp_path):
     assert stop.reason() == f"the file {path}"
 
 
-@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
-def test_a_look_for_the_stop_file_that_fails_is_a_no_and_is_told_once(tmp_path, monkeypatch, code):
+def test_a_look_for_the_stop_file_that_fails_is_a_no_and_is_told_once(tmp_path, monkeypatch):
     clock, path, told = Clock(), tmp_path / "STOP", []
     stop = StopFile(path, clock, told.append)
 
     def refuse(*given, **named):
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", refuse)
         for _ in range(3):
             clock.now += 2
             assert stop.reason() == ""
-    assert told == [f"the file {path} cannot be looked for: {os.strerror(code)}; training goes on"]
+    assert told == [f"the file {path} cannot be looked for: {os.strerror(errno.ESTALE)}; training goes on"]
     path.touch()
     clock.now += 2
     assert stop.reason() == f"the file {path}"
@@ -309,32 +295,6 @@ def test_an_obeyed_stop_file_is_kept_under_another_name_until_the_run_goes_on(tm
     folder.open()
     folder.close()
     assert [path.name for path in sorted(tmp_path.iterdir())] == [".lock"]
-
-
-def configured(folder: Path, *overrides: str):
-    """Return the tiny run of ``folder`` with some settings replaced."""
-    places = (f"data.text={folder}/text.txt", f"checkpoint.folder={folder}/run/checkpoints", "train.validate_every=0")
-    return parse_config(ConfigDocument("tiny.toml", TINY, [*places, *overrides]))
-
-
-@pytest.mark.slow
-def test_a_run_stopped_in_mid_epoch_goes_on_with_other_ranks_and_stages_to_the_same_bits(tmp_path):
-    """Each visit finds a file STOP: it does one step, saves, and leaves the rest to the next."""
-    write_inputs(tmp_path)
-    (whole,) = run_in_threads(1, lambda comm: train(configured(tmp_path, "train.steps=4"), comm))
-    shutil.rmtree(tmp_path / "run")
-
-    def visit(ranks, stage):
-        config = configured(tmp_path, "train.steps=4", f"parallel.strategy={stage}")
-        return run_in_threads(ranks, lambda comm: train(config, comm, resume=True))
-
-    for ranks, stage in [(8, "zero1"), (3, "zero3"), (5, "ddp")]:
-        (tmp_path / "run").mkdir(exist_ok=True)
-        (tmp_path / "run" / "STOP").touch()
-        with pytest.raises(Preempted, match=r"stopped by the file .*STOP after step"):
-            visit(ranks, stage)
-    hashes = {result["parameters_sha256"] for result in visit(4, "zero2")}
-    assert hashes == {whole["parameters_sha256"]}
 
 
 def catches(process: int, number: signal.Signals) -> bool:

@@ -18,8 +18,7 @@ from mpizero.errors import CheckpointError, ConfigError, ExitStatus
 from mpizero.testing import run_in_threads
 from mpizero.train import run_folder
 from tests.checkpoint.sealed import seal
-from tests.train.conftest import write_inputs
-from tests.train.test_preemption import configured
+from tests.train.conftest import configured, write_inputs
 
 NAMES = ["step_00000002", "step_00000004", "step_00000006"]
 
@@ -115,6 +114,13 @@ DAMAGED = {
 }
 
 
+def spoil(folder: Path, case: str, patch: pytest.MonkeyPatch) -> None:
+    if case in DAMAGED:
+        DAMAGED[case](folder)
+    else:
+        UNREADABLE[case](folder, patch)
+
+
 @pytest.mark.parametrize("case", UNREADABLE)
 def test_a_newest_checkpoint_that_cannot_be_opened_ends_the_resume_and_nothing_is_touched(home, monkeypatch, case):
     folder = home / "run" / "checkpoints" / NAMES[-1]
@@ -128,16 +134,13 @@ def test_a_newest_checkpoint_that_cannot_be_opened_ends_the_resume_and_nothing_i
     assert contents(home) == before
 
 
-@pytest.mark.parametrize(
-    "case", ["state.h5 is forbidden", "the folder is empty", "a newer version", "a link to nothing"]
-)
-def test_where_none_can_be_opened_each_is_named_and_nothing_is_touched(home, monkeypatch, case):
-    with monkeypatch.context() as patched:
-        for name in NAMES:
-            UNREADABLE[case](home / "run" / "checkpoints" / name, patched)
-        before = contents(home)
-        with pytest.raises(CheckpointError) as caught:
-            resumed(home)
+@pytest.mark.parametrize("case", ["a newer version", "a flipped bit in the manifest"])
+def test_where_none_can_be_read_each_is_named_and_nothing_starts_over_by_itself(home, monkeypatch, case):
+    for name in NAMES:
+        spoil(home / "run" / "checkpoints" / name, case, monkeypatch)
+    before = contents(home)
+    with pytest.raises(CheckpointError, match="without --resume") as caught:
+        resumed(home)
     assert all(name in str(caught.value) for name in NAMES)
     assert caught.value.status is ExitStatus.DATA
     assert contents(home) == before
@@ -169,17 +172,6 @@ def test_a_damaged_newest_checkpoint_moves_aside_and_the_one_before_goes_on(home
     assert contents(home / "run/earlier/0001/checkpoints" / NAMES[-1]) == damaged
     assert steps(home) == NAMES
     assert checkpoint.verify(checkpoints / NAMES[-1])
-
-
-@pytest.mark.parametrize("case", DAMAGED)
-def test_where_all_are_damaged_nothing_starts_over_by_itself(home, case):
-    for name in NAMES:
-        DAMAGED[case](home / "run" / "checkpoints" / name)
-    before = contents(home)
-    with pytest.raises(CheckpointError, match="without --resume") as caught:
-        resumed(home)
-    assert all(name in str(caught.value) for name in NAMES)
-    assert contents(home) == before
 
 
 def test_a_damaged_one_is_not_moved_while_another_cannot_be_opened(home):
@@ -268,14 +260,11 @@ def test_resume_from_a_step_that_is_not_there_names_those_that_are(home):
     assert contents(home) == before
 
 
-@pytest.mark.parametrize("case", ["manifest.json cannot be read", "a link to nothing", "another step's name", *DAMAGED])
+@pytest.mark.parametrize("case", ["manifest.json cannot be read", "another step's name", "a flipped bit in an array"])
 def test_resume_from_a_step_that_cannot_be_read_is_an_error_that_touches_nothing(home, monkeypatch, case):
     folder = home / "run" / "checkpoints" / NAMES[1]
     with monkeypatch.context() as patched:
-        if case in DAMAGED:
-            DAMAGED[case](folder)
-        else:
-            UNREADABLE[case](folder, patched)
+        spoil(folder, case, patched)
         before = contents(home)
         with pytest.raises(CheckpointError, match=rf"--resume-from 4.*{NAMES[1]}"):
             resumed(home, resume_from=4)
@@ -354,11 +343,6 @@ def test_a_save_replaces_no_checkpoint_that_came_in_the_meantime(home, beside):
     assert contents(target) == before
 
 
-def test_a_folder_without_checkpoints_starts_at_the_beginning(home):
-    shutil.rmtree(home / "run" / "checkpoints")
-    assert resumed(home, "train.steps=2")["steps"] == 2
-
-
 def test_the_command_ends_with_status_65_until_it_is_told_what_to_do(on_threads, finished):
     shutil.copytree(finished / "run", on_threads.folder / "run")
     (on_threads.folder / "run" / "checkpoints" / NAMES[-1] / "state.h5").unlink()
@@ -374,8 +358,7 @@ def test_the_command_ends_with_status_65_until_it_is_told_what_to_do(on_threads,
 
 
 def test_a_step_that_is_none_is_wrong_usage(on_threads):
-    for given in ("-1", "two", "4.0"):
-        outcome = on_threads.train(1, flags=[f"--resume-from={given}"])
-        assert outcome.status == ExitStatus.CONFIG
-        assert "--resume-from" in outcome.err
+    outcome = on_threads.train(1, flags=["--resume-from=-1"])
+    assert outcome.status == ExitStatus.CONFIG
+    assert "--resume-from" in outcome.err
     assert not (on_threads.folder / "run").exists()

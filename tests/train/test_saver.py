@@ -24,8 +24,7 @@ from mpizero.errors import ExitStatus, MpizeroError, RemoteError
 from mpizero.testing import run_in_threads
 from mpizero.train.recorder import RunRecorder
 from mpizero.train.run_folder import RunFolder, RunFolderError, SavedCheckpoint
-from tests.train.conftest import until
-from tests.train.test_preemption import configured
+from tests.train.conftest import configured, until
 from tests.train.test_trainer import made
 
 BESIDE = "checkpoint.asynchronous=true"
@@ -56,9 +55,8 @@ def test_a_folder_of_somebody_else_is_told_with_its_owner_and_the_way_out(tmp_pa
         assert part in str(found.value)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_run_that_saves_beside_training_leaves_the_same_files(trained, on_threads, ranks):
-    outcome = on_threads.train(ranks, BESIDE, "checkpoint.every=1", "checkpoint.keep=6")
+def test_a_run_that_saves_beside_training_leaves_the_same_files(trained, on_threads):
+    outcome = on_threads.train(3, BESIDE, "checkpoint.every=1", "checkpoint.keep=6")
     assert outcome.status == 0, outcome.err
     assert outcome.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
     assert steps(on_threads) == [f"step_{step:08d}" for step in range(1, 7)]
@@ -174,20 +172,6 @@ def test_a_checkpoint_says_what_it_comes_from(trained):
     assert own["config"]["model"]["dim"] == 16
     assert {"python", "numpy", "h5py"} <= own["versions"].keys()
     assert (model["layout"]["ranks"], model["step_number"]) == (1, 4)
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        (['checkpoint.backend="mpio"', BESIDE], 'needs checkpoint.backend = "direct": parallel HDF5 calls MPI'),
-        (["checkpoint.alignment=96"], "must be a power of two from 64 to 4096"),
-    ],
-)
-def test_what_cannot_be_is_said_before_training(on_threads, settings, text):
-    outcome = on_threads.train(1, *settings)
-    assert outcome.status == ExitStatus.CONFIG
-    assert text in outcome.err
-    assert not (on_threads.folder / "run").exists()
 
 
 def test_a_back_end_that_is_not_installed_is_missed_before_training(mpizero, on_threads):

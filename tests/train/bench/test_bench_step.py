@@ -113,8 +113,7 @@ def test_a_timeline_notes_nothing_until_it_is_on():
     assert timeline.take() == []
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("strategy", "share"), [("ddp", True), ("zero2", False), ("zero3", True)])
 def test_watching_changes_no_bit_and_ends(strategy, share):
     x, y = np.random.default_rng(0).random((6, 4), np.float32), np.arange(6) % 3
 

@@ -11,7 +11,6 @@ from mpizero.train.machine import peak_growth
 #: Every setting once; what layouts hold and send is in ``tests/planning``.
 LAYOUTS = [
     (2, ("parallel.strategy=ddp", "parallel.ranks_per_node=1", "train.gradient_compression=topk:0.05")),
-    (3, ("parallel.strategy=zero3", "parallel.ranks_per_node=1", "train.clip=0.5")),
     (4, ("parallel.tensor=2", "parallel.context=2", "parallel.share_node_memory=false", "optimizer.name=lamb")),
     (4, ("parallel.pipeline=2", "parallel.tensor=2", "parallel.ranks_per_node=2", "parallel.schedule=zero_bubble")),
 ]
@@ -72,8 +71,6 @@ def test_what_does_not_fit_ends_with_status_1_and_one_line(on_threads):
         (3, ["parallel.pipeline=2"], "3 ranks are not a multiple of pipeline=2"),
         (2, ["parallel.tensor=2", "model.heads=1"], "parallel.tensor = 2"),
         (4, ["parallel.pipeline=4"], "more stages than layers"),
-        (2, ["parallel.schedule=best"], "parallel.schedule"),
-        (2, ["train.colour=3"], "train.colour"),
         (0, [], "--ranks 0"),
     ],
 )
