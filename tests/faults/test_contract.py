@@ -5,7 +5,6 @@ What is compared is specified over threads (tests/comm/supervision, tests/parall
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -17,14 +16,14 @@ pytestmark = pytest.mark.slow
 PROGRAM = "programs/contract_program.py"
 
 
-def check_named(ended, first, other, statuses=(76,), program="contract_program"):
+def check_named(ended, first, other, statuses=(76,)):
     """One report, by one rank, with both calls at their lines; status 76."""
     assert ended.status in statuses, ended.err
     assert ended.seconds < SOON, ended.err
     assert "Traceback" not in ended.err
     reports = [line for line in ended.said if "CollectiveMismatch: " in line]
     assert len(reports) == 1, ended.err
-    line = rf" at {program}.py:\d+ in [\w<>]+"
+    line = r" at contract_program.py:\d+ in [\w<>]+"
     assert re.search(rf"differs between ranks: ranks? [0-9, -]+: {first}{line}; rank \d+: {other}{line}", reports[0]), (
         ended.err
     )
@@ -81,12 +80,10 @@ def test_below_thread_level_multiple_a_mismatch_ends_the_job_all_the_same(job):
 
 
 @pytest.mark.parametrize(
-    ("odd", "usual", "memory", "ranks"),
-    [("compute_gradients", "train", {}, 2), ("train", "check_integrity", {"halves": True}, 4)],
+    ("odd", "usual", "ranks"), [("compute_gradients", "train", 2), ("train", "check_integrity", 4)]
 )
-def test_another_operation_on_one_rank_ends_the_job_under_shared_windows_and_in_a_part(job, odd, usual, memory, ranks):
-    ended = job(odd, usual, "zero2", json.dumps(memory), ranks=ranks, program="programs/operations_program.py")
-    check_named(ended, rf"\w+\.{usual}", rf"(\w+\.)?{odd}", program="operations_program")
+def test_another_operation_on_one_rank_ends_the_job_under_shared_windows_and_in_a_part(job, odd, usual, ranks):
+    check_named(job("another_operation", odd, usual, ranks=ranks), rf"\w+\.{usual}", rf"(\w+\.)?{odd}")
 
 
 def test_an_unknown_debug_mode_is_refused(job):

@@ -121,7 +121,20 @@ def leave_while_the_others_train():
     sharded.train(x, x)
 
 
+def another_operation():
+    """Ask for another operation of a model on the odd rank; of four ranks each two have a model."""
+    comm = MPI.COMM_WORLD.Split(COMM.rank % (COMM.size // 2), COMM.rank)
+    x, y = np.ones((4, 6), np.float32), np.zeros(4, np.int64)
+    sharded = mz.distribute(mz.nn.MLP(6, (7, 5), 3), mz.AdamW(lr=0.01), config=mz.ShardingConfig(comm=comm))
+    for _ in range(2):
+        sharded.train(x, y)
+    note_fault()
+    name = sys.argv[3] if _ODD else sys.argv[4]
+    getattr(sharded, name)(*(() if name == "check_integrity" else (x, y)))
+    sharded.train(x, y)
+
+
 COMM.barrier("start")
-if KIND not in ("engine", "leave_while_the_others_train"):
+if KIND not in ("engine", "leave_while_the_others_train", "another_operation"):
     note_fault()
 globals()[KIND]()
