@@ -273,16 +273,15 @@ def test_norms_over_tiles_send_what_was_planned() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_replicas_hold_and_send_what_was_planned(ranks: int) -> None:
     jobs = replicas(ranks)  # on two ranks every strategy with every memory, elsewhere with another each time
     for each in jobs if ranks == 2 else [jobs[3 * zero + (zero + ranks) % 3] for zero in range(4)]:
         check_on_threads(each, ranks)
 
 
-@pytest.mark.parametrize("zero", range(4))
-def test_default_grains_of_a_large_batch_are_planned(zero: int) -> None:
-    each = job(zero=zero, model=lambda: gpt(layers=1, sequence=1024), batch=40, config={"micro_batch": None})
+def test_default_grains_of_a_large_batch_are_planned() -> None:
+    each = job(zero=2, model=lambda: gpt(layers=1, sequence=1024), batch=40, config={"micro_batch": None})
     plan = planned(each, 3)
     assert plan.grains.count == 40
     assert sorted(one.micro_batches for one in plan.by_rank) == [13, 13, 14]
@@ -414,7 +413,7 @@ def test_messages_of_a_given_bucket_are_counted_one_by_one() -> None:
 @pytest.mark.slow
 def test_one_grain_a_rank_sends_2p_and_stage_3_sends_3p() -> None:
     """The papers' figures: Rajbhandari et al. 2020, section 7."""
-    for ranks in (2, 3, 4, 8):
+    for ranks in (3, 8):
         for zero in range(4):
             plan = planned(job(zero=zero, batch=ranks, config=MEMORIES[1]), ranks)
             layout = plan.traffic(0).part.layout
@@ -535,7 +534,7 @@ def traced(job: Job, comm: Communicator) -> int:
 # ---------------------------------------------------------------------- places and work
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 6, 8])
+@pytest.mark.parametrize("size", [1, 6, 8])
 def test_groups_and_nodes_are_those_that_a_job_finds(size: int) -> None:
     names = ("world", "data", "batch", "pipeline", "tensor", "context", "model", "node", "peers")
 

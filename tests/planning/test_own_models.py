@@ -44,7 +44,7 @@ def in_place() -> mz.FunctionModel:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_black_box_holds_and_sends_what_was_planned(ranks: int) -> None:
     for zero in range(4):
         for number, memory in enumerate(MEMORIES):
