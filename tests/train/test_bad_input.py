@@ -55,8 +55,7 @@ def test_what_is_wrong_reaches_every_rank(inputs, on_threads, case):
     assert not (inputs.folder / "run" / "metrics.jsonl").exists()
 
 
-def test_a_configuration_that_is_not_there_or_not_toml(on_threads):
-    explained(on_threads(3, "train", "nothing.toml"), CONFIG, "nothing.toml: cannot be read")
+def test_a_configuration_that_is_no_text_is_told(on_threads):
     (on_threads.folder / "bad.toml").write_bytes(b"\xff\xfe")
     explained(on_threads(1, "train", "bad.toml"), CONFIG, "bad.toml: not valid TOML")
 

@@ -244,31 +244,6 @@ def test_an_import_like_a_checkpoint_resumes_at_its_step(tool, on_threads):
     assert [line["step"] for line in on_threads.metrics("new")] == [7]
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "text"),
-    [
-        (["inspect", "nothing"], ExitStatus.DATA, "nothing: no such file or folder"),
-        (["verify", "text.txt"], ExitStatus.DATA, "text.txt: is a file"),
-        (["inspect", "."], ExitStatus.DATA, "holds no checkpoint"),
-        (["diff", "run", "nothing"], ExitStatus.DATA, "nothing: no such file or folder"),
-        (["export", "run", "x", "--format", "zip"], ExitStatus.CONFIG, "usage"),
-        (["export", "run", "x.pt"], ExitStatus.CONFIG, "x.pt: the name tells no format: end it with"),
-        (["export", "run", "x.npz", "--dtype", "int8"], ExitStatus.CONFIG, "type 'int8': must be one of"),
-        (["export", "run", "text.txt", "--format", "npz"], ExitStatus.CONFIG, "--force"),
-        (["import", "text.txt", "x"], ExitStatus.DATA, "text.txt: not a safetensors file"),
-        (["import", "text.txt", "x", "--map", "a"], ExitStatus.CONFIG, "map a=: must be OLD=NEW"),
-        (["import", "x", "y", "--like", "a", "--config", "b"], ExitStatus.CONFIG, "usage"),
-    ],
-)
-def test_what_cannot_be_done_says_why(tool, words, status, text):
-    if words[0] == "import":
-        pytest.importorskip("safetensors")
-    told = tool("checkpoint", *words)
-    assert told.status == status
-    assert text in told.error
-    assert not Path("x").exists()
-
-
 @pytest.mark.slow
 def test_of_several_ranks_one_works_and_the_job_has_its_status(trained):
     told = ThreadCommands(trained[0].folder)(2, "checkpoint", "verify", "run")

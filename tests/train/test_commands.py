@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from mpizero.errors import ExitStatus
 from tests.train.conftest import ThreadCommands
 
 
@@ -17,21 +16,6 @@ def test_text_is_the_same_for_the_same_seed_on_any_number_of_ranks(trained):
     assert first.out.startswith("abc")
     assert on_threads(2, "generate", "run/checkpoints", *options, "1").out == first.out
     assert on_threads(1, "generate", "run/checkpoints/step_00000006", *options, "2").out != first.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "text"),
-    [
-        (["nothing"], ExitStatus.DATA, "nothing: no such file or folder"),
-        (["run", "--length", "-1"], ExitStatus.CONFIG, "--length -1"),
-        (["run", "--top-k", "-1"], ExitStatus.CONFIG, "--top-k -1"),
-    ],
-)
-def test_what_cannot_write_text_says_why(on_threads, arguments, status, text):
-    outcome = on_threads(1, "generate", *arguments)
-    assert outcome.status == status
-    assert len(outcome.told) == 1
-    assert text in outcome.told[0]
 
 
 def machine_that_can_train(outcome, ranks):

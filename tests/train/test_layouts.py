@@ -9,7 +9,6 @@ import json
 
 import pytest
 
-from mpizero.errors import ExitStatus
 from tests.train.conftest import ThreadCommands, write_inputs
 
 #: Ranks and settings of layouts that change no bit.
@@ -124,18 +123,3 @@ def test_text_is_the_same_however_the_model_is_laid_out_and_was(deeper, on_threa
     assert together.status == 0, together.err
     assert on_threads(1, "generate", "run", *options).out == together.out == alone.out
     assert together.out.startswith("abc")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options", "text"),
-    [
-        (2, ["--pipeline", "3"], "--pipeline 3: does not fit this job: 2 ranks"),
-        (0, ["--pipeline", "2"], "--pipeline 2: does not fit this job: 1 ranks"),
-        (2, ["--strategy", "zero4"], '--strategy "zero4": must be one of'),
-    ],
-)
-def test_a_layout_that_does_not_fit_is_told_by_the_options_names(deeper, on_threads, ranks, options, text):
-    outcome = on_threads(ranks, "generate", str(deeper[0].folder / "run"), *options)
-    assert outcome.status == ExitStatus.CONFIG
-    assert len(outcome.told) == 1, outcome.err
-    assert text in outcome.told[0]

@@ -355,10 +355,3 @@ def test_the_command_ends_with_status_65_until_it_is_told_what_to_do(on_threads,
     assert outcome.status == ExitStatus.OK, outcome.err
     assert "resuming from" in outcome.err
     assert (on_threads.folder / "run/earlier/0001/checkpoints" / NAMES[-1] / "manifest.json").exists()
-
-
-def test_a_step_that_is_none_is_wrong_usage(on_threads):
-    outcome = on_threads.train(1, flags=["--resume-from=-1"])
-    assert outcome.status == ExitStatus.CONFIG
-    assert "--resume-from" in outcome.err
-    assert not (on_threads.folder / "run").exists()

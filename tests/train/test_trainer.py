@@ -165,25 +165,7 @@ def test_a_run_keeps_its_tiles_on_other_sizes_and_starts_anew_without_them(tmp_p
     assert run_in_threads(1, lambda comm: work(comm, "parts", "resume", 5)) == whole[:1]
 
 
-@pytest.mark.slow
-def test_metrics_of_one_s_own_have_the_same_bits_on_any_ranks(tmp_path):
-    def figures(ranks, strategy):
-        found = trained(tmp_path / f"{ranks}{strategy}", ranks, strategy=strategy, validation=0.4, validate_samples=31)
-        assert len({str(result.validations) for result, _ in found}) == 1
-        return [one["deviation"] for one in found[0][0].validations]
-
-    alone = figures(1, "ddp")
-    assert figures(3, "zero1") == figures(4, "zero3") == alone
-    with InMemoryCommunicator.group(1)[0] as comm, made(tmp_path, comm, validation=0.4, validate_samples=31) as trainer:
-        result = trainer.fit()
-        held = trainer._setup.validation
-        x, y = held.samples(np.arange(31) * len(held) // 31)
-        assert result.validations[-1]["deviation"] == pytest.approx(
-            np.abs(trainer.model.predict(x) - y).mean(), rel=1e-14
-        )
-
-
-def test_metrics_see_the_average_that_validations_are_asked_for(tmp_path):
+def test_metrics_see_the_average_that_validations_are_asked_for_and_have_the_same_bits_on_any_ranks(tmp_path):
     class Kept(mz.Callback):
         def on_step(self, trainer, report):
             self.parameters = trainer.model.gather_full_parameters()
@@ -200,6 +182,7 @@ def test_metrics_see_the_average_that_validations_are_asked_for(tmp_path):
 
         kept, errors = Kept(), [KeyboardInterrupt(), ZeroDivisionError()] if comm.size == 1 else []
         given = {"ema": 0.9, "validate_ema": True, "strategy": "zero3", "steps": 4, "metrics": {"own": own}}
+        given |= {"validation": 0.4, "validate_samples": 31}
         with made(tmp_path, comm, [kept], run=tmp_path / str(comm.size), **given) as trainer:
             while errors:
                 with pytest.raises(type(errors[-1])):

@@ -61,8 +61,6 @@ def test_what_does_not_fit_ends_with_status_1_and_one_line(on_threads):
     assert line.startswith("mpizero: does not fit: node 0 needs ")
     assert "--memory-per-node allows 100,000" in line
     assert "memory of the fullest rank" in outcome.out
-    found = planned(on_threads, 2, flags=["--memory-per-node", "100KiB"])
-    assert found.status == 78  # the prefixes are k and Ki
 
 
 @pytest.mark.parametrize(
@@ -71,7 +69,6 @@ def test_what_does_not_fit_ends_with_status_1_and_one_line(on_threads):
         (3, ["parallel.pipeline=2"], "3 ranks are not a multiple of pipeline=2"),
         (2, ["parallel.tensor=2", "model.heads=1"], "parallel.tensor = 2"),
         (4, ["parallel.pipeline=4"], "more stages than layers"),
-        (0, [], "--ranks 0"),
     ],
 )
 def test_what_a_run_would_refuse_the_plan_refuses_alike(on_threads, ranks, settings, named):
@@ -79,15 +76,7 @@ def test_what_a_run_would_refuse_the_plan_refuses_alike(on_threads, ranks, setti
     assert outcome.status == 78
     (line,) = outcome.told
     assert named in line
-    if ranks:
-        assert on_threads.train(ranks, *settings).told == [line]
-
-
-def test_bad_options_are_named(on_threads):
-    for flag in (["--ranks-per-node", "0"], ["--memory-per-node", "much"], ["--gflops", "-1"]):
-        outcome = planned(on_threads, 2, flags=flag)
-        assert outcome.status == 78
-        assert flag[0] in outcome.told[0]
+    assert on_threads.train(ranks, *settings).told == [line]
 
 
 @pytest.mark.slow
