@@ -15,27 +15,37 @@ RNG = np.random.default_rng(0)
 VALUES = RNG.normal(size=(20, 4, 6)).astype("f4")
 
 
-def zarr_store(path, values):
-    group = pytest.importorskip("zarr").open_group(path, mode="w")
-    for name, array in values.items():
-        group.create_array(name, data=array, chunks=tuple(max(1, size // 3) for size in array.shape))
+def write(kind, path, **arrays):
+    """Write arrays in a format, each given by its values or as (names of its axes, values, attributes)."""
+    given = {n: a if isinstance(a, tuple) else ("tij"[: np.ndim(a)], a, {}) for n, a in arrays.items()}
+    chunks = {name: tuple(max(1, size // 3) for size in np.shape(values)) for name, (_, values, _) in given.items()}
+    if kind == "netcdf":
+        with pytest.importorskip("h5netcdf").File(path, "w") as file:
+            for name, (axes, values, attributes) in given.items():
+                for axis, size in zip(axes, np.shape(values), strict=True):
+                    if axis not in file.dimensions:
+                        file.dimensions[axis] = size
+                variable = file.create_variable(name, tuple(axes), data=np.asarray(values), chunks=chunks[name])
+                variable.attrs.update(attributes)
+        return
+    group = pytest.importorskip("zarr").open_group(path, mode="w", zarr_format=int(kind[-1]))
+    for name, (axes, values, attributes) in given.items():
+        named = {"dimension_names": tuple(axes)} if kind == "zarr3" else {}
+        more = {"_ARRAY_DIMENSIONS": list(axes)} if kind == "zarr2" else {}
+        own = {
+            key: value if isinstance(value, str) else np.asarray(value).tolist() for key, value in attributes.items()
+        }
+        group.create_array(name, data=np.asarray(values), chunks=chunks[name], **named).attrs.update(own | more)
 
 
-def netcdf_file(path, values, **attributes):
-    with pytest.importorskip("h5netcdf").File(path, "w") as file:
-        file.dimensions = {"t": None, "i": 4, "j": 6}
-        for name, array in values.items():
-            variable = file.create_variable(name, ("t", "i", "j")[: array.ndim], array.dtype, **attributes)
-            file.resize_dimension("t", len(array))
-            variable[...] = array
+KINDS = {"netcdf": data.NetcdfSource, "zarr2": data.ZarrSource, "zarr3": data.ZarrSource}
 
 
-@pytest.mark.parametrize(
-    ("source", "write"), [(data.ZarrSource, zarr_store), (data.NetcdfSource, netcdf_file)], ids=["zarr", "netcdf"]
-)
-def test_rows_and_windows_of_several_files_are_numpys(tmp_path, source, write):
+@pytest.mark.parametrize("kind", ["netcdf", "zarr3"])
+def test_rows_and_windows_of_several_files_are_numpys(tmp_path, kind):
+    source = KINDS[kind]
     for name, part in (("a", slice(0, 9)), ("b", slice(9, 20))):
-        write(tmp_path / name, {"field": VALUES[part], "label": np.arange(20)[part]})
+        write(kind, tmp_path / name, field=VALUES[part], label=np.arange(20)[part])
     paths = [tmp_path / "a", tmp_path / "b"]
     order = RNG.permutation(20)
     x, y = source(paths, "field", "label").samples(order)
@@ -55,7 +65,7 @@ def test_rows_and_windows_of_several_files_are_numpys(tmp_path, source, write):
 
 
 def packed(tmp_path, values, **attributes):
-    netcdf_file(tmp_path / "p.nc", {"x": values, "y": np.arange(3)})
+    write("netcdf", tmp_path / "p.nc", x=values, y=np.arange(3))
     with h5py.File(tmp_path / "p.nc", "r+") as file:
         file["x"].attrs.update(attributes)
     return data.NetcdfSource(tmp_path / "p.nc", "x", "y", allow_nan="scale_factor" in attributes)
@@ -74,23 +84,10 @@ def test_a_missing_whole_number_is_an_error(tmp_path):
         source.samples([1])
 
 
-def stored(tmp_path, source, values, **attributes):
-    """A source of one array of four numbers with these attributes, by either format."""
-    if source is data.NetcdfSource:
-        netcdf = pytest.importorskip("h5netcdf")
-        with netcdf.File(tmp_path / "d", "w") as file:
-            file.dimensions = {"t": 4}
-            for name, array in (("x", values), ("y", np.arange(4))):
-                file.create_variable(name, ("t",), data=array).attrs.update(attributes if name == "x" else {})
-    else:
-        group = pytest.importorskip("zarr").open_group(tmp_path / "d", mode="w")
-        group.create_array("x", data=values, attributes={name: plain(value) for name, value in attributes.items()})
-        group.create_array("y", data=np.arange(4))
-    return source(tmp_path / "d", "x", "y", allow_nan=True)
-
-
-def plain(value):
-    return value if isinstance(value, str) else np.asarray(value).tolist()
+def stored(tmp_path, kind, values, **attributes):
+    """A source of one array of four numbers with these attributes."""
+    write(kind, tmp_path / "d", x=("t", values, attributes), y=np.arange(4))
+    return KINDS[kind](tmp_path / "d", "x", "y", allow_nan=True)
 
 
 NAN = np.nan
@@ -129,10 +126,10 @@ MEANT = {
 
 
 @pytest.mark.parametrize("name", MEANT)
-@pytest.mark.parametrize("source", [data.NetcdfSource, data.ZarrSource])
-def test_elements_are_what_the_attributes_say(tmp_path, source, name):
+@pytest.mark.parametrize("kind", ["netcdf", "zarr3"])
+def test_elements_are_what_the_attributes_say(tmp_path, kind, name):
     values, attributes, meant = MEANT[name]
-    source = stored(tmp_path, source, values, **attributes)
+    source = stored(tmp_path, kind, values, **attributes)
     for order in ([0, 1, 2, 3], [3, 1]):
         found, _ = source.samples(order)
         np.testing.assert_array_equal(found, np.array(meant, found.dtype)[order])
@@ -148,15 +145,15 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("source", [data.NetcdfSource, data.ZarrSource])
-def test_an_attribute_that_cannot_be_followed_is_named(tmp_path, source, name):
+@pytest.mark.parametrize("kind", ["netcdf", "zarr3"])
+def test_an_attribute_that_cannot_be_followed_is_named(tmp_path, kind, name):
     with pytest.raises(DataError, match=f"d: (variable|array) 'x': the attribute {name}=.* cannot be followed"):
-        stored(tmp_path, source, np.arange(4, dtype="i4"), **{name: WRONG[name]})
+        stored(tmp_path, kind, np.arange(4, dtype="i4"), **{name: WRONG[name]})
 
 
 def test_what_was_never_written_is_missing(tmp_path):
     """The library of NetCDF sets HDF5's own fill value and writes no attribute."""
-    netcdf_file(tmp_path / "d.nc", {"y": np.arange(3)})
+    write("netcdf", tmp_path / "d.nc", y=np.arange(3))
     with h5py.File(tmp_path / "d.nc", "a") as file:
         for name, kind, fill in (("f", "f4", 9.969209968386869e36), ("n", "i2", -32767), ("own", "f4", 7.0)):
             file.create_dataset(name, (3,), kind, fillvalue=fill, chunks=(1,))[:2] = [1, 2]
@@ -209,43 +206,25 @@ def test_without_the_library_it_is_told_what_to_install(tmp_path, monkeypatch, s
 # ----------------------------------------------------------------------------------------- names of axes, and units
 
 
-def named_file(kind, path, **arrays):
-    """Write arrays, each given as (names of its axes, values, attributes), in a kind of file that has such names."""
-    if kind == "netcdf":
-        with pytest.importorskip("h5netcdf").File(path, "w") as file:
-            for name, (axes, values, attributes) in arrays.items():
-                for axis, size in zip(axes, np.shape(values), strict=True):
-                    if axis not in file.dimensions:
-                        file.dimensions[axis] = size
-                file.create_variable(name, axes, data=np.asarray(values)).attrs.update(attributes)
-        return
-    group = pytest.importorskip("zarr").open_group(path, mode="w", zarr_format=int(kind[-1]))
-    for name, (axes, values, attributes) in arrays.items():
-        named = {"dimension_names": axes} if kind == "zarr3" else {}
-        more = {"_ARRAY_DIMENSIONS": list(axes)} if kind == "zarr2" else {}
-        group.create_array(name, data=np.asarray(values), **named).attrs.update(attributes | more)
-
-
-KINDS = {"netcdf": data.NetcdfSource, "zarr2": data.ZarrSource, "zarr3": data.ZarrSource}
 SQUARE = np.arange(9.0).reshape(3, 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_lie_along_axes_of_one_name(tmp_path, kind):
-    named_file(kind, tmp_path / "a", wind=(("place", "day"), SQUARE, {}), rain=(("day",), SQUARE[0], {}))
+    write(kind, tmp_path / "a", wind=(("place", "day"), SQUARE, {}), rain=(("day",), SQUARE[0], {}))
     told = r"a: .*'rain' has samples along 'day', which is axis 1 of .*a: .*'wind', not axis 0"
     with pytest.raises(DataError, match=told):
         KINDS[kind](tmp_path / "a", "wind", "rain")
-    named_file(kind, tmp_path / "b", wind=(("day", "place"), SQUARE, {}), rain=(("day",), SQUARE[0], {}))
-    named_file(kind, tmp_path / "c", wind=(("day", "place"), SQUARE, {}), rain=(("number",), SQUARE[0], {}))
+    write(kind, tmp_path / "b", wind=(("day", "place"), SQUARE, {}), rain=(("day",), SQUARE[0], {}))
+    write(kind, tmp_path / "c", wind=(("day", "place"), SQUARE, {}), rain=(("number",), SQUARE[0], {}))
     for name in "bc":  # other names alone may mean the same
         assert KINDS[kind](tmp_path / name, "wind", "rain").samples([1])[0].tolist() == [[3, 4, 5]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_joined_files_have_their_axes_in_one_order(tmp_path, kind):
-    named_file(kind, tmp_path / "a", wind=(("day", "place"), SQUARE, {}))
-    named_file(kind, tmp_path / "b", wind=(("place", "day"), SQUARE, {}))
+    write(kind, tmp_path / "a", wind=(("day", "place"), SQUARE, {}))
+    write(kind, tmp_path / "b", wind=(("place", "day"), SQUARE, {}))
     with pytest.raises(DataError, match=r"b: .*'wind' has axes place, day, .*a: .*'wind' day, place"):
         KINDS[kind]([tmp_path / "a", tmp_path / "b"], "wind", "wind")
 
@@ -254,16 +233,16 @@ def test_joined_files_have_their_axes_in_one_order(tmp_path, kind):
 @pytest.mark.parametrize("attribute", ["units", "calendar"])
 def test_joined_files_have_one_unit(tmp_path, kind, attribute):
     for name, value in (("a", "K"), ("b", "degC")):
-        named_file(kind, tmp_path / name, wind=(("day", "place"), SQUARE, {attribute: value}))
+        write(kind, tmp_path / name, wind=(("day", "place"), SQUARE, {attribute: value}))
     with pytest.raises(DataError, match=f"b: .*'wind' has the {attribute} 'degC', .*a: .*'wind' 'K': numbers of other"):
         KINDS[kind]([tmp_path / "a", tmp_path / "b"], "wind", "wind")
     more = {attribute: np.bytes_("K ") if kind == "netcdf" else "K "}  # as other libraries write it
-    named_file(kind, tmp_path / "c", wind=(("day", "place"), SQUARE, more), other=(("day",), SQUARE[0], {}))
+    write(kind, tmp_path / "c", wind=(("day", "place"), SQUARE, more), other=(("day",), SQUARE[0], {}))
     assert len(KINDS[kind]([tmp_path / "a", tmp_path / "c"], "wind", "wind")) == 6
 
 
 def test_a_broken_description_of_a_zarr_array_is_told_by_store_and_array(tmp_path):
-    zarr_store(tmp_path / "a.zarr", {"x": VALUES})
+    write("zarr3", tmp_path / "a.zarr", x=VALUES)
     (tmp_path / "a.zarr" / "x" / "zarr.json").write_text("{")
     with pytest.raises(DataError, match=r"a\.zarr: array 'x' cannot be opened: "):
         data.ZarrSource(tmp_path / "a.zarr", "x", "x")

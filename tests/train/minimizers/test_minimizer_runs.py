@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
+from mpizero import checkpoint
 from mpizero.data.online import OnlineSource
 from mpizero.errors import ArgumentError, ConfigError, MpizeroError, StateError
 from mpizero.testing import run_in_threads
@@ -144,36 +145,20 @@ def test_asynchronous_saves_and_the_best_checkpoint_hold_iterates(fits):
 
 
 def test_bounds_are_those_of_the_file(fits):
-    (fits.folder / "model.py").write_text(
-        "import numpy as np, mpizero as mz\n"
-        "def loss(p, batch):\n"
-        "    x, y = batch\n"
-        "    r = x[:, :1] * p['a'] + x[:, 1:2] * p['b'] - y\n"
-        "    return 0.5 * float((r ** 2).sum()), {'a': np.array([(r * x[:, :1]).sum()]), "
-        "'b': np.array([(r * x[:, 1:2]).sum()])}, float(len(x))\n"
-        "def make():\n"
-        "    return mz.FunctionModel({'a': np.zeros(1), 'b': np.zeros(1)}, loss)\n"
-    )
-    fit_of = '[model]\nmake = "model.py:make"\n[data]\narrays = {x = "x.npy", y = "y.npy"}\nvalidation = 0.0\n'
-    bounded = '[optimizer]\nname = "l-bfgs"\ngtol = 1e-12\nbounds = { "a" = [0.5, inf], "b*" = [-inf, inf] }\n'
-    (fits.folder / "fit.toml").write_text(fit_of + bounded)
-    outcome = fit(fits, 2)
+    outcome = fit(fits, 2, "data.validation=0.0", "optimizer.gtol=1e-12", 'optimizer.bounds={"*.bias" = [0.5, inf]}')
     assert outcome.result["stopped"].startswith("converged"), outcome.err
-    with mz.ShardingConfig(comm="self") as config:
-        start = mz.FunctionModel({"a": np.zeros(1), "b": np.zeros(1)}, lambda p, b: (0.0, p, 1.0))
-        with mz.DDPModel(start, config) as model:
-            model.load_model(fits.folder / "run" / "checkpoints" / f"step_{outcome.result['steps']:08d}")
-            a, b = model.gather_full_parameters()
-    first, second, y = MATRIX[:, 0], MATRIX[:, 1], TARGETS[:, 0]
-    assert first @ y / (first @ first) < 0.5, "the bound is needed"
-    assert a == 0.5
-    assert b == pytest.approx(float(second @ (y - 0.5 * first) / (second @ second)), rel=1e-9)
-    (fits.folder / "fit.toml").write_text(fit_of + bounded.replace('"a"', "c"))
-    wrong = fit(fits, 2)
+    with checkpoint.open_checkpoint(fits.folder / f"run/checkpoints/step_{outcome.result['steps']:08d}") as reader:
+        weight, bias = (reader.read_whole(f"parameters/output.linear.{name}").ravel() for name in ("weight", "bias"))
+    x, y = training_samples(0.0)
+    free = np.linalg.lstsq(np.hstack([x, np.ones((len(x), 1))]), y, rcond=None)[0]
+    assert free[-1] < 0.5, "the bound is needed"
+    assert bias == 0.5
+    np.testing.assert_allclose(weight, np.linalg.lstsq(x, y[:, 0] - 0.5, rcond=None)[0], rtol=1e-6)
+    wrong = fit(fits, 2, "optimizer.bounds={c = [0.5, inf]}")
     assert wrong.status == 78
     assert wrong.told == [
-        "ConfigError: fit.toml:9: optimizer.bounds = {c = [0.5, (not given)], b* = [(not given), (not given)]}: 'c' "
-        "fits the name of no parameter; there are a, b"
+        "ConfigError: --set: optimizer.bounds = {c = [0.5, (not given)]}: 'c' fits the name of no parameter; there are "
+        "output.linear.weight, output.linear.bias"
     ]
 
 
