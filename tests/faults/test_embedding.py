@@ -70,15 +70,14 @@ def test_a_program_that_a_rank_starts_is_no_rank_and_is_told_so(job, tmp_path):
     ended = job("child")
     assert ended.status == 0
     assert ended.err.count("RuntimeWarning: this program works alone") == 2, "popen's and the fork"
-    assert json.loads((tmp_path / "child").read_text()) == [["1", "True"]] * 2
-    assert (tmp_path / "fork").read_text() == "11"
+    assert json.loads((tmp_path / "child").read_text()) == [["1", "True"], ["1", "True"], 11]
 
 
 def test_nor_is_one_of_a_rank_that_is_not_watched_over(job, tmp_path):
     ended = job("child_of_guest_and_of_closed")
     assert ended.status == 0
     for guest in (True, False):
-        assert json.loads((tmp_path / f"child-{guest}").read_text()) == ["1", 11]
+        assert json.loads((tmp_path / f"child-{guest}").read_text()) == [["1", "True"], ["1", "True"], 11]
 
 
 def test_a_job_that_a_rank_starts_is_another_job(job, launcher):

@@ -202,6 +202,21 @@ def on_the_last_rank(act, done="done"):
     sleep_until(done)
 
 
+def start_programs(name):
+    """Start a program in two ways, and fork; write what each of them sees of ranks and hooks, and the fork of ranks."""
+    import mpizero as mz
+
+    code = "import mpizero as m, sys; print(m.ShardingConfig().communicator.size, sys.excepthook is sys.__excepthook__)"
+    command = [sys.executable, "-c", code]
+    found = [subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout.split()]
+    found.append(os.popen(f"{sys.executable} -c '{code}'").read().split())
+    if (process := os.fork()) == 0:
+        signal.alarm(20)
+        os._exit(mz.ShardingConfig().communicator.size + 10)
+    found.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    (FOLDER / name).write_text(json.dumps(found))
+
+
 def child():
     """Start a program, and fork, on a rank; neither is one."""
     import mpizero as mz
@@ -210,43 +225,19 @@ def child():
         pass
     config = mz.ShardingConfig()
     assert config.communicator.size == WORLD.Get_size()
-    code = (
-        "import mpizero as mz, sys; print(mz.ShardingConfig().communicator.size, sys.excepthook is sys.__excepthook__)"
-    )
-
-    def start():
-        command = [sys.executable, "-c", code]
-        found = [subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()]
-        found.append(os.popen(f"{sys.executable} -c '{code}'").read().split())
-        (FOLDER / "child").write_text(json.dumps(found))
-        if (process := os.fork()) == 0:
-            os._exit(mz.ShardingConfig().communicator.size + 10)
-        (FOLDER / "fork").write_text(str(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])))
-
-    on_the_last_rank(start)
+    on_the_last_rank(lambda: start_programs("child"))
     WORLD.Barrier()
 
 
 def child_of_guest_and_of_closed():
-    """Start a program, and fork, on a rank that was never watched over, and is so no more; neither is one."""
+    """Start programs on a rank that was never watched over, and is so no more."""
     import mpizero as mz
-
-    code = "import mpizero as mz; print(mz.ShardingConfig().communicator.size)"
-
-    def start():
-        command = [sys.executable, "-c", code]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-        if (process := os.fork()) == 0:
-            signal.alarm(20)
-            os._exit(mz.ShardingConfig().communicator.size + 10)
-        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        (FOLDER / f"child-{guest}").write_text(json.dumps([ended.stdout.strip(), status]))
 
     for guest in (True, False):
         with mz.ShardingConfig(embedded=guest) as config:
             assert config.communicator.size == WORLD.Get_size()
         assert "MPIZERO_RANK_PROCESS" not in os.environ
-        on_the_last_rank(start, f"done-{guest}")
+        on_the_last_rank(lambda name=f"child-{guest}": start_programs(name), f"done-{guest}")
         WORLD.Barrier()
 
 
