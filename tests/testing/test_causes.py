@@ -56,7 +56,7 @@ def test_a_gradient_that_depends_on_the_rank_names_that_rank_and_its_factor(monk
 
 @pytest.mark.parametrize(("layout", "dtype", "size"), in_turn([("float32", 1e-6), ("float64", 1e-12)], shift=1))
 def test_noise_keyed_by_the_rank_names_the_ranks_that_have_another(monkeypatch, layout, dtype, size):
-    planted.rank_keyed_noise(monkeypatch, size)
+    planted.rank_keyed_noise(monkeypatch, size=size)
     found = first(layout, model=model(dtype))
     everyone = "pipeline" in layout  # of the last stage computes other gradients: the rank need not be the reason
     assert causes(found) == (set() if everyone else {"depends on the rank"})
@@ -100,7 +100,7 @@ def test_another_order_of_operations_is_called_rounding(monkeypatch, layout, dty
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_divisor_that_is_no_count_is_told_as_a_factor_without_a_cause(monkeypatch, dtype):
     factor = np.dtype(dtype).type(1.00005)
-    planted.divide_by(monkeypatch, lambda ranks: factor if ranks > 1 else 1)
+    planted.divide_by(monkeypatch, factor=lambda ranks: factor if ranks > 1 else 1)
     found = first("zero2*3", model=model(dtype))
     assert causes(found) == set()
     assert "no ratio of the counts" in found.seen

@@ -48,10 +48,7 @@ def test_layouts_that_are_right_have_the_same_bits(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [("tensor=2, data=2", "float64"), ("context=2", "float32"), ("pipeline=2, tensor=2", "float32")],
-)
+@pytest.mark.parametrize(("layout", "dtype"), [("tensor=2, data=2", "float64"), ("context=2", "float32")])
 def test_groups_have_the_bits_of_one_process_with_their_tiles(layout, dtype):
     own = compared(layout, model=lambda comm: gpt(dtype=dtype, dropout=0.1), clip=0.1)
     one, other = own.verdicts
