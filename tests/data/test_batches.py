@@ -164,15 +164,6 @@ def test_a_source_that_cannot_describe_itself_on_one_rank_is_an_error_of_all(ran
     run_in_threads(2, run)
 
 
-@pytest.mark.mpi
-def test_global_batches_on_real_ranks_are_those_of_one_process(world, numbers, ranks):
-    source = numbers(101)
-    mine = [x.tolist() for x, _ in data.batches(source, ranks(world), 16, seed=3, steps=13)]
-    parts = world.allgather_object(mine)
-    joined = [[i for part in step for i in part] for step in zip(*parts, strict=True)]
-    assert joined == [x.tolist() for x, _ in data.batches(source, ranks(), 16, seed=3, steps=13)]
-
-
 # ------------------------------------------------------------------------------------------ what reading again gives
 
 

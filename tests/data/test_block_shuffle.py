@@ -150,15 +150,3 @@ def test_rank_0_tells_once_what_a_shuffle_of_all_samples_costs(compressed, ranks
     with data.cached(source, ranks(), limit=10) as copy:
         data.batches(copy, ranks(), 10)
     assert "each of its 13 blocks about 6" in capsys.readouterr().err
-
-
-@pytest.mark.mpi
-def test_processes_read_the_batches_of_one(world, ranks, compressed):
-    path, values = world.broadcast_object(compressed)
-    source = data.BlockShuffledSource(data.Hdf5Source(path, "x", "y"), blocks=3)
-    own = list(data.batches(source, ranks(world, 1), 6, steps=20))
-    for x, y in own:
-        np.testing.assert_array_equal(x, values[y], strict=True)
-    found = world.allgather_object([y for _, y in own])
-    order = np.concatenate([part[step] for step in range(20) for part in found])
-    assert order.tolist() == block_order(0, 120, 100, 0, block=8, blocks=3).tolist()

@@ -138,32 +138,6 @@ def test_noise_and_factors_of_a_rank_are_found_in_layouts_that_round(monkeypatch
     assert (found.role, found.ranks) == ("computed by", (1,))
 
 
-# ------------------------------------------------------------------ ranks of MPI
-
-
-@pytest.mark.mpi(min_size=2)
-def test_the_rank_at_fault_is_named_on_ranks_of_mpi(world, monkeypatch):
-    """On each number of ranks some layouts, with noise or a factor by turn; on threads all."""
-    layouts = ("ddp*{n}", "zero2*{n}, private", "zero3*{n}", "zero1*2, pipeline=2")
-    for number in {2: (0, 1), 3: (2, 3), 4: (0,)}.get(world.size, (3,)):
-        with monkeypatch.context() as patch:
-            if (number + world.size + world.size // 4) % 2:
-                planted.unseeded_noise(patch, 1e-12)
-                cause = {"no function of", "race"}
-            else:
-                planted.rank_factor(patch, 1 + 1e-9)
-                cause = {"depends on the rank"}
-            check_finding(world, layouts[number], cause)
-
-
-def check_finding(world, layout, cause):
-    found = finding(layout.format(n=world.size), comm=world, model=model("float64"))
-    alone = "pipeline" in layout  # computes its stage: whether others would have computed the same cannot be told
-    assert causes(found) == cause - ({"depends on the rank"} if alone else set())
-    assert (found.role, found.ranks) == ("computed by", (1,))
-    assert len({str(other) for other in world.allgather_object(found)}) == 1
-
-
 # ------------------------------------------------------------------ patterns alone
 
 COUNTS = {"ranks": 4, "samples": 10}

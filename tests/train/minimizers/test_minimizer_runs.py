@@ -354,21 +354,6 @@ def test_callbacks_see_the_iterate_and_change_no_bit(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.mpi
-def test_a_fit_that_resumes_has_the_bits_of_one_process_over_mpi(world, tmp_path):
-    optimizer = mz.NewtonCG(gtol=1e-8)
-    shared = Path(world.broadcast_object(str(tmp_path)))
-    with trainer(tmp_path / "alone", optimizer=optimizer) as one:
-        alone = one.fit()
-    with trainer(shared, world, optimizer=optimizer, steps=5, strategy="zero3") as one:
-        one.fit()
-    with trainer(shared, world, optimizer=optimizer, strategy="zero1") as one:
-        found = one.resume()
-    same = ("parameters_sha256", "loss", "steps", "stopped", "method")
-    assert [getattr(found, key) for key in same] == [getattr(alone, key) for key in same]
-
-
-@pytest.mark.slow
 def test_it_takes_the_iterates_of_minimize_also_when_it_resumes_with_the_same_settings_only(tmp_path):
     with trainer(tmp_path) as one:
         result = one.fit()
