@@ -264,15 +264,6 @@ def test_owners_of_whole_tensors_hold_and_send_what_was_planned(number: int) -> 
 
 
 @pytest.mark.slow
-def test_norms_over_tiles_send_what_was_planned() -> None:
-    settings = {"tiles": {"tensor": 4}, "clip": 1.0}
-    for ranks, tensor, zero in ((2, 1, 3), (4, 2, 1)):
-        layout = {"tensor": tensor}
-        tiled = Job(zero, layout, mz.LAMB(lr=1e-3), model=lambda: gpt(heads=4), config=settings)
-        check_on_threads(tiled, ranks)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_replicas_hold_and_send_what_was_planned(ranks: int) -> None:
     jobs = replicas(ranks)  # on two ranks every strategy with every memory, elsewhere with another each time
@@ -371,10 +362,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "data": lambda count, number: samples(count, number, "float32"),
         "config": {"gradient_compression": "int8"},
     },
+    "bucket": {"config": {"bucket_mb": 256 / 2**20, "ema": 0.9}},
+    "tiles": {
+        "model": lambda: gpt(heads=4),
+        "optimizer": mz.LAMB(lr=1e-3),
+        "config": {"tiles": {"tensor": 4}, "clip": 1.0},
+    },
     "large units": {"model": larger_gpt, "config": {"minimum_parameter_group_size": 3000}},
 }
 #: Of which each stage of ZeRO sends other gradients than of others; the rest takes two stages each.
-SUMMED_OTHERWISE = ("frozen", "untied", "averaged", "bf16", "fp16", "int8", "topk", "averaged, int8")
+SUMMED_OTHERWISE = ("frozen", "untied", "averaged", "bf16", "fp16", "int8", "topk", "averaged, int8", "bucket")
 
 
 @pytest.mark.slow
@@ -400,14 +397,6 @@ def test_messages_of_many_pieces_are_counted_one_by_one(monkeypatch: pytest.Monk
         check_on_threads(job(short, zero=zero, config=MEMORIES[1 + zero % 2]), 3 + zero % 2)
     for zero in (0, 2):
         check_on_threads(job(short, zero=zero, config={"gradient_compression": "int8", **MEMORIES[1]}), 3)
-
-
-@pytest.mark.slow
-def test_messages_of_a_given_bucket_are_counted_one_by_one() -> None:
-    for zero in range(4):
-        check_on_threads(
-            job(zero=zero, batch=7, config={"bucket_mb": 256 / 2**20, "ema": 0.9, **MEMORIES[1 + zero % 2]}), 4
-        )
 
 
 @pytest.mark.slow
