@@ -238,25 +238,9 @@ def test_a_spool_tells_errors_and_unreadable_samples(tmp_path):
     assert spooled(tmp_path, 2, producers=1, on_error="drain") == [[(0, 0)]]
 
 
-def fifo(path):
-    os.mkfifo(path)
-    return "not a regular file"
-
-
-def link(path):
-    path.symlink_to("/dev/zero")
-    return "not a regular file"
-
-
-def half(path):
-    path.write_bytes(b"half")
-    return "not a sound .npz file"
-
-
-def bomb(path):
-    with path.open("wb") as file:
-        np.savez_compressed(file, x=np.zeros(1 << 22), y=LIKE[1])
-    return "declares .* bytes of arrays, at most 12 are plausible"
+def npz(save=np.savez, **arrays):
+    save(file := io.BytesIO(), **arrays)
+    return file.getvalue()
 
 
 def liar(path):
@@ -265,46 +249,45 @@ def liar(path):
     np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (1 << 60,)})
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x.npy", header.getvalue())
-    return "it has 0 bytes"
-
-
-def pickled(path):
-    with path.open("wb") as file:
-        np.savez(file, x=np.array([{}], object), y=LIKE[1])
-    return "not an array of numbers"
-
-
-def nameless(path):
-    with path.open("wb") as file:
-        np.savez(file, x=LIKE[0])
-    return "it has no array 'y'"
 
 
 def cut(path):
     """An archive whose directory points before its start."""
-    with path.open("wb") as file:
-        np.savez(file, x=LIKE[0], y=LIKE[1])
-    data = bytearray(path.read_bytes())
-    data[-6:-2] = (0xFFFFFF00).to_bytes(4, "little")
-    path.write_bytes(data)
-    return "not a sound .npz file"
+    whole = npz(x=LIKE[0], y=LIKE[1])
+    path.write_bytes(whole[:-6] + (0xFFFFFF00).to_bytes(4, "little") + whole[-2:])
 
 
-@pytest.mark.parametrize(
-    ("write", "ranks"), [(fifo, 1), (link, 2), (half, 1), (bomb, 2), (liar, 1), (pickled, 2), (nameless, 1), (cut, 2)]
-)
-def test_what_anybody_may_have_put_into_the_spool_is_an_error_at_once(tmp_path, write, ranks):
-    told = write(tmp_path / f"b-{7:020d}.npz")
+#: What anybody may have put into a spool, and what is said of it.
+SPOILT = {
+    "a pipe": (os.mkfifo, "not a regular file"),
+    "a link": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    "half": (lambda path: path.write_bytes(b"half"), "not a sound .npz file"),
+    "a bomb": (
+        lambda path: path.write_bytes(npz(np.savez_compressed, x=np.zeros(1 << 22), y=LIKE[1])),
+        "declares .* bytes of arrays, at most 12 are plausible",
+    ),
+    "a liar": (liar, "it has 0 bytes"),
+    "pickled": (lambda path: path.write_bytes(npz(x=np.array([{}], object), y=LIKE[1])), "not an array of numbers"),
+    "nameless": (lambda path: path.write_bytes(npz(x=LIKE[0])), "it has no array 'y'"),
+    "cut": (cut, "not a sound .npz file"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_what_anybody_may_have_put_into_the_spool_is_an_error_at_once(tmp_path, case):
+    write, told = SPOILT[case]
+    write(tmp_path / f"b-{7:020d}.npz")
     tracemalloc.start()
     with pytest.raises(MpizeroError, match=rf"b-0+7\.npz: not a readable sample or end: {told}|{told}"):
-        spooled(tmp_path, ranks, producers=1)
+        spooled(tmp_path, 2, producers=1)
     assert tracemalloc.get_traced_memory()[1] < 20 << 20
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize("write", [fifo, link])
-def test_the_end_of_a_producer_is_read_as_carefully(tmp_path, write):
-    told = write(tmp_path / "b.end")
+@pytest.mark.parametrize("case", ["a pipe", "a link"])
+def test_the_end_of_a_producer_is_read_as_carefully(tmp_path, case):
+    write, told = SPOILT[case]
+    write(tmp_path / "b.end")
     with pytest.raises(MpizeroError, match=rf"b\.end: not a readable sample or end: {told}"):
         spooled(tmp_path, 1, producers=1)
 

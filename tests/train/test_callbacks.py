@@ -70,15 +70,10 @@ def test_a_collective_method_that_one_rank_calls_is_found(tmp_path):
         assert "rank 0: the end of the callbacks' on_step" in str(error)
 
 
-class StateAlone(Does):
+class StateAlone(mz.Callback):
     """Calls a collective method of the model on rank 0 when its state is saved, or loaded."""
 
-    def __init__(self, name):
-        super().__init__(lambda trainer: None)
-        self.name = name
-
-    def on_step(self, trainer, report):
-        self.trainer = trainer
+    def on_end(self, trainer, result): ...
 
     def state_dict(self):
         return self.alone("state_dict")
@@ -96,12 +91,12 @@ def test_a_collective_method_that_one_rank_calls_for_its_state_is_found(tmp_path
     for name, steps in (("", 1), ("state_dict", 2), ("load_state_dict", 3)):
 
         def work(comm, name=name, steps=steps):
-            callback = StateAlone(name)
-            trainer = callback.trainer = made(tmp_path, comm, [callback], steps=steps)
+            callback = StateAlone()
+            callback.name, callback.trainer = name, made(tmp_path, comm, [callback], steps=steps)
             if not name:
-                return trainer.fit()
+                return callback.trainer.fit()
             with pytest.raises(CollectiveMismatch, match=f"(?s)gather_full_parameters at .*the end of .* {name}"):
-                trainer.resume()
+                callback.trainer.resume()
             return None
 
         run_in_threads(2, work)
