@@ -1,25 +1,42 @@
-"""Start a job under mpiexec, and see it end; MPIZERO_MPIEXEC may name several launchers: "MPIEXEC PYTHON;..."."""
+"""Start a job under mpiexec in a session of its own, and see it end.
+
+MPIZERO_MPIEXEC names other launchers than the one beside this interpreter or on PATH: "MPIEXEC PYTHON", several
+separated by ";".
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
-from scripts.harness import jobs
-from scripts.harness.jobs import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 #: Seconds for all ranks to be gone after the fault, on a machine that is busy with others, and for a whole case.
-SOON, LIMIT = jobs.LAST, 60.0
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **dict.fromkeys(jobs.ALLOWED, "1")}
+SOON, LIMIT = 15.0, 60.0
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
 
 
 def launchers():
     """Pairs of mpiexec and the Python that goes with it."""
-    return [(mpi.mpiexec, mpi.python) for mpi in jobs.launchers()]
+    if given := os.environ.get("MPIZERO_MPIEXEC"):
+        pairs = [entry.split() for entry in given.split(";")]
+        return [(pair[0], pair[1] if len(pair) > 1 else sys.executable) for pair in pairs]
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    return [(found, sys.executable)] if found else []
 
 
 @dataclass
@@ -49,32 +66,61 @@ def small_shared_memory(size):
     return within if tried.returncode == 0 else None
 
 
-def interrupt(job):
-    job.process.send_signal(signal.SIGINT)
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
-def run_job(launcher, folder, command, ranks=2, environment=(), within=(), when="ready-*", meanwhile=None, limit=LIMIT):
+def pids(folder):
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+def run_job(
+    launcher, folder, command, ranks=2, interrupt=False, environment=(), within=(), meanwhile=None, limit=LIMIT
+):
     """Run ``command`` (a list: program and arguments) on ``ranks`` ranks, and leave no process behind.
 
     ``within`` is a command that runs the launcher, such as :func:`small_shared_memory`. ``meanwhile`` is called with
-    the job when all ranks have made a file of the pattern ``when``; the end is counted from there or from the fault.
+    the launcher's process when all ranks have made the file ``ready-RANK``.
     """
-    started = [time.time()]
-
-    def ready(job):
-        if len(list(folder.glob(when))) < ranks:
-            return False
-        started.append(time.time())
-        meanwhile(job)
-        return True
-
-    ended = jobs.run(
-        [*within, *jobs.Mpi(*launcher).command(ranks, command)],
-        limit, folder, dict(environment), cwd=folder, meanwhile=meanwhile and ready,
-    )  # fmt: skip
+    mpiexec, python = launcher
+    started = time.time()
+    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+        process = subprocess.Popen(
+            [*within, mpiexec, "-n", str(ranks), python, *map(str, command)],
+            stdout=out,
+            stderr=err,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | ENVIRONMENT | dict(environment),
+            cwd=folder,
+            start_new_session=True,
+        )
+        try:
+            if interrupt:
+                wait_for(lambda: (folder / "ready").exists())
+                started = time.time()
+                process.send_signal(signal.SIGINT)
+            if meanwhile is not None:
+                wait_for(lambda: len(list(folder.glob("ready-*"))) == ranks)
+                meanwhile(process)
+            status = process.wait(limit)
+            wait_for(lambda: not any(map(alive, pids(folder))))
+            ended = time.time()
+        finally:
+            for pid in (process.pid, *pids(folder)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
     faults = [float(path.name.removeprefix("fault-")) for path in folder.glob("fault-*")]
-    seconds = ended.gone - min(faults, default=started[-1])
+    seconds = ended - min(faults, default=started)
     print(f"{' '.join(map(str, command[1:]))}, {ranks} ranks: all gone after {seconds:.2f} s")  # shown by pytest -rP
-    assert not ended.late, f"not ended after {limit} s: {ended.out}\n{ended.err}"
-    assert not ended.strays, "ranks were left behind"
-    return Ended(ended.status, ended.out, ended.err, seconds)
+    return Ended(status, (folder / "out").read_text(), (folder / "err").read_text(), seconds)
+
+
+def wait_for(condition):
+    limit = time.time() + LIMIT
+    while not condition():
+        assert time.time() < limit, "ranks were left behind"
+        time.sleep(0.01)

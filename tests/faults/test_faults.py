@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import SOON, interrupt
+from tests.faults.jobs import SOON
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ def test_an_interrupt_of_one_rank_ends_all(job):
 
 
 def test_an_interrupt_of_the_launcher_ends_all(job):
-    ended = job("interrupt_the_launcher", 1, meanwhile=interrupt)
+    ended = job("interrupt_the_launcher", 1, interrupt=True)
     assert ended.status != 0
     assert ended.seconds < SOON
     assert ended.err.count("Traceback") <= 1

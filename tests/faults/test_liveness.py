@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.faults.jobs import SOON
+from tests.faults.jobs import SOON, pids
 
 pytestmark = pytest.mark.slow
 
@@ -91,8 +91,8 @@ def test_a_message_that_nobody_can_send_any_more_is_noticed(job):
 
 
 def test_a_job_that_was_stopped_for_longer_than_its_timeout_goes_on(job, tmp_path):
-    def stop(job):
-        found = [*(pid for pid, rank in job.processes().items() if rank >= 0), job.process.pid]
+    def stop(launcher):
+        found = [*pids(tmp_path), launcher.pid]
         for pid in found:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(5.0)
