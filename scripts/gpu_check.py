@@ -69,10 +69,10 @@ def reason_without_gpu() -> str:
     """Return why this machine has no GPU to train on, or "" if it has one or simulates one."""
     try:
         simulate_if_asked()
-        from mpizero.kernels.gpu import found
+        from mpizero.kernels.gpu import available_gpus
     except ImportError as error:
         return f"mpizero cannot be imported: {error}"
-    return found()[1]
+    return available_gpus()[1]
 
 
 def main() -> int:

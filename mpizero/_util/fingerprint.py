@@ -112,7 +112,7 @@ class Fingerprint:
         self._known: dict[int, tuple[Any, bytes]] = {}
         self._open: dict[int, int] = {}
         self._classes: dict[type, dict[str, Any]] = {}
-        self._uncompared: dict[type, frozenset[str]] = {}
+        self._ignored: dict[type, frozenset[str]] = {}
         self._hidden: dict[type, bool] = {}
         self._rules: dict[type, Callable[[Fingerprint, Any], Parts]] = {}
         self._subject, self._steps = "", list[str]()
@@ -178,13 +178,13 @@ class Fingerprint:
             self._classes[kind] = members
         return self._classes[kind]
 
-    def uncompared(self, kind: type) -> frozenset[str]:
+    def ignored(self, kind: type) -> frozenset[str]:
         """Return the names of the fields that are not compared: caches, and fields that methods change in training."""
-        if kind not in self._uncompared:
+        if kind not in self._ignored:
             cached = _caches_of(kind)
             users = is_users(getattr(sys.modules.get(kind.__module__), "__file__", None), kind.__module__)
-            self._uncompared[kind] = cached | changed_fields(kind) if users else cached
-        return self._uncompared[kind]
+            self._ignored[kind] = cached | changed_fields(kind) if users else cached
+        return self._ignored[kind]
 
     def hides_fields(self, kind: type) -> bool:
         """Tell whether objects of a class are left out: fields cannot be seen, or the class is Python's own."""
@@ -295,9 +295,7 @@ def _object(fingerprint: Fingerprint, value: Any) -> Parts:
         return Parts(f"function {getattr(value, '__module__', '')}.{value.__name__}")
     if fingerprint.hides_fields(kind):
         return Parts("left out", left_out=f"{kind.__qualname__}")
-    items = fingerprint.members(kind) | {
-        f".{name}": item for name, item in _fields(value, fingerprint.uncompared(kind))
-    }
+    items = fingerprint.members(kind) | {f".{name}": item for name, item in _fields(value, fingerprint.ignored(kind))}
     if callable(getattr(kind, "extra_repr", None)) and callable(getattr(kind, "named_children", None)):  # of torch
         items |= {".settings": value.extra_repr(), **{f".{part}": child for part, child in value.named_children()}}
     return Parts(name, items)
@@ -399,15 +397,15 @@ def _is_member(name: str, item: Any) -> bool:
     return name == "__call__" or _is_compared(name)
 
 
-def _fields(value: Any, uncompared: Set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each field of an object that is compared; fields named in ``uncompared`` are left out."""
+def _fields(value: Any, ignored: Set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each field of an object that is compared; fields named in ``ignored`` are left out."""
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in uncompared and _is_compared(name) and hasattr(value, name):
+            if name not in ignored and _is_compared(name) and hasattr(value, name):
                 yield name, getattr(value, name)
     for name, item in list(value.__dict__.items()) if type(value).__dictoffset__ else ():
-        if name not in uncompared and _is_compared(name):
+        if name not in ignored and _is_compared(name):
             yield name, item
 
 

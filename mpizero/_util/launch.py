@@ -201,7 +201,7 @@ def is_first(environment: Mapping[str, str]) -> bool:
     return launched_rank(environment) == 0 or not is_rank(environment)
 
 
-def rank_process(environment: Mapping[str, str]) -> str:
+def mark(environment: Mapping[str, str]) -> str:
     """Return the value for :data:`RANK_PROCESS`: process ID, whether MPI is loaded, what identifies the launcher."""
     mpi = "MPI" if "mpi4py.MPI" in sys.modules else "-"
     return f"{os.getpid()} {mpi} {_way(environment)} {_ancestors(environment)[1]}"

@@ -119,11 +119,9 @@ class SampleTree:
         for path, leaf in self.named:
             lengths.setdefault(len(leaf), path)
         if len(lengths) > 1:
-            listed = ", ".join(f"{path} has {count}" for count, path in list(lengths.items())[:8])
+            text = ", ".join(f"{path} has {count}" for count, path in list(lengths.items())[:8])
             advice = "; pad sequences of different lengths into one array" if len(self.leaves) > 2 else ""
-            raise DataError(
-                f"the arrays of a batch must have equally many samples on their first axis: {listed}{advice}"
-            )
+            raise DataError(f"the arrays of a batch must have equally many samples on their first axis: {text}{advice}")
         return next(iter(lengths), 1)
 
     def cut(self, part: slice) -> Any:

@@ -101,10 +101,7 @@ PACKAGE = tuple({f"{path}{os.sep}" for path in (Path(__file__).parents[1], Path(
 _LIBRARY = f"{sys.platlibdir}/python{sys.version_info[0]}.{sys.version_info[1]}"
 _PYTHON = tuple(
     os.path.join(path, "")
-    for path in (
-        os.path.dirname(os.__file__),
-        *(f"{sys.exec_prefix}/{folder}" for folder in (_LIBRARY, "bin", "local/bin")),
-    )
+    for path in (os.path.dirname(os.__file__), *(f"{sys.exec_prefix}/{end}" for end in (_LIBRARY, "bin", "local/bin")))
 )
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 #: File name of code compiled from a string: the ``__init__`` of a dataclass, but also a program given to ``python -c``.

@@ -208,11 +208,9 @@ class JoinedArray:
         out = np.empty((indices.size, *self.shape[1:]), self.dtype)
         begin = 0
         for part, end in zip(self.parts, self.ends, strict=True):
-            positions = (
-                np.flatnonzero((indices >= begin) & (indices < end)) if len(self.parts) > 1 else np.arange(len(out))
-            )
-            if positions.size:
-                part.rows(indices[positions] - begin, out, positions)
+            hits = np.flatnonzero((indices >= begin) & (indices < end)) if len(self.parts) > 1 else np.arange(len(out))
+            if hits.size:
+                part.rows(indices[hits] - begin, out, hits)
             begin = end
         return out
 
@@ -503,17 +501,12 @@ class FileSource(Source):
 
     def describe(self) -> dict[str, Any]:
         """Return the names of the files without their folders; names, shapes and dtypes of the arrays; the windows."""
-        description: dict[str, Any] = {"kind": self.kind, "files": [os.path.basename(path) for path in self.paths]}
+        content: dict[str, Any] = {"kind": self.kind, "files": [os.path.basename(path) for path in self.paths]}
         for path, array in paths_of(x=self._joined[0], y=self._joined[1]):
-            description[path] = ([array.parts[0].label.rpartition(": ")[2]], array.shape, array.dtype.str)
+            content[path] = ([array.parts[0].label.rpartition(": ")[2]], array.shape, array.dtype.str)
         windows = self.windows
-        description["windows"] = (
-            windows.axis,
-            sorted(windows.lengths.items()),
-            sorted(windows.strides.items()),
-            self.lead,
-        )
-        return description
+        content["windows"] = (windows.axis, sorted(windows.lengths.items()), sorted(windows.strides.items()), self.lead)
+        return content
 
     def contents(self) -> dict[str, Any]:
         """Return names, sizes and times of the files."""

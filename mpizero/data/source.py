@@ -212,21 +212,17 @@ class Source(ABC):
         x, y = map_leaves(lambda leaf: native(leaf) if isinstance(leaf, np.ndarray) else leaf, samples)
         return x, y
 
-    def _checked_leaves(self, samples: Any, count: int) -> list[Any]:
+    def _checked_leaves(self, pair: Any, count: int) -> list[Any]:
         """Return the leaves of what :meth:`read` returned, which must be a pair of trees of ``count`` samples."""
         source: Source = self
         while isinstance(source, Subset):  # which reads from another source
             source = source.source
         kind = type(source).__name__
-        if not isinstance(samples, tuple | list) or len(samples) != 2:
-            got = (
-                f"a {type(samples).__name__} of {len(samples)}"
-                if isinstance(samples, tuple | list)
-                else type(samples).__name__
-            )
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            got = f"a {type(pair).__name__} of {len(pair)}" if isinstance(pair, tuple | list) else type(pair).__name__
             raise DataError(f"{kind}.read must return the pair (x, y), it returned {got}")
         leaves = []
-        for path, values in paths_of(**dict(zip("xy", samples, strict=True))):
+        for path, values in paths_of(**dict(zip("xy", pair, strict=True))):
             leaves.append(unmasked_samples(values, f"{kind}.read returned {path}, which"))
             shape = getattr(values, "shape", None)
             if shape is not None and (not shape or shape[0] != count):

@@ -40,16 +40,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
 
-from mpizero._util.launch import (
-    RANK_PROCESS,
-    Launch,
-    is_rank,
-    is_several,
-    job_name,
-    launched_rank,
-    rank_process,
-    ranks_of_node,
-)
+from mpizero._util.launch import RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark, ranks_of_node
 from mpizero._util.names import nearest
 from mpizero._util.text import PACKAGE
 from mpizero.errors import (
@@ -402,7 +393,7 @@ class Guard(JobExit):
         self._imported, self.process, self.host = True, os.getpid(), os.uname().nodename
         self.hooks = PythonHooks(self)
         if is_several(os.environ):
-            os.environ[RANK_PROCESS] = rank_process(os.environ)
+            os.environ[RANK_PROCESS] = mark(os.environ)
             self.rank = self.statuses.rank = launched_rank(os.environ)
             folder = next((folder for folder in scratch_folders() if os.access(folder, os.W_OK)), "")
             size = Launch.of(os.environ).size or 1
@@ -476,7 +467,7 @@ class Guard(JobExit):
         if not guest:
             self.install()
             if RANK_PROCESS in os.environ:
-                os.environ[RANK_PROCESS] = rank_process(os.environ)  # now MPI is loaded
+                os.environ[RANK_PROCESS] = mark(os.environ)  # now MPI is loaded
         members = self.world_ranks(comm)
         entry = self.register.add(trace, members, comm.Get_rank())
         try:

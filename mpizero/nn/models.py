@@ -699,7 +699,7 @@ class GPT:
         site, residual_scale = 1 + _SITES_PER_BLOCK * index, (2 * self.layers) ** -0.5
         return TransformerBlock(self.dim, self.heads, self.dropout, site, residual_scale)
 
-    def _checkpointed(self, block: Layer) -> Layer:
+    def _recomputed(self, block: Layer) -> Layer:
         return Checkpointed(block) if self.activation_checkpointing else block
 
     @cached_property
@@ -711,7 +711,7 @@ class GPT:
     def blocks(self) -> Mapping[str, Layer]:
         """The blocks by name, in the order in which they run."""
         embedding, head = self._ends
-        blocks = {f"blocks.{i}": self._checkpointed(self._transformer(i)) for i in range(self.layers)}
+        blocks = {f"blocks.{i}": self._recomputed(self._transformer(i)) for i in range(self.layers)}
         return {"embedding": embedding, **blocks, "head": head}
 
     @cached_property
@@ -741,9 +741,7 @@ class GPT:
         from mpizero.nn.tensor_parallel import SplitBlock, SplitCrossEntropy, SplitHead, SplitModel, SplitTokenEmbedding
 
         embedding, head = self._ends
-        layers = {
-            f"blocks.{i}": self._checkpointed(SplitBlock(self._transformer(i), group)) for i in range(self.layers)
-        }
+        layers = {f"blocks.{i}": self._recomputed(SplitBlock(self._transformer(i), group)) for i in range(self.layers)}
         first = SplitTokenEmbedding(embedding, group, sequence=True)
         blocks = {"embedding": first, **layers, "head": SplitHead(head, group)}
         cuts = {"embedding": 0, **dict.fromkeys(layers, 0), "head": -1}
@@ -998,17 +996,15 @@ class FrozenModel(_Delegate):
 
 def _frozen_blocks(blocks: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
     """Return the blocks with those wrapped of which parameters are in ``names``, the full names."""
-    wrapped: dict[str, Any] = {}
+    forms: dict[str, Any] = {}
     for block, layer in blocks.items():
         specs = layer.specs()
-        frozen = tuple(s.name for s in specs if s.trainable and (s.tied or joined(block, s.name)) in names)
-        if frozen and isinstance(layer, Layer):
-            wrapped[block] = (
-                Frozen(layer) if len(frozen) == sum(s.trainable for s in specs) else PartlyFrozen(layer, frozen)
-            )
+        keys = tuple(s.name for s in specs if s.trainable and (s.tied or joined(block, s.name)) in names)
+        if keys and isinstance(layer, Layer):
+            forms[block] = Frozen(layer) if len(keys) == sum(s.trainable for s in specs) else PartlyFrozen(layer, keys)
         else:
-            wrapped[block] = _FrozenBlock(layer, frozen) if frozen else layer
-    return wrapped
+            forms[block] = _FrozenBlock(layer, keys) if keys else layer
+    return forms
 
 
 @dataclass(frozen=True)
@@ -1209,9 +1205,7 @@ _OPERATIONS = 2**24
 
 
 def _enough_samples(model: Any) -> int | None:
-    counted = {
-        name: operations.forward for name, operations in model_operations(model, tuple(model.sample_shape)).items()
-    }
+    counted = {name: counts.forward for name, counts in model_operations(model, tuple(model.sample_shape)).items()}
     counted = {name: forward for name, forward in counted.items() if forward}
     if not counted:
         return None

@@ -1113,7 +1113,7 @@ class SplitModel:
     >>> def held(comm):
     ...     group = mz.comm.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group
     ...     part = mz.nn.split_model(mz.nn.MLP(4, [6], 2), group)
-    ...     return type(part).__name__, part.held_shape("hidden.0", (6,))
+    ...     return type(part).__name__, part.local_shape("hidden.0", (6,))
     >>> run_in_threads(2, held)  # three of six hidden features on each rank
     [('SplitModel', (3,)), ('SplitModel', (3,))]
     """

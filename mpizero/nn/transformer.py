@@ -683,10 +683,8 @@ class AttentionBase(Composite, Affine, SequenceLayer):
 
         Not collective.
         """
-        (into_qkv, projection), local = self._layers, self.local_shape(shape)
-        return (
-            into_qkv.operations(local) + projection.operations(local) + self.local_heads[0].attend_operations(shape[0])
-        )
+        (into_qkv, projection), part = self._layers, self.local_shape(shape)
+        return into_qkv.operations(part) + projection.operations(part) + self.local_heads[0].attend_operations(shape[0])
 
 
 @explains

@@ -945,13 +945,9 @@ class TiledLoss:
         length = _global_length(prediction, self.context) if self.grid.along > 1 else 0
         predictions, targets = self.grid.cut(prediction, length, self.axis), self.grid.cut(target, length, None)
         arguments = zip(self.losses, predictions, targets, strict=True)
-        results = run_in_turns([partial(loss.forward, p, y) for loss, p, y in arguments])
-        rows = results[:: self.grid.across]  # the tensor tiles of a context tile find the same numbers
-        return (
-            _tree_sum([row[0] for row in rows]),
-            _tree_sum([row[1] for row in rows]),
-            [cache for *_, cache in results],
-        )
+        passes = run_in_turns([partial(loss.forward, p, y) for loss, p, y in arguments])
+        rows = passes[:: self.grid.across]  # the tensor tiles of a context tile find the same numbers
+        return _tree_sum([row[0] for row in rows]), _tree_sum([row[1] for row in rows]), [cache for *_, cache in passes]
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
         """Return ``scale`` times the gradient of the loss sum with respect to this rank's part of the prediction."""

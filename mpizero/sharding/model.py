@@ -852,12 +852,7 @@ class Model(ParameterAccess):
 
 @explains
 def distribute(
-    model: Any,
-    optimizer: Any,
-    strategy: str = "zero2",
-    *,
-    mesh: Mesh | None = None,
-    config: Config | None = None,
+    model: Any, optimizer: Any, strategy: str = "zero2", *, mesh: Mesh | None = None, config: Config | None = None
 ) -> Model:
     """Shard a model and its optimizer over the ranks of a mesh, and split the model as the mesh says.
 

@@ -402,11 +402,9 @@ class SplitTraining:
     def _compare(self, comm: Communicator, expected: list[dict[str, Any]]) -> None:
         label = f"{self.virtual_ranks} tiles on {comm.size} ranks: step"
         difference = first_difference(self._trained(comm, comm.size), expected, label)
-        differences = comm.allgather_object(difference, tag="assert_same_as_serial")
-        if wrong := [rank for rank, text in enumerate(differences) if text]:
-            raise AssertionError(
-                f"{differences[wrong[0]]} (on rank {wrong[0]}; {len(wrong)} of {comm.size} ranks differ)"
-            )
+        texts = comm.allgather_object(difference, tag="assert_same_as_serial")
+        if wrong := [rank for rank, text in enumerate(texts) if text]:
+            raise AssertionError(f"{texts[wrong[0]]} (on rank {wrong[0]}; {len(wrong)} of {comm.size} ranks differ)")
 
     def _trained(self, comm: Any, size: int) -> list[dict[str, Any]]:
         """Return for each step its loss, and by name the gradients and the parameters after it."""
@@ -545,22 +543,20 @@ class _Recorder:
     """Run the form of a block for one tile, and keep copies of what its passes give by the name of the value."""
 
     def __init__(self, form: Any) -> None:
-        self.form, self.results = form, dict[str, Any]()
+        self.form, self.values = form, dict[str, Any]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.form, name)
 
     def forward(self, params: Any, x: Any, run: Run) -> Any:
         y, cache = self.form.forward(params, x, run)
-        self.results = dict(_leaves("output", y))
+        self.values = dict(_leaves("output", y))
         return y, cache
 
     def backward(self, params: Any, cache: Any, dy: Any, grads: Any) -> Any:
         dx = self.form.backward(params, cache, dy, grads)
-        self.results |= _leaves("gradient of the input", dx)
-        self.results |= {
-            f"gradient of {spec.name!r}": value_at(grads, spec.name).copy() for spec in _trained(self.form)
-        }
+        self.values |= _leaves("gradient of the input", dx)
+        self.values |= {f"gradient of {spec.name!r}": value_at(grads, spec.name).copy() for spec in _trained(self.form)}
         return dx
 
 
@@ -617,8 +613,8 @@ class _BlockCheck:
         across = self.tiled.grid.across
         for number, recorder in enumerate(recorders):
             first = number // across * across
-            for label, value in recorder.results.items():
-                if which(label) and (wrong := first_difference(value, recorders[first].results[label], f"the {label}")):
+            for label, value in recorder.values.items():
+                if which(label) and (wrong := first_difference(value, recorders[first].values[label], f"the {label}")):
                     self.fail(
                         method,
                         f"{wrong} of tile {first}: it must be whole and the same on every tile; is a sum over the "

@@ -153,12 +153,10 @@ def _agree(item: pytest.Item, report: pytest.TestReport, control: Communicator) 
         summarized = _show_summary(item, report)
         _end(item.config, control, reason if summarized else f"{reason}\n{report.longreprtext}")
     if (outcomes != outcome).any():
-        _exchange_failures(item, report, control, outcomes)
+        _merge(item, report, control, outcomes)
 
 
-def _exchange_failures(
-    item: pytest.Item, report: pytest.TestReport, control: Communicator, outcomes: np.ndarray[Any, Any]
-) -> None:
+def _merge(item: pytest.Item, report: pytest.TestReport, control: Communicator, outcomes: np.ndarray[Any, Any]) -> None:
     """Let a test whose outcomes differ between ranks fail here, with the tracebacks of the ranks where it failed."""
     said = ", ".join(f"rank {r}: {_OUTCOMES[o]}" for r, o in enumerate(outcomes))
     message = f"{item.nodeid} has several outcomes ({said})"

@@ -82,7 +82,7 @@ class Exchange:
     @property
     def peers(self) -> Any:
         """The communicator of this rank's peers."""
-        return self.model._engine.grid.peers
+        return self.model._engine.grid.inter_node
 
     def close(self) -> None:
         """Free the model's windows and communicators."""

@@ -59,9 +59,9 @@ def facts(report: Report, small: bool) -> None:
     for line in _said(*command_line(small), "doctor").splitlines():
         report.figure("doctor", line.strip())
     with report.attempt("the library's GPU"):
-        from mpizero.kernels.gpu import found, open_device
+        from mpizero.kernels.gpu import available_gpus, open_device
 
-        count, reason = found()
+        count, reason = available_gpus()
         report.figure("found by the library", reason or f"{count}, {open_device(0).name}")
         report.figure("in short", f"{reason or open_device(0).name}; {model}, {os.cpu_count()} processors")
 

@@ -58,7 +58,7 @@ def _load_all(tasks: list[tuple[str, str]]) -> float:
 
 def compiling(report: Report, small: bool) -> None:
     """Compile all kernels for this GPU and this CPU on all cores, then load those of the GPU in a new process."""
-    count, reason = devices.found()
+    count, reason = devices.available_gpus()
     tasks = [task for task in _tasks() if count or not task[0].startswith("cuda.")]
     on_gpu = [task for task in tasks if task[0].startswith("cuda.")]
     if small:

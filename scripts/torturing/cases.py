@@ -91,7 +91,7 @@ def problem_of_folder(run: Path, at_least: int) -> str:
     """
     passed: list[str] = []
     try:
-        newest = checkpoint.newest(run, report=passed.append)
+        newest = checkpoint.latest(run, report=passed.append)
     except CheckpointError as error:
         return f"a checkpoint that cannot be opened was committed: {error}"
     step = checkpoint.step_of(newest) if newest else 0
@@ -109,7 +109,7 @@ def problem_of_folder(run: Path, at_least: int) -> str:
 def problem_of_next_save(run: Path) -> str:
     """Save and prune once more in ``run``; return what goes wrong or which other files are left, or "" if none are."""
     try:
-        newest = checkpoint.newest(run)
+        newest = checkpoint.latest(run)
         step = (checkpoint.step_of(newest) or 0 if newest else 0) + 1
         target = checkpoint.step_folder(run, step)
         checkpoint.write(target, saver.pieces(step, 0, 1), {"step": step})

@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> None:
     folder, steps, how, keep = Path(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
     pause = float(arguments[4]) if len(arguments) > 4 else 0.0
     comm = MPI.COMM_WORLD
-    newest = checkpoint.newest(folder, comm)
+    newest = checkpoint.latest(folder, comm)
     first = 1 if newest is None else (checkpoint.step_of(newest) or 0) + 1
     comm.Barrier()
     # As in training, the watchdog ends ranks that wait inside HDF5 for a rank whose last write was refused.

@@ -98,7 +98,7 @@ class Reference:
         """
         passed: list[str] = []
         try:
-            newest = checkpoint.newest(checkpoints, report=passed.append)
+            newest = checkpoint.latest(checkpoints, report=passed.append)
         except CheckpointError as error:
             return f"a checkpoint that cannot be opened was committed: {error}"
         step = checkpoint.step_of(newest) if newest else 0

@@ -199,7 +199,7 @@ def test_a_save_killed_at_any_system_call_loses_nothing_that_was_committed(
         assert value(first) in ({1, 2} if replace else {1})
         if target.is_dir():
             checkpoint.verify(target)
-        newest = checkpoint.newest(tmp_path)
+        newest = checkpoint.latest(tmp_path)
         found.add(value(newest) if newest else 0)
         if ended:
             break

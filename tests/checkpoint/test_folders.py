@@ -43,7 +43,7 @@ def test_step_folders_are_named_by_their_step(tmp_path):
 def test_the_newest_is_chosen_by_step_and_not_by_date(run):
     os.utime(run / "step_00000090", (4e9, 4e9))
     os.utime(run / "step_00000120", (0, 0))
-    found = run_in_threads(3, lambda comm: checkpoint.newest(run, comm))
+    found = run_in_threads(3, lambda comm: checkpoint.latest(run, comm))
     assert [name(path) for path in found] == ["step_00000120"] * 3
 
 
@@ -51,18 +51,18 @@ def test_damaged_ones_are_passed_over_with_a_line_each(run):
     (run / "step_00000120" / "manifest.json").write_bytes(b"{}")
     (run / "step_00000100" / "state.h5").write_bytes(b"")
     lines: list[str] = []
-    assert name(checkpoint.newest(run, report=lines.append)) == "step_00000090"
+    assert name(checkpoint.latest(run, report=lines.append)) == "step_00000090"
     assert len(lines) == 2
     assert "step_00000120" in lines[0]
     assert "step_00000100" in lines[1]
     with pytest.warns(UserWarning, match="passed over"):
-        checkpoint.newest(run)
-    assert [name(path) for path in checkpoint.sound(run, report=lines.append)] == ["step_00000090"]
+        checkpoint.latest(run)
+    assert [name(path) for path in checkpoint.list_valid(run, report=lines.append)] == ["step_00000090"]
 
 
 def test_a_folder_without_checkpoints_has_no_newest(tmp_path):
-    assert checkpoint.newest(tmp_path) is None
-    assert checkpoint.newest(tmp_path / "missing") is None
+    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest(tmp_path / "missing") is None
     assert checkpoint.prune(tmp_path / "missing", 2) == []
 
 
@@ -90,9 +90,9 @@ def test_one_that_exists_and_cannot_be_opened_is_never_taken_for_none(run):
 
     def look(comm):
         with pytest.raises(CheckpointError, match=r"step_00000120.*state\.h5 is missing.*as .*step_00000100"):
-            checkpoint.newest(run, comm)
-        found = checkpoint.survey(run, comm)
-        return [(one.step, one.sound, one.unreadable, one.damaged) for one in found]
+            checkpoint.latest(run, comm)
+        found = checkpoint.list_steps(run, comm)
+        return [(one.step, one.valid, one.unreadable, one.damaged) for one in found]
 
     (run / "step_00000090" / "manifest.json").write_bytes(b"{}")
     wanted = [(120, False, True, False), (100, True, False, False), (90, False, False, True)]
@@ -229,4 +229,4 @@ def test_a_folder_that_is_deleted_amid_pruning_costs_no_older_one(run, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(manager, "read_manifest", reading)
         assert checkpoint.prune(run, 1) == []
-    assert name(checkpoint.newest(run, report=lambda line: None)) == left
+    assert name(checkpoint.latest(run, report=lambda line: None)) == left

@@ -120,7 +120,7 @@ def image_of(folder):
 
 def search(small, folder):
     passed: list[str] = []
-    assert checkpoint.newest(folder.parent, report=passed.append) is None
+    assert checkpoint.latest(folder.parent, report=passed.append) is None
     raise CheckpointError(passed[0])
 
 

@@ -70,7 +70,7 @@ def test_a_disk_that_is_full_for_one_rank_fails_on_all_and_leaves_nothing(world,
     assert str(caught.value).startswith(f"checkpoint {folder}/step_00000002 was not written: ")
     assert caught.value.errno == errno.EFBIG
     assert os.listdir(folder) == ["step_00000001"]
-    assert checkpoint.newest(folder, world) == str(folder / "step_00000001")
+    assert checkpoint.latest(folder, world) == str(folder / "step_00000001")
     world.barrier()
 
 
@@ -84,7 +84,7 @@ def test_an_mpi4py_communicator_is_taken_as_it_is_and_training_s_own_messages_pa
         pending.commit()
         assert small.loads(pending.target, comm)
     assert checkpoint.prune(folder, 2, comm) == [str(folder / "step_00000001")]
-    assert checkpoint.newest(folder, comm) == str(folder / "step_00000003")
+    assert checkpoint.latest(folder, comm) == str(folder / "step_00000003")
     image = checkpoint.to_bytes(arrays, small.attributes, comm)
     assert all(comm.allgather(image == checkpoint.to_bytes(small.whole(), small.attributes, "self")))
     with pytest.raises(FileNotFoundError, match="does not exist"):

@@ -44,16 +44,16 @@ def check(world, axes, **options):
     """Compare all that a grid says with the axes."""
     with ProcessGrid.create(world, axes=axes, **options) as grid:
         assert grid.axes == axes
-        assert grid.here == axes.coordinates(world.rank)
+        assert grid.coordinates == axes.coordinates(world.rank)
         for name, differing in GROUPS.items():
             assert members(grid, name) == axes.group(world.rank, differing), name
         data = axes.group(world.rank, ("data", "context"))
         assert grid.data.rank == data.index(world.rank)
         assert (grid.batch is grid.data) == (axes.context == 1)
         assert sorted(grid.order) == list(range(grid.data.size))
-        assert grid.order[grid.place] == grid.data.rank
+        assert grid.order[grid.order_index] == grid.data.rank
         assert members(grid, "node") == tuple(data[rank] for rank in grid.node_ranks)
-        assert members(grid, "peers") == tuple(data[rank] for rank in grid.peer_ranks)
+        assert members(grid, "inter_node") == tuple(data[rank] for rank in grid.inter_node_ranks)
         assert {grid.node.size} == set(grid.group_sizes)
         assert grid.node.shares_memory
         shared = grid.node.allocate_shared(8 * grid.node.size)
@@ -103,7 +103,7 @@ def test_data_groups_may_differ_in_their_nodes_but_one_uneven_group_makes_all_ra
             even = grid.local_size
         # Nodes 0123 and 45 cut the data groups into 012 and 3 | 45.
         with ProcessGrid.create(world, axes=Axes(pipeline=2, data=3), ranks_per_node=4) as grid:
-            assert members(grid, "peers") == members(grid, "data")
+            assert members(grid, "inter_node") == members(grid, "data")
             return even, grid.nodes
 
     private = ((0,), (1,), (2,))
@@ -126,7 +126,7 @@ def test_groups_of_the_same_ranks_are_one_communicator():
 def test_data_parallelism_makes_no_other_groups(comm):
     with ProcessGrid.create(comm) as grid:
         assert grid.batch is grid.data
-        assert grid.here == (0, 0, comm.rank, 0)
+        assert grid.coordinates == (0, 0, comm.rank, 0)
         for group in (grid.tensor, grid.context, grid.pipeline, grid.model):
             assert type(group).__name__ == "InMemoryCommunicator"
             assert group.size == 1
@@ -222,7 +222,7 @@ class Interleaved:
 def test_peers_have_the_same_place_on_their_node_and_ranks_keep_their_numbers():
     def view(grid):
         with grid:
-            return members(grid, "node"), members(grid, "peers"), grid.nodes, grid.position
+            return members(grid, "node"), members(grid, "inter_node"), grid.nodes, grid.position
 
     for rank, seen in enumerate(run_in_threads(6, lambda comm: view(ProcessGrid.create(comm, ranks_per_node=2)))):
         node, peers = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2, rank % 2 + 4)

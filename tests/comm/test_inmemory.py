@@ -109,7 +109,7 @@ def test_a_thread_sleeps_until_what_it_waits_for_has_come():
     def work(comm):
         others = comm.split(int(comm.rank > 0))
         if comm.rank == 0:
-            comm._check_peers = lambda arrival=None: looks.setdefault(0, []).append(arrival)
+            comm._check_ranks = lambda arrival=None: looks.setdefault(0, []).append(arrival)
             comm.recv(np.zeros(1), comm.size - 1)
             return
         while not comm._group.job._waiting:  # rank 0 sleeps

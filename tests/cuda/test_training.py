@@ -161,7 +161,7 @@ def test_a_rank_without_a_gpu_stops_all_of_them_with_the_reason(monkeypatch):
 
 def test_what_is_missing_is_told_without_a_gpu(monkeypatch):
     monkeypatch.setattr(gpu, "gpus", gpu.Gpus)
-    count, reason = gpu.found()
+    count, reason = gpu.available_gpus()
     assert count == 0
     assert reason
     with pytest.raises(ConfigError, match='device = "cpu"'):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero import data
-from mpizero.data.batches import whole_batch
+from mpizero.data.batches import full_batch
 from mpizero.errors import ConfigError, DataError, MpizeroError, RemoteError
 from mpizero.testing import run_in_threads
 
@@ -221,7 +221,7 @@ def test_a_source_whose_samples_depend_on_earlier_calls_is_refused(numbers, rank
 def test_nor_are_all_of_its_samples_read_for_one_step(ranks):
     def run(comm):
         with pytest.raises(DataError, match="Own.read gives other numbers in x"):
-            whole_batch(Own(drawn), ranks(comm))
+            full_batch(Own(drawn), ranks(comm))
 
     run_in_threads(2, run)
 

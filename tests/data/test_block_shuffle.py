@@ -76,7 +76,7 @@ def test_a_block_is_read_once_an_epoch_and_few_are_held(compressed):
     for start in range(0, 100, 7):  # batches begin in one group of blocks and end in the next
         own = order[start : start + 7]
         np.testing.assert_array_equal(source.samples(own)[1], own)
-        assert len(source._held) <= 3
+        assert len(source._cached) <= 3
     assert source.blocks_read == 13
 
 

@@ -55,7 +55,7 @@ def test_a_copy_that_does_not_fit_is_left_out_and_told(compressed, ranks, capsys
 
 @pytest.mark.parametrize("own_disk", [True, False])
 def test_mapped_files_on_a_disk_of_the_node_are_not_copied(tmp_path, ranks, monkeypatch, capsys, own_disk):
-    monkeypatch.setattr(files, "on_own_disk", lambda path: own_disk)
+    monkeypatch.setattr(files, "on_local_disk", lambda path: own_disk)
     values = RNG.normal(size=(100, 5))
     with h5py.File(tmp_path / "d.h5", "w") as file:
         file["x"], file["y"] = values, np.arange(100)
@@ -71,7 +71,7 @@ def test_mapped_files_on_a_disk_of_the_node_are_not_copied(tmp_path, ranks, monk
 
 
 def test_the_page_cache_is_no_copy_of_what_does_not_fit_into_memory(compressed, monkeypatch):
-    monkeypatch.setattr(files, "on_own_disk", lambda path: True)
+    monkeypatch.setattr(files, "on_local_disk", lambda path: True)
     source = data.Hdf5Source(compressed[0], "y", "y")
     assert source.in_page_cache
     assert not data.Hdf5Source(compressed[0], "x", "y").in_page_cache  # chunks are not mapped

@@ -188,7 +188,7 @@ def test_reading_ahead_asks_once_for_each_region_that_is_touched(tmp_path, monke
         file["x"], file["y"] = values, np.arange(100)
     source = data.Hdf5Source(tmp_path / "d.h5", "x", "y")
     array = source._opened(str(tmp_path / "d.h5"))["x"][0]
-    monkeypatch.setattr(mapped, "RUN", 20 * 2400)  # from 20 rows on, neighbours are read by a call of the system
+    monkeypatch.setattr(mapped, "READ_BYTES", 20 * 2400)  # from 20 rows on, neighbours are read by a call of the system
     for order in ([99, 0], [98, 1, 99], range(30, 60), range(81, 100), RNG.permutation(100)):
         np.testing.assert_array_equal(source.samples(order)[0], values[order])
     assert not array._unread.any()

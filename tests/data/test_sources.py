@@ -293,7 +293,7 @@ TYPES = (">f4", "<f4", "f8", "f2", "i2", ">u8", "u1", "?", "c8")
 @pytest.mark.parametrize(("shuffled", "kept"), [(False, 0), (True, 1 << 20)])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_gzip_chunks_have_the_elements_that_hdf5_reads(tmp_path, monkeypatch, dtype, shuffled, kept):
-    monkeypatch.setattr(deflated, "KEPT", kept)
+    monkeypatch.setattr(deflated, "CACHED_BYTES", kept)
     values = np.random.default_rng(0).integers(0, 100, (50, 3, 2)).astype(dtype)
     with h5py.File(tmp_path / "d.h5", "w") as file:
         file.create_dataset("x", data=values, chunks=(8, 3, 2), compression="gzip", shuffle=shuffled)

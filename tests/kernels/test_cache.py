@@ -184,7 +184,7 @@ def test_without_a_home_a_tilde_is_no_folder(temporary, monkeypatch):
 def test_where_no_folder_is_private_the_error_names_each(temporary, monkeypatch):
     monkeypatch.setenv("HOME", "nowhere")
     monkeypatch.setattr(
-        machine_code, "own_folder", lambda base, name: (_ for _ in ()).throw(PermissionError(f"{base} no"))
+        machine_code, "private_folder", lambda base, name: (_ for _ in ()).throw(PermissionError(f"{base} no"))
     )
     with pytest.raises(PermissionError, match=r"no; /var/tmp no; /dev/shm no; set MPIZERO_CACHE_DIR"):
         place()

@@ -58,7 +58,7 @@ def test_runs_are_the_fewest_that_name_the_elements_that_numpy_selects(part: Par
     start, stop = some_range(data, local.size)
     runs = list(part_runs(part, local.shape, start, stop))
     assert all(run.size > 0 for run in runs)
-    assert all(a.whole + a.size < b.whole for a, b in zip(runs, runs[1:], strict=False)), "two could be one"
+    assert all(a.full + a.size < b.full for a, b in zip(runs, runs[1:], strict=False)), "two could be one"
     found = [i for whole, _, size in runs for i in range(whole, whole + size)]
     assert found == local.reshape(-1)[start:stop].tolist()
     assert [i for _, first, size in runs for i in range(first, first + size)] == list(range(start, stop))

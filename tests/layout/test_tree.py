@@ -84,8 +84,8 @@ def test_streaming_fold_holds_the_cover_in_a_logarithmic_number_of_rows(total: i
     stop = data.draw(st.integers(start + 1, total))
     plan = fold_plan(range(start, stop), total, limit=data.draw(st.none() | st.integers(0, 7)))
     rows = folded(plan.folds, [None] * plan.rows)
-    assert [rows[row] for _, row in plan.held] == [canonical(n, total) for n, _ in plan.held]
-    assert [leaf for node, _ in plan.held for leaf in node.leaves(total)] == list(range(start, stop))
+    assert [rows[row] for _, row in plan.sums] == [canonical(n, total) for n, _ in plan.sums]
+    assert [leaf for node, _ in plan.sums for leaf in node.leaves(total)] == list(range(start, stop))
     assert plan.rows <= 2 * (stop - start).bit_length() + 1
 
 

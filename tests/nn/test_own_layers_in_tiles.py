@@ -11,7 +11,7 @@ import pytest
 import mpizero as mz
 from mpizero import nn
 from mpizero.errors import CollectiveError, LayoutError
-from mpizero.nn.tensor_parallel import own_range, part_of
+from mpizero.nn.tensor_parallel import local_range, part_of
 from mpizero.testing import run_in_threads
 from mpizero.types import Init, IntegerSpec, ParameterSpec
 from tests.nn.groups import Model
@@ -29,7 +29,7 @@ class Own(nn.Layer):
 
     @property
     def held(self):
-        return slice(*own_range(WIDTH, self.group)) if self.group else slice(0, WIDTH)
+        return slice(*local_range(WIDTH, self.group)) if self.group else slice(0, WIDTH)
 
     def own_specs(self):
         weight = ParameterSpec("weight", (WIDTH, WIDTH), Init("normal", 0.3))

@@ -62,7 +62,7 @@ def test_gather_and_split_are_adjoint(on_every_rank):
             region, shape = Gather(group, axis, length), [2, 3, 5]
             shape[axis] = length
             whole = arrays(group, shape, True, 1)
-            shape[axis] = region.own.stop - region.own.start
+            shape[axis] = region.local_slice.stop - region.local_slice.start
             parts = arrays(group, shape, False, 2)
             joined, own = require_adjoint(group, region, parts, whole, (False, True))
             require_same_everywhere(group, joined)
@@ -80,7 +80,7 @@ def test_expand_and_scatter_are_adjoint(on_every_rank):
             region, shape = Expand(group, axis, length), [2, 3, 5]
             shape[axis] = length
             terms = arrays(group, shape, False, 1)
-            shape[axis] = region.own.stop - region.own.start
+            shape[axis] = region.local_slice.stop - region.local_slice.start
             parts = arrays(group, shape, False, 2)
             joined, own = require_adjoint(group, region, parts, terms, (False, False))
             require_same_everywhere(group, joined)

@@ -190,7 +190,7 @@ def test_what_ranks_hold_between_blocks_is_what_the_model_says():
                 layer = split.blocks[name]
                 assert layer.output_shape(shape) == model.blocks[name].output_shape(shape), name
                 shape = layer.output_shape(shape)
-                assert h.shape[1:] == split.held_shape(name, shape), name
+                assert h.shape[1:] == split.local_shape(name, shape), name
 
         groups.on_ranks(3, work)
 

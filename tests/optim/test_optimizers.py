@@ -210,7 +210,7 @@ def test_a_schedule_sets_the_rate_of_every_step():
         (lambda: optim.SGD(lr=lambda step: math.nan).hyper(3, 0, np.float32), r"lr\(2\)=nan"),
         (lambda: optim.Muon(momentum=1.0), r"Muon: momentum=1.0: expected"),
         (lambda: optim.Muon(iterations=0), r"Muon: iterations=0: expected a whole number >= 1"),
-        (lambda: optim.Muon(scale="adamw"), "Muon: scale='adamw': expected one of \"original\", \"match_rms_adamw\""),
+        (lambda: optim.Muon(scale="adamw"), 'Muon: scale=\'adamw\': expected one of "original", "match_rms_adamw"'),
         (lambda: optim.Muon(output_axis=2), r"Muon: output_axis=2: expected a whole number from 0 to 1"),
         (lambda: optim.Muon(exclude=[3]), r"Muon: exclude=\[3\]: each value must be a string"),
         (lambda: optim.Muon(adamw_lr_scale=-1), r"Muon: adamw_lr_scale=-1: expected"),

@@ -278,4 +278,4 @@ def test_rounding_to_16_bits_is_no_difference():
 def test_an_optimizer_of_optax_says_what_to_take():
     optax = pytest.importorskip("optax")
     with pytest.raises(TypeError, match=r"cannot be sharded: take mz.SGD, mz.Adam"):
-        mz.distribute(JaxModel(perceptron(), squares), optax.adam(1e-2), comm="self")
+        mz.distribute(JaxModel(perceptron(), squares), optax.adam(1e-2), mesh=mz.Mesh("self"))

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from mpizero.adapters.torch import TorchModel, autograd  # noqa: E402
-from mpizero.adapters.torch.autograd import OwnKernels  # noqa: E402
+from mpizero.adapters.torch.autograd import MpizeroKernels  # noqa: E402
 from mpizero.errors import ConfigError  # noqa: E402
 
 
@@ -46,7 +46,7 @@ def test_values_and_gradients_are_those_of_pytorch(dtype: Any, tolerance: float)
             xs = inputs(count, shape, dtype)
             expected = function(*xs)
             dy = torch.randn(expected.shape, dtype=dtype)
-            with OwnKernels():
+            with MpizeroKernels():
                 found = function(*xs)
             assert type(found.grad_fn).__name__ in ("_ElementwiseBackward", "_CausalAttentionBackward")
             ours, theirs = torch.autograd.grad(found, xs, dy), torch.autograd.grad(expected, xs, dy)
@@ -58,7 +58,7 @@ def test_values_and_gradients_are_those_of_pytorch(dtype: Any, tolerance: float)
 @pytest.mark.parametrize(("function", "count"), FUNCTIONS, ids=lambda one: getattr(one, "__name__", ""))
 def test_second_derivatives_and_transforms_are_those_of_pytorch(function: Callable[..., Any], count: int) -> None:
     xs = inputs(count, (1, 1, 4, 2), torch.float64)
-    with OwnKernels():
+    with MpizeroKernels():
         assert torch.autograd.gradcheck(function, xs)
         assert torch.autograd.gradgradcheck(function, xs)
         jacobian = torch.func.jacrev(function)(*xs)
@@ -81,7 +81,7 @@ def test_calls_that_the_kernels_do_not_know_are_pytorchs() -> None:
     ]
     for call in calls:
         expected = call()
-        with OwnKernels():
+        with MpizeroKernels():
             assert torch.equal(call(), expected)
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import mpizero as mz  # noqa: E402
 from mpizero.adapters.torch import autograd, blocks  # noqa: E402
-from mpizero.adapters.torch.autograd import Pass, input_half, weight_half, whole_backward  # noqa: E402
+from mpizero.adapters.torch.autograd import Pass, full_backward, input_half, weight_half  # noqa: E402
 from mpizero.cli.main import main  # noqa: E402
 from mpizero.errors import ConfigError, MpizeroError  # noqa: E402
 from mpizero.guard.reports import describe_error  # noqa: E402
@@ -389,7 +389,7 @@ def test_the_halves_of_a_backward_pass_have_the_bits_of_the_whole(make: Any, sha
         return
     graph = Pass([y], [x] if needs_input else [], list(net.parameters()))
     gradients = [torch.randn_like(y)]
-    inputs, weights = whole_backward(graph, gradients, keep=True)
+    inputs, weights = full_backward(graph, gradients, keep=True)
     again, pending = input_half(graph, gradients)
     for expected, found in zip([*inputs, *weights], [*again, *weight_half(graph, pending)], strict=True):
         assert torch.equal(expected, found)
@@ -803,13 +803,13 @@ def test_products_on_a_gpu_may_be_deterministic() -> None:
 
 def test_buffers_that_stay_in_the_module_go_to_where_the_parameters_are() -> None:
     """PyTorch's device "meta" stands for the GPU."""
-    from mpizero.adapters.torch.call import bring, held_by
+    from mpizero.adapters.torch.call import bring, module_tensors
 
     net = nn.Module()
     net.first = nn.Module()
     net.first.register_buffer("mask", torch.ones(3), persistent=False)
     net.first.register_buffer("same", net.first.mask)
-    bring(list(held_by(net, "_buffers").values()), torch.device("meta"))
+    bring(list(module_tensors(net, "_buffers").values()), torch.device("meta"))
     assert net.first.mask.is_meta
     assert net.first.same is net.first.mask
 

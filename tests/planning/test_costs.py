@@ -525,13 +525,13 @@ def traced(job: Job, comm: Communicator) -> int:
 
 @pytest.mark.parametrize("size", [1, 6, 8])
 def test_groups_and_nodes_are_those_that_a_job_finds(size: int) -> None:
-    names = ("world", "data", "batch", "pipeline", "tensor", "context", "model", "node", "peers")
+    names = ("world", "data", "batch", "pipeline", "tensor", "context", "model", "node", "inter_node")
 
     def found(grid: Any) -> Any:
         groups = {name: (getattr(grid, name).rank, getattr(grid, name).size) for name in names}
         shares = [size > 1 and getattr(grid, n).shares_memory for n in ("tensor", "context") if groups[n][1] > 1]
-        return groups, shares, grid.nodes, grid.position, grid.here, grid.order, grid.place, grid.node_ranks, (
-            grid.peer_ranks, grid.group_sizes,
+        return groups, shares, grid.nodes, grid.position, grid.coordinates, grid.order, grid.order_index, (
+            grid.node_ranks, grid.inter_node_ranks, grid.group_sizes,
         )  # fmt: skip
 
     for axes in every_axes(size):

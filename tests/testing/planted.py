@@ -11,7 +11,7 @@ from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.layout.flat import flat_names
 from mpizero.sharding import grad_reduce
 from mpizero.sharding.engine import Engine
-from mpizero.sharding.forward_backward import WatchedJob
+from mpizero.sharding.forward_backward import CheckedMicroBatch
 from mpizero.sharding.grad_reduce import AllReduceBuffer
 from mpizero.sharding.params import ParameterStore
 from mpizero.sharding.update import Updater
@@ -167,7 +167,7 @@ def halved_slots(right, self, reduced, threads, loss):
         values *= 0.5
 
 
-@fault(WatchedJob, "_check")
+@fault(CheckedMicroBatch, "_check")
 def gradients_changed(right, self, unit, block, views, *, change):
     """The gradients of every micro-batch that rank 1 computes are what ``change`` makes of them."""
     if self.scalars.grid.world.rank == 1:
@@ -192,7 +192,7 @@ def rank_offset(patch, offset):
     gradients_changed(patch, change=lambda view: view + view.dtype.type(offset))
 
 
-@fault(WatchedJob, "_check")
+@fault(CheckedMicroBatch, "_check")
 def rank_keyed_noise(right, self, unit, block, views, *, size):
     """The gradients of every rank have noise with the rank for a seed, but for rank 0."""
     world = self.scalars.grid.world

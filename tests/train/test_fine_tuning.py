@@ -48,7 +48,7 @@ def run(folder, *options, ranks=1):
 
 
 def parameters(folder):
-    with checkpoint.open_checkpoint(checkpoint.newest(f"{folder}/checkpoints", "self"), "self") as reader:
+    with checkpoint.open_checkpoint(checkpoint.latest(f"{folder}/checkpoints", "self"), "self") as reader:
         names = [path for path in reader.arrays if path.startswith("parameters/")]
         return {path.removeprefix("parameters/"): reader.read_whole(path) for path in names}
 

@@ -516,11 +516,11 @@ class FirstGrains:
         bits = jnp.finfo(jax.tree_util.tree_leaves((parameters, batch))[0].dtype).bits
         try:  # in double precision, a small term is no rounding
             with jax.enable_x64(True):
-                results = _losses_and_gradients(self.computed, _doubled(parameters), map(_doubled, trees), key)
+                results = _evaluate(self.computed, _doubled(parameters), map(_doubled, trees), key)
             within = _APART[64] if bits == 64 else _DOUBLED
         except Exception:
             try:
-                results, within = _losses_and_gradients(self.computed, parameters, trees, key), _APART[bits]
+                results, within = _evaluate(self.computed, parameters, trees, key), _APART[bits]
             except Exception:
                 if self.loss.takes_key:
                     return  # it needs its key, and draws other numbers for other samples
@@ -550,7 +550,7 @@ class FirstGrains:
                 f"{a:.6g} + {b:.6g}; probably {why}"
             )
 
-    def _check_gradients(self, results: list[_LossAndGradient], samples: int, within: float, *, add: bool) -> None:
+    def _check_gradients(self, results: list[_Result], samples: int, within: float, *, add: bool) -> None:
         """Raise ``LayoutError`` if gradients of the parts do not ``add`` up, or as rows do not make, the whole one."""
         full, first, second = (one.gradient for one in results)
         largest = max((float(np.max(np.abs(leaf), initial=0)) for leaf in full), default=0.0)
@@ -576,7 +576,7 @@ def parts_of(tree: Any, samples: int) -> list[Any]:
     return [cut(lambda *both: np.concatenate(both), tree, other), tree, other]
 
 
-class _LossAndGradient(NamedTuple):
+class _Result(NamedTuple):
     """Hold the loss of samples, its weight, and the arrays of its gradient."""
 
     loss: float
@@ -584,15 +584,13 @@ class _LossAndGradient(NamedTuple):
     gradient: list[np.ndarray[Any, Any]]
 
 
-def _losses_and_gradients(
-    computed: Any, parameters: tuple[Any, ...], trees: Iterable[Any], key: tuple[Any, ...]
-) -> list[_LossAndGradient]:
+def _evaluate(computed: Any, parameters: tuple[Any, ...], trees: Iterable[Any], key: tuple[Any, ...]) -> list[_Result]:
     results = []
     for tree in trees:
         (loss, weight), gradient = computed(*parameters, *tree, *[None for _ in key])
         leaves = [leaf for leaf in jax.tree_util.tree_leaves(gradient) if leaf.dtype != jax.dtypes.float0]
         weight = count(*tree) if weight is None else weight
-        results.append(_LossAndGradient(float(loss), float(weight), list(map(np.asarray, leaves))))
+        results.append(_Result(float(loss), float(weight), list(map(np.asarray, leaves))))
     return results
 
 

@@ -147,7 +147,7 @@ class Describer:
             home = self._homes.setdefault(identity, full_name)
             tied, trainable = None if home == full_name else home, one.trainable and identity not in self._frozen
             specs.append(ParameterSpec(one.name, one.shape, decay=len(one.shape) > 1, trainable=trainable, tied=tied))
-        integers, numbers, unstored = [], [], []
+        integers, numbers, others = [], [], []
         for identity, one in module_tensors(module, "_buffers").items():
             full_name, dtype = joined(block, one.name), str(one.now.dtype).removeprefix("torch.")
             averaged, saved = identity in self._running or full_name in self._averaged, full_name in self._order
@@ -161,15 +161,13 @@ class Describer:
                 specs.append(ParameterSpec(one.name, one.shape, decay=False, trainable=averaged, averaged=averaged))
                 self._stored.append(one)
             else:
-                unstored.append(one)
+                others.append(one)
         position = {name: number for number, name in enumerate(self._order)}
         order = sorted(range(len(stored)), key=lambda n: position.get(joined(block, stored[n].name), len(position)))
         stored, specs = [stored[n] for n in order], [specs[n] for n in order]
         names = frozenset(one.name for one in parameters.values())
         unused = frozenset(one.name for identity, one in parameters.items() if identity in self._unused)
-        return BlockTensors(
-            tuple(stored), tuple(specs), tuple(integers), tuple(numbers), tuple(unstored), names, unused
-        )
+        return BlockTensors(tuple(stored), tuple(specs), tuple(integers), tuple(numbers), tuple(others), names, unused)
 
     def _refusal(self, averaged: bool, saved: bool, dtype: str, home: str, block: str) -> str | None:
         """Return why a buffer cannot be stored as the module would have it, None if it can."""
@@ -270,7 +268,7 @@ class TorchBlock(Layer):
     def fingerprint(self) -> Any:
         """Parts of the block that ranks compare."""
         call = self.call
-        buffers = {one.name: one.now.cpu() for one in call.tensors.unstored}
+        buffers = {one.name: one.now.cpu() for one in call.tensors.others}
         return {"module": call.module, "specs": call.tensors.specs, "number": call.number, "buffers": buffers}
 
     def own_integers(self) -> tuple[IntegerSpec, ...]:

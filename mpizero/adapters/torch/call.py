@@ -82,7 +82,7 @@ class BlockTensors:
         Buffers of whole numbers, such as counters of batches.
     integer_specs : tuple of IntegerSpec
         Their descriptions, in the same order.
-    unstored : tuple of ModuleTensor
+    others : tuple of ModuleTensor
         The other buffers, which stay in the module; no forward pass may change them.
     parameters : frozenset of str
         Names of those in ``stored`` that are parameters of the module, not buffers.
@@ -94,7 +94,7 @@ class BlockTensors:
     specs: tuple[ParameterSpec, ...]
     integers: tuple[ModuleTensor, ...] = ()
     integer_specs: tuple[IntegerSpec, ...] = ()
-    unstored: tuple[ModuleTensor, ...] = ()
+    others: tuple[ModuleTensor, ...] = ()
     parameters: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
 

@@ -390,10 +390,10 @@ class FirstPass:
             with suppress(Exception):  # of samples that are none
                 used.run(map_leaves(other_samples, x), **{**modes, "gradients": False})
             again()
-            one, used_state = used.outcome(x, **modes), hidden_state(**{"": used.module})
+            one, first = used.outcome(x, **modes), hidden_state(**{"": used.module})
             again()
             generators, drawn = shared_generators(), random_state()
-            other, new_state = new.outcome(x, **modes), hidden_state(**{"": new.module})
+            other, second = new.outcome(x, **modes), hidden_state(**{"": new.module})
             drawing = differing(generators, shared_generators())
             self.random |= drawn_since(drawn)
         self.changes_input |= other.changes_input
@@ -403,10 +403,8 @@ class FirstPass:
                 "it would compute with the start values for ever: let no function, hook or global name refer to the "
                 "module; use methods, or the module that hooks are given"
             )
-        ignored = {buffer.name for buffer in new.tensors.unstored}  # each pass looks at these
-        used_state, new_state = (
-            {p: d for p, d in state.items() if p not in ignored} for state in (used_state, new_state)
-        )
+        ignored = {buffer.name for buffer in new.tensors.others}  # each pass looks at these
+        first, second = ({p: d for p, d in state.items() if p not in ignored} for state in (first, second))
 
         if drawing is not None:
             line = _line(shared_generators, partial(fresh().outcome, x, **modes))
@@ -415,11 +413,9 @@ class FirstPass:
                 "it: draw them in the module with PyTorch's own generator (torch.rand, torch.nn.functional.dropout), "
                 "which mpizero seeds"
             )
-        if (path := differing(used_state, new_state)) is not None:
-            copied = fresh()
-            line = _line(
-                lambda: part_of(hidden_state(**{"": copied.module}), path), partial(copied.outcome, x, **modes)
-            )
+        if (path := differing(first, second)) is not None:
+            twin = fresh()
+            line = _line(lambda: part_of(hidden_state(**{"": twin.module}), path), partial(twin.outcome, x, **modes))
             raise LayoutError(
                 f"{self.label} changes its attribute {path!r} in its forward pass{line}: what it keeps outside of "
                 "buffers depends on which rank runs it, and is not saved; make it a buffer (a statistic of the samples "
@@ -726,14 +722,12 @@ class FirstLoss:
 
     def _loss_and_gradient(self, prediction: Any, target: Any) -> _LossAndGradient:
         """Call the loss, and differentiate it."""
-        detached = map_leaves(
-            lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, prediction
-        )
-        leaves = gradient_leaves(detached)
+        copied = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, prediction)
+        leaves = gradient_leaves(copied)
         for leaf in leaves:
             leaf.requires_grad_()
         with torch.enable_grad():
-            loss, weight = self.value(detached, target)
+            loss, weight = self.value(copied, target)
             gradients: Gradients = [None] * len(leaves)
             if loss.requires_grad:
                 gradients = gradients_of([loss], leaves, [torch.ones_like(loss)])

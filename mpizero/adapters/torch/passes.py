@@ -148,7 +148,7 @@ class ModuleCall:
     def forward_values(self, params: Params) -> list[torch.Tensor]:
         """Return the tensors for the places of ``stored``, inside :meth:`prepared`: copies where they may change."""
         block, new, arrays = self.tensors, self.new, self.values(params)
-        bring(block.unstored, self._device(arrays))
+        bring(block.others, self._device(arrays))
         tensors = [t.clone() if spec.averaged or new else t for t, spec in zip(arrays, block.specs, strict=True)]
         if not self.uses_data:
             return tensors
@@ -262,9 +262,7 @@ class ModuleCall:
         """Return what no forward pass may change: what it is, the tensor in its place, and the tensor's version."""
         block = self.tensors
         stored = zip(block.stored, block.specs, values, strict=True)
-        tensors = [(one, t) for one, spec, t in stored if not spec.averaged] + [
-            (one, one.now) for one in block.unstored
-        ]
+        tensors = [(one, t) for one, spec, t in stored if not spec.averaged] + [(one, one.now) for one in block.others]
         return [(one, tensor, tensor._version) for one, tensor in tensors]
 
     def _change_of(self, one: ModuleTensor) -> LayoutError:

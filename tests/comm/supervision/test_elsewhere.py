@@ -15,8 +15,8 @@ from mpizero.guard import guard
 from mpizero.guard import remote_status as module
 from mpizero.guard.call_trace import CommunicatorRegistry
 from mpizero.guard.heartbeat import Heartbeat, Supervisor
-from mpizero.guard.remote_status import SLOT_LIMIT, PeerGroups, RemoteStatus, StatusServer, addresses, parse_slots
-from mpizero.guard.status import StatusBoard
+from mpizero.guard.remote_status import RECORD_LIMIT, RemoteStatus, StatusGroups, StatusServer, addresses, parse_records
+from mpizero.guard.status import StatusTable
 from mpizero.testing import run_in_threads
 
 #: Long against what an answer may take, short against what an attack would.
@@ -39,7 +39,7 @@ def slot_of(rank, seconds=0.0, **entries):
 def asked(comm, per_node, meddle=lambda remote_status: None, members=range(9)):
     """Let every rank write a slot and ask; ranks stand on nodes of ``per_node``, boards know their own rank alone."""
     rank = members[comm.rank]
-    board = StatusBoard((rank,), rank, None)
+    board = StatusTable((rank,), rank, None)
     board.write(slot_of(rank, 2.0))
     remote_status = RemoteStatus(board, f"node{comm.rank // per_node}", comm.allgather_object)
     try:
@@ -58,7 +58,7 @@ def pair(monkeypatch):
     monkeypatch.setattr(module, "addresses", lambda: ["127.0.0.1"])
 
     def make(comm):
-        board = StatusBoard((comm.rank,), comm.rank, None)
+        board = StatusTable((comm.rank,), comm.rank, None)
         board.write(slot_of(comm.rank))
         return RemoteStatus(board, f"node{comm.rank}", comm.allgather_object)
 
@@ -271,7 +271,7 @@ def test_whoever_knows_the_secret_can_answer(pair):
 
 @pytest.mark.slow
 def test_every_slot_that_fits_on_a_board_fits_into_an_answer(pair):
-    board, marks = pair[1]._status_board, {}
+    board, marks = pair[1]._status_table, {}
     while board.read_one(1)["marks"] == json.loads(json.dumps(marks)):  # until the board leaves some of them out
         marks[f"{len(marks):016x}"] = (1 << 20, 1 << 46)
         board.write(slot_of(1, marks=marks))
@@ -281,7 +281,7 @@ def test_every_slot_that_fits_on_a_board_fits_into_an_answer(pair):
 
 
 def test_a_huge_answer_is_not_taken(pair):
-    room = SLOT_LIMIT + 1
+    room = RECORD_LIMIT + 1
     taken = []
 
     def say(connection, prove):
@@ -361,7 +361,7 @@ NO_SLOTS = [
 def test_what_is_no_slot_is_left_out(pair):
     for body in NO_SLOTS:
         with pytest.raises(ValueError):
-            parse_slots(body, {1}, 10.0)
+            parse_records(body, {1}, 10.0)
     for body in (b"", NO_SLOTS[10], body_of(pid="1")):
         assert answering(pair, whole(body))[0] == {}
 
@@ -376,17 +376,17 @@ def test_a_slot_as_ranks_write_it_is_taken():
     def specification(comm):
         register, trace = CommunicatorRegistry(), comm.trace
         register.add(trace, range(comm.size), comm.rank)
-        heartbeat = Heartbeat(PeerGroups(), register, Supervisor(), guard.current()._state)
+        heartbeat = Heartbeat(StatusGroups(), register, Supervisor(), guard.current()._state)
         with trace.joint_task("a step"), trace.transfer("writing"):
             trace.entered = time.monotonic()
-            slot = heartbeat.slot(time.monotonic())
+            slot = heartbeat.record(time.monotonic())
             trace.entered = 0.0
         assert all(slot[name] for name in ("calls", "joint_tasks", "transfers", "marks"))
         return slot
 
     (slot,) = run_in_threads(1, specification)
     told = json.loads(json.dumps(slot))
-    found = parse_slots(json.dumps({"1": slot | {"age": 1.0}}).encode(), {1}, 10.0)
+    found = parse_records(json.dumps({"1": slot | {"age": 1.0}}).encode(), {1}, 10.0)
     assert found == {1: told | {"age": 1.0, "beat": 9.0}}
 
 

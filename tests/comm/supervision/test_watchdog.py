@@ -195,7 +195,7 @@ def test_the_ranks_of_a_node_share_out_whose_calls_they_compare():
     seen = []
     peers = [SimpleNamespace(ranks=range(3, 40), rank=rank, read_one=seen.append) for rank in range(3, 40)]
     register = CommunicatorRegistry()
-    watches = [MismatchWatch(SimpleNamespace(peers=one, register=register), print) for one in peers]
+    watches = [MismatchWatch(SimpleNamespace(statuses=one, register=register), print) for one in peers]
     for watch in watches:
         watch.look({"calls": []})
     assert {rank: seen.count(rank) for rank in seen} == dict.fromkeys(range(3, 40), 4)
@@ -302,8 +302,8 @@ def test_ranks_of_this_node_are_looked_at_after_those_that_do_not_answer():
             time.sleep(0.1)
             return read()
 
-        watchdog._guard = SimpleNamespace(peers=SimpleNamespace(read=read, read_all=read_all))
-        return max(slot["age"] for slot in watchdog._slots((0, 1, 2)).values())
+        watchdog._guard = SimpleNamespace(statuses=SimpleNamespace(read=read, read_all=read_all))
+        return max(slot["age"] for slot in watchdog._records((0, 1, 2)).values())
 
     (oldest,) = run_in_threads(1, work)
     assert oldest < 0.05

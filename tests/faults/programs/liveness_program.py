@@ -91,7 +91,7 @@ def one_rank_without_a_board():
         raise PermissionError(13, "Permission denied")
 
     if RANK == 1:
-        peers.open_status_board = peers.RemoteStatus = refuse
+        peers.open_status_table = peers.RemoteStatus = refuse
     _trains()
 
 

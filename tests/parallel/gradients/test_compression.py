@@ -79,7 +79,7 @@ def lost(strategy: str, comm: Any, kind: str, memory: dict[str, Any]) -> float:
             wanted += batch_of(step, samples)[0].astype(float).mean(0) / (1 + step)
         sent = -model.get_parameters().astype(float)
         left = unsent(model)
-        assert (np.abs(left).max() > 0) == (model._engine.grid.peers.size > 1)
+        assert (np.abs(left).max() > 0) == (model._engine.grid.inter_node.size > 1)
         return float(np.abs(sent + left - wanted).max() / np.abs(wanted).max())
 
 
@@ -182,7 +182,7 @@ def test_bytes_are_those_of_the_formula(n: int) -> None:
             if kind in ("bf16", "fp16"):
                 wanted = -batch_of(0, n)[0].mean(0)
                 np.testing.assert_allclose(model.get_parameters(), wanted, rtol=2.0**-6, atol=2.0**-6)
-            return int(model._engine.grid.peers.counters.bytes_by_tag["gradients"])
+            return int(model._engine.grid.inter_node.counters.bytes_by_tag["gradients"])
 
     sizes = Partition(SIZE, n).sizes()
     for kind, bytes_of in formulas.items():

@@ -84,7 +84,7 @@ def in_buckets(comm: Any, strategy: str, **settings: Any) -> tuple[str, int, flo
     with sharded(strategy, comm, gpt(layers=1), micro_batch=1, **settings) as model:
         for seed in range(2):
             model.train(*part(comm, *tokens(10, seed)))
-        by_tag = model._engine.grid.peers.counters.messages_by_tag
+        by_tag = model._engine.grid.inter_node.counters.messages_by_tag
         return model.parameters_sha256(), by_tag["gradients"] + by_tag["unit gradients"], model.last_step.bucket_mb
 
 

@@ -28,7 +28,7 @@ FINE = 256 / 2**20
 
 def begun(store: Any) -> int:
     """Collectives of the peers that have begun."""
-    return int(store.grid.peers.trace.started)
+    return int(store.grid.inter_node.trace.started)
 
 
 def values(lent: Any) -> list[float]:
@@ -169,7 +169,7 @@ def in_flight(comm: Any, strategy: str, memory: dict[str, Any]) -> tuple[list[bo
     x, y = np.ones((2 * comm.size, 6), np.float32), np.zeros(2 * comm.size, np.int64)
     with model:
         model.train(*part(comm, x, y))
-        counters = model._engine.grid.peers.counters
+        counters = model._engine.grid.inter_node.counters
         exchanges = counters.messages_by_tag["unit gradients"] + counters.messages_by_tag["gradients"]
         return found, under_way(), exchanges
 

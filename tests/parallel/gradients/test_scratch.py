@@ -199,6 +199,6 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_samples() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_block_may_have_an_empty_name(strategy: str) -> None:
     alone = Chain({"": mz.nn.Linear(4, 2)}, dtype=np.dtype("float64"))
-    with mz.distribute(alone, mz.SGD(lr=0.1), strategy=strategy, comm="self") as model:
+    with mz.distribute(alone, mz.SGD(lr=0.1), strategy=strategy, mesh=mz.Mesh("self")) as model:
         losses = [model.train(np.eye(4), np.ones((4, 2))) for _ in range(5)]
     assert losses[-1] < losses[0]

@@ -105,7 +105,7 @@ def test_what_the_classes_of_single_strategies_have_is_answered_by_a_model() -> 
     kinds = [kind for kind, _ in KINDS.values() if isinstance(kind, type)]
     more = set().union(*map(members, kinds)) - members(mz.Model) - {"strategy", "zero_stage"}
     assert more >= {"get_parameters", "clone", "deep_copy", "serialize", "jit_compile", "shard_size"}
-    with mz.distribute(mlp(), ADAMW, comm="self") as model:
+    with mz.distribute(mlp(), ADAMW, mesh=mz.Mesh("self")) as model:
         for name in more:
             with pytest.raises(AttributeError, match=rf"'Model' object has no attribute '{name}': \w+"):
                 getattr(model, name)
@@ -113,7 +113,7 @@ def test_what_the_classes_of_single_strategies_have_is_answered_by_a_model() -> 
 
 @pytest.mark.parametrize("habit", [lambda model: model(X), pickle.dumps, copy.copy, copy.deepcopy])
 def test_a_model_that_is_called_pickled_or_copied_says_what_to_do(habit: Any) -> None:
-    with mz.distribute(mlp(), ADAMW, comm="self") as model:
+    with mz.distribute(mlp(), ADAMW, mesh=mz.Mesh("self")) as model:
         with pytest.raises(TypeError, match=r"a sharded model .*: model\.(predict\(x\)|save_model\(path\))"):
             habit(model)
         assert np.isfinite(model.train(X, Y))

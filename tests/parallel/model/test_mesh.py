@@ -88,7 +88,11 @@ def test_settings_are_plain_data() -> None:
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "no mesh": (lambda comm: mz.distribute(mlp(), None, mesh=comm), TypeError, "expected a mpizero.Mesh"),
     "no config": (lambda comm: mz.distribute(mlp(), None, config={"clip": 1}), TypeError, "expected a mpizero.Config"),
-    "no name of a strategy": (lambda comm: mz.distribute(mlp(), None, ["zero2"], comm=comm), ConfigError, "strategy"),
+    "no name of a strategy": (
+        lambda comm: mz.distribute(mlp(), None, ["zero2"], mesh=mz.Mesh(comm)),
+        ConfigError,
+        "strategy",
+    ),
     "cuts without a pipeline": (
         lambda comm: mz.distribute(mlp(), None, mesh=mz.Mesh(comm), config=mz.Config(cuts=[1])),
         ConfigError,
@@ -150,22 +154,19 @@ def test_ranks_whose_meshes_or_settings_differ_are_told_apart() -> None:
 
 
 def test_a_model_closes_the_ranks_that_were_made_for_it_if_no_other_model_uses_them() -> None:
-    def work(comm: Any) -> None:
-        x, y = part(comm, *points(6))
-        model = mz.distribute(mlp(), mz.SGD(0.1), comm=comm)
-        other = mz.distribute(mlp(), mz.SGD(0.1), mesh=model.mesh)
-        model.close()
-        assert np.isfinite(other.evaluate(x, y).loss)
-        other.close()
-        other.mesh.close()
-        model = mz.distribute(mlp(), mz.SGD(0.1), comm=comm)
-        model.close()
-        assert (model.rank, model.world_size) == (comm.rank, comm.size)
-        assert "communicator" not in vars(model.mesh)
-        with pytest.raises(StateError, match=r"this Model \(zero2\) is closed"):
-            model.train(x, y)
-
-    run_in_threads(2, work)
+    x, y = points(6)
+    model = mz.distribute(mlp(), mz.SGD(0.1))
+    other = mz.distribute(mlp(), mz.SGD(0.1), mesh=model.mesh)
+    model.close()
+    assert np.isfinite(other.evaluate(x, y).loss)
+    other.close()
+    other.mesh.close()
+    model = mz.distribute(mlp(), mz.SGD(0.1))
+    model.close()
+    assert (model.rank, model.world_size) == (0, 1)
+    assert "communicator" not in vars(model.mesh)
+    with pytest.raises(StateError, match=r"this Model \(zero2\) is closed"):
+        model.train(x, y)
 
 
 def test_on_a_part_of_the_job_s_ranks_a_mesh_trains_to_the_same_bits() -> None:

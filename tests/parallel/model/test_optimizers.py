@@ -179,7 +179,7 @@ def test_every_epoch_is_a_pass_and_functions_are_told_the_epoch_of_their_samples
 
     samples = 70
     options = mz.OptimizationOptions(epochs=10, batch_size=batch_size, validation=0.0)
-    with mz.distribute(mz.FunctionModel({"w": np.zeros(1)}, loss_and_grad), mz.SGD(), comm="self") as model:
+    with mz.distribute(mz.FunctionModel({"w": np.zeros(1)}, loss_and_grad), mz.SGD(), mesh=mz.Mesh("self")) as model:
         model.evaluate = lambda x, y: mz.Evaluation(1.0, 1.0, None)
         result = model.optimizer.optimize((np.arange(samples), np.arange(samples)), options)
     batch = min(batch_size, samples)

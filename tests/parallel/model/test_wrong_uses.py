@@ -358,7 +358,7 @@ def test_ranks_that_name_other_checkpoints_are_told_whose_counts(tmp_path, capfd
 
 
 def test_a_folder_of_checkpoints_is_not_taken_for_one(tmp_path):
-    told = r"1 checkpoint\(s\) lie in .*mpizero.checkpoint.newest"
+    told = r"1 checkpoint\(s\) lie in .*mpizero.checkpoint.latest"
     with (
         mz.ShardingConfig() as config,
         trained(config, tmp_path / "step_00000001") as model,
@@ -415,7 +415,7 @@ LABELS = np.arange(8) % 2
 
 
 def classifier():
-    return mz.distribute(mz.nn.MLP(4, [], 2), mz.SGD(0.1), comm="self")
+    return mz.distribute(mz.nn.MLP(4, [], 2), mz.SGD(0.1), mesh=mz.Mesh("self"))
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "momentum", "param_groups"])

@@ -117,8 +117,10 @@ def run(comm: Any, way: Way, dtype: str, given: dict[str, Array], grads: dict[st
     """Return sums of squares and norm of the gradients, and the parameters of the whole model after a step of LAMB."""
     row = placement(way.strategy)
     grid = ProcessGrid.create(comm, axes=Axes(way.pipeline, way.tensor, way.data, 1))
-    blocks = dict(list(TABLE.items())[grid.here.pipeline :][: 3 - way.pipeline])
-    local = {block: [spec_of(block, name, way, grid.here.tensor) for name in names] for block, names in blocks.items()}
+    blocks = dict(list(TABLE.items())[grid.coordinates.pipeline :][: 3 - way.pipeline])
+    local = {
+        block: [spec_of(block, name, way, grid.coordinates.tensor) for name in names] for block, names in blocks.items()
+    }
     layout, memory = FlatLayout.build(local, one_unit=row.one_unit), Memory(grid.node)
     store = ParameterStore(layout, grid, memory, row.shard_parameters, np.dtype(dtype))
     view = GlobalView(
@@ -166,7 +168,7 @@ def test_tiles_are_added_in_the_order_of_the_tree_over_their_numbers() -> None:
     def body(comm: Any) -> None:
         grid = ProcessGrid.create(comm, axes=Axes(1, comm.size, 1, 1))
         count = 8 // comm.size
-        held = range(grid.here.tensor * count, (grid.here.tensor + 1) * count)
+        held = range(grid.coordinates.tensor * count, (grid.coordinates.tensor + 1) * count)
         tiles = tuple(((i, i + 1),) for i in held)
         part = Part((8,), 0, ((held.start, held.stop),), tiles if count > 1 else ())
         layout = FlatLayout.build({"block": [ParameterSpec("split", (count,), part=part)]})

@@ -57,7 +57,7 @@ def test_every_number_of_ranks_finds_the_grains_of_one_process_and_its_bits() ->
 
     def body(comm: Any) -> tuple[int, str]:
         own = slice(len(x) * comm.rank // comm.size, len(x) * (comm.rank + 1) // comm.size)
-        with mz.distribute(TorchModel(mlp, TOTAL), mz.SGD(0.1), strategy="zero2", comm=comm) as placed:
+        with mz.distribute(TorchModel(mlp, TOTAL), mz.SGD(0.1), strategy="zero2", mesh=mz.Mesh(comm)) as placed:
             for _ in range(6):
                 placed.train(x[own], y[own])
             return placed.grain_size(19), str(placed.parameters_sha256())
@@ -93,20 +93,20 @@ def test_a_module_that_does_not_run_on_zeros_has_four_grains() -> None:
 
     x = samples(64, 3)
     assert sizes(TorchModel(Inverse(), TOTAL), x, x, 64) == 16
-    with mz.distribute(TorchModel(Inverse(), TOTAL), mz.SGD(0.01), comm="self") as placed:
+    with mz.distribute(TorchModel(Inverse(), TOTAL), mz.SGD(0.01), mesh=mz.Mesh("self")) as placed:
         assert np.isfinite(placed.train(x, x))
 
 
 def test_a_resumed_training_keeps_its_grains_whatever_samples_come_first(tmp_path: Path) -> None:
     large, small = samples(16, 3, 64, 64), samples(16, 3, 8, 8)
-    with mz.distribute(TorchModel(convolutions, TOTAL), mz.SGD(0.1), comm="self") as placed:
+    with mz.distribute(TorchModel(convolutions, TOTAL), mz.SGD(0.1), mesh=mz.Mesh("self")) as placed:
         placed.train(large, large)
         placed.save_model(tmp_path / "saved")
         size = placed.grain_size(1024)
         placed.train(small, small)
         assert placed.grain_size(1024) == size < sizes(TorchModel(convolutions, TOTAL), small, small, 1024)
         whole = placed.parameters_sha256()
-    with mz.distribute(TorchModel(convolutions, TOTAL), mz.SGD(0.1), comm="self") as placed:
+    with mz.distribute(TorchModel(convolutions, TOTAL), mz.SGD(0.1), mesh=mz.Mesh("self")) as placed:
         placed.load_model(tmp_path / "saved")
         placed.train(small, small)
         assert placed.grain_size(1024) == size
@@ -117,7 +117,7 @@ def test_batches_know_the_grains_before_the_first_step() -> None:
     source = mz.data.ArraySource(samples(64, 3), samples(64, 2))
 
     def read(comm: Any) -> list[int]:
-        placed = mz.distribute(TorchModel(mlp, TOTAL), mz.SGD(0.1), comm=comm)
+        placed = mz.distribute(TorchModel(mlp, TOTAL), mz.SGD(0.1), mesh=mz.Mesh(comm))
         with placed, mz.data.batches(source, placed, 32, steps=2) as stream:
             return [len(x) for x, _ in stream]
 
@@ -150,7 +150,7 @@ def test_passes_are_timed_beside_those_of_one_sample_without_effect_on_the_bits(
 
     for loss in (TOTAL, penalized):
         model = TorchModel(mlp, loss)
-        with mz.distribute(model, mz.SGD(0.01), comm="self") as placed:
+        with mz.distribute(model, mz.SGD(0.01), mesh=mz.Mesh("self")) as placed:
             for _ in range(3):
                 placed.train(x, y)
         seconds = model.times.seconds
@@ -175,7 +175,7 @@ def test_models_of_jax_have_such_grains_too(monkeypatch: pytest.MonkeyPatch) -> 
     x, y = samples(64, 3), samples(64, 2)
     box = JaxModel(weights, loss)
     assert sizes(box, x, y, 64) == 16
-    with mz.distribute(box, mz.SGD(0.001), comm="self") as placed:
+    with mz.distribute(box, mz.SGD(0.001), mesh=mz.Mesh("self")) as placed:
         for _ in range(3):
             placed.train(x, y)
     assert box.times.seconds is not None
@@ -202,7 +202,7 @@ def test_models_of_jax_have_such_grains_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_ranks_that_know_other_samples_do_not_train_with_other_grains() -> None:
     def body(comm: Any) -> str:
-        with mz.distribute(TorchModel(convolutions, TOTAL), mz.SGD(0.1), comm=comm) as placed:
+        with mz.distribute(TorchModel(convolutions, TOTAL), mz.SGD(0.1), mesh=mz.Mesh(comm)) as placed:
             if comm.rank == 1:
                 placed.grain_size(64, (samples(1, 3, 512, 512), samples(1, 3, 512, 512)))
             x = samples(32, 3, 8, 8)
@@ -216,7 +216,7 @@ def test_ranks_that_know_other_samples_do_not_train_with_other_grains() -> None:
 
 
 def test_samples_that_are_no_pair_or_not_equally_many_are_refused() -> None:
-    with mz.distribute(TorchModel(mlp, TOTAL), mz.SGD(0.1), comm="self") as placed:
+    with mz.distribute(TorchModel(mlp, TOTAL), mz.SGD(0.1), mesh=mz.Mesh("self")) as placed:
         for given, message in (
             (samples(4, 3), "tuple"),
             ((samples(4, 3),), "tuple"),

@@ -131,7 +131,10 @@ def test_it_is_named_in_a_block_of_a_pipeline_and_in_evaluate() -> None:
 
     with pytest.raises(MpizeroError, match="block '1', Net changes its attribute 'seen'"):
         trained(net, total, ranks=2, blocks=["0", "1"], micro_batch=2, pipeline_parallel_size=2)
-    with mz.distribute(TorchModel(net, total), mz.SGD(0.1), comm="self") as placed, pytest.raises(MpizeroError):
+    with (
+        mz.distribute(TorchModel(net, total), mz.SGD(0.1), mesh=mz.Mesh("self")) as placed,
+        pytest.raises(MpizeroError),
+    ):
         placed.evaluate(X, Y)
 
 
@@ -282,7 +285,7 @@ def test_what_a_loss_keeps_or_draws_is_named_with_its_line(what: str) -> None:
 
 def test_what_was_refused_is_refused_again() -> None:
     for module, loss, message in ((lambda: Net("tensor"), total, "'seen'"), (Net, Counts("count"), "loss.count")):
-        with mz.distribute(TorchModel(module, loss), mz.SGD(0.1), comm="self") as placed:
+        with mz.distribute(TorchModel(module, loss), mz.SGD(0.1), mesh=mz.Mesh("self")) as placed:
             for _ in range(2):
                 with pytest.raises(MpizeroError, match=message):
                     placed.train(X, Y)

@@ -99,7 +99,7 @@ def test_dropout_and_statistics_have_the_same_bits_on_every_layout(loss: Any) ->
 def test_it_predicts_is_checked_and_gives_its_state_back() -> None:
     module = plain_net()
     model = TorchModel(module, residual, frozen=["0.bias"])
-    with mz.distribute(model, mz.SGD(0.05), comm="self") as placed:
+    with mz.distribute(model, mz.SGD(0.05), mesh=mz.Mesh("self")) as placed:
         expected = module(torch.from_numpy(X)).detach().numpy()
         np.testing.assert_allclose(placed.predict(X), expected, rtol=1e-12)
         placed.train(X, Y)

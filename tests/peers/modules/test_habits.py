@@ -39,7 +39,7 @@ class Still(nn.Module):
 @pytest.mark.parametrize("blocks", [None, ["layer", "norm"]])
 @pytest.mark.parametrize("make", [Still, lambda: Still().train()])
 def test_a_train_of_the_users_own_keeps_submodules_in_evaluation_mode(make: Any, blocks: Any) -> None:
-    with mz.distribute(TorchModel(make, LOSS, blocks=blocks), mz.SGD(0.1), comm="self") as placed:
+    with mz.distribute(TorchModel(make, LOSS, blocks=blocks), mz.SGD(0.1), mesh=mz.Mesh("self")) as placed:
         placed.train(X, X)
         found = placed.named_parameters()
     assert not found["norm.running_mean"].any()
@@ -74,11 +74,11 @@ class Force(nn.Module):
 
 
 def test_a_forward_that_differentiates_is_evaluated_if_it_makes_its_graph() -> None:
-    with mz.distribute(TorchModel(Force(True), LOSS), mz.SGD(0.1), comm="self") as placed:
+    with mz.distribute(TorchModel(Force(True), LOSS), mz.SGD(0.1), mesh=mz.Mesh("self")) as placed:
         placed.train(X, X)
         placed.evaluate(X, X)
         assert placed.predict(X).shape == X.shape
-    with mz.distribute(TorchModel(Force(False), LOSS), mz.SGD(0.1), comm="self") as placed:
+    with mz.distribute(TorchModel(Force(False), LOSS), mz.SGD(0.1), mesh=mz.Mesh("self")) as placed:
         placed.train(X, X)
         with pytest.raises(DataError, match=r"Force: its forward differentiates .*enable_grad.*test_habits\.py:\d+"):
             placed.evaluate(X, X)
@@ -98,7 +98,7 @@ class Pair(NamedTuple):
 )
 def test_an_input_of_other_arguments_is_told(x: Any, told: str) -> None:
     model = TorchModel(Still, LOSS)
-    with mz.distribute(model, mz.SGD(0.1), comm="self") as placed, pytest.raises(DataError, match=told):
+    with mz.distribute(model, mz.SGD(0.1), mesh=mz.Mesh("self")) as placed, pytest.raises(DataError, match=told):
         placed.train(x, X)
 
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_taken_says_what_can(module: Any, loss: Any, told: str) -
 def test_contexts_of_pytorch_around_a_model_are_errors() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ConfigError, match="into the module's forward"):
         TorchModel(net, LOSS)
-    with mz.distribute(TorchModel(nn.Linear(3, 3), LOSS), mz.SGD(0.1), comm="self") as placed:
+    with mz.distribute(TorchModel(nn.Linear(3, 3), LOSS), mz.SGD(0.1), mesh=mz.Mesh("self")) as placed:
         with torch.inference_mode(), pytest.raises(ConfigError, match="inference_mode"):
             placed.train(X, X)
         with torch.no_grad():
@@ -169,8 +169,8 @@ def test_spectral_norm_says_how_to_name_its_estimates_and_trains_then() -> None:
         return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 3))
 
     told = pytest.raises(LayoutError, match=r"averaged= if it is .* as in spectral_norm")
-    with mz.distribute(TorchModel(make, LOSS), mz.SGD(0.1), comm="self") as placed, told:
+    with mz.distribute(TorchModel(make, LOSS), mz.SGD(0.1), mesh=mz.Mesh("self")) as placed, told:
         placed.train(X, X)
     model = TorchModel(make, LOSS, averaged=["*._u", "*._v"])
-    with mz.distribute(model, mz.SGD(0.1), comm="self") as placed:
+    with mz.distribute(model, mz.SGD(0.1), mesh=mz.Mesh("self")) as placed:
         assert placed.train(X, X) > 0

@@ -30,7 +30,7 @@ def module() -> Any:
 def test_its_first_call_says_so_with_the_line(blocks: Any, capfd: Any) -> None:
     net, x = module(), torch.from_numpy(X)
     model = TorchModel(net, LOSS, blocks=blocks)
-    with mz.distribute(model, mz.SGD(0.1), comm="self") as placed:
+    with mz.distribute(model, mz.SGD(0.1), mesh=mz.Mesh("self")) as placed:
         net(x)  # not trained yet
         copies = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
         placed.predict(X)
@@ -62,7 +62,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_so_says_every_other_use_of_its_values(use: str, capfd: Any) -> None:
     net, (taken, told) = module(), USES[use]
-    with mz.distribute(TorchModel(net, LOSS), mz.SGD(0.1), comm="self") as placed:
+    with mz.distribute(TorchModel(net, LOSS), mz.SGD(0.1), mesh=mz.Mesh("self")) as placed:
         taken(net)  # not trained yet
         placed.train(X, X)
         assert "start values" not in capfd.readouterr().err
@@ -76,7 +76,7 @@ def test_so_says_every_other_use_of_its_values(use: str, capfd: Any) -> None:
 def test_a_filled_module_says_nothing(capfd: Any) -> None:
     net, x = module(), torch.from_numpy(X)
     model = TorchModel(net, LOSS)
-    with mz.distribute(model, mz.SGD(0.1), comm="self") as placed:
+    with mz.distribute(model, mz.SGD(0.1), mesh=mz.Mesh("self")) as placed:
         placed.train(X, X)
         net.load_state_dict(model.state_dict(placed.named_parameters()))
     net(x)

@@ -93,5 +93,5 @@ def with_module(prediction: Any, target: Any, module: Any) -> Any:
 
 @pytest.mark.parametrize("loss", [with_module, lambda p, t: squares(p, t) * NET.beta, nn.MSELoss(reduction="sum")])
 def test_what_no_pass_keeps_may_be_read(loss: Any) -> None:
-    with mz.distribute(TorchModel(NET, loss), mz.SGD(0.1), comm="self") as placed:
+    with mz.distribute(TorchModel(NET, loss), mz.SGD(0.1), mesh=mz.Mesh("self")) as placed:
         assert placed.train(X, X) > 0

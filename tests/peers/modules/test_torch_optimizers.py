@@ -43,7 +43,9 @@ def two_groups(kind, net, **settings):
 def test_an_optimizer_with_groups_trains_as_it_does_in_pytorch(kind, settings):
     net, reference = network(), network()
     own = two_groups(kind, reference, **settings)
-    with mz.distribute(TorchModel(net, LOSS, blocks=net), two_groups(kind, net, **settings), comm="self") as model:
+    with mz.distribute(
+        TorchModel(net, LOSS, blocks=net), two_groups(kind, net, **settings), mesh=mz.Mesh("self")
+    ) as model:
         for _ in range(20):
             model.train(X, Y)
             own.zero_grad()
@@ -55,7 +57,7 @@ def test_an_optimizer_with_groups_trains_as_it_does_in_pytorch(kind, settings):
 
 def made(optimizer_of, **settings):
     net = network()
-    return mz.distribute(TorchModel(net, LOSS, **settings), optimizer_of(net), comm="self")
+    return mz.distribute(TorchModel(net, LOSS, **settings), optimizer_of(net), mesh=mz.Mesh("self"))
 
 
 def scheduled(net):
@@ -99,7 +101,7 @@ def test_parameters_that_are_frozen_may_be_left_out():
 
 def test_a_function_that_makes_the_module_has_no_parameters_that_an_optimizer_could_hold():
     with pytest.raises(ConfigError, match="give it the module whose parameters the optimizer has"):
-        mz.distribute(TorchModel(network, LOSS), OPTIM.SGD(network().parameters()), comm="self")
+        mz.distribute(TorchModel(network, LOSS), OPTIM.SGD(network().parameters()), mesh=mz.Mesh("self"))
 
 
 def test_a_rate_that_is_changed_later_and_a_step_are_errors_and_not_ignored():
@@ -116,7 +118,7 @@ def test_a_rate_that_is_changed_later_and_a_step_are_errors_and_not_ignored():
 
 def test_a_module_without_its_loss_is_told_the_adapter():
     with pytest.raises(ArgumentError, match=r"Sequential is a module of PyTorch.*TorchModel\(module, loss\)"):
-        mz.distribute(network(), mz.AdamW(), comm="self")
+        mz.distribute(network(), mz.AdamW(), mesh=mz.Mesh("self"))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_what_else_is_given_by_habit_is_answered_by_name(wrong, message):
 
 def test_a_module_that_is_saved_although_its_copy_was_trained_says_so(tmp_path, capsys):
     net = network()
-    with mz.distribute(TorchModel(net, LOSS), mz.SGD(lr=0.1), comm="self") as model:
+    with mz.distribute(TorchModel(net, LOSS), mz.SGD(lr=0.1), mesh=mz.Mesh("self")) as model:
         torch.save(net, tmp_path / "before.pt")
         model.train(X, Y)
         assert "is pickled" not in capsys.readouterr().err

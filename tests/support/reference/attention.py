@@ -78,8 +78,8 @@ def running_softmax(
     totals[:] = totals * factors + scores.sum(axis=3)
 
 
-def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima: Array, shares: Array) -> None:
-    largest, share = (_rows(state, start, scores.shape[2])[..., None] for state in (maxima, shares))
+def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima: Array, inverse_sums: Array) -> None:
+    largest, share = (_rows(state, start, scores.shape[2])[..., None] for state in (maxima, inverse_sums))
     with np.errstate(over="ignore", invalid="ignore"):  # of keys that are not seen
         scores[:] = np.where(_seen_of_part(scores, offset), np.exp(scores * scale1[0] - largest) * share, 0)
 

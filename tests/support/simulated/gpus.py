@@ -22,7 +22,7 @@ class SimulatedGpus(Gpus):
 
     in_host_memory = True
 
-    def found(self) -> tuple[int, str]:
+    def available(self) -> tuple[int, str]:
         """Return the number of simulated GPUs."""
         return SIMULATED_DEVICES, ""
 

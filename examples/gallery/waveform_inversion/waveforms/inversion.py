@@ -193,7 +193,7 @@ class Inversion:
     def _checkpoint(self, *, resume: bool) -> str | None:
         """Return the newest checkpoint and take its iterations, to resume; None to begin."""
         comm = self._mesh.communicator
-        path = checkpoint.newest(self._folder, comm)
+        path = checkpoint.latest(self._folder, comm)
         if not resume and path:
             raise ConfigError(f"{path} is of an earlier run: go on from it with --resume, or give another --folder")
         if not resume:
