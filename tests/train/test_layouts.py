@@ -73,6 +73,15 @@ def test_a_run_resumed_on_another_layout_equals_an_uninterrupted_one(deeper, on_
 
 
 @pytest.mark.slow
+def test_a_run_keeps_the_tiles_of_its_checkpoint_on_one_process(on_threads):
+    whole = on_threads.train(1, "train.steps=3", "checkpoint.folder=whole", *parallel("tiles.tensor=2"))
+    first = on_threads.train(2, "train.steps=2", *parallel("tensor=2"))
+    last = on_threads.train(1, "train.steps=3", flags=["--resume"])
+    assert whole.status == first.status == last.status == 0, whole.err + first.err + last.err
+    assert last.result["parameters_sha256"] == whole.result["parameters_sha256"]
+
+
+@pytest.mark.slow
 def test_groups_beside_stages_and_replicas_compute_the_bits_of_one_process_with_their_tiles(on_threads):
     short = ["model.layers=2", "train.steps=3", "checkpoint.every=0"]
     layouts = {

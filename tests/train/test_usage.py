@@ -43,6 +43,7 @@ WRONG = [
     (1, "checkpoint import text.txt x --like run", "text.txt: not a safetensors file", ExitStatus.DATA),
     (1, "checkpoint import text.txt x --map a", "map a=: must be OLD=NEW"),
     (1, "checkpoint import x y --like a --config b", "not allowed with argument"),
+    (1, "generate .", "holds no checkpoint", ExitStatus.DATA),
     (1, "generate nothing", "nothing: no such file or folder", ExitStatus.DATA),
     (1, "generate run --length -1", "--length -1"),
     (1, "generate run --top-k -1", "--top-k -1"),
