@@ -371,7 +371,7 @@ def test_state_takes_twice_the_history_and_four_vectors():
         ({"bounds": 3}, "expected a pair"),
         ({"bounds": {"evn": (0, 1)}}, "evn.*even"),
         ({"bounds": {"even": (np.zeros(4), None)}}, r"shape \(4,\), the parameter \(9,\)"),
-        ({"options": {"initial": "identity"}}, "LBFGS: initial='identity': expected one of \"scalar\", \"diagonal\""),
+        ({"options": {"initial": "identity"}}, 'LBFGS: initial=\'identity\': expected one of "scalar", "diagonal"'),
         ({"options": {"preconditioner": {"even": 0.0}}}, r"preconditioner\['even'\]=0.0: expected positive factors"),
         ({"options": {"preconditioner": 2.0}}, "preconditioner=2.0: expected positive factors by the names"),
         ({"options": {"preconditioner": {"v": 1.0}}}, "preconditioner"),
