@@ -3,8 +3,8 @@
 An evaluator computes loss and gradients of one micro-batch, with parameters that the store provides unit by unit:
 :class:`BlockEvaluator` for a model of blocks, :class:`BlackBoxEvaluator` for a function of all parameters at
 once. A :class:`Runner` gives it a step's micro-batches, here one after the other (:class:`SequentialRunner`);
-``sharding/pipeline.py`` has the runner of a pipeline. :class:`CheckedMicroBatch` looks at every gradient when it is complete.
-:func:`evaluate` computes losses without training.
+``sharding/pipeline.py`` has the runner of a pipeline. :class:`CheckedMicroBatch` looks at every gradient when it is
+complete. :func:`evaluate` computes losses without training.
 
 With sharded parameters or gradients every pass is collective. So a rank that has no micro-batch, or whose layer has
 raised, still takes part in all gathers and reductions, and errors are raised on all ranks when they agree.

@@ -7,7 +7,8 @@ end of a step or, by :class:`OverlappedReduction`, during its backward pass. :cl
 sums of both between peers, compressed or not, and keeps what compression has left out (error feedback). Both buffers
 sum by the same tree, so the bits are the same.
 
-The engine runs the micro-batches of a buffer (:class:`MicroBatch`), which write gradients, and then asks the buffer for their sum.
+The engine runs the micro-batches of a buffer (:class:`MicroBatch`), which write gradients, and then asks the buffer for
+their sum.
 
 [Note: words] The gradient vector is the gradients of all units, one unit after the other. A *row* is memory for one
 copy of it. A :class:`ReduceScatterBuffer` has no rows: its *slots* hold the gradients of one unit, and its *stack* has
