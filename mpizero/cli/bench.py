@@ -156,10 +156,10 @@ def _config_memory(options: argparse.Namespace, request: Any, layout: Any, comm:
     """Measure the memory of a configuration's model, and print it."""
     from mpizero.tools.bench import memory as layout_memory
 
-    for name, given in (("parameters", options.parameters), ("micro_batches", options.micro_batches)):
-        if given is not None:
+    for name, value in (("parameters", options.parameters), ("micro_batches", options.micro_batches)):
+        if value is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {given:g}: {options.config} describes model and batch; use --set"
+                f"--{name.replace('_', '-')} {value:g}: {options.config} describes model and batch; use --set"
             )
     if layout != type(layout)():
         raise ConfigError(
@@ -184,8 +184,8 @@ def _checkpoint(options: argparse.Namespace) -> None:
     request = checkpoint.CheckpointRequest.parse(
         _checkpoint_bytes(options, comm), options.backend, options.repeat, options.folder, comm
     )
-    figures = checkpoint.measure_checkpoint(request, comm, _tell)
-    _print(comm, checkpoint.as_json(figures) if options.json else checkpoint.report(figures))
+    result = checkpoint.measure_checkpoint(request, comm, _tell)
+    _print(comm, checkpoint.as_json(result) if options.json else checkpoint.report(result))
 
 
 def _checkpoint_bytes(options: argparse.Namespace, comm: Communicator) -> float:
@@ -209,10 +209,10 @@ def _machine(options: argparse.Namespace) -> None:
 
     comm = options.world()
     shapes = _shapes(options, comm)
-    given: dict[str, Any] = {name: getattr(options, name) for name in ("folder", "output", "repeat", "threads")}
-    given |= {name: _count(options, name) for name in ("elements", "largest", "file_bytes")}
-    found = machine.measure_machine(machine.MachineRequest(shapes=shapes, **given), comm, _tell)
-    _print(comm, machine.as_json(found) if options.json else machine.report(found))
+    arguments: dict[str, Any] = {name: getattr(options, name) for name in ("folder", "output", "repeat", "threads")}
+    arguments |= {name: _count(options, name) for name in ("elements", "largest", "file_bytes")}
+    result = machine.measure_machine(machine.MachineRequest(shapes=shapes, **arguments), comm, _tell)
+    _print(comm, machine.as_json(result) if options.json else machine.report(result))
 
 
 def _step(options: argparse.Namespace) -> None:
@@ -227,8 +227,8 @@ def _step(options: argparse.Namespace) -> None:
         machine = from_rank_0(comm, lambda: read_machine(options.machine), "bench step")
     with document.located():
         request = step.StepRequest(options.steps, options.warm_up, machine, options.trace)
-        figures = step.measure_step(request, config, comm, _tell)
-    _print(comm, step.as_json(figures) if options.json else step.report(figures))
+        result = step.measure_step(request, config, comm, _tell)
+    _print(comm, step.as_json(result) if options.json else step.report(result))
 
 
 def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
@@ -238,14 +238,14 @@ def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
     """
     from mpizero.tools.bench.machine import ProductShapes
 
-    given = {name: getattr(options, name) for name in ("dim", "batch", "sequence", "heads")}
-    given = {name: value for name, value in given.items() if value is not None}
+    arguments = {name: getattr(options, name) for name in ("dim", "batch", "sequence", "heads")}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
     if options.config is None:
         _refuse_overrides(options)
-        dim = given.get("dim", ProductShapes.dim)
-        return ProductShapes(**{"heads": max(1, dim // 64) if dim % 64 == 0 else 1, **given})
-    if given:
-        name, value = next(iter(given.items()))
+        dim = arguments.get("dim", ProductShapes.dim)
+        return ProductShapes(**{"heads": max(1, dim // 64) if dim % 64 == 0 else 1, **arguments})
+    if arguments:
+        name, value = next(iter(arguments.items()))
         raise ConfigError(f"--{name} {value}: {options.config} gives the shapes; use --set, or leave one of them out")
     document, config = read_together(options, comm)
     options.threads = config.train.threads

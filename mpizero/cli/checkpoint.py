@@ -60,13 +60,13 @@ def _inspect(options: argparse.Namespace) -> None:
     path = Path(options.path)
     if is_checkpoint(path):
         with checkpoint.open_checkpoint(path, "self") as reader:
-            held = describe(reader, options)
-        show(as_json(held) if options.json else description(held))
+            facts = describe(reader, options)
+        show(as_json(facts) if options.json else description(facts))
         return
-    found = listing(find_folder(path))
+    checkpoints = listing(find_folder(path))
     if options.arrays or options.statistics or options.pattern is not None:
-        raise ConfigError(f"{path}: arrays are those of one checkpoint; give one, as {found[-1].path}")
-    show(listing_json(found) if options.json else listing_text(found))
+        raise ConfigError(f"{path}: arrays are those of one checkpoint; give one, as {checkpoints[-1].path}")
+    show(listing_json(checkpoints) if options.json else listing_text(checkpoints))
 
 
 def _verify(options: argparse.Namespace) -> None:
@@ -74,12 +74,14 @@ def _verify(options: argparse.Namespace) -> None:
     if is_checkpoint(path):
         _verify_one(str(path))
         return
-    found = listing(find_folder(path))
+    checkpoints = listing(find_folder(path))
     damaged: list[str] = []
-    for listed in found if options.all else found[-1:]:
+    for listed in checkpoints if options.all else checkpoints[-1:]:
         _verify_listed(listed, damaged)
     if damaged:
-        raise CheckpointError(f"{len(damaged)} of {len(found) if options.all else 1} not sound: {'; '.join(damaged)}")
+        raise CheckpointError(
+            f"{len(damaged)} of {len(checkpoints) if options.all else 1} not sound: {'; '.join(damaged)}"
+        )
 
 
 def _verify_listed(listed: ListedCheckpoint, damaged: list[str]) -> None:
@@ -109,22 +111,22 @@ def _diff(options: argparse.Namespace) -> int:
         a, b = (stack.enter_context(checkpoint.open_checkpoint(name, "self")) for name in names)
         sizes = (prod(s) * t.itemsize for path, (s, t) in a.arrays.items() if matches(path, options.pattern))
         progress = stack.enter_context(byte_progress(sum(sizes), "diff"))
-        found = compare(a, b, options.tolerance, options.pattern, progress.update)
+        difference = compare(a, b, options.tolerance, options.pattern, progress.update)
     if options.arrays_only:
-        found = replace(found, attributes={})
-    show(difference_json(names, found) if options.json else difference_text(names, found))
-    return int(not found.equal)
+        difference = replace(difference, attributes={})
+    show(difference_json(names, difference) if options.json else difference_text(names, difference))
+    return int(not difference.equal)
 
 
 def _format_of(out: str) -> str:
     """Return the export format ("safetensors", "npz" or "hdf5") that belongs to the ending of a file's name."""
-    found = next((form for form, endings in EXPORTS.items() if out.lower().endswith(endings)), None)
-    if found is None:
+    result = next((form for form, endings in EXPORTS.items() if out.lower().endswith(endings)), None)
+    if result is None:
         known = ", ".join(ending for endings in EXPORTS.values() for ending in endings)
         raise ConfigError(
             f"{out}: the name tells no format: end it with one of {known}, or give --format {'|'.join(EXPORTS)}"
         )
-    return found
+    return result
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -141,7 +143,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _import(options: argparse.Namespace) -> None:
-    names = [(old, new) for old, _, new in (given.partition("=") for given in options.map)]
+    names = [(old, new) for old, _, new in (mapping.partition("=") for mapping in options.map)]
     rules = ImportRules(names=names, drop=options.drop, transpose=options.transpose, dtype=options.dtype)
     with TensorFile(options.file) as source:
         if options.like is not None:
@@ -158,7 +160,7 @@ def _import(options: argparse.Namespace) -> None:
 _TOOLS: dict[str, Run] = {"inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export, "import": _import}
 
 #: The most attributes that a comparison prints.
-_SHOWN = 20
+_LISTED = 20
 
 
 def describe(reader: checkpoint.Reader, options: argparse.Namespace) -> dict[str, Any]:
@@ -169,7 +171,7 @@ def describe(reader: checkpoint.Reader, options: argparse.Namespace) -> dict[str
     """
     sizes = {path: prod(shape) * dtype.itemsize for path, (shape, dtype) in reader.arrays.items()}
     manifest, state = (os.stat(os.path.join(reader.name, name)) for name in ("manifest.json", "state.h5"))
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "path": reader.name,
         **summary(reader.attributes),
         "attributes": reader.attributes,
@@ -184,23 +186,23 @@ def describe(reader: checkpoint.Reader, options: argparse.Namespace) -> dict[str
         wanted = [path for path in sizes if matches(path, options.pattern)]
         if not wanted and options.pattern is not None:
             raise ConfigError(f"--pattern {options.pattern}: fits none of the {len(sizes)} arrays of {reader.name}")
-        found["table"] = list(_table(reader, wanted, options.statistics))
-    return found
+        facts["table"] = list(_table(reader, wanted, options.statistics))
+    return facts
 
 
 def summary(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return step, loss, layout and so on from a checkpoint's attributes, by name; None if a value was not saved."""
-    training, own = _object(attributes.get("training")), _object(attributes.get("mpizero"))
+    training, state = _object(attributes.get("training")), _object(attributes.get("mpizero"))
     configuration = _object(training.get("config"))
     return {
-        "step": training.get("step", own.get("step_number")),
+        "step": training.get("step", state.get("step_number")),
         "loss": training.get("loss"),
         "samples": training.get("samples"),
         "seed": training.get("seed"),
-        "optimizer": own.get("optimizer"),
-        "layout": own.get("layout"),
-        "tiles": own.get("tiles"),
-        "versions": training.get("versions", own.get("versions")),
+        "optimizer": state.get("optimizer"),
+        "layout": state.get("layout"),
+        "tiles": state.get("tiles"),
+        "versions": training.get("versions", state.get("versions")),
         "configuration": configuration or None,
     }
 
@@ -216,43 +218,45 @@ def _table(reader: checkpoint.Reader, paths: Sequence[str], with_statistics: boo
         for path in paths:
             shape, dtype = reader.arrays[path]
             row = {"name": path, "shape": list(shape), "dtype": elements[path], "bytes": prod(shape) * dtype.itemsize}
-            figures = asdict(statistics(reader, path, progress.update, elements[path])) if with_statistics else {}
-            yield {**row, **figures}
+            statistics_row = (
+                asdict(statistics(reader, path, progress.update, elements[path])) if with_statistics else {}
+            )
+            yield {**row, **statistics_row}
 
 
-def as_json(found: Any) -> str:
-    """Format ``found`` as one line of JSON in printable ASCII; NaN and infinite numbers become null."""
-    return printable(json.dumps(plain(found, lambda value: None), allow_nan=False))
+def as_json(document: Any) -> str:
+    """Format ``document`` as one line of JSON in printable ASCII; NaN and infinite numbers become null."""
+    return printable(json.dumps(plain(document, lambda value: None), allow_nan=False))
 
 
-def description(found: Mapping[str, Any]) -> str:
+def description(facts: Mapping[str, Any]) -> str:
     """Format the result of :func:`describe` as text for people."""
-    known = [("written", f"{_date(found['written'])}, {age(time.time() - found['written'])}")]
-    known += [(name, str(found[name])) for name in ("step", "loss", "samples", "seed") if found[name] is not None]
-    known += [(name, _words(found[name])) for name in ("optimizer", "layout", "tiles", "versions") if found[name]]
-    known += [(name, _words(settings)) for name, settings in (found["configuration"] or {}).items()]
+    known = [("written", f"{_date(facts['written'])}, {age(time.time() - facts['written'])}")]
+    known += [(name, str(facts[name])) for name in ("step", "loss", "samples", "seed") if facts[name] is not None]
+    known += [(name, _words(facts[name])) for name in ("optimizer", "layout", "tiles", "versions") if facts[name]]
+    known += [(name, _words(settings)) for name, settings in (facts["configuration"] or {}).items()]
     others = {"training", "mpizero", BFLOAT16}
-    known += [(name, _value(value)) for name, value in found["attributes"].items() if name not in others]
-    state = found["arrays"] - found["parameter_arrays"]
-    known.append(("parameters", f"{found['parameter_arrays']} arrays, {amount(found['parameter_bytes'])}B"))
-    known.append(("state", f"{state} arrays, {amount(found['bytes'] - found['parameter_bytes'])}B"))
-    known.append(("files", f"{found['file_bytes']:,} bytes"))
+    known += [(name, _value(value)) for name, value in facts["attributes"].items() if name not in others]
+    state = facts["arrays"] - facts["parameter_arrays"]
+    known.append(("parameters", f"{facts['parameter_arrays']} arrays, {amount(facts['parameter_bytes'])}B"))
+    known.append(("state", f"{state} arrays, {amount(facts['bytes'] - facts['parameter_bytes'])}B"))
+    known.append(("files", f"{facts['file_bytes']:,} bytes"))
     width = max(len(name) for name, _ in known)
-    lines = [found["path"], *(f"  {name:{width}}  {value}" for name, value in known)]
-    return joined([*lines, *_table_lines(found.get("table"))])
+    lines = [facts["path"], *(f"  {name:{width}}  {value}" for name, value in known)]
+    return joined([*lines, *_table_lines(facts.get("table"))])
 
 
 def _table_lines(table: Sequence[Mapping[str, Any]] | None) -> list[str]:
     if table is None:
         return []
-    figures = ["minimum", "maximum", "mean", "norm"]
+    columns = ["minimum", "maximum", "mean", "norm"]
     with_statistics = any("norm" in row for row in table)
-    head = ["name", "type", "shape", "bytes", *(figures if with_statistics else [])]
+    head = ["name", "type", "shape", "bytes", *(columns if with_statistics else [])]
     rows = [head + (["not finite"] if with_statistics else [])]
     for row in table:
         cells = [row["name"], row["dtype"], " x ".join(map(str, row["shape"])) or "scalar", f"{row['bytes']:,}"]
         if with_statistics:
-            cells += ["-" if row[name] is None else f"{row[name]:.5g}" for name in figures] + [str(row["not_finite"])]
+            cells += ["-" if row[name] is None else f"{row[name]:.5g}" for name in columns] + [str(row["not_finite"])]
         rows.append(cells)
     return ["", *aligned(rows, left=(0, 1, 2))]
 
@@ -275,7 +279,7 @@ def _date(seconds: float) -> str:
         return f"{seconds:.0f} seconds after 1970"  # a file may bear any date, also of years that no calendar has
 
 
-def listing_json(found: Sequence[ListedCheckpoint]) -> str:
+def listing_json(checkpoints: Sequence[ListedCheckpoint]) -> str:
     """Format the list of a run's checkpoints as one line of JSON."""
     now = time.time()
     listed = [
@@ -289,32 +293,32 @@ def listing_json(found: Sequence[ListedCheckpoint]) -> str:
             "age_seconds": None if one.written is None else round(now - one.written, 3),
             **({} if one.problem else {name: summary(one.attributes)[name] for name in ("loss", "samples", "layout")}),
         }
-        for one in found
+        for one in checkpoints
     ]
     return as_json({"checkpoints": listed})
 
 
-def listing_text(found: Sequence[ListedCheckpoint]) -> str:
+def listing_text(checkpoints: Sequence[ListedCheckpoint]) -> str:
     """Format the list of a run's checkpoints as text for people."""
     rows = [["step", "loss", "size", "age", "", "checkpoint"]]
-    for one in found:
+    for one in checkpoints:
         loss = summary(one.attributes)["loss"]
-        told = "" if loss is None else f"{loss:.6g}" if isinstance(loss, float) else str(loss)
+        loss_text = "" if loss is None else f"{loss:.6g}" if isinstance(loss, float) else str(loss)
         old = "" if one.written is None else age(time.time() - one.written)
-        rows.append([str(one.step), told, f"{amount(one.nbytes)}B", old, one.state, one.path])
-    return joined([*aligned(rows, left=(4, 5)), *(f"{one.state}: {one.problem}" for one in found if one.problem)])
+        rows.append([str(one.step), loss_text, f"{amount(one.nbytes)}B", old, one.state, one.path])
+    return joined([*aligned(rows, left=(4, 5)), *(f"{one.state}: {one.problem}" for one in checkpoints if one.problem)])
 
 
-def difference_json(names: Sequence[str], found: CheckpointDifference) -> str:
+def difference_json(names: Sequence[str], difference: CheckpointDifference) -> str:
     """Format the differences of two checkpoints, whose paths are ``names``, as one line of JSON."""
-    return as_json({"a": names[0], "b": names[1], "equal": found.equal, **asdict(found)})
+    return as_json({"a": names[0], "b": names[1], "equal": difference.equal, **asdict(difference)})
 
 
-def difference_text(names: Sequence[str], found: CheckpointDifference) -> str:
+def difference_text(names: Sequence[str], difference: CheckpointDifference) -> str:
     """Format the differences of two checkpoints, whose paths are ``names``, as text for people."""
-    lines = [f"only in A: {name}" for name in found.missing] + [f"only in B: {name}" for name in found.extra]
-    lines += [f"{path}: {a} in A, {b} in B" for path, (a, b) in found.reshaped.items()]
-    for one in found.arrays:
+    lines = [f"only in A: {name}" for name in difference.missing] + [f"only in B: {name}" for name in difference.extra]
+    lines += [f"{path}: {a} in A, {b} in B" for path, (a, b) in difference.reshaped.items()]
+    for one in difference.arrays:
         index, (u, v) = list(one.first), (f"{value:.9g}" for value in one.values)
         if u == v:
             u, v = map(repr, one.values)
@@ -323,21 +327,21 @@ def difference_text(names: Sequence[str], found: CheckpointDifference) -> str:
             f"{one.path}: {one.differing:,} of {one.size:,} elements differ, by at most {one.largest_absolute:.3g} "
             f"absolute, {one.largest_relative:.3g} relative; first at {index}: {u} in A, {v} in B{lost}"
         )
-    for name, (a, b) in list(found.attributes.items())[:_SHOWN]:
+    for name, (a, b) in list(difference.attributes.items())[:_LISTED]:
         lines.append(f"attribute {name}: {shown(a)} in A, {shown(b)} in B")
-    if (rest := len(found.attributes) - _SHOWN) > 0:
+    if (rest := len(difference.attributes) - _LISTED) > 0:
         lines.append(f"and {rest} attributes more; --json lists all")
     verdict = ", ".join(
         f"{len(what)} {name}"
         for what, name in (
-            (found.missing + found.extra, "missing in one"),
-            (found.reshaped, "of other shape or type"),
-            (found.arrays, "of other values"),
-            (found.attributes, "other attributes"),
+            (difference.missing + difference.extra, "missing in one"),
+            (difference.reshaped, "of other shape or type"),
+            (difference.arrays, "of other values"),
+            (difference.attributes, "other attributes"),
         )
         if what
     )
-    lines.append(f"{found.compared} arrays of {amount(found.nbytes)}B compared: {verdict or 'equal'}")
+    lines.append(f"{difference.compared} arrays of {amount(difference.nbytes)}B compared: {verdict or 'equal'}")
     return joined([f"A: {names[0]}", f"B: {names[1]}", *lines])
 
 

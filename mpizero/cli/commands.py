@@ -45,8 +45,8 @@ def run_new(options: argparse.Namespace) -> None:
         raise ConfigError(f"mpizero new: --kind is missing; {projects.choices()}")
     folder = projects.new_project(options.folder, options.kind)
     show(f"{folder}: {KINDS[options.kind].summary}. Its README.md leads on:")
-    for told in projects.missing(options.kind):
-        show(f"mpizero: {told}")
+    for message in projects.missing(options.kind):
+        show(f"mpizero: {message}")
     build = KINDS[options.kind].build
     for command in filter(None, (f"cd {shlex.quote(options.folder)}", build, *projects.FIRST_COMMANDS)):
         show(f"  {command}")
@@ -75,8 +75,8 @@ def run_replay(options: argparse.Namespace) -> None:
     """Evaluate the samples of a skipped step again, and print the result."""
     from mpizero.tools import replay
 
-    found = replay.replay(options.dump, options.checkpoint, lambda line: show(line, sys.stderr))
-    show(replay.as_json(found) if options.json else replay.report(found))
+    result = replay.replay(options.dump, options.checkpoint, lambda line: show(line, sys.stderr))
+    show(replay.as_json(result) if options.json else replay.report(result))
 
 
 def add_ensemble(commands: Any, run: Run) -> None:
@@ -100,16 +100,16 @@ def run_ensemble(options: argparse.Namespace) -> int:
     """Summarize an ensemble, print the summary, and return the exit status."""
     from mpizero.tools.ensemble import COMPLETE, summarize_members
 
-    found = summarize_members(options.folder, options.members)
+    summary = summarize_members(options.folder, options.members)
     if options.json:
-        show(json.dumps(found))
+        show(json.dumps(summary))
     else:
-        for one in found["members"]:
+        for one in summary["members"]:
             error = f": {one['error']}" if "error" in one else ""
             show(f"member {one['member']}  {one['status']}{error}")
-        for name, figures in found["figures"].items():
-            show(f"{name}  " + ", ".join(f"{key} {value:.6g}" for key, value in figures.items()))
-    complete = all(one["status"] == COMPLETE for one in found["members"])
+        for name, statistics in summary["figures"].items():
+            show(f"{name}  " + ", ".join(f"{key} {value:.6g}" for key, value in statistics.items()))
+    complete = all(one["status"] == COMPLETE for one in summary["members"])
     return int(ExitStatus.OK if complete else ExitStatus.RANK_FAILED)
 
 
@@ -263,30 +263,30 @@ def run_requeue(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     restarts = whole_number(environment.get("SLURM_RESTART_COUNT") or "0")
     status, reason = options.status, ""
     if status in (ExitStatus.DATA, ExitStatus.CONFIG):  # the configuration may be what cannot be read
-        return _told(status, "it would fail again")
+        return _report_not_requeued(status, "it would fail again")
     folder = RunFolder(_checkpoints(options))
     if status == ExitStatus.OK:
         (folder.root / stopping.NOTE).unlink(missing_ok=True)
         return 1
-    last = stopping.Visit.read(folder.root, job)
+    last = stopping.Session.read(folder.root, job)
     members = sorted(folder.root.glob("member_*/checkpoints"))
     state = stopping.state_of_job(job)
-    visit = stopping.Visit.after(last, job, status, [folder.checkpoints, *members], state.used)
+    session = stopping.Session.after(last, job, status, [folder.checkpoints, *members], state.used)
     if folder.stopped.exists():
         reason = f"stopped by the file {folder.stop_file}"
     elif options.resume_from is not None:
-        reason = "--resume-from is for one visit, each further one would go back to that step: submit without it"
+        reason = "--resume-from is for one session, each further one would go back to that step: submit without it"
     elif restarts >= options.max_restarts:
         reason = f"{restarts} restarts are the limit"
-    if reason := reason or stopping.why_not_again(visit, last, state):
-        return _told(status, reason)
-    visit.write(folder.root)
-    show(f"requeue: exit status {status} at {visit.place}, restart {restarts + 1}", sys.stderr)
+    if reason := reason or stopping.why_not_again(session, last, state):
+        return _report_not_requeued(status, reason)
+    session.write(folder.root)
+    show(f"requeue: exit status {status} at {session.latest_checkpoint}, restart {restarts + 1}", sys.stderr)
     stopping.requeue(job)
     return int(ExitStatus.OK)
 
 
-def _told(status: int, reason: str) -> int:
+def _report_not_requeued(status: int, reason: str) -> int:
     show(f"requeue: exit status {status}; not requeued: {reason}", sys.stderr)
     return 1
 

@@ -214,12 +214,12 @@ def _plan(options: argparse.Namespace) -> int:
     request = PlanRequest(options.ranks, options.ranks_per_node, limit, rate, machine)
     document = ConfigDocument(options.config, read_config(options.config), options.overrides)
     with document.located():
-        found = plan(parse_config(document, options.threads), request)
-        text = command.as_json(found) if options.json else command.report(found, with_timetable=options.timetable)
+        result = plan(parse_config(document, options.threads), request)
+        text = command.as_json(result) if options.json else command.report(result, with_timetable=options.timetable)
     show(text)
-    if found.missing:
-        show(f"mpizero: {found.refusal}", sys.stderr)
-    return int(bool(found.missing))
+    if result.missing:
+        show(f"mpizero: {result.refusal}", sys.stderr)
+    return int(bool(result.missing))
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -31,8 +31,8 @@ _SIZES = {
 
 def add_value(parser: Any, name: str, metavar: str, default: Any, meaning: str = "") -> None:
     """Add an option to a parser or a group; its value has the type of ``default``, which the help tells."""
-    told = f"{meaning} (default: %(default)s)".lstrip()
-    parser.add_argument(name, metavar=metavar, type=type(default), default=default, help=told)
+    description = f"{meaning} (default: %(default)s)".lstrip()
+    parser.add_argument(name, metavar=metavar, type=type(default), default=default, help=description)
 
 
 def add_layout_options(parser: argparse.ArgumentParser, *, schedule: bool = False) -> None:
@@ -128,9 +128,9 @@ def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
     from mpizero.train.config.sections import ParallelSection
 
     names = ("pipeline", "tensor", "data", "context", "order", "schedule", "virtual_stages")
-    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    arguments = {name: getattr(options, name) for name in names if hasattr(options, name)}
     with named_as_options():
-        return ParallelSection(**given, **settings)
+        return ParallelSection(**arguments, **settings)
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def named_as_options() -> Iterator[None]:
     try:
         yield
     except SettingError as error:
-        text = re.sub(r"\bparallel\.(\w+)( =)?", lambda found: f"--{found[1].replace('_', '-')}", error.message)
+        text = re.sub(r"\bparallel\.(\w+)( =)?", lambda match: f"--{match[1].replace('_', '-')}", error.message)
         raise ConfigError(text) from None
 
 

@@ -35,8 +35,8 @@ def train_document(document: ConfigDocument, config: RunConfig, comm: Communicat
     ensemble = EnsembleSettings.of(tables["ensemble"])
 
     def one(member: Member) -> dict[str, Any]:
-        own = replace(document, values=ensemble.values(config, member))
-        return train(parse_config(own), member.comm, **arguments)
+        member_document = replace(document, values=ensemble.values(config, member))
+        return train(parse_config(member_document), member.comm, **arguments)
 
     run = RunFolder(config.checkpoint.folder).root
     return run_members(one, ensemble.members, comm, run=run, on_failure=ensemble.on_failure)
@@ -93,7 +93,7 @@ def train(
     context = context or JobContext(StopSignals())
     with context.signals, build(config, comm, overridden=keys) as setup:
         setup = replace(setup, checkpoints=replace(config.checkpoint, folder=str(folder)))
-        outcome = Trainer.of_setup(setup, context).visit(resume=resume, resume_from=resume_from)
+        outcome = Trainer.of_setup(setup, context).run_session(resume=resume, resume_from=resume_from)
     if isinstance(outcome, Preempted):  # raised when the model is closed
         raise outcome
     return outcome.to_dict()
@@ -122,18 +122,18 @@ class EnsembleSettings:
     each: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> EnsembleSettings:
+    def of(cls, section: Mapping[str, Any]) -> EnsembleSettings:
         """Return the checked settings of a section; raise SettingError if one is wrong."""
-        for key in given:
+        for key in section:
             if key not in KEYS:
                 message = f"ensemble.{key}: unknown key{nearest(key, KEYS)}; known: {', '.join(KEYS)}"
                 raise SettingError(f"ensemble.{key}", message)
-        members, on_failure = given.get("members"), given.get("on_failure", "end")
+        members, on_failure = section.get("members"), section.get("on_failure", "end")
         if type(members) is not int or members < 1:
             raise rejected("ensemble.members", members, "must be a whole number >= 1")
         if on_failure not in ("end", "continue"):
             raise rejected("ensemble.on_failure", on_failure, 'must be "end" or "continue"')
-        each = _flat(given.get("each", {}))
+        each = _flat(section.get("each", {}))
         for key, values in each.items():
             if not isinstance(values, list) or len(values) != members:
                 raise rejected(f"ensemble.each.{key}", values, f"must be a list of {members} values, one a member")
@@ -141,16 +141,19 @@ class EnsembleSettings:
 
     def values(self, config: RunConfig, member: Member) -> dict[str, Any]:
         """Return the settings of a member by key, such as "optimizer.lr"; without ``train.seed`` it counts up."""
-        own: dict[str, Any] = {"train.seed": config.train.seed + member.number, "train.threads": config.train.threads}
-        own |= {key: values[member.number] for key, values in self.each.items()}
-        return own | {"checkpoint.folder": os.path.abspath(member.run / "checkpoints")}
+        settings: dict[str, Any] = {
+            "train.seed": config.train.seed + member.number,
+            "train.threads": config.train.threads,
+        }
+        settings |= {key: values[member.number] for key, values in self.each.items()}
+        return settings | {"checkpoint.folder": os.path.abspath(member.run / "checkpoints")}
 
 
 def _flat(tables: object, prefix: str = "") -> dict[str, Any]:
     """Return the values of nested tables by their dotted keys."""
     if not isinstance(tables, dict):
         raise rejected("ensemble.each", tables, "must be a table of lists, such as optimizer.lr = [0.1, 0.2]")
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in tables.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        result |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return result

@@ -62,11 +62,11 @@ def counted(number: int, noun: str) -> str:
 
 def check_launch(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
     """Compare MPI's ranks and nodes with the launcher's and Slurm's. Collective over ``comm``."""
-    own = Launch.of(environment)
-    every = comm.allgather_object((own, machine.host()))
+    local = Launch.of(environment)
+    every = comm.allgather_object((local, machine.host()))
     nodes, slurm_nodes = len({host for _, host in every}), integer_of(environment, "SLURM_JOB_NUM_NODES")
-    tasks = integer_of(environment, "SLURM_NTASKS") if own.name.startswith("mpiexec") else None
-    text = f"{own.name or 'no launcher'}: {counted(comm.size, 'rank')} on {counted(nodes, 'node')}"
+    tasks = integer_of(environment, "SLURM_NTASKS") if local.name.startswith("mpiexec") else None
+    text = f"{local.name or 'no launcher'}: {counted(comm.size, 'rank')} on {counted(nodes, 'node')}"
     for rank, (launch, _) in enumerate(every):
         if launch.rank not in (None, rank):
             text += f"; MPI's rank {rank} is the launcher's {launch.rank}"
@@ -86,11 +86,11 @@ def check_threads(comm: Communicator, threads: int, environment: Mapping[str, st
     if wrong := difference(comm.allgather_object(threads)):
         advice = "export the same OMP_NUM_THREADS to all ranks, or results differ in bits"
         return CheckResult(name, "FAIL", wrong, advice)
-    given = integer_of(environment, "SLURM_CPUS_PER_TASK")
+    cpus = integer_of(environment, "SLURM_CPUS_PER_TASK")
     text = f"{counted(threads, 'thread')} a rank"
-    if given is not None and given != threads:
-        advice = f"export OMP_NUM_THREADS={given}; srun of Slurm 22.05 and later also needs --cpus-per-task={given}"
-        return CheckResult(name, "warn", f"{text}, but Slurm has given {counted(given, 'CPU')} a task", advice)
+    if cpus is not None and cpus != threads:
+        advice = f"export OMP_NUM_THREADS={cpus}; srun of Slurm 22.05 and later also needs --cpus-per-task={cpus}"
+        return CheckResult(name, "warn", f"{text}, but Slurm has given {counted(cpus, 'CPU')} a task", advice)
     unset = "" if "OMP_NUM_THREADS" in environment else ", as OMP_NUM_THREADS is not set"
     return CheckResult(name, "ok", f"{text}{unset}")
 
@@ -121,16 +121,16 @@ def difference(values: Sequence[T]) -> str:
 
 def check_versions(comm: Communicator, threads: int) -> CheckResult:
     """Compare Python and library versions over the ranks. Collective over ``comm``."""
-    mine = versions()
-    every = comm.allgather_object(mine)
-    text = ", ".join(f"{name} {version}" for name, version in mine.items())
-    for name in mine:
-        values = [found[name] for found in every]
+    local = versions()
+    every = comm.allgather_object(local)
+    text = ", ".join(f"{name} {version}" for name, version in local.items())
+    for name in local:
+        values = [names_of[name] for names_of in every]
         if len(set(values)) > 1:
             differ = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             text = f"{name} differs: {differ}"
             return CheckResult("versions", "FAIL", text, "install the same environment on every node")
-    if missing := [name for name, version in mine.items() if version == "missing"]:
+    if missing := [name for name, version in local.items() if version == "missing"]:
         return CheckResult("versions", "FAIL", text, f"pip install {' '.join(missing)}")
     return CheckResult("versions", "ok", text)
 
@@ -141,7 +141,7 @@ def check_mpi(comm: Communicator, threads: int) -> CheckResult:
     if facts is None:
         advice = "pip install mpich, or a system's MPI; a program that a rank has started has none"
         return CheckResult("mpi", "warn", "no MPI can be loaded: one process only", advice)
-    names = [f"{found.library}, mpi4py {found.mpi4py}" for found in comm.allgather_object(facts)]
+    names = [f"{rank_facts.library}, mpi4py {rank_facts.mpi4py}" for rank_facts in comm.allgather_object(facts)]
     if wrong := difference(names):
         return CheckResult("mpi", "FAIL", wrong, "install the same MPI and mpi4py on every node")
     total, seconds = machine.try_reduction(comm)
@@ -165,7 +165,7 @@ def check_cores(comm: Communicator, threads: int) -> CheckResult:
         f"{name}: {counted(count, 'rank')} x {counted(threads, 'thread')} on {counted(cores, 'core')}"
         for name, count, cores, _ in nodes
     )
-    over = [name for name, count, cores, own in nodes if count * threads > cores or threads > own]
+    over = [name for name, count, cores, rank_cores in nodes if count * threads > cores or threads > rank_cores]
     idle = [name for name, count, cores, _ in nodes if count * threads <= cores // 2]
     advice = []
     if over:
@@ -179,11 +179,11 @@ def check_cores(comm: Communicator, threads: int) -> CheckResult:
 
 def check_blas(comm: Communicator, threads: int) -> CheckResult:
     """Compare the BLAS builds of all ranks: different builds give different bits. Collective over ``comm``."""
-    mine = machine.blas()
-    if wrong := difference(comm.allgather_object(mine)):
+    local = machine.blas()
+    if wrong := difference(comm.allgather_object(local)):
         advice = "use one environment and one CPU type, or results differ in the last bits"
         return CheckResult("blas", "warn", wrong, advice)
-    return CheckResult("blas", "ok", f"{mine}; training uses {counted(threads, 'thread')} a rank")
+    return CheckResult("blas", "ok", f"{local}; training uses {counted(threads, 'thread')} a rank")
 
 
 def check_hdf5(comm: Communicator, threads: int) -> CheckResult:
@@ -196,14 +196,14 @@ def check_hdf5(comm: Communicator, threads: int) -> CheckResult:
 
 def check_memory(comm: Communicator, threads: int) -> CheckResult:
     """Report how much memory the job may take on the node where that is least. Collective over ``comm``."""
-    mine = (available_memory(), memory_of_node(), os.uname().nodename)
-    known = [(least, whole, host) for least, whole, host in comm.allgather_object(mine) if least is not None]
+    local = (available_memory(), memory_of_node(), os.uname().nodename)
+    known = [(least, total, host) for least, total, host in comm.allgather_object(local) if least is not None]
     if not known:
         return CheckResult("memory", "ok", "the system does not say how much is available")
-    least, whole, host = min(known)
+    least, total, host = min(known)
     text = f"{least / 2**30:.1f} GiB may be taken on {host}"
-    if whole is not None and least < whole:
-        text += f", which has {whole / 2**30:.1f} GiB available: a control group, or Slurm's --mem, leaves no more"
+    if total is not None and least < total:
+        text += f", which has {total / 2**30:.1f} GiB available: a control group, or Slurm's --mem, leaves no more"
     if least < 2**30:
         return CheckResult("memory", "warn", text, "ask for more (sbatch --mem): a job that takes more is killed")
     return CheckResult("memory", "ok", text)
@@ -230,18 +230,20 @@ def check_leftovers(comm: Communicator, threads: int, *, clean: bool = False) ->
     """Look for files of ended jobs in shared memory; with ``clean``, remove files that no process uses. Collective."""
     with comm.split_node(name="doctor") as node:
         first = node.rank == 0
-    found = [*leftovers(), *session_folders()] if first else []
-    gone, left = remove_leftovers(found) if clean else ([], found)
-    told = comm.allgather_object((machine.host(), gone, left))
-    removed = [item for _, files, _ in told for item in files]
+    candidates = [*leftovers(), *session_folders()] if first else []
+    gone, left = remove_leftovers(candidates) if clean else ([], candidates)
+    gathered = comm.allgather_object((machine.host(), gone, left))
+    removed = [item for _, files, _ in gathered for item in files]
     text = f"removed {counted(len(removed), 'file')} of ended jobs, {_mebibytes(removed)}; " if removed else ""
-    spared = [item for _, _, files in told for item in files]
+    spared = [item for _, _, files in gathered for item in files]
     if not spared:
         return CheckResult("leftovers", "ok", f"{text}none of yours in {SHARED_FOLDER}")
-    files = [f"{host}: {item.path}{item.spared and f' ({item.spared})'}" for host, _, items in told for item in items]
-    shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+    files = [
+        f"{host}: {item.path}{item.spared and f' ({item.spared})'}" for host, _, items in gathered for item in items
+    ]
+    listed = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
     remedy = "look at these files yourself, or clean again later" if clean else "mpizero doctor --clean removes them"
-    return CheckResult("leftovers", "warn", f"{text}{_mebibytes(spared)} of ended jobs: {shown}", remedy)
+    return CheckResult("leftovers", "warn", f"{text}{_mebibytes(spared)} of ended jobs: {listed}", remedy)
 
 
 def _mebibytes(files: Sequence[Leftover]) -> str:
@@ -250,16 +252,16 @@ def _mebibytes(files: Sequence[Leftover]) -> str:
 
 def check_kernels(comm: Communicator, threads: int) -> CheckResult:
     """Run one compiled kernel, and report the folder in which compiled kernels are cached. Collective over ``comm``."""
-    problem, place, seconds = machine.try_kernel()
-    every = comm.allgather_object((problem, place))
+    problem, cache, seconds = machine.try_kernel()
+    every = comm.allgather_object((problem, cache))
     for rank, (text, _) in enumerate(every):
         if text:
             remedy = "set MPIZERO_CACHE_DIR to a folder of yours that can be written"
             return CheckResult("kernels", "FAIL", f"rank {rank}: {text}", remedy)
-    for rank, (_, kept) in enumerate(every):
-        if kept is not None and kept.refused:
-            return CheckResult("kernels", "warn", f"rank {rank}: {kept.refused}", kept.remedy)
-    text = f"compiled ones are kept in {place.path}" if place else ""
+    for rank, (_, folder) in enumerate(every):
+        if folder is not None and folder.refused:
+            return CheckResult("kernels", "warn", f"rank {rank}: {folder.refused}", folder.remedy)
+    text = f"compiled ones are kept in {cache.path}" if cache else ""
     return CheckResult("kernels", "ok", f"{text}; the first took {seconds:.2f} s to be ready")
 
 
@@ -268,7 +270,7 @@ def check_gpu(comm: Communicator, threads: int) -> CheckResult:
     count, packages = machine.gpus()
     usable, reason = machine.devices() if count else (0, "")
     with comm.split_node(name="doctor") as node:
-        ranks, place = node.size, node.rank
+        ranks, local_rank = node.size, node.rank
     everywhere = comm.allgather_object((count, usable, reason, ranks))
     if not any(count for count, *_ in everywhere):
         return CheckResult("gpu", "ok", "none seen; training runs on CPUs")
@@ -277,8 +279,8 @@ def check_gpu(comm: Communicator, threads: int) -> CheckResult:
         if not devices:
             why = why or "no GPU on its node"
             return CheckResult("gpu", "warn", text, f'train.device = "cuda" cannot be used: rank {rank} has {why}')
-    most = max(-(-sharing // devices) for _, devices, _, sharing in everywhere)
-    why = machine.why_through_host(comm, place)
+    most = max(-(-ranks_of_node // devices) for _, devices, _, ranks_of_node in everywhere)
+    why = machine.why_through_host(comm, local_rank)
     path = f"through the host's memory: {why}" if why else "from GPU to GPU, as tried"
     text = f'{text}; with train.device = "cuda" {counted(most, "rank")} a GPU, in turn; messages of layers go {path}'
     return CheckResult("gpu", "ok", text)
@@ -339,9 +341,9 @@ def examine(
         Whether to remove shared memory of this user's ended jobs that no process uses, on the nodes of ``comm``.
     """
     checks = [partial(check, clean=clean) if check is check_leftovers else check for check in CHECKS]
-    found = [check(comm, threads) for check in checks]
-    found += [check(comm, threads, environment or {}) for check in LAUNCH_CHECKS]
-    result: list[CheckResult] = comm.broadcast_object(found)
+    results = [check(comm, threads) for check in checks]
+    results += [check(comm, threads, environment or {}) for check in LAUNCH_CHECKS]
+    result: list[CheckResult] = comm.broadcast_object(results)
     return result
 
 
@@ -423,24 +425,24 @@ def bug_report(comm: Communicator | None, results: Sequence[CheckResult], enviro
 
     size = 1 if comm is None else comm.size
     bad = {status: sum(result.status == status for result in results) for status in ("FAIL", "warn")}
-    found = ", ".join(f"{number} {status}" for status, number in bad.items() if number) or "all ok"
+    counts = ", ".join(f"{number} {status}" for status, number in bad.items() if number) or "all ok"
     facts = mpi_facts()
     lines = {
-        "doctor": f"{counted(size, 'rank')} on {counted(len(nodes), 'node')}: {found}",
+        "doctor": f"{counted(size, 'rank')} on {counted(len(nodes), 'node')}: {counts}",
         "system": platform.platform(),
         "processor": f"{machine.processor()}, {counted(len(machine.cores()), 'core')} of rank 0",
         "memory": f"{(available_memory() or 0) / 2**30:.1f} GiB available",
         "MPI": " ".join(facts.library.split()) if facts else "none",
         "launcher": Launch.of(environment).name or "none",
-        "Slurm": _shown(environment, _SLURM) or "none",
-        "settings": _shown(environment, _SETTINGS) or "none",
+        "Slurm": _listed_settings(environment, _SLURM) or "none",
+        "settings": _listed_settings(environment, _SETTINGS) or "none",
     }
-    told = [replace(result, text=hidden(result.text), remedy=hidden(result.remedy)) for result in results]
+    redacted = [replace(result, text=hidden(result.text), remedy=hidden(result.remedy)) for result in results]
     head = "\n".join(f"{name:9}  {hidden(text)}" for name, text in lines.items())
-    return f"```text\n{head}\n\n{report(told)}\n```"
+    return f"```text\n{head}\n\n{report(redacted)}\n```"
 
 
-def _shown(environment: Mapping[str, str], wanted: re.Pattern[str]) -> str:
+def _listed_settings(environment: Mapping[str, str], wanted: re.Pattern[str]) -> str:
     names = sorted(name for name in environment if wanted.fullmatch(name) and not _SECRET.search(name))
     return " ".join(f"{name}={environment[name]}" for name in names)
 
@@ -450,8 +452,8 @@ def _replacements(nodes: Sequence[str], environment: Mapping[str, str]) -> Itera
     users = {environment.get(name, "") for name in ("USER", "LOGNAME", "SLURM_JOB_USER")}
     homes = {environment.get("HOME", "").rstrip("/")}
     with suppress(KeyError):  # in a container, the user may have no entry
-        own = pwd.getpwuid(os.getuid())
-        users, homes = users | {own.pw_name}, homes | {own.pw_dir.rstrip("/")}
+        account = pwd.getpwuid(os.getuid())
+        users, homes = users | {account.pw_name}, homes | {account.pw_dir.rstrip("/")}
     for home in sorted(homes - {""}, key=len, reverse=True):
         yield rf"{re.escape(home)}(?=/|\W|$)", "~"
     for number, node in enumerate(nodes, 1):

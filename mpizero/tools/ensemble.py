@@ -133,9 +133,9 @@ def run_members(
 def _raise_unless_complete(members: list[dict[str, Any]], ended: Mapping[int, str]) -> None:
     """Raise an error if a member of this job, whose status is in ``ended``, has failed or was asked to stop."""
     for status, kind, what in ((FAILED, MemberError, "have failed"), (UNFINISHED, Preempted, "were asked to stop")):
-        if those := sorted(number for number, found in ended.items() if found == status):
-            told = "; ".join(f"member {one}: {members[one].get('error', '')}" for one in those)
-            raise kind(f"{len(those)} of {len(ended)} members {what}: {told}")
+        if those := sorted(number for number, outcome in ended.items() if outcome == status):
+            errors = "; ".join(f"member {one}: {members[one].get('error', '')}" for one in those)
+            raise kind(f"{len(those)} of {len(ended)} members {what}: {errors}")
 
 
 def _check(function: object, members: object, size: int, on_failure: object, only: object) -> None:
@@ -251,12 +251,12 @@ def summarize_members(run: str | Path, members: int | None = None) -> dict[str, 
         members = 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
     if not members:
         raise DataError(f"{run}: holds no folder of a member, such as {member_folder(run, 0).name}")
-    found = [{"member": number, **_outcome(member_folder(run, number))} for number in range(members)]
-    statuses = [one["status"] for one in found]
+    outcomes = [{"member": number, **_outcome(member_folder(run, number))} for number in range(members)]
+    statuses = [one["status"] for one in outcomes]
     summary = {
-        "members": found,
+        "members": outcomes,
         "counts": {status: statuses.count(status) for status in (COMPLETE, FAILED, UNFINISHED)},
-        "figures": _figures([one["result"] for one in found if one["status"] == COMPLETE]),
+        "figures": _statistics([one["result"] for one in outcomes if one["status"] == COMPLETE]),
     }
     write_atomic(Path(run) / SUMMARY, json.dumps(summary, indent=1).encode())
     return summary
@@ -265,20 +265,25 @@ def summarize_members(run: str | Path, members: int | None = None) -> dict[str, 
 def _outcome(folder: Path) -> dict[str, Any]:
     path = folder / OUTCOME
     try:
-        found = json.loads(path.read_bytes())
-        return {"status": str(found["status"]), **found}
+        outcome = json.loads(path.read_bytes())
+        return {"status": str(outcome["status"]), **outcome}
     except FileNotFoundError:
         return {"status": UNFINISHED}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not the outcome of a member: {error}") from None
 
 
-def _figures(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    found = {}
+def _statistics(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    by_name = {}
     for name in results[0] if results else ():
         values = [result.get(name) for result in results]
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
             column = np.array(values, np.float64)
-            figures = {"mean": column.mean(), "deviation": column.std(), "least": column.min(), "largest": column.max()}
-            found[name] = {key: float(value) for key, value in figures.items()}
-    return found
+            statistics = {
+                "mean": column.mean(),
+                "deviation": column.std(),
+                "least": column.min(),
+                "largest": column.max(),
+            }
+            by_name[name] = {key: float(value) for key, value in statistics.items()}
+    return by_name

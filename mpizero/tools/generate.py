@@ -112,9 +112,9 @@ class FirstRankWriter:
 
     def agree(self, index: int) -> int:
         """Return on all ranks rank 0's ``index``, the byte chosen; -1 once rank 0 cannot write. Collective."""
-        told = np.array([-1 if self.failure is not None else index], np.int64)
-        self.comm.broadcast(told, 0, "generate")
-        return int(told[0])
+        message = np.array([-1 if self.failure is not None else index], np.int64)
+        self.comm.broadcast(message, 0, "generate")
+        return int(message[0])
 
     def say(self, text: str, end: str = "") -> None:
         """Write a text to standard output on rank 0; do nothing on other ranks. Not collective.
@@ -212,8 +212,8 @@ def _settings_of(reader: checkpoint.Reader, home: str) -> GptSection:
     if section is None:
         raise CheckpointError(f"{home}: of a run of mpizero.Trainer, which does not record how its model is made")
     if section.get("name") != "gpt":
-        held = section.get("make", section.get("name"))
-        raise CheckpointError(f"{home}: holds the model {held!r}, which writes no text; train a gpt")
+        name = section.get("make", section.get("name"))
+        raise CheckpointError(f"{home}: holds the model {name!r}, which writes no text; train a gpt")
     try:
         return GptSection(**section)
     except (TypeError, SettingError) as error:
@@ -221,5 +221,5 @@ def _settings_of(reader: checkpoint.Reader, home: str) -> GptSection:
 
 
 def _model_of(settings: GptSection) -> nn.GPT:
-    kept = ("dim", "layers", "heads", "sequence", "tied", "dtype")
-    return nn.GPT(**{name: getattr(settings, name) for name in kept})
+    names = ("dim", "layers", "heads", "sequence", "tied", "dtype")
+    return nn.GPT(**{name: getattr(settings, name) for name in names})

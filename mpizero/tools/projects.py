@@ -188,8 +188,8 @@ def _check_free(target: Path) -> None:
     if not target.is_dir():
         raise ConfigError(f"{target}: is no folder; name a new one")
     if there := sorted(path.name for path in target.iterdir()):
-        shown = ", ".join(there[:5]) + (", ..." if len(there) > 5 else "")
-        raise ConfigError(f"{target}: is not empty ({shown}); name a new folder, nothing has been written")
+        names = ", ".join(there[:5]) + (", ..." if len(there) > 5 else "")
+        raise ConfigError(f"{target}: is not empty ({names}); name a new folder, nothing has been written")
 
 
 def _write(folder: Path, kind: Kind, name: str) -> None:
@@ -235,11 +235,11 @@ def listed() -> str:
 def missing(kind: str) -> list[str]:
     """Return a sentence about each thing that a kind of project needs and that is not installed."""
     module, program = KINDS[kind].module, KINDS[kind].program
-    told = []
+    messages = []
     if module and importlib.util.find_spec(module) is None:
-        told.append(f"it needs {module}, which is not installed: pip install 'mpizero[{module}]'")
+        messages.append(f"it needs {module}, which is not installed: pip install 'mpizero[{module}]'")
     if program and shutil.which(program) is None:
-        told.append(f"it needs {program}, which is not installed, or another compiler: FC=... sh build.sh")
+        messages.append(f"it needs {program}, which is not installed, or another compiler: FC=... sh build.sh")
     if importlib.util.find_spec("pytest") is None:
-        told.append("its tests need pytest, which is not installed: pip install pytest")
-    return told
+        messages.append("its tests need pytest, which is not installed: pip install pytest")
+    return messages

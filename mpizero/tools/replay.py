@@ -72,18 +72,18 @@ def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> Repl
             model = _model_of(step, config, path)
         except SettingError as error:
             raise ConfigError(f"{path}: {error.message}") from error.__cause__
-        return _replayed(step, model, chosen or _newest_before(Path(path), step.step, tell))
+        return _replayed(step, model, chosen or _latest_before(Path(path), step.step, tell))
 
 
-def _replayed(step: BadStep, model: Any, found: str | None) -> ReplayedStep:
+def _replayed(step: BadStep, model: Any, path: str | None) -> ReplayedStep:
     with distribute(model, None, "ddp") as placed:
-        told = "the start values"
-        if found is not None:
-            with checkpoint.open_checkpoint(found, "self") as reader:
-                done = SavedRun.of(reader.attributes, found).step
+        source = "the start values"
+        if path is not None:
+            with checkpoint.open_checkpoint(path, "self") as reader:
+                done = SavedRun.of(reader.attributes, path).step
                 state_dict.restore(placed._engine, reader)
-            told = f"step {done}, from {found}"
-        return ReplayedStep(step, told, replay_bad_step(step, placed))
+            source = f"step {done}, from {path}"
+        return ReplayedStep(step, source, replay_bad_step(step, placed))
 
 
 def _config_of(step: BadStep, path: str) -> RunConfig:
@@ -98,10 +98,10 @@ def _config_of(step: BadStep, path: str) -> RunConfig:
         raise DataError(f"{path}: its configuration is of another version: {error}") from None
     # Where the run's folder is gone, the working directory may have the files.
     folders = dict.fromkeys((str(step.about.get("folder", ".")), os.getcwd()))
-    places = [replace(config, folder=folder) for folder in folders]
-    for place in places:
-        if all(function.file is None or function.file.is_file() for function in user_functions(place).values()):
-            return place
+    candidates = [replace(config, folder=folder) for folder in folders]
+    for candidate in candidates:
+        if all(function.file is None or function.file.is_file() for function in user_functions(candidate).values()):
+            return candidate
     missing = next(f for f in user_functions(config).values() if f.file is not None and not f.file.is_file())
     raise DataError(
         f"{path}: {missing.key} was {shown(missing.make)}, which is neither in {' nor in '.join(folders)}: replay it "
@@ -139,26 +139,28 @@ def _model_of(step: BadStep, config: RunConfig, path: str) -> Any:
     return model
 
 
-def _newest_before(path: Path, step: int, tell: Callable[[str], object]) -> str | None:
+def _latest_before(path: Path, step: int, tell: Callable[[str], object]) -> str | None:
     """Return the path of the run's newest undamaged checkpoint of a step before ``step``; None if there is none.
 
     ``path`` is the folder of the bad step, inside the run's folder.
     """
     root = path.absolute().parent.parent
     for folder in (root / "checkpoints", root):
-        for found in checkpoint.list_valid(folder, report=tell):
-            at = checkpoint.step_of(found)
+        for step_path in checkpoint.list_valid(folder, report=tell):
+            at = checkpoint.step_of(step_path)
             if at is not None and at < step:
-                return found
+                return step_path
     return None
 
 
-def report(found: ReplayedStep) -> str:
+def report(result: ReplayedStep) -> str:
     """Format the result of a replay as text for people. Not collective."""
-    step = found.step
-    lines = [f"step {step.step}, skipped in training; parameters here: {found.parameters}"]
-    lines += [f"in training: {told['message']}, samples {told['start']} to {told['stop'] - 1}" for told in step.found]
-    for replay_ in found.replays:
+    step = result.step
+    lines = [f"step {step.step}, skipped in training; parameters here: {result.parameters}"]
+    lines += [
+        f"in training: {entry['message']}, samples {entry['start']} to {entry['stop'] - 1}" for entry in step.found
+    ]
+    for replay_ in result.replays:
         lines += ["", *_of_samples(replay_)]
     return joined(lines)
 
@@ -170,23 +172,23 @@ def _of_samples(replay_: Replay) -> list[str]:
     else:
         verdict = f"first not finite: {first.what} {first.name}, {first.not_finite} of {first.size} values"
     head = f"samples {replay_.start} to {replay_.stop - 1}: loss {replay_.loss / replay_.weight:.6g}; {verdict}"
-    rows = [["", f"{'min':>11}", f"{'max':>11}", f"{'norm':>11}", "not finite"], *map(_row, replay_.figures)]
+    rows = [["", f"{'min':>11}", f"{'max':>11}", f"{'norm':>11}", "not finite"], *map(_cells, replay_.figures)]
     return [head, *(f"  {line}" for line in aligned(rows))]
 
 
-def _row(figures: ReplayedArray) -> list[str]:
-    numbers = (f"{number:11.4g}" for number in (figures.minimum, figures.maximum, figures.norm))
-    bad = f"{figures.not_finite} of {figures.size}" if figures.not_finite else "-"
-    return [f"{figures.what} {figures.name}", *numbers, bad]
+def _cells(array: ReplayedArray) -> list[str]:
+    numbers = (f"{number:11.4g}" for number in (array.minimum, array.maximum, array.norm))
+    bad = f"{array.not_finite} of {array.size}" if array.not_finite else "-"
+    return [f"{array.what} {array.name}", *numbers, bad]
 
 
-def as_json(found: ReplayedStep) -> str:
+def as_json(result: ReplayedStep) -> str:
     """Format the result of a replay as one line of JSON for programs. Not collective."""
     return json.dumps(
         {
-            "step": found.step.step,
-            "found": found.step.found,
-            "parameters": found.parameters,
+            "step": result.step.step,
+            "found": result.step.found,
+            "parameters": result.parameters,
             "replays": [
                 {
                     "start": r.start,
@@ -196,13 +198,13 @@ def as_json(found: ReplayedStep) -> str:
                     "first": None if r.first is None else f"{r.first.what} {r.first.name}",
                     "figures": _plain(r.figures),
                 }
-                for r in found.replays
+                for r in result.replays
             ],
         },
         allow_nan=False,
     )
 
 
-def _plain(figures: Sequence[ReplayedArray]) -> list[dict[str, Any]]:
+def _plain(arrays: Sequence[ReplayedArray]) -> list[dict[str, Any]]:
     numbers = ("minimum", "maximum", "norm")
-    return [asdict(f) | {key: finite(getattr(f, key)) for key in numbers} for f in figures]
+    return [asdict(f) | {key: finite(getattr(f, key)) for key in numbers} for f in arrays]

@@ -104,8 +104,8 @@ def check_callbacks(callbacks: object) -> tuple[Any, ...]:
     """
     if isinstance(callbacks, str | bytes | Mapping) or not isinstance(callbacks, Iterable):
         raise ArgumentError(f"Trainer: callbacks={callbacks!r:.80}: expected a list of objects")
-    found = tuple(callbacks)
-    for number, one in enumerate(found):
+    result = tuple(callbacks)
+    for number, one in enumerate(result):
         what = f"Trainer: callbacks[{number}]"
         if isinstance(one, type):
             raise ArgumentError(f"{what} is the class {one.__name__}: give an object, {one.__name__}(...)")
@@ -121,8 +121,8 @@ def check_callbacks(callbacks: object) -> tuple[Any, ...]:
             )
         if overrides(one, STATE[0]) != overrides(one, STATE[1]):
             raise ArgumentError(f"{what}, {type(one).__name__}: has only one of {' and '.join(STATE)}; define both")
-    _check_state_names(found)
-    return found
+    _check_state_names(result)
+    return result
 
 
 def _check_state_names(callbacks: Sequence[Any]) -> None:
@@ -131,9 +131,9 @@ def _check_state_names(callbacks: Sequence[Any]) -> None:
     for number, one in enumerate(callbacks):
         if not overrides(one, STATE[0]):
             continue
-        what, given = f"Trainer: callbacks[{number}], {type(one).__name__}", getattr(one, "state_name", "")
-        if not isinstance(given, str):
-            raise ArgumentError(f"{what}: state_name = {given!r:.80}: expected a string")
+        what, name = f"Trainer: callbacks[{number}], {type(one).__name__}", getattr(one, "state_name", "")
+        if not isinstance(name, str):
+            raise ArgumentError(f"{what}: state_name = {name!r:.80}: expected a string")
         if (other := first.setdefault(state_name(one), number)) != number:
             raise ArgumentError(
                 f"{what}: a checkpoint could not tell its state from that of callbacks[{other}], both are called "
@@ -160,7 +160,7 @@ def saved_state(callbacks: Sequence[Any]) -> dict[str, Any]:
     ConfigError
         If a state is no dictionary of JSON values; the message names the callback and the key.
     """
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for one in callbacks:
         if not overrides(one, STATE[0]):
             continue
@@ -177,8 +177,8 @@ def saved_state(callbacks: Sequence[Any]) -> dict[str, Any]:
                     f"{name}.state_dict: {shown(key)} is {value!r:.80}: a checkpoint keeps JSON values under names: "
                     "finite numbers, strings, lists and dictionaries of them"
                 )
-        found[name] = state
-    return found
+        states[name] = state
+    return states
 
 
 def restore_state(callbacks: Sequence[Any], saved: Mapping[str, Any]) -> list[str]:
@@ -186,19 +186,19 @@ def restore_state(callbacks: Sequence[Any], saved: Mapping[str, Any]) -> list[st
 
     Not collective.
     """
-    told = []
+    messages = []
     takers = {state_name(one): one for one in callbacks if overrides(one, STATE[1])}
     for name, one in takers.items():
         if name in saved:
             one.load_state_dict(saved[name])
         else:
-            told.append(f"callback {name} has no state in the checkpoint: it begins anew")
-    told += [
+            messages.append(f"callback {name} has no state in the checkpoint: it begins anew")
+    messages += [
         f"the checkpoint's state of callback {name} is left out: there is no such callback now"
         for name in saved
         if name not in takers
     ]
-    return told
+    return messages
 
 
 def agree_after(comm: Communicator, what: str, error: Exception | None, *, wanted: bool = False) -> Array:
@@ -216,14 +216,14 @@ def agree_after(comm: Communicator, what: str, error: Exception | None, *, wante
     """
     record_call(comm, f"the end of {what}")
     try:
-        told = agree_on_call(comm, (error is not None, wanted))
+        flags = agree_on_call(comm, (error is not None, wanted))
     except CollectiveError:
         if error is not None:  # which is why this rank has not called what the others have
             raise error from None
         raise
-    if told[:, 0].any():
+    if flags[:, 0].any():
         raise_on_all(comm, error, what)
-    return told[:, 1]
+    return flags[:, 1]
 
 
 T = TypeVar("T")
@@ -284,8 +284,8 @@ class CallbackRounds:
         """
         if not self._callbacks:
             return {}
-        found = self._agreed("the callbacks' state_dict", lambda: saved_state(self._callbacks))[0]
-        states: dict[str, Any] = self._comm.broadcast_object(found, tag="states of callbacks")
+        local_states = self._agreed("the callbacks' state_dict", lambda: saved_state(self._callbacks))[0]
+        states: dict[str, Any] = self._comm.broadcast_object(local_states, tag="states of callbacks")
         return states
 
     def restore_state(self, saved: Mapping[str, Any]) -> list[str]:
@@ -300,11 +300,11 @@ class CallbackRounds:
     def _agreed(self, what: str, call: Callable[[], T]) -> tuple[T, Array]:
         """Return what ``call`` returns, and which ranks want to stop; errors as :meth:`call`. Collective."""
         try:
-            found = call()
+            result = call()
         except Exception as error:  # the report about a mismatch then shows it
             agree_after(self._comm, what, error)
             raise
-        return found, agree_after(self._comm, what, None, wanted=bool(self._wanted))
+        return result, agree_after(self._comm, what, None, wanted=bool(self._wanted))
 
     def _call(self, hook: str, arguments: Sequence[Any]) -> None:
         step = self._model._engine.step_number
@@ -389,48 +389,50 @@ class UserMetrics:
         self._metrics, self._model = metrics, model
         self._sums: dict[str, list[tuple[float, float]]] = {name: [] for name in metrics}
 
-    def add(self, source: Any, part: Array, size: int, own: tuple[Any, Any]) -> None:
-        """Add the samples of ``source`` at the indices ``part``, of which ``own`` are those of this rank's grains.
+    def add(self, source: Any, part: Array, size: int, local_samples: tuple[Any, Any]) -> None:
+        """Add the samples of ``source`` at the indices ``part``; ``local_samples`` are those of this rank's grains.
 
         Collective over the model's ranks. ``size`` is the number of samples of a grain.
         """
         if not self._metrics:
             return
         group, grains = self._model.batch_group, Grains(len(part), size)
-        mine = grains.assigned(group.rank, group.size)
+        local_grains = grains.assigned(group.rank, group.size)
         rounds = max(len(grains.assigned(rank, group.size)) for rank in range(group.size))
         comm = self._model.mesh.communicator
         try:
-            spare: tuple[Any, Any] = own if len(mine) == rounds else source.samples(part[grains.span(0)])
+            spare: tuple[Any, Any] = (
+                local_samples if len(local_grains) == rounds else source.samples(part[grains.span(0)])
+            )
             for number in range(rounds):
-                counts = number < len(mine)
-                batch = _part(own, number * size, size) if counts else spare
+                counts = number < len(local_grains)
+                batch = _part(local_samples, number * size, size) if counts else spare
                 for name, function in self._metrics.items():
-                    found = _checked(name, function(self._model, batch))
+                    pair = _checked(name, function(self._model, batch))
                     if counts:
-                        self._sums[name].append(found)
+                        self._sums[name].append(pair)
         except Exception as error:  # the report about a mismatch then shows it
             agree_after(comm, "the metrics", error)
             raise
         agree_after(comm, "the metrics", None)
 
-    def figures(self) -> dict[str, float | None]:
+    def compute(self) -> dict[str, float | None]:
         """Return the value of every metric: its sum over its weight; None if that is not finite.
 
         Collective over the model's ranks.
         """
         if not self._metrics:
             return {}
-        everyone = self._model.batch_group.allgather_object(self._sums, "metrics")
-        found: dict[str, float | None] = {}
+        gathered = self._model.batch_group.allgather_object(self._sums, "metrics")
+        values: dict[str, float | None] = {}
         for name in self._metrics:
-            pairs = [pair for sums in everyone for pair in sums[name]]
+            pairs = [pair for sums in gathered for pair in sums[name]]
             finite = all(math.isfinite(value) for pair in pairs for value in pair)
-            total, weight = (_sum(pair[place] for pair in pairs) if finite else math.nan for place in (0, 1))
+            total, weight = (_sum(pair[index] for pair in pairs) if finite else math.nan for index in (0, 1))
             value = total / weight if weight and math.isfinite(weight) else math.nan
-            found[name] = value if math.isfinite(value) else None
+            values[name] = value if math.isfinite(value) else None
         # The groups of a split model have computed the same: all go on with the values of one.
-        decided: dict[str, float | None] = self._model.mesh.communicator.broadcast_object(found, tag="metrics")
+        decided: dict[str, float | None] = self._model.mesh.communicator.broadcast_object(values, tag="metrics")
         return decided
 
 
@@ -447,13 +449,13 @@ def _part(samples: tuple[Any, Any], start: int, count: int) -> tuple[Any, Any]:
     return x, y
 
 
-def _checked(name: str, found: Any) -> tuple[float, float]:
-    pair: Any = found if isinstance(found, tuple | list) and len(found) == 2 else (None, None)
+def _checked(name: str, returned: Any) -> tuple[float, float]:
+    pair: Any = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (None, None)
     numbers = [value.item() if getattr(value, "shape", None) == () else value for value in pair]
     if not all(isinstance(value, Real) for value in numbers) or not float(numbers[1]) >= 0:
         raise ConfigError(
-            f"metric {name!r} returned {found!r:.80}: expected two numbers, the sum over the samples of the batch and "
-            "their weight (of a mean: the mean times the number of samples, and that number)"
+            f"metric {name!r} returned {returned!r:.80}: expected two numbers, the sum over the samples of the batch "
+            "and their weight (of a mean: the mean times the number of samples, and that number)"
         )
     return float(numbers[0]), float(numbers[1])
 
@@ -494,7 +496,7 @@ class TensorBoard(Callback):
     def on_step(self, trainer: Any, report: StepReport) -> None:
         """Write the figures of a step."""
         if trainer.rank == 0 and trainer.step % self._every == 0:
-            self._write(trainer, trainer.figures)
+            self._write(trainer, trainer.compute)
 
     def on_validation(self, trainer: Any, figures: Mapping[str, float | None]) -> None:
         """Write the figures of a validation."""
@@ -507,11 +509,11 @@ class TensorBoard(Callback):
             self._writer.close()
             self._writer = None
 
-    def _write(self, trainer: Any, figures: Mapping[str, Any]) -> None:
+    def _write(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
         if self._writer is None:
             folder = trainer.run / "tensorboard" if self._folder is None else self._folder
             self._writer = _event_writer(str(folder), trainer.step)
-        for name, value in figures.items():
+        for name, value in metrics.items():
             if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, trainer.step)
 

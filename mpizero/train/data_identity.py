@@ -65,27 +65,27 @@ def contents(source: Source) -> dict[str, Any]:
 
     [Note: compared samples] The first 64 are read in any case, then twice as many as before while that is likely to
     take no more than :data:`COMPARED_SECONDS`, and in the end all, if there are few. A hash is kept at each number,
-    because another machine may read more or fewer of them. Places follow the golden ratio: any number of them is
+    because another machine may read more or fewer of them. Positions follow the golden ratio: any number of them is
     spread over all samples, and no period in the data meets them.
     """
     started, length = time.perf_counter(), len(source)
     digest, hashes, done, most = hashlib.sha256(), dict[str, str](), 0, min(length, COMPARED_SAMPLES)
     while True:
         count = min(most, max(FINGERPRINT_SAMPLES, 2 * done))
-        places = np.arange(count) if count == length else np.arange(done, count) * 0.6180339887498949 % 1.0 * length
-        nbytes = _add(digest, source, places.astype(np.int64)) * source.block_samples
+        positions = np.arange(count) if count == length else np.arange(done, count) * 0.6180339887498949 % 1.0 * length
+        nbytes = _add(digest, source, positions.astype(np.int64)) * source.block_samples
         hashes[str(count)], done = digest.hexdigest(), count
         if count == most or nbytes > COMPARED_BYTES or time.perf_counter() - started > COMPARED_SECONDS / 2:
             break
-    found: dict[str, Any] = {"of": length, "samples": hashes}
-    for name, told in source.contents().items():
-        found |= _of_files(told) if name == "files" else {name: _hash(told)}
-    return found
+    identity: dict[str, Any] = {"of": length, "samples": hashes}
+    for name, value in source.contents().items():
+        identity |= _of_files(value) if name == "files" else {name: _hash(value)}
+    return identity
 
 
-def _add(digest: Any, source: Source, places: Any) -> int:
+def _add(digest: Any, source: Source, positions: Any) -> int:
     """Add samples to a digest; return their number of bytes."""
-    tree = SampleTree.of(**dict(zip("xy", source.samples(places), strict=True)))
+    tree = SampleTree.of(**dict(zip("xy", source.samples(positions), strict=True)))
     for leaf in tree.leaves:
         digest.update(np.ascontiguousarray(leaf).tobytes())
     return sum(leaf.nbytes for leaf in tree.leaves)
@@ -96,9 +96,9 @@ def _of_files(files: Any) -> dict[str, Any]:
     if not files:
         return {}
     names, sizes, times = zip(*files, strict=True)
-    newest = max(times)
-    told = {"files": len(files), "bytes": sum(sizes), "newest": newest // 10**9}
-    return {**told, "sizes": _hash([names, sizes]), "times": _hash([names, times])}
+    latest = max(times)
+    summary = {"files": len(files), "bytes": sum(sizes), "newest": latest // 10**9}
+    return {**summary, "sizes": _hash([names, sizes]), "times": _hash([names, times])}
 
 
 def _hash(value: Any) -> str:
@@ -109,9 +109,9 @@ def check_data(what: str, alike: bool, saved: Any, now: Any, refused: str, elsew
     """Raise ConfigError if the data named ``what`` are not those of the saved run. Not collective."""
     why = difference(saved.get(what, {}), now.get(what, {}))
     if why or not alike:
-        told = f": {why}" if why else ""
+        hint = f": {why}" if why else ""
         raise ConfigError(
-            f"{refused}: data: the {what} samples are not those of the saved run{told}; give the same data, {elsewhere}"
+            f"{refused}: data: the {what} samples are not those of the saved run{hint}; give the same data, {elsewhere}"
         )
 
 
@@ -131,10 +131,10 @@ def touched(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a text if files that are equal otherwise were changed at other times; else "". Not collective."""
     if "times" not in saved or saved["times"] == now.get("times", saved["times"]):
         return ""
-    then, newest = (f"{datetime.fromtimestamp(one['newest']):%Y-%m-%d %H:%M:%S}" for one in (saved, now))
+    then, latest = (f"{datetime.fromtimestamp(one['newest']):%Y-%m-%d %H:%M:%S}" for one in (saved, now))
     count = max(map(int, _counts(saved, now)), default=0)
     return (
-        f"their files were changed at other times than those of the saved run (the newest at {newest}, then {then}); "
+        f"their files were changed at other times than those of the saved run (the newest at {latest}, then {then}); "
         f"sizes and {count} of {now['of']} samples, spread over all, are the same"
     )
 

@@ -1,9 +1,10 @@
 """Define the events that a run records in ``events.jsonl``, read them again, and show a run's progress.
 
-Each kind of event is one class, from and to a line of JSON (:class:`RunEvent`). A visit is one start or resume of a
+Each kind of event is one class, from and to a line of JSON (:class:`RunEvent`). A session is one start or resume of a
 run. Lists "by rank" have one entry for each rank, in order. Anybody may have written a line: the functions at the head
 tell whether its values have the forms that a reader computes with. :func:`read_run` reads the lines of a run's metrics,
-and its events by visit. :class:`Progress` is what rank 0 shows meanwhile: a bar on a terminal, few lines in a log file.
+and its events by session. :class:`Progress` is what rank 0 shows meanwhile: a bar on a terminal, few lines in a log
+file.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class RunEvent:
     time : float
         When it was recorded, in seconds since 1970.
     visit : int
-        Number of the visit, from 0.
+        Number of the session, which is the start of the run (0) or one of its resumes (1, 2, ...).
     step : int
         Number of steps done.
     """
@@ -137,16 +138,16 @@ class RunEvent:
         ValueError
             If a value is missing or of another type.
         """
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for one in fields(cls):
             if one.name in values:
                 value = values[one.name]
                 if not fits(value, _HINTS[cls][one.name]) or (one.name == "time" and abs(value) > LATEST):
                     raise ValueError(f"{one.name} is {_shortened(value)}")
-                found[one.name] = value
+                arguments[one.name] = value
             elif one.default is MISSING and one.default_factory is MISSING:
                 raise ValueError(f"{one.name} is missing")
-        return cls(**found)
+        return cls(**arguments)
 
 
 def _check_by_rank(ranks: int, lists: Mapping[str, Any], kind: type = float) -> None:
@@ -164,15 +165,15 @@ def _check_known(values: Mapping[str, Any], hints: Mapping[str, Any], whose: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisitStart(RunEvent):
-    """Describe the training at the start of a visit, whose first step is the one after ``step``.
+class SessionStart(RunEvent):
+    """Describe the training at the start of a session, whose first step is the one after ``step``.
 
     Attributes
     ----------
     steps : int
         Number of the run's last step.
     superseded : int
-        Number of steps after ``step`` that a visit before had done already: their lines of metrics are superseded.
+        Number of steps after ``step`` that a session before had done already: their lines of metrics are superseded.
     described : str
         One line about model, layout and data.
     model, strategy : str
@@ -244,13 +245,13 @@ class VisitStart(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCount(RunEvent):
-    """Hold the memory of every rank after the first step of a visit.
+    """Hold the memory of every rank after the first step of a session.
 
     Attributes
     ----------
     counted : dict of str to list of int
         Bytes of host memory by part, by rank, counted where they are allocated. The parts are those of
-        :attr:`VisitStart.planned` that exist between steps. Of memory that ranks share, each counts an equal part.
+        :attr:`SessionStart.planned` that exist between steps. Of memory that ranks share, each counts an equal part.
     device : dict of str to list of int
         The same of GPUs.
     peak : list of int
@@ -391,12 +392,12 @@ class SkippedStep(RunEvent):
     def __post_init__(self) -> None:
         """Raise ValueError if the rank or the samples of a value are none."""
         for one in self.found:
-            _check_known(one, _PLACE, "found has")
+            _check_known(one, _RANGE_FIELDS, "found has")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisitEnd(RunEvent):
-    """Describe the end of a visit.
+class SessionEnd(RunEvent):
+    """Describe the end of a session.
 
     Attributes
     ----------
@@ -411,7 +412,7 @@ class VisitEnd(RunEvent):
     parameters_sha256 : str
         SHA-256 of all parameters; "" if they were not hashed.
     seconds : float
-        Seconds of the visit.
+        Seconds of the session.
     """
 
     kind: ClassVar[str] = "end"
@@ -426,12 +427,12 @@ class VisitEnd(RunEvent):
 
 #: The types of a cell's values, and of those values of a skipped step and of a layout that readers compute with.
 _CELL = get_type_hints(PipelineCell)
-_PLACE = {"rank": int, "start": int, "stop": int, "tensor": str}
+_RANGE_FIELDS = {"rank": int, "start": int, "stop": int, "tensor": str}
 _LAYOUT = {"global_batch": int, "grains": int, "grain_size": int, "chunks": list[dict[str, Any]]}
 #: The class of each kind of event.
 KINDS: dict[str, type[RunEvent]] = {
     one.kind: one
-    for one in (VisitStart, MemoryCount, PhaseSeconds, PipelineTimetable, CheckpointWrite, SkippedStep, VisitEnd)
+    for one in (SessionStart, MemoryCount, PhaseSeconds, PipelineTimetable, CheckpointWrite, SkippedStep, SessionEnd)
 }
 
 
@@ -457,13 +458,13 @@ _WAY_OUT = "take the line out of a copy of the run's folder to read the rest"
 
 
 @dataclass(frozen=True)
-class VisitRecords:
-    """Hold the events of one visit, which is one start or resume of a run.
+class SessionRecords:
+    """Hold the events of one session, which is one start or resume of a run.
 
     Attributes
     ----------
     number : int
-        Number of the visit, from 0.
+        Number of the session, from 0.
     events : tuple of RunEvent
         All events, in order.
     """
@@ -472,13 +473,13 @@ class VisitRecords:
     events: tuple[RunEvent, ...]
 
     @property
-    def start(self) -> VisitStart | None:
+    def start(self) -> SessionStart | None:
         """The description of the training; None if it is missing."""
-        return next(iter(self._all(VisitStart)), None)
+        return next(iter(self._all(SessionStart)), None)
 
     @property
     def memory(self) -> MemoryCount | None:
-        """The counted memory; None if the visit had no step."""
+        """The counted memory; None if the session had no step."""
         return next(iter(self._all(MemoryCount)), None)
 
     @property
@@ -502,9 +503,9 @@ class VisitRecords:
         return self._all(SkippedStep)
 
     @property
-    def end(self) -> VisitEnd | None:
+    def end(self) -> SessionEnd | None:
         """The end; None while the run trains, and if it was killed."""
-        return next(reversed(self._all(VisitEnd)), None)
+        return next(reversed(self._all(SessionEnd)), None)
 
     def _all(self, kind: type[Event]) -> tuple[Event, ...]:
         return tuple(event for event in self.events if isinstance(event, kind))
@@ -522,8 +523,8 @@ class RunRecords:
         The lines of the metrics, one a step.
     superseded : tuple of dict
         The lines of steps that were repeated after a resume, as they were the first time.
-    visits : tuple of VisitRecords
-        The events by visit; empty for runs of earlier versions, which have none.
+    sessions : tuple of SessionRecords
+        The events by session; empty for runs of earlier versions, which have none.
     result : dict or None
         The result of a run that has ended well, else None.
     """
@@ -531,7 +532,7 @@ class RunRecords:
     folder: Path
     steps: tuple[dict[str, Any], ...]
     superseded: tuple[dict[str, Any], ...]
-    visits: tuple[VisitRecords, ...]
+    sessions: tuple[SessionRecords, ...]
     result: dict[str, Any] | None
 
 
@@ -557,7 +558,7 @@ def read_run(folder: str | Path) -> RunRecords:
         root,
         tuple(_steps(root / METRICS)),
         tuple(line for _, line in _lines(root / SUPERSEDED, strict=False) if is_step(line.get("step"))),
-        _visits(root / EVENTS),
+        _sessions(root / EVENTS),
         result[-1] if result else None,
     )
 
@@ -569,8 +570,8 @@ def _steps(path: Path) -> Iterator[dict[str, Any]]:
         yield line
 
 
-class VisitEvents:
-    """Collect events by visit."""
+class SessionEvents:
+    """Collect events by session."""
 
     def __init__(self) -> None:
         self._events: dict[int, list[RunEvent]] = {}
@@ -582,30 +583,30 @@ class VisitEvents:
         Raises
         ------
         ValueError
-            If it is damaged: a value is missing or of another form, or its ranks are not those of the visit.
+            If it is damaged: a value is missing or of another form, or its ranks are not those of the session.
         """
         if (kind := KINDS.get(str(line.get("kind")))) is None:
             return
         event = kind.of(line)
         if event.by_rank is not None and self._ranks.setdefault(event.visit, event.by_rank) != event.by_rank:
-            raise ValueError(f"it has {event.by_rank} ranks, the visit has {self._ranks[event.visit]}")
+            raise ValueError(f"it has {event.by_rank} ranks, the session has {self._ranks[event.visit]}")
         self._events.setdefault(event.visit, []).append(event)
 
     @property
-    def visits(self) -> tuple[VisitRecords, ...]:
-        """The visits, in order."""
-        return tuple(VisitRecords(number, tuple(events)) for number, events in sorted(self._events.items()))
+    def sessions(self) -> tuple[SessionRecords, ...]:
+        """The sessions, in order."""
+        return tuple(SessionRecords(number, tuple(events)) for number, events in sorted(self._events.items()))
 
 
-def _visits(path: Path) -> tuple[VisitRecords, ...]:
-    found = VisitEvents()
+def _sessions(path: Path) -> tuple[SessionRecords, ...]:
+    events = SessionEvents()
     for number, line in _lines(path):
         try:
-            found.add(line)
+            events.add(line)
         except ValueError as error:
             kind = str(line.get("kind"))
             raise DataError(f"{path}, line {number}: damaged event {kind!r}: {error}; {_WAY_OUT}") from None
-    return found.visits
+    return events.sessions
 
 
 def _lines(path: Path, *, strict: bool = True) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -620,11 +621,11 @@ def _lines(path: Path, *, strict: bool = True) -> Iterator[tuple[int, dict[str, 
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            found = json.loads(line)
+            value = json.loads(line)
         except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict):
-            yield number, found
+            value = None
+        if isinstance(value, dict):
+            yield number, value
         elif strict:
             raise DataError(f"{path}, line {number}: damaged: no object of JSON: {line[:40]!r}; {_WAY_OUT}")
 
@@ -659,18 +660,18 @@ class Progress:
 
             self._bar = tqdm(total=self._steps, initial=done, file=self._stream, unit="step", dynamic_ncols=True)
 
-    def step(self, step: int, figures: dict[str, str]) -> None:
+    def step(self, step: int, metrics: dict[str, str]) -> None:
         """Show that step ``step`` is done, with its figures: texts by name."""
         if not self._active:
             return
         if self._bar is not None:
-            self._bar.set_postfix(figures, refresh=False)
+            self._bar.set_postfix(metrics, refresh=False)
             self._bar.update(1)
             return
         now = time.monotonic()
         if now >= self._next or step == self._steps:
             self._next = now + min(MOST_SECONDS, max(LEAST_SECONDS, (now - self._started) / 20))
-            self._write(f"step {step}/{self._steps}  " + "  ".join(f"{k} {v}" for k, v in figures.items()))
+            self._write(f"step {step}/{self._steps}  " + "  ".join(f"{k} {v}" for k, v in metrics.items()))
 
     def say(self, message: str) -> None:
         """Write a message as one line, above the bar if there is one; its control characters are escaped."""

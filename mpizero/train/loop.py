@@ -1,10 +1,11 @@
 """Train one run: batches, steps, metrics, validation, checkpoints, and early stops that lose no step.
 
-:func:`run_visit` runs one visit of a training, from its first or resumed step to its last, or until it is asked to
+:func:`run_session` runs one session of a training, from its first or resumed step to its last, or until it is asked to
 stop; :class:`TrainingLoop` has the loop. It is helped by :class:`NumberWatch`, which keeps the samples of skipped steps
 for a replay, and reports jumps of the loss and a loss that has grown much; by :func:`validate`, which evaluates the
-model on validation samples; and, where a method of whole vectors trains, by :class:`SameBatch`, which gives the same
-samples in every step, and :class:`MethodWatch`, which shows the last iterate to all who look.
+model on validation samples. Two more classes serve full-batch methods such as L-BFGS. :class:`SameBatch` gives the same
+samples in every step. :class:`MethodWatch` sets the model's parameters to the method's last iterate while callbacks,
+validations and checkpoints read them, and back to those of the next trial before the next step.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from mpizero.train.machine import peak_resident
 from mpizero.train.recorder import RunRecorder
 from mpizero.train.run_folder import DECISION, RunFolder, RunState, SavedCheckpoint, SavedRun, Saver, restore
 from mpizero.train.setup import (
-    OWN_METRICS,
+    VALIDATION_METRICS,
     Improvement,
     RunSetup,
     Speed,
@@ -79,7 +80,7 @@ class Preempted(MpizeroError, SystemExit):  # noqa: N818 - it is the outcome of 
         self.code = int(self.status)
 
 
-def run_visit(
+def run_session(
     setup: RunSetup,
     context: JobContext,
     *,
@@ -129,7 +130,7 @@ def run_visit(
         folder.close()
         progress.close()
         setup.model._skipped = SkippedSteps(setup.model.config.bad_steps)
-    return Preempted(loop.farewell) if result is None else result
+    return Preempted(loop.stop_message) if result is None else result
 
 
 def _check_best(setup: RunSetup) -> None:
@@ -138,21 +139,21 @@ def _check_best(setup: RunSetup) -> None:
     for key, value in (("checkpoint.best", best), ("train.patience", setup.loop.patience)):
         if value is not None and not (setup.validation is not None and len(setup.validation)):
             raise rejected(key, value, "needs validation samples: set data.validation > 0 with it")
-    names = (*OWN_METRICS, *setup.metrics)
+    names = (*VALIDATION_METRICS, *setup.metrics)
     if best is not None and (name := best.removeprefix("-")) not in names:
         known = f"no validation metric of this name{nearest(name, names)}; there are {', '.join(names)}"
         raise rejected("checkpoint.best", best, f'{known}, and a "-" before it says that large values are good')
 
 
-def open_folder(folder: RunFolder, progress: Progress, way_on: str, *, resume: bool) -> None:
+def open_folder(folder: RunFolder, progress: Progress, how_to_resume: str, *, resume: bool) -> None:
     """Open the run's folder; if the run is not resumed, move the files of an earlier run into a folder below it.
 
-    Not collective. ``way_on`` is how the user would have resumed the earlier run.
+    Not collective. ``how_to_resume`` is how the user would have resumed the earlier run.
     """
     folder.open()
     earlier = None if resume else folder.set_aside()
     if earlier is not None:
-        progress.say(f"{folder.root} held an earlier run: moved to {earlier} ({way_on} would have continued it)")
+        progress.say(f"{folder.root} held an earlier run: moved to {earlier} ({how_to_resume} would have continued it)")
 
 
 class TrainingLoop:
@@ -183,7 +184,7 @@ class TrainingLoop:
         Number of steps done.
     running : bool
         Whether :meth:`run` runs now.
-    figures : dict
+    metrics : dict
         The line of metrics of the last step; bytes and memory are those of this rank.
     """
 
@@ -201,7 +202,7 @@ class TrainingLoop:
         self.host: Any = None
         self.callbacks = CallbackRounds(setup.callbacks, setup.model)
         self.improvement = setup.improvement()
-        self.figures: dict[str, Any] = {}
+        self.metrics: dict[str, Any] = {}
         self._is_best = self.running = False
         self.speed = Speed("tokens" if setup.record.task == "language" else "samples")
         self.step = 0
@@ -268,7 +269,7 @@ class TrainingLoop:
         self.step += 1
         seconds = time.perf_counter() - started
         self.recorder.stepped(self.step, model.last_step, read - started)
-        more = self.numbers.see(self.step, model.last_step, (x, y)) | self.method.figures()
+        more = self.numbers.see(self.step, model.last_step, (x, y)) | self.method.metrics()
         if self.setup.callbacks or self._validation_due() or self._checkpoint_due(decision):
             self.method.show_iterate()
         self._finish_step(model.last_step, seconds, more)
@@ -303,8 +304,8 @@ class TrainingLoop:
                 self.callbacks.reason = self._decision(saved)
             if self._complete:
                 self.progress.say(self._nothing_left())
-        elif setup.begin is not None and (told := setup.begin()):
-            self.progress.say(told)
+        elif setup.begin is not None and (message := setup.begin()):
+            self.progress.say(message)
         superseded = 0
         with all_ranks(self.control):
             if self.control.rank == 0:
@@ -331,13 +332,13 @@ class TrainingLoop:
             )
         self.numbers.restore(saved.state.numbers)
         self.overrides = saved.state.overrides
-        told = [
+        messages = [
             f"after step {one['step']}: {one['key']} = {shown(one['now'])}, it was {shown(one['was'])}"
             for one in self.overrides
         ]
-        told += [] if self.improvement is None else [self.improvement.restore(saved.state.best)]
-        told += self.callbacks.restore_state(saved.state.callbacks)
-        for message in filter(None, told):
+        messages += [] if self.improvement is None else [self.improvement.restore(saved.state.best)]
+        messages += self.callbacks.restore_state(saved.state.callbacks)
+        for message in filter(None, messages):
             self.progress.say(message)
 
     def _decision(self, saved: SavedRun) -> str:
@@ -345,27 +346,27 @@ class TrainingLoop:
 
         Collective. That of a callback of a synchronous save came when the checkpoint was written: the marker has it.
         """
-        told = self.folder.decision(saved.step) if self.control.rank == 0 else ""
-        return saved.state.stopped or str(self.control.broadcast_object(told, tag="decision"))
+        reason = self.folder.decision(saved.step) if self.control.rank == 0 else ""
+        return saved.state.stopped or str(self.control.broadcast_object(reason, tag="decision"))
 
     def _nothing_left(self) -> str:
         """Return a message about a resumed run that has reached its end already, with the way on."""
-        way_on = "more steps train on"
+        how_to_continue = "more steps train on"
         if self.method.reason:
-            way_on = "another run may start from its parameters"
+            how_to_continue = "another run may start from its parameters"
         elif self.callbacks.reason:
-            way_on = f"{self.setup.record.wording.resume_from.format(self.step)} trains on from there"
+            how_to_continue = f"{self.setup.record.wording.resume_from.format(self.step)} trains on from there"
         elif self.reason:
-            way_on = "a larger patience trains on"
+            how_to_continue = "a larger patience trains on"
         why = f": {self.reason}" if self.reason else ""
-        return f"the run in {self.folder.root} is complete, it has ended after step {self.step}{why}; {way_on}"
+        return f"the run in {self.folder.root} is complete, it has ended after step {self.step}{why}; {how_to_continue}"
 
     def _move_aside(self, newer: Sequence[StepFolder]) -> None:
         """Move the checkpoints of later steps to another folder, and print a message about each."""
-        place = self.folder.set_steps_aside(one.path for one in newer)
+        folder = self.folder.set_steps_aside(one.path for one in newer)
         for one in newer:
             why = "of a later step" if one.valid else f"{'damaged' if one.damaged else 'not readable'}: {one.problem}"
-            self.progress.say(f"{one.path} moved to {place}; it is {why}")
+            self.progress.say(f"{one.path} moved to {folder}; it is {why}")
 
     def _batches(self) -> Any:
         setup, loop = self.setup, self.setup.loop
@@ -397,30 +398,30 @@ class TrainingLoop:
         }
         if begun := [one for one in self.overrides if one["step"] == self.step - 1]:
             line["overrides"] = begun
-        shown = [*(self.method.figures() or ["loss"]), f"{self.speed.unit}_per_second"]
-        self.figures = line
+        displayed = [*(self.method.metrics() or ["loss"]), f"{self.speed.unit}_per_second"]
+        self.metrics = line
         self.callbacks.call("on_step", self.host, report)
         self._is_best = False
         if self._validation_due():
-            figures = validate(self.setup)
-            self.validations.append({"step": self.step, **figures})
-            line |= figures
-            shown += figures
+            metrics = validate(self.setup)
+            self.validations.append({"step": self.step, **metrics})
+            line |= metrics
+            displayed += metrics
             if self.improvement is not None:
-                self._is_best = self.improvement.see(self.step, figures) and self.setup.checkpoints.best is not None
-            self.callbacks.call("on_validation", self.host, figures)
+                self._is_best = self.improvement.see(self.step, metrics) and self.setup.checkpoints.best is not None
+            self.callbacks.call("on_validation", self.host, metrics)
             self.speed.disturb()
         if self.control.rank == 0:
-            self._write(line, shown)
+            self._write(line, displayed)
 
-    def _write(self, line: Mapping[str, Any], shown: Sequence[str]) -> None:
+    def _write(self, line: Mapping[str, Any], displayed: Sequence[str]) -> None:
         try:
             self.folder.write_metrics(line)
         except MpizeroError as error:
             # The other ranks are in the next step already: they learn of it when that one is done.
             self._failure = error
             self.stop.fail()
-        self.progress.step(self.step, {name.replace("_per_second", "/s"): short(line[name]) for name in shown})
+        self.progress.step(self.step, {name.replace("_per_second", "/s"): short(line[name]) for name in displayed})
 
     def _validation_due(self) -> bool:
         loop, source = self.setup.loop, self.setup.validation
@@ -448,17 +449,17 @@ class TrainingLoop:
         self.callbacks.call("on_checkpoint", self.host, checkpoint.path)
 
     @property
-    def farewell(self) -> str:
+    def stop_message(self) -> str:
         """The last message of a run that was stopped: the reason, the step, and where its state is saved."""
-        where, way_on = self.folder.checkpoints, self.setup.record.wording.resume
-        return f"stopped by {self.stop.reason} after step {self.step}: saved in {where}; go on with {way_on}"
+        where, how_to_resume = self.folder.checkpoints, self.setup.record.wording.resume
+        return f"stopped by {self.stop.reason} after step {self.step}: saved in {where}; go on with {how_to_resume}"
 
     def _result(self) -> TrainingResult:
         if self.saver.step != self.step:
             self._save(wait=True)
         setup, best = self.setup, self.improvement
-        if self.losses and (told := self.method.told()):
-            self.progress.say(told)
+        if self.losses and (summary := self.method.summary()):
+            self.progress.say(summary)
         result = TrainingResult(
             steps=self.step,
             loss=finite(self.loss),
@@ -486,8 +487,8 @@ class TrainingLoop:
 
     def _best(self, best: Improvement) -> dict[str, Any]:
         """Return the best value so far, its step, and its checkpoint if that is kept."""
-        kept = self.saver.best is not None and self.saver.best == best.step
-        path = os.path.join(self.folder.checkpoints, BEST) if kept else None
+        exists = self.saver.best is not None and self.saver.best == best.step
+        path = os.path.join(self.folder.checkpoints, BEST) if exists else None
         return {"metric": best.name, "value": best.value, "step": best.step, "checkpoint": path}
 
 
@@ -511,20 +512,20 @@ class LossSpikes:
         if not math.isfinite(loss):
             return None
         largest = max(self._last) if len(self._last) >= SPIKE_LEAST else math.inf
-        told = []
+        messages = []
         if loss > SPIKE_FACTOR * largest > 0:
             count = len(self._last)
-            told.append(f"loss {loss:.4g} is {loss / largest:.3g} times the largest of the last {count} steps")
+            messages.append(f"loss {loss:.4g} is {loss / largest:.3g} times the largest of the last {count} steps")
         if not self._grown and loss > GROWTH * self._first > 0:
             self._grown = True
-            told.append(
+            messages.append(
                 f"loss {loss:.4g} is {loss / self._first:.2g} times that of the first step, {self._first:.4g}: the "
                 "training diverges; lower the learning rate, clip gradients, or see whether the gradient is that of "
                 "the loss (mpizero.testing.check_model)"
             )
         self._first = self._first or loss
         self._last.append(loss)
-        return "; ".join(told) or None
+        return "; ".join(messages) or None
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that a checkpoint keeps."""
@@ -580,22 +581,22 @@ class NumberWatch:
             After too many skipped steps in a row, not counting steps after which the loss scale was lowered.
         """
         if skipped := self._skipped.told(report):
-            kept = "" if report.backing_off or self.setup.takes_all else self._keep(step, batch)
+            batch_message = "" if report.backing_off or self.setup.takes_all else self._keep(step, batch)
             if self._policy.warn:
-                self.progress.say("; ".join(filter(None, (skipped, kept))))
+                self.progress.say("; ".join(filter(None, (skipped, batch_message))))
             if self._policy.callback is not None:
                 self._policy.callback(report)
-            way_on = "lower the learning rate, clip gradients, or look at the data"
+            remedy = "lower the learning rate, clip gradients, or look at the data"
             if self.setup.takes_all:
-                way_on = "give other start values or bounds, or look at the data"
-            advice = f"{way_on}; the checkpoints in {self.folder.checkpoints} are from before"
-            self._skipped.enforce(report, "; ".join(filter(None, (advice, kept))))
+                remedy = "give other start values or bounds, or look at the data"
+            advice = f"{remedy}; the checkpoints in {self.folder.checkpoints} are from before"
+            self._skipped.enforce(report, "; ".join(filter(None, (advice, batch_message))))
             return {"skipped": report.skipped}
-        told = None if self.setup.takes_all else self.spikes.see(report.loss)  # a trial may well be worse
-        if told is None:
+        message = None if self.setup.takes_all else self.spikes.see(report.loss)  # a trial may well be worse
+        if message is None:
             return {}
-        self.progress.say(f"step {step}: {told}")
-        return {"loss_spike": told}
+        self.progress.say(f"step {step}: {message}")
+        return {"loss_spike": message}
 
     def _keep(self, step: int, batch: tuple[Any, Any]) -> str:
         """Write the samples of a skipped step into the run's folder; return a message about it.
@@ -621,23 +622,27 @@ class NumberWatch:
         """Return the positions in the training data of the samples that this rank was given in a step."""
         model, loop, source = self.setup.model, self.setup.loop, self.setup.source
         group = model.batch_group
-        own = Grains(loop.global_batch, model.grain_size(loop.global_batch)).samples_of(group.rank, group.size)
+        local_samples = Grains(loop.global_batch, model.grain_size(loop.global_batch)).samples_of(
+            group.rank, group.size
+        )
         start = (step - 1) * loop.global_batch
-        return source.origin(source.sample_order(start + own.start, start + own.stop, len(source), loop.seed))
+        return source.origin(
+            source.sample_order(start + local_samples.start, start + local_samples.stop, len(source), loop.seed)
+        )
 
 
-def validation_figures(found: Evaluation, task: str) -> dict[str, Any]:
+def validation_metrics(evaluation: Evaluation, task: str) -> dict[str, Any]:
     """Return the mean loss and, by task, perplexity or accuracy, with their names in the step's JSON line.
 
-    Not collective. ``found`` has the sums over the validation samples of all ranks; ``task`` is "language",
+    Not collective. ``evaluation`` has the sums over the validation samples of all ranks; ``task`` is "language",
     "classification", "regression", or "" if it is unknown.
     """
-    figures: dict[str, Any] = {"validation_loss": finite(found.loss)}
+    metrics: dict[str, Any] = {"validation_loss": finite(evaluation.loss)}
     if task == "language":
-        figures["perplexity"] = finite(perplexity(found.loss)) if math.isfinite(found.loss) else None
-    elif task != "regression" and found.correct is not None:
-        figures["accuracy"] = found.accuracy
-    return figures
+        metrics["perplexity"] = finite(perplexity(evaluation.loss)) if math.isfinite(evaluation.loss) else None
+    elif task != "regression" and evaluation.correct is not None:
+        metrics["accuracy"] = evaluation.accuracy
+    return metrics
 
 
 def validate(setup: RunSetup) -> dict[str, Any]:
@@ -652,18 +657,18 @@ def validate(setup: RunSetup) -> dict[str, Any]:
     chosen = np.arange(count, dtype=np.int64) * len(source) // count
     size, group = model.grain_size(loop.global_batch), model.batch_group
     loss_sum, weight, correct, predictions = 0.0, 0.0, 0, 0
-    scored, own_metrics = True, UserMetrics(setup.metrics, model)
+    scored, user_metrics = True, UserMetrics(setup.metrics, model)
     for start in range(0, count, loop.global_batch):
         part = chosen[start : start + loop.global_batch]
         samples = source.samples(part[Grains(len(part), size).samples_of(group.rank, group.size)])
-        found = model.evaluate(*samples, ema=loop.validate_ema)
-        loss_sum, weight = loss_sum + found.loss_sum, weight + found.weight
-        scored = scored and found.correct is not None
-        correct, predictions = correct + (found.correct or 0), predictions + found.predictions
+        evaluation = model.evaluate(*samples, ema=loop.validate_ema)
+        loss_sum, weight = loss_sum + evaluation.loss_sum, weight + evaluation.weight
+        scored = scored and evaluation.correct is not None
+        correct, predictions = correct + (evaluation.correct or 0), predictions + evaluation.predictions
         with _averaged(model, use=loop.validate_ema and bool(setup.metrics)):
-            own_metrics.add(source, part, size, samples)
+            user_metrics.add(source, part, size, samples)
     sums = Evaluation(loss_sum, weight, correct if scored else None, predictions)
-    return {**validation_figures(sums, setup.record.task), **own_metrics.figures()}
+    return {**validation_metrics(sums, setup.record.task), **user_metrics.compute()}
 
 
 @contextmanager
@@ -699,7 +704,7 @@ class SameBatch:
 
 
 class MethodWatch:
-    """Follow the method of whole vectors that trains a model. With any other optimizer, methods do nothing.
+    """Observe the full-batch method that trains a model. With any other optimizer, methods do nothing.
 
     Between steps the parameters are those of the next trial, but callbacks, validations and checkpoints get those of
     the last iterate.
@@ -712,7 +717,7 @@ class MethodWatch:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._shown: int | None = None  # the version of the parameters while they are the iterate's
+        self._iterate_version: int | None = None  # the version of the parameters while they are the iterate's
 
     @property
     def progress(self) -> MethodProgress | None:
@@ -723,55 +728,57 @@ class MethodWatch:
     @property
     def loss(self) -> float | None:
         """The loss of the last iterate; None if there is none yet. Not collective."""
-        found = self.progress
-        return None if found is None or found.stage == "first" else finite(found.loss)
+        progress = self.progress
+        return None if progress is None or progress.stage == "first" else finite(progress.loss)
 
     @property
     def reason(self) -> str:
         """Why the method wants no further step; "" if it does want one. Not collective."""
-        found = self.progress
-        if found is None or found.stage != "done":
+        progress = self.progress
+        if progress is None or progress.stage != "done":
             return ""
-        return f"converged: {found.message}" if found.converged else found.message
+        return f"converged: {progress.message}" if progress.converged else progress.message
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return what a line of metrics has about the method. Not collective."""
-        found = self.progress
-        if found is None:
+        progress = self.progress
+        if progress is None:
             return {}
-        largest = None if found.stage == "first" else finite(found.norm)
-        return {"iteration": found.iterations, "iterate_loss": self.loss, "largest_gradient": largest}
+        largest = None if progress.stage == "first" else finite(progress.norm)
+        return {"iteration": progress.iterations, "iterate_loss": self.loss, "largest_gradient": largest}
 
     def result(self) -> dict[str, Any] | None:
         """Return what the result of a run has about the method; None without one. Not collective."""
-        found = self.progress
-        if found is None:
+        progress = self.progress
+        if progress is None:
             return None
-        own = {"converged": found.converged, "message": found.message, "iterations": found.iterations}
-        return {**own, "largest_gradient": self.figures()["largest_gradient"]}
+        values = {"converged": progress.converged, "message": progress.message, "iterations": progress.iterations}
+        return {**values, "largest_gradient": self.metrics()["largest_gradient"]}
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return a message about the end of the run; "" without such a method. Not collective."""
-        found = self.progress
-        if found is None:
+        progress = self.progress
+        if progress is None:
             return ""
-        state = f"loss {found.loss:.6g}, largest gradient {found.norm:.3g}" if self.loss is not None else "no iterate"
-        counts = f"after {found.iterations} iterations, {found.evaluations} evaluations"
+        state = (
+            f"loss {progress.loss:.6g}, largest gradient {progress.norm:.3g}" if self.loss is not None else "no iterate"
+        )
+        counts = f"after {progress.iterations} iterations, {progress.evaluations} evaluations"
         return f"{self.reason or 'not converged'} ({state} {counts})"
 
     def begin(self) -> None:
         """Set the parameters to those of the next trial, before the first step of this call. Collective."""
-        self._shown = None
+        self._iterate_version = None
         if self.progress is not None:
             self._model._engine.place(iterate=False)
             self._model._cache = None
 
     def show_iterate(self) -> None:
         """Set the parameters to the last iterate, until :meth:`go_on`. Collective."""
-        if self.progress is not None and self._shown is None:
+        if self.progress is not None and self._iterate_version is None:
             self._model._engine.place(iterate=True)
             self._model._cache = None
-            self._shown = self._model._engine.store.version
+            self._iterate_version = self._model._engine.store.version
 
     def go_on(self) -> None:
         """Set the parameters to those of the next trial again, if the iterate was shown. Collective.
@@ -781,9 +788,9 @@ class MethodWatch:
         StateError
             If the parameters were changed meanwhile.
         """
-        if self._shown is None:
+        if self._iterate_version is None:
             return
-        if self._shown != self._model._engine.store.version:
+        if self._iterate_version != self._model._engine.store.version:
             name = type(self._model.optimizer.wrapped_optimizer).__name__
             raise StateError(
                 f"a callback has changed the parameters, which only {name} may change: they are its iterate"

@@ -91,13 +91,13 @@ def blas() -> str:
 
     np.dot(np.ones((2, 2)), np.ones((2, 2)))
     beside = library()
-    found = [
+    libraries = [
         f"{entry['internal_api']} {entry.get('version')} for {entry.get('architecture', 'any core')}"
         for entry in threadpool_info()
         if entry.get("user_api") == "blas" and entry.get("filepath") != getattr(beside, "path", None)
     ]
     other = f"; {beside.applies_to} by {beside.name}" if beside is not None else ""
-    return (", ".join(sorted(set(found))) or "unknown to threadpoolctl") + other
+    return (", ".join(sorted(set(libraries))) or "unknown to threadpoolctl") + other
 
 
 def hdf5(comm: Communicator) -> str | None:
@@ -148,11 +148,11 @@ def try_shared_memory(comm: Communicator) -> str:
             shared = node.allocate_shared(_WINDOW * node.size)
         except MpizeroError as error:
             return str(error)
-        rows = shared.buffer.reshape(node.size, _WINDOW)
-        rows[node.rank] = node.rank + 1
+        parts = shared.buffer.reshape(node.size, _WINDOW)
+        parts[node.rank] = node.rank + 1
         node.node_barrier(shared)
-        wrong = [rank for rank in range(node.size) if not (rows[rank] == rank + 1).all()]
-        del rows
+        wrong = [rank for rank in range(node.size) if not (parts[rank] == rank + 1).all()]
+        del parts
         node.node_barrier(shared)
         shared.close()
     return f"does not see what ranks {wrong} of its node wrote" if wrong else ""
@@ -179,16 +179,16 @@ def try_kernel() -> tuple[str, CacheFolder | None, float]:
 
     started = time.perf_counter()
     try:
-        place = machine_code.find_folder(machine_code.cpu_identity())
-        if not os.access(place.path, os.W_OK | os.X_OK):
-            return f"{place.path} cannot be written", place, 0.0
+        folder = machine_code.find_folder(machine_code.cpu_identity())
+        if not os.access(folder.path, os.W_OK | os.X_OK):
+            return f"{folder.path} cannot be written", folder, 0.0
         x = np.arange(5, dtype=np.float32)
         y = np.empty_like(x)
         cpu.layers.relu(x - 2, y)
     except Exception as error:  # whatever a broken compiler or disk may raise is the result
         return f"{type(error).__name__}: {error}", None, 0.0
     wrong = "" if y.tolist() == [0, 0, 0, 1, 2] else f"a kernel computes {y.tolist()} instead of [0, 0, 0, 1, 2]"
-    return wrong, place, time.perf_counter() - started
+    return wrong, folder, time.perf_counter() - started
 
 
 def devices() -> tuple[int, str]:
@@ -201,15 +201,15 @@ def devices() -> tuple[int, str]:
     return available_gpus()
 
 
-def why_through_host(comm: Communicator, place: int) -> str:
+def why_through_host(comm: Communicator, local_rank: int) -> str:
     """Return why messages between GPUs must go through host memory; "" if they are sent from GPU to GPU.
 
-    Collective over ``comm``. ``place`` is this rank's number inside its node.
+    Collective over ``comm``. ``local_rank`` is this rank's number inside its node.
     """
     from mpizero.comm.p2p import prove
     from mpizero.kernels.gpu import open_device
 
-    return prove(comm, lambda: open_device(place))
+    return prove(comm, lambda: open_device(local_rank))
 
 
 def torch_build() -> tuple[str, str]:
@@ -217,8 +217,8 @@ def torch_build() -> tuple[str, str]:
 
     Not collective; loads neither.
     """
-    found = importlib.util.find_spec("torch")
-    for folder in (found.submodule_search_locations if found else None) or ():
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations if spec else None) or ():
         with suppress(OSError):
             text = Path(folder, "version.py").read_text(encoding="utf-8")
             version = re.search(r"""^__version__.*?['"](.+)['"]""", text, re.MULTILINE)

@@ -1,8 +1,8 @@
 """Record the events of a run in its folder: what trains where, memory, where time goes, checkpoints, the end.
 
 :class:`RunRecorder` writes them. For the time it traces single steps of the running training (:class:`StepTracer`), and
-tells where every rank's time went. Beside what is measured it records what was planned (:class:`VisitPlan`): the memory
-of each rank, and the timetable of its pipeline.
+tells where every rank's time went. Beside what is measured it records what was planned (:class:`SessionPlan`): the
+memory of each rank, and the timetable of its pipeline.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from mpizero.train.events import (
     PipelineCell,
     PipelineTimetable,
     RunEvent,
+    SessionEnd,
+    SessionStart,
     SkippedStep,
-    VisitEnd,
-    VisitStart,
 )
 from mpizero.train.machine import library_versions, machine, peak_resident
 from mpizero.train.run_folder import RunFolder, RunFolderError, SavedCheckpoint
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
     from mpizero.tools.plan.plan import TrainingPlan
 
 
-#: The step of a visit that is traced first: by then kernels are compiled, and memory has been touched.
+#: The step of a session that is traced first: by then kernels are compiled, and memory has been touched.
 FIRST_TRACED = 4
 #: Of so many steps at most one is traced, and of a run at most about so many.
 APART, MOST_TRACED = 100, 20
 
 
 class RunRecorder:
-    """Record the events of one visit of a run. Rank 0 writes them.
+    """Record the events of one session of a run. Rank 0 writes them.
 
     Methods are collective over the run's ranks unless they say otherwise. If an event cannot be written, they raise on
     every rank.
@@ -78,13 +78,13 @@ class RunRecorder:
 
     def __init__(self, setup: RunSetup, folder: RunFolder, comm: Communicator, environment: Mapping[str, str]) -> None:
         self._setup, self._folder, self._comm, self._environment = setup, folder, comm, environment
-        self._visit, self._begun, self._first = -1, time.monotonic(), 0
+        self._session, self._begun, self._first = -1, time.monotonic(), 0
         self._apart = max(APART, -(-setup.loop.steps // MOST_TRACED))
         self._tracer: StepTracer | None = None
-        self._plan: VisitPlan | None = None
+        self._plan: SessionPlan | None = None
 
     def begin(self, step: int, superseded: int) -> None:
-        """Record the start of a visit after ``step`` steps.
+        """Record the start of a session after ``step`` steps.
 
         ``superseded`` is the number of lines of metrics that this start has moved aside; only rank 0's counts.
         """
@@ -93,13 +93,13 @@ class RunRecorder:
         hosts = comm.allgather_object(socket.gethostname(), "record")
         names = list(dict.fromkeys(hosts))
         nodes = [names.index(host) for host in hosts]
-        plan = VisitPlan(setup.model, setup.strategy, setup.loop.global_batch, nodes, setup.source)
+        plan = SessionPlan(setup.model, setup.strategy, setup.loop.global_batch, nodes, setup.source)
         planned = comm.allgather_object((engine.grid.coordinates._asdict(), *plan.memory(comm.rank)), "record")
         with all_ranks(comm):
             if comm.rank == 0:
-                self._visit = self._folder.continue_events()
+                self._session = self._folder.continue_events()
                 self._put(
-                    VisitStart(
+                    SessionStart(
                         step=step,
                         steps=setup.loop.steps,
                         superseded=superseded,
@@ -111,7 +111,7 @@ class RunRecorder:
                         ranks=comm.size,
                         nodes=nodes,
                         hosts=names,
-                        coordinates=_by_rank([here for here, *_ in planned]),
+                        coordinates=_by_rank([coordinates for coordinates, *_ in planned]),
                         layout=self._layout(),
                         config={"train": asdict(setup.loop), "checkpoint": asdict(setup.checkpoints)}
                         | setup.record.settings,
@@ -148,12 +148,12 @@ class RunRecorder:
         Nothing is sent if there is nothing to record.
         """
         if report.skipped is not None:
-            found = [
+            non_finite = [
                 {"rank": one.rank, "tensor": one.tensor, "start": one.start, "stop": one.stop}
                 for one in report.non_finite
             ]
             scale, following = report.loss_scale, report.next_loss_scale
-            self._record(SkippedStep(step=step, found=found, loss_scale=scale, next_loss_scale=following))
+            self._record(SkippedStep(step=step, found=non_finite, loss_scale=scale, next_loss_scale=following))
         if step == self._first + 1:
             self._record(self._memory(step))
         if self.traces(step):
@@ -174,24 +174,26 @@ class RunRecorder:
 
     def done(self, result: TrainingResult) -> None:
         """Record on rank 0 that the run has ended. Not collective."""
-        digest, told = result.parameters_sha256, result.stopped
-        self._end(VisitEnd(step=result.steps, reason="done", message=told, loss=result.loss, parameters_sha256=digest))
+        digest, message = result.parameters_sha256, result.stopped
+        self._end(
+            SessionEnd(step=result.steps, reason="done", message=message, loss=result.loss, parameters_sha256=digest)
+        )
 
     def stopped(self, step: int, loss: float | None, reason: str) -> None:
         """Record on rank 0, if that is possible, that the run was asked to stop after ``step``. Not collective."""
         with suppress(RunFolderError):  # the state is saved: a full disk must not make a failure of it
-            self._end(VisitEnd(step=step, reason="stopped", message=reason, loss=finite(loss)))
+            self._end(SessionEnd(step=step, reason="stopped", message=reason, loss=finite(loss)))
 
     def failed(self, step: int, loss: float | None, error: BaseException) -> None:
-        """Record on rank 0, if that is possible, that an error has ended the visit. Not collective."""
-        told, kind = str(error), type(error).__name__
+        """Record on rank 0, if that is possible, that an error has ended the session. Not collective."""
+        message, kind = str(error), type(error).__name__
         with suppress(Exception):  # the job ends with the error itself
-            self._end(VisitEnd(step=step, reason="failed", message=told, error=kind, loss=finite(loss)))
+            self._end(SessionEnd(step=step, reason="failed", message=message, error=kind, loss=finite(loss)))
 
     # ------------------------------------------------------------------ what is recorded
 
-    def _end(self, event: VisitEnd) -> None:
-        if self._comm.rank == 0 and self._visit >= 0:
+    def _end(self, event: SessionEnd) -> None:
+        if self._comm.rank == 0 and self._session >= 0:
             self._put(replace(event, seconds=round(time.monotonic() - self._begun, 3)))
 
     def _record(self, event: RunEvent) -> None:
@@ -200,23 +202,23 @@ class RunRecorder:
                 self._put(event)
 
     def _put(self, event: RunEvent) -> None:
-        self._folder.write_event(replace(event, time=round(time.time(), 3), visit=self._visit).to_dict())
+        self._folder.write_event(replace(event, time=round(time.time(), 3), visit=self._session).to_dict())
 
     def _layout(self) -> dict[str, Any]:
         setup, engine = self._setup, self._setup.model._engine
-        told, parallel_layout = setup.model.metadata(), engine.partitioned.parallel_layout
+        metadata, parallel_layout = setup.model.metadata(), engine.partitioned.parallel_layout
         grains = Grains(setup.loop.global_batch, setup.model.grain_size(setup.loop.global_batch))
         return setup.layout() | {
             "order": [axis for axis in engine.grid.axes.order if axis in AXES],
             "virtual_stages": parallel_layout.virtual_stages if engine.grid.axes.pipeline > 1 else 1,
-            "zero_stage": told.zero_stage,
+            "zero_stage": metadata.zero_stage,
             "global_batch": setup.loop.global_batch,
             "grains": grains.count,
             "grain_size": grains.size,
             "accumulate": setup.model.config.accumulate,
-            "tiles": told.tiles,
-            "ranks_per_node": told.ranks_per_node,
-            "exactness": told.exactness,
+            "tiles": metadata.tiles,
+            "ranks_per_node": metadata.ranks_per_node,
+            "exactness": metadata.exactness,
             "chunks": [
                 {"stage": stage, "blocks": list(blocks)}
                 for stage, blocks in zip(parallel_layout.chunks, engine.partitioned.cuts, strict=True)
@@ -227,14 +229,14 @@ class RunRecorder:
         engine = self._setup.model._engine
         counted = {part: size for part, size in engine.memory.kinds().items() if size}
         counted |= {part: size for part, size in group_buffers(engine.grid).items() if size}
-        own = (counted, engine.compute_device.held(), engine.memory.peak_bytes, peak_resident())
-        everyone = self._comm.allgather_object(own, "record")
+        local = (counted, engine.compute_device.held(), engine.memory.peak_bytes, peak_resident())
+        gathered = self._comm.allgather_object(local, "record")
         return MemoryCount(
             step=step,
-            counted=_by_rank([host for host, *_ in everyone]),
-            device=_by_rank([device for _, device, *_ in everyone]),
-            peak=[int(peak) for *_, peak, _ in everyone],
-            resident=[int(size) for *_, size in everyone],
+            counted=_by_rank([host for host, *_ in gathered]),
+            device=_by_rank([device for _, device, *_ in gathered]),
+            peak=[int(peak) for *_, peak, _ in gathered],
+            resident=[int(size) for *_, size in gathered],
         )
 
     def _record_phases(self, step: int, reading: float) -> None:
@@ -325,23 +327,25 @@ class StepTracer:
         """Return where the time of the last traced step went on every rank. Collective."""
         start, stop, spans = self._taken
         offset = clock_offset(self._comm)
-        own = StepSpans(start + offset, stop + offset, spans_of(spans, offset, self._first))
-        phases = phases_of(own, self._latest(own))
+        local_spans = StepSpans(start + offset, stop + offset, spans_of(spans, offset, self._first))
+        phases = phases_of(local_spans, self._latest(local_spans))
         cells = pipeline_cells(spans, self._engine.grid.coordinates.pipeline, offset)
-        found = TracedStep(own.start, own.stop, {name: taken for name, taken in phases.items() if taken}, cells)
-        return list(self._comm.allgather_object(found, "step tracer"))
+        traced = TracedStep(
+            local_spans.start, local_spans.stop, {name: taken for name, taken in phases.items() if taken}, cells
+        )
+        return list(self._comm.allgather_object(traced, "step tracer"))
 
-    def _latest(self, own: StepSpans) -> dict[Call, float]:
+    def _latest(self, local_spans: StepSpans) -> dict[Call, float]:
         """Return, for every collective of this rank, the time at which the last rank entered it. Collective."""
-        latest = entered(own)
+        latest = entered(local_spans)
         groups: dict[tuple[str, int], list[tuple[int, float]]] = {}
         for (name, leader, number), start in latest.items():
             groups.setdefault((name, leader), []).append((number, start))
         packed = {
             group: (np.array([n for n, _ in calls]), np.array([s for _, s in calls])) for group, calls in groups.items()
         }
-        everyone: Sequence[dict[tuple[str, int], tuple[Array, Array]]] = self._comm.allgather_object(packed, "tracer")
-        for theirs in everyone:
+        gathered: Sequence[dict[tuple[str, int], tuple[Array, Array]]] = self._comm.allgather_object(packed, "tracer")
+        for theirs in gathered:
             for group, (numbers, starts) in theirs.items():
                 if group not in groups:
                     continue
@@ -356,16 +360,16 @@ def pipeline_cells(spans: Sequence[TimeSpan], stage: int, offset: float) -> list
     """Return the instructions of a stage; each begins when it has received what it needs from other stages."""
     messages = (s for s in spans if s.phase == MESSAGE and s.detail.operation == "irecv")
     received = sorted(s.stop for s in messages if s.detail.communicator == "pipeline")
-    found = []
+    cells = []
     for phase, detail, start, stop in spans:
         if phase == "schedule" and isinstance(detail, Instruction):
-            place = bisect_left(received, stop)
-            begun = max(start, received[place - 1]) if place else start
-            found.append(PipelineCell(stage, detail.chunk, detail.micro, detail.kind, begun + offset, stop + offset))
-    return found
+            index = bisect_left(received, stop)
+            begun = max(start, received[index - 1]) if index else start
+            cells.append(PipelineCell(stage, detail.chunk, detail.micro, detail.kind, begun + offset, stop + offset))
+    return cells
 
 
-class VisitPlan:
+class SessionPlan:
     """Plan the training that a run does: the memory of each rank, and the timetable of its pipeline. Not collective.
 
     No block of the model is run for it: that could take as long as many steps, and user code would run unasked. So the
@@ -423,20 +427,20 @@ class VisitPlan:
             host, device = self._training.allocated(rank)
         except Exception as error:  # of a model that a plan cannot read: no reason not to train it
             return {}, {}, f"{type(error).__name__}: {error}"
-        return {part: held.mine for part, held in host.items()}, device, ""
+        return {part: size.per_rank for part, size in host.items()}, device, ""
 
     def timetable(self, runner: Any, micro_batches: int) -> tuple[str, list[PipelineCell]]:
         """Return what the costs of cells are, and the planned cells of a pipeline, as :class:`PipelineTimetable` has.
 
         ``runner`` executes the pipeline, whose first replica has so many ``micro_batches``.
         """
-        costs, found = "operations", None
+        costs, simulation = "operations", None
         with suppress(Exception):  # as above
-            found = self._training.simulation if self._training.micro_batches == micro_batches else None
-        if found is None or not found.makespan:
+            simulation = self._training.simulation if self._training.micro_batches == micro_batches else None
+        if simulation is None or not simulation.makespan:
             schedule = runner.schedule(micro_batches)
-            costs, found = "equal", simulate(schedule, Costs.uniform(schedule.chunks), present=micro_batches)
-        return costs, _cells(found, micro_batches)
+            costs, simulation = "equal", simulate(schedule, Costs.uniform(schedule.chunks), present=micro_batches)
+        return costs, _cells(simulation, micro_batches)
 
 
 def _cells(simulation: Simulation, micro_batches: int) -> list[PipelineCell]:

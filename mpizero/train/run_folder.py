@@ -176,12 +176,12 @@ class RunFolder:
             home = self.root / "earlier" / f"{number:04d}"
             # A checkpoint folder may be a link to another file system, which cannot be left by renaming.
             same = self.root.stat().st_dev == self.checkpoints.stat().st_dev
-            place = (home if same else self.checkpoints / "earlier" / home.name) / "checkpoints"
-            for folder in (home, place):
+            destination = (home if same else self.checkpoints / "earlier" / home.name) / "checkpoints"
+            for folder in (home, destination):
                 folder.mkdir(parents=True, exist_ok=True)
                 made.append(folder)
             for path in (*reversed(steps), *files):
-                target = (place if path in steps else home) / path.name
+                target = (destination if path in steps else home) / path.name
                 _move(path, target)
                 done.append((path, target))
         except OSError as error:
@@ -192,26 +192,30 @@ class RunFolder:
                 with suppress(OSError):
                     folder.rmdir()
             raise self._failed("what an earlier run left in it cannot be moved aside", error) from None
-        return home if files else place
+        return home if files else destination
 
     def continue_metrics(self, step: int) -> int:
-        """Move metrics of steps after ``step``, which will be repeated, to :attr:`superseded`; remove the marker.
+        """Move the metrics of steps after ``step``, which will be repeated, to the file :attr:`superseded`.
 
-        Return how many lines of steps were moved; one that was cut when a job was killed is none.
+        Remove :attr:`marker`, the file that says that the run is complete. Return the number of steps whose lines were
+        moved; a last line that is truncated because the job was killed is moved, too, but not counted.
         """
         with self._errors_say("its metrics cannot be rewritten"):
             lines = [line.removesuffix(b"\n") for line in self._lines(self.metrics)]
-            kept = [line for line in lines if _number_in(line, "step", math.inf) <= step]
-            rest = [line for line in lines if _number_in(line, "step", math.inf) > step]
-            if rest:
+            retained = [line for line in lines if _number_in(line, "step", math.inf) <= step]
+            repeated = [line for line in lines if _number_in(line, "step", math.inf) > step]
+            if repeated:
                 with self.superseded.open("ab") as file:
-                    file.writelines(line + b"\n" for line in rest)
-                write_atomic(self.metrics, b"".join(line + b"\n" for line in kept))
+                    file.writelines(line + b"\n" for line in repeated)
+                write_atomic(self.metrics, b"".join(line + b"\n" for line in retained))
             self.marker.unlink(missing_ok=True)
-        return sum(_number_in(line, "step", math.inf) < math.inf for line in rest)
+        return sum(_number_in(line, "step", math.inf) < math.inf for line in repeated)
 
     def continue_events(self) -> int:
-        """Return the number of the visit that begins; remove a last event that was cut when a job was killed."""
+        """Return the number of the session that begins: 0 for the start of the run, one more for each resume.
+
+        A last event that is truncated because the job was killed is removed.
+        """
         with self._errors_say("its events cannot be continued"):
             lines = self._lines(self.events)
             if lines and not lines[-1].endswith(b"\n"):  # another file, so that who follows it reads it anew
@@ -250,8 +254,8 @@ class RunFolder:
     def decision(self, step: int) -> str:
         """Return the reason for which a callback has ended the run after ``step``, as the marker has it, or ""."""
         try:
-            found = json.loads(self.marker.read_bytes())
-            return str(found[DECISION]) if found["steps"] == step else ""
+            result = json.loads(self.marker.read_bytes())
+            return str(result[DECISION]) if result["steps"] == step else ""
         except (OSError, ValueError, KeyError, TypeError):
             return ""
 
@@ -323,28 +327,28 @@ def _move(path: Path, target: Path) -> None:
 def _rights(path: Path, root: Path) -> str:
     """Return who owns a path that may not be used, or the folder where it was to be made, and what to do."""
     there = next((one for one in (path, *path.parents) if os.access(one, os.F_OK)), Path("/"))
-    found = there.stat()
+    status = there.stat()
     try:
         owner = there.owner()
     except (KeyError, OSError):
-        owner = f"user {found.st_uid}"
-    owns = f"{there} belongs to {owner} with mode {stat.filemode(found.st_mode)}"
+        owner = f"user {status.st_uid}"
+    owns = f"{there} belongs to {owner} with mode {stat.filemode(status.st_mode)}"
     opened = there if there in root.parents else root
     return f": {owns}; let the owner say chmod -R g+w {opened} (of a group that you share), or choose another folder"
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    found = folder.stat()
-    return found.st_dev, found.st_ino
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def _number_in(line: bytes, name: str, default: float) -> Any:
     """Return the whole number ``name`` in a line of JSON; ``default`` if the line is incomplete or has none."""
     try:
-        found = json.loads(line)[name]
+        value = json.loads(line)[name]
     except (ValueError, KeyError, TypeError, RecursionError):
         return default
-    return found if type(found) is int else default
+    return value if type(value) is int else default
 
 
 #: Name of the checkpoint attribute with the state of a training run.
@@ -421,14 +425,14 @@ class SavedRun:
             If the checkpoint was not written by ``mpizero train`` or :class:`mpizero.Trainer`.
         """
         try:
-            found = attributes[TRAINING]
-            parts = {name: dict(found.get(name) or {}) for name in ("best", "numbers", "callbacks")}
-            stopped, overridden = str(found.get("stopped") or ""), list(found.get("overrides") or ())
-            state = RunState(found["loss"], **parts, stopped=stopped, overrides=overridden)
-            config = {str(name): dict(section) for name, section in dict(found["config"]).items()}
-            data, held = str(found["data"]), str(found.get("validation") or "")
-            code, contents = (dict(found.get(name) or {}) for name in ("code", "contents"))
-            return cls(whole()(found["step"]), state, config, data, held, code, contents)
+            training = attributes[TRAINING]
+            parts = {name: dict(training.get(name) or {}) for name in ("best", "numbers", "callbacks")}
+            stopped, overridden = str(training.get("stopped") or ""), list(training.get("overrides") or ())
+            state = RunState(training["loss"], **parts, stopped=stopped, overrides=overridden)
+            config = {str(name): dict(section) for name, section in dict(training["config"]).items()}
+            data, validation = str(training["data"]), str(training.get("validation") or "")
+            code, contents = (dict(training.get(name) or {}) for name in ("code", "contents"))
+            return cls(whole()(training["step"]), state, config, data, validation, code, contents)
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(
                 f"{path}: not written by `mpizero train` or mpizero.Trainer: it holds no training run's state"
@@ -441,19 +445,19 @@ def saved_attributes(setup: RunSetup, step: int, state: RunState, versions: Mapp
     Not collective. ``versions`` are those of Python and the libraries, by name.
     """
     loop, record = setup.loop, setup.record
-    own = {
+    attributes = {
         "step": step,
         "samples": step * loop.global_batch,
         "seed": loop.seed,
         "loss": finite(state.loss),
         "config": record.settings,
         "data": record.fingerprint,
-        **({"validation": held} if (held := record.validation_fingerprint) else {}),
+        **({"validation": validation} if (validation := record.validation_fingerprint) else {}),
         **({"contents": record.contents} if record.contents else {}),
         "versions": dict(versions),
         **({"code": dict(record.code)} if record.code else {}),
     }
-    return {TRAINING: own | {name: part for name, part in vars(state).items() if part and name != "loss"}}
+    return {TRAINING: attributes | {name: part for name, part in vars(state).items() if part and name != "loss"}}
 
 
 def restore(
@@ -475,13 +479,13 @@ def restore(
         If there is no checkpoint of ``step``, or it cannot be loaded. If ``step`` is None: a newer checkpoint cannot be
         opened, or all checkpoints are damaged. The message names these checkpoints, and says what to do.
     """
-    found = checkpoint.list_steps(folder.checkpoints, comm)
+    checkpoints = checkpoint.list_steps(folder.checkpoints, comm)
     if step is not None:
-        saved, newer = _restore_step(setup, folder, comm, found, step)
+        saved, newer = _restore_step(setup, folder, comm, checkpoints, step)
         progress.say(f"resuming from step {step}, as asked for{_changed_code(setup, saved)}")
         return saved, newer
     passed: list[StepFolder] = []
-    for one in found:
+    for one in checkpoints:
         if one.valid and any(newer.unreadable for newer in passed):
             raise _refusal(setup, folder, passed, one)
         looked, loaded = _try(setup, one, comm)
@@ -522,34 +526,34 @@ def _changed_code(setup: RunSetup, saved: SavedRun) -> str:
     return f"; {', '.join(changed)} {verb} changed since it was saved: from here on the run is that of the new code"
 
 
-def _try(setup: RunSetup, found: StepFolder, comm: Communicator) -> tuple[StepFolder, SavedRun | None]:
+def _try(setup: RunSetup, folder: StepFolder, comm: Communicator) -> tuple[StepFolder, SavedRun | None]:
     """Try to load a checkpoint; return its description and the run's state in it.
 
     If loading fails, the description has the problem, and the state is None.
     """
-    if not found.valid:
-        return found, None
+    if not folder.valid:
+        return folder, None
     try:
-        return found, _load(setup, found.path, comm)
+        return folder, _load(setup, folder.path, comm)
     except CheckpointError as error:
-        return replace(found, problem=str(error), damaged=isinstance(error, CheckpointDamagedError)), None
+        return replace(folder, problem=str(error), damaged=isinstance(error, CheckpointDamagedError)), None
 
 
 def _restore_step(
-    setup: RunSetup, folder: RunFolder, comm: Communicator, found: Sequence[StepFolder], step: int
+    setup: RunSetup, folder: RunFolder, comm: Communicator, checkpoints: Sequence[StepFolder], step: int
 ) -> tuple[SavedRun, list[StepFolder]]:
-    asked = setup.record.wording.resume_from.format(step)
-    chosen = next((one for one in found if one.step == step), None)
+    option = setup.record.wording.resume_from.format(step)
+    chosen = next((one for one in checkpoints if one.step == step), None)
     if chosen is None:
-        there = ", ".join(str(one.step) for one in reversed(found))
+        there = ", ".join(str(one.step) for one in reversed(checkpoints))
         raise CheckpointError(
-            f"{asked}: no checkpoint of step {step} in {folder.checkpoints}: "
+            f"{option}: no checkpoint of step {step} in {folder.checkpoints}: "
             + (f"there are those of the steps {there}" if there else "it holds none")
         )
     looked, saved = _try(setup, chosen, comm)
     if saved is None:
-        raise CheckpointError(f"{asked}: {looked.problem}")
-    return saved, [one for one in found if one.step > step]
+        raise CheckpointError(f"{option}: {looked.problem}")
+    return saved, [one for one in checkpoints if one.step > step]
 
 
 def _refusal(
@@ -559,21 +563,21 @@ def _refusal(
 
     ``good`` is an older checkpoint that can be loaded, or None.
     """
-    told = "; ".join(
+    problems = "; ".join(
         f"{os.path.basename(one.path)} {'is damaged' if one.damaged else 'cannot be used'}: {one.problem}"
         for one in passed
     )
     wording = setup.record.wording
     older = "" if good is None else f"go on from an older one with {wording.resume_from.format(good.step)}, or "
     return CheckpointError(
-        f"cannot resume in {folder.checkpoints}, where nothing was changed: {told}. Mend that, or {older}start over "
-        f"{wording.afresh}: what is left behind then moves to earlier/ in the run's folder"
+        f"cannot resume in {folder.checkpoints}, where nothing was changed: {problems}. Mend that, or {older}start "
+        f"over {wording.afresh}: what is left behind then moves to earlier/ in the run's folder"
     )
 
 
 def _overrides(setup: RunSetup, saved: SavedRun, path: str, elsewhere: str) -> list[dict[str, Any]]:
     """Return the settings that this run changes; raise ``ConfigError`` if it may not change one of them."""
-    found, allowed, override = [], setup.record.overridden, setup.record.wording.override
+    result, allowed, override = [], setup.record.overridden, setup.record.wording.override
     for key, (was, now) in changes(saved.config, setup.record.settings).items():
         if key not in allowed:
             section, _, name = key.partition(".")
@@ -581,8 +585,8 @@ def _overrides(setup: RunSetup, saved: SavedRun, path: str, elsewhere: str) -> l
             way = f"go on with the new one by {override.format(key)}, " if able else ""
             changed = described_change(key, (was, now))
             raise ConfigError(f"cannot resume from {path}: {changed}; give the saved value, {way}{elsewhere}")
-        found.append({"step": saved.step, "key": key, "was": was, "now": now})
-    return found
+        result.append({"step": saved.step, "key": key, "was": was, "now": now})
+    return result
 
 
 def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
@@ -600,8 +604,10 @@ def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
             compared["validation"] = saved.validation, record.validation_fingerprint
         for what, (before, now) in compared.items():
             check_data(what, before == now, saved.contents, record.contents, f"cannot resume from {path}", elsewhere)
-            if comm.rank == 0 and (told := touched(*(one.get(what, {}) for one in (saved.contents, record.contents)))):
-                notice(f"the {what} data: {told}")
+            if comm.rank == 0 and (
+                change := touched(*(one.get(what, {}) for one in (saved.contents, record.contents)))
+            ):
+                notice(f"the {what} data: {change}")
         state_dict.restore(setup.model._loadable_engine, reader)
     setup.model._cache = None
     return saved
@@ -668,7 +674,7 @@ class Saver:
         self, setup: RunSetup, folder: RunFolder, comm: Communicator, clock: WallTime, report: Callable[[str], object]
     ) -> None:
         self._setup, self._folder, self._comm, self._clock, self._report = setup, folder, comm, clock, report
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._section = setup.checkpoints
         self._pending: PendingSave | None = None
         self._begun_save = (-1, False)
@@ -700,8 +706,8 @@ class Saver:
         if self._section.best is None:
             self.best = checkpoint.marked_best(folder)  # of an earlier part of the run
             return
-        sound = [one.step for one in checkpoint.list_steps(folder, self._comm) if one.valid]
-        self.best = best if best in sound else None
+        valid = [one.step for one in checkpoint.list_steps(folder, self._comm) if one.valid]
+        self.best = best if best in valid else None
         checkpoint.mark_best(folder, self.best, self._comm)
 
     def save(self, step: int, state: RunState, *, wait: bool, best: bool = False) -> None:
@@ -766,6 +772,6 @@ class Saver:
         )
 
     def _not_removed(self, left: RemovalFailure) -> None:
-        if left.reason not in self._told:
-            self._told.add(left.reason)
+        if left.reason not in self._reported:
+            self._reported.add(left.reason)
             self._report(f"{left}; training goes on")

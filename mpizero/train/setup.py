@@ -145,7 +145,7 @@ class RunSetup:
     def strategy(self) -> str:
         """The name of the model's ZeRO strategy, such as "zero2"."""
         saved_as = self.model._engine.placement.saved_as
-        return next(name for name, row in PLACEMENTS.items() if row.saved_as == saved_as)
+        return next(name for name, candidate in PLACEMENTS.items() if candidate.saved_as == saved_as)
 
     def layout(self) -> dict[str, Any]:
         """Return the sizes of the axes of parallelism by name, and the name of the schedule. Not collective."""
@@ -170,12 +170,12 @@ class RunSetup:
         exactness = model._engine.told_exactness
         split = [f"{axis} {size}" for axis, size in self.layout().items() if axis in AXES and size > 1]
         where = " x ".join(split) if len(split) > 1 else f"{ranks} rank{'s' if ranks > 1 else ''}"
-        held_back = f" and {len(self.validation):,} validation" if self.validation is not None else ""
+        validation = f" and {len(self.validation):,} validation" if self.validation is not None else ""
         grains = Grains(batch, model.grain_size(batch)).described(model.config.accumulate)
         known = f"{len(self.source):,} training" if isinstance(self.source, Source) else "online training"
         return (
             f"{type(model.wrapped_model).__name__} with {model.parameter_count:,} parameters, {self.strategy} on "
-            f"{where}{exactness}; {known}{held_back} samples; {batch} a step in {grains}"
+            f"{where}{exactness}; {known}{validation} samples; {batch} a step in {grains}"
         )
 
 
@@ -261,15 +261,16 @@ class TrainingResult:
     @property
     def history(self) -> list[dict[str, Any]]:
         """One dictionary for each step of this call: "step", "loss", and the figures of a validation after it."""
-        found = {one["step"]: one for one in self.validations}
+        validations = {one["step"]: one for one in self.validations}
         first = self.steps - len(self.losses) + 1
         return [
-            {"step": step, "loss": finite(loss), **found.get(step, {})} for step, loss in enumerate(self.losses, first)
+            {"step": step, "loss": finite(loss), **validations.get(step, {})}
+            for step, loss in enumerate(self.losses, first)
         ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values that ``mpizero train`` prints and the file ``run_complete`` holds."""
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "steps": self.steps,
             "loss": self.loss,
             "parameters_sha256": self.parameters_sha256,
@@ -280,13 +281,13 @@ class TrainingResult:
             "layout": self.layout,
         }
         if self.unit == "samples":
-            found["samples_per_second"] = self.speed
+            values["samples_per_second"] = self.speed
         special = {"overrides": list(self.overrides), "stopped": self.stopped, "best": self.best, "method": self.method}
-        return found | {name: value for name, value in special.items() if value}
+        return values | {name: value for name, value in special.items() if value}
 
 
 #: Metrics that a validation may have without metrics of the user.
-OWN_METRICS = ("validation_loss", "perplexity", "accuracy")
+VALIDATION_METRICS = ("validation_loss", "perplexity", "accuracy")
 
 
 @dataclass
@@ -336,10 +337,10 @@ class Improvement:
     @property
     def reason(self) -> str:
         """Text that says why the run ends, if :attr:`exhausted`."""
-        found = "no value was finite" if self.value is None else f"best {self.value:.6g} after step {self.step}"
-        return f"no improvement of {self.name} in {self.stalled} validations ({found})"
+        best = "no value was finite" if self.value is None else f"best {self.value:.6g} after step {self.step}"
+        return f"no improvement of {self.name} in {self.stalled} validations ({best})"
 
-    def see(self, step: int, figures: Mapping[str, float | None]) -> bool:
+    def see(self, step: int, metrics: Mapping[str, float | None]) -> bool:
         """Take the figures of a validation after ``step``; return True if the value is the best so far.
 
         Not collective. A value that is not finite (None) is no improvement.
@@ -349,11 +350,11 @@ class Improvement:
         ConfigError
             If the figures have no such metric.
         """
-        if self.name not in figures:
+        if self.name not in metrics:
             raise ConfigError(
-                f"best={self.metric!r}: this model has no such metric; its validations have {', '.join(figures)}"
+                f"best={self.metric!r}: this model has no such metric; its validations have {', '.join(metrics)}"
             )
-        value = figures[self.name]
+        value = metrics[self.name]
         better = value is not None and (self.value is None or self._score(value) < self._score(self.value))
         if value is not None and (
             self.reference is None or self._score(value) < self._score(self.reference) - self.min_delta

@@ -124,7 +124,7 @@ def _is_taken(number: signal.Signals) -> bool:
 #: Seconds to wait for the output of ``squeue``.
 _PATIENCE = 10.0
 #: Least number of seconds that are reserved for saving; of a short job this share of its time, if that is less.
-LEAST_RESERVE, SHARE = 60.0, 0.1
+LEAST_RESERVE, RESERVE_FRACTION = 60.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class WallTime:
         """Number of seconds reserved for saving."""
         if self._reserve is not None:
             return self._reserve
-        return max(2.0 * (self._step + self._save), min(LEAST_RESERVE, SHARE * self._total))
+        return max(2.0 * (self._step + self._save), min(LEAST_RESERVE, RESERVE_FRACTION * self._total))
 
     def worked(self, seconds: float) -> None:
         """Record the duration of a step, not counting saving.
@@ -295,7 +295,7 @@ class StopRequests:
 
     def __init__(self, comm: Communicator, *sources: StopSource) -> None:
         self.comm, self._sources = comm, list(sources)
-        self._request, self._own, self.reason = StopDecision.GO_ON, "", ""
+        self._request, self._local_reason, self.reason = StopDecision.GO_ON, "", ""
         self._buffer = np.zeros(2, dtype=np.int64)
         self._question: Request | None = None
         self.all_finished = True
@@ -324,8 +324,8 @@ class StopRequests:
         busy : bool
             Whether this rank still has background work.
         """
-        self._own = self._own or next(filter(None, (source() for source in self._sources)), "")
-        request = max(self._request, StopDecision.STOP if self._own else StopDecision.GO_ON)
+        self._local_reason = self._local_reason or next(filter(None, (source() for source in self._sources)), "")
+        request = max(self._request, StopDecision.STOP if self._local_reason else StopDecision.GO_ON)
         size, rank = self.comm.size, self.comm.rank
         self._buffer[:] = request * size + (size - 1 - rank), busy  # of equal requests the lowest rank's
         self._question = self.comm.iallreduce(self._buffer, op="max", tag="stop requests")
@@ -340,10 +340,10 @@ class StopRequests:
         self._question.wait()
         self._question = None
         self.all_finished = not self._buffer[1]
-        request, place = divmod(int(self._buffer[0]), self.comm.size)
+        request, index = divmod(int(self._buffer[0]), self.comm.size)
         if request == StopDecision.STOP:
-            rank = self.comm.size - 1 - place
-            self.reason = self.comm.broadcast_object(self._own, rank, tag="stop requests")
+            rank = self.comm.size - 1 - index
+            self.reason = self.comm.broadcast_object(self._local_reason, rank, tag="stop requests")
         return StopDecision(request)
 
 
@@ -388,9 +388,9 @@ class StopFile:
         return f"the file {self._path}"
 
 
-#: Name of the file in the run's folder with the last visit that was put into the queue again.
+#: Name of the file in the run's folder with the last session that was put into the queue again.
 NOTE = "requeue.json"
-#: Visits in a row that were asked to stop at once, after which the job is not put into the queue again.
+#: Sessions in a row that were asked to stop at once, after which the job is not put into the queue again.
 HASTY = 3
 #: At once is before a second step, or before so many seconds: Slurm's signal comes up to a minute after the start.
 _AT_ONCE = 120.0
@@ -399,7 +399,7 @@ _SQUEUE_PATIENCE = 60.0
 
 
 class JobState(NamedTuple):
-    """Hold what Slurm says of a job: its state, such as "RUNNING", the reason for it, and the seconds of this visit."""
+    """Hold what Slurm says of a job: its state, such as "RUNNING", the reason for it, and this session's seconds."""
 
     state: str
     reason: str = ""
@@ -407,8 +407,8 @@ class JobState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Visit:
-    """Describe a visit to the queue that has ended.
+class Session:
+    """Describe a session that has ended: what a Slurm job did between two times in the queue.
 
     Attributes
     ----------
@@ -419,7 +419,7 @@ class Visit:
     steps : dict
         The newest step of each folder of checkpoints that has one.
     hasty : int
-        How many visits in a row, this one included, were asked to stop at once.
+        How many sessions in a row, this one included, were asked to stop at once.
     """
 
     job: str
@@ -428,8 +428,8 @@ class Visit:
     hasty: int = 0
 
     @classmethod
-    def after(cls, last: Visit | None, job: str, status: int, folders: Iterable[Path], used: float) -> Visit:
-        """Make the description of a visit of ``used`` seconds that has ended, after ``last`` of the same job."""
+    def after(cls, last: Session | None, job: str, status: int, folders: Iterable[Path], used: float) -> Session:
+        """Make the description of a session of ``used`` seconds that has ended, after ``last`` of the same job."""
         from mpizero.checkpoint.manager import step_folders, step_of
 
         steps = {str(path): step for path in folders for step in map(step_of, step_folders(str(path))[:1]) if step}
@@ -439,24 +439,24 @@ class Visit:
         return cls(job, status, steps, 1 + (last.hasty if last else 0) if hasty else 0)
 
     @classmethod
-    def read(cls, root: Path, job: str) -> Visit | None:
-        """Read the last visit of the same job from a run's folder; None if there is none, or none that can be read."""
+    def read(cls, root: Path, job: str) -> Session | None:
+        """Read the last session of the same job from a run's folder; None if there is none or it cannot be read."""
         try:
-            found = cls(**json.loads((root / NOTE).read_bytes()))
-            return found if found.job == job and {*map(type, found.steps.values())} <= {int} else None
+            session = cls(**json.loads((root / NOTE).read_bytes()))
+            return session if session.job == job and {*map(type, session.steps.values())} <= {int} else None
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             return None
 
     def write(self, root: Path) -> None:
-        """Write this visit into a run's folder."""
+        """Write this session into a run's folder."""
         root.mkdir(parents=True, exist_ok=True)
         (root / NOTE).write_text(json.dumps(asdict(self)) + "\n")
 
     @property
-    def place(self) -> str:
+    def latest_checkpoint(self) -> str:
         """The newest checkpoint, or "no checkpoint"."""
-        newest = max(self.steps.values(), default=0)
-        return f"step {newest}" if newest else "no checkpoint"
+        latest = max(self.steps.values(), default=0)
+        return f"step {latest}" if latest else "no checkpoint"
 
 
 def state_of_job(job: str) -> JobState:
@@ -477,18 +477,18 @@ def state_of_job(job: str) -> JobState:
         return JobState(state or "gone", reason)
 
 
-def why_not_again(visit: Visit, last: Visit | None, job: JobState) -> str:
-    """Return why a job shall not run again after ``visit``, which came after ``last``; "" if it shall."""
+def why_not_again(session: Session, last: Session | None, job: JobState) -> str:
+    """Return why a job shall not run again after ``session``, which came after ``last``; "" if it shall."""
     # Slurm gives a cancelled job time to end. So it does to one that has used up its time, which nobody has cancelled.
     if job.state != "RUNNING" and job.reason != "TimeLimit":
         return f"the job is {job.state} for Slurm: it was cancelled, or Slurm itself puts it into the queue again"
-    stuck = last is not None and all(step <= last.steps.get(path, 0) for path, step in visit.steps.items())
-    if stuck and last is not None and (visit.status == ExitStatus.PREEMPTED or last.status != ExitStatus.PREEMPTED):
-        return f"it has ended twice at the same checkpoint ({visit.place})"
-    if visit.hasty >= HASTY:
+    stuck = last is not None and all(step <= last.steps.get(path, 0) for path, step in session.steps.items())
+    if stuck and last is not None and (session.status == ExitStatus.PREEMPTED or last.status != ExitStatus.PREEMPTED):
+        return f"it has ended twice at the same checkpoint ({session.latest_checkpoint})"
+    if session.hasty >= HASTY:
         return (
-            f"{visit.hasty} visits in a row were asked to stop at once: --time must be longer than the seconds before "
-            "its end at which --signal comes, and than train.time_reserve"
+            f"{session.hasty} sessions in a row were asked to stop at once: --time must be longer than the seconds "
+            "before its end at which --signal comes, and than train.time_reserve"
         )
     return ""
 

@@ -33,7 +33,7 @@ from mpizero.train.callbacks import Metric, check_callbacks, check_metrics, stat
 from mpizero.train.config.build import task_of, units_per_sample
 from mpizero.train.config.schema import ALL_SAMPLES, CheckpointSection, LoopSection
 from mpizero.train.data_identity import data_fingerprint, shared_contents
-from mpizero.train.loop import Preempted, TrainingLoop, run_visit
+from mpizero.train.loop import Preempted, TrainingLoop, run_session
 from mpizero.train.run_folder import RunFolder, tiles_of_checkpoint
 from mpizero.train.setup import RunRecord, RunSetup, TrainingResult
 from mpizero.train.stopping import SIGNALS, JobContext, StopSignals
@@ -92,10 +92,10 @@ def sources_of(source: object, validation: object, global_batch: int) -> tuple[S
     """
     if isinstance(validation, Real) and isinstance(source, Source):  # a split shuffles: a share of 0 is none
         source, validation = source.split(float(validation)) if validation else (source, None)
-    for name, given, kind in (("source", source, Source | OnlineSource), ("validation", validation, Source | None)):
-        if not isinstance(given, kind):
-            what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
-            way = source_for(given) or ", such as mz.data.ArraySource(x, y)"
+    for name, value, kind in (("source", source, Source | OnlineSource), ("validation", validation, Source | None)):
+        if not isinstance(value, kind):
+            what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+            way = source_for(value) or ", such as mz.data.ArraySource(x, y)"
             raise ArgumentError(f"Trainer: {name} is {what}: expected a source of samples{way}")
     assert isinstance(source, Source | OnlineSource)
     if isinstance(source, Source) and len(source) < global_batch:
@@ -124,12 +124,12 @@ def check_validation(
             raise ConfigError(f"Trainer: {name}={value!r}: needs validations: give validate_every > 0")
 
 
-def check_sharded(model: Model, given: Mapping[str, Any]) -> None:
+def check_sharded(model: Model, arguments: Mapping[str, Any]) -> None:
     """Raise an error if a model that is sharded already comes with arguments for sharding, or cannot be trained.
 
-    Not collective. ``given`` are these arguments by name; those that were not given are None.
+    Not collective. ``arguments`` are these arguments by name; those that were not given are None.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None:
             raise ConfigError(
                 f"Trainer: {name} is for a model that is not sharded yet; this {model._name} has its own: "
@@ -186,10 +186,10 @@ class TrainerArguments:
             metrics, callbacks = check_metrics(self.metrics or {}), check_callbacks(self.callbacks or ())
             require("Trainer: progress", self.progress, flag)
             fingerprint = source.fingerprint if isinstance(source, OnlineSource) else data_fingerprint(source)
-            held = "" if validation is None else data_fingerprint(validation)
+            validation_fingerprint = "" if validation is None else data_fingerprint(validation)
         shared = {**vars(loop), **vars(checkpoints), "sharded": self.is_sharded}
         shared |= {"metrics": list(metrics), "callbacks": [state_name(one) for one in callbacks]}
-        data = {"the training data": fingerprint[:16], "the validation data": held[:16]}
+        data = {"the training data": fingerprint[:16], "the validation data": validation_fingerprint[:16]}
         agree_equal(comm, lambda: {"the arguments of Trainer": shared, **data}, "agree Trainer")
         contents = shared_contents(comm, source, validation)
         model = self._placed(mesh, config, loop)
@@ -199,7 +199,7 @@ class TrainerArguments:
             validation=validation,
             loop=loop,
             checkpoints=replace(checkpoints, folder=str(RunFolder(checkpoints.folder).checkpoints)),
-            record=replace(record_of(model, source, loop, (fingerprint, held)), contents=contents),
+            record=replace(record_of(model, source, loop, (fingerprint, validation_fingerprint)), contents=contents),
             metrics=metrics,
             callbacks=callbacks,
             shows_progress=self.progress,
@@ -208,9 +208,9 @@ class TrainerArguments:
     @property
     def _method(self) -> optim.VectorMethod | None:
         """The method of whole vectors that trains the model; None if the optimizer is another."""
-        given = self.model.optimizer if self.is_sharded else self.optimizer
-        found = getattr(given, "wrapped_optimizer", given)
-        return found if isinstance(found, optim.VectorMethod) else None
+        optimizer = self.model.optimizer if self.is_sharded else self.optimizer
+        method = getattr(optimizer, "wrapped_optimizer", optimizer)
+        return method if isinstance(method, optim.VectorMethod) else None
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -250,9 +250,9 @@ class TrainerArguments:
 
     def _check(self, config: Config) -> None:
         placement(self.strategy or "zero2")  # or an error that names the strategies
-        given = {name: getattr(self, name) for name in ("mesh", "config", "optimizer", "strategy")}
+        arguments = {name: getattr(self, name) for name in ("mesh", "config", "optimizer", "strategy")}
         if self.is_sharded:
-            check_sharded(self.model, given)
+            check_sharded(self.model, arguments)
         elif self.optimizer is None:
             raise ConfigError("Trainer: optimizer is missing: give one, such as optimizer=mz.AdamW(1e-3)")
         if not config.auto_sync_gradients:
@@ -305,14 +305,14 @@ def record_of(
 
 def _model_settings(wrapped: Any) -> dict[str, Any]:
     """Return the settings of the library's own models that change results, such as sizes, seed and dropout."""
-    if not _is_own(wrapped):
+    if not _is_library_object(wrapped):
         return {"name": type(wrapped).__name__}
-    own = getattr(wrapped, "fingerprint", None) or (
+    settings = getattr(wrapped, "fingerprint", None) or (
         {one.name: getattr(wrapped, one.name) for one in fields(wrapped)} if is_dataclass(wrapped) else {}
     )
     return {"name": type(wrapped).__name__} | {
         name: value
-        for name, value in own.items()
+        for name, value in settings.items()
         if isinstance(value, int | float | str | None) and name != "activation_checkpointing"
     }
 
@@ -321,8 +321,8 @@ def _optimizer_settings(optimizer: Any) -> dict[str, Any]:
     """Return the settings of the library's own optimizers, but for the learning rate, which a load compares itself."""
     if not isinstance(optimizer, optim.FlatOptimizer | optim.VectorMethod):
         return {"name": type(optimizer).__name__}
-    own = {name: value for name, value in vars(optimizer).items() if name != "lr" and not name.startswith("_")}
-    return {"name": type(optimizer).__name__, **{name: _recorded(value) for name, value in own.items()}}
+    settings = {name: value for name, value in vars(optimizer).items() if name != "lr" and not name.startswith("_")}
+    return {"name": type(optimizer).__name__, **{name: _recorded(value) for name, value in settings.items()}}
 
 
 def _recorded(value: Any) -> int | float | str | None:
@@ -335,13 +335,13 @@ def _recorded(value: Any) -> int | float | str | None:
 
     if isinstance(value, Regularization):  # of the user's own terms the names, as of a user's own model
         value = {
-            name: term if _is_own(term) else getattr(term, "__qualname__", type(term).__qualname__)
+            name: term if _is_library_object(term) else getattr(term, "__qualname__", type(term).__qualname__)
             for name, term in value.terms.items()
         }
     return Fingerprint().digest(value).hex()
 
 
-def _is_own(value: Any) -> bool:
+def _is_library_object(value: Any) -> bool:
     """Tell whether an object is of one of mpizero's own classes."""
     return type(value).__module__.startswith("mpizero.")
 
@@ -432,7 +432,7 @@ class Trainer:
         progress: bool = True,
         **settings: Any,
     ) -> None:
-        given = TrainerArguments(
+        arguments = TrainerArguments(
             model=model,
             source=source,
             mesh=mesh,
@@ -446,11 +446,11 @@ class Trainer:
             progress=progress,
             settings={"steps": steps, "global_batch": global_batch, **settings},
         )
-        self._given: TrainerArguments | None = None if given.is_sharded else given
-        self._mesh, self._config = given.ranks()
+        self._arguments: TrainerArguments | None = None if arguments.is_sharded else arguments
+        self._mesh, self._config = arguments.ranks()
         owns = self._mesh is not mesh and self._mesh is not getattr(config, "mesh", None)
-        self._own_mesh = self._mesh if owns and not given.is_sharded else None
-        self._begin(given.setup(self._mesh, self._config), None)
+        self._created_mesh = self._mesh if owns and not arguments.is_sharded else None
+        self._begin(arguments.setup(self._mesh, self._config), None)
 
     @classmethod
     def of_setup(cls, setup: RunSetup, context: JobContext) -> Self:
@@ -459,7 +459,7 @@ class Trainer:
         ``context`` holds the signals that the caller catches.
         """
         made = cls.__new__(cls)
-        made._given = made._own_mesh = None
+        made._arguments = made._created_mesh = None
         made._mesh, made._config = setup.model.mesh, setup.model.config
         made._begin(setup, context)
         return made
@@ -487,7 +487,7 @@ class Trainer:
         Exception
             What a callback or a metric raises; other ranks raise RemoteError.
         """
-        return self._result_of(self.visit())
+        return self._result_of(self.run_session())
 
     def resume(self, step: int | None = None) -> TrainingResult:
         """Continue the run in the run's folder from its newest good checkpoint, or from the one of ``step``.
@@ -503,9 +503,9 @@ class Trainer:
         CheckpointError
             If a checkpoint exists that cannot be used; nothing was changed.
         """
-        return self._result_of(self.visit(resume=True, resume_from=step))
+        return self._result_of(self.run_session(resume=True, resume_from=step))
 
-    def visit(self, *, resume: bool = False, resume_from: int | None = None) -> TrainingResult | Preempted:
+    def run_session(self, *, resume: bool = False, resume_from: int | None = None) -> TrainingResult | Preempted:
         """Train as :meth:`fit` or :meth:`resume`, but return a :class:`Preempted` instead of raising it. Collective."""
         if self._closed:
             raise StateError("this trainer is closed: make a new one")
@@ -514,17 +514,17 @@ class Trainer:
         check_call(self._setup.comm, "Trainer.resume" if resume else "Trainer.fit")
         if resume_from is not None:
             require("Trainer.resume: step", resume_from, whole(0))
-        if self._given is not None:
-            self._shard_again(self._given, resume_from, resumes=resume or resume_from is not None)
+        if self._arguments is not None:
+            self._shard_again(self._arguments, resume_from, resumes=resume or resume_from is not None)
         arguments: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "attach": self._attach}
         if self._context is not None:
-            return run_visit(self._setup, self._context, **arguments)
+            return run_session(self._setup, self._context, **arguments)
         signals = StopSignals(() if self._setup.model.mesh.is_guest else SIGNALS)
         with plain_settings():
-            outcome = run_visit(self._setup, JobContext(signals, environment=os.environ), **arguments)
+            outcome = run_session(self._setup, JobContext(signals, environment=os.environ), **arguments)
         return outcome if isinstance(outcome, Preempted) else self._unless_signalled(outcome, signals)
 
-    def _shard_again(self, given: TrainerArguments, step: int | None, *, resumes: bool) -> None:
+    def _shard_again(self, arguments: TrainerArguments, step: int | None, *, resumes: bool) -> None:
         """Shard the model anew if it was trained already, or if a checkpoint to resume from has other tiles."""
         setup, config = self._setup, self._config
         if resumes and config.tiles is None:
@@ -533,7 +533,7 @@ class Trainer:
             if tiles not in (None, setup.model._engine.partitioned.parallel_layout.asked_tiles):
                 config = config.with_tiles(tiles)
         if self._loop is not None or config.tiles != setup.model.config.tiles:
-            self._setup = given.sharded_again(setup, self._mesh, config)
+            self._setup = arguments.sharded_again(setup, self._mesh, config)
 
     def _unless_signalled(self, result: TrainingResult, signals: StopSignals) -> TrainingResult | Preempted:
         """Return the result of a complete run, but a :class:`Preempted` if a signal came too late to stop it.
@@ -545,9 +545,9 @@ class Trainer:
         reason = next(filter(None, reasons), "")
         if not reason:
             return result
-        way_on = self._setup.record.wording.resume
+        how_to_resume = self._setup.record.wording.resume
         return Preempted(
-            f"stopped by {reason}: the run is complete after step {result.steps}, {way_on} returns its result"
+            f"stopped by {reason}: the run is complete after step {result.steps}, {how_to_resume} returns its result"
         )
 
     def _result_of(self, outcome: TrainingResult | Preempted) -> TrainingResult:
@@ -599,7 +599,7 @@ class Trainer:
         Bytes sent and memory are those of this rank, the rest is equal on all ranks. Validation figures are among them
         only after the validation.
         """
-        return {} if self._loop is None else dict(self._loop.figures)
+        return {} if self._loop is None else dict(self._loop.metrics)
 
     @property
     def run(self) -> Path:
@@ -622,7 +622,7 @@ class Trainer:
             return
         self._closed = True
         raised = (None, None, None) if isinstance(error, Preempted) else (kind, error, trace)
-        if self._given is not None:
+        if self._arguments is not None:
             self._setup.model.__exit__(*raised)
-        if self._own_mesh is not None:
-            self._own_mesh.__exit__(*raised)
+        if self._created_mesh is not None:
+            self._created_mesh.__exit__(*raised)

@@ -38,10 +38,10 @@ from mpizero.train.machine import peak_growth, proportional_growth, release_free
 from mpizero.types import Array
 
 #: The checkpoint holds one array for each of ``LAYERS`` layers and each of ``SLOTS``: a parameter and two moments.
-LAYERS, SLOTS = 16, ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq")
+LAYERS, GROUPS = 16, ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 _WIDTH = 1024
 #: The least bytes of a checkpoint: one row of every array.
-LEAST = 4 * _WIDTH * LAYERS * len(SLOTS)
+LEAST = 4 * _WIDTH * LAYERS * len(GROUPS)
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class CheckpointRequest:
 
 
 def _available(comm: Communicator) -> list[str]:
-    found = []
+    result = []
     for backend in ("direct", "mpio"):
         with suppress(ConfigError):
             check_backend(comm, backend)
-            found.append(backend)
-    return found
+            result.append(backend)
+    return result
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class OperationTime:
 
 
 @dataclass(frozen=True)
-class CheckpointFigures:
+class CheckpointTimes:
     """Hold the measured times, and the memory that a save and a load needed beside the arrays.
 
     Attributes
@@ -162,14 +162,14 @@ class _Bench:
         self.request, self.comm, self.folder = request, comm, folder
         self.rows = max(1, request.nbytes // LEAST)
         size = self.rows * _WIDTH
-        held = Partition(size, comm.size).shard(comm.rank)
-        span = Span(held.start, held.stop)
+        shard = Partition(size, comm.size).shard(comm.rank)
+        span = Span(shard.start, shard.stop)
         random = np.random.default_rng(comm.rank)
-        self.shard: Array = random.random((span.size * LAYERS * len(SLOTS),), np.float32)
+        self.shard: Array = random.random((span.size * LAYERS * len(GROUPS),), np.float32)
         self.copy: Array = np.zeros_like(self.shard)
         self.arrays, self.wanted = (self._arrays(values, span.start, span.size) for values in (self.shard, self.copy))
-        self.total = 4 * size * LAYERS * len(SLOTS)
-        self.start = 4 * span.start * LAYERS * len(SLOTS)
+        self.total = 4 * size * LAYERS * len(GROUPS)
+        self.start = 4 * span.start * LAYERS * len(GROUPS)
         self.buffer = SnapshotBuffer()
         self.buffer.reserve(self.arrays)
         self.seconds = partial(together, comm)
@@ -177,7 +177,7 @@ class _Bench:
         self.manifest: Manifest
 
     def _arrays(self, values: Array, start: int, size: int) -> list[LocalArray]:
-        names = [f"{slot}/blocks.{layer}.weight" for slot in SLOTS for layer in range(LAYERS)]
+        names = [f"{group}/blocks.{layer}.weight" for group in GROUPS for layer in range(LAYERS)]
         pieces = values.reshape(len(names), size)
         return [
             LocalArray(name, (self.rows, _WIDTH), values.dtype, ((start, piece),))
@@ -250,36 +250,36 @@ class _Bench:
         one, and a disk may be fast only until its own buffer is full.
         """
         turn = -1 if number % 2 else 1
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for part in (self._copies, self._raw, self._checkpoints)[::turn]:
-            found |= part(turn)
-        return found
+            seconds |= part(turn)
+        return seconds
 
     def _copies(self, turn: int) -> dict[str, float]:
         if "direct" not in self.request.backends:
             return {}
         works = {"plain copy": self.plain_copy, "asynchronous stall": self.begin}
-        found = {name: self.seconds(works[name]) for name in list(works)[::turn]}
+        seconds = {name: self.seconds(works[name]) for name in list(works)[::turn]}
         self.finish()
-        return found
+        return seconds
 
     def _raw(self, turn: int) -> dict[str, float]:
-        found = {"raw write": self.seconds(self.raw_write), "raw read": self.seconds(self.raw_read)}
+        seconds = {"raw write": self.seconds(self.raw_write), "raw read": self.seconds(self.raw_read)}
         self.forget("raw")
-        found["cold raw read"] = self.seconds(self.raw_read)
+        seconds["cold raw read"] = self.seconds(self.raw_read)
         self.remove("raw")
-        return found
+        return seconds
 
     def _checkpoints(self, turn: int) -> dict[str, float]:
-        found = {}
+        seconds = {}
         for backend in self.request.backends:
-            found[f"save {backend}"] = self.seconds(lambda name=backend: self.save(name))  # type: ignore[misc]
+            seconds[f"save {backend}"] = self.seconds(lambda name=backend: self.save(name))  # type: ignore[misc]
             if backend == self.request.backends[0]:
                 _, self.manifest = read_manifest(str(self.folder / backend))
                 self.load_unverified()  # the first to read new pages is slower
-                found |= self._loads("", turn) | self._loads("cold ", turn)
+                seconds |= self._loads("", turn) | self._loads("cold ", turn)
             self.remove(backend)
-        return found
+        return seconds
 
     def _loads(self, cold: str, turn: int) -> dict[str, float]:
         """Time a load with and one without verification, and return the seconds by the operation's name.
@@ -288,12 +288,12 @@ class _Bench:
         ``turn`` is 1 or, for the reverse order, -1. The entry "verification" is the difference of the two loads.
         """
         works = {"load": self.load, "load unverified": self.load_unverified}
-        found = {}
+        seconds = {}
         for name in list(works)[::turn]:
             if cold:
                 self.forget(f"{self.request.backends[0]}/state.h5")
-            found[cold + name] = self.seconds(works[name])
-        return found | {f"{cold}verification": found[f"{cold}load"] - found[f"{cold}load unverified"]}
+            seconds[cold + name] = self.seconds(works[name])
+        return seconds | {f"{cold}verification": seconds[f"{cold}load"] - seconds[f"{cold}load unverified"]}
 
     def peaks(self) -> dict[str, tuple[int, int, int]]:
         """Return the peak memory that a save and a load need beside the arrays, in bytes, by name of the operation.
@@ -301,7 +301,7 @@ class _Bench:
         The three numbers are the memory counted by ``tracemalloc``, the growth of the resident size, and the growth of
         the proportional set size, each the largest over the ranks.
         """
-        found = {}
+        result = {}
         backend = self.request.backends[0]
         # The first save loads libraries, once.
         checkpoint.write(self.folder / "first", self.arrays[:1], {}, self.comm, backend)
@@ -315,14 +315,14 @@ class _Bench:
             tracemalloc.stop()
             every = self.comm.allgather_object((counted, resident[0], proportional[0]), "bench checkpoint")
             first, second, third = map(max, zip(*every, strict=True))
-            found[name] = (first, second, third)
+            result[name] = (first, second, third)
         self.remove(backend)
-        return found
+        return result
 
 
 def measure_checkpoint(
     request: CheckpointRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
-) -> CheckpointFigures:
+) -> CheckpointTimes:
     """Time checkpoints, plain files and plain copies in interleaved repetitions, and return the figures.
 
     Collective over ``comm``. On rank 0, ``tell`` is called with a line of text before each repetition.
@@ -341,43 +341,43 @@ def measure_checkpoint(
         if comm.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     timings = [_timing(name, rounds) for name in rounds[0]]
-    return CheckpointFigures(comm.size, bench.total, request.repeat, bench.shard.nbytes, timings, peaks)
+    return CheckpointTimes(comm.size, bench.total, request.repeat, bench.shard.nbytes, timings, peaks)
 
 
 def _timing(name: str, rounds: list[dict[str, float]]) -> OperationTime:
     against = COMPARED.get(name, "")
-    seconds = [found[name] for found in rounds]
+    seconds = [one_round[name] for one_round in rounds]
     typical = statistics.median(seconds)
-    ratio = typical / statistics.median(found[against] for found in rounds) if against else 1.0
+    ratio = typical / statistics.median(one_round[against] for one_round in rounds) if against else 1.0
     return OperationTime(name, typical, min(seconds), max(seconds), against, ratio)
 
 
-def report(figures: CheckpointFigures) -> str:
+def report(times: CheckpointTimes) -> str:
     """Return the figures as a table for people.
 
     Not collective.
     """
     lines = [
-        f"{figures.nbytes / 1e9:.2f} GB from {figures.ranks} ranks, median of {figures.repeat} repetitions",
+        f"{times.nbytes / 1e9:.2f} GB from {times.ranks} ranks, median of {times.repeat} repetitions",
         f"{'':21}{'ms':>9}{'least':>9}{'most':>9}{'GB/s':>8}  against",
     ]
-    for timing in figures.timings:
-        shown = not timing.name.endswith("verification")
-        speed = f"{figures.nbytes / timing.seconds / 1e9:8.2f}" if shown else f"{'':8}"
+    for timing in times.timings:
+        has_speed = not timing.name.endswith("verification")
+        speed = f"{times.nbytes / timing.seconds / 1e9:8.2f}" if has_speed else f"{'':8}"
         compared = f"  {timing.ratio:.2f} x the time of: {timing.against}" if timing.against else ""
         spans = "".join(f"{value * 1e3:9.1f}" for value in (timing.seconds, timing.least, timing.most))
         lines.append(f"{timing.name:21}{spans}{speed}{compared}")
-    for name, (counted, resident, proportional) in figures.peaks.items():
+    for name, (counted, resident, proportional) in times.peaks.items():
         lines.append(
-            f"memory of {name} beside the shard of {figures.shard / 1e6:.1f} MB: {counted / 1e6:.1f} MB counted, "
+            f"memory of {name} beside the shard of {times.shard / 1e6:.1f} MB: {counted / 1e6:.1f} MB counted, "
             f"{resident / 1e6:.1f} MB resident, {proportional / 1e6:.1f} MB PSS"
         )
     return "\n".join(lines)
 
 
-def as_json(figures: CheckpointFigures) -> str:
+def as_json(times: CheckpointTimes) -> str:
     """Return the figures as JSON, for programs.
 
     Not collective.
     """
-    return json.dumps({"benchmark": "checkpoint", **asdict(figures)})
+    return json.dumps({"benchmark": "checkpoint", **asdict(times)})

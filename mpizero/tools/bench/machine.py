@@ -154,8 +154,8 @@ class ProductShapes:
         """
         section, train = config.model, config.train
         if not isinstance(section, GptSection):
-            told = 'bench machine takes the shapes of a "gpt"; give --dim'
-            raise ConfigError(f"the model is {shown(section.described)}: {told}")
+            advice = 'bench machine takes the shapes of a "gpt"; give --dim'
+            raise ConfigError(f"the model is {shown(section.described)}: {advice}")
         gpt = GPT(section.dim, section.layers, section.heads, section.sequence, vocabulary=_VOCABULARY)
         rule = GrainRule(train.micro_batch, train.accumulate, efficient_samples(gpt))
         if config.optimizer.kind.needs_vectors:
@@ -191,7 +191,7 @@ class _TimedProduct:
         for _ in range(self.times):
             self.call()
 
-    def figure(self) -> MatrixProduct:
+    def measurement(self) -> MatrixProduct:
         """Return the measured seconds of computing the product once. Not collective."""
         one, every = (Measurement.of([s / self.times for s in values]) for values in (self.one, self.every))
         return MatrixProduct(**self.facts, one=one, every=every)
@@ -236,10 +236,10 @@ class ProductBenchmark:
         batch, width = self.shapes.batch * self.shapes.heads, self.shapes.dim // self.shapes.heads
         queries, length = min(_QUERIES, self.shapes.sequence), self.shapes.sequence
         q, k = self._array(batch, queries, width), self._array(batch, length, width)
-        seen, mixed = np.empty((batch, queries, length), self.dtype), np.empty((batch, queries, width), self.dtype)
+        scores, mixed = np.empty((batch, queries, length), self.dtype), np.empty((batch, queries, width), self.dtype)
         facts = {"form": "forward", "linear": False}
-        yield self._one({**facts, "name": "scores", "batch": batch}, q, k.swapaxes(1, 2), seen)
-        yield self._one({**facts, "name": "mixing", "batch": batch}, self._array(*seen.shape), k, mixed)
+        yield self._one({**facts, "name": "scores", "batch": batch}, q, k.swapaxes(1, 2), scores)
+        yield self._one({**facts, "name": "mixing", "batch": batch}, self._array(*scores.shape), k, mixed)
 
     @staticmethod
     def _one(facts: dict[str, Any], a: Array, b: Array, out: Array) -> _TimedProduct:
@@ -257,9 +257,9 @@ class ProductBenchmark:
                 took = how(self.comm, timed.work)
                 values.extend([took] * keep)
 
-    def figures(self) -> tuple[MatrixProduct, ...]:
+    def measurements(self) -> tuple[MatrixProduct, ...]:
         """Return the stored seconds of every product. Not collective."""
-        return tuple(timed.figure() for timed in self.timed)
+        return tuple(timed.measurement() for timed in self.timed)
 
 
 #: Arrays that the passes need at once.
@@ -282,24 +282,26 @@ class _Pass:
     reads: int
     writes: int
     plain: Work
-    own: Work
+    kernel: Work
     values: tuple[list[float], ...] = field(default_factory=lambda: ([], [], [], []))
 
     def measure(self, comm: Communicator, turn: int, *, keep: bool) -> None:
         """Time all four cases once, in reverse order if ``turn`` is -1; store the seconds if ``keep``. Collective."""
-        works = ((self.plain, alone), (self.plain, together), (self.own, alone), (self.own, together))
-        for place in (0, 2, 1, 3)[::turn]:
-            work, how = works[place]
+        works = ((self.plain, alone), (self.plain, together), (self.kernel, alone), (self.kernel, together))
+        for case in (0, 2, 1, 3)[::turn]:
+            work, how = works[case]
             took = how(comm, work)
-            self.values[place].extend([took] * keep)
+            self.values[case].extend([took] * keep)
 
-    def figure(self, elements: int, itemsize: int) -> MemoryPass:
+    def measurement(self, elements: int, itemsize: int) -> MemoryPass:
         """Return the seconds of all four cases, and the ratios of kernel to plain loop. Not collective.
 
         ``elements`` is the number of elements of each array, ``itemsize`` the bytes of an element.
         """
         measured = [Measurement.of(values) for values in self.values]
-        ratios = [Measurement.of_ratios(own, plain) for plain, own in zip(self.values, self.values[2:], strict=False)]
+        ratios = [
+            Measurement.of_ratios(kernel, plain) for plain, kernel in zip(self.values, self.values[2:], strict=False)
+        ]
         return MemoryPass(self.name, self.reads, self.writes, elements, itemsize, *measured, *ratios)
 
 
@@ -317,25 +319,25 @@ class PassBenchmark:
 
     def _passes(self) -> Sequence[_Pass]:
         a, b, c, d, w, m, v = self.arrays
-        rows_two, rows_four = self.arrays[:2], self.arrays[:4]
+        two_arrays, four_arrays = self.arrays[:2], self.arrays[:4]
         size, one = self.elements, np.ones(1, np.float32)
         hyper = optim.AdamW().hyper(1, 1, np.float32)
         two, four = program_array(_TWO), program_array(_FOUR)
-        starts, whole, total, bits = np.array([0]), np.array([size]), np.empty(1), a.view(np.int64)
+        starts, sizes, total, bits = np.array([0]), np.array([size]), np.empty(1), a.view(np.int64)
         adamw, fused, reduction = cpu.update.adamw, cpu.update, cpu.reduction
 
-        def tree_sum(rows: Array, program: Array) -> Work:
-            return lambda: fused.tree_sum(rows, 0, rows, 0, program, one, w, 0, size)
+        def tree_sum(arrays: Array, program: Array) -> Work:
+            return lambda: fused.tree_sum(arrays, 0, arrays, 0, program, one, w, 0, size)
 
         def sum_and_update() -> None:
-            fused.adamw_tree(rows_two, 0, two, one, w, m, v, hyper, 0, size)
+            fused.adamw_tree(two_arrays, 0, two, one, w, m, v, hyper, 0, size)
 
         return (
             _Pass("read", 1, 0, lambda: memory.read(bits), lambda: reduction.all_finite(a)),
-            _Pass("norm", 1, 0, lambda: memory.read(bits), lambda: reduction.tree_square_sums(a, starts, whole, total)),
-            _Pass("copy", 1, 1, lambda: memory.copy(a, b), lambda: cpu.layers.pack(a, starts, whole, b)),
-            _Pass("sum of 2", 2, 1, lambda: memory.add_two(a, b, w), tree_sum(rows_two, two)),
-            _Pass("sum of 4", 4, 1, lambda: memory.add_four(a, b, c, d, w), tree_sum(rows_four, four)),
+            _Pass("norm", 1, 0, lambda: memory.read(bits), lambda: reduction.tree_square_sums(a, starts, sizes, total)),
+            _Pass("copy", 1, 1, lambda: memory.copy(a, b), lambda: cpu.layers.pack(a, starts, sizes, b)),
+            _Pass("sum of 2", 2, 1, lambda: memory.add_two(a, b, w), tree_sum(two_arrays, two)),
+            _Pass("sum of 4", 4, 1, lambda: memory.add_four(a, b, c, d, w), tree_sum(four_arrays, four)),
             _Pass("AdamW", 4, 3, lambda: memory.update(a, w, m, v), lambda: adamw(w, a, m, v, hyper, 0, size)),
             _Pass("sum + AdamW", 5, 3, lambda: memory.add_and_update(a, b, w, m, v), sum_and_update),
         )
@@ -349,9 +351,9 @@ class PassBenchmark:
             self.arrays[:] = 1  # sums of sums would grow, and averages shrink to where processors are slow
             entry.measure(self.comm, turn, keep=keep)
 
-    def figures(self) -> tuple[MemoryPass, ...]:
+    def measurements(self) -> tuple[MemoryPass, ...]:
         """Return the stored seconds of all passes. Not collective."""
-        return tuple(entry.figure(self.elements, self.arrays.itemsize) for entry in self.passes)
+        return tuple(entry.measurement(self.elements, self.arrays.itemsize) for entry in self.passes)
 
 
 #: Bytes of the smallest message, and the factor from one size to the next.
@@ -408,37 +410,37 @@ class MessageBenchmark:
         yield _TimedMessage("barrier", "all ranks", 0, 0, lambda: comm.barrier("bench"))
         pairs = {"inside a node": self._pair(same=True), "between nodes": self._pair(same=False)}
         for nbytes in sizes(largest):
-            whole, other = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
-            yield self._exchange(whole, other)
-            yield self._gather(whole)
+            full, other = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+            yield self._exchange(full, other)
+            yield self._gather(full)
             vector = np.ones(nbytes // 8)  # sums of float64 have a type that every MPI adds
             sent = 2 * vector.nbytes * (comm.size - 1) // comm.size
             reduce = partial(comm.allreduce, vector, "max", "bench")
             yield _TimedMessage("allreduce", "all ranks", nbytes, sent, reduce)
             for where, pair in pairs.items():
                 if pair is not None:
-                    yield _TimedMessage("one to one", where, nbytes, nbytes, self._ping(pair, whole, other))
+                    yield _TimedMessage("one to one", where, nbytes, nbytes, self._ping(pair, full, other))
 
     def _exchange(self, send: np.ndarray, recv: np.ndarray) -> _TimedMessage:
         """Return the timer of an all-to-all, as for sharded gradients: a rank gets its slice of every rank's vector."""
         comm, counts = self.comm, Partition(send.size, self.comm.size).sizes()
-        own = counts[comm.rank]
-        arrived = np.empty(own * comm.size, np.uint8) if own * comm.size > recv.size else recv[: own * comm.size]
-        exchange = partial(comm.alltoallv, send, counts, arrived, [own] * comm.size, "bench")
-        return _TimedMessage("exchange", "all ranks", send.size, send.size - own, exchange)
+        count = counts[comm.rank]
+        arrived = np.empty(count * comm.size, np.uint8) if count * comm.size > recv.size else recv[: count * comm.size]
+        exchange = partial(comm.alltoallv, send, counts, arrived, [count] * comm.size, "bench")
+        return _TimedMessage("exchange", "all ranks", send.size, send.size - count, exchange)
 
-    def _gather(self, whole: np.ndarray) -> _TimedMessage:
+    def _gather(self, full: np.ndarray) -> _TimedMessage:
         """Return the timer of an allgather, as for updated parameters: every rank gets the slices of all ranks."""
-        comm, counts = self.comm, Partition(whole.size, self.comm.size).sizes()
-        own, recv = np.ones(counts[comm.rank], np.uint8), np.empty_like(whole)
-        sent, gather = own.size * (comm.size - 1), partial(comm.allgatherv, own, recv, counts, "bench")
-        return _TimedMessage("gather", "all ranks", whole.size, sent, gather)
+        comm, counts = self.comm, Partition(full.size, self.comm.size).sizes()
+        part, recv = np.ones(counts[comm.rank], np.uint8), np.empty_like(full)
+        sent, gather = part.size * (comm.size - 1), partial(comm.allgatherv, part, recv, counts, "bench")
+        return _TimedMessage("gather", "all ranks", full.size, sent, gather)
 
     def _pair(self, *, same: bool) -> tuple[int, int] | None:
         """Return two ranks of one node if ``same``, else two ranks of different nodes; None if there are none."""
         ranks = range(self.comm.size)
-        found = ((a, b) for a in ranks for b in ranks[a + 1 :] if (self.leaders[a] == self.leaders[b]) is same)
-        return next(found, None)
+        pairs = ((a, b) for a in ranks for b in ranks[a + 1 :] if (self.leaders[a] == self.leaders[b]) is same)
+        return next(pairs, None)
 
     def _ping(self, pair: tuple[int, int], send: np.ndarray, recv: np.ndarray) -> Callable[[], object]:
         """Return a function that sends ``send`` to the second rank of ``pair``, and back in every second call."""
@@ -458,7 +460,7 @@ class MessageBenchmark:
         for timed in self.timed[::turn]:
             timed.measure(self.comm, keep=keep)
 
-    def figures(self) -> tuple[MessageSpeed, ...]:
+    def measurements(self) -> tuple[MessageSpeed, ...]:
         """Return the seconds of each operation and size, with the bytes that this rank sends. Not collective."""
         return tuple(MessageSpeed(t.operation, t.where, t.nbytes, t.sent, Measurement.of(t.values)) for t in self.timed)
 
@@ -477,13 +479,13 @@ def write_part(path: Path, data: memoryview, start: int) -> None:
         os.fsync(file)
 
 
-def read_part(path: Path, room: memoryview, start: int) -> None:
-    """Fill the buffer ``room`` with the bytes of a file from byte offset ``start`` on. Not collective."""
+def read_part(path: Path, buffer: memoryview, start: int) -> None:
+    """Fill the buffer ``buffer`` with the bytes of a file from byte offset ``start`` on. Not collective."""
     with path.open("rb", buffering=0) as file:
         done = 0
-        while done < len(room):
-            if not (count := os.preadv(file.fileno(), [room[done : done + _PIECE]], start + done)):
-                raise OSError(f"{path} ends before the {start + len(room)} bytes that are read")
+        while done < len(buffer):
+            if not (count := os.preadv(file.fileno(), [buffer[done : done + _PIECE]], start + done)):
+                raise OSError(f"{path} ends before the {start + len(buffer)} bytes that are read")
             done += count
 
 
@@ -508,13 +510,13 @@ class FileBenchmark:
         part = Partition(nbytes, comm.size).shard(comm.rank)
         self.start = part.start
         self.data = np.random.default_rng(comm.rank).bytes(part.stop - part.start)
-        self.room = bytearray(len(self.data))
+        self.buffer = bytearray(len(self.data))
         self.values: dict[str, list[float]] = {_WRITE: [], _READ: [], _AGAIN: []}
 
     def measure(self) -> None:
         """Time one write, one read from the disk and one read from the page cache, and remove the file. Collective."""
         write = partial(write_part, self.path, memoryview(self.data), self.start)
-        read = partial(read_part, self.path, memoryview(self.room), self.start)
+        read = partial(read_part, self.path, memoryview(self.buffer), self.start)
         for name, work in ((_WRITE, write), (_READ, read), (_AGAIN, read)):
             if name == _READ:
                 with all_ranks(self.comm):
@@ -528,7 +530,7 @@ class FileBenchmark:
         if self.comm.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def figures(self) -> tuple[FileSpeed, ...]:
+    def measurements(self) -> tuple[FileSpeed, ...]:
         """Return the measured seconds of the write and of both reads. Not collective."""
         return tuple(FileSpeed(name, self.nbytes, Measurement.of(values)) for name, values in self.values.items())
 
@@ -625,10 +627,10 @@ def _machine(
         threads=request.threads,
         dtype=request.shapes.dtype,
         repeat=request.repeat,
-        streams=streams.figures(),
-        products=products.figures(),
-        messages=messages.figures(),
-        files=() if files is None else files.figures(),
+        streams=streams.measurements(),
+        products=products.measurements(),
+        messages=messages.measurements(),
+        files=() if files is None else files.measurements(),
     )
     machine: Machine = comm.broadcast_object(made, tag="bench")
     with all_ranks(comm):
@@ -678,10 +680,10 @@ def _streams(machine: Machine) -> str:
     size = machine.streams[0].elements * machine.streams[0].itemsize
     rows = [["", "reads", "writes", "one rank", "", "each of all", "", "own kernel", "x plain", ""]]
     for s in machine.streams:
-        own = f"{s.nbytes / s.own_every.median / 1e9:.1f}"
+        kernel = f"{s.nbytes / s.own_every.median / 1e9:.1f}"
         ratio = [f"{s.ratio_every.median:.2f}", _range(s.ratio_every, 1)]
         cells = [*_rates(s.nbytes, s.one, 1e9), *_rates(s.nbytes, s.every, 1e9)]
-        rows.append([s.name, str(s.reads), str(s.writes), *cells, own, *ratio])
+        rows.append([s.name, str(s.reads), str(s.writes), *cells, kernel, *ratio])
     return (
         f"passes over memory, arrays of {amount(size)}B, GB/s of a rank: plain ones, alone and at once; the library's "
         f"kernel at once, and its time by the plain pass's\n{columns(rows)}"

@@ -108,7 +108,7 @@ def measure_steps(
     node, before = node_leaders(comm)[comm.rank], idle_size(comm)
     with placed() as sharded:
         grid, engine = sharded._engine.grid, sharded._engine
-        kept = watch(engine) if engine.block_model else CacheMeter()
+        cache = watch(engine) if engine.block_model else CacheMeter()
         stream = feed(sharded)
         sharded.train(*next(stream))  # stages tell each other the shapes of messages once
         for _ in range(steps):
@@ -120,7 +120,7 @@ def measure_steps(
         in_step = proportional()
         return {
             "here": grid.coordinates._asdict(),
-            "held": {**engine.memory.kinds(), **group_buffers(grid), "activations": kept.peak},
+            "held": {**engine.memory.kinds(), **group_buffers(grid), "activations": cache.peak},
             "pss": (idle_size(comm) - before, in_step - before),
             "sent": [b - a for a, b in zip(sent, now, strict=True)],
             "parameters": sharded.parameter_count,
@@ -128,27 +128,27 @@ def measure_steps(
         }
 
 
-def table_rows(figures: Sequence[dict[str, Any]], plan: TrainingPlan) -> tuple[RankRow, ...]:
+def table_rows(measured: Sequence[dict[str, Any]], plan: TrainingPlan) -> tuple[RankRow, ...]:
     """Return measured and planned figures of every rank side by side. Not collective.
 
-    ``figures`` has what :func:`measure_steps` returned on every rank. Activations are left out if the plan
+    ``measured`` has what :func:`measure_steps` returned on every rank. Activations are left out if the plan
     lacks them, or if another library has them, which :class:`CacheMeter` does not see.
     """
-    rows = tuple(_row(figure, planned) for figure, planned in zip(figures, plan.by_rank, strict=True))
+    rows = tuple(_row(measurement, planned) for measurement, planned in zip(measured, plan.by_rank, strict=True))
     for row in rows if plan.not_counted or plan.unseen else ():
-        for held in (row.held, row.planned):
-            del held["activations"]
+        for sizes in (row.held, row.planned):
+            del sizes["activations"]
     return rows
 
 
-def _row(figure: dict[str, Any], plan: RankPlan) -> RankRow:
-    (sent, messages), (at_rest, in_step) = figure["sent"], figure["pss"]
-    planned = {part: held.mine for part, held in plan.memory.items()}
+def _row(measured: dict[str, Any], plan: RankPlan) -> RankRow:
+    (sent, messages), (at_rest, in_step) = measured["sent"], measured["pss"]
+    planned = {part: size.per_rank for part, size in plan.memory.items()}
     return RankRow(
         rank=plan.rank,
-        here=figure["here"],
-        held=_shown(figure["held"]),
-        planned=_shown(planned),
+        here=measured["here"],
+        held=_by_part(measured["held"]),
+        planned=_by_part(planned),
         pss_at_rest=at_rest,
         pss_in_step=in_step,
         planned_working=planned.get("working arrays", 0) + planned.get("messages", 0),
@@ -159,8 +159,8 @@ def _row(figure: dict[str, Any], plan: RankPlan) -> RankRow:
     )
 
 
-def _shown(held: dict[str, int]) -> dict[str, int]:
-    return {**{part: held.get(part, 0) for part in PARTS}, "buffers": sum(held.get(part, 0) for part in _BUFFERS)}
+def _by_part(sizes: dict[str, int]) -> dict[str, int]:
+    return {**{part: sizes.get(part, 0) for part in PARTS}, "buffers": sum(sizes.get(part, 0) for part in _BUFFERS)}
 
 
 def _sent(grid: ProcessGrid) -> tuple[int, int]:
@@ -286,16 +286,16 @@ def _tables(
         tell(f"{layout}, {memory} memory, {comm.size} ranks")
     if before is not None:
         before.measure(1)
-    figures = comm.allgather_object(run.measure(steps), "bench")
-    found = []
+    measured = comm.allgather_object(run.measure(steps), "bench")
+    tables = []
     with all_ranks(comm):
         if comm.rank == 0:
-            count = figures[0]["parameters"]
-            training, planned = run.plan(count, ranks_per_node([figure["node"] for figure in figures]))
+            count = measured[0]["parameters"]
+            training, planned = run.plan(count, ranks_per_node([measurement["node"] for measurement in measured]))
             lacking = planned.not_counted or ("another library keeps them" if planned.unseen else "")
-            rows = table_rows(figures, planned)
-            found.append(LayoutTable(memory, run.parallel.strategy, layout, count, training, lacking, rows))
-    return found
+            rows = table_rows(measured, planned)
+            tables.append(LayoutTable(memory, run.parallel.strategy, layout, count, training, lacking, rows))
+    return tables
 
 
 @dataclass(frozen=True)
@@ -371,30 +371,32 @@ def _lines(table: LayoutTable) -> Iterator[str]:
     yield f"{'':28}" + "".join(f"{first:>11}" for first, _ in _COLUMNS)
     yield f"{'rank p t d c':28}" + "".join(f"{second:>11}" for _, second in _COLUMNS)
     for row in table.rows:
-        place = " ".join(map(str, (f"{row.rank:4}", *row.here.values())))
+        coordinates = " ".join(map(str, (f"{row.rank:4}", *row.here.values())))
         most = sum(row.planned.values()) + row.planned_working
-        yield f"{place:20}counted " + _figures(row.held, (row.pss_at_rest, row.pss_in_step), row.sent, row.messages)
-        yield f"{'':20}planned " + _figures(row.planned, (None, most), row.planned_sent, row.planned_messages)
+        yield f"{coordinates:20}counted " + _columns(
+            row.held, (row.pss_at_rest, row.pss_in_step), row.sent, row.messages
+        )
+        yield f"{'':20}planned " + _columns(row.planned, (None, most), row.planned_sent, row.planned_messages)
     counted = PARTS[:-1] if table.not_counted else PARTS
     far = {p: max(abs(row.held[p] - row.planned[p]) / max(row.planned[p], 1) for row in table.rows) for p in counted}
-    worst = ", ".join(f"{part} {100 * share:.2f} %" for part, share in far.items())
+    worst = ", ".join(f"{part} {100 * fraction:.2f} %" for part, fraction in far.items())
     if table.not_counted:
         yield f"neither counted nor planned: arrays of the model's own passes ({table.not_counted})"
     yield f"largest difference between counted and planned: {worst}"
 
 
-def _figures(held: dict[str, int], pss: tuple[int | None, int], sent: int, messages: int) -> str:
+def _columns(sizes: dict[str, int], pss: tuple[int | None, int], sent: int, messages: int) -> str:
     """Format the columns of one line of the table.
 
-    ``held`` has bytes by kind of memory, ``pss`` the growth of the proportional set size in bytes at rest (None leaves
+    ``sizes`` has bytes by kind of memory, ``pss`` the growth of the proportional set size in bytes at rest (None leaves
     the column empty) and in a step. ``sent`` and ``messages`` are the numbers of bytes and messages sent in a step.
     """
-    kept = held.get("activations")
-    rest = sum(held.values()) - (kept or 0)
-    parts = (*(held[part] for part in PARTS[:3]), held["buffers"], rest, pss[0])
-    moving = (kept, None if kept is None else rest + kept, pss[1], sent)
-    shown = "".join(f"{'' if size is None else f'{size / 1e6:.3f}':>11}" for size in (*parts, *moving))
-    return f"{shown}{messages:11}"
+    activations = sizes.get("activations")
+    rest = sum(sizes.values()) - (activations or 0)
+    parts = (*(sizes[part] for part in PARTS[:3]), sizes["buffers"], rest, pss[0])
+    moving = (activations, None if activations is None else rest + activations, pss[1], sent)
+    cells = "".join(f"{'' if size is None else f'{size / 1e6:.3f}':>11}" for size in (*parts, *moving))
+    return f"{cells}{messages:11}"
 
 
 def layout_json(tables: Sequence[LayoutTable]) -> str:
@@ -425,8 +427,8 @@ def measure_config(
         with all_ranks(comm):
             source, validation = build_source(config)
             config = with_batch(config, source)
-        for number, (sharing, strategy) in enumerate(product(shared, names)):
-            parallel = replace(config.parallel, strategy=strategy, share_node_memory=sharing)
+        for number, (share, strategy) in enumerate(product(shared, names)):
+            parallel = replace(config.parallel, strategy=strategy, share_node_memory=share)
             run = _ConfigRun(replace(config, parallel=parallel), (source, validation), comm)
             tables += _tables(run, steps, None if number else run, tell)
     return tables

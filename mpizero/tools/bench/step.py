@@ -47,7 +47,7 @@ from mpizero.train.setup import RunSetup
 _MICROSECONDS = 1e6
 
 
-def write_trace(path: str, ranks: Sequence[Sequence[StepSpans]], places: Sequence[Mapping[str, int]]) -> None:
+def write_trace(path: str, ranks: Sequence[Sequence[StepSpans]], coordinates: Sequence[Mapping[str, int]]) -> None:
     """Write a trace of all traced steps of all ranks to a file.
 
     Parameters
@@ -56,21 +56,21 @@ def write_trace(path: str, ranks: Sequence[Sequence[StepSpans]], places: Sequenc
         The file to write; an existing file is replaced.
     ranks : sequence of sequences of StepSpans
         The traced steps of every rank, with times in seconds of rank 0's clock.
-    places : sequence of mappings
+    coordinates : sequence of mappings
         For every rank, its coordinates on the axes of the process grid, by name of the axis.
     """
-    events = [*_rows(places), *_events(ranks)]
+    events = [*_rows(coordinates), *_events(ranks)]
     document = {"traceEvents": events, "displayTimeUnit": "ms"}
     Path(path).write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _rows(places: Sequence[Mapping[str, int]]) -> Iterator[dict[str, Any]]:
+def _rows(coordinates: Sequence[Mapping[str, int]]) -> Iterator[dict[str, Any]]:
     """Yield the events that name the trace's rows, one row a rank, in the order of the ranks."""
     yield {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "mpizero"}}
-    sizes = {axis: max(place[axis] for place in places) for axis in places[0]}
-    for rank, place in enumerate(places):
-        here = ", ".join(f"{axis} {number}" for axis, number in place.items() if sizes[axis])
-        name = f"rank {rank}" + (f" ({here})" if here else "")
+    sizes = {axis: max(of_rank[axis] for of_rank in coordinates) for axis in coordinates[0]}
+    for rank, of_rank in enumerate(coordinates):
+        label = ", ".join(f"{axis} {number}" for axis, number in of_rank.items() if sizes[axis])
+        name = f"rank {rank}" + (f" ({label})" if label else "")
         yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}}
 
@@ -81,16 +81,16 @@ def _events(ranks: Sequence[Sequence[StepSpans]]) -> Iterator[dict[str, Any]]:
     for rank, steps in enumerate(ranks):
         for number, step in enumerate(steps):
             yield _event(rank, f"step {number}", "step", (step.start - began, step.stop - began), {})
-            for mark in step.spans:
-                times = (mark.start - began, mark.stop - began)
-                more = {"waited_us": waited(mark, latest) * _MICROSECONDS} if mark.phase == MESSAGE else {}
-                yield _event(rank, _title(mark), mark.phase, times, more)
+            for span in step.spans:
+                times = (span.start - began, span.stop - began)
+                more = {"waited_us": waited(span, latest) * _MICROSECONDS} if span.phase == MESSAGE else {}
+                yield _event(rank, _title(span), span.phase, times, more)
 
 
-def _title(mark: PhaseSpan) -> str:
-    if mark.phase == MESSAGE or not mark.name:
-        return mark.name or mark.phase
-    return mark.name if mark.phase == "schedule" else f"{mark.phase}: {mark.name}"
+def _title(span: PhaseSpan) -> str:
+    if span.phase == MESSAGE or not span.name:
+        return span.name or span.phase
+    return span.name if span.phase == "schedule" else f"{span.phase}: {span.name}"
 
 
 def _event(rank: int, name: str, phase: str, times: tuple[float, float], more: Mapping[str, float]) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class PhaseTime:
 
 
 @dataclass(frozen=True)
-class StepFigures:
+class StepTimes:
     """Hold the times of steps and of their phases on every rank.
 
     Attributes
@@ -158,7 +158,7 @@ class StepFigures:
         Seconds of a step on its slowest rank, without and with tracing; the two kinds of steps alternate.
     ranks : tuple of dict of str to PhaseTime
         For every rank, the seconds of each phase by its name. In one traced step they add up to the step's seconds.
-    places : tuple of dict
+    coordinates : tuple of dict
         The coordinates of every rank on the axes of the process grid.
     slowest : int
         The rank with the least waiting time: the other ranks wait for it.
@@ -169,13 +169,13 @@ class StepFigures:
     plain: Measurement
     watched: Measurement
     ranks: tuple[dict[str, PhaseTime], ...]
-    places: tuple[dict[str, int], ...]
+    coordinates: tuple[dict[str, int], ...]
     slowest: int
 
 
 def measure_step(
     request: StepRequest, config: RunConfig, comm: Communicator, tell: Callable[[str], None] = lambda line: None
-) -> StepFigures:
+) -> StepTimes:
     """Train some steps, every other one with tracing, and return the figures on every rank.
 
     Collective over ``comm``. On rank 0, ``tell`` is called with a line of text when the model is built and warmed up.
@@ -188,9 +188,11 @@ def measure_step(
         several = [c for c in (grid.world, *grid.communicators) if c.size > 1]
         first, offset = leaders(several, grid.world), clock_offset(comm)
         plain, watched, spans = _train(request, setup, tell)
-        own = tuple(StepSpans(a + offset, b + offset, spans_of(found, offset, first)) for a, b, found in spans)
-        ranks: list[tuple[StepSpans, ...]] = comm.allgather_object(own, "bench step")
-        places = tuple(comm.allgather_object(grid.coordinates._asdict(), "bench step"))
+        local = tuple(
+            StepSpans(a + offset, b + offset, spans_of(traced_spans, offset, first)) for a, b, traced_spans in spans
+        )
+        ranks: list[tuple[StepSpans, ...]] = comm.allgather_object(local, "bench step")
+        coordinates = tuple(comm.allgather_object(grid.coordinates._asdict(), "bench step"))
         described = setup.described()
     latest = waits(ranks)
     tables = [[phases_of(step, latest) for step in steps] for steps in ranks]
@@ -198,9 +200,9 @@ def measure_step(
     last = min(range(comm.size), key=lambda rank: phases[rank]["waiting"].median)
     with all_ranks(comm):
         if comm.rank == 0 and request.trace is not None:
-            write_trace(request.trace, ranks, places)
+            write_trace(request.trace, ranks, coordinates)
     seconds = Measurement.of(plain), Measurement.of(watched)
-    return StepFigures(described, request.steps, *seconds, phases, places, last)
+    return StepTimes(described, request.steps, *seconds, phases, coordinates, last)
 
 
 def _floors(request: StepRequest, config: RunConfig, comm: Communicator) -> Sequence[dict[str, float]] | None:
@@ -233,44 +235,44 @@ def _train(
     for number, (x, y) in enumerate(stream):
         if number == request.warm_up and comm.rank == 0:
             tell(f"{setup.described()}; {request.steps} steps of each kind")
-        look = number >= request.warm_up and (number - request.warm_up) % 2 == 1
+        traces = number >= request.warm_up and (number - request.warm_up) % 2 == 1
         comm.barrier("bench step")
         start = time.monotonic()
-        with traced(model._engine) if look else nullcontext() as timeline:
+        with traced(model._engine) if traces else nullcontext() as timeline:
             model.train(x, y)
         stop = time.monotonic()
         if timeline is not None:
             spans.append((start, stop, timeline.take()))
         took = slowest(comm, stop - start)
         if number >= request.warm_up:
-            (watched if look else plain).append(took)
+            (watched if traces else plain).append(took)
     return plain, watched, spans
 
 
 def _phases(table: Sequence[dict[str, float]], floors: dict[str, float]) -> dict[str, PhaseTime]:
-    found = {}
+    result = {}
     for phase in ALL_PHASES:
         values = [step[phase] for step in table]
-        found[phase] = PhaseTime(Measurement.of(values) if any(values) else None, floors.get(phase, 0.0))
-    return found
+        result[phase] = PhaseTime(Measurement.of(values) if any(values) else None, floors.get(phase, 0.0))
+    return result
 
 
-def report(figures: StepFigures) -> str:
+def report(times: StepTimes) -> str:
     """Format the figures as a table for people. Not collective."""
-    plain, watched = figures.plain, figures.watched
+    plain, watched = times.plain, times.watched
     head = (
-        f"{figures.described}\n{counted(figures.steps, 'step')}, the slowest rank's: {plain.median * 1e3:.3f} ms "
+        f"{times.described}\n{counted(times.steps, 'step')}, the slowest rank's: {plain.median * 1e3:.3f} ms "
         f"({plain.least * 1e3:.3f}-{plain.most * 1e3:.3f}), {watched.median * 1e3:.3f} ms "
         f"({watched.least * 1e3:.3f}-{watched.most * 1e3:.3f}) when watched"
     )
-    chosen = sorted({0 if figures.slowest else len(figures.ranks) - 1, figures.slowest})
-    floors = any(phase.floor for phase in figures.ranks[0].values())
-    rows = [["ms a step", *(cell for rank in chosen for cell in _heads(figures, rank, floors=floors))]]
+    chosen = sorted({0 if times.slowest else len(times.ranks) - 1, times.slowest})
+    floors = any(phase.floor for phase in times.ranks[0].values())
+    rows = [["ms a step", *(cell for rank in chosen for cell in _heads(times, rank, floors=floors))]]
     for name in ALL_PHASES:
-        phases = [figures.ranks[rank][name] for rank in chosen]
+        phases = [times.ranks[rank][name] for rank in chosen]
         if any(phase.median or phase.floor for phase in phases):
             rows.append([name, *(cell for phase in phases for cell in _cells(phase, floors=floors))])
-    sums = [_sum(figures.ranks[rank]) for rank in chosen]
+    sums = [_sum(times.ranks[rank]) for rank in chosen]
     rows.append(["all", *(cell for phase in sums for cell in _cells(phase, floors=floors))])
     return f"{head}\n\n{columns(rows)}"
 
@@ -280,8 +282,8 @@ def _sum(phases: dict[str, PhaseTime]) -> PhaseTime:
     return PhaseTime(Measurement(seconds, seconds, seconds), floor)
 
 
-def _heads(figures: StepFigures, rank: int, *, floors: bool) -> list[str]:
-    name = f"rank {rank}" + (" (slowest)" if rank == figures.slowest and len(figures.ranks) > 1 else "")
+def _heads(times: StepTimes, rank: int, *, floors: bool) -> list[str]:
+    name = f"rank {rank}" + (" (slowest)" if rank == times.slowest and len(times.ranks) > 1 else "")
     return [name, "range", "floor", "x"] if floors else [name, "range"]
 
 
@@ -296,18 +298,18 @@ def _cells(phase: PhaseTime, *, floors: bool) -> list[str]:
     return cells
 
 
-def as_json(figures: StepFigures) -> str:
+def as_json(times: StepTimes) -> str:
     """Format the figures as one line of JSON. Not collective."""
     document: dict[str, Any] = {
         "benchmark": "step",
-        "training": figures.described,
-        "steps": figures.steps,
-        "seconds": asdict(figures.plain),
-        "seconds_watched": asdict(figures.watched),
-        "slowest": figures.slowest,
+        "training": times.described,
+        "steps": times.steps,
+        "seconds": asdict(times.plain),
+        "seconds_watched": asdict(times.watched),
+        "slowest": times.slowest,
         "ranks": [
-            {"rank": rank, **figures.places[rank], "phases": {name: asdict(phase) for name, phase in phases.items()}}
-            for rank, phases in enumerate(figures.ranks)
+            {"rank": rank, **times.coordinates[rank], "phases": {name: asdict(phase) for name, phase in phases.items()}}
+            for rank, phases in enumerate(times.ranks)
         ],
     }
     return json.dumps(document, allow_nan=False)

@@ -41,40 +41,40 @@ class CacheMeter:
 
     Attributes
     ----------
-    held, peak : int
+    current, peak : int
         Bytes of the arrays counted now, and the largest number so far.
     """
 
     def __init__(self) -> None:
-        self.held = self.peak = 0
+        self.current = self.peak = 0
         self._buffers: dict[int, tuple[int, int]] = {}
 
-    def keep(self, kept: object, but: Iterable[object] = ()) -> tuple[Array, ...]:
-        """Start counting the arrays inside ``kept`` that are not inside ``but``, and return them, for :meth:`drop`."""
+    def keep(self, cache: object, but: Iterable[object] = ()) -> tuple[Array, ...]:
+        """Start counting the arrays inside ``cache`` that are not inside ``but``, and return them, for :meth:`drop`."""
         skipped = {id(array) for value in but for array in buffers(value)}
-        found = tuple(array for array in buffers(kept) if id(array) not in skipped)
-        for array in found:
+        counted = tuple(array for array in buffers(cache) if id(array) not in skipped)
+        for array in counted:
             uses, size = self._buffers.get(id(array), (0, array.nbytes))
             self._buffers[id(array)] = uses + 1, size
-            self.held += 0 if uses else size
-        self.peak = max(self.peak, self.held)
-        return found
+            self.current += 0 if uses else size
+        self.peak = max(self.peak, self.current)
+        return counted
 
-    def drop(self, found: Iterable[Array]) -> None:
-        """Stop counting the arrays ``found`` that a call of :meth:`keep` returned, unless another call keeps them."""
-        for array in found:
+    def drop(self, arrays: Iterable[Array]) -> None:
+        """Stop counting the arrays ``arrays`` that a call of :meth:`keep` returned, unless another call keeps them."""
+        for array in arrays:
             uses, size = self._buffers.pop(id(array))
             if uses > 1:
                 self._buffers[id(array)] = uses - 1, size
             else:
-                self.held -= size
+                self.current -= size
 
 
-class _Kept(NamedTuple):
+class _CountedCache(NamedTuple):
     """Hold the cache of a block or loss, and the arrays counted in it, so that they stay alive while counted."""
 
     cache: Any
-    found: tuple[Array, ...]
+    arrays: tuple[Array, ...]
 
 
 class _MeteredLayer:
@@ -90,21 +90,21 @@ class _MeteredLayer:
         y, cache = self.layer.forward(params, x, run)
         if not run.training:
             return y, cache
-        return y, _Kept(cache, self.meter.keep(cache, [params, *([x] if self.skip_input else [])]))
+        return y, _CountedCache(cache, self.meter.keep(cache, [params, *([x] if self.skip_input else [])]))
 
-    def backward(self, params: Any, cache: _Kept, dy: Any, grads: Any) -> Any:
+    def backward(self, params: Any, cache: _CountedCache, dy: Any, grads: Any) -> Any:
         dx = self.layer.backward(params, cache.cache, dy, grads)
-        self.meter.drop(cache.found)
+        self.meter.drop(cache.arrays)
         return dx
 
-    def backward_input(self, params: Any, cache: _Kept, dy: Any) -> tuple[Any, Any]:
+    def backward_input(self, params: Any, cache: _CountedCache, dy: Any) -> tuple[Any, Any]:
         dx, pending = self.layer.backward_input(params, cache.cache, dy)
-        return dx, _Kept(pending, self.meter.keep(pending, [params]))
+        return dx, _CountedCache(pending, self.meter.keep(pending, [params]))
 
-    def backward_weights(self, params: Any, cache: _Kept, pending: _Kept, grads: Any) -> None:
+    def backward_weights(self, params: Any, cache: _CountedCache, pending: _CountedCache, grads: Any) -> None:
         self.layer.backward_weights(params, cache.cache, pending.cache, grads)
-        self.meter.drop(cache.found)
-        self.meter.drop(pending.found)
+        self.meter.drop(cache.arrays)
+        self.meter.drop(pending.arrays)
 
 
 class _MeteredLoss:
@@ -115,11 +115,11 @@ class _MeteredLoss:
 
     def forward(self, prediction: Any, target: Any) -> tuple[float, float, Any]:
         loss, weight, cache = self.loss.forward(prediction, target)
-        return loss, weight, _Kept(cache, self.meter.keep(cache, [target]))
+        return loss, weight, _CountedCache(cache, self.meter.keep(cache, [target]))
 
-    def backward(self, cache: _Kept, scale: float = 1.0) -> Any:
+    def backward(self, cache: _CountedCache, scale: float = 1.0) -> Any:
         gradient = self.loss.backward(cache.cache, scale)
-        self.meter.drop(cache.found)
+        self.meter.drop(cache.arrays)
         return gradient
 
 
@@ -350,8 +350,8 @@ def strategies_table(rows: Sequence[MemoryRow]) -> str:
         f"{'sent':>9}{'formula':>9}",
     ]
     for row in rows:
-        figures = (row.formula, row.counted, row.counted_peak, row.pss, row.pss_total, row.sent, row.sent_formula)
-        lines.append(f"{row.memory:8}{row.strategy:9}" + "".join(f"{value / 1e6:9.1f}" for value in figures))
+        sizes = (row.formula, row.counted, row.counted_peak, row.pss, row.pss_total, row.sent, row.sent_formula)
+        lines.append(f"{row.memory:8}{row.strategy:9}" + "".join(f"{value / 1e6:9.1f}" for value in sizes))
     return "\n".join(lines)
 
 

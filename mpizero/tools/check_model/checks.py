@@ -70,18 +70,18 @@ class CheckBatch(NamedTuple):
     samples: int | None
 
 
-def unlike(found: LossAndGradients, expected: LossAndGradients) -> Iterator[tuple[str, str]]:
+def unlike(actual: LossAndGradients, expected: LossAndGradients) -> Iterator[tuple[str, str]]:
     """Yield the name of each value that differs in a bit between two evaluations, and a text with both numbers.
 
     For an array the text has the element that differs most.
     """
-    for (what, a), (_, b) in zip(found.named(), expected.named(), strict=True):
+    for (what, a), (_, b) in zip(actual.named(), expected.named(), strict=True):
         if a.dtype != b.dtype or a.shape != b.shape:
             yield what, f"{b.dtype} of shape {b.shape}, then {a.dtype} of shape {a.shape}"
         elif a.tobytes() != b.tobytes():
             worst = np.unravel_index(int(np.argmax(np.abs(a - b))), a.shape) if a.size else ()
-            place = f" at {[int(i) for i in worst]}" if worst else ""
-            yield what, f"{b[worst]!s}{place}, then {a[worst]!s}"
+            position = f" at {[int(i) for i in worst]}" if worst else ""
+            yield what, f"{b[worst]!s}{position}, then {a[worst]!s}"
 
 
 def random_states() -> dict[str, bytes]:
@@ -102,78 +102,82 @@ def check_again(checked: CheckedModel, batch: CheckBatch, start: Named, begun: L
 
 
 def check_repeats(
-    checked: CheckedModel, batch: CheckBatch, here: Named, elsewhere: tuple[Named, Named]
+    checked: CheckedModel, batch: CheckBatch, params: Named, other_params: tuple[Named, Named]
 ) -> tuple[LossAndGradients, list[ModelFinding]]:
     """Evaluate the model at several points in turn, in the same and in new memory, and compare repeated evaluations.
 
-    ``here`` and ``elsewhere`` are the parameters at these points. Return the evaluation at ``here``, and a finding for
-    each value that is not the same every time.
+    ``params`` and ``other_params`` are the parameters at these points. Return the evaluation at ``params``, and a
+    finding for each value that is not the same every time.
     """
     x, y, _ = batch
     before = content((x, y))
-    first = checked.evaluate(here, x, y)
+    first = checked.evaluate(params, x, y)
     if content((x, y)) != before:
-        told = "copy what is changed, x = x.copy(), also before its address is given away"
+        remedy = "copy what is changed, x = x.copy(), also before its address is given away"
         cause = "code that works in place through a bare pointer"
-        raise UnusableEvaluation(ModelFinding("repeats", "samples", "are changed by the evaluation", cause, told))
-    there, further = elsewhere
-    other = checked.evaluate(there, x, y)
-    checked.evaluate(further, x, y)
-    told = "compute everything from the arguments, each time"
+        raise UnusableEvaluation(ModelFinding("repeats", "samples", "are changed by the evaluation", cause, remedy))
+    second, third = other_params
+    other = checked.evaluate(second, x, y)
+    checked.evaluate(third, x, y)
+    remedy = "compute everything from the arguments, each time"
     cause = "a value that is kept from call to call, such as a counter, a running mean or a warm start"
-    if findings := _differ(checked.evaluate(here, x, y), first, "evaluated elsewhere in between", (cause, told)):
+    if findings := _differ(checked.evaluate(params, x, y), first, "evaluated elsewhere in between", (cause, remedy)):
         return first, findings
     cause = "a cache that goes by the identity of the arrays: training changes their values in place"
     findings = _differ(
-        checked.evaluate(there, x, y, fresh=True), other, "given the same in other arrays", (cause, told)
+        checked.evaluate(second, x, y, fresh=True), other, "given the same in other arrays", (cause, remedy)
     )
     return first, findings
 
 
 def _of_noise(used: list[str]) -> tuple[str, str]:
     if used:
-        told = "key them by what they are for: numpy.random.default_rng((seed, step, number of the sample))"
-        return f"random numbers from the global generator {', '.join(used)}", told
+        remedy = "key them by what they are for: numpy.random.default_rng((seed, step, number of the sample))"
+        return f"random numbers from the global generator {', '.join(used)}", remedy
     cause = "random numbers of its own, a counter, or threads that add in no fixed order"
     return cause, "compute everything from the arguments, and random numbers from a key"
 
 
-def _differ(found: LossAndGradients, expected: LossAndGradients, when: str, why: tuple[str, str]) -> list[ModelFinding]:
-    return [ModelFinding("repeats", what, f"{when}: {how}", *why) for what, how in unlike(found, expected)][:3]
+def _differ(
+    actual: LossAndGradients, expected: LossAndGradients, when: str, why: tuple[str, str]
+) -> list[ModelFinding]:
+    return [ModelFinding("repeats", what, f"{when}: {how}", *why) for what, how in unlike(actual, expected)][:3]
 
 
-def check_layers(checked: CheckedBlocks, batch: CheckBatch, here: Named) -> list[ModelFinding]:
+def check_layers(checked: CheckedBlocks, batch: CheckBatch, params: Named) -> list[ModelFinding]:
     """Check that layers overwrite gradients, and that ``backward`` computes the same as its two halves.
 
     The halves are ``backward_input`` and ``backward_weights``. They run with a loss scale of 2, so that a loss which
-    ignores its scale is found too. ``here`` are the parameters.
+    ignores its scale is found too. ``params`` are the parameters.
     """
-    one = checked.passed(here, batch[:2])[2]
-    two = checked.passed(here, batch[:2], fill=1.0)[2]
-    told = "write all of it, grads[name][...] = array, rows that are not used too"
+    one = checked.passed(params, batch[:2])[2]
+    two = checked.passed(params, batch[:2], fill=1.0)[2]
+    remedy = "write all of it, grads[name][...] = array, rows that are not used too"
     findings = []
     for name in one:
         if one[name].tobytes() != two[name].tobytes():
-            kept = not one[name].any()
-            seen = "is what its memory held before" if kept else "depends on what its memory held before"
-            cause = "grads[...] = array, which binds a name, or no write at all" if kept else "grads[...] += array"
-            findings.append(ModelFinding("layers", f"gradient of {name!r}", seen, cause, told))
+            is_untouched = not one[name].any()
+            problem = "is what its memory held before" if is_untouched else "depends on what its memory held before"
+            cause = (
+                "grads[...] = array, which binds a name, or no write at all" if is_untouched else "grads[...] += array"
+            )
+            findings.append(ModelFinding("layers", f"gradient of {name!r}", problem, cause, remedy))
     if findings:
         return findings
-    halves = checked.passed(here, batch[:2], halves=True)[2]
-    seen = "is not the same from backward and from backward_input with backward_weights under twice the loss scale"
+    halves = checked.passed(params, batch[:2], halves=True)[2]
+    problem = "is not the same from backward and from backward_input with backward_weights under twice the loss scale"
     cause = "a backward of its own that differs from its halves, or loss.backward(cache, scale) without the scale"
-    told = "let backward call both halves; multiply the gradient by scale"
+    remedy = "let backward call both halves; multiply the gradient by scale"
     wrong = [name for name in one if not _equal(halves[name], one[name])]
-    findings = [ModelFinding("layers", f"gradient of {name!r}", seen, cause, told) for name in wrong]
+    findings = [ModelFinding("layers", f"gradient of {name!r}", problem, cause, remedy) for name in wrong]
     every = len(findings) > 1 and len(findings) == sum(value.any() for value in one.values())
     return findings[:1] if every else findings
 
 
-def _equal(found: Array, expected: Array) -> bool:
+def _equal(actual: Array, expected: Array) -> bool:
     """Tell whether arrays are equal, except for values so tiny that they underflow without the loss scale of 2."""
     tiny = 4 * np.finfo(expected.dtype).smallest_normal
-    return bool((np.abs(found - expected) <= np.where(np.abs(expected) < tiny, tiny, 0)).all())
+    return bool((np.abs(actual - expected) <= np.where(np.abs(expected) < tiny, tiny, 0)).all())
 
 
 #: Relative errors below which a gradient is not called wrong: in float64, and in float32.
@@ -191,26 +195,26 @@ class Slope(NamedTuple):
 
     Attributes
     ----------
-    seen, said : float
+    numerical, analytical : float
         The derivative from finite differences of the loss, and from the gradient that the model returned.
     parts : dict of str to float
-        By parameter, its term in the sum ``said``.
+        By parameter, its term in the sum ``analytical``.
     bound : float
-        How much ``seen`` and ``said`` may differ by truncation and rounding.
+        How much ``numerical`` and ``analytical`` may differ by truncation and rounding.
     rounding : float
-        How much ``seen`` and ``said`` may differ by rounding alone.
+        How much ``numerical`` and ``analytical`` may differ by rounding alone.
     """
 
-    seen: float
-    said: float
+    numerical: float
+    analytical: float
     parts: dict[str, float]
     bound: float
     rounding: float
 
     @property
     def off(self) -> float:
-        """Return the distance between ``seen`` and ``said``."""
-        return abs(self.seen - self.said)
+        """Return the distance between ``numerical`` and ``analytical``."""
+        return abs(self.numerical - self.analytical)
 
 
 class ParameterPoint:
@@ -244,12 +248,12 @@ class ParameterPoint:
     def noise(self) -> float:
         """The size of changes of the loss by rounding."""
         h = 64 * float(np.finfo(self.checked.dtype).eps) if self.checked.dtype == np.float32 else 1e-7
-        found = [float(np.finfo(np.float32 if self._coarse else np.float64).eps) * abs(self.evaluation.loss)]
+        sizes = [float(np.finfo(np.float32 if self._coarse else np.float64).eps) * abs(self.evaluation.loss)]
         for _ in range(3):
             move = dense(self, self.scales)
             second = self.loss(move, h)[0] + self.loss(move, -h)[0] - 2 * self.evaluation.loss
-            found += [abs(second)] if math.isfinite(second) else []
-        return max(found)
+            sizes += [abs(second)] if math.isfinite(second) else []
+        return max(sizes)
 
     @cached_property
     def shaken(self) -> dict[str, Array]:
@@ -269,12 +273,12 @@ class ParameterPoint:
             moved = {name: (above[name].astype(np.float64) - below[name]) / (2 * h) for name in move}
             parts = {name: float(np.sum(self.evaluation.gradients[name] * moved[name])) for name in move}
             shaken = math.fsum(float(np.sum(self.shaken[name] * moved[name])) for name in move)
-            seen, said = (up - down) / (2 * h), math.fsum(parts.values())
+            numerical, analytical = (up - down) / (2 * h), math.fsum(parts.values())
             rounding = 3 * noise / h + 3 * abs(shaken)
-            change = abs(seen - said - (tried[-1].seen - tried[-1].said)) if tried else math.inf
-            tried.append(Slope(seen, said, parts, change / 2 + rounding, rounding))
+            change = abs(numerical - analytical - (tried[-1].numerical - tried[-1].analytical)) if tried else math.inf
+            tried.append(Slope(numerical, analytical, parts, change / 2 + rounding, rounding))
             best = min(tried, key=lambda slope: slope.bound if math.isfinite(slope.bound) else math.inf)
-            if best.bound <= enough * abs(best.seen) and best.off <= self.precision * abs(best.seen):
+            if best.bound <= enough * abs(best.numerical) and best.off <= self.precision * abs(best.numerical):
                 return best
             if rounding > best.bound and SURE * rounding > best.off / 4:
                 break
@@ -293,7 +297,7 @@ class ParameterPoint:
         """Tell whether the gradient is right along the direction of ``slope``; None if the slope is too uncertain."""
         if slope is None:
             return None
-        size = max(abs(slope.seen), abs(slope.said))
+        size = max(abs(slope.numerical), abs(slope.analytical))
         if slope.off > max(SURE * slope.bound, self.precision * size):
             return False if slope.bound <= MEASURED * size or slope.off > 0.3 * size else None
         return True if slope.bound <= MEASURED * size or size == 0 else None
@@ -321,14 +325,14 @@ def scales_of(checked: CheckedModel, at: Named, evaluation: LossAndGradients) ->
     For a parameter that is all zeros, the size is chosen so that the loss changes by about a tenth, within limits.
     """
     sizes = {name: max(1, at[name].size) for name in checked.names}
-    own = {name: math.sqrt(float(np.sum(np.square(at[name], dtype=np.float64))) / n) for name, n in sizes.items()}
-    most = max([size for size in own.values() if size > 0], default=0.1)
-    for name, size in own.items():
+    scales = {name: math.sqrt(float(np.sum(np.square(at[name], dtype=np.float64))) / n) for name, n in sizes.items()}
+    most = max([size for size in scales.values() if size > 0], default=0.1)
+    for name, size in scales.items():
         if size == 0:
             g = evaluation.gradients[name].astype(np.float64)
             push = float(np.linalg.norm(g)) * math.sqrt(g.size)
-            own[name] = min(max(0.1 * abs(evaluation.loss) / push, 1e-3 * most), most) if push > 0 else most
-    return own
+            scales[name] = min(max(0.1 * abs(evaluation.loss) / push, 1e-3 * most), most) if push > 0 else most
+    return scales
 
 
 def shaken(at: Named, rng: np.random.Generator) -> dict[str, Array]:
@@ -349,10 +353,10 @@ class WrongGradient(NamedTuple):
     @property
     def ratio(self) -> float | None:
         """Return the factor by which to multiply the gradient, if one factor makes all slopes right; else None."""
-        ratios = [s.seen / s.said for s in self.slopes if s.said]
+        ratios = [s.numerical / s.analytical for s in self.slopes if s.analytical]
         if len(ratios) < len(self.slopes):
             return None
-        apart = SURE * max(s.bound / abs(s.said) for s in self.slopes)
+        apart = SURE * max(s.bound / abs(s.analytical) for s in self.slopes)
         allowed = 0.01 * min(abs(ratios[0]), abs(ratios[0] - 1)) + apart
         sure = max(ratios) - min(ratios) <= allowed and apart <= abs(ratios[0] - 1) / 2
         return ratios[0] if sure else None
@@ -367,14 +371,14 @@ def check_gradient(points: Callable[[int], ParameterPoint]) -> tuple[list[ModelF
     point = points(0)
     names = [name for name in point.checked.names if point.at[name].size]
     wrong, weak = [], []
-    for name in _not_shown_right(point, names):
+    for name in _not_proven_right(point, names):
         verdicts = _alone(point, name)
         if verdicts is None:
             weak.append(name)
         elif not verdicts and all(_alone(points(k), name) is False for k in (1, 2)):
             moves = [direction(point, [name]) for direction in (dense, dense, steep)]
-            found = [(slope, move[name]) for move in moves if (slope := point.slope(move)) is not None]
-            wrong.append(WrongGradient(name, [s for s, _ in found], [m for _, m in found]))
+            measured = [(slope, move[name]) for move in moves if (slope := point.slope(move)) is not None]
+            wrong.append(WrongGradient(name, [s for s, _ in measured], [m for _, m in measured]))
     notes, doubtful = [], {*weak, *(w.name for w in wrong)}
     if silent := [name for name in names if name not in doubtful and not point.evaluation.gradients[name].any()]:
         notes.append(f"gradient: zero everywhere for {_listed(silent)}: nothing depends on it with these samples")
@@ -394,10 +398,10 @@ def _from_the_last(
     A block gets the gradient of its output from the block after it, so an error in one block is seen in all before it.
     """
     blocks = list(checked.model.blocks)
-    places = [max(k for k, block in enumerate(blocks) if w.name.startswith(f"{block}.")) for w in wrong]
-    if len(set(places)) < 2:
+    positions = [max(k for k, block in enumerate(blocks) if w.name.startswith(f"{block}.")) for w in wrong]
+    if len(set(positions)) < 2:
         return findings
-    last = max(places)
+    last = max(positions)
     begin = f"begin with the backward pass of {blocks[last]!r}, through which the blocks before it get their gradients"
     if last + 1 < len(blocks):
         begin += f", and with backward_input of {blocks[last + 1]!r}, whose own gradients are right"
@@ -405,11 +409,11 @@ def _from_the_last(
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+    listed = ", ".join(repr(name) for name in names[:8])
+    return listed if len(names) <= 8 else f"{listed} and {len(names) - 8} more"
 
 
-def _not_shown_right(point: ParameterPoint, names: Sequence[str]) -> list[str]:
+def _not_proven_right(point: ParameterPoint, names: Sequence[str]) -> list[str]:
     """Change all parameters together, and return the parameters whose gradient may still be wrong after that."""
     slopes = [point.slope(direction(point, names), enough=1e-5) for direction in (steep, dense, dense)]
     if any(slope is None or point.verdict(slope) is False for slope in slopes):
@@ -443,10 +447,10 @@ def _explained(point: ParameterPoint, wrong: Sequence[WrongGradient], count: int
 
 
 def _gradient_finding(point: ParameterPoint, wrong: WrongGradient, what: str) -> ModelFinding:
-    slope = max(wrong.slopes, key=lambda s: s.off / (abs(s.seen) + abs(s.said)))
-    seen = f"the loss changes by {slope.seen:.6g}, the gradient says {slope.said:.6g}"
+    slope = max(wrong.slopes, key=lambda s: s.off / (abs(s.numerical) + abs(s.analytical)))
+    problem = f"the loss changes by {slope.numerical:.6g}, the gradient says {slope.analytical:.6g}"
     cause = _gradient_cause(point, wrong)
-    return ModelFinding("gradient", what, f"along a direction of {wrong.name!r} {seen}", *cause)
+    return ModelFinding("gradient", what, f"along a direction of {wrong.name!r} {problem}", *cause)
 
 
 def _gradient_cause(point: ParameterPoint, wrong: WrongGradient) -> tuple[str, str]:
@@ -462,8 +466,11 @@ def _gradient_cause(point: ParameterPoint, wrong: WrongGradient) -> tuple[str, s
         return "its transpose", "transpose it"
     if point.checked.declared[wrong.name].complex and _fits(wrong, gradient * [1, -1]):
         return "its conjugate, which JAX returns", "return gradient.conj(): dL/dRe + i dL/dIm"
-    place = _worst(point, wrong)
-    return f"a part of it, most of all around element {place}", "compare the formula of these elements with differences"
+    element = _worst(point, wrong)
+    return (
+        f"a part of it, most of all around element {element}",
+        "compare the formula of these elements with differences",
+    )
 
 
 def _of_factor(point: ParameterPoint, ratio: float) -> tuple[str, str]:
@@ -480,8 +487,11 @@ def _of_factor(point: ParameterPoint, ratio: float) -> tuple[str, str]:
 
 def _fits(wrong: WrongGradient, value: Array) -> bool:
     """Tell whether ``value``, taken as the gradient of the parameter, agrees with all measured slopes."""
-    said = [float(np.sum(value * move)) for move in wrong.moves]
-    return all(abs(s.seen - v) <= SURE * s.bound + 0.01 * abs(s.seen) for s, v in zip(wrong.slopes, said, strict=True))
+    analytical = [float(np.sum(value * move)) for move in wrong.moves]
+    return all(
+        abs(s.numerical - v) <= SURE * s.bound + 0.01 * abs(s.numerical)
+        for s, v in zip(wrong.slopes, analytical, strict=True)
+    )
 
 
 def _worst(point: ParameterPoint, wrong: WrongGradient) -> list[int]:
@@ -510,8 +520,8 @@ class BatchSums:
     ``counts`` has the number of samples in each piece.
     """
 
-    def __init__(self, whole: LossAndGradients, pieces: list[LossAndGradients], counts: list[int]) -> None:
-        self.whole, self.counts = _flat(whole), counts
+    def __init__(self, full: LossAndGradients, pieces: list[LossAndGradients], counts: list[int]) -> None:
+        self.full, self.counts = _flat(full), counts
         self.pieces = [_flat(piece) for piece in pieces]
 
     def total(self, what: str, count: int | None = None) -> Array:
@@ -521,7 +531,7 @@ class BatchSums:
 
     def size(self, what: str) -> float:
         """Return the largest magnitude of the quantity named ``what`` in the batch and in its pieces."""
-        return max(largest(v[what]) for v in (self.whole, *self.pieces))
+        return max(largest(v[what]) for v in (self.full, *self.pieces))
 
 
 def _flat(evaluation: LossAndGradients) -> dict[str, Array]:
@@ -532,120 +542,125 @@ def _flat(evaluation: LossAndGradients) -> dict[str, Array]:
 def check_sums(
     checked: CheckedModel,
     batch: CheckBatch,
-    here: Named,
-    whole: LossAndGradients,
+    params: Named,
+    full: LossAndGradients,
     noise: Callable[[], list[LossAndGradients]],
 ) -> tuple[list[ModelFinding], str]:
     """Compare a batch with the sum over its pieces: a single sample, about a third of the others, and the rest.
 
-    ``here`` are the parameters, and ``whole`` is the evaluation of the batch. ``noise`` returns evaluations of the
+    ``params`` are the parameters, and ``full`` is the evaluation of the batch. ``noise`` returns evaluations of the
     batch at parameters that differ in their last bits. Return the findings, and a line that says how well the sums
     agree.
     """
     count = batch.samples or 0
-    marks = sorted({0, 1, 1 + (count - 1) // 3 or 1, count})
-    spans = list(zip(marks, marks[1:], strict=False))
+    borders = sorted({0, 1, 1 + (count - 1) // 3 or 1, count})
+    spans = list(zip(borders, borders[1:], strict=False))
     try:
-        pieces = [checked.evaluate(here, cut(batch.x, a, b), cut(batch.y, a, b), a) for a, b in spans]
-        joined = checked.evaluate(here, cut(batch.x, 0, marks[-2]), cut(batch.y, 0, marks[-2]))
+        pieces = [checked.evaluate(params, cut(batch.x, a, b), cut(batch.y, a, b), a) for a, b in spans]
+        joined = checked.evaluate(params, cut(batch.x, 0, borders[-2]), cut(batch.y, 0, borders[-2]))
     except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError) as error:
-        told = "let it take any number of samples, one too: a step's last piece may be short"
-        seen = f"{type(error).__name__} at {place_of(error)}: {error}"
-        return [ModelFinding("sum", "a piece of the batch", seen, "a number of samples that is built in", told)], ""
-    sums = BatchSums(whole, pieces, [b - a for a, b in spans])
+        remedy = "let it take any number of samples, one too: a step's last piece may be short"
+        problem = f"{type(error).__name__} at {place_of(error)}: {error}"
+        return [
+            ModelFinding("sum", "a piece of the batch", problem, "a number of samples that is built in", remedy)
+        ], ""
+    sums = BatchSums(full, pieces, [b - a for a, b in spans])
     scatter = [_flat(evaluation) for evaluation in noise()]
     findings, most = [], 0.0
-    for what, values in sums.whole.items():
+    for what, values in sums.full.items():
         size, apart = sums.size(what), largest(sums.total(what) - values)
         shaken = max((largest(s[what] - values) for s in scatter), default=0.0)
-        allowed = _rounding(checked, whole, count).of_sums * size + OF_NOISE * shaken
+        allowed = _rounding(checked, full, count).of_sums * size + OF_NOISE * shaken
         if not apart <= allowed:
             findings.append(_sums_finding(what, sums, _flat(joined)))
         most = max(most, apart / size if size else 0.0)
-    shown = " + ".join(map(str, sums.counts))
-    return findings, f"sums: {count} samples as {shown}, apart by {most:.1e} at most"
+    sizes = " + ".join(map(str, sums.counts))
+    return findings, f"sums: {count} samples as {sizes}, apart by {most:.1e} at most"
 
 
-def _rounding(checked: CheckedModel, whole: LossAndGradients, count: int) -> Rounding:
-    coarse = checked.dtype == np.float32 or float(np.float32(whole.loss)) == whole.loss
-    terms = float(max([count, *(side for g in whole.gradients.values() for side in g.shape)]))
+def _rounding(checked: CheckedModel, full: LossAndGradients, count: int) -> Rounding:
+    coarse = checked.dtype == np.float32 or float(np.float32(full.loss)) == full.loss
+    terms = float(max([count, *(side for g in full.gradients.values() for side in g.shape)]))
     return Rounding("float32" if coarse else "float64", terms)
 
 
 def _sums_finding(what: str, sums: BatchSums, joined: dict[str, Array]) -> ModelFinding:
-    total, whole = sums.total(what), sums.whole[what]
-    at = int(np.argmax(np.abs(total - whole)))
-    place = f" (element {at})" if total.size > 1 else ""
-    shown = " + ".join(map(str, sums.counts))
-    seen = f"{whole[at]:.6g} for {sum(sums.counts)} samples, {total[at]:.6g} for {shown} of them{place}"
-    return ModelFinding("sum", what, seen, *_sums_cause(what, sums, joined))
+    total, full = sums.total(what), sums.full[what]
+    at = int(np.argmax(np.abs(total - full)))
+    position = f" (element {at})" if total.size > 1 else ""
+    sizes = " + ".join(map(str, sums.counts))
+    problem = f"{full[at]:.6g} for {sum(sums.counts)} samples, {total[at]:.6g} for {sizes} of them{position}"
+    return ModelFinding("sum", what, problem, *_sums_cause(what, sums, joined))
 
 
 def _sums_cause(what: str, sums: BatchSums, joined: dict[str, Array]) -> tuple[str, str]:
-    whole, counts = sums.whole[what], np.array(sums.counts, np.float64)
+    full, counts = sums.full[what], np.array(sums.counts, np.float64)
     near = 1e-3 * sums.size(what)
     means = np.sum([c * p[what] for c, p in zip(counts, sums.pieces, strict=True)], axis=0) / counts.sum()
-    constant = all(largest(p[what] - whole) <= near for p in sums.pieces)
+    constant = all(largest(p[what] - full) <= near for p in sums.pieces)
     if what == "weight":
-        told = "return how much the batch weighs, float(len(x)) for a mean over samples"
-        return ("a weight that does not grow with the batch" if constant else "a weight that is no sum"), told
-    if largest(means - whole) <= near and not constant:
+        remedy = "return how much the batch weighs, float(len(x)) for a mean over samples"
+        return ("a weight that does not grow with the batch" if constant else "a weight that is no sum"), remedy
+    if largest(means - full) <= near and not constant:
         return "a mean over the samples", "return the sum over the samples, and float(len(x)) as the weight"
     weights = np.array([p["weight"][0] for p in sums.pieces])
     by_weight = np.sum([w * p[what] for w, p in zip(weights, sums.pieces, strict=True)], axis=0)
-    if largest(by_weight / (weights.sum() or 1.0) - whole) <= near and not constant:
+    if largest(by_weight / (weights.sum() or 1.0) - full) <= near and not constant:
         return "a mean by weight", "return the weighted sum, and the sum of the weights as the weight"
-    extra = sums.total(what) - whole  # a term per call is there as often as there are pieces more
+    extra = sums.total(what) - full  # a term per call is there as often as there are pieces more
     first = sums.total(what, len(counts) - 1) - joined[what]
     if len(counts) > 2 and np.abs(extra * (len(counts) - 2) - first * (len(counts) - 1)).max() <= near:
-        told = "multiply it, and its gradient, by the weight of the batch, such as len(x)"
-        return "a term that is added once a call, such as a penalty on the parameters", told
-    told = "compute each sample by itself, from its own numbers"
-    return "statistics of the batch, in which samples see each other, or random numbers not keyed by run.samples", told
+        remedy = "multiply it, and its gradient, by the weight of the batch, such as len(x)"
+        return "a term that is added once a call, such as a penalty on the parameters", remedy
+    remedy = "compute each sample by itself, from its own numbers"
+    return (
+        "statistics of the batch, in which samples see each other, or random numbers not keyed by run.samples",
+        remedy,
+    )
 
 
-def check_prediction(checked: CheckedModel, batch: CheckBatch, here: Named) -> tuple[list[ModelFinding], str]:
+def check_prediction(checked: CheckedModel, batch: CheckBatch, params: Named) -> tuple[list[ModelFinding], str]:
     """Predict a batch twice as a whole and once in pieces, and compare the predictions.
 
-    ``here`` are the parameters. Return the findings, and a line that says what was measured. The line is "" after a
+    ``params`` are the parameters. Return the findings, and a line that says what was measured. The line is "" after a
     finding, or if the model has no ``predict``.
     """
     try:
-        whole = checked.predict(here, batch.x)
+        full = checked.predict(params, batch.x)
     except NotImplementedError:
         return [], ""
     except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError, AttributeError) as error:
-        seen = f"{type(error).__name__} at {place_of(error)}: {error}"
+        problem = f"{type(error).__name__} at {place_of(error)}: {error}"
         cause = "predict(parameters, x) that takes something else"
-        return _wrong_prediction(seen, cause, "let it take named arrays and x")
-    if content(checked.predict(here, batch.x)) != content(whole):
-        told = "leave random numbers out of it"
-        return _wrong_prediction("differs from call to call", "dropout or noise in it", told)
-    if batch.samples is None or not _one_each(whole, batch.samples):
+        return _wrong_prediction(problem, cause, "let it take named arrays and x")
+    if content(checked.predict(params, batch.x)) != content(full):
+        remedy = "leave random numbers out of it"
+        return _wrong_prediction("differs from call to call", "dropout or noise in it", remedy)
+    if batch.samples is None or not _one_each(full, batch.samples):
         return [], "prediction: the same every time"
     apart, middle = 0.0, max(1, batch.samples // 3)
     for start, stop in ((0, middle), (middle, batch.samples)):
         try:
-            piece = checked.predict(here, cut(batch.x, start, stop))
+            piece = checked.predict(params, cut(batch.x, start, stop))
         except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError) as error:
-            seen = f"{type(error).__name__} for {stop - start} samples at {place_of(error)}: {error}"
-            told = "let it take any number of samples"
-            return _wrong_prediction(seen, "a number of samples that is built in", told)
-        apart = max(apart, _apart(piece, whole, slice(start, stop)))
+            problem = f"{type(error).__name__} for {stop - start} samples at {place_of(error)}: {error}"
+            remedy = "let it take any number of samples"
+            return _wrong_prediction(problem, "a number of samples that is built in", remedy)
+        apart = max(apart, _apart(piece, full, slice(start, stop)))
     if not apart <= 64 * Rounding(str(checked.dtype), 4096).of_sums:
-        seen = f"of a sample changes with those beside it, by {apart:.1e} of the largest"
-        return _wrong_prediction(seen, "statistics of the batch", "predict each sample by itself")
+        problem = f"of a sample changes with those beside it, by {apart:.1e} of the largest"
+        return _wrong_prediction(problem, "statistics of the batch", "predict each sample by itself")
     return [], f"prediction: sample by sample, apart by {apart:.1e} at most"
 
 
-def _one_each(whole: Any, count: int) -> bool:
-    found = leaves_of(whole)
-    return all(isinstance(v, np.ndarray) and v.ndim > 0 and len(v) == count and v.dtype.kind in "fiub" for v in found)
+def _one_each(full: Any, count: int) -> bool:
+    leaves = leaves_of(full)
+    return all(isinstance(v, np.ndarray) and v.ndim > 0 and len(v) == count and v.dtype.kind in "fiub" for v in leaves)
 
 
-def _apart(piece: Any, whole: Any, part: slice) -> float:
+def _apart(piece: Any, full: Any, part: slice) -> float:
     distances = [0.0]
-    for a, b in zip(leaves_of(piece), leaves_of(whole), strict=True):
+    for a, b in zip(leaves_of(piece), leaves_of(full), strict=True):
         if a.shape != b[part].shape:
             return float("inf")
         size = largest(b.astype(np.float64))
@@ -653,8 +668,8 @@ def _apart(piece: Any, whole: Any, part: slice) -> float:
     return max(distances)
 
 
-def _wrong_prediction(seen: str, cause: str, remedy: str) -> tuple[list[ModelFinding], str]:
-    return [ModelFinding("prediction", "prediction", seen, cause, remedy)], ""
+def _wrong_prediction(problem: str, cause: str, remedy: str) -> tuple[list[ModelFinding], str]:
+    return [ModelFinding("prediction", "prediction", problem, cause, remedy)], ""
 
 
 def check_model(
@@ -754,7 +769,7 @@ class _Check:
 
     def __init__(self, checked: CheckedModel, batch: CheckBatch, seed: int) -> None:
         self.checked, self.batch = checked, batch
-        self.given = content((batch.x, batch.y))
+        self.batch_content = content((batch.x, batch.y))
         self.rng = np.random.default_rng(seed)
         self.findings: list[ModelFinding] = []
         self.passed: list[str] = []
@@ -774,21 +789,21 @@ class _Check:
         self.evaluated.append(begun)
         if self._repeated(check_again(checked, batch, start, begun)):
             return
-        here, there = (self._near(start, scales) for _ in range(2))
-        evaluation, findings = check_repeats(checked, batch, here, (there, start))
+        first_point, second_point = (self._near(start, scales) for _ in range(2))
+        evaluation, findings = check_repeats(checked, batch, first_point, (second_point, start))
         if self._repeated(findings):
             return
         self.evaluated.append(evaluation)
         self.passed.append("repeats: the same bits every time, in any memory")
         if isinstance(checked, CheckedBlocks):
-            if findings := check_layers(checked, batch, here):
+            if findings := check_layers(checked, batch, first_point):
                 self.findings += findings
                 return
             self.passed.append("layers: they overwrite their gradients, and their halves are the whole")
-        self._sums(here)
-        self._gradient([here, there], start, scales)
+        self._sums(first_point)
+        self._gradient([first_point, second_point], start, scales)
         self.findings += check_again(checked, batch, start, begun)
-        findings, line = check_prediction(checked, batch, here)
+        findings, line = check_prediction(checked, batch, first_point)
         self.findings += findings
         (self.passed if line and not findings else self.notes).append(line or "prediction: the model has none")
 
@@ -822,7 +837,7 @@ class _Check:
             return start
         return there
 
-    def _sums(self, here: Named) -> None:
+    def _sums(self, params: Named) -> None:
         if self.batch.samples is None or self.batch.samples < 2:
             self.notes.append("sums were not looked at: give a batch of arrays with at least two samples")
             return
@@ -841,35 +856,35 @@ class _Check:
             return
 
         def noise() -> list[LossAndGradients]:
-            return [self.checked.evaluate(shaken(here, self.rng), self.batch.x, self.batch.y) for _ in range(3)]
+            return [self.checked.evaluate(shaken(params, self.rng), self.batch.x, self.batch.y) for _ in range(3)]
 
-        findings, line = check_sums(self.checked, self.batch, here, self.evaluated[-1], noise)
+        findings, line = check_sums(self.checked, self.batch, params, self.evaluated[-1], noise)
         self.findings += findings
         if not findings:
             self.passed.append(line)
 
-    def _gradient(self, places: list[Named], start: Named, scales: Mapping[str, float]) -> None:
+    def _gradient(self, points_at: list[Named], start: Named, scales: Mapping[str, float]) -> None:
         def points_of(checked: CheckedModel) -> Callable[[int], ParameterPoint]:
             @cache
             def point(number: int) -> ParameterPoint:
-                at = places[number] if number < len(places) else self._near(start, scales)
+                at = points_at[number] if number < len(points_at) else self._near(start, scales)
                 wide = {name: value.astype(checked.dtype) for name, value in at.items()}
                 return ParameterPoint(checked, self.batch, wide, scales, self.rng)
 
             return point
 
-        own, wide = points_of(self.checked), self._wide(places[0])
-        if wide is not None and own(0).shows_right():
+        given_type, wide = points_of(self.checked), self._wide(points_at[0])
+        if wide is not None and given_type(0).shows_right():
             findings, line, notes = check_gradient(points_of(wide))
             self.checked.evaluations += wide.evaluations
         else:
-            findings, line, notes = check_gradient(own)
+            findings, line, notes = check_gradient(given_type)
         self.findings += findings
         self.notes += notes
         if not findings:
             self.passed.append(line)
 
-    def _wide(self, here: Named) -> CheckedBlocks | None:
+    def _wide(self, params: Named) -> CheckedBlocks | None:
         """Return the checked model in float64 if it is a float32 model of blocks; None for other models.
 
         Return None too if the loss still has only float32 precision, because layers compute in float32.
@@ -878,7 +893,7 @@ class _Check:
             return None
         wide = self.checked.wide()
         try:
-            evaluation = wide.evaluate({n: v.astype(np.float64) for n, v in here.items()}, self.batch.x, self.batch.y)
+            evaluation = wide.evaluate({n: v.astype(np.float64) for n, v in params.items()}, self.batch.x, self.batch.y)
         except (UnusableEvaluation, MpizeroError, ValueError, TypeError, RuntimeError):  # PyTorch's for other types
             return None
         return None if float(np.float32(evaluation.loss)) == evaluation.loss else wide
@@ -888,11 +903,11 @@ class _Check:
 
         Keys are the number of the evaluation and the name of the value.
         """
-        found = {}
+        result = {}
         for number, evaluation in enumerate(self.evaluated):
             for name, value in evaluation.named():
-                found[number, name] = hashlib.sha256(value.tobytes()).hexdigest()[:16]
-        return found
+                result[number, name] = hashlib.sha256(value.tobytes()).hexdigest()[:16]
+        return result
 
 
 def _beside_others(check: _Check, comm: Communicator) -> tuple[ModelFinding, ...]:
@@ -900,29 +915,29 @@ def _beside_others(check: _Check, comm: Communicator) -> tuple[ModelFinding, ...
     if comm.size == 1:
         check.notes.append("ranks: one only; under mpiexec -n 2 two are compared")
         return tuple(check.findings)
-    everyone = comm.allgather_object((check.findings, check.digests(), _digest(check)), tag="check_model")
-    found: list[ModelFinding] = []
-    for findings, _, _ in everyone:
-        known = {(finding.check, finding.what, finding.cause) for finding in found}
-        found += [f for f in findings if (f.check, f.what, f.cause) not in known]  # numbers may differ
-    for rank, (_, digests, given) in enumerate(everyone):
-        if given != everyone[0][2]:
+    gathered = comm.allgather_object((check.findings, check.digests(), _digest(check)), tag="check_model")
+    merged: list[ModelFinding] = []
+    for findings, _, _ in gathered:
+        known = {(finding.check, finding.what, finding.cause) for finding in merged}
+        merged += [f for f in findings if (f.check, f.what, f.cause) not in known]  # numbers may differ
+    for rank, (_, digests, digest_of) in enumerate(gathered):
+        if digest_of != gathered[0][2]:
             raise DataError(f"check_model: rank {rank} was given other samples or parameters than rank 0")
-        unlike = [what for what, digest in digests.items() if everyone[0][1].get(what, digest) != digest]
+        unlike = [what for what, digest in digests.items() if gathered[0][1].get(what, digest) != digest]
         if unlike:
-            seen = f"rank {rank} computes other bits than rank 0 from the same parameters and samples"
+            problem = f"rank {rank} computes other bits than rank 0 from the same parameters and samples"
             cause = "something that a process has of its own: its rank, hash seed, threads or random numbers"
-            told = "compute everything from the arguments; sort what comes out of sets"
-            found.append(ModelFinding("ranks", unlike[0][1], seen, cause, told))
+            remedy = "compute everything from the arguments; sort what comes out of sets"
+            merged.append(ModelFinding("ranks", unlike[0][1], problem, cause, remedy))
             break
     else:
         check.passed.append(f"ranks: the same bits on all {comm.size}")
-    return tuple(found)
+    return tuple(merged)
 
 
 def _digest(check: _Check) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, value in check.checked.start().items():
-        found.update(name.encode() + value.tobytes())
-    found.update(b"".join(check.given))
-    return found.hexdigest()
+        digest.update(name.encode() + value.tobytes())
+    digest.update(b"".join(check.batch_content))
+    return digest.hexdigest()

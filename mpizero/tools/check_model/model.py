@@ -52,9 +52,9 @@ def read_only(tree: Any) -> Any:
     def view(leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray):
             return leaf
-        shown: Array = leaf.view()
-        shown.flags.writeable = False
-        return shown
+        result: Array = leaf.view()
+        result.flags.writeable = False
+        return result
 
     return map_leaves(view, tree)
 
@@ -153,8 +153,8 @@ class ModelReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dicts, lists, strings and numbers, for JSON."""
-        found = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
-        return {"right": self.right, **found}
+        values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return {"right": self.right, **values}
 
     @property
     def told(self) -> tuple[str, ...]:
@@ -246,13 +246,13 @@ class CheckedFunction:
     def __init__(self, model: Any) -> None:
         self.model, self.evaluations = model, 0
         self.integers = start_integers(model)
-        self.declared = {name: found[0] for name, found in blocks_of(model).items() if found}
+        self.declared = {name: specs[0] for name, specs in blocks_of(model).items() if specs}
         self.names = tuple(name for name, spec in self.declared.items() if spec.optimized)
         self.averaged = tuple(name for name, spec in self.declared.items() if spec.averaged and spec.trainable)
         self.dtype = np.dtype(model.dtype)
         self.in_place = writes_in_place(model)
-        given = loss_arguments(in_place=self.in_place)
-        self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", *given)
+        names = loss_arguments(in_place=self.in_place)
+        self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", *names)
         self._memory = self._new()
         self._gradients = self._new() if self.in_place else {}
 
@@ -281,44 +281,47 @@ class CheckedFunction:
         provided = self._provided(parameters, fresh)
         with np.errstate(all="ignore"):
             run = Run(True, getattr(self.model, "seed", 0), 0, first, count=_count(x, y))
-            given = self._called(provided, x, y, run, self._new() if fresh else self._gradients)
+            returned = self._called(provided, x, y, run, self._new() if fresh else self._gradients)
         for name, array in provided.items():
-            given_before = parameters[name] if name in self.declared else self.integers[name]
-            if array.tobytes() != given_before.tobytes():
+            before = parameters[name] if name in self.declared else self.integers[name]
+            if array.tobytes() != before.tobytes():
                 raise UnusableEvaluation(_written(f"parameter {name!r}", "through a bare pointer"))
-        return self._examined(given)
+        return self._examined(returned)
 
     def _called(self, provided: Named, x: Any, y: Any, run: Run, gradients: dict[str, Array]) -> Any:
         """Call the function; return what it returns, or what it would return if it did not work in place."""
-        given, told = (read_only(provided), (read_only(x), read_only(y))), {"run": run} if self._takes_run else {}
+        arguments, keywords = (
+            (read_only(provided), (read_only(x), read_only(y))),
+            {"run": run} if self._takes_run else {},
+        )
         try:
             if not self.in_place:
-                return self.model.loss_and_grad(*given, **told)
+                return self.model.loss_and_grad(*arguments, **keywords)
             for name in self.names:
                 mark(gradients[name])
             with writable(gradients) as views:
-                result = self.model.loss_and_grad(*given, views, **told)
-            return self._in_place(result, gradients)
+                result = self.model.loss_and_grad(*arguments, views, **keywords)
+            return self._checked_in_place(result, gradients)
         except LayoutError as error:  # from the mapping of the views
-            told_by = "write into the array that is there, gradients[name][...] = value"
-            seen = f"are bound at {place_of(error)}: {error}"
-            raise UnusableEvaluation(_value("gradients", seen, "an assignment to a name", told_by)) from error
+            remedy = "write into the array that is there, gradients[name][...] = value"
+            problem = f"are bound at {place_of(error)}: {error}"
+            raise UnusableEvaluation(_value("gradients", problem, "an assignment to a name", remedy)) from error
         except (ValueError, TypeError, BufferError) as error:
             if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
                 raise UnusableEvaluation(_written("arguments", f"at {place_of(error)}")) from error
             raise
 
-    def _in_place(self, result: Any, gradients: dict[str, Array]) -> Any:
+    def _checked_in_place(self, result: Any, gradients: dict[str, Array]) -> Any:
         if not isinstance(result, tuple) or len(result) != 2:
-            told = "return (loss_sum, weight), and write the gradients into the third argument"
-            raise UnusableEvaluation(_returned(result, "a function that returns its gradients", told))
+            remedy = "return (loss_sum, weight), and write the gradients into the third argument"
+            raise UnusableEvaluation(_returned(result, "a function that returns its gradients", remedy))
         wrong = []
         for name in self.names:
             if left := marks_left(gradients[name]):
-                seen = f"has {left} of {gradients[name].size} elements that are not written, or added to"
+                problem = f"has {left} of {gradients[name].size} elements that are not written, or added to"
                 cause = "a part that is left out, or gradients[name] += value"
-                told = f"overwrite all of it in every call, zeros too: gradients[{name!r}][...] = value"
-                wrong.append(_value(f"gradient of {name!r}", seen, cause, told))
+                remedy = f"overwrite all of it in every call, zeros too: gradients[{name!r}][...] = value"
+                wrong.append(_value(f"gradient of {name!r}", problem, cause, remedy))
         if wrong:
             raise UnusableEvaluation(*wrong)
         return result[0], gradients, result[1]
@@ -335,33 +338,33 @@ class CheckedFunction:
         with np.errstate(all="ignore"):
             return function(read_only(self._provided(parameters, False)), read_only(x))
 
-    def _examined(self, given: Any) -> LossAndGradients:
-        if not isinstance(given, tuple) or len(given) != 3 or not isinstance(given[1], Mapping):
-            told = "return (loss_sum, gradients by name, weight)"
-            raise UnusableEvaluation(_returned(given, "another order or number", told))
-        loss, gradients, weight = given
+    def _examined(self, returned: Any) -> LossAndGradients:
+        if not isinstance(returned, tuple) or len(returned) != 3 or not isinstance(returned[1], Mapping):
+            remedy = "return (loss_sum, gradients by name, weight)"
+            raise UnusableEvaluation(_returned(returned, "another order or number", remedy))
+        loss, gradients, weight = returned
         wrong = [*_of_number("loss", loss), *_of_number("weight", weight), *self._of_gradients(gradients)]
         if not wrong and float(weight) < 0:
-            told = "return how much the batch counts, float(len(x)) for a mean over samples"
-            wrong.append(_value("weight", f"is {float(weight):g}", "a sign", told))
+            remedy = "return how much the batch counts, float(len(x)) for a mean over samples"
+            wrong.append(_value("weight", f"is {float(weight):g}", "a sign", remedy))
         if wrong:
             raise UnusableEvaluation(*wrong)
-        found = {name: in_pairs(np.array(gradients[name])) for name in (*self.names, *self.averaged)}
-        trained, averaged = ({n: found[n] for n in names} for names in (self.names, self.averaged))
+        arrays = {name: in_pairs(np.array(gradients[name])) for name in (*self.names, *self.averaged)}
+        trained, averaged = ({n: arrays[n] for n in names} for names in (self.names, self.averaged))
         return LossAndGradients(float(loss), trained, float(weight), averaged, {})
 
     def _of_gradients(self, gradients: Mapping[str, Any]) -> list[ModelFinding]:
         wrong = []
         for name in gradients:
             if name not in self.declared and name not in self.integers:
-                seen = f"is of no parameter{nearest(name, self.declared)}"
-                told = f"use the names of the parameters, {', '.join(map(repr, list(self.declared)[:8]))}"
-                wrong.append(_value(f"gradient of {name!r}", seen, "another name", told))
+                problem = f"is of no parameter{nearest(name, self.declared)}"
+                remedy = f"use the names of the parameters, {', '.join(map(repr, list(self.declared)[:8]))}"
+                wrong.append(_value(f"gradient of {name!r}", problem, "another name", remedy))
         for name in (*self.names, *self.averaged):
             what = f"{'new value' if name in self.averaged else 'gradient'} of {name!r}"
             if name not in gradients:
-                told = "return one for every trainable parameter, zeros too, or name it in frozen="
-                wrong.append(_value(what, "is missing", "a parameter that was forgotten", told))
+                remedy = "return one for every trainable parameter, zeros too, or name it in frozen="
+                wrong.append(_value(what, "is missing", "a parameter that was forgotten", remedy))
                 continue
             value = np.asarray(gradients[name])
             spec, wanted = self.declared[name], self.declared[name].element_type(self.dtype)
@@ -370,12 +373,12 @@ class CheckedFunction:
                 cause = "a part that is lost" if spec.complex else cause
                 wrong.append(_value(what, f"is of type {value.dtype}", cause, f"return it as {wanted}"))
             elif value.shape != spec.shape:
-                seen = f"has shape {value.shape}, its parameter has {spec.shape}"
-                wrong.append(_value(what, seen, "a sum over a wrong axis", "return it shaped like its parameter"))
+                problem = f"has shape {value.shape}, its parameter has {spec.shape}"
+                wrong.append(_value(what, problem, "a sum over a wrong axis", "return it shaped like its parameter"))
             elif not np.isfinite(value).all():
-                seen = f"has {int(np.sum(~np.isfinite(value)))} elements of {value.size} that are not finite"
-                told = "divide and take roots where they are defined; check_model(parameters=...) looks elsewhere"
-                wrong.append(_value(what, seen, "a singularity at these parameters", told))
+                problem = f"has {int(np.sum(~np.isfinite(value)))} elements of {value.size} that are not finite"
+                remedy = "divide and take roots where they are defined; check_model(parameters=...) looks elsewhere"
+                wrong.append(_value(what, problem, "a singularity at these parameters", remedy))
         return wrong
 
 
@@ -504,23 +507,25 @@ def origin_of(model: Any, member: str) -> str:
 def _of_number(what: str, value: Any) -> list[ModelFinding]:
     array = np.asarray(value)
     if array.size != 1 or array.dtype.kind not in "fiu":
-        shown = f"{array.dtype} of shape {array.shape}" if array.size != 1 else f"{value!r}"
-        return [_value(what, f"is {shown}", "a sum or conversion that is missing", "return one real number")]
+        described = f"{array.dtype} of shape {array.shape}" if array.size != 1 else f"{value!r}"
+        return [_value(what, f"is {described}", "a sum or conversion that is missing", "return one real number")]
     if not math.isfinite(float(array.reshape(-1)[0])):
-        told = "check the samples, or give check_model(parameters=...) where the model can be evaluated"
-        return [_value(what, f"is {value} at these parameters", "start values or samples outside of the domain", told)]
+        remedy = "check the samples, or give check_model(parameters=...) where the model can be evaluated"
+        return [
+            _value(what, f"is {value} at these parameters", "start values or samples outside of the domain", remedy)
+        ]
     return []
 
 
-def _value(what: str, seen: str, cause: str, remedy: str) -> ModelFinding:
-    return ModelFinding("values", what, seen, cause, remedy)
+def _value(what: str, problem: str, cause: str, remedy: str) -> ModelFinding:
+    return ModelFinding("values", what, problem, cause, remedy)
 
 
-def _returned(given: Any, cause: str, remedy: str) -> ModelFinding:
-    kinds = [type(v).__name__ for v in given] if isinstance(given, tuple) else type(given).__name__
+def _returned(value: Any, cause: str, remedy: str) -> ModelFinding:
+    kinds = [type(v).__name__ for v in value] if isinstance(value, tuple) else type(value).__name__
     return _value("what loss_and_grad returns", f"is {kinds}", cause, remedy)
 
 
 def _written(what: str, where: str) -> ModelFinding:
-    told = "copy what is changed, x = x.copy(); training passes its own memory"
-    return ModelFinding("repeats", what, f"is written to {where}", "code that works in place", told)
+    remedy = "copy what is changed, x = x.copy(); training passes its own memory"
+    return ModelFinding("repeats", what, f"is written to {where}", "code that works in place", remedy)

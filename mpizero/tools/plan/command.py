@@ -195,7 +195,7 @@ class PlannedRun:
         """Name the settings by which the training would take less memory."""
         ways = []
         fullest = max(self.training.by_rank, key=lambda plan: plan.bytes)
-        part = max(fullest.memory, key=lambda name: fullest.memory[name].mine)
+        part = max(fullest.memory, key=lambda name: fullest.memory[name].per_rank)
         if part in ("activations", "working arrays") and self.config.train.micro_batch != 1:
             ways.append("a smaller train.micro_batch")
         if part == "activations" and not getattr(self.config.model, "activation_checkpointing", True):
@@ -218,20 +218,20 @@ class PlannedRun:
             yield f"the small messages of {self.config.optimizer.name}'s dot products are not counted: they vary"
         axes, grains = training.axes, training.grains
         if idle := training.idle:
-            shown = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in rank_ranges(idle))
+            ranks = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in rank_ranges(idle))
             who = f"{axes.data} {'ranks' if axes.size == axes.data else 'replicas'}"
             yield (
-                f"ranks {shown} have nothing to compute: {who} share {grains.count} grains; give a smaller "
+                f"ranks {ranks} have nothing to compute: {who} share {grains.count} grains; give a smaller "
                 "train.micro_batch or train.accumulate, or a larger train.global_batch"
             )
         if axes.pipeline > 1:
             yield from self._pipeline_warnings()
-        if training.places.uneven:
+        if training.planned_ranks.uneven:
             yield (
                 "nodes have unequal numbers of a data group's ranks, so no memory is shared; choose --ranks as a "
                 "multiple of --ranks-per-node"
             )
-        elif axes.tensor > 1 and not training.places.inside_nodes("tensor"):
+        elif axes.tensor > 1 and not training.planned_ranks.inside_nodes("tensor"):
             yield (
                 "tensor groups reach over nodes, and every layer waits for their messages; "
                 'parallel.order = "pipeline,data,tensor" puts them on neighbouring ranks'
@@ -253,12 +253,12 @@ class PlannedRun:
                 f"training has {train.threads} and {dtype}"
             )
         if isinstance(unfrozen(model), nn.GPT):
-            mine = (self.training.training.step.largest * model.sequence, model.dim)
-            found = next(((p.rows, p.inner) for p in machine.products if p.linear), mine)
-            if found != mine:
+            needed = (self.training.training.step.largest * model.sequence, model.dim)
+            measured = next(((p.rows, p.inner) for p in machine.products if p.linear), needed)
+            if measured != needed:
                 yield (
-                    f"the machine file's products have {found[0]} rows and {found[1]} features, this training's "
-                    f"{mine[0]} and {mine[1]}: mpizero bench machine CONFIG.toml measures its own"
+                    f"the machine file's products have {measured[0]} rows and {measured[1]} features, this training's "
+                    f"{needed[0]} and {needed[1]}: mpizero bench machine CONFIG.toml measures its own"
                 )
 
     def _pipeline_warnings(self) -> Iterator[str]:
@@ -329,30 +329,33 @@ def _head(plan: PlannedRun) -> str:
 class _Row(NamedTuple):
     """Hold one line of a table: the rank with the largest figures among the ranks of a stage and of some parts.
 
-    ``parts`` has the first and the last number of neighbouring parts that have the same ``figures``. Parts are numbered
+    ``parts`` has the first and the last number of neighbouring parts that have the same ``sizes``. Parts are numbered
     by tensor rank, then context rank.
     """
 
     stage: int
     parts: tuple[int, int]
     rank: RankPlan
-    figures: Mapping[str, int]
+    sizes: Mapping[str, int]
 
 
-def _rows(plan: PlannedRun, figures: Callable[[RankPlan], Mapping[str, int]]) -> list[_Row]:
-    """Find, for each stage and each tensor and context part, the rank with the largest sum of ``figures``.
+def _rows(plan: PlannedRun, sizes_of: Callable[[RankPlan], Mapping[str, int]]) -> list[_Row]:
+    """Find, for each stage and each tensor and context part, the rank with the largest sum of ``sizes_of``.
 
     Neighbouring parts of a stage with equal figures become one line of the table.
     """
-    found: dict[tuple[int, int], RankPlan] = {}
+    largest: dict[tuple[int, int], RankPlan] = {}
     for rank in plan.training.by_rank:
-        kind = rank.here.pipeline, rank.here.tensor * plan.training.axes.context + rank.here.context
-        if kind not in found or sum(figures(rank).values()) > sum(figures(found[kind]).values()):
-            found[kind] = rank
+        kind = (
+            rank.coordinates.pipeline,
+            rank.coordinates.tensor * plan.training.axes.context + rank.coordinates.context,
+        )
+        if kind not in largest or sum(sizes_of(rank).values()) > sum(sizes_of(largest[kind]).values()):
+            largest[kind] = rank
     rows: list[_Row] = []
-    for (stage, part), rank in sorted(found.items()):
-        row = _Row(stage, (part, part), rank, figures(rank))
-        if rows and (rows[-1].stage, rows[-1].figures) == (stage, row.figures):
+    for (stage, part), rank in sorted(largest.items()):
+        row = _Row(stage, (part, part), rank, sizes_of(rank))
+        if rows and (rows[-1].stage, rows[-1].sizes) == (stage, row.sizes):
             rows[-1] = rows[-1]._replace(parts=(rows[-1].parts[0], part))
         else:
             rows.append(row)
@@ -370,7 +373,7 @@ def _name(plan: PlannedRun, row: _Row) -> str:
 
 
 def _memory(plan: PlannedRun) -> str:
-    rows = _rows(plan, lambda rank: {part: held.mine for part, held in rank.memory.items()})
+    rows = _rows(plan, lambda rank: {part: size.per_rank for part, size in rank.memory.items()})
     text = _table(plan, "memory of the fullest rank", rows, PARTS)
     nodes, windows, untried = plan.training.node_bytes, plan.training.node_windows, plan.training.not_counted
     node = max(nodes, key=lambda n: nodes[n])
@@ -398,11 +401,11 @@ def _work(plan: PlannedRun) -> str:
     training = plan.training
     lines = [_operations(plan)]
     if (simulation := training.simulation) is not None:
-        shares = ", ".join(f"{100 * share:.1f} %" for share in simulation.idle)
+        fractions = ", ".join(f"{100 * fraction:.1f} %" for fraction in simulation.idle)
         caches = ", ".join(map(str, simulation.caches))
         lines.append(
             f"{simulation.schedule.name} with {training.micro_batches} micro-batches a replica: bubble "
-            f"{100 * simulation.bubble_share:.1f} % of the step; stages idle {shares}; caches held {caches}"
+            f"{100 * simulation.bubble_share:.1f} % of the step; stages idle {fractions}; caches held {caches}"
         )
     return "\n".join(lines)
 
@@ -427,26 +430,26 @@ def _seconds(plan: PlannedRun, floors: TimeFloors) -> str:
     """Format the predicted time of a step, and of its phases on the slowest rank."""
     machine, rank = floors.machine, floors.slowest
     parts = floors.by_rank[rank]
-    whole = sum(parts.values())
-    rows = [[phase, f"{1e3 * taken:.3f}", f"{100 * taken / whole:.1f} %"] for phase, taken in parts.items() if taken]
+    total = sum(parts.values())
+    rows = [[phase, f"{1e3 * taken:.3f}", f"{100 * taken / total:.1f} %"] for phase, taken in parts.items() if taken]
     return (
         f"expected step on {machine.host} as measured {machine.date} by {counted(machine.ranks, 'rank')}: "
-        f"{1e3 * whole:.4g} ms, {plan.training.global_batch / whole:.4g} samples/s; the slowest rank ({rank}), ms\n"
-        f"{columns([*rows, ['all', f'{1e3 * whole:.3f}', '']])}\n"
+        f"{1e3 * total:.4g} ms, {plan.training.global_batch / total:.4g} samples/s; the slowest rank ({rank}), ms\n"
+        f"{columns([*rows, ['all', f'{1e3 * total:.3f}', '']])}\n"
         "not counted: what layers do besides products (norms, activations, softmax), and Python between them"
     )
 
 
 def _table(plan: PlannedRun, title: str, rows: Sequence[_Row], names: Sequence[str], *, messages: bool = False) -> str:
     """Format a table of bytes, in a unit that suits the largest number; maybe with a last column of message counts."""
-    present = [name for name in names if any(name in row.figures for row in rows)]
-    largest = max(sum(row.figures.values()) for row in rows)
+    present = [name for name in names if any(name in row.sizes for row in rows)]
+    largest = max(sum(row.sizes.values()) for row in rows)
     scale, prefix = next(((s, p) for s, p in PREFIXES if largest >= 10 * s), PREFIXES[-1])
     digits = 0 if scale == 1.0 else 1
     lines = [["", "rank", *present, "all", *["messages"] * messages]]
     for row in rows:
-        figures = [*(row.figures.get(name, 0) for name in present), sum(row.figures.values())]
-        cells = [f"{figure / scale:,.{digits}f}" for figure in figures]
+        sizes = [*(row.sizes.get(name, 0) for name in present), sum(row.sizes.values())]
+        cells = [f"{size / scale:,.{digits}f}" for size in sizes]
         lines.append([_name(plan, row), str(row.rank.rank), *cells, *[f"{row.rank.messages:,}"] * messages])
     text = aligned(lines) if any(line[0] for line in lines) else aligned([line[1:] for line in lines], ())
     return "\n".join([f"{title}, {prefix}B", *text])
@@ -454,10 +457,10 @@ def _table(plan: PlannedRun, title: str, rows: Sequence[_Row], names: Sequence[s
 
 def as_json(plan: PlannedRun) -> str:
     """Format the plan as one line of JSON for programs."""
-    return json.dumps(dict(_figures(plan)), allow_nan=False)
+    return json.dumps(dict(_entries(plan)), allow_nan=False)
 
 
-def _figures(plan: PlannedRun) -> Iterator[tuple[str, Any]]:
+def _entries(plan: PlannedRun) -> Iterator[tuple[str, Any]]:
     training = plan.training
     yield "parameter_count", plan.parameter_count
     yield "axes", dict(training.axes.sizes)
@@ -481,8 +484,8 @@ def _figures(plan: PlannedRun) -> Iterator[tuple[str, Any]]:
 def _expected(plan: PlannedRun) -> dict[str, Any] | None:
     if (floors := plan.floors) is None:
         return None
-    whole = sum(floors.by_rank[floors.slowest].values())
-    rates = {"seconds": whole, "samples_per_second": plan.training.global_batch / whole, "rank": floors.slowest}
+    total = sum(floors.by_rank[floors.slowest].values())
+    rates = {"seconds": total, "samples_per_second": plan.training.global_batch / total, "rank": floors.slowest}
     return {**rates, "ranks": list(floors.by_rank)}
 
 
@@ -490,9 +493,9 @@ def _rank(rank: RankPlan) -> dict[str, Any]:
     return {
         "rank": rank.rank,
         "node": rank.node,
-        **rank.here._asdict(),
+        **rank.coordinates._asdict(),
         "bytes": rank.bytes,
-        "memory": {part: held._asdict() for part, held in rank.memory.items()},
+        "memory": {part: size._asdict() for part, size in rank.memory.items()},
         "device_memory": rank.device_memory,
         "bytes_sent": rank.bytes_sent,
         "messages": rank.messages,

@@ -55,10 +55,10 @@ class Sent(NamedTuple):
 
 def total_sent(parts: Iterable[Sent]) -> Sent:
     """Return the sum of ``parts``. Not collective."""
-    found = Sent()
+    total = Sent()
     for part, count in Counter(parts).items():
-        found += part.times(count)
-    return found
+        total += part.times(count)
+    return total
 
 
 def one_call(nbytes: int) -> Sent:
@@ -115,18 +115,22 @@ def exchange_cost(
     """
     if len(totals) == 1 or not max(totals):
         return ExchangeCost(Sent(), 0, 0)
-    arrivals, mine = sum(counts), counts[peer]
+    arrivals, local_sums = sum(counts), counts[peer]
     step = exchange_step(counts, elements)
-    others = [elements for place, elements in enumerate(totals) if place != peer]
-    segments = -(-max(others) // step) if mine else 0
+    others = [elements for rank, elements in enumerate(totals) if rank != peer]
+    segments = -(-max(others) // step) if local_sums else 0
     widths = [min(step, elements) for elements in totals]
     received = arrivals * widths[peer] * itemsize
     if codec is None:
-        return ExchangeCost(Sent(mine * sum(others) * itemsize, segments), mine * sum(widths) * itemsize, received)
-    sent = Sent(mine * sum(_packed(elements, step, codec) for elements in others), segments)
-    largest = max(min(step, elements) for elements in others) if mine else 0
-    packed = mine * sum(codec.packed(min(step, elements)) for elements in others)
-    return ExchangeCost(sent, largest * itemsize, received, packed, (arrivals - mine) * codec.packed(widths[peer]))
+        return ExchangeCost(
+            Sent(local_sums * sum(others) * itemsize, segments), local_sums * sum(widths) * itemsize, received
+        )
+    sent = Sent(local_sums * sum(_packed(elements, step, codec) for elements in others), segments)
+    largest = max(min(step, elements) for elements in others) if local_sums else 0
+    packed = local_sums * sum(codec.packed(min(step, elements)) for elements in others)
+    return ExchangeCost(
+        sent, largest * itemsize, received, packed, (arrivals - local_sums) * codec.packed(widths[peer])
+    )
 
 
 def _packed(elements: int, step: int, codec: Codec) -> int:
@@ -163,8 +167,8 @@ def direct_gather_cost(columns: Iterable[Sequence[int]], peer: int, itemsize: in
     It gathers several spans at once: ``columns[j][i]`` is the number of elements in span j of peer i. ``peer`` is the
     peer whose cost is computed.
     """
-    own = [(sizes[peer], len(sizes) - 1) for sizes in columns]
-    return ExchangeCost(total_sent(one_call(size * itemsize * others) for size, others in own), 0, 0)
+    gathers = [(sizes[peer], len(sizes) - 1) for sizes in columns]
+    return ExchangeCost(total_sent(one_call(size * itemsize * others) for size, others in gathers), 0, 0)
 
 
 class WindowCopies(NamedTuple):
@@ -224,8 +228,8 @@ class GroupCall(NamedTuple):
             return one_call(self.unit * (sum(self.sizes) - self.sizes[rank]) * self.itemsize)
         if size == 2:
             return one_call(self.unit * self.itemsize)
-        own = Partition(self.unit, size).sizes()[rank]
-        return one_call((self.unit - own) * self.itemsize) + one_call(own * self.itemsize * (size - 1))
+        part = Partition(self.unit, size).sizes()[rank]
+        return one_call((self.unit - part) * self.itemsize) + one_call(part * self.itemsize * (size - 1))
 
     def copies(self, rank: int, size: int) -> WindowCopies:
         """Return the copies that rank ``rank`` makes in a window of ``size`` ranks, as in ``comm/model_group.py``.
@@ -234,22 +238,22 @@ class GroupCall(NamedTuple):
         """
         if self.kind == "shift":
             return WindowCopies((), 0)
-        whole = self.unit * (sum(self.sizes) if self.sizes else 1) * self.itemsize
-        own = self.unit * self.sizes[rank] * self.itemsize if self.sizes else whole
+        total = self.unit * (sum(self.sizes) if self.sizes else 1) * self.itemsize
+        part = self.unit * self.sizes[rank] * self.itemsize if self.sizes else total
         if self.kind == "gather":
-            return WindowCopies(((own, own), (whole, whole)), 1)
+            return WindowCopies(((part, part), (total, total)), 1)
         if self.kind == "scatter":
-            return WindowCopies(((whole - own, whole - own), (size * own, own)), 1)
+            return WindowCopies(((total - part, total - part), (size * part, part)), 1)
         if self._sums_parts(size):
-            own = Partition(self.unit, size).sizes()[rank] * self.itemsize
-            return WindowCopies(((whole, whole), (size * own, own), (whole, whole)), 2)
-        return WindowCopies(((whole, whole), (size * whole, whole)), 1)
+            part = Partition(self.unit, size).sizes()[rank] * self.itemsize
+            return WindowCopies(((total, total), (size * part, part), (total, total)), 2)
+        return WindowCopies(((total, total), (size * total, total)), 1)
 
     def _sums_parts(self, size: int) -> bool:
         """Tell whether each rank sums one part of the array in the window, before all ranks copy the whole sum."""
         return size >= model_group.SHARED_SUM_RANKS and self.unit * self.itemsize >= model_group.SHARED_SUM_BYTES
 
-    def rooms(self, rank: int, size: int) -> dict[str, int]:
+    def message_buffers(self, rank: int, size: int) -> dict[str, int]:
         """Return the bytes of the message buffers that rank ``rank`` of ``size`` keeps, by the buffer's name.
 
         Not collective.
@@ -263,8 +267,8 @@ class GroupCall(NamedTuple):
             return {}
         if size == 2:
             return {"arrived": 2 * self.unit * self.itemsize}
-        own = Partition(self.unit, size).sizes()[rank] * self.itemsize
-        return {"arrived": size * own, "total": own}
+        part = Partition(self.unit, size).sizes()[rank] * self.itemsize
+        return {"arrived": size * part, "total": part}
 
     def half(self, size: int) -> int:
         """Return the bytes that the call needs in each half of a window of ``size`` ranks. Not collective."""
@@ -320,10 +324,10 @@ class RecordingGroup:
         call = self._along("gather", x, axis, sizes)
         shape = list(x.shape)
         shape[axis] = sum(call.sizes)
-        whole = np.zeros(shape, x.dtype)
+        gathered = np.zeros(shape, x.dtype)
         start = sum(call.sizes[: self.rank])
-        np.moveaxis(whole, axis, 0)[start : start + call.sizes[self.rank]] = np.moveaxis(x, axis, 0)
-        return whole
+        np.moveaxis(gathered, axis, 0)[start : start + call.sizes[self.rank]] = np.moveaxis(x, axis, 0)
+        return gathered
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
         """Record the call, and return a copy of this rank's part of ``x``."""
@@ -361,7 +365,7 @@ class StepBatches:
         Whether grains are computed in rounds.
     scratch : "grains", "micro-batches" or None
         Which gradients are written to scratch memory (see :func:`~mpizero.sharding.config.scratch_use`).
-    claimed : bool
+    dynamic : bool
         Whether the ranks of a node claim its grains. Then work and sums are planned as if grains were assigned before
         the step, but memory as any claims may need it.
     """
@@ -370,27 +374,27 @@ class StepBatches:
     accumulate: int
     in_rounds: bool
     scratch: ScratchUse
-    claimed: bool = False
+    dynamic: bool = False
     _rows_plans: dict[tuple[int, ...], RowsPlan] = field(default_factory=dict, init=False, compare=False)
     _round_plans: dict[tuple[int, ...], RoundPlan] = field(default_factory=dict, init=False, compare=False)
 
     def rows(self, grid: PlannedGrid) -> int:
         """Return the number of rows that every rank allocates, if grains are not computed in rounds. Not collective."""
         rows = self.rows_plan(grid).rows
-        return max(rows, max_dynamic_rows(grid, self.grains.count)) if self.claimed else rows
+        return max(rows, max_dynamic_rows(grid, self.grains.count)) if self.dynamic else rows
 
     def most_grains(self, grid: PlannedGrid) -> int:
         """Return the largest number of grains, or of context ranks' parts of them, that a rank may compute."""
-        if self.claimed:
+        if self.dynamic:
             return max(map(len, node_blocks(grid, self.grains.count)))
         return -(-self.grains.count * grid.context.size // grid.data.size)
 
-    def claimed_bytes(self, grid: PlannedGrid, sample_bytes: Sequence[int]) -> int:
+    def dynamic_bytes(self, grid: PlannedGrid, sample_bytes: Sequence[int]) -> int:
         """Return the bytes of a node's memory for samples and claims; 0 if its ranks claim none. Not collective.
 
         ``sample_bytes`` holds the bytes of one sample in each array.
         """
-        if not self.claimed:
+        if not self.dynamic:
             return 0
         block = node_blocks(grid, self.grains.count)[grid.nodes.index(grid.node_ranks)]
         start, stop = (min(grain * self.grains.size, self.grains.samples) for grain in (block.start, block.stop))
@@ -405,8 +409,8 @@ class StepBatches:
         """
         count, key = self.grains.count * grid.context.size, _kind(grid)
         if key not in self._rows_plans:
-            shares = contiguous_parts(grid, count)
-            self._rows_plans[key] = rows_plan(shares, grid.group_sizes, count, scratch=self.scratch == "grains")
+            parts = contiguous_parts(grid, count)
+            self._rows_plans[key] = rows_plan(parts, grid.group_sizes, count, scratch=self.scratch == "grains")
         return self._rows_plans[key]
 
     def round_plan(self, grid: PlannedGrid) -> RoundPlan:
@@ -426,17 +430,17 @@ class StepBatches:
         collective.
         """
         contexts, count = grid.context.size, self.grains.count
-        found: list[int] = []
+        result: list[int] = []
         if self.in_rounds:
             workers, parts = grid.data.size, count * contexts
             for first in range(0, parts, workers):
                 number = first + grid.order_index
                 sizes = self.micro_batches(number // contexts) if number < parts else ()
-                found += [*sizes, *[0] * (self.accumulate - len(sizes))]
-            return tuple(found)
+                result += [*sizes, *[0] * (self.accumulate - len(sizes))]
+            return tuple(result)
         for number in contiguous_parts(grid, count * contexts)[grid.order_index]:
-            found += self.micro_batches(number // contexts)
-        return tuple(found)
+            result += self.micro_batches(number // contexts)
+        return tuple(result)
 
     def micro_batches(self, grain: int) -> tuple[int, ...]:
         """Return the number of samples in each micro-batch of a grain. Not collective."""
@@ -452,15 +456,15 @@ class StepBatches:
         Not collective. At first each rank is assumed to have a contiguous run of whole grains; the runs are as equal as
         possible.
         """
-        ranks, mine = grid.batch.size, grid.batch.rank
-        own = self.grains.samples_of(mine, ranks)
+        ranks, rank = grid.batch.size, grid.batch.rank
+        local_samples = self.grains.samples_of(rank, ranks)
         owners, moved = self.owners(grid), 0
-        for grain in range(own.start // self.grains.size, self.grains.count):
+        for grain in range(local_samples.start // self.grains.size, self.grains.count):
             span = self.grains.span(grain)
-            if span.start >= own.stop:
+            if span.start >= local_samples.stop:
                 break
-            if owners[grain] != mine:
-                moved += min(span.stop, own.stop) - max(span.start, own.start)
+            if owners[grain] != rank:
+                moved += min(span.stop, local_samples.stop) - max(span.start, local_samples.start)
         return moved
 
     @cached_property
@@ -585,29 +589,29 @@ class PlannedRanks:
 
     def grid(self, rank: int) -> PlannedGrid:
         """Return the groups of one rank. Not collective."""
-        here = self.axes.coordinates(rank)
+        coordinates = self.axes.coordinates(rank)
         members = {name: self.axes.group(rank, differing) for name, differing in GROUPS.items()}
         data = PlannedGroup(members["data"].index(rank), len(members["data"]))
         nodes = by_node([self.hosts[other] for other in members["data"]])
         if not self.share or self.uneven:
-            nodes = tuple((place,) for place in range(data.size))
-        mine = next(place for place, ranks in enumerate(nodes) if data.rank in ranks)
+            nodes = tuple((index,) for index in range(data.size))
+        node = next(index for index, ranks in enumerate(nodes) if data.rank in ranks)
         groups = {name: self._group(name, rank, ranks) for name, ranks in members.items() if name != "data"}
         return PlannedGrid(
             axes=self.axes,
-            coordinates=here,
+            coordinates=coordinates,
             world=PlannedGroup(rank, self.axes.size),
             data=data,
-            node=PlannedGroup(nodes[mine].index(data.rank), len(nodes[mine]), True),
-            inter_node=PlannedGroup(mine, len(nodes)),
+            node=PlannedGroup(nodes[node].index(data.rank), len(nodes[node]), True),
+            inter_node=PlannedGroup(node, len(nodes)),
             nodes=nodes,
             position=node_major(nodes),
             **groups,
         )
 
     def _group(self, name: str, rank: int, members: tuple[int, ...]) -> PlannedGroup:
-        shares = name in WINDOW_GROUPS and self.share and self.inside_nodes(name)
-        return PlannedGroup(members.index(rank), len(members), shares)
+        shares_memory = name in WINDOW_GROUPS and self.share and self.inside_nodes(name)
+        return PlannedGroup(members.index(rank), len(members), shares_memory)
 
 
 @dataclass(frozen=True)

@@ -59,13 +59,13 @@ class FakeArray(np.ndarray):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **options: Any) -> Any:
         """Return zeros for a matrix product, and compute all other operations as NumPy does. Not collective."""
-        given = tuple(_plain(value) for value in inputs)
-        if ufunc is np.matmul and method == "__call__" and not options and (shape := _shape(*given)) is not None:
-            return _stored(shape, np.result_type(*given), *out)
+        operands = tuple(_plain(value) for value in inputs)
+        if ufunc is np.matmul and method == "__call__" and not options and (shape := _shape(*operands)) is not None:
+            return _stored(shape, np.result_type(*operands), *out)
         if out:
             options["out"] = tuple(_plain(value) for value in out)
-        found = getattr(ufunc, method)(*given, **options)
-        return out[0] if len(out) == 1 else found
+        result = getattr(ufunc, method)(*operands, **options)
+        return out[0] if len(out) == 1 else result
 
 
 def _plain(value: Any) -> Any:
@@ -114,13 +114,13 @@ class PeakMemory:
         most = 0 if self._allocations is None else self._allocations.most
         return tracemalloc.get_traced_memory()[1] + most - self._start
 
-    def foreign(self, places: Iterable[int]) -> int:
+    def foreign(self, addresses: Iterable[int]) -> int:
         """Return the bytes in use of another library, without the arrays at these addresses. Not collective."""
-        return 0 if self._allocations is None else self._allocations.now - sum(map(self.size_at, set(places)))
+        return 0 if self._allocations is None else self._allocations.now - sum(map(self.size_at, set(addresses)))
 
-    def size_at(self, place: int) -> int:
+    def size_at(self, address: int) -> int:
         """Return the bytes in use of another library at an address; 0 if it has allocated none there."""
-        return 0 if self._allocations is None else int(self._allocations.size_at(place))
+        return 0 if self._allocations is None else int(self._allocations.size_at(address))
 
 
 @contextmanager
@@ -144,17 +144,17 @@ def _owner(array: Array) -> Array:
     return array
 
 
-def held(tree: Any, others: frozenset[int]) -> int:
+def nbytes_outside(tree: Any, others: frozenset[int]) -> int:
     """Return the bytes of the arrays in ``tree``, without memory that has its address in ``others``."""
-    return sum(owner.nbytes for owner in buffers(tree) if _place(owner) not in others)
+    return sum(owner.nbytes for owner in buffers(tree) if _address(owner) not in others)
 
 
-def places(tree: Any) -> frozenset[int]:
+def addresses(tree: Any) -> frozenset[int]:
     """Return the addresses of the memory of all arrays in ``tree``."""
-    return frozenset(_place(array) for array in buffers(tree))
+    return frozenset(_address(array) for array in buffers(tree))
 
 
-def _place(array: Array) -> int:
+def _address(array: Array) -> int:
     """Return the address of the memory of ``array``, which may be a view. It must be in use as long as that matters."""
     return int(_owner(array).ctypes.data)
 
@@ -164,18 +164,18 @@ def buffers(value: object) -> list[Array]:
 
     A cache may refer to a group of ranks, which is not searched.
     """
-    found: dict[int, Array] = {}
-    seen: set[int] = set()
+    owners: dict[int, Array] = {}
+    visited: set[int] = set()
     left = [value]
     while left:
         item = left.pop()
         if isinstance(item, np.ndarray):
             owner = _owner(item)
-            found[id(owner)] = owner
-        elif id(item) not in seen:
-            seen.add(id(item))
+            owners[id(owner)] = owner
+        elif id(item) not in visited:
+            visited.add(id(item))
             left += _inside(item)
-    return list(found.values())
+    return list(owners.values())
 
 
 def _inside(item: Any) -> list[Any]:
@@ -190,9 +190,9 @@ def _inside(item: Any) -> list[Any]:
     return list(getattr(item, "__dict__", {}).values())
 
 
-def leaf_places(tree: Any) -> list[int]:
+def leaf_addresses(tree: Any) -> list[int]:
     """Return, for each array of a tree, the address of its memory."""
-    return [_place(array) for array in leaves_of(tree) if array is not None]
+    return [_address(array) for array in leaves_of(tree) if array is not None]
 
 
 #: Number of samples in the smaller of the two trials.
@@ -201,12 +201,12 @@ FEW = 2
 _SITE = re.compile(r"\bsite=\d+")
 
 
-class KeptMemory(NamedTuple):
+class SavedMemory(NamedTuple):
     """Describe the arrays that a block keeps between its passes.
 
     Attributes
     ----------
-    own : int
+    cached : int
         Bytes of the arrays in the cache that are neither the block's input nor its output nor parameters.
     deferred : int
         Bytes of such arrays that the block keeps from the backward pass for inputs to that for weights.
@@ -214,7 +214,7 @@ class KeptMemory(NamedTuple):
         For each array of the block's input, and of its output, whether the cache keeps it.
     """
 
-    own: int
+    cached: int
     deferred: int
     input: tuple[bool, ...]
     output: tuple[bool, ...]
@@ -247,7 +247,7 @@ class BlockTrial(NamedTuple):
         Forms of the output and of the input's gradient; ``gradient`` is None if the block computes none.
     passes : tuple of (int or None)
         For each array of the output: the number of the array of the input that it is, or is a view of; else None.
-    kept : KeptMemory
+    saved : SavedMemory
         The arrays that the block keeps between its passes.
     peaks : PassPeaks
         The most memory that each pass allocates while it runs.
@@ -258,7 +258,7 @@ class BlockTrial(NamedTuple):
     output: TreeForm
     gradient: TreeForm | None
     passes: tuple[int | None, ...]
-    kept: KeptMemory
+    saved: SavedMemory
     peaks: PassPeaks
     calls: tuple[GroupCall, ...]
 
@@ -269,9 +269,9 @@ class BlockTrial(NamedTuple):
 
     @property
     def backward_peak(self) -> int:
-        """The most bytes that a whole backward pass needs at once, in addition to ``kept.own``."""
+        """The most bytes that a whole backward pass needs at once, in addition to ``saved.cached``."""
         ends = self.output.nbytes + (0 if self.gradient is None else self.gradient.nbytes)
-        return max(self.peaks.input, self.kept.deferred - self.kept.own + ends + self.peaks.weights)
+        return max(self.peaks.input, self.saved.deferred - self.saved.cached + ends + self.peaks.weights)
 
 
 #: Trials by the name of the block, which may be "" for a module that is one block; that of the loss under None.
@@ -322,7 +322,7 @@ class BlockTrials:
         self.blocks, self.loss, self.sample, self.calls, self.dtype = dict(blocks), loss, sample, calls, np.dtype(dtype)
         self._tried: dict[tuple[str, TreeForm], BlockTrial] = {}
         self._warmed: set[str] = set()
-        self._found: dict[int, Trials] = {}
+        self._results: dict[int, Trials] = {}
 
     def of(self, samples: int) -> Trials:
         """Return the trial of each block by name, and of the loss under None, for ``samples`` samples.
@@ -331,15 +331,15 @@ class BlockTrials:
         block makes other group calls in the one than in the other, all blocks are run on ``samples`` samples instead.
         Not collective.
         """
-        if samples not in self._found:
+        if samples not in self._results:
             if samples <= FEW + 1:
-                self._found[samples] = self._run(samples)
+                self._results[samples] = self._run(samples)
             else:
                 some, more = self.of(FEW), self.of(FEW + 1)
                 grown = {name: _grown(some[name], more[name], samples) for name in some}
                 even = {name: trial for name, trial in grown.items() if trial is not None}
-                self._found[samples] = even if len(even) == len(grown) else self._run(samples)
-        return self._found[samples]
+                self._results[samples] = even if len(even) == len(grown) else self._run(samples)
+        return self._results[samples]
 
     @property
     def shapes(self) -> tuple[Any, ...]:
@@ -355,7 +355,7 @@ class BlockTrials:
         x, y = self.sample.batch(samples)
         value: Any = x
         form = TreeForm.of(x, "x")
-        found: Trials = {}
+        trials: Trials = {}
         for name, layer in self.blocks.items():
             key = (_kind(layer), form)
             if key not in self._tried:
@@ -367,14 +367,14 @@ class BlockTrials:
                     raise ConfigError(
                         f"block {name!r} cannot be tried alone on an input of {form}: {type(error).__name__}: {error}"
                     ) from error
-            found[name] = self._tried[key]
-            form, value = found[name].output, None
+            trials[name] = self._tried[key]
+            form, value = trials[name].output, None
         prediction = _zeros(form)
         self._warm(self.loss, "", lambda given: self._loss(*given), (prediction, y))
-        found[None] = self._loss(prediction, y)
-        return found
+        trials[None] = self._loss(prediction, y)
+        return trials
 
-    def _warm(self, computing: Any, kind: str, attempt: Callable[[Any], Any], given: Any) -> None:
+    def _warm(self, computing: Any, kind: str, attempt: Callable[[Any], Any], argument: Any) -> None:
         """Call ``attempt`` before the first trial of blocks of this kind, with one sample, without measuring it.
 
         In a first call, imports and compilation allocate memory that stays. A block that counts another library's
@@ -382,10 +382,10 @@ class BlockTrials:
         """
         if hasattr(computing, "allocations"):
             for _ in range(computing.allocations.looks):
-                attempt(given)
+                attempt(argument)
         elif kind not in self._warmed:
             self._warmed.add(kind)
-            attempt(map_leaves(lambda array: array[:1], given))
+            attempt(map_leaves(lambda array: array[:1], argument))
 
     def _block(self, layer: Layer, x: Any) -> BlockTrial:
         params, grads = self._parameters(layer)
@@ -393,24 +393,26 @@ class BlockTrials:
         with watched(layer) as watch, np.errstate(all="ignore"):
             y, cache = layer.forward(params, x, self.sample.run)
             forward = watch.peak()
-            into, out, given = leaf_places(x), leaf_places(y), places((params, x))
-            own, kept = held(cache, given | {*out}) + watch.foreign(out), places(cache)
+            into, out, outside = leaf_addresses(x), leaf_addresses(y), addresses((params, x))
+            cached, saved = nbytes_outside(cache, outside | {*out}) + watch.foreign(out), addresses(cache)
             form = TreeForm.of(y, "the output")
             del y
-            kept |= {place for place in out if watch.size_at(place)}  # a graph of another library keeps them
-            results = kept & {*out}
+            saved |= {address for address in out if watch.size_at(address)}  # a graph of another library keeps them
+            results = saved & {*out}
             watch.begin()
             dy = _zeros(form, gradient=True)
             dx, pending = layer.backward_input(params, cache, dy)
             half = watch.peak()
-            deferred = held((cache, pending), given | results | places(dx)) + watch.foreign(results | places(dx))
+            deferred = nbytes_outside((cache, pending), outside | results | addresses(dx)) + watch.foreign(
+                results | addresses(dx)
+            )
             gradient = None if dx is None else TreeForm.of(dx, "the gradient of the input")
             del dx, dy
             watch.begin()
             layer.backward_weights(params, cache, pending, grads)
             peaks = PassPeaks(forward, half, watch.peak())
-        memory = KeptMemory(own, deferred, *(tuple(one in kept for one in side) for side in (into, out)))
-        sources = {one: place for place, one in enumerate(into)}
+        memory = SavedMemory(cached, deferred, *(tuple(one in saved for one in side) for side in (into, out)))
+        sources = {one: address for address, one in enumerate(into)}
         passes = tuple(sources.get(one) for one in out)
         return BlockTrial(form, gradient, passes, memory, peaks, tuple(self.calls))
 
@@ -419,11 +421,11 @@ class BlockTrials:
         with watched(self.loss) as watch, np.errstate(all="ignore"):
             _, _, cache = self.loss.forward(prediction, y)
             forward = watch.peak()
-            own, kept = held(cache, places((prediction, y))) + watch.foreign(()), places(cache)
+            cached, saved = nbytes_outside(cache, addresses((prediction, y))) + watch.foreign(()), addresses(cache)
             watch.begin()
             gradient = TreeForm.of(self.loss.backward(cache), "the gradient of the prediction")
             peaks = PassPeaks(forward, watch.peak(), 0)
-        memory = KeptMemory(own, 0, tuple(one in kept for one in leaf_places(prediction)), (False,))
+        memory = SavedMemory(cached, 0, tuple(one in saved for one in leaf_addresses(prediction)), (False,))
         number = TreeForm.of(np.float64(), "the loss")
         return BlockTrial(number, gradient, (None,), memory, peaks, tuple(self.calls))
 
@@ -450,13 +452,13 @@ def _grown(few: BlockTrial, more: BlockTrial, samples: int) -> BlockTrial | None
     calls = _calls(few.calls, more.calls, samples)
     if calls is None:
         return None
-    own, deferred = (_line(getattr(few.kept, n), getattr(more.kept, n), samples) for n in ("own", "deferred"))
+    cached, deferred = (_line(getattr(few.saved, n), getattr(more.saved, n), samples) for n in ("cached", "deferred"))
     peaks = PassPeaks(*(max(0, _line(a, b, samples)) for a, b in zip(few.peaks, more.peaks, strict=True)))
     gradient = None
     if few.gradient is not None and more.gradient is not None:
         gradient = _form(few.gradient, more.gradient, samples)
-    kept = more.kept._replace(own=own, deferred=deferred)
-    return BlockTrial(_form(few.output, more.output, samples), gradient, more.passes, kept, peaks, calls)
+    saved = more.saved._replace(cached=cached, deferred=deferred)
+    return BlockTrial(_form(few.output, more.output, samples), gradient, more.passes, saved, peaks, calls)
 
 
 def _line(few: int, more: int, samples: int) -> int:
@@ -472,8 +474,8 @@ def _form(few: TreeForm, more: TreeForm, samples: int) -> TreeForm:
 
 def _zeros(form: TreeForm, *, gradient: bool = False) -> Any:
     """Return a tree of zeros; with ``gradient`` it has None in place of whole numbers, which have no gradient."""
-    kept = [not gradient or np.dtype(shape.dtype).kind in "fc" for shape in form.shapes]
-    return form.build([np.zeros(*shape) if keep else None for keep, shape in zip(kept, form.shapes, strict=True)])
+    present = [not gradient or np.dtype(shape.dtype).kind in "fc" for shape in form.shapes]
+    return form.build([np.zeros(*shape) if keep else None for keep, shape in zip(present, form.shapes, strict=True)])
 
 
 def _calls(few: Sequence[GroupCall], more: Sequence[GroupCall], samples: int) -> tuple[GroupCall, ...] | None:
@@ -501,21 +503,21 @@ class ShardSizes:
     parts: int
 
     @cached_property
-    def shares(self) -> tuple[Shard, ...]:
+    def shards(self) -> tuple[Shard, ...]:
         """The shards of each data rank."""
         return tuple(Shard(self.layout, rank, self.parts) for rank in range(self.parts))
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, ...], ...]:
         """The number of gradient elements that a data rank owns in a unit, as ``gradients[rank][unit]``."""
-        return tuple(tuple(sum(s.size for s in spans) for spans in share.gradient_spans) for share in self.shares)
+        return tuple(tuple(sum(s.size for s in spans) for spans in shard.gradient_spans) for shard in self.shards)
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
         """For each data rank, the number of its elements that an optimizer trains; tied uses are not counted."""
-        own = (sum(spans[0].size for spans in share.gradient_spans) for share in self.shares)
-        averaged = (sum(span.size for span, average in share.gradient_kinds if average) for share in self.shares)
-        return tuple(all_own - average for all_own, average in zip(own, averaged, strict=True))
+        owned = (sum(spans[0].size for spans in shard.gradient_spans) for shard in self.shards)
+        averaged = (sum(span.size for span, average in shard.gradient_kinds if average) for shard in self.shards)
+        return tuple(all_own - average for all_own, average in zip(owned, averaged, strict=True))
 
     def gathered(self, rank: int, unit: Unit) -> tuple[int, ...]:
         """Return how many elements data rank ``rank`` sends in each message when ``unit`` is gathered. Not collective.
@@ -523,22 +525,22 @@ class ShardSizes:
         The first message carries the unit's own parameters. Each further message carries a parameter that the unit uses
         but another unit owns, such as a token table that is both embedding and head.
         """
-        spans = self.shares[rank].spans
+        spans = self.shards[rank].spans
         homes = [(entry, self.layout.by_name[str(entry.spec.tied)].unit) for entry in unit.aliases]
         return (spans[unit.index].size, *(entry.span.intersect(spans[home]).size for entry, home in homes))
 
     def squares(self, rank: int) -> int:
         """Return how many partial sums of squares data rank ``rank`` sends when a norm is computed. Not collective."""
-        found = 0
-        for unit, span in zip(self.layout.units, self.shares[rank].spans, strict=True):
+        count = 0
+        for unit, span in zip(self.layout.units, self.shards[rank].spans, strict=True):
             for entry in unit.entries:
                 part = entry.span.intersect(span)
                 if part.size and entry.spec.optimized and entry.spec.tied is None:
                     start = part.start - entry.offset
                     for rows in tile_rows(entry.spec):
-                        held = elements_within(rows, start, start + part.size)
-                        found += len(cover(held.start, held.stop, rows.size))
-        return found
+                        covered = elements_within(rows, start, start + part.size)
+                        count += len(cover(covered.start, covered.stop, rows.size))
+        return count
 
 
 @dataclass(frozen=True)
@@ -553,7 +555,7 @@ class ModelPart:
         Trial runs of the blocks of all stages; None if they cannot be tried.
     untried : str
         Why the trials do not tell the memory of the blocks; "" if they do.
-    asked : tuple of GroupCall
+    length_calls : tuple of GroupCall
         The calls of the context group before a chunk's forward pass, in which ranks find the length of sequences.
     shape : tuple of int
         Shape of one whole sample.
@@ -566,7 +568,7 @@ class ModelPart:
     partitioned: PartitionedModel
     trials: BlockTrials | None
     untried: str
-    asked: tuple[GroupCall, ...]
+    length_calls: tuple[GroupCall, ...]
     shape: tuple[int, ...]
     layouts: dict[int, FlatLayout]
     parts: int
@@ -600,9 +602,9 @@ class ModelPart:
             for stage in range(grid.pipeline.size)
         }
         none = None, "no block has been run", ()
-        trials, untried, asked = _try_blocks(partitioned, grid, sample, known) if tries else none
+        trials, untried, length_calls = _try_blocks(partitioned, grid, sample, known) if tries else none
         first = SampleTree.of(x=sample.x).leaves[0]
-        return cls(partitioned, trials, untried, asked, tuple(first.shape[1:]), layouts, grid.data.size)
+        return cls(partitioned, trials, untried, length_calls, tuple(first.shape[1:]), layouts, grid.data.size)
 
     @cached_property
     def layout(self) -> FlatLayout:
@@ -635,16 +637,16 @@ class ModelPart:
 
         ``samples`` is the number of samples of the micro-batch.
         """
-        found = self._trials.of(samples)
+        trials = self._trials.of(samples)
         names = [*self.blocks(chunk), *([None] if chunk == len(self.partitioned.cuts) - 1 else [])]
-        return [found[name] for name in names]
+        return [trials[name] for name in names]
 
     def calls(self, chunk: int, samples: int) -> list[GroupCall]:
         """Return the calls of the tensor and context group for one micro-batch of ``samples`` samples on a chunk.
 
         Not collective.
         """
-        return [*self.asked, *(call for trial in self.tried(chunk, samples) for call in trial.calls)]
+        return [*self.length_calls, *(call for trial in self.tried(chunk, samples) for call in trial.calls)]
 
     def output(self, chunk: int, samples: int) -> TreeForm:
         """Return the form of a chunk's output for one micro-batch of ``samples`` samples. Not collective."""
@@ -662,16 +664,16 @@ class ModelPart:
     def operations(self) -> dict[str, Operations] | None:
         """For each block, the floating-point operations for one sample; None if a block does not count them."""
         shape: tuple[int, ...] = self.shape
-        found: dict[str, Operations] = {}
+        result: dict[str, Operations] = {}
         for name, layer in getattr(self.partitioned.split, "blocks", {}).items():
             if not isinstance(layer, nn.Layer) or not _counts(layer):
                 return None
             try:
-                found[name] = layer.operations(shape)
+                result[name] = layer.operations(shape)
                 shape = layer.output_shape(shape)
             except NotImplementedError:
                 return None
-        return found or None
+        return result or None
 
     def work(self, chunk: int) -> Operations:
         """Return the floating-point operations of a chunk for one sample; 0 if blocks do not count them.
@@ -714,7 +716,7 @@ def _try_blocks(
     try:
         if not all(isinstance(part, np.ndarray) for part in (sample.x, sample.y)):
             raise ConfigError("blocks cannot be tried alone on samples that are trees of arrays")
-        local, asked = _local(sample, partitioned, grid)
+        local, length_calls = _local(sample, partitioned, grid)
         trials = BlockTrials(model.blocks, model.loss, local, grid.group_calls, model.dtype)
         if known is not None and known.shapes == trials.shapes:
             trials = known
@@ -724,8 +726,8 @@ def _try_blocks(
             raise
         return None, str(error), ()
     foreign = ((name, getattr(layer, "memory_of", "")) for name, layer in model.blocks.items())
-    told = next((f"block {name!r} keeps them in the memory of {whose}" for name, whose in foreign if whose), "")
-    return trials, told, asked
+    reason = next((f"block {name!r} keeps them in the memory of {whose}" for name, whose in foreign if whose), "")
+    return trials, reason, length_calls
 
 
 def _counts(layer: nn.Layer) -> bool:
@@ -734,12 +736,12 @@ def _counts(layer: nn.Layer) -> bool:
     It may not if a layer of the user's has a matrix, and the default count of :class:`~mpizero.nn.Layer`, which is
     that of a layer without products.
     """
-    own = not type(layer).__module__.startswith("mpizero.nn.")
-    if own and type(layer).operations is not nn.Layer.operations:
+    is_users = not type(layer).__module__.startswith("mpizero.nn.")
+    if is_users and type(layer).operations is not nn.Layer.operations:
         return True
     if children := layer.children():
         return all(_counts(child) for child in children.values())
-    return not (own and any(len(spec.shape) > 1 for spec in layer.specs()))
+    return not (is_users and any(len(spec.shape) > 1 for spec in layer.specs()))
 
 
 def _local(
@@ -755,15 +757,15 @@ def _local(
     grid.group_calls.clear()
     with suppress(DataError):  # a context group asks for lengths, and there are no other ranks
         partitioned.run_on(x, run)
-    asked = tuple(grid.group_calls)
-    return TrialSample(x, y, partitioned.run_on(x, replace(run, length=length))), asked
+    length_calls = tuple(grid.group_calls)
+    return TrialSample(x, y, partitioned.run_on(x, replace(run, length=length))), length_calls
 
 
 class _BorderArray(NamedTuple):
-    """Describe an array that goes from block to block: the first border that it passes, its place there, its bytes."""
+    """Describe an array that goes from block to block: the first border it passes, its position there, its bytes."""
 
     border: int
-    place: int
+    position: int
     nbytes: int
 
 
@@ -794,15 +796,15 @@ class ChunkActivations:
     @cached_property
     def _arrays(self) -> tuple[tuple[_BorderArray, ...], ...]:
         """The arrays of the borders: of the one before the first block, and of those after each block."""
-        count = len(self.trials[0].kept.input)
+        count = len(self.trials[0].saved.input)
         sizes = [0] * count if self.entry is None else [shape.nbytes for shape in self.entry.shapes]
-        borders = [tuple(_BorderArray(0, place, size) for place, size in enumerate(sizes))]
+        borders = [tuple(_BorderArray(0, index, size) for index, size in enumerate(sizes))]
         for number, trial in enumerate(self.trials, 1):
-            given = zip(trial.passes, trial.output.shapes, strict=True)
+            sources = zip(trial.passes, trial.output.shapes, strict=True)
             borders.append(
                 tuple(
-                    _BorderArray(number, place, shape.nbytes) if source is None else borders[-1][source]
-                    for place, (source, shape) in enumerate(given)
+                    _BorderArray(number, index, shape.nbytes) if source is None else borders[-1][source]
+                    for index, (source, shape) in enumerate(sources)
                 )
             )
         return tuple(borders)
@@ -813,34 +815,34 @@ class ChunkActivations:
         return tuple(_bytes_of(arrays, number) for number, arrays in enumerate(self._arrays))
 
     @cached_property
-    def _kept_borders(self) -> tuple[int, ...]:
+    def _saved_borders(self) -> tuple[int, ...]:
         """Bytes of the borders' arrays that caches keep for the backward pass."""
-        return self._borders_kept_by(self.trials)
+        return self._borders_saved_by(self.trials)
 
-    def _borders_kept_by(self, trials: Sequence[BlockTrial]) -> tuple[int, ...]:
-        kept = {array for number, trial in enumerate(trials) for array in self._kept_by(number, trial)}
-        return tuple(_bytes_of(kept, number) for number in range(len(self._arrays)))
+    def _borders_saved_by(self, trials: Sequence[BlockTrial]) -> tuple[int, ...]:
+        saved = {array for number, trial in enumerate(trials) for array in self._saved_by(number, trial)}
+        return tuple(_bytes_of(saved, number) for number in range(len(self._arrays)))
 
-    def _kept_by(self, number: int, trial: BlockTrial) -> set[_BorderArray]:
+    def _saved_by(self, number: int, trial: BlockTrial) -> set[_BorderArray]:
         """Return the arrays before and after block ``number``, which ``trial`` describes, that its cache keeps."""
-        sides = zip(self._arrays[number : number + 2], (trial.kept.input, trial.kept.output), strict=True)
-        return {array for arrays, kept in sides for array, keeps in zip(arrays, kept, strict=True) if keeps}
+        sides = zip(self._arrays[number : number + 2], (trial.saved.input, trial.saved.output), strict=True)
+        return {array for arrays, saved in sides for array, keeps in zip(arrays, saved, strict=True) if keeps}
 
     @cached_property
-    def whole(self) -> int:
+    def saved_bytes(self) -> int:
         """Bytes that the chunk keeps from its forward pass to its backward pass."""
-        return sum(trial.kept.own for trial in self.trials) + sum(self._kept_borders)
+        return sum(trial.saved.cached for trial in self.trials) + sum(self._saved_borders)
 
     @cached_property
     def deferred(self) -> int:
         """Bytes that the chunk keeps from its backward pass for inputs to its backward pass for weights."""
         blocks = [trial for trial in self.trials if not trial.is_loss]
-        return sum(trial.kept.deferred for trial in blocks) + sum(self._borders_kept_by(blocks))
+        return sum(trial.saved.deferred for trial in blocks) + sum(self._borders_saved_by(blocks))
 
     @cached_property
     def _levels(self) -> tuple[int, ...]:
         """For each block, the bytes that all blocks before it keep, without its own input; then the bytes of all."""
-        each = (trial.kept.own + border for trial, border in zip(self.trials, self._kept_borders, strict=False))
+        each = (trial.saved.cached + border for trial, border in zip(self.trials, self._saved_borders, strict=False))
         return tuple(accumulate(each, initial=0))
 
     @cached_property
@@ -857,7 +859,7 @@ class ChunkActivations:
         """
         parts = enumerate(zip(self._levels[1:], self.trials, strict=True))
         return max(
-            level + _bytes_of(self._kept_by(number, trial), number + 1) + trial.backward_peak
+            level + _bytes_of(self._saved_by(number, trial), number + 1) + trial.backward_peak
             for number, (level, trial) in parts
         )
 
@@ -867,9 +869,9 @@ class ChunkActivations:
 
         In it each block's cache is replaced by what the block keeps for the backward pass for weights.
         """
-        more = accumulate((t.kept.deferred - t.kept.own for t in reversed(self.trials)), initial=0)
-        found = (extra + trial.peaks.input for extra, trial in zip(more, reversed(self.trials), strict=False))
-        return self.whole + max(found)
+        more = accumulate((t.saved.deferred - t.saved.cached for t in reversed(self.trials)), initial=0)
+        peaks = (extra + trial.peaks.input for extra, trial in zip(more, reversed(self.trials), strict=False))
+        return self.saved_bytes + max(peaks)
 
     @cached_property
     def weights_peak(self) -> int:
@@ -879,15 +881,15 @@ class ChunkActivations:
     @property
     def ends(self) -> int:
         """Bytes of the model's prediction and of the arrays that the loss keeps."""
-        return self._borders[-2] + self.trials[-1].kept.own
+        return self._borders[-2] + self.trials[-1].saved.cached
 
     def peak(self, kind: str) -> int:
         """Return the most bytes that an instruction needs at once for this micro-batch. Not collective.
 
         ``kind`` is "forward", "backward", "backward_input" or "backward_weights".
         """
-        found: int = getattr(self, f"{kind.removeprefix('backward_')}_peak")
-        return found
+        result: int = getattr(self, f"{kind.removeprefix('backward_')}_peak")
+        return result
 
 
 class ActivationPeaks(NamedTuple):
@@ -895,7 +897,7 @@ class ActivationPeaks(NamedTuple):
 
     Attributes
     ----------
-    kept : int
+    saved : int
         The most bytes that are kept for backward passes.
     caches : int
         Largest number of caches that are kept at once. There is one cache for each chunk and micro-batch.
@@ -905,7 +907,7 @@ class ActivationPeaks(NamedTuple):
         The most bytes in use, including those of messages in flight.
     """
 
-    kept: int
+    saved: int
     caches: int
     most: int
     total: int
@@ -936,40 +938,42 @@ class StageActivations:
         return self._chunks[chunk, samples]
 
     @cached_property
-    def figures(self) -> ActivationPeaks:
+    def peaks(self) -> ActivationPeaks:
         """The largest amounts of memory that the micro-batches need at any moment of a step."""
         if self.part.trials is None:
             return ActivationPeaks(0, 0, 0, 0)
-        held: dict[tuple[int, int], int] = {}
-        kept = caches = most = total = 0
+        saved: dict[tuple[int, int], int] = {}
+        most_saved = caches = most = total = 0
         alone = self.part.partitioned.parallel_layout.pipeline == 1
-        for place, (kind, chunk, micro) in enumerate(self.program):
+        for number, (kind, chunk, micro) in enumerate(self.program):
             if not self.jobs[micro]:
                 continue
             flow = self.chunk(chunk, self.jobs[micro])
-            others = sum(size for key, size in held.items() if key != (chunk, micro))
+            others = sum(size for key, size in saved.items() if key != (chunk, micro))
             # Without a pipeline, prediction and loss live until the backward pass ends.
-            here = others + flow.peak(kind) + (flow.ends if alone and kind == "backward" else 0)
+            in_use = others + flow.peak(kind) + (flow.ends if alone and kind == "backward" else 0)
             if kind == "forward":
-                held[chunk, micro] = flow.whole
-                caches = max(caches, len(held))
+                saved[chunk, micro] = flow.saved_bytes
+                caches = max(caches, len(saved))
             elif kind == "backward_input":
-                held[chunk, micro] = flow.deferred
+                saved[chunk, micro] = flow.deferred
             else:
-                del held[chunk, micro]
-            kept = max(kept, sum(held.values()))
-            most, total = max(most, kept, here), max(total, kept, here + self._messages(place))
-        return ActivationPeaks(0, caches, 0, 0) if self.part.untried else ActivationPeaks(kept, caches, most, total)
+                del saved[chunk, micro]
+            most_saved = max(most_saved, sum(saved.values()))
+            most, total = max(most, most_saved, in_use), max(total, most_saved, in_use + self._messages(number))
+        return (
+            ActivationPeaks(0, caches, 0, 0) if self.part.untried else ActivationPeaks(most_saved, caches, most, total)
+        )
 
-    def _messages(self, place: int) -> int:
-        """Return the bytes of messages in flight while instruction number ``place`` runs.
+    def _messages(self, number: int) -> int:
+        """Return the bytes of messages in flight while instruction number ``number`` runs.
 
         These are the receives that are posted early, and the send of the instruction before.
         """
         if self.part.partitioned.parallel_layout.pipeline == 1:
             return 0
-        ahead = sum(self._moved(instruction, -1) for instruction in self.program[place + 1 : place + AHEAD])
-        return ahead + (self._moved(self.program[place - 1], 1) if place else 0)
+        ahead = sum(self._moved(instruction, -1) for instruction in self.program[number + 1 : number + AHEAD])
+        return ahead + (self._moved(self.program[number - 1], 1) if number else 0)
 
     def _moved(self, instruction: Instruction, way: int) -> int:
         """Return the bytes that another stage sends for an instruction, if ``way`` is -1, or is sent after it, if 1."""

@@ -88,7 +88,7 @@ class MemoryBytes(NamedTuple):
     sharers: int = 1
 
     @property
-    def mine(self) -> int:
+    def per_rank(self) -> int:
         """The private bytes, and this rank's equal share of the window."""
         return self.private + self.shared // self.sharers
 
@@ -97,8 +97,8 @@ class MemoryBytes(NamedTuple):
         if not isinstance(other, MemoryBytes):
             return NotImplemented
         sharers = lcm(self.sharers, other.sharers)
-        shares = (sharers // each.sharers * each.shared for each in (self, other))
-        return MemoryBytes(self.private + other.private, sum(shares), sharers)
+        scaled = (sharers // each.sharers * each.shared for each in (self, other))
+        return MemoryBytes(self.private + other.private, sum(scaled), sharers)
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ class RankMemory:
 
     def parts(self) -> dict[str, MemoryBytes]:
         """Return the rank's memory on the host by part, without empty parts. Not collective."""
-        figures = self.flow.figures
-        working = self._host_work if self._on_device else figures.most - figures.kept + self._copied
-        found = {
+        peaks = self.flow.peaks
+        working = self._host_work if self._on_device else peaks.most - peaks.saved + self._copied
+        sizes = {
             "parameters": self._parameters(),
             "gradients": MemoryBytes() if self._keeps_gradients else self._gradients(),
             "samples": self._samples(),
@@ -129,26 +129,26 @@ class RankMemory:
             "buffers": self._buffers(),
             "exchange buffers": MemoryBytes(self._exchange_buffers()),
             "group buffers": self._group_buffers(),
-            "activations": MemoryBytes(0 if self._on_device else figures.kept),
+            "activations": MemoryBytes(0 if self._on_device else peaks.saved),
             "working arrays": MemoryBytes(working),
-            "messages": MemoryBytes(figures.total - figures.most),
+            "messages": MemoryBytes(peaks.total - peaks.most),
         }
-        return {part: held for part, held in found.items() if held.private or held.shared}
+        return {part: size for part, size in sizes.items() if size.private or size.shared}
 
     def device(self) -> dict[str, int]:
         """Return the bytes that the rank holds on its GPU, by part; an empty dict without a GPU. Not collective."""
         if not self._on_device:
             return {}
-        layout, figures = self.traffic.part.layout, self.flow.figures
-        found = {"optimizer state": self._state() * self._item} if self._updates_on_device else {}
+        layout, peaks = self.traffic.part.layout, self.flow.peaks
+        sizes = {"optimizer state": self._state() * self._item} if self._updates_on_device else {}
         buffers = self._frozen if self._keeps_gradients else self._update_buffers() if self._updates_on_device else 0
         gradients = max((gradient_places(unit)[1] for unit in layout.units), default=0) * self._item
-        found |= {"buffers": buffers} if buffers else {}
-        return found | {
+        sizes |= {"buffers": buffers} if buffers else {}
+        return sizes | {
             "parameters": (layout.largest_gathered if self.traffic.sharded else layout.size) * self._item,
             "gradients": self._gradients().private if self._keeps_gradients else gradients,
-            "activations": figures.kept,
-            "working arrays": figures.most - figures.kept,
+            "activations": peaks.saved,
+            "working arrays": peaks.most - peaks.saved,
         }
 
     @property
@@ -177,8 +177,8 @@ class RankMemory:
         return STAGING + (self.traffic.part.layout.gradient_size * self._item if fetched else 0)
 
     def _update_buffers(self) -> int:
-        norms, whole = self.traffic.training.optimizer.needs_tensor_norms, not self.traffic.sharded
-        return sum(buffer_sizes(self.traffic.updated, self._item, norms=norms, whole=whole)) * self._item
+        norms, replicated = self.traffic.training.optimizer.needs_tensor_norms, not self.traffic.sharded
+        return sum(buffer_sizes(self.traffic.updated, self._item, norms=norms, whole=replicated)) * self._item
 
     @property
     def _updates_on_device(self) -> bool:
@@ -204,7 +204,7 @@ class RankMemory:
         shards, grid = self.traffic.part.shards, self.traffic.grid
         if not self.traffic.sharded:
             return self._shared(shards.layout.size * self._item)
-        return self._shared(sum(shards.shares[rank].size for rank in grid.node_ranks) * self._item)
+        return self._shared(sum(shards.shards[rank].size for rank in grid.node_ranks) * self._item)
 
     def _gradients(self) -> MemoryBytes:
         """Return the memory of gradients: rows, or in rounds a reduce-scatter buffer and a stack.
@@ -229,7 +229,7 @@ class RankMemory:
     def _samples(self) -> MemoryBytes:
         """Return the memory of the samples that the node's ranks share if they claim grains."""
         training = self.traffic.training
-        nbytes = training.step.claimed_bytes(self.traffic.grid, training.sample_bytes)
+        nbytes = training.step.dynamic_bytes(self.traffic.grid, training.sample_bytes)
         return self._shared(nbytes) if nbytes else MemoryBytes()
 
     @property
@@ -242,10 +242,10 @@ class RankMemory:
         """Return the number of elements in this rank's optimizer state."""
         optimizer, tensors, rank = self.traffic.training.optimizer, self.traffic.tensors, self.traffic.grid.data.rank
         in_tensors = self.traffic.updated_in_tensors
-        found = len(optimizer.slots) * (self.traffic.updated - in_tensors)
-        own = (tensors.tensors[number].spec for number in tensors.owned(rank))
+        elementwise = len(optimizer.slots) * (self.traffic.updated - in_tensors)
+        specs = (tensors.tensors[number].spec for number in tensors.owned(rank))
         average = EMA in optimizer.slots
-        return found + average * in_tensors + sum(tensor_state_size(optimizer, spec) for spec in own)
+        return elementwise + average * in_tensors + sum(tensor_state_size(optimizer, spec) for spec in specs)
 
     def _residuals(self) -> MemoryBytes:
         """Return the memory of the residuals of gradient compression, of the last step and of the current one.
@@ -278,16 +278,16 @@ class RankMemory:
 
     def _group_buffers(self) -> MemoryBytes:
         """Return the memory that tensor and context group keep for their calls: windows, or message buffers."""
-        found = MemoryBytes()
+        total = MemoryBytes()
         for group, calls in self.traffic.calls:
             if group.shares_memory:
-                found += MemoryBytes(0, window_bytes(calls, group.size), group.size)
+                total += MemoryBytes(0, window_bytes(calls, group.size), group.size)
                 continue
-            rooms: Counter[str] = Counter()
+            buffers: Counter[str] = Counter()
             for call in calls:
-                rooms |= Counter(call.rooms(group.rank, group.size))
-            found += MemoryBytes(sum(rooms.values()))
-        return found
+                buffers |= Counter(call.message_buffers(group.rank, group.size))
+            total += MemoryBytes(sum(buffers.values()))
+        return total
 
 
 def _takes_no_time(nbytes: int) -> float:
@@ -302,7 +302,7 @@ class RankPlan:
     ----------
     rank : int
         The rank's number in the world.
-    here : Coordinates
+    coordinates : Coordinates
         The rank's coordinates on the axes of parallelism.
     node : int
         The number of the rank's node.
@@ -321,7 +321,7 @@ class RankPlan:
     """
 
     rank: int
-    here: Coordinates
+    coordinates: Coordinates
     node: int
     memory: dict[str, MemoryBytes]
     device_memory: dict[str, int]
@@ -334,7 +334,7 @@ class RankPlan:
     @property
     def bytes(self) -> int:
         """All bytes of the rank's host memory, including an equal share of each shared window."""
-        return sum(held.mine for held in self.memory.values())
+        return sum(size.per_rank for size in self.memory.values())
 
     @property
     def bytes_sent(self) -> int:
@@ -436,7 +436,7 @@ class TrainingPlan:
         return within_rounding(self.tiled_layout, self.model, compression, accumulate, self.optimizer)
 
     @cached_property
-    def places(self) -> PlannedRanks:
+    def planned_ranks(self) -> PlannedRanks:
         """The nodes of all ranks, which also give each rank's groups."""
         mesh = self.mesh or getattr(self.config, "mesh", None) or Mesh()
         return PlannedRanks.build(
@@ -453,14 +453,14 @@ class TrainingPlan:
         """The parts of the plan that are equal for all ranks."""
         row = self.row.in_contexts(self.axes.context)
         in_rounds = assigns_rounds(row, self.config, self.axes.data * self.axes.context)
-        claimed = claims_grains(row, self.config, self.places.grid(0), self.ranks // self.axes.data)
+        dynamic = claims_grains(row, self.config, self.planned_ranks.grid(0), self.ranks // self.axes.data)
         by_block = isinstance(self.model, BlockModel)
         scratch = scratch_use(self.config, self.axes.pipeline, by_block=by_block)
         return PlannedTraining(
             row=row,
             config=self.config,
             optimizer=averaging(self.optimizer, self.config.ema),
-            step=StepBatches(self.grains, self.config.accumulate, in_rounds, scratch, claimed),
+            step=StepBatches(self.grains, self.config.accumulate, in_rounds, scratch, dynamic),
             itemsize=np.dtype(self.model.dtype).itemsize,
             sample_bytes=tuple(leaf[:1].nbytes for leaf in SampleTree.of(x=self.x, y=self.y).leaves),
             loss_scale=self.loss_scale,
@@ -488,7 +488,7 @@ class TrainingPlan:
     def traffic(self, rank: int) -> RankTraffic:
         """Return the object that computes one rank's messages. Not collective."""
         if rank not in self._traffic:
-            grid = self.places.grid(rank)
+            grid = self.planned_ranks.grid(rank)
             part = self.part(grid)
             self._traffic[rank] = RankTraffic(self.training, part, grid, self._tensors_of(part, grid))
         return self._traffic[rank]
@@ -519,7 +519,7 @@ class TrainingPlan:
         work = sum(part.work(chunk).total for chunk in part.partitioned.chunks) * samples
         return RankPlan(
             rank=rank,
-            here=traffic.grid.coordinates,
+            coordinates=traffic.grid.coordinates,
             node=rank // (self.ranks_per_node or self.ranks),
             memory=holdings.parts(),
             device_memory=holdings.device(),
@@ -527,7 +527,7 @@ class TrainingPlan:
             samples=samples,
             micro_batches=sum(size > 0 for size in traffic.jobs),
             operations=None if part.operations is None else work,
-            caches=holdings.flow.figures.caches,
+            caches=holdings.flow.peaks.caches,
         )
 
     # ------------------------------------------------------------------ parts
@@ -601,18 +601,18 @@ class TrainingPlan:
     @cached_property
     def node_bytes(self) -> dict[int, int]:
         """For each node, the bytes of host memory: the private arrays of its ranks, and each shared window once."""
-        return self._by_node(lambda held: held.private + held.shared / held.sharers)
+        return self._by_node(lambda size: size.private + size.shared / size.sharers)
 
     @cached_property
     def node_windows(self) -> dict[int, int]:
         """For each node, the bytes of shared windows, for which /dev/shm must have room."""
-        return self._by_node(lambda held: held.shared / held.sharers)
+        return self._by_node(lambda size: size.shared / size.sharers)
 
     def _by_node(self, size: Callable[[MemoryBytes], float]) -> dict[int, int]:
-        found: dict[int, float] = {}
+        totals: dict[int, float] = {}
         for plan in self.by_rank:
-            found[plan.node] = found.get(plan.node, 0.0) + sum(map(size, plan.memory.values()))
-        return {node: round(total) for node, total in found.items()}
+            totals[plan.node] = totals.get(plan.node, 0.0) + sum(map(size, plan.memory.values()))
+        return {node: round(total) for node, total in totals.items()}
 
     @property
     def idle(self) -> tuple[int, ...]:

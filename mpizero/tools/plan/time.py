@@ -231,11 +231,11 @@ class Machine:
         """
         if not read + written:
             return 0.0
-        share = written / (read + written)
-        name = min(NEEDED, key=lambda name: abs(self._share(name) - share))
+        fraction = written / (read + written)
+        name = min(NEEDED, key=lambda name: abs(self._write_fraction(name) - fraction))
         return (read + written) / self.bandwidth(name, ranks_per_node)
 
-    def _share(self, name: str) -> float:
+    def _write_fraction(self, name: str) -> float:
         stream = next(stream for stream in self.streams if stream.name == name)
         return stream.writes / (stream.reads + stream.writes)
 
@@ -261,8 +261,8 @@ class Machine:
             return longest * sent / last if last else longest
         for size, taken in known:
             if sent <= size:
-                share = (sent - before[0]) / (size - before[0]) if size > before[0] else 1.0
-                return before[1] + max(0.0, share) * (taken - before[1])
+                fraction = (sent - before[0]) / (size - before[0]) if size > before[0] else 1.0
+                return before[1] + max(0.0, fraction) * (taken - before[1])
             before = size, taken
         return longest
 
@@ -407,7 +407,7 @@ class StepPasses:
         return PassBytes(elements * reads * self._item, elements * writes * self._item)
 
     @property
-    def _held(self) -> int:
+    def _stage_gradients(self) -> int:
         """Number of gradient elements that this rank's stage has."""
         return sum(unit.gradients for unit in self.traffic.part.layout.units)
 
@@ -445,17 +445,17 @@ class StepPasses:
         Not collective.
         """
         present = sum(size > 0 for size in self.traffic.jobs)
-        found = [self._pass(self._held, 1, 0)] * present
+        passes = [self._pass(self._stage_gradients, 1, 0)] * present
         step = self.traffic.training.step
         if step.accumulate > 1:
             grains = -(-present // step.accumulate)
             if step.in_rounds or step.scratch is None:
-                found += [self._pass(self._held, 1, 1)] * 2 * grains  # into the partial sum, and out of it
-            found += [self._pass(self._held, 2, 1)] * (present - grains)
+                passes += [self._pass(self._stage_gradients, 1, 1)] * 2 * grains  # into the partial sum, and out of it
+            passes += [self._pass(self._stage_gradients, 2, 1)] * (present - grains)
         if not step.in_rounds:
             folds = step.rows_plan(self.traffic.grid).folds[self.traffic.grid.order_index].folds
-            found += [self._pass(self._held, 2, 1)] * sum(len(fold.targets) for fold in folds)
-        return found
+            passes += [self._pass(self._stage_gradients, 2, 1)] * sum(len(fold.targets) for fold in folds)
+        return passes
 
     def reduction(self) -> list[PassBytes]:
         """Return the passes that sum over ranks. Not collective.
@@ -496,12 +496,12 @@ class StepPasses:
             rows = _rows_read(training.step.rows_plan(self.traffic.grid).root)
         gradients = self._owned if training.row.shard_optimizer else self._group
         elementwise = self.traffic.updated - self.traffic.updated_in_tensors
-        found = [self._pass(gradients, rows, 0), self._pass(elementwise, arrays, arrays)]
+        passes = [self._pass(gradients, rows, 0), self._pass(elementwise, arrays, arrays)]
         for spec in (tensors.tensors[number].spec for number in tensors.owned(self.traffic.grid.data.rank)):
-            found.append(self._pass(spec.size + tensor_state_size(training.optimizer, spec), 1, 1))
+            passes.append(self._pass(spec.size + tensor_state_size(training.optimizer, spec), 1, 1))
         if training.needs_norm:
-            found.append(self._pass(self._owned, 1, 0))
-        return [PassBytes(sum(p.read for p in found), sum(p.written for p in found))]
+            passes.append(self._pass(self._owned, 1, 0))
+        return [PassBytes(sum(p.read for p in passes), sum(p.written for p in passes))]
 
 
 def tensor_work(traffic: RankTraffic) -> int:
@@ -553,18 +553,18 @@ class TimeFloors:
         passes, sent = StepPasses(traffic), traffic.sent
         forward, backward = self._work(traffic)
         products = tensor_work(traffic) / self.machine.rate(self.ranks_per_node)
-        found = {
+        seconds = {
             "forward": forward,
             "backward": backward,
             "layers' messages": self._purposes(sent, "tensor", "context") + self._windows(traffic),
             "local sums": self._passes(passes.local_sums()),
             "reduction": self._passes(passes.reduction()) + self._reduction(traffic, sent),
             "optimizer": self._passes(passes.optimizer()) + products + self._purposes(sent, "whole tensors"),
-            "publication": self._publication(traffic),
+            "publication": self._parameter_messages(traffic),
             "agreement": self._purposes(sent, "samples", "norms", "control"),
             "waiting": self._bubble(traffic),
         }
-        return {phase: found[phase] for phase in PHASES}
+        return {phase: seconds[phase] for phase in PHASES}
 
     @cached_property
     def by_rank(self) -> tuple[dict[str, float], ...]:
@@ -598,13 +598,13 @@ class TimeFloors:
 
     def _windows(self, traffic: RankTraffic) -> float:
         """Return the seconds in which tensor and context group copy, sum and wait at barriers in their windows."""
-        found = 0.0
+        total = 0.0
         for group, calls in traffic.calls:
             for call, times in calls.items() if group.shares_memory else ():
                 copies = call.copies(group.rank, group.size)
                 moved = sum(self.machine.pass_seconds(*each, self.ranks_per_node) for each in copies.passes)
-                found += times * (moved + copies.barriers * self.machine.seconds("barrier", 0))
-        return found
+                total += times * (moved + copies.barriers * self.machine.seconds("barrier", 0))
+        return total
 
     def _purposes(self, sent: dict[str, Sent], *names: str) -> float:
         return sum(self._messages(_OPERATIONS.get(name, "gather"), sent[name]) for name in names if name in sent)
@@ -622,10 +622,12 @@ class TimeFloors:
             times = len(rounds) * len(traffic.part.layout.units)
         return rows + self._purposes(sent, "ties") + times * self._barrier(traffic)
 
-    def _publication(self, traffic: RankTraffic) -> float:
+    def _parameter_messages(self, traffic: RankTraffic) -> float:
         """Return the seconds of messages that send parameters and gather units, and of one barrier of a node."""
-        found = self._exchanges("gather", traffic.publications()) if traffic.training.row.shard_optimizer else 0.0
-        return found + self._exchanges("gather", traffic.gathers()) + self._barrier(traffic)
+        seconds = (
+            self._exchanges("gather", traffic.parameter_gathers()) if traffic.training.row.shard_optimizer else 0.0
+        )
+        return seconds + self._exchanges("gather", traffic.gathers()) + self._barrier(traffic)
 
     def _barrier(self, traffic: RankTraffic) -> float:
         return self.machine.seconds("barrier", 0) if traffic.grid.node.size > 1 else 0.0

@@ -83,8 +83,8 @@ class RankTraffic:
     @cached_property
     def sent(self) -> dict[str, Sent]:
         """The bytes and messages that the rank sends in a step, by purpose; purposes without messages are left out."""
-        found = {purpose: getattr(self, f"_{purpose.replace(' ', '_')}")() for purpose in PURPOSES}
-        return {purpose: sent for purpose, sent in found.items() if sent.bytes}
+        sent_by = {purpose: getattr(self, f"_{purpose.replace(' ', '_')}")() for purpose in PURPOSES}
+        return {purpose: sent for purpose, sent in sent_by.items() if sent.bytes}
 
     @cached_property
     def sharded(self) -> bool:
@@ -144,13 +144,13 @@ class RankTraffic:
 
     def _exchanges(self, units: Sequence[int], counts: Sequence[int]) -> list[ExchangeCost]:
         """Return the costs of exchanging the partial sums of ``units``: of the exact ones, and of those compressed."""
-        training, found = self.training, []
+        training, costs = self.training, []
         for codec, owned in self._forms:
             totals = [sum(of_units[unit] for unit in units) for of_units in owned]
             if any(totals):
                 peer = self.grid.inter_node.rank
-                found.append(exchange_cost(totals, peer, counts, training.itemsize, codec, training.bucket))
-        return found
+                costs.append(exchange_cost(totals, peer, counts, training.itemsize, codec, training.bucket))
+        return costs
 
     @cached_property
     def _forms(self) -> tuple[tuple[Codec | None, list[list[int]]], ...]:
@@ -166,7 +166,7 @@ class RankTraffic:
     def compressed(self) -> list[list[int]]:
         """The number of gradients that are compressed, if there is a codec, for each peer and unit."""
         exact = sent_exactly(self.training.row, self.part.partitioned, self.part.layout)
-        return [compressed_sizes(self.part.shards.shares[rank], exact) for rank in self.grid.inter_node_ranks]
+        return [compressed_sizes(self.part.shards.shards[rank], exact) for rank in self.grid.inter_node_ranks]
 
     @property
     def _row_counts(self) -> list[int]:
@@ -177,15 +177,15 @@ class RankTraffic:
     def _overlaps(self) -> bool:
         """Tell whether gradients are summed over peers during the backward pass."""
         training, stages = self.training, self.grid.pipeline.size
-        able = training.by_block and not training.step.claimed
+        able = training.by_block and not training.step.dynamic
         return able and overlaps_reduction(training.row, self.grid.inter_node.size, stages, training.codec)
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
         """The buckets in which gradients are summed over peers during the backward pass."""
-        layout, shares = self.part.layout, self.part.shards.shares
+        layout, shards = self.part.layout, self.part.shards.shards
         spans = [
-            [span for unit in layout.units for span in shares[rank].row_spans(unit.index)]
+            [span for unit in layout.units for span in shards[rank].row_spans(unit.index)]
             for rank in self.grid.inter_node_ranks
         ]
         return cut_buckets(spans, layout.gradient_size, self._row_counts, self.training.bucket)
@@ -204,13 +204,13 @@ class RankTraffic:
         forms = [(codec, [sum(of_units) for of_units in owned]) for codec, owned in self._forms]
         return [gather_cost(totals, peer, training.itemsize, codec, training.bucket) for codec, totals in forms]
 
-    def publications(self) -> list[ExchangeCost]:
+    def parameter_gathers(self) -> list[ExchangeCost]:
         """Return the costs of the all-gathers that send updated parameters to the peers' copies. Not collective."""
         if self.sharded:
             return []
-        spans = [self.part.shards.shares[rank].spans for rank in self.grid.inter_node_ranks]
+        spans = [self.part.shards.shards[rank].spans for rank in self.grid.inter_node_ranks]
         regions = self.part.layout.regions(params.REGION)
-        columns = ([own[unit].intersect(region).size for own in spans] for unit, region in regions)
+        columns = ([owned[unit].intersect(region).size for owned in spans] for unit, region in regions)
         return [direct_gather_cost([sizes], self.grid.inter_node.rank, self.training.itemsize) for sizes in columns]
 
     def gathers(self) -> list[ExchangeCost]:
@@ -230,8 +230,8 @@ class RankTraffic:
         return total_sent(e.sent for e in (*self.reductions, *self.replications()))
 
     def _parameters(self) -> Sent:
-        found = total_sent(e.sent for e in self.publications()) if self.training.row.shard_optimizer else Sent()
-        return found + total_sent(gather_cost.sent for gather_cost in self.gathers())
+        total = total_sent(e.sent for e in self.parameter_gathers()) if self.training.row.shard_optimizer else Sent()
+        return total + total_sent(gather_cost.sent for gather_cost in self.gathers())
 
     def _whole_tensors(self) -> Sent:
         """Return the messages of gradients, of gathered parameters and of updated values, and of one agreement."""
@@ -264,26 +264,26 @@ class RankTraffic:
     def calls(self) -> tuple[tuple[PlannedGroup, Counter[GroupCall]], ...]:
         """The tensor and the context group, if they have several ranks: calls in a step, and how often each is made."""
         split = [axis for axis in ("tensor", "context") if getattr(self.grid, axis).size > 1]
-        found = {axis: Counter[GroupCall]() for axis in split if self.part.trials is not None}
-        for samples, micro_batches in sorted(Counter(job for job in self.jobs if job).items()) if found else ():
+        counts = {axis: Counter[GroupCall]() for axis in split if self.part.trials is not None}
+        for samples, micro_batches in sorted(Counter(job for job in self.jobs if job).items()) if counts else ():
             for chunk in self.part.partitioned.chunks:
                 for call in self.part.calls(chunk, samples):
-                    found[call.axis][call] += micro_batches
-        return tuple((getattr(self.grid, axis), calls) for axis, calls in found.items())
+                    counts[call.axis][call] += micro_batches
+        return tuple((getattr(self.grid, axis), calls) for axis, calls in counts.items())
 
     def _activations(self) -> Sent:
-        stages, here, found = self.part.partitioned.parallel_layout.chunks, self.part.partitioned.stage, Sent()
+        stages, stage, total = self.part.partitioned.parallel_layout.chunks, self.part.partitioned.stage, Sent()
         if self.grid.pipeline.size == 1:
-            return found
+            return total
         for samples in sorted(set(self.jobs) - {0}):
             once = Sent()
             for chunk in self.part.partitioned.chunks:
-                if chunk < len(stages) - 1 and stages[chunk + 1] != here:
+                if chunk < len(stages) - 1 and stages[chunk + 1] != stage:
                     once += total_sent(one_call(a.nbytes) for a in self.part.output(chunk, samples).shapes)
-                if chunk > 0 and stages[chunk - 1] != here:
+                if chunk > 0 and stages[chunk - 1] != stage:
                     once += total_sent(one_call(a.nbytes) for a in self.part.gradient(chunk, samples).shapes)
-            found += once.times(self.jobs.count(samples))
-        return found
+            total += once.times(self.jobs.count(samples))
+        return total
 
     def _ties(self) -> Sent:
         if not self.part.partitioned.has_shared_parameters:
@@ -335,9 +335,9 @@ class RankTraffic:
         integers = integers_of(partitioned.split)
         if not integers:
             return Sent()
-        found, owners = one_call(16 * (grid.world.size - 1)), set(self.training.step.owners(grid))
+        total, owners = one_call(16 * (grid.world.size - 1)), set(self.training.step.owners(grid))
         if len(owners) < grid.batch.size and grid.batch.rank == min(owners):
-            here = (block for chunk in partitioned.chunks for block in partitioned.cuts[chunk])
-            for spec in (spec for block in here for spec in integers.get(block, ())):
-                found += one_call(prod(spec.shape) * np.dtype(spec.dtype).itemsize * (grid.data.size - 1))
-        return found
+            blocks = (block for chunk in partitioned.chunks for block in partitioned.cuts[chunk])
+            for spec in (spec for block in blocks for spec in integers.get(block, ())):
+                total += one_call(prod(spec.shape) * np.dtype(spec.dtype).itemsize * (grid.data.size - 1))
+        return total

@@ -24,7 +24,7 @@ from mpizero._util.text import amount, printable
 from mpizero.errors import UnsupportedError
 from mpizero.guard.reports import rank_ranges
 from mpizero.tools.report.history import WAITING, MeanPhases, MemoryTable
-from mpizero.train.events import PipelineCell, PipelineTimetable, VisitStart
+from mpizero.train.events import PipelineCell, PipelineTimetable, SessionStart
 
 #: Rows that are too few to be folded.
 _FEW = 4
@@ -47,12 +47,12 @@ def joined(parts: Iterable[str]) -> Markup:
 
 def element(name: str, *content: str, **attributes: object) -> Markup:
     """Return an element with its content; attributes that are None are left out, and "_" in their names is "-"."""
-    given = "".join(
+    attribute_text = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{joined([str(value)])}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{name}{given}>{joined(content)}</{name}>")
+    return Markup(f"<{name}{attribute_text}>{joined(content)}</{name}>")
 
 
 def listed(items: Iterable[str]) -> Markup:
@@ -64,7 +64,7 @@ def breakable(text: str) -> Markup:
     """Return a text that lines may break after "/" and "_", and inside hashes, but in no word."""
     if isinstance(text, Markup):
         return text
-    hashed = _HASH.sub(lambda found: "<wbr>".join(re.findall(".{16}", found[0])), joined([text]))
+    hashed = _HASH.sub(lambda match: "<wbr>".join(re.findall(".{16}", match[0])), joined([text]))
     return Markup(re.sub("([/_])(?=[^<])", r"\1<wbr>", hashed))
 
 
@@ -109,10 +109,10 @@ def long_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]],
     between = rows[ends:-ends]
     gap = ("…", *[""] * (len(head) - 1))
     which = f"{caption}: the first {ends} and the last {ends} of {len(rows):,}"
-    shown = table(which, head, [*rows[:ends], gap, *rows[-ends:]])
+    excerpt = table(which, head, [*rows[:ends], gap, *rows[-ends:]])
     left_out = len(between) - _MOST_FOLDED
     title = f"The {len(between):,} between them" + (f", but for the last {left_out:,}" if left_out > 0 else "")
-    return joined([shown, folded(title, table(title, head, between[:_MOST_FOLDED]))])
+    return joined([excerpt, folded(title, table(title, head, between[:_MOST_FOLDED]))])
 
 
 def folded(title: str, *content: str) -> Markup:
@@ -203,8 +203,8 @@ def picture(name: str, label: str, draw: Callable[[Any], None], size: tuple[floa
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
-        told = "a report needs matplotlib, which is not installed: pip install 'mpizero[plot]'"
-        raise UnsupportedError(told) from None
+        message = "a report needs matplotlib, which is not installed: pip install 'mpizero[plot]'"
+        raise UnsupportedError(message) from None
     text = io.StringIO()
     with rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=size)
@@ -218,7 +218,7 @@ def picture(name: str, label: str, draw: Callable[[Any], None], size: tuple[floa
 def _embedded(svg: str, name: str, label: str) -> Markup:
     """Make an SVG file an element of a page: names that no other picture has, no more digits than one sees."""
     svg = _DROPPED.sub("", svg[svg.index("<svg") :]).replace("xlink:href=", "href=")
-    svg = _COORDINATES.sub(lambda found: _DIGITS.sub(r"\1", found[0]), svg)
+    svg = _COORDINATES.sub(lambda match: _DIGITS.sub(r"\1", match[0]), svg)
     svg = _FONTS.sub("", svg)  # the page has one for all
     svg = _NAMES.sub(rf"\1{name}-", svg)
     box = re.search(r'viewBox="[^"]*"', svg)
@@ -265,7 +265,7 @@ def _brief(value: float, unit: str) -> str:
 #: A curve of more points is drawn in so many groups of neighbouring points.
 MOST_POINTS, GROUPS = 1000, 500
 #: Marks on an axis that are drawn at most.
-MOST_MARKS = 200
+MOST_MARKERS = 200
 #: The ratio of large values to small ones, but for the outer per cent, from which an axis is logarithmic.
 _WIDE = 50.0
 #: The ratio of the longest curve's last step to the shortest one's from which steps are on a logarithmic axis.
@@ -274,7 +274,7 @@ _UNEVEN = 10.0
 _OUTER, _FAR = 0.005, 10.0
 
 
-class Marks(NamedTuple):
+class Markers(NamedTuple):
     """Hold steps that are marked on the axis: skipped ones, and the first ones after a resume."""
 
     skipped: Sequence[int] = ()
@@ -296,7 +296,7 @@ class Curve:
         Whether points are drawn as dots, for values that only some steps have.
     name : str
         What it is, for a reader.
-    marks : Marks
+    markers : Markers
         The steps of its run that are marked on the axis.
     """
 
@@ -305,7 +305,7 @@ class Curve:
     colour: str = COLOURS[0]
     dots: bool = False
     name: str = ""
-    marks: Marks = Marks()
+    markers: Markers = Markers()
 
 
 class Envelope(NamedTuple):
@@ -352,20 +352,20 @@ def draw_curves(name: str, label: str, curves: Sequence[Curve], quantity: str, *
             axes.set_ylim(bottom=limit)
         axes.set_ylabel(quantity)
         label_steps(axes, logarithmic=is_uneven(curves))
-        for marks in {curve.marks.colour: curve.marks for curve in curves}.values():
-            _draw_marks(axes, marks)
+        for markers in {curve.markers.colour: curve.markers for curve in curves}.values():
+            _draw_markers(axes, markers)
 
     return picture(name, label, draw)
 
 
-def _draw_marks(axes: Any, marks: Marks) -> None:
-    line = "#888888" if marks.colour == SKIPPED else marks.colour
-    for step in _thinned(marks.resumed):
+def _draw_markers(axes: Any, markers: Markers) -> None:
+    line = "#888888" if markers.colour == SKIPPED else markers.colour
+    for step in _thinned(markers.resumed):
         axes.axvline(step - 0.5, color=line, linestyle=":", linewidth=1)
-    if skipped := _thinned(marks.skipped):
+    if skipped := _thinned(markers.skipped):
         size = 6 if len(skipped) <= 10 else 4
-        place = {"transform": axes.get_xaxis_transform(), "clip_on": False}
-        axes.plot(skipped, [0.03] * len(skipped), "^", color=marks.colour, markersize=size, **place)
+        on_axis = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+        axes.plot(skipped, [0.03] * len(skipped), "^", color=markers.colour, markersize=size, **on_axis)
 
 
 def is_uneven(curves: Sequence[Curve]) -> bool:
@@ -393,9 +393,9 @@ def _draw_curve(axes: Any, curve: Curve) -> None:
             style["marker"] = "o"
         axes.plot(curve.steps, curve.values, **style)
         return
-    found = envelope(curve.steps, curve.values)
-    axes.fill_between(found.steps, found.low, found.high, color=curve.colour, alpha=0.25, linewidth=0)
-    axes.plot(found.steps, found.mean, color=curve.colour)
+    grouped = envelope(curve.steps, curve.values)
+    axes.fill_between(grouped.steps, grouped.low, grouped.high, color=curve.colour, alpha=0.25, linewidth=0)
+    axes.plot(grouped.steps, grouped.mean, color=curve.colour)
 
 
 def _finite(curves: Sequence[Curve]) -> npt.NDArray[np.float64]:
@@ -414,7 +414,7 @@ def _is_wide(curves: Sequence[Curve]) -> bool:
 
 def _thinned(steps: Sequence[int]) -> list[int]:
     """Return at most :data:`MOST_MARKS` of the steps, evenly chosen."""
-    return list(steps[:: max(1, -(-len(steps) // MOST_MARKS))])
+    return list(steps[:: max(1, -(-len(steps) // MOST_MARKERS))])
 
 
 #: Ranks that one picture shows at most.
@@ -464,26 +464,26 @@ def chosen_ranks(keys: Sequence[float]) -> list[int]:
     return sorted(ranks | {min(range(count), key=keys.__getitem__), max(range(count), key=keys.__getitem__)})
 
 
-def draw_phases(name: str, label: str, found: MeanPhases) -> Markup:
+def draw_phases(name: str, label: str, means: MeanPhases) -> Markup:
     """Return the picture of seconds by phase and rank, with waiting in grey at the end of each bar."""
-    tints = colours_of(found.phases)
-    ranks = chosen_ranks(found.waiting)
-    unit, scale = ("ms", 1e3) if max(found.seconds) < 1 else ("s", 1.0)
-    shown = {phase: taken for phase, taken in found.phases.items() if any(taken)}
-    parts = [(tints[phase], [scale * taken[rank] for rank in ranks]) for phase, taken in shown.items()]
+    tints = colours_of(means.phases)
+    ranks = chosen_ranks(means.waiting)
+    unit, scale = ("ms", 1e3) if max(means.seconds) < 1 else ("s", 1.0)
+    present = {phase: taken for phase, taken in means.phases.items() if any(taken)}
+    parts = [(tints[phase], [scale * taken[rank] for rank in ranks]) for phase, taken in present.items()]
     return _draw_bars(name, label, [Bars(parts)], ranks, unit)
 
 
-def draw_memory(name: str, label: str, found: MemoryTable) -> Markup:
+def draw_memory(name: str, label: str, memory: MemoryTable) -> Markup:
     """Return the picture of memory by part and rank: the plan hatched, and what was counted below it."""
-    tints = colours_of(found.parts)
-    planned = [planned for planned, _ in found.totals()]
-    ranks = chosen_ranks(planned or [sum(sizes) for sizes in zip(*found.counted.values(), strict=True)])
+    tints = colours_of(memory.parts)
+    planned = [planned for planned, _ in memory.totals()]
+    ranks = chosen_ranks(planned or [sum(sizes) for sizes in zip(*memory.counted.values(), strict=True)])
     rows = []
-    for sizes, pale in ((found.planned, True), (found.counted, False)):
-        shown = [part for part in found.parts if part in sizes]
+    for sizes, pale in ((memory.planned, True), (memory.counted, False)):
+        present = [part for part in memory.parts if part in sizes]
         if sizes:
-            rows.append(Bars([(tints[part], [float(sizes[part][rank]) for rank in ranks]) for part in shown], pale))
+            rows.append(Bars([(tints[part], [float(sizes[part][rank]) for rank in ranks]) for part in present], pale))
     return _draw_bars(name, label, rows, ranks, "B")
 
 
@@ -492,13 +492,13 @@ def _draw_bars(name: str, label: str, rows: Sequence[Bars], ranks: Sequence[int]
         axes = figure.subplots()
         height = 0.8 / len(rows)
         for number, row in enumerate(rows):
-            places = [place - 0.4 + height * (number + 0.5) for place in range(len(ranks))]
+            positions = [position - 0.4 + height * (number + 0.5) for position in range(len(ranks))]
             left = [0.0] * len(ranks)
             for colour, lengths in row.parts:
                 style: Mapping[str, Any] = {"color": colour}
                 if row.pale:
                     style = {"facecolor": "white", "edgecolor": colour, "hatch": "////", "linewidth": 0.6}
-                axes.barh(places, lengths, 0.9 * height, left=left, **style)
+                axes.barh(positions, lengths, 0.9 * height, left=left, **style)
                 left = [start + length for start, length in zip(left, lengths, strict=True)]
         every = max(1, -(-len(ranks) // 16))
         axes.set_yticks(range(len(ranks))[::every], [f"{rank}" for rank in ranks[::every]])
@@ -511,31 +511,31 @@ def _draw_bars(name: str, label: str, rows: Sequence[Bars], ranks: Sequence[int]
     return picture(name, label, draw, (5.2, 0.7 + bar * max(3, len(ranks))))
 
 
-def draw_layout(start: VisitStart) -> Markup:
+def draw_layout(start: SessionStart) -> Markup:
     """Return the drawing: tables of stages and parts, the ranks coloured by their nodes."""
-    places = [_place(start, rank) for rank in range(start.ranks)]
+    coordinates = [_coordinates(start, rank) for rank in range(start.ranks)]
     replicas: dict[int, dict[tuple[int, Any], int]] = defaultdict(dict)
-    for rank, (replica, stage, part) in enumerate(places):
+    for rank, (replica, stage, part) in enumerate(coordinates):
         replicas[replica][stage, part] = rank
-    stages = sorted({stage for _, stage, _ in places})
-    parts = sorted({part for _, _, part in places})
+    stages = sorted({stage for _, stage, _ in coordinates})
+    parts = sorted({part for _, _, part in coordinates})
     if len(stages) == len(parts) == 1:
         boxes = [element("div", *(_rank_box(start, rank) for rank in range(start.ranks)), class_="ranks")]
     else:
-        boxes = [_replica(start, number, held, stages, parts) for number, held in sorted(replicas.items())]
+        boxes = [_replica(start, number, ranks, stages, parts) for number, ranks in sorted(replicas.items())]
     return joined([element("div", *boxes, class_="replicas wide"), _nodes(start)])
 
 
-def _place(start: VisitStart, rank: int) -> tuple[int, int, tuple[int, int]]:
-    """Return a rank's replica, stage and parts."""
+def _coordinates(start: SessionStart, rank: int) -> tuple[int, int, tuple[int, int]]:
+    """Return a rank's coordinates in the layout: replica, pipeline stage, and (tensor, context) position."""
     at = {axis: ranks[rank] for axis, ranks in start.coordinates.items() if rank < len(ranks)}
     return at.get("data", 0), at.get("pipeline", 0), (at.get("tensor", 0), at.get("context", 0))
 
 
 def _replica(
-    start: VisitStart,
+    start: SessionStart,
     number: int,
-    held: dict[tuple[int, Any], int],
+    ranks: dict[tuple[int, Any], int],
     stages: Sequence[int],
     parts: Sequence[tuple[int, int]],
 ) -> Markup:
@@ -544,41 +544,41 @@ def _replica(
         element(
             "tr",
             element("th", f"stage {stage}", scope="row"),
-            *(element("td", _rank_box(start, held[stage, part]) if (stage, part) in held else "") for part in parts),
+            *(element("td", _rank_box(start, ranks[stage, part]) if (stage, part) in ranks else "") for part in parts),
         )
         for stage in stages
     ]
     return element("table", element("caption", f"replica {number}"), head, *rows, class_="replica")
 
 
-def _part_name(start: VisitStart, part: tuple[int, int]) -> str:
+def _part_name(start: SessionStart, part: tuple[int, int]) -> str:
     names = []
     if _size(start, "tensor") > 1:
         names.append(f"part {part[0]}")
     if _size(start, "context") > 1:
-        names.append(f"places {part[1]}")
+        names.append(f"positions {part[1]}")
     return ", ".join(names) or "whole blocks"
 
 
-def _size(start: VisitStart, axis: str) -> int:
+def _size(start: SessionStart, axis: str) -> int:
     return 1 + max(start.coordinates.get(axis, [0]), default=0)
 
 
-def _rank_box(start: VisitStart, rank: int) -> Markup:
+def _rank_box(start: SessionStart, rank: int) -> Markup:
     node = start.nodes[rank] if rank < len(start.nodes) else 0
     colour, title = f"border-color:{_colour(node)}", f"rank {rank}, node {node}"
     return element("span", f"rank {rank}", class_="rank", style=colour, title=title)
 
 
-def _nodes(start: VisitStart) -> Markup:
+def _nodes(start: SessionStart) -> Markup:
     """Return the meaning of the colours: the host and the ranks of each node."""
     ranks: dict[int, list[int]] = defaultdict(list)
     for rank, node in enumerate(start.nodes):
         ranks[node].append(rank)
     hosts = dict(enumerate(start.hosts))
     return key(
-        (_colour(node), f"node {node} ({hosts.get(node, '?')}): ranks {_listed(held)}")
-        for node, held in sorted(ranks.items())
+        (_colour(node), f"node {node} ({hosts.get(node, '?')}): ranks {_listed(of_node)}")
+        for node, of_node in sorted(ranks.items())
     )
 
 
@@ -591,7 +591,7 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in rank_ranges(ranks))
 
 
-def described_layout(start: VisitStart) -> str:
+def described_layout(start: SessionStart) -> str:
     """Return the layout in words, such as "8 ranks: 2 stages x 2 tensor parts x 2 replicas, zero2, 1 node"."""
     names = {"pipeline": "stages", "tensor": "tensor parts", "context": "context parts", "data": "replicas"}
     sizes = [(size, name) for axis, name in names.items() if (size := _size(start, axis)) > 1]
@@ -618,9 +618,9 @@ def kinds(cells: Sequence[PipelineCell]) -> list[str]:
     return [work for work in WORK if work in present]
 
 
-def draw_timetable(name: str, label: str, found: PipelineTimetable) -> Markup:
+def draw_timetable(name: str, label: str, timetable: PipelineTimetable) -> Markup:
     """Return the picture of a timetable, one row a stage; cells have the numbers of their micro-batches if they fit."""
-    stages = 1 + max(cell.stage for cell in (*found.planned, *found.measured))
+    stages = 1 + max(cell.stage for cell in (*timetable.planned, *timetable.measured))
 
     rows = max(0.7, min(0.3 * stages, 4.0))
     size = (7.0, 1.6 + 2 * rows)
@@ -628,8 +628,8 @@ def draw_timetable(name: str, label: str, found: PipelineTimetable) -> Markup:
     def draw(figure: Any) -> None:
         above, below = figure.subplots(2, 1)
         figure.subplots_adjust(top=1 - 0.3 / size[1], hspace=1.0 / rows)
-        measured = [cell._replace(start=1e3 * cell.start, end=1e3 * cell.end) for cell in found.measured]
-        _draw_cells(above, found.planned, stages)
+        measured = [cell._replace(start=1e3 * cell.start, end=1e3 * cell.end) for cell in timetable.measured]
+        _draw_cells(above, timetable.planned, stages)
         _draw_cells(below, measured, stages)
         above.set_title("planned, in units of a forward pass", loc="left", fontsize=9.5)
         below.set_title("measured, in milliseconds", loc="left", fontsize=9.5)
@@ -641,7 +641,7 @@ def _draw_cells(axes: Any, cells: Sequence[PipelineCell], stages: int) -> None:
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
-    whole = max((cell.end for cell in cells), default=1.0)
+    total = max((cell.end for cell in cells), default=1.0)
     for work in kinds(cells):
         for chunk in sorted({cell.chunk // stages % 2 for cell in cells}):
             boxes = [_outline(cell) for cell in cells if cell.work == work and cell.chunk // stages % 2 == chunk]
@@ -651,12 +651,12 @@ def _draw_cells(axes: Any, cells: Sequence[PipelineCell], stages: int) -> None:
                 axes.add_patch(PathPatch(shape, **style, linewidth=0.6))
     if len(cells) <= MOST_NUMBERS:
         for cell in cells:
-            if cell.end - cell.start > 0.018 * whole:
+            if cell.end - cell.start > 0.018 * total:
                 axes.text(
                     (cell.start + cell.end) / 2, cell.stage, str(cell.micro), ha="center", va="center",
                     color="white", fontsize=7.5,
                 )  # fmt: skip
-    axes.set_xlim(0, whole)
+    axes.set_xlim(0, total)
     axes.set_ylim(stages - 0.5, -0.5)
     axes.set_yticks(range(stages))
     axes.set_ylabel("stage")

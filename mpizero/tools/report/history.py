@@ -24,9 +24,9 @@ from mpizero.train.events import (
     PipelineCell,
     PipelineTimetable,
     RunRecords,
+    SessionRecords,
+    SessionStart,
     SkippedStep,
-    VisitRecords,
-    VisitStart,
     is_number,
 )
 
@@ -48,15 +48,15 @@ class Skip(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """Hold a resume: its first step, the visits' descriptions, and which steps were repeated.
+    """Hold a resume: its first step, the sessions' descriptions, and which steps were repeated.
 
     ``repeated`` has the first and the last step that had been done before; None without any. ``again`` is how many of
     them have been done again so far, and ``same`` tells whether the losses of these were the same, bit for bit.
     """
 
     first: int
-    before: VisitStart | None
-    after: VisitStart
+    before: SessionStart | None
+    after: SessionStart
     repeated: tuple[int, int] | None
     again: int
     same: bool
@@ -81,25 +81,25 @@ class RunHistory:
     now: float
 
     @property
-    def visits(self) -> tuple[VisitRecords, ...]:
-        """The visits; empty for runs of earlier versions."""
-        return self.records.visits
+    def sessions(self) -> tuple[SessionRecords, ...]:
+        """The sessions; empty for runs of earlier versions."""
+        return self.records.sessions
 
     @property
-    def start(self) -> VisitStart | None:
-        """The description of the training in its last visit."""
-        return next((visit.start for visit in reversed(self.visits) if visit.start), None)
+    def start(self) -> SessionStart | None:
+        """The description of the training in its last session."""
+        return next((session.start for session in reversed(self.sessions) if session.start), None)
 
     @property
-    def last(self) -> VisitRecords | None:
-        """The last visit."""
-        return self.visits[-1] if self.visits else None
+    def last(self) -> SessionRecords | None:
+        """The last session."""
+        return self.sessions[-1] if self.sessions else None
 
     @property
     def done(self) -> int:
         """Number of steps done."""
         known = [line["step"] for line in self.records.steps[-1:]]
-        return max([*known, *(visit.end.step for visit in self.visits[-1:] if visit.end)], default=0)
+        return max([*known, *(session.end.step for session in self.sessions[-1:] if session.end)], default=0)
 
     @property
     def planned(self) -> int | None:
@@ -119,7 +119,7 @@ class RunHistory:
     @property
     def _longest(self) -> float:
         """Seconds of the longest step that was measured."""
-        measured = (phases for visit in self.visits for phases in visit.phases)
+        measured = (phases for session in self.sessions for phases in session.phases)
         return max((seconds for phases in measured for seconds in phases.seconds), default=0.0)
 
     @property
@@ -131,15 +131,15 @@ class RunHistory:
         return "" if end is None else ": ".join(filter(None, (end.error, end.message)))
 
     @property
-    def told(self) -> str:
+    def outcome(self) -> str:
         """Say how the run ended, in one or two sentences."""
         of = "" if self.planned is None or (self.planned <= self.done and self.state == "complete") else self.planned
         steps = f"{self.done:,} steps" if of == "" else f"{self.done:,} of {of:,} steps"
         why = f": {self.message}" if self.message else ""
         skipped = f"{counted(self.faults, 'step')} skipped" if self.faults else ""
-        visits = f", in {len(self.visits)} visits" if len(self.visits) > 1 else ""
+        sessions = f", in {len(self.sessions)} sessions" if len(self.sessions) > 1 else ""
         return {
-            "complete": f"Complete after {steps}{visits}{'; ' if skipped else ''}{skipped}."
+            "complete": f"Complete after {steps}{sessions}{'; ' if skipped else ''}{skipped}."
             + (f" It ended early: {self.message}." if self.message else ""),
             "stopped": f"Stopped after {steps}{why}. It goes on with a resume.",
             "failed": f"Failed after {steps}{why}.",
@@ -156,11 +156,11 @@ class RunHistory:
     @cached_property
     def written(self) -> float:
         """When the run has written its last line, in seconds since 1970."""
-        found = [event.time for visit in self.visits[-1:] for event in visit.events[-1:]]
+        times = [event.time for session in self.sessions[-1:] for event in session.events[-1:]]
         for name in (METRICS, EVENTS):
             with contextlib.suppress(OSError):
-                found.append((self.records.folder / name).stat().st_mtime)
-        return max(found, default=0.0)
+                times.append((self.records.folder / name).stat().st_mtime)
+        return max(times, default=0.0)
 
     @property
     def loss(self) -> float | None:
@@ -183,31 +183,31 @@ class RunHistory:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of all visits together; None if they are not recorded."""
-        if not self.visits:
+        """Seconds of all sessions together; None if they are not recorded."""
+        if not self.sessions:
             return None
-        return sum(self._seconds(visit) for visit in self.visits)
+        return sum(self._seconds(session) for session in self.sessions)
 
-    def last_step(self, visit: VisitRecords) -> int | None:
-        """Return the last step of a visit, as far as it is known."""
-        if visit is self.last:
+    def last_step(self, session: SessionRecords) -> int | None:
+        """Return the last step of a session, as far as it is known."""
+        if session is self.last:
             return self.done
-        if visit.end is not None:
-            return visit.end.step
-        after = next((resume for resume in self.resumes if resume.before is visit.start), None)
+        if session.end is not None:
+            return session.end.step
+        after = next((resume for resume in self.resumes if resume.before is session.start), None)
         return None if after is None else after.repeated[1] if after.repeated else after.first - 1
 
-    def _seconds(self, visit: VisitRecords) -> float:
-        if visit.end is not None:
-            return visit.end.seconds
-        begun = visit.events[0].time
-        return (self.written if visit is self.last else visit.events[-1].time) - begun
+    def _seconds(self, session: SessionRecords) -> float:
+        if session.end is not None:
+            return session.end.seconds
+        begun = session.events[0].time
+        return (self.written if session is self.last else session.events[-1].time) - begun
 
     @property
     def rate(self) -> str:
         """Name of the speed in the metrics; "" without steps."""
-        found = self.records.steps[-1] if self.records.steps else {}
-        return next((name for name in found if name.endswith("_per_second")), "")
+        last_line = self.records.steps[-1] if self.records.steps else {}
+        return next((name for name in last_line if name.endswith("_per_second")), "")
 
     @cached_property
     def speed(self) -> float | None:
@@ -221,13 +221,13 @@ class RunHistory:
         return statistics.fmean(rates) if rates else None
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the steps whose line has a figure, and its values; NaN where it was not finite."""
+        """Return the steps whose metrics have the value ``name``, and these values; NaN where it was not finite."""
         lines = [line for line in self.records.steps if name in line]
         values = [line[name] if is_number(line[name]) else math.nan for line in lines]
         return [line["step"] for line in lines], values
 
-    def figures(self) -> list[str]:
-        """Return the names of all figures in the metrics, in the order in which they appear."""
+    def metric_names(self) -> list[str]:
+        """Return the names of all numbers in the metrics, in the order in which they appear."""
         names: dict[str, None] = {}
         for line in self.records.steps:
             if not line.keys() <= names.keys():
@@ -241,11 +241,11 @@ class RunHistory:
     @cached_property
     def skips(self) -> list[Skip]:
         """The skipped steps, in order, each as in its last repetition."""
-        events = {event.step: event for visit in self.visits for event in visit.skipped}
+        events = {event.step: event for session in self.sessions for event in session.skipped}
         texts = dict(self.messages("skipped"))
         last = max((line["step"] for line in self.records.steps[-1:]), default=0)
-        seen = [step for step in sorted({*events, *texts}) if step in texts or step > last]
-        return [Skip(step, texts.get(step, ""), events.get(step)) for step in seen]
+        steps = [step for step in sorted({*events, *texts}) if step in texts or step > last]
+        return [Skip(step, texts.get(step, ""), events.get(step)) for step in steps]
 
     @cached_property
     def resumes(self) -> list[Resume]:
@@ -255,10 +255,10 @@ class RunHistory:
     def _resumes(self) -> Iterator[Resume]:
         lines = self.records.superseded
         superseded = [(line["step"], line.get("loss")) for line in lines]
-        before: VisitStart | None = None
+        before: SessionStart | None = None
         taken = 0
-        for visit in self.visits:
-            start = visit.start
+        for session in self.sessions:
+            start = session.start
             if start is None:
                 continue
             block = dict(superseded[taken : taken + start.superseded])
@@ -302,7 +302,7 @@ MEANINGS = {
 
 
 class MeanPhases(NamedTuple):
-    """Hold mean seconds of the measured steps of a visit.
+    """Hold mean seconds of the measured steps of a session.
 
     Attributes
     ----------
@@ -320,7 +320,7 @@ class MeanPhases(NamedTuple):
     phases: dict[str, list[float]]
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Say which steps were measured."""
         if len(self.steps) == 1:
             return f"the one step that was measured (step {self.steps[0]:,})"
@@ -330,11 +330,11 @@ class MeanPhases(NamedTuple):
     def waiting(self) -> list[float]:
         """By rank, the share of the step in which it waited."""
         pairs = zip(self.phases[WAITING], self.seconds, strict=True)
-        return [waited / whole if whole else 0.0 for waited, whole in pairs]
+        return [waited / total if total else 0.0 for waited, total in pairs]
 
 
 def mean_phases(measured: Sequence[PhaseSeconds]) -> MeanPhases | None:
-    """Return the means of measured steps of one visit; None without any."""
+    """Return the means of measured steps of one session; None without any."""
     if not measured:
         return None
     names = dict.fromkeys(name for event in measured for name in event.phases if name != WAITING)
@@ -391,15 +391,15 @@ class MemoryTable(NamedTuple):
         return [part for part in names if any(self.planned.get(part, ())) or any(self.counted.get(part, ()))]
 
 
-def memory_tables(start: VisitStart | None, memory: MemoryCount | None) -> dict[str, MemoryTable]:
+def memory_tables(start: SessionStart | None, memory: MemoryCount | None) -> dict[str, MemoryTable]:
     """Return the memory of the host and of GPUs, by "host" and "GPU", where anything is known of it."""
     planned = ({}, {}) if start is None else (start.planned, start.planned_device)
     counted = ({}, {}) if memory is None else (memory.counted, memory.device)
-    found = {name: MemoryTable(*both) for name, *both in zip(("host", "GPU"), planned, counted, strict=True)}
-    return {name: table for name, table in found.items() if table.parts}
+    tables = {name: MemoryTable(*both) for name, *both in zip(("host", "GPU"), planned, counted, strict=True)}
+    return {name: table for name, table in tables.items() if table.parts}
 
 
-def idle_shares(cells: Sequence[PipelineCell]) -> list[float]:
+def idle_fractions(cells: Sequence[PipelineCell]) -> list[float]:
     """Return the share of a timetable's time in which each stage computes nothing; empty for no cells."""
     if not cells:
         return []
@@ -410,31 +410,31 @@ def idle_shares(cells: Sequence[PipelineCell]) -> list[float]:
     return [1.0 - seconds / (end - begin) if end > begin else 0.0 for seconds in busy]
 
 
-def timed_ranks(start: VisitStart | None) -> list[int]:
+def timed_ranks(start: SessionStart | None) -> list[int]:
     """Return the ranks whose passes a measured timetable shows, one for each stage: the first ones of every stage."""
     others = [ranks for axis, ranks in start.coordinates.items() if axis != "pipeline"] if start else []
     ranks = range(start.ranks if start else 0)
     return [rank for rank in ranks if not any(any(axis[rank : rank + 1]) for axis in others)]
 
 
-def last_timetable(visits: Sequence[VisitRecords]) -> tuple[VisitStart | None, PipelineTimetable] | None:
-    """Return the last measured timetable, and the start of its visit; None without one."""
-    return next(((visit.start, visit.timetables[-1]) for visit in reversed(visits) if visit.timetables), None)
+def last_timetable(sessions: Sequence[SessionRecords]) -> tuple[SessionStart | None, PipelineTimetable] | None:
+    """Return the last measured timetable, and the start of its session; None without one."""
+    return next(((session.start, session.timetables[-1]) for session in reversed(sessions) if session.timetables), None)
 
 
-def last_with_memory(visits: Sequence[VisitRecords]) -> VisitRecords | None:
-    """Return the last visit whose memory was counted, or else planned; None without one."""
-    known = [visit for visit in reversed(visits) if memory_tables(visit.start, visit.memory)]
-    return next((visit for visit in known if visit.memory), known[0] if known else None)
+def last_with_memory(sessions: Sequence[SessionRecords]) -> SessionRecords | None:
+    """Return the last session whose memory was counted, or else planned; None without one."""
+    known = [session for session in reversed(sessions) if memory_tables(session.start, session.memory)]
+    return next((session for session in known if session.memory), known[0] if known else None)
 
 
-def last_with_phases(visits: Sequence[VisitRecords]) -> VisitRecords | None:
-    """Return the last visit in which a step was measured."""
-    return next((v for v in reversed(visits) if v.phases), None)
+def last_with_phases(sessions: Sequence[SessionRecords]) -> SessionRecords | None:
+    """Return the last session in which a step was measured."""
+    return next((v for v in reversed(sessions) if v.phases), None)
 
 
 #: Sentences of one kind that are told one by one.
-MOST_TOLD = 3
+MOST_LISTED = 3
 #: Steps at most over whose losses the first and the last mean are taken.
 _MEAN_STEPS = 10
 
@@ -456,9 +456,9 @@ def findings(history: RunHistory) -> list[str]:
     ]
 
 
-def percent(share: float) -> str:
+def percent(fraction: float) -> str:
     """Format a share in per cent, with digits enough for small ones; 0 for an exact zero."""
-    value = 100 * share
+    value = 100 * fraction
     return f"{value:.0f} %" if abs(value) >= 10 or value == 0 else f"{value:.1f} %" if abs(value) >= 0.1 else "< 0.1 %"
 
 
@@ -475,14 +475,14 @@ def speed_text(rate: float) -> str:
 def _skipped(history: RunHistory) -> Iterator[str]:
     lowering = [skip for skip in history.skips if skip.lowers_scale]
     others = [skip for skip in history.skips if skip not in lowering]
-    if len(others) > MOST_TOLD:
+    if len(others) > MOST_LISTED:
         ends = f"from step {others[0].step:,} to step {others[-1].step:,}"
         yield f"{len(others):,} of {history.done:,} steps were skipped, {ends}. The first ones:"
-    for skip in others[:MOST_TOLD]:
+    for skip in others[:MOST_LISTED]:
         yield described_skip(skip)
     if lowering:
-        steps = ", ".join(f"{skip.step:,}" for skip in lowering[:MOST_TOLD])
-        more = " and others" if len(lowering) > MOST_TOLD else ""
+        steps = ", ".join(f"{skip.step:,}" for skip in lowering[:MOST_LISTED])
+        more = " and others" if len(lowering) > MOST_LISTED else ""
         count = counted(len(lowering), "step")
         yield f"{count} ({steps}{more}) only lowered the loss scale: nothing is wrong with them."
 
@@ -505,17 +505,17 @@ def reason(skip: Skip) -> str:
 
 
 def _spikes(history: RunHistory) -> Iterator[str]:
-    told = history.messages("loss_spike")
-    for step, message in told[:MOST_TOLD]:
+    messages = history.messages("loss_spike")
+    for step, message in messages[:MOST_LISTED]:
         yield f"The loss leapt at step {step:,}: {message}."
-    if rest := told[MOST_TOLD:]:
+    if rest := messages[MOST_LISTED:]:
         yield f"It leapt in {len(rest):,} more steps."
 
 
 def _resumes(history: RunHistory) -> Iterator[str]:
-    for resume in history.resumes[:MOST_TOLD]:
+    for resume in history.resumes[:MOST_LISTED]:
         yield described_resume(resume)
-    if rest := history.resumes[MOST_TOLD:]:
+    if rest := history.resumes[MOST_LISTED:]:
         yield f"It was resumed {len(rest)} more times, last at step {rest[-1].first:,}."
 
 
@@ -599,54 +599,54 @@ def _crowded(history: RunHistory) -> Iterator[str]:
 
 
 def _waiting(history: RunHistory) -> Iterator[str]:
-    visit = last_with_phases(history.visits)
-    found = mean_phases(visit.phases) if visit else None
-    if visit is None or found is None or not any(found.seconds):
+    session = last_with_phases(history.sessions)
+    means = mean_phases(session.phases) if session else None
+    if session is None or means is None or not any(means.seconds):
         return
-    if len(found.seconds) > 1:
-        waits = found.phases[WAITING]
+    if len(means.seconds) > 1:
+        waits = means.phases[WAITING]
         most, least = max(range(len(waits)), key=waits.__getitem__), min(range(len(waits)), key=waits.__getitem__)
         yield (
-            f"In {found.told}{_of_earlier(history, visit.start)}, rank {most} waits most for other ranks: "
-            f"{_waited(found, most)}; rank {least} waits least: {_waited(found, least)}."
-            f"{_beside_median(history, found)}"
+            f"In {means.description}{_of_earlier(history, session.start)}, rank {most} waits most for other ranks: "
+            f"{_waited(means, most)}; rank {least} waits least: {_waited(means, least)}."
+            f"{_beside_median(history, means)}"
         )
-    slowest = max(found.seconds)
-    if max(found.reading) > 0.05 * slowest:
-        rank = max(range(len(found.reading)), key=found.reading.__getitem__)
+    slowest = max(means.seconds)
+    if max(means.reading) > 0.05 * slowest:
+        rank = max(range(len(means.reading)), key=means.reading.__getitem__)
         yield (
-            f"Rank {rank} reads or waits for samples {duration(found.reading[rank])} before a step: "
-            f"{percent(found.reading[rank] / slowest)} of the step of the slowest rank, in {found.told}."
+            f"Rank {rank} reads or waits for samples {duration(means.reading[rank])} before a step: "
+            f"{percent(means.reading[rank] / slowest)} of the step of the slowest rank, in {means.description}."
         )
 
 
-def _of_earlier(history: RunHistory, start: VisitStart | None) -> str:
-    """Return which visit a figure is of, if it is not the last one, in which no such figure was measured."""
+def _of_earlier(history: RunHistory, start: SessionStart | None) -> str:
+    """Return which session a figure is of, if it is not the last one, in which no such figure was measured."""
     if start is None or start is history.start:
         return ""
-    return f" (visit {start.visit}, on {counted(start.ranks, 'rank')})"
+    return f" (session {start.visit}, on {counted(start.ranks, 'rank')})"
 
 
-def _waited(found: MeanPhases, rank: int) -> str:
-    seconds, waited = found.seconds[rank], found.phases[WAITING][rank]
-    return f"{duration(waited)} of its {duration(seconds)} ({percent(found.waiting[rank])})"
+def _waited(means: MeanPhases, rank: int) -> str:
+    seconds, waited = means.seconds[rank], means.phases[WAITING][rank]
+    return f"{duration(waited)} of its {duration(seconds)} ({percent(means.waiting[rank])})"
 
 
-def _beside_median(history: RunHistory, found: MeanPhases) -> str:
+def _beside_median(history: RunHistory, means: MeanPhases) -> str:
     """Return how fast the measured steps were beside the median step."""
-    speed = history.speed_at(found.steps)
+    speed = history.speed_at(means.steps)
     if speed is None or history.speed is None:
         return ""
     unit = history.rate.removesuffix("_per_second")
-    what = "This step" if len(found.steps) == 1 else "On average these steps"
+    what = "This step" if len(means.steps) == 1 else "On average these steps"
     return f" {what} ran at {speed_text(speed)} {unit} a second, the median step at {speed_text(history.speed)}."
 
 
 def _pipeline(history: RunHistory) -> Iterator[str]:
-    found = last_timetable(history.visits)
-    if found is not None and (measured := idle_shares(found[1].measured)):
-        start, table = found
-        planned = idle_shares(table.planned)
+    timetable = last_timetable(history.sessions)
+    if timetable is not None and (measured := idle_fractions(timetable[1].measured)):
+        start, table = timetable
+        planned = idle_fractions(table.planned)
         bubble = f"; in the plan for {percent(sum(planned) / len(planned))}" if planned else ""
         ranks = ", ".join(map(str, timed_ranks(start)))
         clocks = f" on the clocks of ranks {ranks}" if ranks else ""
@@ -660,20 +660,23 @@ def _pipeline(history: RunHistory) -> Iterator[str]:
 
 
 def _memory(history: RunHistory) -> Iterator[str]:
-    visit = last_with_memory(history.visits)
-    for name, found in memory_tables(visit.start, visit.memory).items() if visit else ():
+    session = last_with_memory(history.sessions)
+    for name, table in memory_tables(session.start, session.memory).items() if session else ():
         where = "" if name == "host" else " on the GPU"
-        yield from _compared(found, where + _of_earlier(history, visit.start if visit else None))
+        yield from _compared(table, where + _of_earlier(history, session.start if session else None))
 
 
-def _compared(found: MemoryTable, where: str) -> Iterator[str]:
-    """Tell how far the parts that are planned and counted are from their plan, and what is not in the plan."""
-    totals = found.totals()
-    whole = [(abs(counted - planned) / planned, rank) for rank, (planned, counted) in enumerate(totals) if planned]
-    if not whole:
+def _compared(table: MemoryTable, where: str) -> Iterator[str]:
+    """Yield sentences about the kinds of memory ("parameters", "gradients", ...) that were both planned and counted.
+
+    They tell by how much the counted bytes differ from the plan, and which kinds were counted but not planned.
+    """
+    totals = table.totals()
+    relative = [(abs(counted - planned) / planned, rank) for rank, (planned, counted) in enumerate(totals) if planned]
+    if not relative:
         return
-    worst, rank = max(whole)
-    *first, final = [part for part in found.compared if part in found.parts] or [""]
+    worst, rank = max(relative)
+    *first, final = [part for part in table.compared if part in table.parts] or [""]
     parts = f"{', '.join(first)} and {final}" if first else final
     if worst == 0:
         text = f"{parts}{where} took the memory that was planned, to the byte, on every rank."
@@ -684,15 +687,15 @@ def _compared(found: MemoryTable, where: str) -> Iterator[str]:
             f"{amount(counted)}B instead of {amount(planned)}B."
         )
     yield text[:1].upper() + text[1:]
-    for part in found.only_counted:
-        most = max(range(len(totals)), key=found.counted[part].__getitem__)
-        size, planned = found.counted[part][most], totals[most][0]
+    for part in table.only_counted:
+        most = max(range(len(totals)), key=table.counted[part].__getitem__)
+        size, planned = table.counted[part][most], totals[most][0]
         text = f"{part}{where} are not in the plan, and take {amount(size)}B on rank {most}"
         yield text[:1].upper() + text[1:] + (f", {percent(size / planned)} more." if planned else ".")
 
 
 def _checkpoints(history: RunHistory) -> Iterator[str]:
-    written = [event for visit in history.visits for event in visit.checkpoints]
+    written = [event for session in history.sessions for event in session.checkpoints]
     if written:
         last = written[-1]
         beside = " beside the training" if last.beside else ""

@@ -36,7 +36,7 @@ from mpizero.tools.report.figures import (
     VALIDATION,
     WORK,
     Curve,
-    Marks,
+    Markers,
     Markup,
     colours_of,
     definitions,
@@ -69,7 +69,7 @@ from mpizero.tools.report.history import (
     counted,
     described_resume,
     findings,
-    idle_shares,
+    idle_fractions,
     last_timetable,
     last_with_memory,
     last_with_phases,
@@ -80,21 +80,21 @@ from mpizero.tools.report.history import (
     speed_text,
     timed_ranks,
 )
-from mpizero.train.events import VisitStart, read_run
+from mpizero.train.events import SessionStart, read_run
 
 
 def seconds_column(values: Sequence[float]) -> tuple[str, list[str]]:
     """Return the unit that fits the largest of some times, and the numbers in it."""
-    return ("ms", _shown(values, 1e-3)) if max(values, default=0.0) < 1 else ("s", _shown(values, 1.0))
+    return ("ms", _formatted(values, 1e-3)) if max(values, default=0.0) < 1 else ("s", _formatted(values, 1.0))
 
 
 def bytes_column(values: Sequence[float]) -> tuple[str, list[str]]:
     """Return the unit that fits the largest of some sizes, and the numbers in it."""
     scale, prefix = next(((s, p) for s, p in PREFIXES if max(values, default=0.0) >= s), PREFIXES[-1])
-    return f"{prefix}B", _shown(values, scale) if prefix else [f"{value:,.0f}" for value in values]
+    return f"{prefix}B", _formatted(values, scale) if prefix else [f"{value:,.0f}" for value in values]
 
 
-def _shown(values: Sequence[float], scale: float) -> list[str]:
+def _formatted(values: Sequence[float], scale: float) -> list[str]:
     """Format numbers so that the largest has four digits or more; what is less than the last digit is told as such."""
     largest = max(values, default=0.0) / scale
     digits = min(4, max(0, 3 - math.floor(math.log10(largest)))) if largest > 0 else 0
@@ -106,57 +106,57 @@ def _shown(values: Sequence[float], scale: float) -> list[str]:
 
 def phases(history: RunHistory, name: str) -> Iterator[Markup]:
     """Yield the seconds of the measured steps by phase and rank."""
-    visit = last_with_phases(history.visits)
-    found = mean_phases(visit.phases) if visit else None
-    if visit is None or found is None:
+    session = last_with_phases(history.sessions)
+    means = mean_phases(session.phases) if session else None
+    if session is None or means is None:
         yield element("p", "No step was measured: that needs a few steps, and a run of a version that records events.")
         return
-    ranks = len(found.seconds)
-    of = "" if len(history.visits) == 1 else f" of visit {visit.number}"
-    steps = ", ".join(f"{step:,}" for step in found.steps[:8]) + (", …" if len(found.steps) > 8 else "")
-    mean = f"the mean of {len(found.steps)} measured steps ({steps})"
-    taken = f"measured in step {steps}, the only one that was measured" if len(found.steps) == 1 else mean
+    ranks = len(means.seconds)
+    of = "" if len(history.sessions) == 1 else f" of session {session.number}"
+    steps = ", ".join(f"{step:,}" for step in means.steps[:8]) + (", …" if len(means.steps) > 8 else "")
+    mean = f"the mean of {len(means.steps)} measured steps ({steps})"
+    taken = f"measured in step {steps}, the only one that was measured" if len(means.steps) == 1 else mean
     label = f"Bars of the seconds of a step by phase, one bar for each of {ranks} ranks; the table has the numbers."
     drawn = figure(
-        draw_phases(f"{name}-phases", label, found),
+        draw_phases(f"{name}-phases", label, means),
         f"Time of a step by phase and rank, {taken}{of}. Grey is "
         f"waiting for other ranks, in whatever phase.{few_ranks(ranks)}",
     )
-    known = ((phase, MEANINGS[phase]) for phase, taken in found.phases.items() if any(taken) and phase in MEANINGS)
-    yield beside(drawn, _phase_table(found), folded("What the phases are", definitions(known)), *_waiting_table(found))
+    known = ((phase, MEANINGS[phase]) for phase, taken in means.phases.items() if any(taken) and phase in MEANINGS)
+    yield beside(drawn, _phase_table(means), folded("What the phases are", definitions(known)), *_waiting_table(means))
 
 
-def _phase_table(found: MeanPhases) -> Markup:
-    tints, ranks = colours_of(found.phases), range(len(found.seconds))
-    shown = {phase: taken for phase, taken in found.phases.items() if any(taken)}
-    whole = {**shown, "whole step": found.seconds}
-    longest = [max(ranks, key=taken.__getitem__) for taken in whole.values()]
-    means = [sum(taken) / len(taken) for taken in whole.values()]
-    most = [taken[rank] for taken, rank in zip(whole.values(), longest, strict=True)]
-    unit, numbers = seconds_column([*means, *most])
-    mean_step, rows = sum(found.seconds), []
-    for place, (phase, taken) in enumerate(whole.items()):
-        rank = longest[place]
-        row = [joined([spot(tints[phase]), phase]) if phase in tints else phase, numbers[place]]
+def _phase_table(means: MeanPhases) -> Markup:
+    tints, ranks = colours_of(means.phases), range(len(means.seconds))
+    present = {phase: taken for phase, taken in means.phases.items() if any(taken)}
+    lines = {**present, "whole step": means.seconds}
+    longest = [max(ranks, key=taken.__getitem__) for taken in lines.values()]
+    rank_means = [sum(taken) / len(taken) for taken in lines.values()]
+    most = [taken[rank] for taken, rank in zip(lines.values(), longest, strict=True)]
+    unit, numbers = seconds_column([*rank_means, *most])
+    mean_step, rows = sum(means.seconds), []
+    for index, (phase, taken) in enumerate(lines.items()):
+        rank = longest[index]
+        row = [joined([spot(tints[phase]), phase]) if phase in tints else phase, numbers[index]]
         row += [percent(sum(taken) / mean_step if mean_step else 0.0)]
         if len(ranks) > 1:
-            share = taken[rank] / found.seconds[rank] if found.seconds[rank] else 0.0
-            row += [numbers[len(whole) + place], str(rank), percent(share)]
+            fraction = taken[rank] / means.seconds[rank] if means.seconds[rank] else 0.0
+            row += [numbers[len(lines) + index], str(rank), percent(fraction)]
         rows.append(row)
     head = ["phase", f"mean of ranks, {unit}", "share of the mean step"]
     head += [f"longest, {unit}", "on rank", "share of that rank's step"] if len(ranks) > 1 else []
     return table("Time of a step by phase", head, rows)
 
 
-def _waiting_table(found: MeanPhases) -> Iterator[Markup]:
-    waits = found.phases["waiting"]
+def _waiting_table(means: MeanPhases) -> Iterator[Markup]:
+    waits = means.phases["waiting"]
     if len(waits) > 1:
         ranks = sorted(range(len(waits)), key=lambda rank: -waits[rank])
         unit, waited = seconds_column([waits[rank] for rank in ranks])
-        reading_unit, reading = seconds_column([found.reading[rank] for rank in ranks])
-        shares = [percent(found.waiting[rank]) for rank in ranks]
+        reading_unit, reading = seconds_column([means.reading[rank] for rank in ranks])
+        fractions = [percent(means.waiting[rank]) for rank in ranks]
         head = ("rank", f"waiting, {unit}", "share of its step", f"reading samples before the step, {reading_unit}")
-        rows = list(zip(map(str, ranks), waited, shares, reading, strict=True))
+        rows = list(zip(map(str, ranks), waited, fractions, reading, strict=True))
         yield long_table("Waiting for other ranks, longest first", head, rows)
 
 
@@ -172,11 +172,11 @@ def few_ranks(ranks: int) -> str:
 
 def pipeline(history: RunHistory, name: str) -> Iterator[Markup]:
     """Yield the last timetable as planned and as measured, and the idle share of each stage."""
-    found = last_timetable(history.visits)
-    if found is None:
+    timetable = last_timetable(history.sessions)
+    if timetable is None:
         return
-    start, last = found
-    planned, measured = idle_shares(last.planned), idle_shares(last.measured)
+    start, last = timetable
+    planned, measured = idle_fractions(last.planned), idle_fractions(last.measured)
     cells, ranks = len(last.planned) + len(last.measured), timed_ranks(start)
     costs = "as long as the operations of its blocks" if last.costs == "operations" else "equally long"
     whose = f", on the clocks of ranks {', '.join(map(str, ranks))}, one of each stage" if ranks else ""
@@ -195,8 +195,8 @@ def pipeline(history: RunHistory, name: str) -> Iterator[Markup]:
     else:
         yield element("p", f"The timetable of {cells:,} passes is too long to be drawn.")
     rows = [
-        (str(stage), percent(planned[stage]) if stage < len(planned) else "-", percent(share))
-        for stage, share in enumerate(measured)
+        (str(stage), percent(planned[stage]) if stage < len(planned) else "-", percent(fraction))
+        for stage, fraction in enumerate(measured)
     ]
     caption = "Share of the time from the first pass to the last in which a stage is in no pass"
     yield table(caption, ("stage", "planned", "measured"), rows)
@@ -204,41 +204,43 @@ def pipeline(history: RunHistory, name: str) -> Iterator[Markup]:
 
 def memory(history: RunHistory, name: str) -> Iterator[Markup]:
     """Yield pictures and tables of the memory of hosts and GPUs."""
-    visit = last_with_memory(history.visits)
-    for kind, found in memory_tables(visit.start, visit.memory).items() if visit else ():
-        ranks = len(next(iter((*found.planned.values(), *found.counted.values()))))
+    session = last_with_memory(history.sessions)
+    for kind, by_part in memory_tables(session.start, session.memory).items() if session else ():
+        ranks = len(next(iter((*by_part.planned.values(), *by_part.counted.values()))))
         where = "on the host" if kind == "host" else "on GPUs"
         label = f"Bars of planned and counted memory by part, for each of {ranks} ranks; the table has the numbers."
-        shown = ["planned (hatched)"] if found.planned else []
-        shown += ["counted where it is allocated, after the visit's first step (solid)"] if found.counted else []
-        caption = f"Memory {where} by rank: {', and '.join(shown)}.{few_ranks(ranks)}"
-        yield beside(figure(draw_memory(f"{name}-memory-{kind}", label, found), caption), _memory_table(found, where))
-    if visit and visit.memory:
-        peak, resident = visit.memory.peak, visit.memory.resident
+        present = ["planned (hatched)"] if by_part.planned else []
+        present += ["counted where it is allocated, after the session's first step (solid)"] if by_part.counted else []
+        caption = f"Memory {where} by rank: {', and '.join(present)}.{few_ranks(ranks)}"
+        yield beside(
+            figure(draw_memory(f"{name}-memory-{kind}", label, by_part), caption), _memory_table(by_part, where)
+        )
+    if session and session.memory:
+        peak, resident = session.memory.peak, session.memory.resident
         most, largest = peak.index(max(peak)), resident.index(max(resident))
-        beside_it = " Group buffers are not in this figure." if "group buffers" in visit.memory.counted else ""
+        beside_it = " Group buffers are not in this figure." if "group buffers" in session.memory.counted else ""
         yield element(
             "p",
-            f"Until the end of the visit's first step, rank {most} had the most arrays of the library's own at once: "
+            f"Until the end of the session's first step, rank {most} had the most arrays of the library's own at once: "
             f"{amount(peak[most])}B.{beside_it} The largest process is that of rank {largest}: "
             f"{amount(resident[largest])}B of resident memory, with Python, libraries and shared pages.",
         )
-    if visit and visit.start and visit.start.not_planned:
-        yield element("p", f"The plan is not whole: {visit.start.not_planned}.")
+    if session and session.start and session.start.not_planned:
+        yield element("p", f"The plan is not whole: {session.start.not_planned}.")
 
 
-def _memory_table(found: MemoryTable, where: str) -> Markup:
+def _memory_table(memory: MemoryTable, where: str) -> Markup:
     """Return the bytes of each part: of all ranks together, and of the rank that has most of it."""
-    tints, columns, names = colours_of(found.parts), [], []
-    for part in found.parts:
+    tints, columns, names = colours_of(memory.parts), [], []
+    for part in memory.parts:
         names.append(joined([spot(tints[part]), part]))
-        columns.append((found.planned.get(part), found.counted.get(part)))
-    if totals := found.totals():
-        names.append(Markup("total of parts in both" if found.only_planned or found.only_counted else "total"))
+        columns.append((memory.planned.get(part), memory.counted.get(part)))
+    if totals := memory.totals():
+        names.append(Markup("total of parts in both" if memory.only_planned or memory.only_counted else "total"))
         columns.append(([planned for planned, _ in totals], [counted for _, counted in totals]))
-    if found.counted and (found.only_counted or not totals):
+    if memory.counted and (memory.only_counted or not totals):
         names.append(Markup("total counted"))
-        columns.append((None, [sum(sizes) for sizes in zip(*found.counted.values(), strict=True)]))
+        columns.append((None, [sum(sizes) for sizes in zip(*memory.counted.values(), strict=True)]))
     ranks = [max(range(len(known)), key=known.__getitem__) for p, c in columns if (known := p or c or [0])]
     heads, cells = ["part"], []
     for whose in ("all ranks", "one rank"):
@@ -248,18 +250,18 @@ def _memory_table(found: MemoryTable, where: str) -> Markup:
                     None if by_rank is None else sum(by_rank) if whose == "all ranks" else by_rank[rank]
                     for by_rank, rank in zip(sizes, ranks, strict=True)
                 ]
-                unit, shown = _cells(chosen)
+                unit, texts = _cells(chosen)
                 heads.append(f"{kind}, {whose}, {unit}")
-                cells.append(shown)
-    missing = f"; {', '.join(found.only_planned)} exist only while a step runs" if found.only_planned else ""
+                cells.append(texts)
+    missing = f"; {', '.join(memory.only_planned)} exist only while a step runs" if memory.only_planned else ""
     rows = zip(names, *cells, map(str, ranks), strict=True)
     return table(f"Memory {where} by part{missing}", [*heads, "the rank with most"], rows)
 
 
 def _cells(sizes: Sequence[int | None]) -> tuple[str, list[str]]:
     """Return the unit of a column of sizes, and its cells: "-" where there is none."""
-    unit, shown = bytes_column([size or 0 for size in sizes])
-    return unit, ["-" if size is None else text for size, text in zip(sizes, shown, strict=True)]
+    unit, texts = bytes_column([size or 0 for size in sizes])
+    return unit, ["-" if size is None else text for size, text in zip(sizes, texts, strict=True)]
 
 
 #: How records say that results are exact.
@@ -294,7 +296,7 @@ def run_sections(history: RunHistory, number: int = 0, level: int = 2, *, machin
     """
     contents = [
         ("Skipped steps", _skips(history)),
-        ("Visits and resumes", _visits(history)),
+        ("Sessions and resumes", _sessions(history)),
         ("Where the time goes", phases(history, f"run-{number}")),
         ("Memory", memory(history, f"run-{number}")),
         ("Layout", _layout(history)),
@@ -309,42 +311,42 @@ def run_sections(history: RunHistory, number: int = 0, level: int = 2, *, machin
 def _skips(history: RunHistory) -> Iterator[Markup]:
     if not history.skips:
         return
-    rows, kept = [], 0
+    rows, saved = [], 0
     for skip in history.skips:
         dump = f"bad_steps/step_{skip.step:08d}"
-        is_kept = (history.records.folder / dump).is_dir()
-        kept += is_kept
-        command = f"mpizero replay {history.name}/{dump}" if is_kept else "not kept"
+        is_saved = (history.records.folder / dump).is_dir()
+        saved += is_saved
+        command = f"mpizero replay {history.name}/{dump}" if is_saved else "not kept"
         rows.append((f"{skip.step:,}", reason(skip), command))
-    told = [f"The samples of {counted(kept, 'step')} are kept"]
-    told[0] += "; a run keeps those of its first bad steps only." if 0 < kept < len(rows) else "."
-    if kept:
+    sentences = [f"The samples of {counted(saved, 'step')} are kept"]
+    sentences[0] += "; a run keeps those of its first bad steps only." if 0 < saved < len(rows) else "."
+    if saved:
         above = history.records.folder.resolve().parent
-        told.append(f"The commands look at them, and are to be run in {above}.")
-    found = [{int(one.get("rank", -1)) for one in skip.event.found} for skip in history.skips if skip.event]
-    ranks = Counter(rank for one in found for rank in one)
+        sentences.append(f"The commands look at them, and are to be run in {above}.")
+    bad_ranks = [{int(one.get("rank", -1)) for one in skip.event.found} for skip in history.skips if skip.event]
+    ranks = Counter(rank for one in bad_ranks for rank in one)
     if len(ranks) > 1:
         each = ", ".join(f"{count:,} on rank {rank}" for rank, count in sorted(ranks.items()))
-        told.append(f"Steps by rank that found a value: {each}.")
-    yield element("p", " ".join(told))
+        sentences.append(f"Steps by rank that found a value: {each}.")
+    yield element("p", " ".join(sentences))
     caption = "Skipped steps, which left parameters and optimizer state as they were"
     yield long_table(caption, ("step", "why; samples of the global batch", "command to inspect"), rows)
 
 
-def _visits(history: RunHistory) -> Iterator[Markup]:
-    if len(history.visits) < 2:
+def _sessions(history: RunHistory) -> Iterator[Markup]:
+    if len(history.sessions) < 2:
         return
     rows = []
-    for visit in history.visits:
-        start, end = visit.start, visit.end
+    for session in history.sessions:
+        start, end = session.start, session.end
         if start is not None:
             how = {"done": "complete"}.get(end.reason, end.reason) if end else "no end recorded: killed, probably"
-            if visit is history.last and end is None and history.state == "running":
+            if session is history.last and end is None and history.state == "running":
                 how = "running"
             why = f": {end.message}" if end and end.message else ""
-            until = "?" if (step := history.last_step(visit)) is None else f"{step:,}"
-            rows.append((str(visit.number), f"{start.step + 1:,}", until, described_layout(start), f"{how}{why}"))
-    yield long_table("A visit is one start or resume", ("visit", "first step", "last step", "layout", "end"), rows)
+            until = "?" if (step := history.last_step(session)) is None else f"{step:,}"
+            rows.append((str(session.number), f"{start.step + 1:,}", until, described_layout(start), f"{how}{why}"))
+    yield long_table("A session is one start or resume", ("session", "first step", "last step", "layout", "end"), rows)
     yield listed(described_resume(resume) for resume in history.resumes[-_MOST_RESUMES:])
 
 
@@ -382,24 +384,24 @@ def _blocks(blocks: Any) -> str:
 
 
 def _checkpoints(history: RunHistory) -> Iterator[Markup]:
-    written = [event for visit in history.visits for event in visit.checkpoints]
-    if not history.visits:
+    written = [event for session in history.sessions for event in session.checkpoints]
+    if not history.sessions:
         return
     if not written:
         yield element("p", "No checkpoint was written.")
         return
     unit, sizes = bytes_column([one.bytes for one in written])
     time_unit, times = seconds_column([one.seconds for one in written])
-    own_paths = any(one.path != f"checkpoints/step_{one.step:08d}" for one in written)
+    custom_paths = any(one.path != f"checkpoints/step_{one.step:08d}" for one in written)
     columns = {"step": [f"{one.step:,}" for one in written]}
-    columns |= {"path": [one.path for one in written]} if own_paths else {}
+    columns |= {"path": [one.path for one in written]} if custom_paths else {}
     columns |= {f"size, {unit}": sizes, f"written in, {time_unit}": times}
     for name, marked in (("beside the training", "beside"), ("best so far", "best")):
-        if any(found := [getattr(one, marked) for one in written]):
-            columns[name] = ["yes" if is_so else "no" for is_so in found]
+        if any(flags := [getattr(one, marked) for one in written]):
+            columns[name] = ["yes" if is_so else "no" for is_so in flags]
     there = ((history.records.folder / one.path).is_dir() for one in written)
     columns["now"] = ["kept" if is_there else "removed since" for is_there in there]
-    where = "" if own_paths else f", such as {written[-1].path}"
+    where = "" if custom_paths else f", such as {written[-1].path}"
     yield long_table(
         f"Checkpoints that were written{where}", [*columns], [*zip(*columns.values(), strict=True)], ends=3
     )
@@ -407,40 +409,40 @@ def _checkpoints(history: RunHistory) -> Iterator[Markup]:
 
 def _environment(history: RunHistory) -> Iterator[Markup]:
     if (start := history.start) is None:
-        told = "Environment, layout, memory and phases are not recorded: a version without events has run it."
-        yield element("p", told)
+        message = "Environment, layout, memory and phases are not recorded: a version without events has run it."
+        yield element("p", message)
         return
-    yield table(f"Environment{of_last_visit(history)}", (), environment(start).items())
+    yield table(f"Environment{of_last_session(history)}", (), environment(start).items())
 
 
-def of_last_visit(history: RunHistory) -> str:
-    """Return " of the last visit" if a run had several."""
-    return " of the last visit" if len(history.visits) > 1 else ""
+def of_last_session(history: RunHistory) -> str:
+    """Return " of the last session" if a run had several."""
+    return " of the last session" if len(history.sessions) > 1 else ""
 
 
-def environment(start: VisitStart) -> dict[str, str]:
-    """Return versions, hosts and the machine of a visit by name."""
+def environment(start: SessionStart) -> dict[str, str]:
+    """Return versions, hosts and the machine of a session by name."""
     hosts = ", ".join(map(str, start.hosts[:8])) + (f" and {len(start.hosts) - 8} more" if len(start.hosts) > 8 else "")
-    found = {"hosts": hosts} | {name: str(value) for name, value in start.machine.items() if value not in ("", None)}
-    found |= {name: str(value) for name, value in start.versions.items()}
-    if "blas" in found:
-        found["blas"] = re.sub(r" for (\w+)$", r" (kernel \1)", found["blas"])
-    return {_FACTS.get(name, name): value for name, value in found.items()}
+    facts = {"hosts": hosts} | {name: str(value) for name, value in start.machine.items() if value not in ("", None)}
+    facts |= {name: str(value) for name, value in start.versions.items()}
+    if "blas" in facts:
+        facts["blas"] = re.sub(r" for (\w+)$", r" (kernel \1)", facts["blas"])
+    return {_FACTS.get(name, name): value for name, value in facts.items()}
 
 
 def configuration(history: RunHistory) -> Markup:
     """Return all settings of a run, folded."""
     chosen = settings(history.start)
-    title = f"{len(chosen)} settings{of_last_visit(history)}"
+    title = f"{len(chosen)} settings{of_last_session(history)}"
     return folded(title, table(title, ("setting", "value"), sorted(chosen.items()))) if chosen else Markup("")
 
 
-def settings(start: VisitStart | None) -> dict[str, str]:
+def settings(start: SessionStart | None) -> dict[str, str]:
     """Return all settings of a configuration by name, as text; empty without a record."""
-    return {} if start is None else {name: shown(value) for name, value in flat(start.config).items()}
+    return {} if start is None else {name: setting_text(value) for name, value in flat(start.config).items()}
 
 
-def shown(value: Any) -> str:
+def setting_text(value: Any) -> str:
     """Return a setting as text, as TOML writes it."""
     return "not set" if value is None else json.dumps(value, ensure_ascii=False)
 
@@ -466,25 +468,25 @@ def curve_section(histories: Sequence[RunHistory], *above: Markup) -> Markup:
 
 def _curve(histories: Sequence[RunHistory], number: int, name: str, *, dots: bool = False) -> Curve:
     """Return the curve of a figure of a run, with the marks of that run."""
-    history, own = histories[number], colour_of(number) if len(histories) > 1 else None
-    marks = Marks([s.step for s in history.skips], [resume.first for resume in history.resumes], own or SKIPPED)
-    return Curve(*history.series(name), own or INK, dots=dots, name=history.name, marks=marks)
+    history, colour = histories[number], colour_of(number) if len(histories) > 1 else None
+    markers = Markers([s.step for s in history.skips], [resume.first for resume in history.resumes], colour or SKIPPED)
+    return Curve(*history.series(name), colour or INK, dots=dots, name=history.name, markers=markers)
 
 
 def _notes(histories: Sequence[RunHistory]) -> Iterator[Markup]:
-    several, told = len(histories) > 1, []
+    several, sentences = len(histories) > 1, []
     if any(history.skips for history in histories):
         colour = "in the colour of their run" if several else "red"
-        told.append(f"Triangles on the axis are skipped steps ({colour}).")
+        sentences.append(f"Triangles on the axis are skipped steps ({colour}).")
     if any(history.resumes for history in histories):
-        told.append("Dotted lines are resumes.")
+        sentences.append("Dotted lines are resumes.")
     if any(len(history.records.steps) > MOST_POINTS for history in histories):
-        told.append(
+        sentences.append(
             f"Curves of more than {MOST_POINTS:,} steps are drawn in {GROUPS} groups of neighbouring steps: the line "
             "is the mean of each group, and the pale band goes from its least to its largest value."
         )
-    if told:
-        yield element("p", " ".join(told))
+    if sentences:
+        yield element("p", " ".join(sentences))
 
 
 def _losses(histories: Sequence[RunHistory]) -> Markup:
@@ -506,7 +508,7 @@ def _losses(histories: Sequence[RunHistory]) -> Markup:
 
 
 def _drawn(
-    place: str,
+    name: str,
     title: str,
     curves: Sequence[Curve],
     histories: Sequence[RunHistory],
@@ -526,16 +528,16 @@ def _drawn(
     quantity = title.removesuffix(_CHECKED).removesuffix(_UNCLIPPED)
     if not (quantity.isascii() and quantity.isprintable()):
         quantity = ""  # matplotlib's font may not have its characters; the page's has, where the title stands
-    drawn = draw_curves(place, label, curves, quantity[:1].lower() + quantity[1:], wide=wide)
+    drawn = draw_curves(name, label, curves, quantity[:1].lower() + quantity[1:], wide=wide)
     return figure(joined([element("p", title, class_="title"), drawn]), " ".join(notes), *more)
 
 
 def _single(histories: Sequence[RunHistory]) -> Iterator[Markup]:
     known = {"learning_rate": "Learning rate", "gradient_norm": f"Norm of the gradient{_UNCLIPPED}"}
-    names = dict.fromkeys(name for history in histories for name in history.figures())
+    names = dict.fromkeys(name for history in histories for name in history.metric_names())
     rates = [name for name in names if name.endswith("_per_second")]
     others = [name for name in names if name not in _PLACED and name not in rates]
-    for place, name in enumerate([*known, *rates, *others[:_MOST_OTHERS]]):
+    for index, name in enumerate([*known, *rates, *others[:_MOST_OTHERS]]):
         title = known.get(name, name.replace("_per_second", " a second").replace("_", " "))
         title = title[:1].upper() + title[1:]
         # whether all runs have the figure in no steps but those that were followed by a validation
@@ -548,20 +550,20 @@ def _single(histories: Sequence[RunHistory]) -> Iterator[Markup]:
         if curves:
             caption = "Recorded with each validation." if checked else ""
             title += _CHECKED if checked else ""
-            yield _drawn(f"curve-{place}", title, curves, histories, caption, wide=name == "gradient_norm")
+            yield _drawn(f"curve-{index}", title, curves, histories, caption, wide=name == "gradient_norm")
     if others[_MOST_OTHERS:]:
         yield element("p", f"Not drawn: {', '.join(others[_MOST_OTHERS:])}. They are in the metrics of the run.")
 
 
 def _range(curves: Sequence[Curve]) -> str:
-    told = []
+    ranges = []
     for curve in curves:
         values = [value for value in curve.values if value == value]
         if values:
             name = f"{curve.name}{', validation' if curve.dots else ''}"
             ends = f"from {values[0]:.4g} to {values[-1]:.4g}"
-            told.append(f"{name}: {ends}, least {min(values):.4g}, largest {max(values):.4g}")
-    return "; ".join(told)
+            ranges.append(f"{name}: {ends}, least {min(values):.4g}, largest {max(values):.4g}")
+    return "; ".join(ranges)
 
 
 #: Style sheet of a page. Tables and pictures that scroll sideways have shadows at the edges where there is more.
@@ -626,9 +628,9 @@ def differences(histories: Sequence[RunHistory]) -> Iterator[Markup]:
     head = ("", *(history.name for history in known))
     chosen = [settings(history.start) for history in known]
     yield from _comparable(chosen)
-    visits = " of the last visits" if any(len(history.visits) > 1 for history in known) else ""
+    sessions = " of the last sessions" if any(len(history.sessions) > 1 for history in known) else ""
     environments = [environment(history.start) for history in known if history.start]
-    for what, values in ((f"settings{visits}", chosen), ("facts of the environment", environments)):
+    for what, values in ((f"settings{sessions}", chosen), ("facts of the environment", environments)):
         rows = sorted(_rows(values))
         different = [row for row in rows if len(set(row[1:])) > 1]
         same = len(rows) - len(different)
@@ -657,8 +659,8 @@ def _comparable(chosen: Sequence[dict[str, str]]) -> Iterator[Markup]:
 
 def same_environment(histories: Sequence[RunHistory]) -> bool:
     """Return whether all runs have recorded the same environment."""
-    found = [environment(history.start) if history.start else {} for history in histories]
-    return bool(found[0]) and all(one == found[0] for one in found)
+    environments = [environment(history.start) if history.start else {} for history in histories]
+    return bool(environments[0]) and all(one == environments[0] for one in environments)
 
 
 _WORDS = {
@@ -677,7 +679,7 @@ _WORDS = {
     "skipped": "of a step: its gradient was not finite, so that nothing was updated",
     "stage": "the ranks that hold one section of the model's depth in a pipeline",
     "tensor part": "the part of every layer's parameters that one rank of a tensor group holds",
-    "visit": "one start or resume of a run",
+    "session": "one start or resume of a run",
     "zero1": "optimizer state is divided among replicas",
     "zero2": "optimizer state and gradients are divided among replicas",
     "zero3": "optimizer state, gradients and parameters are divided among replicas",
@@ -686,12 +688,14 @@ _WORDS = {
 
 def glossary(page: str) -> Markup:
     """Return the meanings of the words that a page has."""
-    found = [(word, f"{meaning}.") for word, meaning in _WORDS.items() if re.search(rf"\b{word}", page, re.IGNORECASE)]
-    return section("Words", definitions(found), name="words") if found else Markup("")
+    entries = [
+        (word, f"{meaning}.") for word, meaning in _WORDS.items() if re.search(rf"\b{word}", page, re.IGNORECASE)
+    ]
+    return section("Words", definitions(entries), name="words") if entries else Markup("")
 
 
 #: What a file begins with that this module has written, and so may replace.
-MARK = '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="generator" content="mpizero report">'
+HEADER = '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="generator" content="mpizero report">'
 #: Name of the file that is written by default, in the folder of the first run.
 DEFAULT = "report.html"
 
@@ -749,7 +753,7 @@ def _check_replaceable(path: Path, force: bool) -> None:
         raise ConfigError(f"-o {path}: is a folder; give the path of a file, such as {path / DEFAULT}")
     if path.exists() and not force:
         with path.open("rb") as file:
-            known = file.read(len(MARK)) == MARK.encode()
+            known = file.read(len(HEADER)) == HEADER.encode()
         if not known:
             raise ConfigError(f"-o {path}: exists, and is no report of mpizero; give another path, or --force")
 
@@ -769,20 +773,20 @@ def page(histories: Sequence[RunHistory]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"{element('title', title)}<style>{STYLE}</style></head>"
     )
-    return f"{MARK}{head}<body><main>{element('h1', title)}{body}</main><footer>{foot}</footer></body></html>\n"
+    return f"{HEADER}{head}<body><main>{element('h1', title)}{body}</main><footer>{foot}</footer></body></html>\n"
 
 
 def _contents(body: str) -> Markup:
     """Return links to the sections of a page."""
-    found = re.findall(r'<section id="([^"]*)"><h2>(.*?)</h2>', body)
-    links = (element("a", Markup(title), href=f"#{name}") for name, title in found)
-    return element("nav", listed(links), aria_label="Sections") if found else Markup("")
+    sections = re.findall(r'<section id="([^"]*)"><h2>(.*?)</h2>', body)
+    links = (element("a", Markup(title), href=f"#{name}") for name, title in sections)
+    return element("nav", listed(links), aria_label="Sections") if sections else Markup("")
 
 
 def _one(history: RunHistory) -> Iterator[Markup]:
     yield _state(history)
     if history.start is not None:
-        yield element("p", f"{'Last visit: ' if len(history.visits) > 1 else ''}{history.start.described}.")
+        yield element("p", f"{'Last session: ' if len(history.sessions) > 1 else ''}{history.start.described}.")
     yield section("Findings", listed(findings(history)), name="findings")
     yield section("Summary", table("Figures of the run", (), _summary(history).items()), name="summary")
     yield curve_section([history])
@@ -793,14 +797,14 @@ def _one(history: RunHistory) -> Iterator[Markup]:
 def _state(history: RunHistory) -> Markup:
     """Return how a run ended; one that is complete is marked if steps were skipped on the way."""
     uneven = " uneven" if history.state == "complete" and history.faults else ""
-    return element("p", history.told, class_=f"state {history.state}{uneven}")
+    return element("p", history.outcome, class_=f"state {history.state}{uneven}")
 
 
 def _several(histories: Sequence[RunHistory]) -> Iterator[Markup]:
     colours = key((colour_of(number), history.name) for number, history in enumerate(histories))
     head = ("", *(history.name for history in histories))
-    figures = table("Figures of the runs", head, _rows([_summary(history) for history in histories]))
-    yield section("Summary", colours, figures, name="summary")
+    summary = table("Figures of the runs", head, _rows([_summary(history) for history in histories]))
+    yield section("Summary", colours, summary, name="summary")
     yield section("What differs", *differences(histories), name="what-differs")
     yield curve_section(histories, colours)
     for number, history in enumerate(histories):
@@ -828,7 +832,7 @@ def _summary(history: RunHistory) -> dict[str, str]:
             if isinstance(best, dict)
             else "",
             "skipped steps": f"{len(history.skips):,}",
-            "resumes": f"{len(history.resumes)}" if history.visits else "",
+            "resumes": f"{len(history.resumes)}" if history.sessions else "",
             "parameters": "" if start is None else f"{start.parameter_count:,}",
             "SHA-256 of the parameters": history.digest,
             "ranks": "" if start is None else f"{start.ranks:,}",
@@ -838,7 +842,7 @@ def _summary(history: RunHistory) -> dict[str, str]:
             if history.speed is None
             else f"{speed_text(history.speed)} {history.rate.removesuffix('_per_second')}/s",
             "duration": _duration(history),
-            "began": _date(history.visits[0].events[0].time) if history.visits else "",
+            "began": _date(history.sessions[0].events[0].time) if history.sessions else "",
             "last record": _date(history.written),
             "folder": os.path.abspath(history.records.folder),
         }.items()
@@ -850,15 +854,17 @@ def _duration(history: RunHistory) -> str:
     """Return how long a run took, and how much of it first steps and checkpoints did that nothing was beside."""
     if history.seconds is None:
         return ""
-    several = len(history.visits) > 1
-    told = [f"{len(history.visits)} visits, without the pauses between"] if several else []
-    begun = [visit.memory.time - visit.start.time for visit in history.visits if visit.memory and visit.start]
+    several = len(history.sessions) > 1
+    details = [f"{len(history.sessions)} sessions, without the pauses between"] if several else []
+    begun = [
+        session.memory.time - session.start.time for session in history.sessions if session.memory and session.start
+    ]
     if begun:
-        told.append(f"{duration(sum(begun))} of it until the first step{' of each' if several else ''} was done")
-    writes = [event.seconds for visit in history.visits for event in visit.checkpoints if not event.beside]
+        details.append(f"{duration(sum(begun))} of it until the first step{' of each' if several else ''} was done")
+    writes = [event.seconds for session in history.sessions for event in session.checkpoints if not event.beside]
     if writes:
-        told.append(f"{duration(sum(writes))} for {counted(len(writes), 'checkpoint')}")
-    return duration(history.seconds) + (f" ({'; '.join(told)})" if told else "")
+        details.append(f"{duration(sum(writes))} for {counted(len(writes), 'checkpoint')}")
+    return duration(history.seconds) + (f" ({'; '.join(details)})" if details else "")
 
 
 def _date(seconds: float) -> str:

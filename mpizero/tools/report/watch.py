@@ -22,7 +22,7 @@ from mpizero._util.checks import home_path
 from mpizero._util.text import age, amount, duration, printable
 from mpizero.errors import DataError, ExitStatus
 from mpizero.tools.report.history import RunHistory, counted, described_resume, described_skip, speed_text
-from mpizero.train.events import EVENTS, METRICS, RESULT, SUPERSEDED, RunRecords, VisitEvents, is_step
+from mpizero.train.events import EVENTS, METRICS, RESULT, SUPERSEDED, RunRecords, SessionEvents, is_step
 
 
 class GrowingFile:
@@ -51,10 +51,10 @@ class GrowingFile:
         """Read what is new; return whether anything is."""
         try:
             with self._path.open("rb") as file:
-                found = self._path.stat()
-                if (found.st_dev, found.st_ino) != self._identity or found.st_size < self._offset:
+                status = self._path.stat()
+                if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset:
                     had = bool(self.lines)
-                    self._identity, self._offset, self._rest = (found.st_dev, found.st_ino), 0, b""
+                    self._identity, self._offset, self._rest = (status.st_dev, status.st_ino), 0, b""
                     self.lines = []
                 else:
                     had = False
@@ -64,15 +64,15 @@ class GrowingFile:
             had, more = bool(self.lines), b""
             self._offset, self._rest, self.lines = 0, b"", []
         self._offset += len(more)
-        *whole, self._rest = (self._rest + more).split(b"\n")
-        for line in whole:
+        *complete, self._rest = (self._rest + more).split(b"\n")
+        for line in complete:
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError):
                 continue
             if isinstance(values, dict):
                 self.lines.append(values)
-        return had or bool(whole)
+        return had or bool(complete)
 
 
 #: Bits of the dots of a Braille character, by row and column.
@@ -101,13 +101,13 @@ def terminal_curve(
     for x, y in _joined_dots(points, columns * wide, rows * tall):
         cells[y // tall][x // wide] |= 1 if ascii_only else _DOTS[y % tall][x % wide]
     bar, corner, line = ("|", "+", "-") if ascii_only else ("│", "└", "─")
-    found = []
+    lines = []
     for number, row in enumerate(cells):
         label = labels[0] if number == 0 else labels[1] if number == rows - 1 else ""
         drawn = "".join(" " if not dots else "*" if ascii_only else chr(0x2800 + dots) for dots in row)
-        found.append(f"{label.rjust(margin - 2)} {bar}{drawn}".rstrip())
+        lines.append(f"{label.rjust(margin - 2)} {bar}{drawn}".rstrip())
     foot = f" step {points[0][0]:,.0f} to {points[-1][0]:,.0f} "
-    return [*found, f"{' ' * (margin - 1)}{corner}{foot.center(columns, line)}"[:width]]
+    return [*lines, f"{' ' * (margin - 1)}{corner}{foot.center(columns, line)}"[:width]]
 
 
 def _joined_dots(points: Sequence[tuple[float, float]], width: int, height: int) -> Iterator[tuple[int, int]]:
@@ -199,18 +199,18 @@ class FollowedRun:
         metrics, superseded = ([one for one in lines if is_step(one.get("step"))] for lines in (metrics, superseded))
         if not (metrics or events):
             return None
-        seen = VisitEvents()
+        session_events = SessionEvents()
         for line in events:
             with suppress(ValueError):  # damaged: what follows is still of use
-                seen.add(line)
+                session_events.add(line)
         records = RunRecords(
-            self.folder, tuple(metrics), tuple(superseded), seen.visits, result[-1] if result else None
+            self.folder, tuple(metrics), tuple(superseded), session_events.sessions, result[-1] if result else None
         )
         return RunHistory(self.folder.resolve().name, records, time.time())
 
 
 def _follow(followed: FollowedRun, out: TextIO, interval: float) -> None:
-    terminal, shown = out.isatty(), False
+    terminal, printed = out.isatty(), False
     if terminal:
         out.write(f"{_HOME}{_SCREEN_END}")
     while True:
@@ -220,9 +220,9 @@ def _follow(followed: FollowedRun, out: TextIO, interval: float) -> None:
             lines = screen(followed, *_size(out), ascii_only=not _has_braille(out))
             out.write(_HOME + "".join(f"{line}{_LINE_END}\n" for line in lines) + _SCREEN_END)
             out.flush()
-        elif new or not shown:
+        elif new or not printed:
             _print(out, [_line(history, followed.folder)])
-        shown = True
+        printed = True
         if history is not None and history.state in ("complete", "stopped", "failed"):
             return
         time.sleep(interval)
@@ -246,7 +246,7 @@ def _line(history: RunHistory | None, folder: Path) -> str:
     """Return the state of a run as one line for a log."""
     if history is None:
         return _waiting(folder)
-    return printable("  ".join([history.told, *_figures(history)]))
+    return printable("  ".join([history.outcome, *_last_metrics(history)]))
 
 
 def _waiting(folder: Path) -> str:
@@ -258,10 +258,10 @@ def screen(followed: FollowedRun, width: int, height: int, *, ascii_only: bool =
     history = followed.history
     if history is None:
         return _wrapped([_waiting(followed.folder)], width - 1, ascii_only=ascii_only)
-    top = [f"{history.name}: {history.told}", _bar(history, width - 1)]
+    top = [f"{history.name}: {history.outcome}", _bar(history, width - 1)]
     if history.start is not None:
         top.insert(1, history.start.described)
-    below = ["  ".join(_figures(history)), *_events(history)]
+    below = ["  ".join(_last_metrics(history)), *_events(history)]
     above, under = (_wrapped(lines, width - 1, ascii_only=ascii_only) for lines in (top, below))
     room = height - 2 - len(above) - len(under)
     curve = terminal_curve(*history.series("loss"), width - 1, min(room, 20), ascii_only=ascii_only)
@@ -270,54 +270,54 @@ def screen(followed: FollowedRun, width: int, height: int, *, ascii_only: bool =
 
 def _wrapped(lines: list[str], width: int, *, ascii_only: bool) -> list[str]:
     """Return each line as at most two that fit."""
-    found = []
+    result = []
     for line in lines:
         text = printable(line)
         if ascii_only:
             text = text.encode("ascii", "replace").decode("ascii")
-        found += textwrap.wrap(text, width, max_lines=2, placeholder=" ...")
-    return found
+        result += textwrap.wrap(text, width, max_lines=2, placeholder=" ...")
+    return result
 
 
 def _bar(history: RunHistory, width: int) -> str:
     """Return the progress of a run as a bar, with the seconds that are left if it goes on like this."""
     if not history.planned:
         return ""
-    share = min(1.0, history.done / history.planned)
-    text = f" {100 * share:.0f} %"
+    fraction = min(1.0, history.done / history.planned)
+    text = f" {100 * fraction:.0f} %"
     start, done = history.start, history.done
     if history.state == "running" and start is not None and done > start.step and history.written > start.time:
         left = (history.planned - done) * (history.written - start.time) / (done - start.step)
         text += f", {duration(left)} left"
     room = max(10, min(40, width - len(text) - 2))
-    full = round(share * room)
+    full = round(fraction * room)
     return f"[{'#' * full}{'.' * (room - full)}]{text}"
 
 
-def _figures(history: RunHistory) -> list[str]:
+def _last_metrics(history: RunHistory) -> list[str]:
     """Return the last figures of a run, each with its name."""
-    found = []
+    result = []
     for name, title in (("loss", "loss"), ("learning_rate", "lr"), ("gradient_norm", "gradient")):
         _, values = history.series(name)
         if values and (name == "loss" or math.isfinite(values[-1])):
-            found.append(f"{title} {values[-1]:.4g}")
+            result.append(f"{title} {values[-1]:.4g}")
     if history.rate and (rates := history.series(history.rate)[1]):
-        found.append(f"{speed_text(rates[-1])} {history.rate.removesuffix('_per_second')}/s")
+        result.append(f"{speed_text(rates[-1])} {history.rate.removesuffix('_per_second')}/s")
     steps, values = history.series("validation_loss")
     if steps:
-        found.insert(1, f"validation {values[-1]:.4g} (step {steps[-1]:,})")
-    return found
+        result.insert(1, f"validation {values[-1]:.4g} (step {steps[-1]:,})")
+    return result
 
 
 def _events(history: RunHistory) -> list[str]:
     """Return what has happened: skipped steps, resumes, the last checkpoint."""
-    found = []
+    result = []
     if history.skips:
-        found.append(f"{counted(len(history.skips), 'step')} skipped. {described_skip(history.skips[-1])}")
+        result.append(f"{counted(len(history.skips), 'step')} skipped. {described_skip(history.skips[-1])}")
     if history.resumes:
-        found.append(described_resume(history.resumes[-1]))
-    written = [event for visit in history.visits for event in visit.checkpoints]
+        result.append(described_resume(history.resumes[-1]))
+    written = [event for session in history.sessions for event in session.checkpoints]
     if written:
         last = written[-1]
-        found.append(f"checkpoint: step {last.step:,}, {amount(last.bytes)}B, {age(history.now - last.time)}")
-    return found
+        result.append(f"checkpoint: step {last.step:,}, {amount(last.bytes)}B, {age(history.now - last.time)}")
+    return result

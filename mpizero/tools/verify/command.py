@@ -89,7 +89,7 @@ def _verify(config: RunConfig, comm: Communicator, options: argparse.Namespace) 
             comm="self" if comm.size == 1 else comm,
             steps=options.steps,
             tolerance=options.tolerance,
-            progress=_shown(progress),
+            progress=_step_callback(progress),
             timeout=config.train.timeout,
             **computing_settings(config),
         )
@@ -126,8 +126,8 @@ def choose(config: RunConfig, model: Any, comm: Communicator, named: str | None,
             heads = 1  # whole tensors are in no tensor group
         size = ranks if ranks is not None else launched if launched > 1 else 2
         blocks = len(model.blocks) if isinstance(model, BlockModel) else 1
-        found = default_layouts(size, blocks=blocks, heads=heads, sequence=sequence)
-        return each_once([*_own(config, size), *found], config.parallel.tiles)
+        layouts_by_default = default_layouts(size, blocks=blocks, heads=heads, sequence=sequence)
+        return each_once([*_configured_layout(config, size), *layouts_by_default], config.parallel.tiles)
     layouts = each_once(parse_layouts(named, config.parallel.strategy), config.parallel.tiles)
     if not layouts:
         raise ConfigError(
@@ -143,7 +143,7 @@ def choose(config: RunConfig, model: Any, comm: Communicator, named: str | None,
     return layouts
 
 
-def _own(config: RunConfig, ranks: int) -> list[Layout]:
+def _configured_layout(config: RunConfig, ranks: int) -> list[Layout]:
     """Return the layout in the configuration, for ``ranks`` ranks; none if it does not fit that number of ranks."""
     try:
         return [Layout(replace(config.parallel, data=config.parallel.axes_of(ranks).data))]
@@ -151,7 +151,7 @@ def _own(config: RunConfig, ranks: int) -> list[Layout]:
         return []
 
 
-def _shown(progress: Progress) -> Callable[[str, int], None]:
+def _step_callback(progress: Progress) -> Callable[[str, int], None]:
     done = count(1)
 
     def show(layout: str, step: int) -> None:

@@ -63,19 +63,19 @@ from mpizero.types import Array
 class Vectors:
     """Hold the values of one quantity, such as the gradient, in the layout and in one process.
 
-    ``found`` and ``expected`` are flat vectors of the whole model. ``bound`` is the absolute difference allowed; None
+    ``actual`` and ``expected`` are flat vectors of the whole model. ``bound`` is the absolute difference allowed; None
     if the bits must be equal. ``entries`` are the tensors in the vectors; None means the parameters.
     """
 
     quantity: str
-    found: Array
+    actual: Array
     expected: Array
     bound: float | None
     entries: Sequence[ParameterUse] | None = None
 
     def mask(self, entry: ParameterUse) -> Array:
         """Return a mask of the elements of a tensor that differ by more than ``bound``, or in a bit if it is None."""
-        a, b = (values[entry.span.start : entry.span.stop] for values in (self.found, self.expected))
+        a, b = (values[entry.span.start : entry.span.stop] for values in (self.actual, self.expected))
         bits = f"u{a.dtype.itemsize}"
         different: Array = a.view(bits) != b.view(bits)
         if self.bound is not None and different.any():
@@ -85,37 +85,37 @@ class Vectors:
 
 
 class LocatedDifference(NamedTuple):
-    """Hold a finding, and ``places``, the indices of the differing elements in the flat vector of the quantity.
+    """Hold a finding, and ``indices``, those of the differing elements in the flat vector of the quantity.
 
     ``of_parameters`` tells whether that is a vector of the parameters' elements.
     """
 
     finding: Finding
-    places: Array = np.empty(0, np.int64)
+    indices: Array = np.empty(0, np.int64)
     of_parameters: bool = True
 
-    def told(self, **changes: Any) -> LocatedDifference:
+    def with_finding(self, **changes: Any) -> LocatedDifference:
         """Return a copy with some attributes of the finding changed. Not collective."""
         return self._replace(finding=replace(self.finding, **changes))
 
 
 def difference(vectors: Vectors, entry: ParameterUse, mask: Array, tensors: int) -> LocatedDifference:
     """Describe the elements of a tensor that differ, those of ``mask``; in all, ``tensors`` tensors differ."""
-    places = np.flatnonzero(mask)
-    first = int(places[0])
-    found, expected = (float(v[entry.span.start + first]) for v in (vectors.found, vectors.expected))
+    indices = np.flatnonzero(mask)
+    first = int(indices[0])
+    actual, expected = (float(v[entry.span.start + first]) for v in (vectors.actual, vectors.expected))
     finding = Finding(
         0,
         vectors.quantity,
         entry.spec.name,
         index=tuple(int(i) for i in np.unravel_index(first, entry.spec.shape)),
-        found=found,
+        found=actual,
         expected=expected,
-        differing=int(places.size),
+        differing=int(indices.size),
         size=entry.spec.size,
         tensors=tensors,
     )
-    return LocatedDifference(finding, entry.span.start + places, vectors.entries is None)
+    return LocatedDifference(finding, entry.span.start + indices, vectors.entries is None)
 
 
 #: A function ``feed(model)`` that yields this rank's part of one global batch after the other.
@@ -193,7 +193,7 @@ class TensorParts(NamedTuple):
     ----------
     gradient : BatchGradient
         The gradient of the global batch.
-    own : Array
+    owner_sums : Array
         Flat vector of the whole model: for every element, the gradient sum over the samples of the rank that updates
         this element only.
     uses : dict of str to Array
@@ -205,7 +205,7 @@ class TensorParts(NamedTuple):
     """
 
     gradient: BatchGradient
-    own: Array
+    owner_sums: Array
     uses: dict[str, Array]
     parts: dict[PartKey, Array]
 
@@ -275,17 +275,19 @@ class ObservedTraining:
 
     def update(self, batch: tuple[Any, Any]) -> StepUpdate:
         """Train one step, and record the gradient that the optimizer gets."""
-        updater, seen = self.updater, list[Array]()
-        updater.watch = lambda reduced: seen.extend(_of(reduced, piece).copy() for piece in self.engine.pieces())
+        updater, clipped_pieces = self.updater, list[Array]()
+        updater.watch = lambda reduced: clipped_pieces.extend(
+            _of(reduced, piece).copy() for piece in self.engine.pieces()
+        )
         try:
             self.model.train(*batch)
         finally:
             updater.watch = None
         report = self.model.last_step
         assert report is not None
-        clipped, in_order = None, iter(seen)
-        whole = len(seen) == len(self.engine.pieces())
-        if all(self.engine.grid.world.allgather_object(whole, "watched")):
+        clipped, in_order = None, iter(clipped_pieces)
+        complete = len(clipped_pieces) == len(self.engine.pieces())
+        if all(self.engine.grid.world.allgather_object(complete, "watched")):
             clipped = gather_pieces(self.engine, self.engine.dtype, lambda piece: next(in_order))
         return StepUpdate(report, clipped, self.state())
 
@@ -317,18 +319,18 @@ class ObservedTraining:
             gradient = self.gradient(batch)
         finally:
             engine.scalars.watch = None
-        held = np.zeros(engine.layout.size, engine.dtype)
+        local = np.zeros(engine.layout.size, engine.dtype)
         for use, values in sums.items():
-            held[entries[use].span.start : entries[use].span.stop] += values
-        own = gather_pieces(engine, engine.dtype, lambda piece: held[piece.span.start : piece.span.stop])
-        return TensorParts(gradient, own, sums, parts)
+            local[entries[use].span.start : entries[use].span.stop] += values
+        owner_sums = gather_pieces(engine, engine.dtype, lambda piece: local[piece.span.start : piece.span.stop])
+        return TensorParts(gradient, owner_sums, sums, parts)
 
-    def part_of(self, use: str, whole: Array) -> Array:
-        """Return the part that this rank holds of ``whole``, all values of the parameter ``use``. Not collective."""
+    def part_of(self, use: str, full: Array) -> Array:
+        """Return the part that this rank holds of ``full``, all values of the parameter ``use``. Not collective."""
         spec = next(entry.spec for entry in self.engine.layout.entries if entry.spec.name == use)
-        held = np.empty(spec.size, whole.dtype)
-        take(spec, whole, 0, held)
-        return held
+        part = np.empty(spec.size, full.dtype)
+        take(spec, full, 0, part)
+        return part
 
     def unlike_copy(self, parameters: Array) -> str | None:
         """Compare this rank's copy of the parameters with ``parameters``, the flat vector of the whole model.
@@ -336,9 +338,9 @@ class ObservedTraining:
         Return the name of the first parameter that differs; None if none differs or parameters are sharded. Not
         collective.
         """
-        store, whole = self.engine.store, self.engine.whole
+        store, full_params = self.engine.store, self.engine.whole
         for entry in store.layout.parameters if not store.sharded else ():
-            home = whole.home(entry.spec)
+            home = full_params.home(entry.spec)
             expected = np.empty(entry.spec.size, parameters.dtype)
             take(entry.spec, parameters[home.span.start : home.span.stop], 0, expected)
             if store.values[entry.span.start : entry.span.stop].tobytes() != expected.tobytes():
@@ -365,13 +367,13 @@ class ObservedTraining:
     def take_state(self, state: TrainingState) -> None:
         """Set the parameters and the optimizer's arrays to ``state``, which another layout's :meth:`state` returned."""
         self.model.set_parameters(state.parameters)
-        held = self.updater.host_state()
+        state_arrays = self.updater.host_state()
         for slot, values in state.slots.items():
-            places = {entry.spec.name: entry.offset for entry in slot_entries(self.engine, slot)}
+            offsets = {entry.spec.name: entry.offset for entry in slot_entries(self.engine, slot)}
             for piece in self.updater.state_pieces(slot):
-                start = places[piece.spec.name] + piece.start
-                held[slot][piece.state : piece.state + piece.size] = values[start : start + piece.size]
-        self.updater.take_state(held)
+                start = offsets[piece.spec.name] + piece.start
+                state_arrays[slot][piece.state : piece.state + piece.size] = values[start : start + piece.size]
+        self.updater.take_state(state_arrays)
         self.updater.step_count = state.step_count
         if self.updater.method is not None:
             self.updater.method.restore(state.progress)
@@ -381,16 +383,16 @@ class ObservedTraining:
 
         ``gradient`` is the gradient that this training computed; its arrays are overwritten.
         """
-        seen, pieces = list[Array](), self.engine.pieces()
+        clipped, pieces = list[Array](), self.engine.pieces()
         for piece in pieces:
             _of(gradient.reduced, piece)[:] = values[piece.span.start : piece.span.stop]
-        self.updater.watch = lambda reduced: seen.append(_in_order(reduced, pieces, values))
+        self.updater.watch = lambda reduced: clipped.append(_in_order(reduced, pieces, values))
         try:
             report = self.engine.step(gradient.totals, lambda: gradient.reduced, 0)
         finally:
             self.updater.watch = None
         self.model._cache = None
-        return StepUpdate(report, seen[0] if seen else None, self.state())
+        return StepUpdate(report, clipped[0] if clipped else None, self.state())
 
 
 def slot_name(slot: str) -> str:
@@ -489,14 +491,14 @@ class TrainingPair:
         if self.tolerance is None and (unlike := self._compare_states(state, number - 1)):
             return unlike
         batch = next(self.training.batches)
-        mine = self.training.gradient(batch)
-        found = self._on_first(lambda one: self._compare_gradient(one, mine, state))
-        if found is not None:
-            return self._explain_gradient(found.told(step=number), mine, batch)
+        gradient = self.training.gradient(batch)
+        located = self._on_first(lambda one: self._compare_gradient(one, gradient, state))
+        if located is not None:
+            return self._explain_gradient(located.with_finding(step=number), gradient, batch)
         update = self.training.update(batch)
-        found = self._on_first(lambda one: self._compare_update(one, mine, update, state))
-        if found is not None:
-            return self._owned(found.told(step=number))
+        located = self._on_first(lambda one: self._compare_update(one, gradient, update, state))
+        if located is not None:
+            return self._owned(located.with_finding(step=number))
         expected: Array = self._on_first(lambda _: self._update.state.parameters)
         bound = self._bound_of_change(expected, state.parameters)
         return self._views(number, Vectors(PARAMETER, update.state.parameters, expected, bound), state.parameters)
@@ -508,61 +510,67 @@ class TrainingPair:
         result: T = _on_first(self.comm, lambda: function(self.reference))
         return result
 
-    def _compare_states(self, mine: TrainingState, number: int) -> Finding | None:
+    def _compare_states(self, state: TrainingState, number: int) -> Finding | None:
         """Compare parameters and optimizer arrays after ``number`` steps; return the first difference or None."""
         quantity = PARAMETER if number else "start value"
         reason = UNREPEATED if number else "start values that depend on the rank: key them by seed, name and element"
-        theirs = self._on_first(lambda one: one.state())
-        pairs = [self._slot(s, mine.slots[s], theirs.slots[s], None) for s in sorted(mine.slots)]
-        found = self._on_first(lambda _: self._first(pairs))
-        if found is not None:
-            return self._owned(found.told(step=number, diagnosis=reason))
-        unlike = self._views(number, Vectors(quantity, mine.parameters, theirs.parameters, None), None)
+        expected = self._on_first(lambda one: one.state())
+        pairs = [self._slot(s, state.slots[s], expected.slots[s], None) for s in sorted(state.slots)]
+        located = self._on_first(lambda _: self._first(pairs))
+        if located is not None:
+            return self._owned(located.with_finding(step=number, diagnosis=reason))
+        unlike = self._views(number, Vectors(quantity, state.parameters, expected.parameters, None), None)
         return unlike if unlike is None else replace(unlike, diagnosis=unlike.diagnosis or reason)
 
     def _compare_gradient(
-        self, one: ObservedTraining, mine: BatchGradient, state: TrainingState
+        self, one: ObservedTraining, gradient: BatchGradient, state: TrainingState
     ) -> LocatedDifference | None:
         self._batch = next(one.batches)
         if self.tolerance is not None:
             one.take_state(state)
-        theirs = self._gradient = one.gradient(self._batch)
-        apart = abs(mine.loss - theirs.loss) / abs(theirs.loss) if theirs.loss else abs(mine.loss)
-        if not self._same(mine.loss, theirs.loss):
-            return LocatedDifference(Finding(0, "loss", found=mine.loss, expected=theirs.loss))
-        size = largest(theirs.values)
-        found = self._first([Vectors(self.before, mine.values, theirs.values, self._bound(size))], backward=True)
-        if found is None and self.tolerance is not None:
-            self.largest = max(self.largest, apart, _apart(mine.values, theirs.values, size))
-        return found
+        expected = self._gradient = one.gradient(self._batch)
+        apart = abs(gradient.loss - expected.loss) / abs(expected.loss) if expected.loss else abs(gradient.loss)
+        if not self._same(gradient.loss, expected.loss):
+            return LocatedDifference(Finding(0, "loss", found=gradient.loss, expected=expected.loss))
+        size = largest(expected.values)
+        located = self._first(
+            [Vectors(self.before, gradient.values, expected.values, self._bound(size))], backward=True
+        )
+        if located is None and self.tolerance is not None:
+            self.largest = max(self.largest, apart, _apart(gradient.values, expected.values, size))
+        return located
 
     def _compare_update(
-        self, one: ObservedTraining, mine: BatchGradient, update: StepUpdate, state: TrainingState
+        self, one: ObservedTraining, gradient: BatchGradient, update: StepUpdate, state: TrainingState
     ) -> LocatedDifference | None:
-        theirs = self._gradient
-        after = one.update(self._batch) if self.tolerance is None else one.update_from(theirs, mine.values)
+        expected_gradient = self._gradient
+        after = (
+            one.update(self._batch) if self.tolerance is None else one.update_from(expected_gradient, gradient.values)
+        )
         self._update = after
         norms = (update.report.gradient_norm, after.report.gradient_norm)
         if self.clips and not self._same(*norms):
-            told = verdicts.diagnose_norm(*norms, self.rounding, self._counts())
-            return _explained(LocatedDifference(Finding(0, "gradient norm", found=norms[0], expected=norms[1])), told)
+            diagnosis = verdicts.diagnose_norm(*norms, self.rounding, self._counts())
+            return _explained(
+                LocatedDifference(Finding(0, "gradient norm", found=norms[0], expected=norms[1])), diagnosis
+            )
         if self.clips and after.clipped is not None:
-            clipped = mine.values if update.clipped is None else update.clipped
+            clipped = gradient.values if update.clipped is None else update.clipped
             bound = self._bound(largest(after.clipped))
-            if found := self._first([Vectors(AFTER, clipped, after.clipped, bound)]):
-                return _explain_clip(found, clipped, mine.values, after.clipped, self.rounding)
+            if located := self._first([Vectors(AFTER, clipped, after.clipped, bound)]):
+                return _explain_clip(located, clipped, gradient.values, after.clipped, self.rounding)
         for slot in sorted(update.state.slots):
-            seen, expected, before = (s.slots[slot] for s in (update.state, after.state, state))
-            vectors = self._slot(slot, seen, expected, self._bound_of_change(expected, before))
-            if found := self._first([vectors]):
-                reason = verdicts.diagnose_update(seen[found.places], before[found.places], vectors.quantity)
-                return found.told(diagnosis=reason)
+            actual, expected, before = (s.slots[slot] for s in (update.state, after.state, state))
+            vectors = self._slot(slot, actual, expected, self._bound_of_change(expected, before))
+            if located := self._first([vectors]):
+                reason = verdicts.diagnose_update(actual[located.indices], before[located.indices], vectors.quantity)
+                return located.with_finding(diagnosis=reason)
         return None
 
-    def _same(self, found: float | None, expected: float | None) -> bool:
-        if found is None or expected is None:
-            return found is expected
-        return self.rounding.same(found, expected)
+    def _same(self, actual: float | None, expected: float | None) -> bool:
+        if actual is None or expected is None:
+            return actual is expected
+        return self.rounding.same(actual, expected)
 
     def _first(self, pairs: Sequence[Vectors], *, backward: bool = False) -> LocatedDifference | None:
         """Return the first tensor in which one of ``pairs`` differs, or None; with ``backward``, the last one."""
@@ -573,11 +581,11 @@ class TrainingPair:
                 return difference(vectors, *(masks[-1] if backward else masks[0]), len(masks))
         return None
 
-    def _slot(self, slot: str, found: Array, expected: Array, bound: float | None) -> Vectors:
+    def _slot(self, slot: str, actual: Array, expected: Array, bound: float | None) -> Vectors:
         """Return the values of optimizer arrays; arrays as long as the parameters lie where the parameters lie."""
-        own = slot not in self.training.updater.optimizer.slots
+        has_entries = slot not in self.training.updater.optimizer.slots
         return Vectors(
-            slot_name(slot), found, expected, bound, slot_entries(self.training.engine, slot) if own else None
+            slot_name(slot), actual, expected, bound, slot_entries(self.training.engine, slot) if has_entries else None
         )
 
     def _bound(self, size: float) -> float | None:
@@ -593,141 +601,148 @@ class TrainingPair:
 
     def _views(self, number: int, vectors: Vectors, before: Array | None) -> Finding | None:
         """Compare the parameters that each rank sees, and its own copies; return the first difference or None."""
-        mine = self._first([vectors])
-        if mine is not None and before is not None:
-            reason = verdicts.diagnose_update(vectors.found[mine.places], before[mine.places], PARAMETER)
-            mine = mine.told(diagnosis=reason)
-        if mine is None and (name := self.training.unlike_copy(vectors.found)) is not None:
+        local = self._first([vectors])
+        if local is not None and before is not None:
+            reason = verdicts.diagnose_update(vectors.actual[local.indices], before[local.indices], PARAMETER)
+            local = local.with_finding(diagnosis=reason)
+        if local is None and (name := self.training.unlike_copy(vectors.actual)) is not None:
             reason = "this rank's own copy was not updated as the others were: a message or barrier left out"
-            mine = LocatedDifference(Finding(0, COPY, name, diagnosis=reason))
-        everyone = self.comm.allgather_object(mine, "what ranks see")
-        different = [rank for rank, found in enumerate(everyone) if found is not None]
+            local = LocatedDifference(Finding(0, COPY, name, diagnosis=reason))
+        gathered = self.comm.allgather_object(local, "what ranks see")
+        different = [rank for rank, located in enumerate(gathered) if located is not None]
         if not different:
             return None
-        first: LocatedDifference = everyone[different[0]].told(step=number)
-        if len(different) == self.comm.size > 1 and first.places.size:
+        first: LocatedDifference = gathered[different[0]].with_finding(step=number)
+        if len(different) == self.comm.size > 1 and first.indices.size:
             return self._owned(first)
         return replace(first.finding, ranks=tuple(different))
 
     # ------------------------------------------------------------------ explaining
 
-    def _owned(self, found: LocatedDifference) -> Finding:
+    def _owned(self, located: LocatedDifference) -> Finding:
         """Return the finding; if it names no ranks yet, add the ranks that update the differing elements."""
         owners = self.training.owners()
-        ranks = sorted({int(owner) for owner in owners[found.places]} - {-1}) if found.of_parameters else []
-        return found.finding if found.finding.ranks else replace(found.finding, ranks=tuple(ranks))
+        ranks = sorted({int(owner) for owner in owners[located.indices]} - {-1}) if located.of_parameters else []
+        return located.finding if located.finding.ranks else replace(located.finding, ranks=tuple(ranks))
 
-    def _explain_gradient(self, found: LocatedDifference, mine: BatchGradient, batch: Any) -> Finding:
-        """Evaluate the batch again, and add ranks and probable cause to the finding ``found``."""
-        training, finding = self.training, found.finding
+    def _explain_gradient(self, located: LocatedDifference, gradient: BatchGradient, batch: Any) -> Finding:
+        """Evaluate the batch again, and add ranks and probable cause to the finding ``located``."""
+        training, finding = self.training, located.finding
         looked = training.look(batch, finding.tensor)
         if finding.quantity == "loss":
             quiet = training.model.evaluate(*batch)
-            grains = self.comm.allgather_object(mine.grains, "losses of grains")
+            grains = self.comm.allgather_object(gradient.grains, "losses of grains")
             known = {} if self.layout.parallel.context > 1 else _losses(grains)
-            return self._on_first(lambda one: self._explain_loss(one, finding, (mine, looked.gradient), quiet, known))
-        theirs = self._on_first(lambda one: one.look(self._batch, finding.tensor))
-        computed = self.comm.allgather_object(self._compare_parts(looked, theirs), "gradients of micro-batches")
-        told: Diagnosis = self._on_first(lambda _: self._explain_values(mine, looked, theirs, computed))
+            return self._on_first(
+                lambda one: self._explain_loss(one, finding, (gradient, looked.gradient), quiet, known)
+            )
+        expected = self._on_first(lambda one: one.look(self._batch, finding.tensor))
+        computed = self.comm.allgather_object(self._compare_parts(looked, expected), "gradients of micro-batches")
+        diagnosis: Diagnosis = self._on_first(lambda _: self._explain_values(gradient, looked, expected, computed))
         wrong = tuple(one.rank for one in computed if one is not None and one.grains)
         if wrong:
-            return _explained(found.told(ranks=wrong, role="computed by"), told).finding
-        return self._owned(_explained(found.told(role="owned by"), told))
+            return _explained(located.with_finding(ranks=wrong, role="computed by"), diagnosis).finding
+        return self._owned(_explained(located.with_finding(role="owned by"), diagnosis))
 
     def _explain_loss(
-        self, one: ObservedTraining, finding: Finding, seen: tuple[BatchGradient, BatchGradient], quiet: Any, known: Any
+        self,
+        one: ObservedTraining,
+        finding: Finding,
+        gradients: tuple[BatchGradient, BatchGradient],
+        quiet: Any,
+        known: Any,
     ) -> Finding:
-        mine, again = seen
-        theirs, mean = self._gradient, one.model.evaluate(*self._batch)
-        found = verdicts.LossEvidence(
-            first=mine.loss,
+        gradient, again = gradients
+        expected, mean = self._gradient, one.model.evaluate(*self._batch)
+        evidence = verdicts.LossEvidence(
+            first=gradient.loss,
             again=again.loss,
-            expected=theirs.loss,
+            expected=expected.loss,
             quiet=quiet[0] / quiet[1],
             quiet_expected=mean[0] / mean[1],
-            weight=mine.totals.weight,
-            weight_expected=theirs.totals.weight,
+            weight=gradient.totals.weight,
+            weight_expected=expected.totals.weight,
             grains=known,
-            grains_expected=theirs.grains,
+            grains_expected=expected.grains,
             rounding=self.rounding,
         )
         axes = self.training.engine.grid.axes
-        replicas = {axes.group(rank, ("pipeline", "tensor", "context")) for rank in found.wrong_ranks}
+        replicas = {axes.group(rank, ("pipeline", "tensor", "context")) for rank in evidence.wrong_ranks}
         role = "computed by" if all(len(ranks) == 1 for ranks in replicas) else "computed by one of"
         finding = replace(finding, ranks=tuple(sorted({r for ranks in replicas for r in ranks})), role=role)
-        return _explained(LocatedDifference(finding), verdicts.diagnose_loss(found, self._counts())).finding
+        return _explained(LocatedDifference(finding), verdicts.diagnose_loss(evidence, self._counts())).finding
 
-    def _compare_parts(self, looked: TensorParts, theirs: TensorParts) -> RankGradients | None:
+    def _compare_parts(self, looked: TensorParts, reference: TensorParts) -> RankGradients | None:
         """Compare this rank's micro-batch gradients of a tensor with one process; None if it has none to compare."""
         parts = looked.parts if self.layout.parallel.context == 1 else {}
-        shared = sorted(parts.keys() & theirs.parts.keys())
+        shared = sorted(parts.keys() & reference.parts.keys())
         if not shared:
             return None
         # If all parts are within this bound, their sum is within the tolerance.
-        weight = theirs.gradient.totals.weight
-        bound = self._bound(largest(theirs.gradient.values) * weight / len(theirs.parts))
+        weight = reference.gradient.totals.weight
+        bound = self._bound(largest(reference.gradient.values) * weight / len(reference.parts))
         wrong: dict[PartKey, tuple[Array, Array]] = {}
         for key in shared:
-            found, expected = parts[key], self.training.part_of(key[2], theirs.parts[key])
-            if found.tobytes() != expected.tobytes() and (bound is None or not largest(found - expected) <= bound):
-                wrong[key] = found, expected
-        a, b = [found for found, _ in wrong.values()], [expected for _, expected in wrong.values()]
+            actual, expected = parts[key], self.training.part_of(key[2], reference.parts[key])
+            if actual.tobytes() != expected.tobytes() and (bound is None or not largest(actual - expected) <= bound):
+                wrong[key] = actual, expected
+        a, b = [actual for actual, _ in wrong.values()], [expected for _, expected in wrong.values()]
         size = max(map(largest, b), default=0.0)
         apart = max((_apart(x, y, size) for x, y in wrong.values()), default=0.0)
         grains = tuple(sorted({grain for grain, _, _ in wrong}))
         return RankGradients(self.comm.rank, grains, self.rounding.factor(a, b) if wrong else None, apart)
 
     def _explain_values(
-        self, mine: BatchGradient, looked: TensorParts, alone: TensorParts, computed: list[RankGradients | None]
+        self, gradient: BatchGradient, looked: TensorParts, alone: TensorParts, computed: list[RankGradients | None]
     ) -> Diagnosis:
-        theirs = self._gradient
-        vectors = Vectors("", mine.values, theirs.values, self._bound(largest(theirs.values)))
+        expected = self._gradient
+        vectors = Vectors("", gradient.values, expected.values, self._bound(largest(expected.values)))
         different = [entry for entry in self.entries if vectors.mask(entry).any()]
 
         def named(values: Array) -> dict[str, Array]:
             return {entry.spec.name: values[entry.span.start : entry.span.stop] for entry in different}
 
         uses = {name: [name, *(e.spec.name for e in tied)] for name, tied in self.training.layout.uses.items()}
-        seen = verdicts.GradientEvidence(
-            found=named(mine.values),
+        evidence = verdicts.GradientEvidence(
+            actual=named(gradient.values),
             again=named(looked.gradient.values),
-            expected=named(theirs.values),
-            own=named(looked.own),
+            expected=named(expected.values),
+            owner_sums=named(looked.owner_sums),
             uses={
-                n: {use: alone.uses[use] / theirs.totals.weight for use in names if use in alone.uses}
+                n: {use: alone.uses[use] / expected.totals.weight for use in names if use in alone.uses}
                 for n, names in uses.items()
             },
             computed=[one for one in computed if one is not None],
             tensors=sum(e.spec.optimized and e.spec.size > 0 for e in self.entries),
             rounding=self.rounding,
         )
-        return verdicts.diagnose_gradient(seen, self._counts())
+        return verdicts.diagnose_gradient(evidence, self._counts())
 
     def _counts(self) -> dict[str, int]:
-        """Return the numbers by which a sum may have been divided, by name of what they count. Not collective."""
+        """Return the numbers by which a sum may have been divided, such as ``{"ranks": 4}``. Not collective."""
         scalars, accumulate = self.training.engine.scalars, self.training.model.config.accumulate
         counts = {"grains": scalars.count, "samples": scalars.samples, "micro-batches of a grain": accumulate}
         return self.layout.group_sizes() | {name: count for name, count in counts.items() if count > 1}
 
 
-def _explained(found: LocatedDifference, told: Diagnosis) -> LocatedDifference:
-    return found.told(diagnosis=told.cause, seen=told.seen)
+def _explained(located: LocatedDifference, diagnosis: Diagnosis) -> LocatedDifference:
+    return located.with_finding(diagnosis=diagnosis.cause, seen=diagnosis.pattern)
 
 
 def _explain_clip(
-    found: LocatedDifference, clipped: Array, before: Array, expected: Array, rounding: Rounding
+    located: LocatedDifference, clipped: Array, before: Array, expected: Array, rounding: Rounding
 ) -> LocatedDifference:
-    places = found.places
-    told = verdicts.diagnose_clipped(clipped[places], before[places], expected[places], rounding)
+    indices = located.indices
+    diagnosis = verdicts.diagnose_clipped(clipped[indices], before[indices], expected[indices], rounding)
     factors = [rounding.factor([values], [before], keep_one=True) for values in (clipped, expected)]
     if None in factors:
-        return _explained(found, told)
+        return _explained(located, diagnosis)
     # All elements were clipped by one factor, but not by the factor of one process.
-    return _explained(LocatedDifference(Finding(0, "clip factor", found=factors[0], expected=factors[1])), told)
+    return _explained(LocatedDifference(Finding(0, "clip factor", found=factors[0], expected=factors[1])), diagnosis)
 
 
-def _apart(found: Array, expected: Array, size: float) -> float:
-    return largest(found - expected) / size if size else 0.0
+def _apart(actual: Array, expected: Array, size: float) -> float:
+    return largest(actual - expected) / size if size else 0.0
 
 
 def _losses(grains: list[dict[int, float]]) -> dict[int, tuple[float, int]]:
@@ -751,7 +766,7 @@ class ReferenceTrace(NamedTuple):
     steps: list[tuple[float | None, float | None, dict[Key, bytes]]]
     sha256: str
     seconds: float
-    own_reasons: bool
+    layers_depend: bool
 
 
 def compare_layouts(
@@ -814,8 +829,8 @@ def compare_layouts(
     True
     """
     task = _task(make_model, batches, make_optimizer, steps, settings)
-    given = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
-    chosen = each_once(given, task.settings.get("tiles"))
+    parsed = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
+    chosen = each_once(parsed, task.settings.get("tiles"))
     comm = default_world() if comm is None else comm
     with nullcontext() if comm is None or comm == "self" else communicator_of(comm) as world:
         tell = progress if progress is not None and (world is None or world.rank == 0) else _silent
@@ -864,7 +879,7 @@ def _compare(
             continue
         rounding = trace.rounding
         split = layout.parallel.tensor * layout.parallel.context > 1
-        if layout.rounds(task.settings.get("accumulate", 1)) or (split and trace.own_reasons):
+        if layout.rounds(task.settings.get("accumulate", 1)) or (split and trace.layers_depend):
             rounding = replace(rounding, tolerance=rounding.of_sums if tolerance is None else tolerance)
         comparison = LayoutComparison(task, layout, trace, rounding, tell)
         with _named(layout):
@@ -914,7 +929,7 @@ def record(task: TrainingTask, alone: Layout = ONE_PROCESS, tell: Progress = _si
         steps, terms = [], float(max((side for e in training.layout.parameters for side in e.spec.shape), default=1))
         for number in range(task.steps + 1):
             training.train(min(number, 1))
-            steps.append(_seen(training))
+            steps.append(_observed(training))
             terms = max(terms, training.engine.scalars.samples, *(r.weight for r in [training.model.last_step] if r))
             tell("one process", number)
         rounding = Rounding(str(np.dtype(training.engine.dtype)), terms)
@@ -922,10 +937,10 @@ def record(task: TrainingTask, alone: Layout = ONE_PROCESS, tell: Progress = _si
         return ReferenceTrace(rounding, steps, sha256, time.monotonic() - started, bool(reasons))
 
 
-def _seen(training: ObservedTraining) -> tuple[float | None, float | None, dict[Key, bytes]]:
+def _observed(training: ObservedTraining) -> tuple[float | None, float | None, dict[Key, bytes]]:
     report = training.model.last_step
-    figures = (None, None) if report is None else (report.loss, report.gradient_norm)
-    return (*figures, training.digests())
+    scalars = (None, None) if report is None else (report.loss, report.gradient_norm)
+    return (*scalars, training.digests())
 
 
 class LayoutComparison(NamedTuple):
@@ -947,8 +962,8 @@ class LayoutComparison(NamedTuple):
         steps, sha256, largest, finding = how(comm)
         seconds = time.monotonic() - started
         name, ranks = str(self.layout), self.layout.ranks
-        asked = self.layout.alone.parallel.parallel_layout().asked_tiles
-        tiles = shown_tiles(asked) if max(asked.values()) > 1 else ""
+        tile_counts = self.layout.alone.parallel.parallel_layout().asked_tiles
+        tiles = shown_tiles(tile_counts) if max(tile_counts.values()) > 1 else ""
         return Verdict(name, ranks, steps, sha256, seconds, self.rounding.tolerance, largest, finding, tiles)
 
     def _tell(self, comm: Communicator, step: int) -> None:
@@ -977,19 +992,19 @@ class LayoutComparison(NamedTuple):
     def _unlike(self, training: ObservedTraining, number: int) -> Finding | None:
         """Return the first difference after step ``number``, found on any rank; None if there is none. Collective."""
         loss, norm, digests = self.trace.steps[number]
-        seen = _seen(training)
-        mine: Finding | None = None
-        if repr(seen[0]) != repr(loss):
-            mine = Finding(number, "loss", found=seen[0], expected=loss, diagnosis=UNREPEATED)
-        elif self.task.settings.get("clip") is not None and repr(seen[1]) != repr(norm):
-            mine = Finding(number, "gradient norm", found=seen[1], expected=norm, diagnosis=UNREPEATED)
-        elif key := next((key for key, value in digests.items() if seen[2].get(key) != value), None):
-            mine = Finding(number, *key, diagnosis=UNREPEATED)
+        observed = _observed(training)
+        local: Finding | None = None
+        if repr(observed[0]) != repr(loss):
+            local = Finding(number, "loss", found=observed[0], expected=loss, diagnosis=UNREPEATED)
+        elif self.task.settings.get("clip") is not None and repr(observed[1]) != repr(norm):
+            local = Finding(number, "gradient norm", found=observed[1], expected=norm, diagnosis=UNREPEATED)
+        elif key := next((key for key, value in digests.items() if observed[2].get(key) != value), None):
+            local = Finding(number, *key, diagnosis=UNREPEATED)
         elif name := training.unlike_copy(training.engine.whole.vector()):
-            mine = Finding(number, "copy of a parameter", name, diagnosis=UNREPEATED)
-        everyone = training.engine.grid.world.allgather_object(mine, "hashes")
-        different = [rank for rank, finding in enumerate(everyone) if finding is not None]
-        return replace(everyone[different[0]], ranks=tuple(different)) if different else None
+            local = Finding(number, "copy of a parameter", name, diagnosis=UNREPEATED)
+        gathered = training.engine.grid.world.allgather_object(local, "hashes")
+        different = [rank for rank, finding in enumerate(gathered) if finding is not None]
+        return replace(gathered[different[0]], ranks=tuple(different)) if different else None
 
     def _look(self, comm: Communicator, step: int) -> Finding | None:
         """Train again from the start to step ``step``, and compare everything that this step computes. Collective.

@@ -60,24 +60,24 @@ class Layout:
         ConfigError
             If a word is not understood; the message names the layout, the word and what is allowed.
         """
-        given: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         ranks = None
         for word in filter(None, (word.strip() for word in text.split(","))):
-            found = re.fullmatch(r"(?:(\w+)\s*=\s*(\w+)|([a-z]\w*))?\s*(?:(?:^|\*)\s*(\d+))?", word)
-            if found is None:
+            match = re.fullmatch(r"(?:(\w+)\s*=\s*(\w+)|([a-z]\w*))?\s*(?:(?:^|\*)\s*(\d+))?", word)
+            if match is None:
                 raise ConfigError(f"layout {text!r}: {word!r} is not understood: {_ALLOWED}")
-            key, value, name, number = found.groups()
+            key, value, name, number = match.groups()
             ranks = int(number) if number else ranks
             pairs = {key: value} if key else {} if name is None else _WORDS.get(name)
-            if pairs is None or not pairs.keys() <= {*_KEYS, "share_node_memory"} or pairs.keys() & given.keys():
+            if pairs is None or not pairs.keys() <= {*_KEYS, "share_node_memory"} or pairs.keys() & settings.keys():
                 raise ConfigError(f"layout {text!r}: {word!r} is not understood, or given twice: {_ALLOWED}")
-            given |= {k: int(v) if k in _SIZES and str(v).isdecimal() else v for k, v in pairs.items()}
-        if not given and ranks is None:
+            settings |= {k: int(v) if k in _SIZES and str(v).isdecimal() else v for k, v in pairs.items()}
+        if not settings and ranks is None:
             raise ConfigError(f"layout {text!r} is empty: {_ALLOWED}")
         try:
-            parallel = ParallelSection(**{"strategy": strategy, "data": 1, **given})
+            parallel = ParallelSection(**{"strategy": strategy, "data": 1, **settings})
             if ranks is not None:
-                chosen = replace(parallel, data=given.get("data", -1))
+                chosen = replace(parallel, data=settings.get("data", -1))
                 parallel = replace(chosen, data=chosen.axes_of(ranks).data)
         except ConfigError as error:
             raise ConfigError(f"layout {text!r}: {error}") from None
@@ -147,11 +147,11 @@ def each_once(layouts: Iterable[Layout], tiles: Tiles) -> list[Layout]:
     Not collective. Settings that no name has make no second layout: most change nothing in a comparison (``bucket_mb``,
     or ``schedule`` without a pipeline); ``order`` and ``cuts`` of the first are kept.
     """
-    found: dict[str, Layout] = {}
+    by_name: dict[str, Layout] = {}
     for layout in layouts:
         placed = layout.in_tiles(tiles)
-        found.setdefault(str(placed), placed)
-    return list(found.values())
+        by_name.setdefault(str(placed), placed)
+    return list(by_name.values())
 
 
 def default_layouts(ranks: int, *, blocks: int, heads: int = 1, sequence: int = 0) -> list[Layout]:
@@ -185,21 +185,21 @@ def default_layouts(ranks: int, *, blocks: int, heads: int = 1, sequence: int = 
 
 def _pipelines(ranks: int, blocks: int) -> Iterator[ParallelSection]:
     """Yield a layout with a pipeline for every possible number of stages; schedules and strategies alternate."""
-    place = 0
+    number = 0
     schedules = ("1f1b", *(name for name in SCHEDULES if name != "1f1b"))
     for stages in (n for n in range(2, ranks + 1) if ranks % n == 0):
-        first = place % len(schedules)
+        first = number % len(schedules)
         for schedule in (*schedules[first:], *schedules[:first]):
             virtual = 2 if schedule == "interleaved" else 1
             if len(chunk_stages(schedule, stages, virtual)) <= blocks:
                 yield ParallelSection(
-                    strategy=STRATEGIES[place % len(STRATEGIES)],
+                    strategy=STRATEGIES[number % len(STRATEGIES)],
                     pipeline=stages,
                     data=ranks // stages,
                     schedule=schedule,
                     virtual_stages=virtual,
                 )
-                place += 1
+                number += 1
                 break
 
 
@@ -267,11 +267,13 @@ class Finding:
     seen: str | None = None
 
     def __str__(self) -> str:
-        place = "" if self.tensor is None else f" {'' if self.quantity.endswith('parameter') else 'of '}{self.tensor!r}"
+        location = (
+            "" if self.tensor is None else f" {'' if self.quantity.endswith('parameter') else 'of '}{self.tensor!r}"
+        )
         if self.index:
-            place += f" at [{', '.join(map(str, self.index))}]"
+            location += f" at [{', '.join(map(str, self.index))}]"
         if self.ranks:
-            place += f" {self.role} rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+            location += f" {self.role} rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         values = "" if self.expected is None and self.found is None else f": {_number(self.found)}"
         values += f", expected {_number(self.expected)}" if values else ""
         counts = [f"{self.differing} of {self.size} elements"] if self.size > 1 else []
@@ -279,7 +281,7 @@ class Finding:
         count = f" ({', '.join(counts)} differ)" if counts else ""
         reason = f"\n  seen: {self.seen}" if self.seen else ""
         reason += f"\n  probably: {self.diagnosis}" if self.diagnosis else ""
-        return f"step {self.step}: {self.quantity}{place}{values}{count}{reason}"
+        return f"step {self.step}: {self.quantity}{location}{values}{count}{reason}"
 
 
 def _number(value: float | None) -> str:
@@ -403,7 +405,7 @@ class Diagnosis(NamedTuple):
     """Hold the probable cause of a difference, and the pattern in the numbers, as texts; None if there is none."""
 
     cause: str | None = None
-    seen: str | None = None
+    pattern: str | None = None
 
 
 @dataclass(frozen=True)
@@ -487,11 +489,11 @@ class GradientEvidence:
 
     Attributes
     ----------
-    found, again : mapping of str to array
+    actual, again : mapping of str to array
         Averaged gradient in the layout, from two evaluations.
     expected : mapping of str to array
         Averaged gradient in one process.
-    own : mapping of str to array
+    owner_sums : mapping of str to array
         For each element, the gradient sum over the samples of the rank that updates this element only.
     uses : mapping of str to mapping of str to array
         By parameter and by name of the use, the part of each use in the parameter's averaged gradient; a parameter
@@ -504,10 +506,10 @@ class GradientEvidence:
         How much rounding may change in this training.
     """
 
-    found: Mapping[str, Array]
+    actual: Mapping[str, Array]
     again: Mapping[str, Array]
     expected: Mapping[str, Array]
-    own: Mapping[str, Array]
+    owner_sums: Mapping[str, Array]
     uses: Mapping[str, Mapping[str, Array]]
     computed: Sequence[RankGradients]
     tensors: int
@@ -526,101 +528,110 @@ class GradientEvidence:
         return all(self.rounding.close(self.again[name], self.expected[name]) for name in self.expected)
 
 
-def diagnose_loss(seen: LossEvidence, counts: Mapping[str, int]) -> Diagnosis:
+def diagnose_loss(evidence: LossEvidence, counts: Mapping[str, int]) -> Diagnosis:
     """Find the probable cause of a loss that differs.
 
-    ``counts`` has the numbers by which a sum may have been divided, by what they count, such as ``{"ranks": 4}``.
+    ``counts`` has the numbers by which a sum may have been divided, such as ``{"ranks": 4}``: what is counted, and how
+    many of it there are.
     """
-    rounding, wrong, right = seen.rounding, seen.wrong_ranks, seen.right_ranks
-    if repeated := _repeated(rounding.same(seen.again, seen.expected), seen.again == seen.first):
+    rounding, wrong, right = evidence.rounding, evidence.wrong_ranks, evidence.right_ranks
+    if repeated := _repeated(rounding.same(evidence.again, evidence.expected), evidence.again == evidence.first):
         return Diagnosis(repeated)
-    if not rounding.near(seen.weight, seen.weight_expected) and rounding.near(
-        seen.first * seen.weight, seen.expected * seen.weight_expected
+    if not rounding.near(evidence.weight, evidence.weight_expected) and rounding.near(
+        evidence.first * evidence.weight, evidence.expected * evidence.weight_expected
     ):
-        divided = f"equal loss sums, divided by {seen.weight:.17g}, expected {seen.weight_expected:.17g}"
-        return _wrong_count("the loss", seen.weight_expected / seen.weight, counts, rounding)._replace(seen=divided)
-    shown: str | None = None
+        divided = f"equal loss sums, divided by {evidence.weight:.17g}, expected {evidence.weight_expected:.17g}"
+        return _wrong_count("the loss", evidence.weight_expected / evidence.weight, counts, rounding)._replace(
+            pattern=divided
+        )
+    pattern: str | None = None
     if wrong and right:
-        shown = f"only the samples of {_ranks(wrong)} have other losses, with equal parameters"
-    if rounding.near(seen.quiet, seen.quiet_expected) and not rounding.near(seen.expected, seen.quiet_expected):
-        where = "keyed by the rank" if shown else "that depend on the layout"
+        pattern = f"only the samples of {_ranks(wrong)} have other losses, with equal parameters"
+    if rounding.near(evidence.quiet, evidence.quiet_expected) and not rounding.near(
+        evidence.expected, evidence.quiet_expected
+    ):
+        where = "keyed by the rank" if pattern else "that depend on the layout"
         advice = "without dropout the losses of this batch are equal; key them by sample, element and step"
-        return Diagnosis(f"random numbers {where}: {advice}", shown)
-    if shown:
-        return Diagnosis(_DEPENDS, shown)
-    if seen.grains and not wrong:
-        shown = "the losses of all micro-batches are equal: their sum is not"
-    if rounding.near(seen.first, seen.expected):
-        return Diagnosis(_ROUNDING, shown)
-    told = _wrong_count("the loss", seen.first / seen.expected, counts, rounding) if seen.expected else Diagnosis()
-    return Diagnosis(told.cause, shown)
+        return Diagnosis(f"random numbers {where}: {advice}", pattern)
+    if pattern:
+        return Diagnosis(_DEPENDS, pattern)
+    if evidence.grains and not wrong:
+        pattern = "the losses of all micro-batches are equal: their sum is not"
+    if rounding.near(evidence.first, evidence.expected):
+        return Diagnosis(_ROUNDING, pattern)
+    diagnosis = (
+        _wrong_count("the loss", evidence.first / evidence.expected, counts, rounding)
+        if evidence.expected
+        else Diagnosis()
+    )
+    return Diagnosis(diagnosis.cause, pattern)
 
 
-def diagnose_gradient(seen: GradientEvidence, counts: Mapping[str, int]) -> Diagnosis:
+def diagnose_gradient(evidence: GradientEvidence, counts: Mapping[str, int]) -> Diagnosis:
     """Find the probable cause of a gradient that differs although the loss is the same.
 
-    ``counts`` is as for :func:`of_loss`.
+    ``counts`` is as for :func:`diagnose_loss`.
     """
-    found, expected, rounding, shown = seen.found, seen.expected, seen.rounding, _computed(seen)
-    if repeated := _repeated(seen.right_again, _same_bits(seen.again, found)):
-        return Diagnosis(repeated, shown)
-    if 0 < len(seen.wrong_ranks) < len(seen.computed):
-        return Diagnosis(_DEPENDS, shown)
-    small = all(rounding.close(found[name], expected[name]) for name in found)
-    if small or seen.wrong_ranks:
-        return Diagnosis(_ROUNDING if small else None, shown)
-    factor = rounding.factor(list(found.values()), list(expected.values()))
-    if factor is not None and len(found) == seen.tensors > 1:
-        return _with(_wrong_count("every gradient", factor, counts, rounding), shown)
-    if told := _tied(seen):
-        return Diagnosis(told, shown)
-    if _skipped(seen):
+    actual, expected, rounding, pattern = evidence.actual, evidence.expected, evidence.rounding, _computed(evidence)
+    if repeated := _repeated(evidence.right_again, _same_bits(evidence.again, actual)):
+        return Diagnosis(repeated, pattern)
+    if 0 < len(evidence.wrong_ranks) < len(evidence.computed):
+        return Diagnosis(_DEPENDS, pattern)
+    small = all(rounding.close(actual[name], expected[name]) for name in actual)
+    if small or evidence.wrong_ranks:
+        return Diagnosis(_ROUNDING if small else None, pattern)
+    factor = rounding.factor(list(actual.values()), list(expected.values()))
+    if factor is not None and len(actual) == evidence.tensors > 1:
+        return _with(_wrong_count("every gradient", factor, counts, rounding), pattern)
+    if cause := _tied(evidence):
+        return Diagnosis(cause, pattern)
+    if _skipped(evidence):
         reason = "a skipped reduction: each owner has the gradient of its own samples alone, not the sum over the ranks"
-        return Diagnosis(reason, shown)
+        return Diagnosis(reason, pattern)
     if factor is not None:
-        which = "the gradient of this tensor" if len(found) == 1 else "the gradients of these tensors"
-        return _with(_wrong_count(which, factor, counts, rounding), shown)
-    return Diagnosis(None, shown)
+        which = "the gradient of this tensor" if len(actual) == 1 else "the gradients of these tensors"
+        return _with(_wrong_count(which, factor, counts, rounding), pattern)
+    return Diagnosis(None, pattern)
 
 
 def diagnose_norm(
-    found: float | None, expected: float | None, rounding: Rounding, counts: Mapping[str, int]
+    actual: float | None, expected: float | None, rounding: Rounding, counts: Mapping[str, int]
 ) -> Diagnosis:
     """Find the probable cause of a gradient norm that differs although the gradient is the same.
 
-    ``found`` is the norm in the layout, ``expected`` in one process; None if no norm was computed. ``counts`` is as for
-    :func:`of_loss`.
+    ``actual`` is the norm in the layout, ``expected`` in one process; None if no norm was computed. ``counts`` is as
+    for :func:`diagnose_loss`.
     """
-    if found is None or not expected:
+    if actual is None or not expected:
         return Diagnosis("a missed clip: this layout never asked for the norm" if expected else None)
-    if rounding.near(found, expected):
+    if rounding.near(actual, expected):
         return Diagnosis(_ROUNDING)
-    ratio = (found / expected) ** 2
-    shown = f"the sum of squares is {_times(ratio)} that of the same gradient in one process"
+    ratio = (actual / expected) ** 2
+    pattern = f"the sum of squares is {_times(ratio)} that of the same gradient in one process"
     for what, size in counts.items():
         if rounding.near(ratio, size):
             reason = f"squares counted {size} times, the number of {what}"
-            return Diagnosis(f"{reason}: the norm is {ratio**0.5:.4g} times too large", shown)
-    return Diagnosis(None, shown)
+            return Diagnosis(f"{reason}: the norm is {ratio**0.5:.4g} times too large", pattern)
+    return Diagnosis(None, pattern)
 
 
-def diagnose_clipped(found: Array, before: Array, expected: Array, rounding: Rounding) -> Diagnosis:
+def diagnose_clipped(actual: Array, before: Array, expected: Array, rounding: Rounding) -> Diagnosis:
     """Find the probable cause of a clipped gradient that differs although gradient and norm are the same.
 
     The arrays have the differing elements: clipped in the layout, before clipping, and clipped in one process.
     """
-    if np.array_equal(found, before):
+    if np.array_equal(actual, before):
         return Diagnosis("a missed clip: these elements are as they were before clipping")
-    factor = rounding.factor([found], [expected])
+    factor = rounding.factor([actual], [expected])
     return Diagnosis(None, None if factor is None else f"clipped by {_times(factor)} the factor of one process")
 
 
-def diagnose_update(found: Array, before: Array, quantity: str) -> str | None:
+def diagnose_update(actual: Array, before: Array, quantity: str) -> str | None:
     """Find the probable cause of values that differ after an update with the same gradient; None if unknown.
 
-    ``found`` and ``before`` have the differing elements in the layout, after and before the update.
+    ``actual`` and ``before`` have the differing elements in the layout, after and before the update.
     """
-    if np.array_equal(found, before):
+    if np.array_equal(actual, before):
         if quantity == "parameter":
             return "stale parameters: these elements have the values of the step before, the new ones never came"
         return "an update left out: these elements have the values of the step before"
@@ -641,15 +652,15 @@ def _repeated(right_again: bool, same_again: bool) -> str | None:
     return None
 
 
-def _computed(seen: GradientEvidence) -> str | None:
+def _computed(evidence: GradientEvidence) -> str | None:
     """Describe which ranks computed gradients that differ before the ranks' gradients are added up."""
-    rounding, wrong = seen.rounding, [one for one in seen.computed if one.grains]
-    if not seen.computed:
+    rounding, wrong = evidence.rounding, [one for one in evidence.computed if one.grains]
+    if not evidence.computed:
         return "gradients of single ranks cannot be compared here: the owner of the elements is named"
     if not wrong:
         equal = "has the same bits as in one process" if rounding.tolerance is None else "agrees with one process"
         return f"what ranks computed {equal}, before it is added up: the owner of the elements, who adds it, is named"
-    only = "only " if len(wrong) < len(seen.computed) else ""
+    only = "only " if len(wrong) < len(evidence.computed) else ""
     grains = sorted({grain for one in wrong for grain in one.grains})
     some = ", ".join(map(str, grains[:6])) + (", ..." if len(grains) > 6 else "")
     text = f"{only}gradients that {_ranks(one.rank for one in wrong)} computed differ (of grains {some})"
@@ -663,38 +674,44 @@ def _computed(seen: GradientEvidence) -> str | None:
     return f"{text} by {apart:.1e} of the largest element at most"
 
 
-def _tied(seen: GradientEvidence) -> str | None:
+def _tied(evidence: GradientEvidence) -> str | None:
     """Say which use of a tied parameter was added twice or left out; None if that does not explain the differences."""
-    if not set(seen.found) <= set(seen.uses):
+    if not set(evidence.actual) <= set(evidence.uses):
         return None
-    told: set[str] = set()
-    for name, found in seen.found.items():
-        expected, uses = seen.expected[name], seen.uses[name]
-        extra = found - expected
-        match = [("counted twice", use) for use, part in uses.items() if _is_part(extra, part, expected, seen.rounding)]
-        match += [("left out", use) for use, part in uses.items() if _is_part(extra, -part, expected, seen.rounding)]
-        if not match and _is_part(extra, expected, expected, seen.rounding):
+    causes: set[str] = set()
+    for name, actual in evidence.actual.items():
+        expected, uses = evidence.expected[name], evidence.uses[name]
+        extra = actual - expected
+        match = [
+            ("counted twice", use) for use, part in uses.items() if _is_part(extra, part, expected, evidence.rounding)
+        ]
+        match += [
+            ("left out", use) for use, part in uses.items() if _is_part(extra, -part, expected, evidence.rounding)
+        ]
+        if not match and _is_part(extra, expected, expected, evidence.rounding):
             match = [("counted twice", "all uses")]
         if not match:
             return None
-        told.add(f"a tied gradient {match[0][0]}: the part of {match[0][1]!r}")
-    return "; ".join(sorted(told))
+        causes.add(f"a tied gradient {match[0][0]}: the part of {match[0][1]!r}")
+    return "; ".join(sorted(causes))
 
 
-def _is_part(extra: Array, part: Array, whole: Array, rounding: Rounding) -> bool:
+def _is_part(extra: Array, part: Array, full: Array, rounding: Rounding) -> bool:
     """Tell whether the difference ``extra`` equals ``part``, which must itself be far more than rounding."""
     size = largest(part)
-    bound = max(rounding.of_sums, rounding.tolerance or 0.0) * max(size, largest(whole))
+    bound = max(rounding.of_sums, rounding.tolerance or 0.0) * max(size, largest(full))
     return size > 8 * bound and largest(extra - part) <= bound
 
 
-def _skipped(seen: GradientEvidence) -> bool:
+def _skipped(evidence: GradientEvidence) -> bool:
     """Tell whether each wrong gradient is the sum over the samples of one rank, the rank that updates the parameter."""
 
     def multiple(values: Mapping[str, Array], name: str) -> float | None:
-        return seen.rounding.factor([values[name]], [seen.own[name]], keep_one=True, summed=True)
+        return evidence.rounding.factor([values[name]], [evidence.owner_sums[name]], keep_one=True, summed=True)
 
-    return all(multiple(seen.found, n) is not None and multiple(seen.expected, n) is None for n in seen.found)
+    return all(
+        multiple(evidence.actual, n) is not None and multiple(evidence.expected, n) is None for n in evidence.actual
+    )
 
 
 def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: Rounding) -> Diagnosis:
@@ -703,7 +720,7 @@ def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: 
     Otherwise return the factor as the pattern. ``factor`` is the found value divided by the right value; ``what`` is
     the value's name, such as "the loss".
     """
-    shown = f"{what} is {_times(factor)} what it must be"
+    pattern = f"{what} is {_times(factor)} what it must be"
     for size in sorted(set(counts.values()) - {1}):
         for times in (float(size), 1 / size):
             if rounding.ratio(factor, times):
@@ -716,12 +733,12 @@ def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: 
             reason = f"{what} is {n}/{m} of what it must be, {n} is the number of {one}, {m} that of {other}"
             return Diagnosis(f"a sum divided by the wrong count: {reason}")
     listed = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return Diagnosis(None, f"{shown}, which is no ratio of the counts here ({listed})")
+    return Diagnosis(None, f"{pattern}, which is no ratio of the counts here ({listed})")
 
 
-def _with(told: Diagnosis, seen: str | None) -> Diagnosis:
-    """Return the diagnosis ``told`` with ``seen`` appended to its pattern."""
-    return told._replace(seen="; ".join(filter(None, (told.seen, seen))) or None)
+def _with(diagnosis: Diagnosis, pattern: str | None) -> Diagnosis:
+    """Return the diagnosis ``diagnosis`` with ``pattern`` appended to its pattern."""
+    return diagnosis._replace(pattern="; ".join(filter(None, (diagnosis.pattern, pattern))) or None)
 
 
 def _times(factor: float) -> str:
@@ -730,8 +747,8 @@ def _times(factor: float) -> str:
     return f"1 {'+' if apart > 0 else '-'} {abs(apart):.3g} times" if 0 < abs(apart) < 1e-3 else f"{factor:.6g} times"
 
 
-def _same_bits(found: Mapping[str, Array], expected: Mapping[str, Array]) -> bool:
-    return all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+def _same_bits(actual: Mapping[str, Array], expected: Mapping[str, Array]) -> bool:
+    return all(actual[name].tobytes() == expected[name].tobytes() for name in expected)
 
 
 def _ranks(ranks: Iterable[int]) -> str:

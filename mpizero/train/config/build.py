@@ -179,12 +179,12 @@ def _open(section: DataSection, config: RunConfig) -> Any:
 def _sequence(config: RunConfig) -> int:
     """Return the length of the samples into which a text is cut."""
     section = config.model
-    given = section.arguments.get("sequence") if isinstance(section, MadeModelSection) else section.split_sizes[1]
+    length = section.arguments.get("sequence") if isinstance(section, MadeModelSection) else section.split_sizes[1]
     try:
-        return int(whole(1)(given))
+        return int(whole(1)(length))
     except ValueError as error:
-        told = f"must be given with data.text, the length of a sample, {error}"
-        raise rejected("model.sequence", given, told) from None
+        problem = f"must be given with data.text, the length of a sample, {error}"
+        raise rejected("model.sequence", length, problem) from None
 
 
 def build_model(config: RunConfig, *sources: Any) -> Any:
@@ -242,12 +242,12 @@ def make_model(config: RunConfig, widths: Sequence[int] | None) -> Any:
         If the model is an MLP and ``widths`` are not two numbers.
     """
     section = config.model
-    own = section.values("name", *(item.name for item in fields(ModelSection))) | {"seed": config.train.seed}
+    arguments = section.values("name", *(item.name for item in fields(ModelSection))) | {"seed": config.train.seed}
     if isinstance(section, GptSection):
-        return _frozen(section, nn.GPT(**own))
+        return _frozen(section, nn.GPT(**arguments))
     if not isinstance(widths, list | tuple) or len(widths) != 2:
         raise DataError(f"an mlp takes features and outputs from its data, got {widths!r}")
-    return _frozen(section, nn.MLP(widths[0], own.pop("hidden"), widths[1], **own))
+    return _frozen(section, nn.MLP(widths[0], arguments.pop("hidden"), widths[1], **arguments))
 
 
 def model_and_sample(config: RunConfig) -> tuple[RunConfig, Any, Any, Any]:
@@ -347,12 +347,14 @@ def build(config: RunConfig, comm: Communicator, *, overridden: tuple[str, ...] 
             optimizer = build_optimizer(config)
             _check_bounds(config, optimizer, wrapped)
             fingerprint = data_fingerprint(source)
-            held = data_fingerprint(validation) if len(validation) else ""
+            validation_fingerprint = data_fingerprint(validation) if len(validation) else ""
             task = task_of(wrapped)
             units = units_per_sample(task, source)
             code = {k: v for function in user_functions(config).values() for k, v in function.files().items()}
         agree_equal(
-            comm, lambda: {"the training data": fingerprint[:16], "the validation data": held[:16]}, "agree data"
+            comm,
+            lambda: {"the training data": fingerprint[:16], "the validation data": validation_fingerprint[:16]},
+            "agree data",
         )
         contents = shared_contents(comm, source, validation)
         mesh = build_mesh(config, comm)
@@ -367,7 +369,7 @@ def build(config: RunConfig, comm: Communicator, *, overridden: tuple[str, ...] 
                 settings=settings,
                 about={"config": settings, "widths": _widths_of(model.wrapped_model), "folder": config.folder},
                 fingerprint=fingerprint,
-                validation_fingerprint=held,
+                validation_fingerprint=validation_fingerprint,
                 contents=contents,
                 code=code,
                 task=task,
@@ -390,11 +392,11 @@ def build(config: RunConfig, comm: Communicator, *, overridden: tuple[str, ...] 
 
 def _described(config: RunConfig, model: Model, source: Any, validation: Any) -> str:
     """Describe a run in one line: model, layout, numbers of samples, grains. Not collective."""
-    train, parallel, sharing = config.train, config.parallel, model.batch_group.size
+    train, parallel, size = config.train, config.parallel, model.batch_group.size
     grains = Grains(train.global_batch, model.grain_size(train.global_batch))
     who = "replicas" if parallel.splits_model else "ranks"
     count = grains.count
-    idle = f"; {who} {count} to {sharing - 1} have no grain and only help" if sharing > count else ""
+    idle = f"; {who} {count} to {size - 1} have no grain and only help" if size > count else ""
     return (
         f"{config.model.described} with {model.parameter_count:,} parameters, "
         f"{parallel.describe(model.world_size)}{model._engine.told_exactness}; "
@@ -411,12 +413,12 @@ def _load_start(section: ModelSection, model: Model) -> str:
     """
     from mpizero.checkpoint.inspect import find_checkpoint
 
-    given = Path(section.start or "")
-    found = from_rank_0(
-        model.mesh.communicator, lambda: find_checkpoint(given) if given.is_dir() else given, "start values"
+    start = Path(section.start or "")
+    path = from_rank_0(
+        model.mesh.communicator, lambda: find_checkpoint(start) if start.is_dir() else start, "start values"
     )
     chosen = {name: getattr(section, f"start_{name}") for name in ("include", "exclude", "rename")}
-    report = model.load_parameters(str(found), **chosen)
+    report = model.load_parameters(str(path), **chosen)
     return "" if report.told else str(report)
 
 
@@ -441,8 +443,8 @@ def computing_settings(config: RunConfig) -> dict[str, Any]:
     Not collective. They do not depend on the sizes of the layout of the run over ranks, nor on what ranks send.
     """
     sent = {"gradient_compression", "check_every"}
-    own = {name: value for name, value in config.train.values_of(ComputeSettings).items() if name not in sent}
-    return own | {"tiles": config.parallel.tiles}
+    settings = {name: value for name, value in config.train.values_of(ComputeSettings).items() if name not in sent}
+    return settings | {"tiles": config.parallel.tiles}
 
 
 def build_mesh(config: RunConfig, comm: Communicator) -> Mesh:

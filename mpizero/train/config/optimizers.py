@@ -58,14 +58,14 @@ class OptimizerSection(ConfigSection):
         """Raise an error for settings that the optimizer does not take together."""
         self.kind.check_combination(self)  # which looks at its own settings alone, and these are fields here, too
 
-    def own(self) -> dict[str, Any]:
+    def declared_settings(self) -> dict[str, Any]:
         """Return the settings that the optimizer's class declares, by name."""
         known = {item.name for item in fields(self)} - {"lr"}
         return {item.name: getattr(self, item.name) for item in fields(self.kind) if item.name in known}
 
     def optimizer(self, steps: int) -> Any:
         """Return the optimizer for a training of ``steps`` steps. Not collective."""
-        return self.kind(**self.own())
+        return self.kind(**self.declared_settings())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class RateSection(OptimizerSection):
 
     def optimizer(self, steps: int) -> Any:
         """Return the optimizer with its schedule, for a training of ``steps`` steps. Not collective."""
-        return self.kind(lr=self.rate(steps), **self.own())
+        return self.kind(lr=self.rate(steps), **self.declared_settings())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,16 +119,16 @@ class VectorMethodSection(OptimizerSection):
 def optimizer_section(name: str) -> type[OptimizerSection]:
     """Return the class of the table ``[optimizer]`` with this name. Not collective."""
     kind = getattr(optim, OPTIMIZERS[name])
-    own: dict[str, Any] = {item.name: _like(item) for item in fields(kind) if "check" in item.metadata}
-    own.pop("exact", None)  # of NewtonCG, only for mpizero.minimize
-    own["name"] = setting(name, one_of(*OPTIMIZERS), resume="never")
+    settings: dict[str, Any] = {item.name: _like(item) for item in fields(kind) if "check" in item.metadata}
+    settings.pop("exact", None)  # of NewtonCG, only for mpizero.minimize
+    settings["name"] = setting(name, one_of(*OPTIMIZERS), resume="never")
     if name in _RATES:
-        own["lr"] = setting(_RATES[name], positive)
+        settings["lr"] = setting(_RATES[name], positive)
     if name == "l-bfgs":
-        own["bounds"] = setting(None, optional(_bounds), resume="never")
+        settings["bounds"] = setting(None, optional(_bounds), resume="never")
     return make_dataclass(
         f"{kind.__name__}Section",
-        [(key, Any, made) for key, made in own.items()],
+        [(key, Any, made) for key, made in settings.items()],
         bases=(RateSection if name in STEPPING else VectorMethodSection,),
         namespace={"kind": kind},
         frozen=True,
@@ -150,7 +150,7 @@ def _limit(value: Any) -> float | None:
 
 def _bounds(value: Any) -> dict[str, list[float | None]]:
     """Check bounds, and return the pairs by patterns of names; None is no bound."""
-    found = {}
+    bounds = {}
     for name, pair in (value if isinstance(value, Mapping) else {"*": value}).items():
         where = f"{name}: " if isinstance(value, Mapping) else ""
         try:
@@ -159,5 +159,5 @@ def _bounds(value: Any) -> dict[str, list[float | None]]:
             raise ValueError(f"must be {_BOUNDS}; {where}{allowed(error)}") from None
         if None not in (low, high) and low > high:
             raise ValueError(f"must be {_BOUNDS}; {where}low is above high")
-        found[str(name)] = [low, high]
-    return found
+        bounds[str(name)] = [low, high]
+    return bounds

@@ -176,9 +176,9 @@ class RunConfig:
         if train.global_batch == ALL_SAMPLES:
             raise train.reject("global_batch", "must be a whole number >= 1")
         assert isinstance(optimizer, RateSection)
-        length, given = optimizer.schedule_steps or train.steps, optimizer.schedule_steps is not None
+        length, explicit = optimizer.schedule_steps or train.steps, optimizer.schedule_steps is not None
         if optimizer.warmup > length:
-            whose = "optimizer.schedule_steps" if given else "train.steps"
+            whose = "optimizer.schedule_steps" if explicit else "train.steps"
             raise optimizer.reject("warmup", f"must be at most {whose} = {length}")
 
     def with_tiles(self, tiles: dict[str, int] | None) -> RunConfig:

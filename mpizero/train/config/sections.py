@@ -47,8 +47,8 @@ _TOML = "toml"
 
 def reference(value: Any) -> str:
     """Check ``make``: it must name a file or module, and a function in it."""
-    place, _, function = text(value).rpartition(":")
-    if not place.strip() or not function.isidentifier():
+    module, _, function = text(value).rpartition(":")
+    if not module.strip() or not function.isidentifier():
         raise ValueError('must be "FILE.py:FUNCTION" or "PACKAGE.MODULE:FUNCTION"')
     return str(value)
 
@@ -71,14 +71,14 @@ class MakeSettings(ConfigSection):
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Self:
         """Return the section of a TOML table, or of what :meth:`to_dict` returned; unknown keys become arguments."""
-        own = {item.name for item in fields(cls)} - {"arguments"}
-        arguments = {key: _decoded(value) for key, value in table.items() if key not in own}
-        return cls(**{key: value for key, value in table.items() if key in own}, arguments=arguments)
+        declared = {item.name for item in fields(cls)} - {"arguments"}
+        arguments = {key: _decoded(value) for key, value in table.items() if key not in declared}
+        return cls(**{key: value for key, value in table.items() if key in declared}, arguments=arguments)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every setting, defaults included, and all arguments, as JSON values by key."""
-        own = {item.name: _encoded(getattr(self, item.name)) for item in fields(self) if item.name != "arguments"}
-        return own | {key: _encoded(value) for key, value in self.arguments.items()}
+        settings = {item.name: _encoded(getattr(self, item.name)) for item in fields(self) if item.name != "arguments"}
+        return settings | {key: _encoded(value) for key, value in self.arguments.items()}
 
 
 def _encoded(value: Any) -> Any:
@@ -230,13 +230,13 @@ def _table(value: Any, example: str, checks: Mapping[str, Check], needed: Sequen
         raise ValueError(f"{example}; {unknown[0]} is unknown{nearest(unknown[0], tuple(checks))}")
     if missing := [key for key in needed if key not in value]:
         raise ValueError(f"{example}; {missing[0]} is missing")
-    found = {}
-    for key, given in value.items():
+    checked = {}
+    for key, item in value.items():
         try:
-            found[key] = checks[key](given)
+            checked[key] = checks[key](item)
         except ValueError as error:
             raise ValueError(f"{example}; {key} {allowed(error)}") from None
-    return found
+    return checked
 
 
 def stored(value: Any) -> dict[str, Any]:
@@ -309,9 +309,9 @@ class DataSection(ConfigSection):
 
     def check_combination(self) -> None:
         """Raise an error if not exactly one of :data:`KINDS` is given."""
-        given = [key for key in KINDS if getattr(self, key) is not None]
-        if len(given) != 1:
-            what = " and ".join(f"data.{key}" for key in given) if given else "none"
+        chosen = [key for key in KINDS if getattr(self, key) is not None]
+        if len(chosen) != 1:
+            what = " and ".join(f"data.{key}" for key in chosen) if chosen else "none"
             example = 'text = ["corpus/*.txt"], text = "stdlib", arrays = {x = "x.npy", y = "y.npy"}, arrays = "digits"'
             raise rejected("data", what, f"must have exactly one of {', '.join(KINDS)} and make, for example {example}")
 

@@ -75,11 +75,11 @@ class ConfigDocument:
         try:
             yield
         except SettingError as error:  # one of a user's function has the error that was raised there as its cause
-            located = ConfigError(f"{self.place(error.key)}: {error.message}")
+            located = ConfigError(f"{self.path_or_module(error.key)}: {error.message}")
             located.status = error.status
             raise located from error.__cause__
 
-    def place(self, key: str) -> str:
+    def path_or_module(self, key: str) -> str:
         """Return where a key such as ``train.steps`` was set: "--set", or the file's name and, if found, the line.
 
         Not collective.
@@ -217,14 +217,14 @@ def config_of(tables: Tables, folder: str = ".") -> RunConfig:
     return RunConfig(**{title: _section(title, tables) for title in SECTIONS if title != "ensemble"}, folder=folder)
 
 
-def _check_model(given: Mapping[str, Any], tables: Tables) -> None:
-    if "make" in given and "name" in given:
-        raise rejected("model.name", given["name"], "must be left out with model.make, which makes the model")
-    if "make" not in given and "name" not in given:
+def _check_model(table: Mapping[str, Any], tables: Tables) -> None:
+    if "make" in table and "name" in table:
+        raise rejected("model.name", table["name"], "must be left out with model.make, which makes the model")
+    if "make" not in table and "name" not in table:
         names = ", ".join(map(shown, MODELS))
         message = f'model.name is missing: it must be one of {names}; or give model.make = "my_model.py:make"'
         raise SettingError("model", message)
-    if "make" not in given:
+    if "make" not in table:
         _check_name(tables, "model", NamedModelSection, "")
 
 
@@ -239,24 +239,24 @@ def _check_name(tables: Tables, title: str, base: type[ConfigSection], default: 
 
 
 def _section(title: str, tables: Tables) -> Any:
-    kind, given = section_kind(title, tables), tables.get(title, {})
+    kind, table = section_kind(title, tables), tables.get(title, {})
     if issubclass(kind, MakeSettings):
-        return kind.of(given)
+        return kind.of(table)
     known = [item.name for item in fields(kind)]
-    for key in (key for key in given if key not in known):
+    for key in (key for key in table if key not in known):
         raise SettingError(
-            f"{title}.{key}", f"{title}.{key}: {_unknown(title, key, given, known)}; known: {', '.join(known)}"
+            f"{title}.{key}", f"{title}.{key}: {_unknown(title, key, table, known)}; known: {', '.join(known)}"
         )
-    return kind(**given)
+    return kind(**table)
 
 
-def _unknown(title: str, key: str, given: Mapping[str, Any], known: Sequence[str]) -> str:
+def _unknown(title: str, key: str, table: Mapping[str, Any], known: Sequence[str]) -> str:
     """Say whose the key is that a table does not have, or which of its own is the nearest."""
     named: Mapping[str, type[ConfigSection]] = MODELS if title == "model" else {}
     if title == "optimizer":
         named = {name: optimizer_section(name) for name in OPTIMIZERS}
     if owners := [name for name, kind in named.items() if key in _keys(kind)]:
-        return f"not a setting of {given.get('name', 'adamw')} but of {', '.join(owners)}"
+        return f"not a setting of {table.get('name', 'adamw')} but of {', '.join(owners)}"
     having = [kind for kind in section_kinds() if key in _keys(kind)]
     return f"unknown key (did you mean '{having[0].title()}.{key}'?)" if having else f"unknown key{nearest(key, known)}"
 
@@ -292,7 +292,7 @@ class UserFunction:
         return f"{self.section}.make"
 
     @property
-    def place(self) -> str:
+    def path_or_module(self) -> str:
         """The file or module, as the setting names it."""
         return self.make.rpartition(":")[0].strip()
 
@@ -300,10 +300,10 @@ class UserFunction:
     def file(self) -> Path | None:
         """Absolute path of the file; None if the setting names a module."""
         try:
-            path = home_path(self.place)
+            path = home_path(self.path_or_module)
         except ConfigError:
             raise self.reject("there is no such home folder; give the whole path") from None
-        return self.folder / path if path.suffix == ".py" or path.name != self.place else None
+        return self.folder / path if path.suffix == ".py" or path.name != self.path_or_module else None
 
     def reject(self, message: str) -> SettingError:
         """Return the error about this setting; ``message`` says what is wrong, or what is allowed."""
@@ -318,14 +318,14 @@ class UserFunction:
             If there is no such file, module or function, or the module's code raises an error.
         """
         name = self.make.rpartition(":")[2]
-        found = self._module()
-        if not hasattr(found, name):
+        module = self._module()
+        if not hasattr(module, name):
             defined = [
-                n for n, v in vars(found).items() if callable(v) and getattr(v, "__module__", "") == found.__name__
+                n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
             ]
             listed = f"; it defines {', '.join(defined)}" if defined else ""
-            raise self.reject(f"{self.place} has no function {name}{nearest(name, defined)}{listed}")
-        function: Callable[..., Any] = getattr(found, name)
+            raise self.reject(f"{self.path_or_module} has no function {name}{nearest(name, defined)}{listed}")
+        function: Callable[..., Any] = getattr(module, name)
         if not callable(function):
             raise self.reject(f"{name} is a {type(function).__name__}, which cannot be called; it must be a function")
         return function
@@ -344,12 +344,12 @@ class UserFunction:
         """
         function = self.load()
         takes = self._check_arguments(function, arguments, offered)
-        given = dict(arguments) | {
+        keywords = dict(arguments) | {
             name: get() for name, get in offered.items() if name in takes and name not in arguments
         }
         with importable(self):
             try:
-                return function(**given)
+                return function(**keywords)
             except (Exception, SystemExit) as error:
                 raise self._failed(f"{self.make.rpartition(':')[2]} raised ", error) from error
 
@@ -386,20 +386,26 @@ class UserFunction:
         path = self.file
         try:
             with importable(self):
-                return importlib.import_module(self.place) if path is None else _loaded(path)
+                return importlib.import_module(self.path_or_module) if path is None else _loaded(path)
         except OSError as error:
             if path is None or path.is_file():
                 raise self._failed("its module raised ", error) from error
-            here = Path.cwd() / self.place
-            hint = f"; {here} is there, but paths start at the configuration file's folder" if here.is_file() else ""
+            candidate = Path.cwd() / self.path_or_module
+            hint = (
+                f"; {candidate} is there, but paths start at the configuration file's folder"
+                if candidate.is_file()
+                else ""
+            )
             raise self.reject(f"no file {path}{hint}") from None
         except ModuleNotFoundError as error:
-            if path is not None or error.name is None or not f"{self.place}.".startswith(f"{error.name}."):
+            if path is not None or error.name is None or not f"{self.path_or_module}.".startswith(f"{error.name}."):
                 raise self._failed("its module raised ", error) from error
             hint = (
-                f"; for a file give its path, {self.place}.py" if (self.folder / f"{self.place}.py").is_file() else ""
+                f"; for a file give its path, {self.path_or_module}.py"
+                if (self.folder / f"{self.path_or_module}.py").is_file()
+                else ""
             )
-            raise self.reject(f"no module {self.place}{hint}") from None
+            raise self.reject(f"no module {self.path_or_module}{hint}") from None
         except (Exception, SystemExit) as error:
             raise self._failed("its module raised ", error) from error
 
@@ -409,19 +415,19 @@ class UserFunction:
         Not collective.
         """
         home = Path(getattr(self._module(), "__file__", None) or "").parent
-        found = {}
+        hashes = {}
         for module in list(sys.modules.values()):
             path = Path(getattr(module, "__file__", None) or "")
             if path.parent == home and path.suffix == ".py":
                 with suppress(OSError):
-                    found[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
-        return found
+                    hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashes
 
     def _failed(self, what: str, error: BaseException) -> SettingError:
         line = None if isinstance(error, SyntaxError) else users_line(error.__traceback__)
         text = " ".join(str(error).split()) or "no further description"
-        told = f"{what}{type(error).__name__}: {text}" + (f" ({line})" if line and str(line) not in text else "")
-        failure = self.reject(told)
+        message = f"{what}{type(error).__name__}: {text}" + (f" ({line})" if line and str(line) not in text else "")
+        failure = self.reject(message)
         if isinstance(error, MpizeroError):
             failure.status = error.status
         return failure
