@@ -342,7 +342,7 @@ RESERVED = (
 
 
 def taken(name: object) -> bool:
-    """Tell whether lines of metrics have figures of the library's of this name. Not collective."""
+    """Tell whether the library itself records a metric of this name. Not collective."""
     return name in RESERVED or (isinstance(name, str) and name.endswith("_per_second"))
 
 
@@ -494,12 +494,12 @@ class TensorBoard(Callback):
         self._writer: Any = None
 
     def on_step(self, trainer: Any, report: StepReport) -> None:
-        """Write the figures of a step."""
+        """Write the metrics of a step."""
         if trainer.rank == 0 and trainer.step % self._every == 0:
             self._write(trainer, trainer.compute)
 
     def on_validation(self, trainer: Any, figures: Mapping[str, float | None]) -> None:
-        """Write the figures of a validation."""
+        """Write the metrics of a validation."""
         if trainer.rank == 0:
             self._write(trainer, figures)
 

@@ -543,7 +543,7 @@ def read_run(folder: str | Path) -> RunRecords:
     ------
     DataError
         If there is no such folder, if it is no run's folder, or if a line is damaged; the message names the file and
-        the line. The last line may be cut.
+        the line. The last line may be truncated.
     """
     root = home_path(folder)
     if not root.is_dir():
@@ -613,7 +613,7 @@ def _lines(path: Path, *, strict: bool = True) -> Iterator[tuple[int, dict[str, 
     """Yield the number and the values of each line; nothing if there is no such file.
 
     A last line without its end is left out, because it may be in the writing. If not ``strict``, damaged lines are
-    left out, too: a resume moves cut lines to the superseded ones.
+    left out, too: a resume moves truncated lines to the superseded ones.
     """
     try:
         lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
@@ -661,7 +661,7 @@ class Progress:
             self._bar = tqdm(total=self._steps, initial=done, file=self._stream, unit="step", dynamic_ncols=True)
 
     def step(self, step: int, metrics: dict[str, str]) -> None:
-        """Show that step ``step`` is done, with its figures: texts by name."""
+        """Show that step ``step`` is done, with its ``metrics``: texts by name."""
         if not self._active:
             return
         if self._bar is not None:

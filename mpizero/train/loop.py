@@ -344,7 +344,8 @@ class TrainingLoop:
     def _decision(self, saved: SavedRun) -> str:
         """Return the reason for which a callback has ended the run after the step of a checkpoint; "" if none has.
 
-        Collective. That of a callback of a synchronous save came when the checkpoint was written: the marker has it.
+        Collective. A callback of a synchronous save decides when the checkpoint is written already: then the reason is
+        in the file ``run_complete``.
         """
         reason = self.folder.decision(saved.step) if self.control.rank == 0 else ""
         return saved.state.stopped or str(self.control.broadcast_object(reason, tag="decision"))

@@ -252,7 +252,7 @@ class RunFolder:
         self.obey_stop()
 
     def decision(self, step: int) -> str:
-        """Return the reason for which a callback has ended the run after ``step``, as the marker has it, or ""."""
+        """Return the reason in :attr:`marker` for which a callback has ended the run after ``step``, or ""."""
         try:
             result = json.loads(self.marker.read_bytes())
             return str(result[DECISION]) if result["steps"] == step else ""

@@ -3,7 +3,7 @@
 :class:`Wording` has the words by which error messages name what a user can do. :class:`RunSetup` has model, data and
 settings, with what the run records about itself (:class:`RunRecord`). :class:`TrainingResult` is the result.
 :class:`Improvement` finds out by a validation metric which step is the best so far, and when a run no longer improves.
-:class:`Speed` and the functions after it compute and format the figures of a step for the lines of JSON that ``mpizero
+:class:`Speed` and the functions after it compute and format the metrics of a step for the lines of JSON that ``mpizero
 train`` writes.
 """
 
@@ -138,7 +138,7 @@ class RunSetup:
 
     @property
     def takes_all(self) -> bool:
-        """True if every step takes all samples, because the optimizer is a method of whole vectors."""
+        """True if every step takes all samples, because the optimizer is a full-batch method."""
         return self.model._engine.updater.method is not None
 
     @property
@@ -193,7 +193,7 @@ class TrainingResult:
     steps : int
         Number of steps that the run has done, those before a resume included.
     loss : float or None
-        Loss of the last step, or of the last iterate of a method of whole vectors; None if it was not finite.
+        Loss of the last step, or of the last iterate of a full-batch method; None if it was not finite.
     parameters_sha256 : str
         SHA-256 of the bytes of all parameters, in declared order.
     ranks : int
@@ -217,12 +217,12 @@ class TrainingResult:
         Settings that were changed when the run was resumed, each with "step", "key", "was" and "now".
     stopped : str
         The reason for which the run has ended before its last step: no improvement, a callback, or "converged: " with
-        the message of a method of whole vectors; else "".
+        the message of a full-batch method; else "".
     best : dict or None
         The best value of the metric that decides: "metric", "value", "step", and "checkpoint" (its path, None if it is
         not kept). None without such a metric.
     method : dict or None
-        The end of a method of whole vectors: "converged", "message", "iterations", and "largest_gradient", the largest
+        The end of a full-batch method: "converged", "message", "iterations", and "largest_gradient", the largest
         magnitude in the gradient at the last iterate. None with any other optimizer.
 
     Examples
@@ -260,7 +260,7 @@ class TrainingResult:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One dictionary for each step of this call: "step", "loss", and the figures of a validation after it."""
+        """One dictionary for each step of this call: "step", "loss", and the metrics of a validation after it."""
         validations = {one["step"]: one for one in self.validations}
         first = self.steps - len(self.losses) + 1
         return [
@@ -292,7 +292,7 @@ VALIDATION_METRICS = ("validation_loss", "perplexity", "accuracy")
 
 @dataclass
 class Improvement:
-    """Follow one validation metric over a run; every rank has the same figures, and so decides the same.
+    """Follow one validation metric over a run; every rank has the same values, and so decides the same.
 
     Parameters
     ----------
@@ -341,14 +341,14 @@ class Improvement:
         return f"no improvement of {self.name} in {self.stalled} validations ({best})"
 
     def see(self, step: int, metrics: Mapping[str, float | None]) -> bool:
-        """Take the figures of a validation after ``step``; return True if the value is the best so far.
+        """Take the metrics of a validation after ``step``; return True if the value is the best so far.
 
         Not collective. A value that is not finite (None) is no improvement.
 
         Raises
         ------
         ConfigError
-            If the figures have no such metric.
+            If there is no such metric among them.
         """
         if self.name not in metrics:
             raise ConfigError(

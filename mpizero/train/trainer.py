@@ -207,14 +207,14 @@ class TrainerArguments:
 
     @property
     def _method(self) -> optim.VectorMethod | None:
-        """The method of whole vectors that trains the model; None if the optimizer is another."""
+        """The full-batch method that trains the model; None if the optimizer is another."""
         optimizer = self.model.optimizer if self.is_sharded else self.optimizer
         method = getattr(optimizer, "wrapped_optimizer", optimizer)
         return method if isinstance(method, optim.VectorMethod) else None
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """The arguments of loop and checkpoints; without ``global_batch``, a method of whole vectors takes all samples.
+        """The arguments of loop and checkpoints; without ``global_batch``, a full-batch method takes all samples.
 
         Raises
         ------
@@ -233,7 +233,7 @@ class TrainerArguments:
         Raises
         ------
         ConfigError
-            If a method of whole vectors does not get the same samples in every step.
+            If a full-batch method does not get the same samples in every step.
         """
         method = self._method
         if method is None:
@@ -368,7 +368,7 @@ class Trainer:
     optimizer : optimizer
         The optimizer, such as ``mz.AdamW(1e-3)``. Left out with a sharded model.
     steps, global_batch : int
-        Number of training steps, and of samples in each. A method of whole vectors such as ``mz.LBFGS()`` takes all
+        Number of training steps, and of samples in each. A full-batch method such as ``mz.LBFGS()`` takes all
         samples: ``global_batch`` may be left out, and ``steps`` is the most evaluations.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
         What the ranks shard; "zero2" if it is not given. Left out with a sharded model.

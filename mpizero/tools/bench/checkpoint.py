@@ -1,7 +1,7 @@
 """Time saving and loading a checkpoint, and compare with plain writes, reads and copies of as many bytes.
 
 The command is ``mpizero bench checkpoint``. :func:`measure_checkpoint` times what a :class:`CheckpointRequest` asks, in
-interleaved repetitions, and returns :class:`CheckpointFigures`; an :class:`OperationTime` compares one operation with
+interleaved repetitions, and returns :class:`CheckpointTimes`; an :class:`OperationTime` compares one operation with
 another, as :data:`COMPARED` pairs them.
 """
 
@@ -117,7 +117,7 @@ class OperationTime:
 
 @dataclass(frozen=True)
 class CheckpointTimes:
-    """Hold the measured times, and the memory that a save and a load needed beside the arrays.
+    """Hold the measured times, and the memory that a save and a load needed in addition to the arrays.
 
     Attributes
     ----------
@@ -296,7 +296,7 @@ class _Bench:
         return seconds | {f"{cold}verification": seconds[f"{cold}load"] - seconds[f"{cold}load unverified"]}
 
     def peaks(self) -> dict[str, tuple[int, int, int]]:
-        """Return the peak memory that a save and a load need beside the arrays, in bytes, by name of the operation.
+        """Return the peak bytes that a save and a load need in addition to the arrays, by name of the operation.
 
         The three numbers are the memory counted by ``tracemalloc``, the growth of the resident size, and the growth of
         the proportional set size, each the largest over the ranks.
@@ -323,7 +323,7 @@ class _Bench:
 def measure_checkpoint(
     request: CheckpointRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
 ) -> CheckpointTimes:
-    """Time checkpoints, plain files and plain copies in interleaved repetitions, and return the figures.
+    """Time checkpoints, plain files and plain copies in interleaved repetitions, and return the times.
 
     Collective over ``comm``. On rank 0, ``tell`` is called with a line of text before each repetition.
     """
@@ -353,7 +353,7 @@ def _timing(name: str, rounds: list[dict[str, float]]) -> OperationTime:
 
 
 def report(times: CheckpointTimes) -> str:
-    """Return the figures as a table for people.
+    """Return the times as a table for people.
 
     Not collective.
     """
@@ -376,7 +376,7 @@ def report(times: CheckpointTimes) -> str:
 
 
 def as_json(times: CheckpointTimes) -> str:
-    """Return the figures as JSON, for programs.
+    """Return the times as JSON, for programs.
 
     Not collective.
     """

@@ -145,7 +145,7 @@ class ProductShapes:
     def of(cls, config: RunConfig) -> ProductShapes:
         """Return the sizes of a configuration's transformer and its micro-batches. Not collective.
 
-        The data are opened only for a method of whole vectors, whose batch are all samples.
+        The data are opened only for a full-batch method, whose batch are all samples.
 
         Raises
         ------
@@ -582,9 +582,9 @@ class MachineRequest:
 def measure_machine(
     request: MachineRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
 ) -> Machine:
-    """Measure memory, matrix products, messages and a file in interleaved repetitions, and return the figures.
+    """Measure memory, matrix products, messages and a file in interleaved repetitions, and return the results.
 
-    All ranks get the same figures, and rank 0 writes them to the machine file. Collective over ``comm``. On rank 0,
+    All ranks get the same results, and rank 0 writes them to the machine file. Collective over ``comm``. On rank 0,
     ``tell`` is called with a line of text before each repetition.
     """
     with all_ranks(comm):

@@ -98,10 +98,10 @@ def measure_steps(
     feed: Callable[[Model], Iterator[tuple[Any, Any]]],
     steps: int,
 ) -> dict[str, Any]:
-    """Train one step to warm up and ``steps`` steps, and return the figures of this rank.
+    """Train one step to warm up and ``steps`` steps, and return what was measured on this rank.
 
     Collective over ``comm``. ``placed()`` makes the sharded model in a ``with`` block, ``feed(model)`` yields this
-    rank's samples of each step. Keys of the figures are "here" (coordinates on the axes of the process grid), "held"
+    rank's samples of each step. Keys of the result are "here" (coordinates on the axes of the process grid), "held"
     (bytes by kind of memory), "pss" (growth of the proportional set size at rest and in a step), "sent" (bytes and
     messages of the last step), "parameters" (their number) and "node" (world rank of the first rank on the same node).
     """
@@ -129,7 +129,7 @@ def measure_steps(
 
 
 def table_rows(measured: Sequence[dict[str, Any]], plan: TrainingPlan) -> tuple[RankRow, ...]:
-    """Return measured and planned figures of every rank side by side. Not collective.
+    """Return what was measured and what was planned on every rank, side by side. Not collective.
 
     ``measured`` has what :func:`measure_steps` returned on every rank. Activations are left out if the plan
     lacks them, or if another library has them, which :class:`CacheMeter` does not see.
@@ -225,7 +225,7 @@ class LayoutRequest:
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """Hold the figures of all ranks for one strategy with shared or private memory.
+    """Hold what was measured and planned on all ranks for one strategy with shared or private memory.
 
     Attributes
     ----------
@@ -316,7 +316,7 @@ class _LayoutRun:
         return Config(micro_batch=1, accumulate=self.request.micro_batches, **self.parallel.settings())
 
     def measure(self, steps: int) -> dict[str, Any]:
-        """Train, and return this rank's figures, those of :func:`measure_steps`. Collective."""
+        """Train, and return what :func:`measure_steps` measured on this rank. Collective."""
 
         @contextmanager
         def placed() -> Iterator[Model]:
@@ -359,7 +359,7 @@ def _samples(model: nn.GPT, count: int, replica: int) -> tuple[Array, Array]:
 
 
 def layout_report(tables: Sequence[LayoutTable]) -> str:
-    """Return the figures as tables for people, in MB (10^6 bytes).
+    """Return the results as tables for people, in MB (10^6 bytes).
 
     Not collective.
     """
@@ -400,7 +400,7 @@ def _columns(sizes: dict[str, int], pss: tuple[int | None, int], sent: int, mess
 
 
 def layout_json(tables: Sequence[LayoutTable]) -> str:
-    """Return the figures as JSON, for programs.
+    """Return the results as JSON, for programs.
 
     Not collective.
     """
@@ -454,7 +454,7 @@ class _ConfigRun:
         self.config, self.sources, self.comm, self.parallel = config, sources, comm, config.parallel
 
     def measure(self, steps: int) -> dict[str, Any]:
-        """Train, and return this rank's figures, those of :func:`measure_steps`. Collective."""
+        """Train, and return what :func:`measure_steps` measured on this rank. Collective."""
         config, train = self.config, self.config.train
 
         @contextmanager

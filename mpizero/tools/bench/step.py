@@ -1,7 +1,7 @@
 """Time real training steps by phase, and compare with the least time a phase should take: ``mpizero bench step``.
 
 :func:`write_trace` writes the traced steps in the JSON trace-event format that Perfetto and chrome://tracing open, one
-row a rank. :func:`measure_step` trains, every other step with tracing, and returns :class:`StepFigures`. The least
+row a rank. :func:`measure_step` trains, every other step with tracing, and returns :class:`StepTimes`. The least
 times come from a plan of the same training and the machine's measured speeds.
 """
 
@@ -176,7 +176,7 @@ class StepTimes:
 def measure_step(
     request: StepRequest, config: RunConfig, comm: Communicator, tell: Callable[[str], None] = lambda line: None
 ) -> StepTimes:
-    """Train some steps, every other one with tracing, and return the figures on every rank.
+    """Train some steps, every other one with tracing, and return the times on every rank.
 
     Collective over ``comm``. On rank 0, ``tell`` is called with a line of text when the model is built and warmed up.
     Only the trace, if one is requested, is written to a file.
@@ -258,7 +258,7 @@ def _phases(table: Sequence[dict[str, float]], floors: dict[str, float]) -> dict
 
 
 def report(times: StepTimes) -> str:
-    """Format the figures as a table for people. Not collective."""
+    """Format the times as a table for people. Not collective."""
     plain, watched = times.plain, times.watched
     head = (
         f"{times.described}\n{counted(times.steps, 'step')}, the slowest rank's: {plain.median * 1e3:.3f} ms "
@@ -299,7 +299,7 @@ def _cells(phase: PhaseTime, *, floors: bool) -> list[str]:
 
 
 def as_json(times: StepTimes) -> str:
-    """Format the figures as one line of JSON. Not collective."""
+    """Format the times as one line of JSON. Not collective."""
     document: dict[str, Any] = {
         "benchmark": "step",
         "training": times.described,

@@ -191,7 +191,7 @@ class MemoryRequest:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Hold the figures of one strategy; each number of bytes is the largest over the ranks, except ``pss_total``.
+    """Hold what was measured of one strategy; each number of bytes is the largest over the ranks, except ``pss_total``.
 
     Attributes
     ----------
@@ -244,7 +244,7 @@ def wide_mlp(parameters: int) -> nn.MLP:
 def measure_memory(
     request: MemoryRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
 ) -> list[MemoryRow]:
-    """Train with every requested strategy and kind of memory, and return one row of figures for each.
+    """Train with every requested strategy and kind of memory, and return one row of measurements for each.
 
     Collective over ``comm``. On rank 0, ``tell`` is called with a line of text before each run.
     """
@@ -339,7 +339,7 @@ def require_room(size: int, needed: int, ranks: int, option: str = "--parameters
 
 
 def strategies_table(rows: Sequence[MemoryRow]) -> str:
-    """Return the figures as a table for people, in MB (10^6 bytes).
+    """Return the results as a table for people, in MB (10^6 bytes).
 
     Not collective.
     """
@@ -356,7 +356,7 @@ def strategies_table(rows: Sequence[MemoryRow]) -> str:
 
 
 def strategies_json(rows: Sequence[MemoryRow]) -> str:
-    """Return the figures as JSON, for programs.
+    """Return the results as JSON, for programs.
 
     Not collective.
     """

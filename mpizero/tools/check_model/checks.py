@@ -53,7 +53,7 @@ from mpizero.tools.check_model.model import (
     cut,
     in_pairs,
     origin_of,
-    place_of,
+    raising_line,
     sample_count,
 )
 from mpizero.types import Array
@@ -560,7 +560,7 @@ def check_sums(
         joined = checked.evaluate(params, cut(batch.x, 0, borders[-2]), cut(batch.y, 0, borders[-2]))
     except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError) as error:
         remedy = "let it take any number of samples, one too: a step's last piece may be short"
-        problem = f"{type(error).__name__} at {place_of(error)}: {error}"
+        problem = f"{type(error).__name__} at {raising_line(error)}: {error}"
         return [
             ModelFinding("sum", "a piece of the batch", problem, "a number of samples that is built in", remedy)
         ], ""
@@ -630,7 +630,7 @@ def check_prediction(checked: CheckedModel, batch: CheckBatch, params: Named) ->
     except NotImplementedError:
         return [], ""
     except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError, AttributeError) as error:
-        problem = f"{type(error).__name__} at {place_of(error)}: {error}"
+        problem = f"{type(error).__name__} at {raising_line(error)}: {error}"
         cause = "predict(parameters, x) that takes something else"
         return _wrong_prediction(problem, cause, "let it take named arrays and x")
     if content(checked.predict(params, batch.x)) != content(full):
@@ -643,7 +643,7 @@ def check_prediction(checked: CheckedModel, batch: CheckBatch, params: Named) ->
         try:
             piece = checked.predict(params, cut(batch.x, start, stop))
         except (ValueError, TypeError, IndexError, RuntimeError, ArithmeticError) as error:
-            problem = f"{type(error).__name__} for {stop - start} samples at {place_of(error)}: {error}"
+            problem = f"{type(error).__name__} for {stop - start} samples at {raising_line(error)}: {error}"
             remedy = "let it take any number of samples"
             return _wrong_prediction(problem, "a number of samples that is built in", remedy)
         apart = max(apart, _apart(piece, full, slice(start, stop)))
@@ -873,12 +873,12 @@ class _Check:
 
             return point
 
-        given_type, wide = points_of(self.checked), self._wide(points_at[0])
-        if wide is not None and given_type(0).shows_right():
+        points, wide = points_of(self.checked), self._wide(points_at[0])
+        if wide is not None and points(0).shows_right():
             findings, line, notes = check_gradient(points_of(wide))
             self.checked.evaluations += wide.evaluations
         else:
-            findings, line, notes = check_gradient(given_type)
+            findings, line, notes = check_gradient(points)
         self.findings += findings
         self.notes += notes
         if not findings:
@@ -920,8 +920,8 @@ def _beside_others(check: _Check, comm: Communicator) -> tuple[ModelFinding, ...
     for findings, _, _ in gathered:
         known = {(finding.check, finding.what, finding.cause) for finding in merged}
         merged += [f for f in findings if (f.check, f.what, f.cause) not in known]  # numbers may differ
-    for rank, (_, digests, digest_of) in enumerate(gathered):
-        if digest_of != gathered[0][2]:
+    for rank, (_, digests, input_digest) in enumerate(gathered):
+        if input_digest != gathered[0][2]:
             raise DataError(f"check_model: rank {rank} was given other samples or parameters than rank 0")
         unlike = [what for what, digest in digests.items() if gathered[0][1].get(what, digest) != digest]
         if unlike:

@@ -192,7 +192,7 @@ class LossAndGradients(NamedTuple):
     """Hold the loss, the weight, the gradients and the new values of averaged parameters of a batch, as copies.
 
     ``gradients`` are those of the parameters that an optimizer trains. ``outputs`` are those of the blocks by name, in
-    the order of the forward pass; empty for a black box.
+    the order of the forward pass; empty for a functional model.
     """
 
     loss: float
@@ -304,11 +304,11 @@ class CheckedFunction:
             return self._checked_in_place(result, gradients)
         except LayoutError as error:  # from the mapping of the views
             remedy = "write into the array that is there, gradients[name][...] = value"
-            problem = f"are bound at {place_of(error)}: {error}"
+            problem = f"are bound at {raising_line(error)}: {error}"
             raise UnusableEvaluation(_value("gradients", problem, "an assignment to a name", remedy)) from error
         except (ValueError, TypeError, BufferError) as error:
             if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
-                raise UnusableEvaluation(_written("arguments", f"at {place_of(error)}")) from error
+                raise UnusableEvaluation(_written("arguments", f"at {raising_line(error)}")) from error
             raise
 
     def _checked_in_place(self, result: Any, gradients: dict[str, Array]) -> Any:
@@ -490,7 +490,7 @@ def _count(x: Any, y: Any) -> int:
     return sample_count(x, y) or 1
 
 
-def place_of(error: BaseException) -> str:
+def raising_line(error: BaseException) -> str:
     """Return file and line of the user's own code that raised ``error``, as text."""
     return str(users_line(error.__traceback__) or "a line that is not known")
 

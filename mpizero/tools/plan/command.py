@@ -327,7 +327,7 @@ def _head(plan: PlannedRun) -> str:
 
 
 class _Row(NamedTuple):
-    """Hold one line of a table: the rank with the largest figures among the ranks of a stage and of some parts.
+    """Hold one line of a table: the rank with the largest sum of ``sizes`` among those of a stage and of some parts.
 
     ``parts`` has the first and the last number of neighbouring parts that have the same ``sizes``. Parts are numbered
     by tensor rank, then context rank.
@@ -342,7 +342,7 @@ class _Row(NamedTuple):
 def _rows(plan: PlannedRun, sizes_of: Callable[[RankPlan], Mapping[str, int]]) -> list[_Row]:
     """Find, for each stage and each tensor and context part, the rank with the largest sum of ``sizes_of``.
 
-    Neighbouring parts of a stage with equal figures become one line of the table.
+    Neighbouring parts of a stage with equal sizes become one line of the table.
     """
     largest: dict[tuple[int, int], RankPlan] = {}
     for rank in plan.training.by_rank:

@@ -366,8 +366,8 @@ class StepBatches:
     scratch : "grains", "micro-batches" or None
         Which gradients are written to scratch memory (see :func:`~mpizero.sharding.config.scratch_use`).
     dynamic : bool
-        Whether the ranks of a node claim its grains. Then work and sums are planned as if grains were assigned before
-        the step, but memory as any claims may need it.
+        Whether the ranks of a node take its grains dynamically. Then work and sums are planned as if grains were
+        assigned before the step, but memory for any assignment that may result.
     """
 
     grains: Grains
@@ -390,9 +390,9 @@ class StepBatches:
         return -(-self.grains.count * grid.context.size // grid.data.size)
 
     def dynamic_bytes(self, grid: PlannedGrid, sample_bytes: Sequence[int]) -> int:
-        """Return the bytes of a node's memory for samples and claims; 0 if its ranks claim none. Not collective.
+        """Return the bytes of a node's memory for the samples of grains that its ranks take dynamically, or 0.
 
-        ``sample_bytes`` holds the bytes of one sample in each array.
+        Not collective. ``sample_bytes`` holds the bytes of one sample in each array.
         """
         if not self.dynamic:
             return 0
@@ -635,9 +635,9 @@ class PlannedTraining:
     loss_scale : bool
         Whether the training has a loss scale.
     by_block : bool
-        Whether the model is made of blocks; a black box computes all gradients together.
+        Whether the model is made of blocks; a functional model computes all gradients together.
     in_place : bool
-        Whether the model is a black box that writes its gradients in place.
+        Whether the model is a functional model that writes its gradients in place.
     """
 
     row: Placement

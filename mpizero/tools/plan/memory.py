@@ -370,7 +370,7 @@ class BlockTrials:
             trials[name] = self._tried[key]
             form, value = trials[name].output, None
         prediction = _zeros(form)
-        self._warm(self.loss, "", lambda given: self._loss(*given), (prediction, y))
+        self._warm(self.loss, "", lambda arguments: self._loss(*arguments), (prediction, y))
         trials[None] = self._loss(prediction, y)
         return trials
 
@@ -517,7 +517,7 @@ class ShardSizes:
         """For each data rank, the number of its elements that an optimizer trains; tied uses are not counted."""
         owned = (sum(spans[0].size for spans in shard.gradient_spans) for shard in self.shards)
         averaged = (sum(span.size for span, average in shard.gradient_kinds if average) for shard in self.shards)
-        return tuple(all_own - average for all_own, average in zip(owned, averaged, strict=True))
+        return tuple(count - average for count, average in zip(owned, averaged, strict=True))
 
     def gathered(self, rank: int, unit: Unit) -> tuple[int, ...]:
         """Return how many elements data rank ``rank`` sends in each message when ``unit`` is gathered. Not collective.

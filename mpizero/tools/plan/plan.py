@@ -3,7 +3,7 @@
 :class:`TrainingPlan` plans all ranks, :class:`RankPlan` one, and :class:`RankMemory` its memory, part by part: what the
 engine allocates, and the arrays of a step.
 
-[Note: held bytes] The parts in :data:`PARTS` up to "exchange buffers" are those that
+[Note: allocated bytes] The parts in :data:`PARTS` up to "exchange buffers" are those that
 :class:`mpizero.sharding.params.Memory` counts in a run, and agree with its counts to the byte. They are
 private arrays, and shared windows in whole pages. "group buffers" are the message buffers or the window of a tensor or
 context group. The other parts exist only during a step. "activations" are the most bytes that blocks keep for their
@@ -153,7 +153,7 @@ class RankMemory:
 
     @property
     def _copied(self) -> int:
-        """The bytes of all parameters, of which a black box is given copies where they are sharded; else 0."""
+        """The bytes of all parameters, of which a functional model is given copies where they are sharded; else 0."""
         traffic = self.traffic
         copies = traffic.sharded and not traffic.training.by_block and any(traffic.jobs)
         return traffic.part.layout.size * self._item if copies else 0
@@ -227,7 +227,7 @@ class RankMemory:
         return buffer._replace(private=buffer.private + stack + self._folded)
 
     def _samples(self) -> MemoryBytes:
-        """Return the memory of the samples that the node's ranks share if they claim grains."""
+        """Return the memory of the samples that the node's ranks share if they take grains dynamically."""
         training = self.traffic.training
         nbytes = training.step.dynamic_bytes(self.traffic.grid, training.sample_bytes)
         return self._shared(nbytes) if nbytes else MemoryBytes()
@@ -307,7 +307,7 @@ class RankPlan:
     node : int
         The number of the rank's node.
     memory : dict of str to MemoryBytes
-        Memory on the host, by part ([Note: held bytes] in ``tools/plan/plan.py``).
+        Memory on the host, by part ([Note: allocated bytes] in ``tools/plan/plan.py``).
     device_memory : dict of str to int
         Bytes on the rank's GPU, by part; empty without a GPU.
     sent : dict of str to Sent
@@ -352,7 +352,7 @@ class TrainingPlan:
     """Predict memory, messages and work of every rank of a training.
 
     To do so, only single blocks of the model run, one of each kind ([Note: trials] in ``tools/plan/memory.py``). Of
-    a black box, and of blocks that cannot run alone, the plan has what the library allocates and sends, and
+    a functional model, and of blocks that cannot run alone, the plan has what the library allocates and sends, and
     :attr:`not_counted` says what it lacks.
 
     Parameters

@@ -264,7 +264,7 @@ def _brief(value: float, unit: str) -> str:
 
 #: A curve of more points is drawn in so many groups of neighbouring points.
 MOST_POINTS, GROUPS = 1000, 500
-#: Marks on an axis that are drawn at most.
+#: Markers on an axis that are drawn at most.
 MOST_MARKERS = 200
 #: The ratio of large values to small ones, but for the outer per cent, from which an axis is logarithmic.
 _WIDE = 50.0

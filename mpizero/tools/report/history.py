@@ -170,9 +170,9 @@ class RunHistory:
 
     @property
     def loss_name(self) -> str:
-        """Name of the figure that is the loss of the parameters that the run keeps.
+        """Name of the metric that is the loss of the parameters that the run keeps.
 
-        Methods of whole vectors evaluate trial points, too, whose losses are "loss".
+        Full-batch methods evaluate trial points, too, whose losses are "loss".
         """
         return "iterate_loss" if any("iterate_loss" in line for line in self.records.steps[-1:]) else "loss"
 
@@ -621,7 +621,7 @@ def _waiting(history: RunHistory) -> Iterator[str]:
 
 
 def _of_earlier(history: RunHistory, start: SessionStart | None) -> str:
-    """Return which session a figure is of, if it is not the last one, in which no such figure was measured."""
+    """Return a text that names the session ``start`` of a measurement, if that is not the last session; else ""."""
     if start is None or start is history.start:
         return ""
     return f" (session {start.visit}, on {counted(start.ranks, 'rank')})"

@@ -461,13 +461,13 @@ def colour_of(number: int) -> str:
 
 
 def curve_section(histories: Sequence[RunHistory], *above: Markup) -> Markup:
-    """Return the pictures of all figures that steps and validations have, for all runs; ``above`` precedes them."""
+    """Return the pictures of all metrics of steps and validations, for all runs; ``above`` precedes them."""
     drawn = [_losses(histories), *_single(histories)]
     return section("Curves", *above, *_notes(histories), element("div", *drawn, class_="pictures"), name="curves")
 
 
 def _curve(histories: Sequence[RunHistory], number: int, name: str, *, dots: bool = False) -> Curve:
-    """Return the curve of a figure of a run, with the marks of that run."""
+    """Return the curve of a metric of a run, with the markers of that run."""
     history, colour = histories[number], colour_of(number) if len(histories) > 1 else None
     markers = Markers([s.step for s in history.skips], [resume.first for resume in history.resumes], colour or SKIPPED)
     return Curve(*history.series(name), colour or INK, dots=dots, name=history.name, markers=markers)

@@ -295,7 +295,7 @@ def _bar(history: RunHistory, width: int) -> str:
 
 
 def _last_metrics(history: RunHistory) -> list[str]:
-    """Return the last figures of a run, each with its name."""
+    """Return the last metrics of a run, each with its name."""
     result = []
     for name, title in (("loss", "loss"), ("learning_rate", "lr"), ("gradient_norm", "gradient")):
         _, values = history.series(name)

@@ -3,7 +3,7 @@
 :class:`Vectors` compares a quantity of the whole model, such as the gradient, and locates the first element that
 differs; that is not collective. :class:`ObservedTraining` runs one of the trainings, and returns what its steps
 compute. :class:`TrainingPair` compares a layout with one process step by step, and explains the first difference.
-:func:`compare_layouts` compares every layout. It first trains in one process alone, whose figures and hashes a
+:func:`compare_layouts` compares every layout. It first trains in one process alone, whose numbers and hashes a
 :class:`ReferenceTrace` keeps. A :class:`LayoutComparison` compares a layout with them, and makes a pair of trainings
 only to explain a difference, or where the layout rounds otherwise than one process.
 
@@ -154,7 +154,7 @@ class TrainingState(NamedTuple):
     """Hold the parameters, as this rank sees them, and the optimizer's arrays, as flat vectors of the whole model.
 
     ``slots`` has the optimizer's arrays by name, such as "exp_avg", as :func:`slot_entries` places them;
-    ``step_count`` is the optimizer's step number, ``progress`` what a method of whole vectors has saved of itself.
+    ``step_count`` is the optimizer's step number, ``progress`` what a full-batch method has saved of itself.
     """
 
     parameters: Array
@@ -758,7 +758,7 @@ class ReferenceTrace(NamedTuple):
 
     ``steps`` has the loss, the gradient norm and the hashes of all tensors for the start and for each step (loss and
     norm are None for the start). ``sha256`` is the hash of the last parameters. ``rounding`` bounds rounding errors,
-    for the training's dtype and length of sums. ``own_reasons`` tells whether layers say that their bits depend on the
+    for the training's dtype and length of sums. ``layers_depend`` is True if layers say that their bits depend on the
     size of groups.
     """
 
@@ -920,7 +920,7 @@ def _run(comparison: LayoutComparison, world: Communicator | None) -> Verdict:
 
 
 def record(task: TrainingTask, alone: Layout = ONE_PROCESS, tell: Progress = _silent) -> ReferenceTrace:
-    """Train in one process, and return the figures and hashes that layouts with the same tiles are compared with.
+    """Train in one process, and return the numbers and hashes that layouts with the same tiles are compared with.
 
     Not collective. ``alone`` is its layout. ``tell("one process", step)`` is called after each step.
     """

@@ -143,7 +143,7 @@ def returned(made: Any) -> str:
 
 
 def with_batch(config: RunConfig, source: Any) -> RunConfig:
-    """Return the configuration with its global batch, which is all of ``source`` for methods of whole vectors.
+    """Return the configuration with its global batch, which is all of ``source`` for full-batch methods.
 
     Not collective.
 

@@ -1,7 +1,7 @@
 """Define the table ``[optimizer]`` of a configuration, and make the optimizer that it describes.
 
 The table has the settings that the optimizer's own class declares, and those of the learning rate's schedule. A class
-is loaded when its name is used first: methods of whole vectors, above all, are in few runs.
+is loaded when its name is used first: full-batch methods, above all, are in few runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpizero import optim
 from mpizero._util.checks import number, positive, whole
 from mpizero._util.settings import ConfigSection, allowed, many, one_of, optional, setting
 
-#: The optimizers with a learning rate, and the methods of whole vectors: names in a file, and classes of
+#: The optimizers with a learning rate, and the full-batch methods: names in a file, and classes of
 #: :mod:`mpizero.optim`.
 STEPPING = {
     "sgd": "SGD",
@@ -32,7 +32,7 @@ VECTOR_METHODS = {"l-bfgs": "LBFGS", "cg": "NonlinearCG", "newton-cg": "NewtonCG
 OPTIMIZERS = STEPPING | VECTOR_METHODS
 #: The default learning rates of those for which the one of :class:`RateSection` is not usual.
 _RATES = {"sgd": 0.01, "lion": 1e-4, "muon": 0.02, "soap": 3e-3}
-#: Settings of ``[train]`` with which methods of whole vectors do not know the loss and its exact gradient in the host's
+#: Settings of ``[train]`` with which full-batch methods do not know the loss and its exact gradient in the host's
 #: memory, and the values with which they do.
 _CLASHES: Mapping[str, Any] = {
     "clip": None,
@@ -101,7 +101,7 @@ class RateSection(OptimizerSection):
 
 @dataclass(frozen=True, kw_only=True)
 class VectorMethodSection(OptimizerSection):
-    """Hold the settings of a method of whole vectors."""
+    """Hold the settings of a full-batch method."""
 
     def check_run(self, train: ConfigSection, model: ConfigSection) -> None:
         """Raise an error for settings of ``[train]`` and ``[model]`` that do not go together with these methods."""
