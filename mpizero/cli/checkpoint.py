@@ -74,14 +74,12 @@ def _verify(options: argparse.Namespace) -> None:
     if is_checkpoint(path):
         _verify_one(str(path))
         return
-    checkpoints = listing(find_folder(path))
+    entries = listing(find_folder(path))
     damaged: list[str] = []
-    for listed in checkpoints if options.all else checkpoints[-1:]:
+    for listed in entries if options.all else entries[-1:]:
         _verify_listed(listed, damaged)
     if damaged:
-        raise CheckpointError(
-            f"{len(damaged)} of {len(checkpoints) if options.all else 1} not sound: {'; '.join(damaged)}"
-        )
+        raise CheckpointError(f"{len(damaged)} of {len(entries) if options.all else 1} not sound: {'; '.join(damaged)}")
 
 
 def _verify_listed(listed: ListedCheckpoint, damaged: list[str]) -> None:
@@ -218,10 +216,8 @@ def _table(reader: checkpoint.Reader, paths: Sequence[str], with_statistics: boo
         for path in paths:
             shape, dtype = reader.arrays[path]
             row = {"name": path, "shape": list(shape), "dtype": elements[path], "bytes": prod(shape) * dtype.itemsize}
-            statistics_row = (
-                asdict(statistics(reader, path, progress.update, elements[path])) if with_statistics else {}
-            )
-            yield {**row, **statistics_row}
+            numbers = asdict(statistics(reader, path, progress.update, elements[path])) if with_statistics else {}
+            yield {**row, **numbers}
 
 
 def as_json(document: Any) -> str:

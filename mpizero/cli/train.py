@@ -141,12 +141,9 @@ class EnsembleSettings:
 
     def values(self, config: RunConfig, member: Member) -> dict[str, Any]:
         """Return the settings of a member by key, such as "optimizer.lr"; without ``train.seed`` it counts up."""
-        settings: dict[str, Any] = {
-            "train.seed": config.train.seed + member.number,
-            "train.threads": config.train.threads,
-        }
-        settings |= {key: values[member.number] for key, values in self.each.items()}
-        return settings | {"checkpoint.folder": os.path.abspath(member.run / "checkpoints")}
+        table: dict[str, Any] = {"train.seed": config.train.seed + member.number, "train.threads": config.train.threads}
+        table |= {key: values[member.number] for key, values in self.each.items()}
+        return table | {"checkpoint.folder": os.path.abspath(member.run / "checkpoints")}
 
 
 def _flat(tables: object, prefix: str = "") -> dict[str, Any]:

@@ -232,15 +232,13 @@ def check_leftovers(comm: Communicator, threads: int, *, clean: bool = False) ->
         first = node.rank == 0
     candidates = [*leftovers(), *session_folders()] if first else []
     gone, left = remove_leftovers(candidates) if clean else ([], candidates)
-    gathered = comm.allgather_object((machine.host(), gone, left))
-    removed = [item for _, files, _ in gathered for item in files]
+    every = comm.allgather_object((machine.host(), gone, left))
+    removed = [item for _, files, _ in every for item in files]
     text = f"removed {counted(len(removed), 'file')} of ended jobs, {_mebibytes(removed)}; " if removed else ""
-    spared = [item for _, _, files in gathered for item in files]
+    spared = [item for _, _, files in every for item in files]
     if not spared:
         return CheckResult("leftovers", "ok", f"{text}none of yours in {SHARED_FOLDER}")
-    files = [
-        f"{host}: {item.path}{item.spared and f' ({item.spared})'}" for host, _, items in gathered for item in items
-    ]
+    files = [f"{host}: {item.path}{item.spared and f' ({item.spared})'}" for host, _, items in every for item in items]
     listed = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
     remedy = "look at these files yourself, or clean again later" if clean else "mpizero doctor --clean removes them"
     return CheckResult("leftovers", "warn", f"{text}{_mebibytes(spared)} of ended jobs: {listed}", remedy)

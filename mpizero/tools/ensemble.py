@@ -279,11 +279,6 @@ def _statistics(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         values = [result.get(name) for result in results]
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
             column = np.array(values, np.float64)
-            statistics = {
-                "mean": column.mean(),
-                "deviation": column.std(),
-                "least": column.min(),
-                "largest": column.max(),
-            }
-            by_name[name] = {key: float(value) for key, value in statistics.items()}
+            summary = {"mean": column.mean(), "deviation": column.std(), "least": column.min(), "largest": column.max()}
+            by_name[name] = {key: float(value) for key, value in summary.items()}
     return by_name

@@ -157,9 +157,7 @@ def report(result: ReplayedStep) -> str:
     """Format the result of a replay as text for people. Not collective."""
     step = result.step
     lines = [f"step {step.step}, skipped in training; parameters here: {result.parameters}"]
-    lines += [
-        f"in training: {entry['message']}, samples {entry['start']} to {entry['stop'] - 1}" for entry in step.found
-    ]
+    lines += [f"in training: {item['message']}, samples {item['start']} to {item['stop'] - 1}" for item in step.found]
     for replay_ in result.replays:
         lines += ["", *_of_samples(replay_)]
     return joined(lines)

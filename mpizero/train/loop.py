@@ -623,13 +623,9 @@ class NumberWatch:
         """Return the positions in the training data of the samples that this rank was given in a step."""
         model, loop, source = self.setup.model, self.setup.loop, self.setup.source
         group = model.batch_group
-        local_samples = Grains(loop.global_batch, model.grain_size(loop.global_batch)).samples_of(
-            group.rank, group.size
-        )
+        local = Grains(loop.global_batch, model.grain_size(loop.global_batch)).samples_of(group.rank, group.size)
         start = (step - 1) * loop.global_batch
-        return source.origin(
-            source.sample_order(start + local_samples.start, start + local_samples.stop, len(source), loop.seed)
-        )
+        return source.origin(source.sample_order(start + local.start, start + local.stop, len(source), loop.seed))
 
 
 def validation_metrics(evaluation: Evaluation, task: str) -> dict[str, Any]:

@@ -604,10 +604,8 @@ def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
             compared["validation"] = saved.validation, record.validation_fingerprint
         for what, (before, now) in compared.items():
             check_data(what, before == now, saved.contents, record.contents, f"cannot resume from {path}", elsewhere)
-            if comm.rank == 0 and (
-                change := touched(*(one.get(what, {}) for one in (saved.contents, record.contents)))
-            ):
-                notice(f"the {what} data: {change}")
+            if comm.rank == 0 and (note := touched(*(one.get(what, {}) for one in (saved.contents, record.contents)))):
+                notice(f"the {what} data: {note}")
         state_dict.restore(setup.model._loadable_engine, reader)
     setup.model._cache = None
     return saved

@@ -299,9 +299,7 @@ class _Pass:
         ``elements`` is the number of elements of each array, ``itemsize`` the bytes of an element.
         """
         measured = [Measurement.of(values) for values in self.values]
-        ratios = [
-            Measurement.of_ratios(kernel, plain) for plain, kernel in zip(self.values, self.values[2:], strict=False)
-        ]
+        ratios = [Measurement.of_ratios(ours, plain) for plain, ours in zip(self.values, self.values[2:], strict=False)]
         return MemoryPass(self.name, self.reads, self.writes, elements, itemsize, *measured, *ratios)
 
 

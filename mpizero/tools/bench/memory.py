@@ -371,11 +371,9 @@ def _lines(table: LayoutTable) -> Iterator[str]:
     yield f"{'':28}" + "".join(f"{first:>11}" for first, _ in _COLUMNS)
     yield f"{'rank p t d c':28}" + "".join(f"{second:>11}" for _, second in _COLUMNS)
     for row in table.rows:
-        coordinates = " ".join(map(str, (f"{row.rank:4}", *row.here.values())))
+        where = " ".join(map(str, (f"{row.rank:4}", *row.here.values())))
         most = sum(row.planned.values()) + row.planned_working
-        yield f"{coordinates:20}counted " + _columns(
-            row.held, (row.pss_at_rest, row.pss_in_step), row.sent, row.messages
-        )
+        yield f"{where:20}counted " + _columns(row.held, (row.pss_at_rest, row.pss_in_step), row.sent, row.messages)
         yield f"{'':20}planned " + _columns(row.planned, (None, most), row.planned_sent, row.planned_messages)
     counted = PARTS[:-1] if table.not_counted else PARTS
     far = {p: max(abs(row.held[p] - row.planned[p]) / max(row.planned[p], 1) for row in table.rows) for p in counted}

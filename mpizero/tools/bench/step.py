@@ -188,9 +188,7 @@ def measure_step(
         several = [c for c in (grid.world, *grid.communicators) if c.size > 1]
         first, offset = leaders(several, grid.world), clock_offset(comm)
         plain, watched, spans = _train(request, setup, tell)
-        local = tuple(
-            StepSpans(a + offset, b + offset, spans_of(traced_spans, offset, first)) for a, b, traced_spans in spans
-        )
+        local = tuple(StepSpans(a + offset, b + offset, spans_of(taken, offset, first)) for a, b, taken in spans)
         ranks: list[tuple[StepSpans, ...]] = comm.allgather_object(local, "bench step")
         coordinates = tuple(comm.allgather_object(grid.coordinates._asdict(), "bench step"))
         described = setup.described()

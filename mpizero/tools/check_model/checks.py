@@ -138,10 +138,8 @@ def _of_noise(used: list[str]) -> tuple[str, str]:
     return cause, "compute everything from the arguments, and random numbers from a key"
 
 
-def _differ(
-    actual: LossAndGradients, expected: LossAndGradients, when: str, why: tuple[str, str]
-) -> list[ModelFinding]:
-    return [ModelFinding("repeats", what, f"{when}: {how}", *why) for what, how in unlike(actual, expected)][:3]
+def _differ(again: LossAndGradients, expected: LossAndGradients, when: str, why: tuple[str, str]) -> list[ModelFinding]:
+    return [ModelFinding("repeats", what, f"{when}: {how}", *why) for what, how in unlike(again, expected)][:3]
 
 
 def check_layers(checked: CheckedBlocks, batch: CheckBatch, params: Named) -> list[ModelFinding]:
@@ -156,11 +154,9 @@ def check_layers(checked: CheckedBlocks, batch: CheckBatch, params: Named) -> li
     findings = []
     for name in one:
         if one[name].tobytes() != two[name].tobytes():
-            is_untouched = not one[name].any()
-            problem = "is what its memory held before" if is_untouched else "depends on what its memory held before"
-            cause = (
-                "grads[...] = array, which binds a name, or no write at all" if is_untouched else "grads[...] += array"
-            )
+            stale = not one[name].any()
+            problem = "is what its memory held before" if stale else "depends on what its memory held before"
+            cause = "grads[...] = array, which binds a name, or no write at all" if stale else "grads[...] += array"
             findings.append(ModelFinding("layers", f"gradient of {name!r}", problem, cause, remedy))
     if findings:
         return findings
@@ -466,9 +462,9 @@ def _gradient_cause(point: ParameterPoint, wrong: WrongGradient) -> tuple[str, s
         return "its transpose", "transpose it"
     if point.checked.declared[wrong.name].complex and _fits(wrong, gradient * [1, -1]):
         return "its conjugate, which JAX returns", "return gradient.conj(): dL/dRe + i dL/dIm"
-    element = _worst(point, wrong)
+    index = _worst(point, wrong)
     return (
-        f"a part of it, most of all around element {element}",
+        f"a part of it, most of all around element {index}",
         "compare the formula of these elements with differences",
     )
 
@@ -599,8 +595,8 @@ def _sums_cause(what: str, sums: BatchSums, joined: dict[str, Array]) -> tuple[s
     means = np.sum([c * p[what] for c, p in zip(counts, sums.pieces, strict=True)], axis=0) / counts.sum()
     constant = all(largest(p[what] - full) <= near for p in sums.pieces)
     if what == "weight":
-        remedy = "return how much the batch weighs, float(len(x)) for a mean over samples"
-        return ("a weight that does not grow with the batch" if constant else "a weight that is no sum"), remedy
+        hint = "return how much the batch weighs, float(len(x)) for a mean over samples"
+        return ("a weight that does not grow with the batch" if constant else "a weight that is no sum"), hint
     if largest(means - full) <= near and not constant:
         return "a mean over the samples", "return the sum over the samples, and float(len(x)) as the weight"
     weights = np.array([p["weight"][0] for p in sums.pieces])
@@ -610,12 +606,12 @@ def _sums_cause(what: str, sums: BatchSums, joined: dict[str, Array]) -> tuple[s
     extra = sums.total(what) - full  # a term per call is there as often as there are pieces more
     first = sums.total(what, len(counts) - 1) - joined[what]
     if len(counts) > 2 and np.abs(extra * (len(counts) - 2) - first * (len(counts) - 1)).max() <= near:
-        remedy = "multiply it, and its gradient, by the weight of the batch, such as len(x)"
-        return "a term that is added once a call, such as a penalty on the parameters", remedy
-    remedy = "compute each sample by itself, from its own numbers"
+        hint = "multiply it, and its gradient, by the weight of the batch, such as len(x)"
+        return "a term that is added once a call, such as a penalty on the parameters", hint
+    hint = "compute each sample by itself, from its own numbers"
     return (
         "statistics of the batch, in which samples see each other, or random numbers not keyed by run.samples",
-        remedy,
+        hint,
     )
 
 

@@ -290,17 +290,14 @@ class CheckedFunction:
 
     def _called(self, provided: Named, x: Any, y: Any, run: Run, gradients: dict[str, Array]) -> Any:
         """Call the function; return what it returns, or what it would return if it did not work in place."""
-        arguments, keywords = (
-            (read_only(provided), (read_only(x), read_only(y))),
-            {"run": run} if self._takes_run else {},
-        )
+        args, kwargs = ((read_only(provided), (read_only(x), read_only(y))), {"run": run} if self._takes_run else {})
         try:
             if not self.in_place:
-                return self.model.loss_and_grad(*arguments, **keywords)
+                return self.model.loss_and_grad(*args, **kwargs)
             for name in self.names:
                 mark(gradients[name])
             with writable(gradients) as views:
-                result = self.model.loss_and_grad(*arguments, views, **keywords)
+                result = self.model.loss_and_grad(*args, views, **kwargs)
             return self._checked_in_place(result, gradients)
         except LayoutError as error:  # from the mapping of the views
             remedy = "write into the array that is there, gradients[name][...] = value"
@@ -510,10 +507,8 @@ def _of_number(what: str, value: Any) -> list[ModelFinding]:
         described = f"{array.dtype} of shape {array.shape}" if array.size != 1 else f"{value!r}"
         return [_value(what, f"is {described}", "a sum or conversion that is missing", "return one real number")]
     if not math.isfinite(float(array.reshape(-1)[0])):
-        remedy = "check the samples, or give check_model(parameters=...) where the model can be evaluated"
-        return [
-            _value(what, f"is {value} at these parameters", "start values or samples outside of the domain", remedy)
-        ]
+        hint = "check the samples, or give check_model(parameters=...) where the model can be evaluated"
+        return [_value(what, f"is {value} at these parameters", "start values or samples outside of the domain", hint)]
     return []
 
 

@@ -115,22 +115,18 @@ def exchange_cost(
     """
     if len(totals) == 1 or not max(totals):
         return ExchangeCost(Sent(), 0, 0)
-    arrivals, local_sums = sum(counts), counts[peer]
+    arrivals, sums = sum(counts), counts[peer]
     step = exchange_step(counts, elements)
     others = [elements for rank, elements in enumerate(totals) if rank != peer]
-    segments = -(-max(others) // step) if local_sums else 0
+    segments = -(-max(others) // step) if sums else 0
     widths = [min(step, elements) for elements in totals]
     received = arrivals * widths[peer] * itemsize
     if codec is None:
-        return ExchangeCost(
-            Sent(local_sums * sum(others) * itemsize, segments), local_sums * sum(widths) * itemsize, received
-        )
-    sent = Sent(local_sums * sum(_packed(elements, step, codec) for elements in others), segments)
-    largest = max(min(step, elements) for elements in others) if local_sums else 0
-    packed = local_sums * sum(codec.packed(min(step, elements)) for elements in others)
-    return ExchangeCost(
-        sent, largest * itemsize, received, packed, (arrivals - local_sums) * codec.packed(widths[peer])
-    )
+        return ExchangeCost(Sent(sums * sum(others) * itemsize, segments), sums * sum(widths) * itemsize, received)
+    sent = Sent(sums * sum(_packed(elements, step, codec) for elements in others), segments)
+    largest = max(min(step, elements) for elements in others) if sums else 0
+    packed = sums * sum(codec.packed(min(step, elements)) for elements in others)
+    return ExchangeCost(sent, largest * itemsize, received, packed, (arrivals - sums) * codec.packed(widths[peer]))
 
 
 def _packed(elements: int, step: int, codec: Codec) -> int:

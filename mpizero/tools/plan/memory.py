@@ -943,7 +943,7 @@ class StageActivations:
         if self.part.trials is None:
             return ActivationPeaks(0, 0, 0, 0)
         saved: dict[tuple[int, int], int] = {}
-        most_saved = caches = most = total = 0
+        peak = caches = most = total = 0
         alone = self.part.partitioned.parallel_layout.pipeline == 1
         for number, (kind, chunk, micro) in enumerate(self.program):
             if not self.jobs[micro]:
@@ -959,11 +959,9 @@ class StageActivations:
                 saved[chunk, micro] = flow.deferred
             else:
                 del saved[chunk, micro]
-            most_saved = max(most_saved, sum(saved.values()))
-            most, total = max(most, most_saved, in_use), max(total, most_saved, in_use + self._messages(number))
-        return (
-            ActivationPeaks(0, caches, 0, 0) if self.part.untried else ActivationPeaks(most_saved, caches, most, total)
-        )
+            peak = max(peak, sum(saved.values()))
+            most, total = max(most, peak, in_use), max(total, peak, in_use + self._messages(number))
+        return ActivationPeaks(0, caches, 0, 0) if self.part.untried else ActivationPeaks(peak, caches, most, total)
 
     def _messages(self, number: int) -> int:
         """Return the bytes of messages in flight while instruction number ``number`` runs.

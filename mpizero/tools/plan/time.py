@@ -624,10 +624,8 @@ class TimeFloors:
 
     def _parameter_messages(self, traffic: RankTraffic) -> float:
         """Return the seconds of messages that send parameters and gather units, and of one barrier of a node."""
-        seconds = (
-            self._exchanges("gather", traffic.parameter_gathers()) if traffic.training.row.shard_optimizer else 0.0
-        )
-        return seconds + self._exchanges("gather", traffic.gathers()) + self._barrier(traffic)
+        total = self._exchanges("gather", traffic.parameter_gathers()) if traffic.training.row.shard_optimizer else 0.0
+        return total + self._exchanges("gather", traffic.gathers()) + self._barrier(traffic)
 
     def _barrier(self, traffic: RankTraffic) -> float:
         return self.machine.seconds("barrier", 0) if traffic.grid.node.size > 1 else 0.0

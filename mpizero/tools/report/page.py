@@ -205,16 +205,14 @@ def pipeline(history: RunHistory, name: str) -> Iterator[Markup]:
 def memory(history: RunHistory, name: str) -> Iterator[Markup]:
     """Yield pictures and tables of the memory of hosts and GPUs."""
     session = last_with_memory(history.sessions)
-    for kind, by_part in memory_tables(session.start, session.memory).items() if session else ():
-        ranks = len(next(iter((*by_part.planned.values(), *by_part.counted.values()))))
+    for kind, sizes in memory_tables(session.start, session.memory).items() if session else ():
+        ranks = len(next(iter((*sizes.planned.values(), *sizes.counted.values()))))
         where = "on the host" if kind == "host" else "on GPUs"
         label = f"Bars of planned and counted memory by part, for each of {ranks} ranks; the table has the numbers."
-        present = ["planned (hatched)"] if by_part.planned else []
-        present += ["counted where it is allocated, after the session's first step (solid)"] if by_part.counted else []
+        present = ["planned (hatched)"] if sizes.planned else []
+        present += ["counted where it is allocated, after the session's first step (solid)"] if sizes.counted else []
         caption = f"Memory {where} by rank: {', and '.join(present)}.{few_ranks(ranks)}"
-        yield beside(
-            figure(draw_memory(f"{name}-memory-{kind}", label, by_part), caption), _memory_table(by_part, where)
-        )
+        yield beside(figure(draw_memory(f"{name}-memory-{kind}", label, sizes), caption), _memory_table(sizes, where))
     if session and session.memory:
         peak, resident = session.memory.peak, session.memory.resident
         most, largest = peak.index(max(peak)), resident.index(max(resident))
@@ -688,10 +686,8 @@ _WORDS = {
 
 def glossary(page: str) -> Markup:
     """Return the meanings of the words that a page has."""
-    entries = [
-        (word, f"{meaning}.") for word, meaning in _WORDS.items() if re.search(rf"\b{word}", page, re.IGNORECASE)
-    ]
-    return section("Words", definitions(entries), name="words") if entries else Markup("")
+    words = [(word, f"{meaning}.") for word, meaning in _WORDS.items() if re.search(rf"\b{word}", page, re.IGNORECASE)]
+    return section("Words", definitions(words), name="words") if words else Markup("")
 
 
 #: What a file begins with that this module has written, and so may replace.

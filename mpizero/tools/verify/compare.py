@@ -275,18 +275,16 @@ class ObservedTraining:
 
     def update(self, batch: tuple[Any, Any]) -> StepUpdate:
         """Train one step, and record the gradient that the optimizer gets."""
-        updater, clipped_pieces = self.updater, list[Array]()
-        updater.watch = lambda reduced: clipped_pieces.extend(
-            _of(reduced, piece).copy() for piece in self.engine.pieces()
-        )
+        updater, pieces = self.updater, list[Array]()
+        updater.watch = lambda reduced: pieces.extend(_of(reduced, piece).copy() for piece in self.engine.pieces())
         try:
             self.model.train(*batch)
         finally:
             updater.watch = None
         report = self.model.last_step
         assert report is not None
-        clipped, in_order = None, iter(clipped_pieces)
-        complete = len(clipped_pieces) == len(self.engine.pieces())
+        clipped, in_order = None, iter(pieces)
+        complete = len(pieces) == len(self.engine.pieces())
         if all(self.engine.grid.world.allgather_object(complete, "watched")):
             clipped = gather_pieces(self.engine, self.engine.dtype, lambda piece: next(in_order))
         return StepUpdate(report, clipped, self.state())
@@ -543,10 +541,8 @@ class TrainingPair:
     def _compare_update(
         self, one: ObservedTraining, gradient: BatchGradient, update: StepUpdate, state: TrainingState
     ) -> LocatedDifference | None:
-        expected_gradient = self._gradient
-        after = (
-            one.update(self._batch) if self.tolerance is None else one.update_from(expected_gradient, gradient.values)
-        )
+        reference = self._gradient
+        after = one.update(self._batch) if self.tolerance is None else one.update_from(reference, gradient.values)
         self._update = after
         norms = (update.report.gradient_norm, after.report.gradient_norm)
         if self.clips and not self._same(*norms):
