@@ -496,7 +496,7 @@ class TensorBoard(Callback):
     def on_step(self, trainer: Any, report: StepReport) -> None:
         """Write the metrics of a step."""
         if trainer.rank == 0 and trainer.step % self._every == 0:
-            self._write(trainer, trainer.compute)
+            self._write(trainer, trainer.figures)
 
     def on_validation(self, trainer: Any, figures: Mapping[str, float | None]) -> None:
         """Write the metrics of a validation."""
