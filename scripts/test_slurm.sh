@@ -199,7 +199,7 @@ submit() {
 }
 
 # again JOB: let a job that was put into the queue again start soon; Slurm would wait two minutes, so as to be sure that
-# the credential of the visit before, of which whole seconds count, does not pass for the new one's.
+# the credential of the session before, of which whole seconds count, does not pass for the new one's.
 again() {
     sleep 2
     scontrol update JobId="$1" StartTime=now
@@ -354,7 +354,7 @@ lost() {
     [ -z "$REASON" ]
 }
 
-# A rank that is killed at the same step in every visit: requeued once, then never again.
+# A rank that is killed at the same step in every session: requeued once, then never again.
 failing() {
     local job
     job=$(MPIZERO_FAULT=train.step:1:3:kill submit requeue failing --ntasks=2 --time=20 -- checkpoint.every=0) || return 1

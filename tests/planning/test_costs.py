@@ -161,8 +161,8 @@ def difference(after: tuple[Counter[str], ...], before: tuple[Counter[str], ...]
 
 def wrong(plan: RankPlan, found: Measured) -> dict[str, Any]:
     """Everything in which a rank's plan and its run differ: planned, then measured."""
-    held = {part: plan.memory[part].mine for part in COUNTED if part in plan.memory}
-    group = plan.memory["group buffers"].mine if "group buffers" in plan.memory else 0
+    held = {part: plan.memory[part].per_rank for part in COUNTED if part in plan.memory}
+    group = plan.memory["group buffers"].per_rank if "group buffers" in plan.memory else 0
     pairs = {
         "sent": (plan.sent, found.sent),
         "bytes_sent": (plan.bytes_sent, found.bytes_sent),
@@ -443,9 +443,9 @@ def peaks_that_grow_otherwise(each: Job) -> set[tuple[str, int]]:
 def test_a_users_cache_is_found_wherever_it_hides() -> None:
     trial = planned(Job(**MODELS["user's layer"]), 1).traffic(0).part.trials.of(3)["hidden.1"]
     plain = planned(Job(**MODELS["MLP"]), 1).traffic(0).part.trials.of(3)["hidden.1"]
-    assert trial.kept.own - plain.kept.own == 3 * 8 * (7 + 1)
-    assert any(trial.kept.output)
-    assert not any(plain.kept.output)
+    assert trial.saved.cached - plain.saved.cached == 3 * 8 * (7 + 1)
+    assert any(trial.saved.output)
+    assert not any(plain.saved.output)
 
 
 WAYS = (
@@ -490,7 +490,7 @@ def test_the_most_that_a_step_takes_is_planned_within_5_percent(world: Any, sile
         by_rank = of_first(world, lambda job=each: planned(job, world.size).by_rank)
         with world.split(0) as comm:
             plan = by_rank[comm.rank].memory
-            wanted = sum(plan[part].mine for part in PARTS[PARTS.index("activations") :] if part in plan)
+            wanted = sum(plan[part].per_rank for part in PARTS[PARTS.index("activations") :] if part in plan)
             found, bound = traced(each, comm), 0.05 * wanted + 2**16
             if not all(world.allgather_object(abs(found - wanted) <= bound)):  # a table of the interpreter has grown
                 found = min(found, traced(each, comm))
@@ -506,7 +506,7 @@ def test_the_most_that_tiles_of_sequences_take_is_planned(silence: None) -> None
         model=lambda: larger_gpt(dim=128, heads=4, sequence=64, vocabulary=128, activation_checkpointing=True),
     )  # fmt: skip
     plan = planned(each, 1).by_rank[0].memory
-    wanted = sum(plan[part].mine for part in PARTS[PARTS.index("activations") :] if part in plan)
+    wanted = sum(plan[part].per_rank for part in PARTS[PARTS.index("activations") :] if part in plan)
     found = run_in_threads(1, lambda comm: traced(each, comm))[0]
     if abs(found - wanted) > 0.05 * wanted:  # a table of the interpreter has grown
         found = min(found, run_in_threads(1, lambda comm: traced(each, comm))[0])

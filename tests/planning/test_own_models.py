@@ -65,7 +65,7 @@ def test_of_a_black_box_what_its_function_does_is_not_told() -> None:
         assert "FunctionModel is a black box" in plan.not_counted
         assert rank.operations is None
         assert "activations" not in rank.memory
-        assert (rank.memory["working arrays"].mine if copied else 0) == copied  # a shard has no memory for all
+        assert (rank.memory["working arrays"].per_rank if copied else 0) == copied  # a shard has no memory for all
         assert "working arrays" in rank.memory or not copied
     with pytest.raises(ConfigError, match="black box"):
         _ = planned(Job(model=function, data=points, parallel_layout={"pipeline": 2}), 2).by_rank
@@ -101,7 +101,7 @@ def test_blocks_that_cannot_run_alone_are_planned_without_their_arrays() -> None
     plan = planned(Job(model=lambda: blocks(True), data=points), 2)
     assert "block 'own' cannot be tried alone" in plan.not_counted
     assert "a matrix of zeros" in plan.not_counted
-    assert plan.by_rank[0].memory["parameters"].mine
+    assert plan.by_rank[0].memory["parameters"].per_rank
     check_on_threads(Job(model=lambda: blocks(True), data=points, zero=3), 2)
     with pytest.raises(ConfigError, match="block 'own' cannot be tried alone"):
         _ = planned(Job(model=lambda: blocks(True), data=points, parallel_layout={"pipeline": 2}), 2).by_rank
@@ -130,7 +130,7 @@ def test_products_of_a_users_layer_that_does_not_count_them_are_not_told_as_none
     plan = planned(Job(model=lambda: blocks(False), data=points), 2)
     assert not plan.not_counted
     assert plan.by_rank[0].operations is None
-    assert plan.by_rank[0].memory["activations"].mine
+    assert plan.by_rank[0].memory["activations"].per_rank
 
 
 def test_a_plan_can_be_sent_to_other_processes():

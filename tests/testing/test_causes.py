@@ -168,7 +168,7 @@ def test_a_norm_is_blamed_on_squares_counted_again_only_by_their_number():
     assert "squares counted 4 times, the number of ranks" in diagnose_norm(2.0, 1.0, rounding, COUNTS).cause
     told = diagnose_norm(1.00005, 1.0, rounding, COUNTS)
     assert told.cause is None
-    assert "1 + 0.0001 times" in told.seen
+    assert "1 + 0.0001 times" in told.pattern
     assert diagnose_norm(1 + 4e-16, 1.0, rounding, COUNTS).cause.startswith("numbers added in another order")
 
 
@@ -185,4 +185,4 @@ def test_ratios_of_counts_are_counts():
     assert "every gradient is 10/4 of what it must be" in told(2.5).cause
     assert "4 times too small" in told(0.25).cause
     assert told(2.5000001).cause is None
-    assert "no ratio of the counts here (4 ranks, 10 samples)" in told(2.5000001).seen
+    assert "no ratio of the counts here (4 ranks, 10 samples)" in told(2.5000001).pattern

@@ -21,7 +21,7 @@ from mpizero.sharding.forward_backward import Evaluation
 from mpizero.tools.bench.strategies import sent_formula
 from mpizero.tools.generate import FirstRankWriter, LanguageModel, Sampling, write
 from mpizero.train.events import Progress, byte_progress
-from mpizero.train.loop import validation_figures
+from mpizero.train.loop import validation_metrics
 from mpizero.train.machine import peak_growth, peak_resident, proportional, proportional_growth, resident
 from mpizero.train.run_folder import RunFolder, RunFolderError
 from mpizero.train.setup import Speed, perplexity
@@ -70,11 +70,11 @@ def test_speed_is_the_median_without_warm_up_and_disturbed_steps_and_a_short_run
 
 
 def test_validation_figures_fit_the_task():
-    assert set(validation_figures(Evaluation(2.0, 4.0, None), "language")) == {"validation_loss", "perplexity"}
-    scores = validation_figures(Evaluation(2.0, 4.0, 3, 4), "classification")
+    assert set(validation_metrics(Evaluation(2.0, 4.0, None), "language")) == {"validation_loss", "perplexity"}
+    scores = validation_metrics(Evaluation(2.0, 4.0, 3, 4), "classification")
     assert scores == {"validation_loss": 0.5, "accuracy": 0.75}
-    assert validation_figures(Evaluation(2.0, 4.0, None), "regression") == {"validation_loss": 0.5}
-    assert json.dumps(validation_figures(Evaluation(float("nan"), 4.0, None), "language"), allow_nan=False)
+    assert validation_metrics(Evaluation(2.0, 4.0, None), "regression") == {"validation_loss": 0.5}
+    assert json.dumps(validation_metrics(Evaluation(float("nan"), 4.0, None), "language"), allow_nan=False)
     assert perplexity(1e4) == float("inf")
 
 

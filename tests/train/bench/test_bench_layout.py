@@ -25,15 +25,15 @@ class Cache:
 def test_a_buffer_counts_once_however_many_views_are_kept_or_not_at_all():
     meter, whole = CacheMeter(), np.zeros((4, 5))
     first = meter.keep(Cache((whole[1:], {"a": [whole.T, None, 3, np.ones(3)]}, whole.reshape(-1)[::2])))
-    assert meter.held == 160 + 24
+    assert meter.current == 160 + 24
     second = meter.keep((whole[:1],))
-    assert meter.held == 160 + 24
+    assert meter.current == 160 + 24
     meter.drop(first)
-    assert meter.held == 160
+    assert meter.current == 160
     meter.drop(second)
-    assert (meter.held, meter.peak) == (0, 184)
+    assert (meter.current, meter.peak) == (0, 184)
     (_,) = meter.keep((whole[2:], np.ones(2)), but=[{"x": whole[:3]}])
-    assert meter.held == 16
+    assert meter.current == 16
 
 
 #: What more layouts hold and send is in ``tests/planning``.

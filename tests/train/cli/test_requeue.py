@@ -16,7 +16,7 @@ from mpizero.train.stopping import JobState
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch, capsys):
-    """A job whose visits end as a test says; each returns why the job is not put into the queue, or ""."""
+    """A job whose sessions end as a test says; each returns why the job is not put into the queue, or ""."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.toml").write_text('[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n')
 
@@ -104,7 +104,7 @@ def test_a_failure_runs_again_once_for_each_checkpoint(slurm):
     assert slurm.ended(137) == ""
     slurm.saved(40)
     assert slurm.ended(75) == ""
-    assert slurm.ended(137) == "", "the visit before has ended well"
+    assert slurm.ended(137) == "", "the session before has ended well"
     assert "at the same checkpoint (step 40)" in slurm.ended(137)
 
 
@@ -116,7 +116,7 @@ def test_visits_that_are_asked_to_stop_at_once_do_not_go_on_for_ever(slurm, step
         slurm.saved(step)
         assert slurm.ended(75) == ""
     slurm.saved(steps[2])
-    assert "3 visits in a row were asked to stop at once: --time must be longer" in slurm.ended(75)
+    assert "3 sessions in a row were asked to stop at once: --time must be longer" in slurm.ended(75)
 
 
 def test_a_visit_that_goes_on_makes_up_for_those_that_did_not(slurm):

@@ -14,8 +14,8 @@ from mpizero.train.events import (
     PhaseSeconds,
     PipelineCell,
     PipelineTimetable,
+    SessionEnd,
     SkippedStep,
-    VisitEnd,
     read_run,
 )
 from mpizero.train.recorder import pipeline_cells
@@ -37,14 +37,14 @@ def test_events_are_read_as_they_were_written_by_visit(tmp_path):
         PhaseSeconds(step=4, seconds=[0.5, 0.4], reading=[0.0, 0.1], phases={"forward": [0.5, 0.4]}),
         PipelineTimetable(step=4, schedule="1f1b", planned=[cell], measured=[cell]),
         CheckpointWrite(step=4, path="checkpoints/step_00000004", bytes=10, seconds=1, beside=True),
-        VisitEnd(step=5, reason="stopped", message="SIGTERM", loss=0.5),
+        SessionEnd(step=5, reason="stopped", message="SIGTERM", loss=0.5),
     ]
     skipped = SkippedStep(visit=1, step=5, found=[{"rank": 0, "tensor": "w", "start": 0, "stop": 2}])
     later = {"kind": "later versions have more", "visit": 1}
     write(tmp_path, *first, later, skipped.to_dict() | {"more": 1}, tail='{"kind": "sk')  # cut as the job was killed
     run = read_run(tmp_path)
-    assert [visit.events for visit in run.visits] == [tuple(first), (skipped,)]
-    one, two = run.visits
+    assert [visit.events for visit in run.sessions] == [tuple(first), (skipped,)]
+    one, two = run.sessions
     assert (one.start, one.memory, one.phases, one.timetables) == (None, None, (first[0],), (first[1],))
     assert (one.checkpoints, one.skipped, one.end) == ((first[2],), (), first[3])
     assert (two.skipped, two.end, run.steps, run.result) == ((skipped,), None, (), None)
@@ -56,7 +56,7 @@ def test_a_run_without_events_has_its_metrics(tmp_path):
     (tmp_path / "run_complete").write_text('{"steps": 1}\n')
     run = read_run(tmp_path)
     assert (run.steps, run.superseded) == (({"step": 1, "loss": 0.5},), ({"step": 3, "loss": 0.7},))
-    assert (run.visits, run.result) == ((), {"steps": 1})
+    assert (run.sessions, run.result) == ((), {"steps": 1})
 
 
 @pytest.mark.parametrize(
@@ -109,10 +109,11 @@ def test_a_visit_counts_on_after_an_event_that_was_cut(tmp_path):
     folder = RunFolder(tmp_path / "checkpoints")
     folder.open()
     assert folder.continue_events() == 0
-    write(tmp_path, VisitEnd(visit=0, reason="done"), VisitEnd(visit=4, reason="done"), tail='{"kind": "end", "visi')
+    ends = SessionEnd(visit=0, reason="done"), SessionEnd(visit=4, reason="done")
+    write(tmp_path, *ends, tail='{"kind": "end", "visi')
     assert folder.continue_events() == 5
-    folder.write_event(VisitEnd(visit=5, reason="done").to_dict())
-    assert [visit.number for visit in read_run(tmp_path).visits] == [0, 4, 5]
+    folder.write_event(SessionEnd(visit=5, reason="done").to_dict())
+    assert [visit.number for visit in read_run(tmp_path).sessions] == [0, 4, 5]
     assert (folder.set_aside() / "events.jsonl").exists()
     folder.close()
 

@@ -60,7 +60,7 @@ def stopped_and_resumed(tmp_path_factory):
 
 def test_every_visit_tells_what_trains_where(stopped_and_resumed):
     run, result = stopped_and_resumed
-    first, second = (visit.start for visit in run.visits)
+    first, second = (visit.start for visit in run.sessions)
     assert (first.step, first.steps, first.ranks, first.strategy) == (0, 9, 4, "zero1")
     assert (second.step, second.ranks, second.strategy) == (6, 1, "zero2")
     assert first.parameter_count == result.parameter_count
@@ -77,7 +77,7 @@ def test_every_visit_tells_what_trains_where(stopped_and_resumed):
 
 
 def test_the_plan_of_every_rank_is_what_is_counted_then(stopped_and_resumed):
-    for visit in stopped_and_resumed[0].visits:
+    for visit in stopped_and_resumed[0].sessions:
         counted, planned = visit.memory.counted, visit.start.planned
         assert visit.start.not_planned == ""
         assert {part: planned.get(part) for part in PLANNED} == {part: counted.get(part) for part in PLANNED}
@@ -86,9 +86,9 @@ def test_the_plan_of_every_rank_is_what_is_counted_then(stopped_and_resumed):
 
 
 def test_the_phases_of_every_rank_add_up_to_its_step(stopped_and_resumed):
-    first, second = (visit.phases for visit in stopped_and_resumed[0].visits)
+    first, second = (visit.phases for visit in stopped_and_resumed[0].sessions)
     (traced,) = first
-    assert (traced.step, second) == (recorder.FIRST_TRACED, ())  # the second visit has but three steps
+    assert (traced.step, second) == (recorder.FIRST_TRACED, ())  # the second session has but three steps
     assert {"forward", "backward", "optimizer", "waiting"} <= traced.phases.keys()
     for rank, seconds in enumerate(traced.seconds):
         assert math.isclose(sum(phase[rank] for phase in traced.phases.values()), seconds, abs_tol=1e-5)
@@ -96,7 +96,7 @@ def test_the_phases_of_every_rank_add_up_to_its_step(stopped_and_resumed):
 
 
 def test_the_timetable_has_every_instruction_as_planned_and_as_measured(stopped_and_resumed):
-    (timetable,) = stopped_and_resumed[0].visits[0].timetables
+    (timetable,) = stopped_and_resumed[0].sessions[0].timetables
     assert (timetable.schedule, timetable.costs) == ("1f1b", "operations")
     planned, measured = ({cell[:4] for cell in cells} for cells in (timetable.planned, timetable.measured))
     assert planned == measured
@@ -111,8 +111,8 @@ def test_the_timetable_has_every_instruction_as_planned_and_as_measured(stopped_
 
 def test_checkpoints_and_ends_are_told(stopped_and_resumed):
     run, result = stopped_and_resumed
-    first, second = run.visits
-    told = [(one.step, one.path, one.beside) for visit in run.visits for one in visit.checkpoints]
+    first, second = run.sessions
+    told = [(one.step, one.path, one.beside) for visit in run.sessions for one in visit.checkpoints]
     assert told == [(step, f"checkpoints/step_{step:08d}", step == 4) for step in (4, 6, 8, 9)]
     kept = run.folder / told[-1][1]
     assert second.checkpoints[-1].bytes == sum(file.stat().st_size for file in kept.iterdir())
@@ -126,7 +126,7 @@ def test_a_traced_step_changes_no_bit(stopped_and_resumed, tmp_path, monkeypatch
     monkeypatch.setattr(recorder, "FIRST_TRACED", 100)
     with trainer(tmp_path) as one:
         assert one.fit().parameters_sha256 == stopped_and_resumed[1].parameters_sha256
-    assert read_run(tmp_path).visits[0].phases == ()
+    assert read_run(tmp_path).sessions[0].phases == ()
 
 
 def test_a_skipped_step_tells_rank_and_tensor_before_the_error_that_ends_the_run(tmp_path):
@@ -136,7 +136,7 @@ def test_a_skipped_step_tells_rank_and_tensor_before_the_error_that_ends_the_run
 
     with pytest.raises(NonFiniteError):
         run_in_threads(2, work)
-    (visit,) = read_run(tmp_path).visits
+    (visit,) = read_run(tmp_path).sessions
     assert [one.step for one in visit.skipped] == [1, 2]
     assert visit.skipped[0].found[0]["rank"] == 0
     assert visit.skipped[0].found[0].keys() == {"rank", "tensor", "start", "stop"}
@@ -165,7 +165,7 @@ def test_an_event_that_cannot_be_written_ends_the_run_on_every_rank(tmp_path, mo
     with pytest.raises((RunFolderError, RemoteError), match="no space left"):
         run_in_threads(2, work)
     assert sorted(errors, key=str) == [(0, RunFolderError), (1, RemoteError)]
-    assert read_run(tmp_path).visits[0].end.error == "RunFolderError"
+    assert read_run(tmp_path).sessions[0].end.error == "RunFolderError"
     assert not (tmp_path / "run_complete").exists()
 
 
@@ -174,7 +174,7 @@ def test_processes_tell_where_their_time_goes(world, tmp_path):
     shared = Path(world.broadcast_object(str(tmp_path)))
     with trainer(shared, world, steps=4, every=0, strategy="zero3") as one:
         one.fit()
-    (visit,) = read_run(shared).visits
+    (visit,) = read_run(shared).sessions
     (traced,) = visit.phases
     sums = np.sum(list(traced.phases.values()), axis=0)
     parallel_assert(world, [one.kind for one in visit.events] == ["start", "memory", "phases", "checkpoint", "end"])
@@ -209,5 +209,5 @@ def test_a_resume_tells_how_many_steps_are_done_again(tmp_path):
     with trainer(tmp_path) as one:
         one.resume()
     run = read_run(tmp_path)
-    assert [visit.start.superseded for visit in run.visits] == [0, 2]
+    assert [visit.start.superseded for visit in run.sessions] == [0, 2]
     assert [line["step"] for line in run.superseded] == [5, 6]

@@ -14,9 +14,9 @@ from mpizero.train.events import (
     PhaseSeconds,
     PipelineTimetable,
     RunEvent,
+    SessionEnd,
+    SessionStart,
     SkippedStep,
-    VisitEnd,
-    VisitStart,
 )
 
 #: A name that would be a script on a page, and mathematics in a picture.
@@ -24,7 +24,7 @@ EVIL = "<script>alert(1)</script> $x_{$ &amp; \x1b[31m"
 BEGUN = 1.7e9
 
 
-def start(ranks: int = 4, **more) -> VisitStart:
+def start(ranks: int = 4, **more) -> SessionStart:
     """Two stages, the other ranks replicas; two ranks a node."""
     half = ranks // 2
     values = {
@@ -49,7 +49,7 @@ def start(ranks: int = 4, **more) -> VisitStart:
         "machine": {"processor": "a processor"},
         "planned": {"parameters": [1000] * ranks, "activations": [70] * ranks},
     }
-    return VisitStart(**(values | more))
+    return SessionStart(**(values | more))
 
 
 def line(step: int, **more) -> dict:
@@ -96,7 +96,7 @@ def eventful(tmp_path_factory) -> Path:
     ]
     second = [
         start(2, visit=1, step=50, superseded=10, time=BEGUN + 60),
-        VisitEnd(visit=1, step=100, time=BEGUN + 90, reason="done", loss=0.01, seconds=30.0),
+        SessionEnd(visit=1, step=100, time=BEGUN + 90, reason="done", loss=0.01, seconds=30.0),
     ]
     lines = [line(step) for step in range(1, 101)]
     lines[11] |= {"loss": None, "skipped": f"the gradient of '{EVIL}' is not finite on rank 1, samples 2 to 3"}

@@ -30,7 +30,7 @@ from mpizero.tools.report.figures import (
 from mpizero.tools.report.history import SILENT, RunHistory, findings
 from mpizero.tools.report.page import bytes_column, seconds_column
 from mpizero.tools.report.watch import FollowedRun, screen
-from mpizero.train.events import MemoryCount, SkippedStep, VisitEnd, read_run
+from mpizero.train.events import MemoryCount, SessionEnd, SkippedStep, read_run
 from tests.train.report.conftest import BEGUN, EVIL, line, start, write_run
 
 VOID = {"meta", "img", "br", "link", "input", "hr", "wbr"}
@@ -92,12 +92,13 @@ def test_findings_name_steps_ranks_and_bytes(eventful):
         "Resumed after step 50 on 2 ranks instead of 4; steps 51 to 60 were repeated, and their losses are the same",
         "The training loss went from 0.2929 (mean of the first 10 steps) to 0.01048 (of the last ones).",
         "The validation loss was least after step 100, 0.5, the last validation.",
-        "In the one step that was measured (step 4) (visit 0, on 4 ranks), rank 3 waits most for other ranks: 410 ms "
+        "In the one step that was measured (step 4) (session 0, on 4 ranks), rank 3 waits most for other ranks: 410 ms "
         "of its 1 s (41 %); rank 0 waits least: 100 ms of its 1 s (10 %). This step ran at 50 samples a second, the "
         "median step at 50.",
-        "idle for 25 % of the time from the first pass to the last, measured in step 4 (visit 0, on 4 ranks) on the "
+        "idle for 25 % of the time from the first pass to the last, measured in step 4 (session 0, on 4 ranks) on the "
         "clocks of ranks 0, 2; in the plan for 50 %. A pass lasts from its start to its end: messages inside it,",
-        "Parameters (visit 0, on 4 ranks) took memory that differs from the plan by at most 1.0 %: on rank 3, 1.01 kB",
+        "Parameters (session 0, on 4 ranks) took memory that differs from the plan by at most 1.0 %: on rank 3, 1.01 "
+        "kB",
         "1 checkpoint was written, the last after step 50 (checkpoints/step_00000050): 4 kB in 500 ms.",
         "50 samples a second",
     ):
@@ -126,7 +127,7 @@ def test_each_resume_tells_its_own_repeated_steps(tmp_path):
     superseded = [line(step) for step in (5, 6, 7, 9, 10, 11)]
     found = history(write_run(tmp_path / "run", [line(step) for step in range(1, 15)], events, superseded))
     assert [resume.repeated for resume in found.resumes] == [(5, 7), (9, 11)]
-    assert [found.last_step(visit) for visit in found.visits] == [7, 11, 14]
+    assert [found.last_step(visit) for visit in found.sessions] == [7, 11, 14]
 
 
 def test_the_loss_of_a_method_of_whole_vectors_is_that_of_its_iterate(tmp_path):
@@ -159,7 +160,7 @@ def test_a_validation_loss_that_has_risen_is_called_so(tmp_path):
 
 
 def test_a_complete_run_tells_its_visits_and_skipped_steps_at_once(eventful):
-    assert history(eventful).told == "Complete after 100 steps, in 2 visits; 1 step skipped."
+    assert history(eventful).outcome == "Complete after 100 steps, in 2 sessions; 1 step skipped."
 
 
 def test_steps_that_lower_the_loss_scale_are_no_fault(tmp_path):
@@ -186,12 +187,12 @@ def test_the_step_that_ended_a_run_is_told_from_its_event(tmp_path):
     ],
 )
 def test_the_state_of_a_run_is_that_of_its_last_visit(tmp_path, end, age, state, told):
-    events = [start(), VisitEnd(reason="stopped", step=2), start(visit=1, step=2)]
-    events += [VisitEnd(visit=1, step=3, **end)] if end else []
+    events = [start(), SessionEnd(reason="stopped", step=2), start(visit=1, step=2)]
+    events += [SessionEnd(visit=1, step=3, **end)] if end else []
     run = write_run(tmp_path / "run", [line(step) for step in (1, 2, 3)], events)
     found = history(run, time.time() + age)
     assert found.state == state
-    assert told in found.told
+    assert told in found.outcome
 
 
 def test_a_report_has_everything_inside_and_no_name_is_code(page):
@@ -209,7 +210,7 @@ def test_a_report_has_everything_inside_and_no_name_is_code(page):
 
 def test_a_report_has_a_section_for_each_kind_of_record(page):
     assert page.sections == [
-        "Findings", "Summary", "Curves", "Skipped steps", "Visits and resumes", "Where the time goes", "Memory",
+        "Findings", "Summary", "Curves", "Skipped steps", "Sessions and resumes", "Where the time goes", "Memory",
         "Layout", "Pipeline", "Checkpoints", "Environment", "Configuration", "Words",
     ]  # fmt: skip
     assert {target for target in page.values("href") if target[1:] not in page.values("id")} == set()
@@ -241,7 +242,7 @@ def test_several_runs_tell_only_what_differs(eventful, tmp_path):
     other = write_run(tmp_path / "other", [line(1)], [start(config=config)])
     page = written(eventful, other)
     assert "The runs differ in [train]" not in page.text
-    assert "The settings of the last visits that differ; the other 2 are the same" in page.text
+    assert "The settings of the last sessions that differ; the other 2 are the same" in page.text
     assert "train.seed" in page.text
     assert "train.steps" not in page.text
     assert page.text.count("eventful") > 1
@@ -313,7 +314,7 @@ def test_the_record_of_the_example_is_as_events_are_written(eventful):
     first = json.loads((eventful / "events.jsonl").read_text().splitlines()[0])
     assert first["kind"] == "start"
     assert first["time"] == BEGUN
-    assert [len(visit.events) for visit in read_run(eventful).visits] == [6, 2]
+    assert [len(visit.events) for visit in read_run(eventful).sessions] == [6, 2]
 
 
 # ---------------------------------------------------------------------- records that a run never writes
@@ -352,7 +353,7 @@ def test_strange_records_are_shown_or_named_as_damaged(name, strange, eventful, 
     (folder / "metrics.jsonl").write_text("".join(few))
     lines = [json.loads(one) for one in (folder / name).read_text().splitlines()]
     told, numbers = 0, {0, len(lines) - 1}
-    if name == "events.jsonl":  # of the two visits one's start, which has most of the values
+    if name == "events.jsonl":  # of the two sessions one's start, which has most of the values
         starts = [number for number, one in enumerate(lines) if one["kind"] == "start"]
         numbers = set(range(len(lines))) - {starts[STRANGE.index(strange) % 2]}
     for number in numbers:

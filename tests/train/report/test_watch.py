@@ -15,7 +15,7 @@ import pytest
 from mpizero.cli.main import main
 from mpizero.errors import ConfigError, DataError
 from mpizero.tools.report.watch import FollowedRun, GrowingFile, screen, terminal_curve, watch
-from mpizero.train.events import VisitEnd
+from mpizero.train.events import SessionEnd
 from tests.train.conftest import until
 from tests.train.report.conftest import EVIL, line, start, write_run
 
@@ -54,7 +54,7 @@ def test_a_screen_fits_and_tells_what_counts(eventful):
         text = "\n".join(lines)
         assert text.isascii() == ascii_only
         assert "\x1b" not in text
-        told = ("Complete after 100 steps, in 2 visits", "1 step skipped", "validation 0.5", "t: step 50", "Resumed")
+        told = ("Complete after 100 steps, in 2 sessions", "1 step skipped", "validation 0.5", "t: step 50", "Resumed")
         assert all(part in text for part in told)
     small = screen(followed, 40, 12)
     assert len(small) <= 11
@@ -89,7 +89,7 @@ def test_it_waits_for_a_run_and_ends_with_it(tmp_path, stream):
     write_run(run, [line(1)], [start()])
     until(lambda: "Running: 1 of 100" in stream.getvalue())
     with (run / "events.jsonl").open("a") as file:
-        file.write(json.dumps(VisitEnd(reason="stopped", message="SIGTERM", step=1).to_dict()) + "\n")
+        file.write(json.dumps(SessionEnd(reason="stopped", message="SIGTERM", step=1).to_dict()) + "\n")
     watching.join()
     assert "Stopped after 1 of 100 steps: SIGTERM" in stream.getvalue()
     assert ("\x1b" in stream.getvalue()) == stream.isatty()
