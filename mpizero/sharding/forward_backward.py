@@ -50,7 +50,7 @@ from mpizero.types import EVALUATE, Array, BlackBoxModel, BlockModel, Run
 UnitDone = Callable[[Unit], None]
 
 
-class UnitGradients(Protocol):
+class GradientTarget(Protocol):
     """Hold the gradients that an evaluator computes, unit by unit; ``by_block`` is as in :class:`CheckedMicroBatch`."""
 
     by_block: bool
@@ -86,7 +86,7 @@ class BlockEvaluator:
         self.blocks = dict(model.blocks)
         self.units = store.layout.units
 
-    def gradients(self, x: Any, y: Any, run: Run, gradients: UnitGradients) -> tuple[float, float]:
+    def gradients(self, x: Any, y: Any, run: Run, gradients: GradientTarget) -> tuple[float, float]:
         """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
 
         Collective if sharded. If a layer raises, this rank first joins the remaining collectives, then raises the
@@ -98,7 +98,7 @@ class BlockEvaluator:
             Samples and targets of the micro-batch.
         run : Run
             What the forward pass gets besides ``x``.
-        gradients : UnitGradients
+        gradients : GradientTarget
             Has the views that the gradients of a unit are written to, and is told when a block or a unit is complete.
         """
         caches: dict[str, Any] = {}
@@ -255,7 +255,7 @@ class BlackBoxEvaluator:
         loss = users.loss if getattr(model, "has_loss", False) is True else None
         self._own_loss = None if loss is None else (loss, takes_run(loss, "loss", "parameters", "batch"))
 
-    def gradients(self, x: Any, y: Any, run: Run, gradients: UnitGradients) -> tuple[float, float]:
+    def gradients(self, x: Any, y: Any, run: Run, gradients: GradientTarget) -> tuple[float, float]:
         """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
 
         Collective if sharded. :meth:`BlockEvaluator.gradients` describes the parameters. No block is reported by
