@@ -207,11 +207,11 @@ class FlatOptimizer(Settings):
         """
         for pattern in (pattern for group in self.groups for pattern in group.patterns):
             if not any(fits(name, pattern) for name in names):
-                parts = {f"{name[:place]}.*" for name in names for place, c in enumerate(name) if c == "."}
-                shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+                parts = {f"{name[:end]}.*" for name in names for end, c in enumerate(name) if c == "."}
+                listed = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
                 raise ConfigError(
                     f"{type(self).__name__}: ParameterGroup({pattern!r}) matches no parameter"
-                    f"{nearest(pattern, (*names, *sorted(parts)))}: the parameters are {shown}"
+                    f"{nearest(pattern, (*names, *sorted(parts)))}: the parameters are {listed}"
                 )
         used = {next((i for i, group in enumerate(self.groups) if group.matches(name)), None) for name in names}
         for i, group in enumerate(self.groups):
@@ -236,11 +236,11 @@ class FlatOptimizer(Settings):
 
     def _rates(self, step: int, group: int, lr: float | None) -> tuple[float, float]:
         """Return learning rate and weight decay of a group's parameters; the arguments are those of :meth:`hyper`."""
-        place, decays = divmod(group, 2)
+        index, decays = divmod(group, 2)
         lr = rate_at(type(self).__name__, self.lr, step - 1) if lr is None else lr
         decay = self.weight_decay if decays else 0.0
-        if place < len(self.groups):
-            chosen = self.groups[place]
+        if index < len(self.groups):
+            chosen = self.groups[index]
             lr *= chosen.lr_scale
             decay = decay if chosen.weight_decay is None else chosen.weight_decay
         return lr, decay
@@ -624,16 +624,16 @@ class AdaptedOptimizer:
             entry to anything but an array as long as ``w``.
         """
         step = int(hyper[0])
-        given: dict[str, Any] = {_STEP: step}
+        entries: dict[str, Any] = {_STEP: step}
         if step > 1 or self._declared:
-            given.update({slot: state[slot] for slot in self.slots})
+            entries.update({slot: state[slot] for slot in self.slots})
         elif hasattr(self.optimizer, "init_state"):
-            given.update(self.optimizer.init_state(w.size, w.dtype))
-        self.optimizer.update(w, g, given)
-        self._check_entries(given, step, w.size)
+            entries.update(self.optimizer.init_state(w.size, w.dtype))
+        self.optimizer.update(w, g, entries)
+        self._check_entries(entries, step, w.size)
         for slot in self.slots:
-            if given.get(slot) is not state[slot]:
-                state[slot][:] = given[slot]
+            if entries.get(slot) is not state[slot]:
+                state[slot][:] = entries[slot]
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
         """Compute the averaged gradient that ``rows`` describes, then update ``w`` and ``state`` by :meth:`apply`."""
@@ -642,12 +642,12 @@ class AdaptedOptimizer:
         kernels.backend(w).update.tree_sum(values, first, values, 0, program, divisor, g, 0, w.size)
         self.apply(w, g, state, hyper, threads)
 
-    def _check_entries(self, given: Mapping[str, Any], step: int, size: int) -> None:
-        if given.get(_STEP) != step:
+    def _check_entries(self, entries: Mapping[str, Any], step: int, size: int) -> None:
+        if entries.get(_STEP) != step:
             raise ArgumentError(
                 f"{self.name}: state['step'] is the number of the step (1 is the first) and not to be set"
             )
-        for name, value in given.items():
+        for name, value in entries.items():
             if name == _STEP:
                 continue
             if name not in self.slots:
@@ -655,9 +655,9 @@ class AdaptedOptimizer:
                     f"{self.name}: state[{name!r}] appeared after the first update; expected {self.slots or 'no state'}"
                 )
             if getattr(value, "shape", None) != (size,):
-                found = f"an array of shape {value.shape}" if hasattr(value, "shape") else f"{value!r}"
+                actual = f"an array of shape {value.shape}" if hasattr(value, "shape") else f"{value!r}"
                 raise ArgumentError(
-                    f"{self.name}: state[{name!r}] is {found}; expected an array of shape ({size},). "
+                    f"{self.name}: state[{name!r}] is {actual}; expected an array of shape ({size},). "
                     "A step count is in state['step']"
                 )
 
@@ -691,8 +691,8 @@ class AdaptedOptimizer:
             If the bits differ.
         """
         rng = np.random.default_rng(0)
-        whole, parts = AdaptedOptimizer.__new__(AdaptedOptimizer), AdaptedOptimizer.__new__(AdaptedOptimizer)
-        for trial in (whole, parts):
+        full, parts = AdaptedOptimizer.__new__(AdaptedOptimizer), AdaptedOptimizer.__new__(AdaptedOptimizer)
+        for trial in (full, parts):
             trial.__dict__.update(self.__dict__, optimizer=self._copy())
         w = rng.standard_normal(_PROBE)
         results = [w.copy(), w.copy()]
@@ -700,7 +700,7 @@ class AdaptedOptimizer:
         cuts = (slice(0, 5), slice(5, 29), slice(29, _PROBE))
         for step in (1, 2, 3):
             g, hyper = rng.standard_normal(_PROBE), self.hyper(step, 0, np.float64)
-            whole.apply(results[0], g.copy(), states[0], hyper)
+            full.apply(results[0], g.copy(), states[0], hyper)
             for cut in cuts:
                 parts.apply(results[1][cut], g[cut].copy(), {k: a[cut] for k, a in states[1].items()}, hyper)
         if not np.array_equal(results[0], results[1], equal_nan=True):
@@ -793,7 +793,7 @@ def optimizer_name(optimizer: Any) -> str:
     return str(getattr(optimizer, "name", type(optimizer).__name__))
 
 
-def takes_whole(optimizer: Any, spec: ParameterSpec) -> bool:
+def takes_tensor(optimizer: Any, spec: ParameterSpec) -> bool:
     """Tell whether an adapted optimizer updates a parameter as a whole tensor; False for one that is not trained."""
     if not optimizer.needs_whole_tensors or not spec.optimized:
         return False
@@ -907,7 +907,7 @@ def state_specs(optimizer: Any, spec: ParameterSpec) -> dict[str, ParameterSpec]
     """
     if not spec.optimized:
         return {}
-    if not takes_whole(optimizer, spec):
+    if not takes_tensor(optimizer, spec):
         return dict.fromkeys(optimizer.slots, spec)
     shapes = optimizer.state_shapes(spec.shape)
     if unknown := sorted(set(shapes) - set(optimizer.tensor_slots)):
@@ -915,18 +915,18 @@ def state_specs(optimizer: Any, spec: ParameterSpec) -> dict[str, ParameterSpec]
             f"{optimizer_name(optimizer)}: state_shapes({spec.shape}) has {unknown[0]!r}, which tensor_slots = "
             f"{tuple(optimizer.tensor_slots)} lacks: name it there, too"
         )
-    whole = {slot: replace(spec, shape=tuple(shape), part=None) for slot, shape in shapes.items()}
-    return whole | ({EMA: spec} if EMA in optimizer.slots else {})
+    tensor_specs = {slot: replace(spec, shape=tuple(shape), part=None) for slot, shape in shapes.items()}
+    return tensor_specs | ({EMA: spec} if EMA in optimizer.slots else {})
 
 
 def state_size(optimizer: Any, spec: ParameterSpec) -> int:
     """Return the number of elements of all state arrays that belong to a parameter."""
-    return sum(found.size for found in state_specs(optimizer, spec).values())
+    return sum(array.size for array in state_specs(optimizer, spec).values())
 
 
 def tensor_state_size(optimizer: Any, spec: ParameterSpec) -> int:
     """Return the number of elements of the state that the owner of a whole tensor keeps: without an average."""
-    return sum(found.size for slot, found in state_specs(optimizer, spec).items() if slot not in optimizer.slots)
+    return sum(array.size for slot, array in state_specs(optimizer, spec).items() if slot not in optimizer.slots)
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -1,9 +1,9 @@
 """Minimize a function of all parameters together: L-BFGS with bounds, conjugate gradients, and Newton's method.
 
 A :class:`VectorMethod` looks at the whole vector of parameters, and keeps what it has reached in a
-:class:`MethodProgress`; :class:`VectorRun` runs it, one evaluation after the other. A :class:`SearchingMethod` chooses
-a direction and searches along it (:class:`LineSearch`): :class:`LBFGS` and :class:`NonlinearCG` do. :class:`NewtonCG`
-is Newton's method with conjugate gradients in a trust region.
+:class:`MethodProgress`; :class:`VectorSolver` runs it, one evaluation after the other. A :class:`SearchingMethod`
+chooses a direction and searches along it (:class:`LineSearch`): :class:`LBFGS` and :class:`NonlinearCG` do.
+:class:`NewtonCG` is Newton's method with conjugate gradients in a trust region.
 """
 
 from __future__ import annotations
@@ -175,9 +175,9 @@ class VectorMethod(Settings, ABC):
 
     def check_names(self, names: Sequence[str]) -> None:
         """Raise :class:`~mpizero.errors.ConfigError` if bounds, say, are for parameters that a model lacks."""
-        for given in (self.bounds, self.preconditioner, self.regularization):
-            if given is not None:
-                given.check_names(names, type(self).__name__)
+        for option in (self.bounds, self.preconditioner, self.regularization):
+            if option is not None:
+                option.check_names(names, type(self).__name__)
 
     def __post_init__(self) -> None:
         """Raise :class:`~mpizero.errors.ConfigError` if a setting is out of range."""
@@ -214,7 +214,7 @@ class VectorMethod(Settings, ABC):
         if progress.stage != "first":
             self._take(space, progress, loss)
         elif not space.enter_bounds():
-            self._arrive(space, progress, loss)
+            self._set_iterate(space, progress, loss)
             progress.least_norm = progress.norm
             if not self._is_flat(progress):
                 self._go_on(space, progress)
@@ -242,7 +242,7 @@ class VectorMethod(Settings, ABC):
         """Make the last trial the next iterate, and go on from there unless the method has converged. Collective."""
         before = progress.loss
         progress.iterations += 1
-        self._arrive(space, progress, loss)
+        self._set_iterate(space, progress, loss)
         progress.stalls = 0 if loss < before or progress.norm < progress.least_norm else progress.stalls + 1
         progress.least_norm = min(progress.least_norm, progress.norm)
         if self._is_flat(progress):
@@ -254,7 +254,7 @@ class VectorMethod(Settings, ABC):
         else:
             self._go_on(space, progress)
 
-    def _arrive(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
+    def _set_iterate(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
         space.parameters(POINT)
         space.copy(TRIAL, GRADIENT)
         progress.loss, progress.norm = loss, space.largest_projected(GRADIENT)
@@ -284,7 +284,7 @@ class VectorMethod(Settings, ABC):
         """Take the evaluation that was wanted; the loss is infinite if there was none. Collective."""
 
 
-class VectorRun:
+class VectorSolver:
     """Run a method of whole vectors on the vectors of a space.
 
     Attributes
@@ -432,7 +432,7 @@ class LineSearch:
             return self._shorten()
         if abs(value - self.start.value) <= self.rounding:  # so the interval shrinks to where the slope is small
             value = self.start.value + 0.5 * self.step * (self.start.slope + slope)
-        here, line = Point(self.step, value, slope), self.decrease * self.start.slope
+        point, line = Point(self.step, value, slope), self.decrease * self.start.slope
         enough = value <= self.start.value + self.step * line
         flat = abs(slope) <= self.curvature * abs(self.start.slope)
         if flat and enough:
@@ -441,9 +441,9 @@ class LineSearch:
             return "longest"
         self.tilts &= not (enough and slope >= 0.0)
         if self.tilts and value <= self.best.value and not enough:
-            self._narrow(here, line)
+            self._narrow(point, line)
         else:
-            self._narrow(here, 0.0)
+            self._narrow(point, 0.0)
         return self._check()
 
     def _shorten(self) -> Outcome:
@@ -452,22 +452,22 @@ class LineSearch:
         self.step = self.best.step + _CUT * (self.step - self.best.step)
         return "stuck" if self.evaluations >= self.most or self.step <= self.best.step else "searching"
 
-    def _narrow(self, here: Point, line: float) -> None:
-        """Replace an end of the interval by ``here``, and choose the next step (section 4).
+    def _narrow(self, point: Point, line: float) -> None:
+        """Replace an end of the interval by ``point``, and choose the next step (section 4).
 
         The comparisons are those of the function less a line of slope ``line``: until a step with enough decrease is
         found, its interval is the one that must contain such steps (section 2).
         """
-        ends = (self.best.tilted(line), self.other.tilted(line), here.tilted(line))
+        ends = (self.best.tilted(line), self.other.tilted(line), point.tilted(line))
         best, _, trial = ends
         turned = trial.slope * math.copysign(1.0, best.slope) < 0.0
         least, most = self._limits()
         step = _trial_step(*ends, bracketed=self.bracketed, least=least, most=most)
         self.bracketed |= turned or trial.value > best.value
         if trial.value > best.value:
-            self.other = here
+            self.other = point
         else:
-            self.other, self.best = (self.best if turned else self.other), here
+            self.other, self.best = (self.best if turned else self.other), point
         if self.bracketed:
             length = abs(self.other.step - self.best.step)
             if length >= _SHRINK * self.length_before:
@@ -493,26 +493,26 @@ class LineSearch:
         return "searching" if self.ends else "stuck"
 
 
-def _trial_step(best: Point, other: Point, here: Point, *, bracketed: bool, least: float, most: float) -> float:
+def _trial_step(best: Point, other: Point, trial: Point, *, bracketed: bool, least: float, most: float) -> float:
     """Return the next step, from the ends of the interval and the last step (section 4, cases 1 to 4)."""
-    cubic, fall = _cubic(best, here), best.slope - here.slope
-    secant = here.step + here.slope / fall * (here.step - best.step) if fall else math.inf
-    if here.value > best.value:
-        length = here.step - best.step
-        quadratic = best.step + 0.5 * length * best.slope / (best.slope - (here.value - best.value) / length)
+    cubic, fall = _cubic(best, trial), best.slope - trial.slope
+    secant = trial.step + trial.slope / fall * (trial.step - best.step) if fall else math.inf
+    if trial.value > best.value:
+        length = trial.step - best.step
+        quadratic = best.step + 0.5 * length * best.slope / (best.slope - (trial.value - best.value) / length)
         nearer = abs(cubic - best.step) < abs(quadratic - best.step)
         return cubic if nearer else cubic + 0.5 * (quadratic - cubic)
-    if here.slope * math.copysign(1.0, best.slope) < 0.0:
-        return cubic if abs(cubic - here.step) > abs(secant - here.step) else secant
-    forward = here.step > best.step
-    if abs(here.slope) >= abs(best.slope):
-        return _cubic(other, here) if bracketed else (most if forward else least)
-    if (cubic - here.step) * (here.step - best.step) <= 0.0:  # the cubic falls without end, or turns behind
+    if trial.slope * math.copysign(1.0, best.slope) < 0.0:
+        return cubic if abs(cubic - trial.step) > abs(secant - trial.step) else secant
+    forward = trial.step > best.step
+    if abs(trial.slope) >= abs(best.slope):
+        return _cubic(other, trial) if bracketed else (most if forward else least)
+    if (cubic - trial.step) * (trial.step - best.step) <= 0.0:  # the cubic falls without end, or turns behind
         cubic = most if forward else least
     if not bracketed:
-        return min(max(max(cubic, secant, key=lambda step: abs(step - here.step)), least), most)
-    step = min(cubic, secant, key=lambda step: abs(step - here.step))
-    limit = here.step + _SHRINK * (other.step - here.step)
+        return min(max(max(cubic, secant, key=lambda step: abs(step - trial.step)), least), most)
+    step = min(cubic, secant, key=lambda step: abs(step - trial.step))
+    limit = trial.step + _SHRINK * (other.step - trial.step)
     return min(step, limit) if forward else max(step, limit)
 
 
@@ -726,14 +726,14 @@ class LBFGS(SearchingMethod):
         numbers.pop("steepest", None)
         gamma = numbers.get("gamma", [1.0])[0]
         made = int(numbers.get("made", [0.0])[0])
-        newest_first = [place % self.history for place in range(made - 1, max(-1, made - 1 - self.history), -1)]
+        latest_first = [index % self.history for index in range(made - 1, max(-1, made - 1 - self.history), -1)]
         space.copy(GRADIENT, DIRECTION)
         space.drop_fixed(GRADIENT, gamma, DIRECTION)
         rho, alphas = numbers.get("rho", []), {}
-        for place in newest_first:
-            s, y = _pair(place)
-            alphas[place] = rho[place] * space.dot(s, DIRECTION)
-            space.add(-alphas[place], y, DIRECTION)
+        for index in latest_first:
+            s, y = _pair(index)
+            alphas[index] = rho[index] * space.dot(s, DIRECTION)
+            space.add(-alphas[index], y, DIRECTION)
             space.drop_fixed(GRADIENT, gamma, DIRECTION)
         if self.initial == "diagonal":
             space.scale(-1.0, DIRECTION)
@@ -741,16 +741,16 @@ class LBFGS(SearchingMethod):
         else:
             space.scale(-gamma, DIRECTION)
             space.precondition(DIRECTION)
-        for place in reversed(newest_first):
-            s, y = _pair(place)
-            space.add(-alphas[place] - rho[place] * space.dot(y, DIRECTION), s, DIRECTION)
+        for index in reversed(latest_first):
+            s, y = _pair(index)
+            space.add(-alphas[index] - rho[index] * space.dot(y, DIRECTION), s, DIRECTION)
             space.drop_fixed(GRADIENT, gamma, DIRECTION)
         space.go_to_bounds(GRADIENT, gamma, DIRECTION)
         return 1.0
 
 
-def _pair(place: int) -> tuple[str, str]:
-    return f"parameter_difference_{place}", f"gradient_difference_{place}"
+def _pair(index: int) -> tuple[str, str]:
+    return f"parameter_difference_{index}", f"gradient_difference_{index}"
 
 
 #: A direction descends if its slope is below minus this part of the gradient's square.

@@ -118,17 +118,17 @@ class Bounds:
     pairs: Mapping[str, tuple[Limit, Limit]]
 
     @classmethod
-    def parse(cls, given: Any, owner: str) -> Bounds | None:
-        """Return the bounds that ``given`` describes; None for None.
+    def parse(cls, value: Any, owner: str) -> Bounds | None:
+        """Return the bounds that ``value`` describes; None for None.
 
         Raises
         ------
         ConfigError
             If it is neither a pair nor a mapping of pairs of numbers and arrays, or a lower bound is above the upper.
         """
-        if given is None or isinstance(given, cls):
-            return given
-        named = given if isinstance(given, Mapping) else {"*": given}
+        if value is None or isinstance(value, cls):
+            return value
+        named = value if isinstance(value, Mapping) else {"*": value}
         return cls({str(name): _pair(f"{owner}: bounds[{name!r}]", pair) for name, pair in named.items()})
 
     def check_names(self, names: Sequence[str], owner: str) -> None:
@@ -156,21 +156,21 @@ class Bounds:
 EXPECTED_BOUNDS = "a pair (lower, upper), or pairs by the names of parameters, {'velocity': (1500.0, None)}"
 
 
-def _pair(where: str, given: Any) -> tuple[Limit, Limit]:
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise ConfigError(f"{where}={given!r:.80}: expected {EXPECTED_BOUNDS}")
-    lower, upper = (_limit(where, side) for side in given)
+def _pair(where: str, value: Any) -> tuple[Limit, Limit]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ConfigError(f"{where}={value!r:.80}: expected {EXPECTED_BOUNDS}")
+    lower, upper = (_limit(where, side) for side in value)
     if lower is not None and upper is not None and np.any(np.greater(lower, upper)):
         raise ConfigError(f"{where}: a lower bound is above the upper one")
     return lower, upper
 
 
-def _limit(where: str, given: Any) -> Limit:
-    if given is None or (isinstance(given, float) and math.isinf(given)):
+def _limit(where: str, value: Any) -> Limit:
+    if value is None or (isinstance(value, float) and math.isinf(value)):
         return None
-    limit = np.asarray(unmasked(given, f"{where}: a bound", ConfigError))
+    limit = np.asarray(unmasked(value, f"{where}: a bound", ConfigError))
     if limit.dtype.kind not in "fiu" or np.isnan(limit).any():
-        raise ConfigError(f"{where}: a bound is {given!r:.80}: expected a number, an array of numbers or None")
+        raise ConfigError(f"{where}: a bound is {value!r:.80}: expected a number, an array of numbers or None")
     return limit if limit.ndim else float(limit)
 
 
@@ -192,19 +192,19 @@ class Diagonal:
     factors: Mapping[str, Factors]
 
     @classmethod
-    def parse(cls, given: Any, owner: str) -> Diagonal | None:
-        """Return the diagonal that ``given`` describes; None for None.
+    def parse(cls, value: Any, owner: str) -> Diagonal | None:
+        """Return the diagonal that ``value`` describes; None for None.
 
         Raises
         ------
         ConfigError
             If it is not a mapping of names to positive numbers and arrays.
         """
-        if given is None or isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"{owner}: preconditioner={given!r:.80}: expected {EXPECTED_FACTORS}")
-        return cls({str(name): _factors(f"{owner}: preconditioner[{name!r}]", f) for name, f in given.items()})
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{owner}: preconditioner={value!r:.80}: expected {EXPECTED_FACTORS}")
+        return cls({str(name): _factors(f"{owner}: preconditioner[{name!r}]", f) for name, f in value.items()})
 
     def check_names(self, names: Sequence[str], owner: str) -> None:
         """Raise :class:`~mpizero.errors.ConfigError` if a pattern matches no name of a parameter."""
@@ -218,19 +218,19 @@ class Diagonal:
         ConfigError
             If an array has not the parameter's shape, or the parameter is complex.
         """
-        found = next((factors for pattern, factors in self.factors.items() if fits(name, pattern)), 1.0)
+        match = next((factors for pattern, factors in self.factors.items() if fits(name, pattern)), 1.0)
         shape = spec.shape if spec.part is None else spec.part.shape
-        if isinstance(found, np.ndarray) and found.shape != shape:
-            raise ConfigError(f"the preconditioner of {name!r} has shape {found.shape}, the parameter {shape}")
-        if isinstance(found, np.ndarray) and spec.complex:
+        if isinstance(match, np.ndarray) and match.shape != shape:
+            raise ConfigError(f"the preconditioner of {name!r} has shape {match.shape}, the parameter {shape}")
+        if isinstance(match, np.ndarray) and spec.complex:
             raise ConfigError(f"the preconditioner of the complex parameter {name!r} must be one number")
-        return found
+        return match
 
 
-def _factors(where: str, given: Any) -> Factors:
-    factors = np.asarray(unmasked(given, where, ConfigError))
+def _factors(where: str, value: Any) -> Factors:
+    factors = np.asarray(unmasked(value, where, ConfigError))
     if factors.dtype.kind not in "fiu" or not (np.isfinite(factors) & (factors > 0)).all():
-        raise ConfigError(f"{where}={given!r:.80}: expected {EXPECTED_FACTORS}")
+        raise ConfigError(f"{where}={value!r:.80}: expected {EXPECTED_FACTORS}")
     return factors if factors.ndim else float(factors)
 
 
@@ -273,8 +273,8 @@ class Tikhonov:
 
     def product(self, values: Array, direction: Array) -> Array:
         """Return the product of the term's Hessian with an array of the parameter's shape."""
-        found: Array = direction * direction.dtype.type(self.weight)
-        return found
+        product: Array = direction * direction.dtype.type(self.weight)
+        return product
 
 
 @explains
@@ -345,12 +345,12 @@ class TotalVariation:
 def _differences(values: Array) -> list[Array]:
     """Return, for each axis, the differences to the next elements, 0 for the last ones; a number has one axis."""
     values = np.atleast_1d(values)
-    found = []
+    differences = []
     for axis in range(values.ndim):
         step = np.zeros_like(values)
         step[_but(values.ndim, axis, slice(None, -1))] = np.diff(values, axis=axis)
-        found.append(step)
-    return found
+        differences.append(step)
+    return differences
 
 
 def _but(axes: int, axis: int, part: slice) -> tuple[slice, ...]:
@@ -378,22 +378,22 @@ class Regularization:
     terms: Mapping[str, Term]
 
     @classmethod
-    def parse(cls, given: Any, owner: str) -> Regularization | None:
-        """Return the terms that ``given`` describes; None for None.
+    def parse(cls, value: Any, owner: str) -> Regularization | None:
+        """Return the terms that ``value`` describes; None for None.
 
         Raises
         ------
         ConfigError
             If it is not a mapping of names to callables.
         """
-        if given is None or isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"{owner}: regularization={given!r:.80}: expected {EXPECTED_TERMS}")
-        for name, term in given.items():
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{owner}: regularization={value!r:.80}: expected {EXPECTED_TERMS}")
+        for name, term in value.items():
             if not callable(term):
                 raise ConfigError(f"{owner}: regularization[{name!r}]={term!r:.80}: expected {EXPECTED_TERMS}")
-        return cls({str(name): term for name, term in given.items()})
+        return cls({str(name): term for name, term in value.items()})
 
     def check_names(self, names: Sequence[str], owner: str) -> None:
         """Raise :class:`~mpizero.errors.ConfigError` if a pattern matches no name of a parameter."""

@@ -158,9 +158,9 @@ class TensorOptimizer(AdamW):
 
     def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
         """Return AdamW's scalars; for a group of whole tensors the numbers of a :class:`TensorStep`, in float64."""
-        base, whole = divmod(group, 2)
+        base, is_tensor = divmod(group, 2)
         rate, decay = self._rates(step, base, lr)
-        if whole:
+        if is_tensor:
             return np.array([step, rate, decay], np.float64)
         return np.array(self._scalars(step, rate * self.adamw_lr_scale, decay), dtype)
 
@@ -395,7 +395,7 @@ class SOAP(TensorOptimizer):
 
 def rotated(x: Array, left: Array | None, right: Array | None, *, back: bool = False) -> Array:
     """Return a new array, ``left^T x right`` or with ``back`` ``left x right^T``; None stands for the identity."""
-    found: Array = x.copy() if left is None else np.matmul(left if back else left.T, x)
+    result: Array = x.copy() if left is None else np.matmul(left if back else left.T, x)
     if right is not None:
-        found = np.matmul(found, right.T if back else right)
-    return found
+        result = np.matmul(result, right.T if back else right)
+    return result

@@ -1,9 +1,9 @@
 """Cut global batches into grains, bring samples to the ranks that compute them, and agree on losses and weights.
 
 :func:`redistribute` begins a step: it checks the batches of all ranks, cuts them into grains and sends samples to the
-ranks that compute them. With :class:`NodeClaims` the ranks of a node share the samples of its grains, and claim them
-one part after the other. At the end of the passes :class:`GrainScalars` exchanges the loss, weight and finiteness of
-every grain, and compares the learning rates, in one small allgather.
+ranks that compute them. With a :class:`DynamicScheduler` the ranks of a node share the samples of its grains, and take
+one part of them after the other. At the end of the passes :class:`GrainScalars` exchanges the loss, weight and
+finiteness of every grain, and compares the learning rates, in one small allgather.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Grain(NamedTuple):
     micro_batches: tuple[tuple[Any, Any, int], ...]
     stop: int
 
-    def place(self, micro: int) -> tuple[int, int]:
+    def sample_range(self, micro: int) -> tuple[int, int]:
         """Return the index in the global batch of a micro-batch's first sample, and its number of samples.
 
         ``micro`` is the index of the micro-batch in the grain. Not collective.
@@ -73,18 +73,18 @@ class GlobalBatch:
         Number of grains in the global batch.
     samples : int
         Number of samples in the global batch.
-    claimed : int
-        If ranks claim grains while they compute, the largest number of grains of a node, whose ranks all have them in
-        ``grains``; otherwise 0.
+    dynamic : int
+        With dynamic scheduling, the largest number of grains of a node, whose ranks all have them in ``grains``;
+        otherwise 0.
     """
 
     grains: dict[int, Grain]
     count: int
     samples: int
-    claimed: int = 0
+    dynamic: int = 0
 
 
-class Asked(NamedTuple):
+class StepArguments(NamedTuple):
     """Hold the arguments besides the batch of a training step; every rank must give the same.
 
     ``epoch`` is the number of the epoch; ``gather`` is the argument of the same name of ``compute_gradients``.
@@ -94,7 +94,7 @@ class Asked(NamedTuple):
     gather: bool = False
 
 
-NOTHING_MORE = Asked()
+DEFAULT_ARGUMENTS = StepArguments()
 #: The error of a batch without samples.
 NO_SAMPLES = "the global batch has no samples on any rank"
 
@@ -107,8 +107,8 @@ def redistribute(
     owners: Callable[[int], Sequence[int]],
     micro: int,
     *,
-    asked: Asked = NOTHING_MORE,
-    claims: NodeClaims | None = None,
+    arguments: StepArguments = DEFAULT_ARGUMENTS,
+    scheduler: DynamicScheduler | None = None,
     first: bool = False,
 ) -> GlobalBatch:
     """Exchange samples so that every rank gets the samples of the grains it computes, and return its grains.
@@ -129,10 +129,11 @@ def redistribute(
         Takes the number of grains and returns, for each grain, the rank of the batch group that computes it.
     micro : int
         Number of micro-batches in a full grain.
-    asked : Asked
+    asked : StepArguments
         The arguments of the step besides the batch; they are compared between all ranks.
-    claims : NodeClaims or None
-        If given, every rank gets the samples of all grains of its node, to claim them, unless they cannot be cut.
+    scheduler : DynamicScheduler or None
+        If given, every rank gets the samples of all grains of its node, of which it takes some, unless they cannot be
+        cut.
     first : bool
         Whether it is a model's first batch, of which rank 0 says if two replicas have the same.
 
@@ -141,24 +142,24 @@ def redistribute(
     CollectiveMismatch
         On all ranks, if the ranks have called different operations.
     DataError
-        On all ranks, as :func:`_meet` says.
+        On all ranks, as :func:`_exchange_header` says.
     """
-    comm, own = grid.batch, _RankBatch(x, y, asked)
-    counts = _meet(grid, own, first=first)[list(grid.axes.group(grid.world.rank, GROUPS["batch"]))].tolist()
-    if own.tree.uncut:
+    comm, part = grid.batch, _RankBatch(x, y, arguments)
+    counts = _exchange_header(grid, part, first=first)[list(grid.axes.group(grid.world.rank, GROUPS["batch"]))].tolist()
+    if part.tree.uncut:
         with all_ranks(grid.world):  # a warning may be an error
             if grid.world.rank == 0:
-                _warn(own.tree.uncut)
+                _warn(part.tree.uncut)
         number = list(owners(comm.size)).index(comm.rank)
         return GlobalBatch({number: Grain(number, ((x, y, number),), number + 1)}, comm.size, comm.size)
-    grains = Grains(sum(counts), grain_size(sum(counts), own.tree))
+    grains = Grains(sum(counts), grain_size(sum(counts), part.tree))
     transfer = _transfer(grains, tuple(counts), tuple(owners(grains.count)), comm.rank)
-    leaves = tuple(transfer.exchange(comm, leaf) for leaf in own.tree.leaves)
-    held: Sequence[int] = transfer.mine
-    if claims is not None:
-        held, leaves = claims.block(grains.count), claims.begin(leaves, grains)
-    cut = transfer.cut(replace(own.tree, leaves=leaves), held, micro)
-    return GlobalBatch(cut, grains.count, grains.samples, claims.most(grains.count) if claims is not None else 0)
+    leaves = tuple(transfer.exchange(comm, leaf) for leaf in part.tree.leaves)
+    numbers: Sequence[int] = transfer.local_grains
+    if scheduler is not None:
+        numbers, leaves = scheduler.block(grains.count), scheduler.begin(leaves, grains)
+    cut = transfer.cut(replace(part.tree, leaves=leaves), numbers, micro)
+    return GlobalBatch(cut, grains.count, grains.samples, scheduler.most(grains.count) if scheduler is not None else 0)
 
 
 class _RankBatch:
@@ -168,11 +169,11 @@ class _RankBatch:
     then raise the error together when the batches are exchanged.
     """
 
-    def __init__(self, x: Any, y: Any, asked: Asked) -> None:
-        self.asked, self.problem, self.count = asked, "", 1
+    def __init__(self, x: Any, y: Any, arguments: StepArguments) -> None:
+        self.arguments, self.problem, self.count = arguments, "", 1
         self.tree = SampleTree.nothing()
         try:
-            self.asked = asked._replace(epoch=require("epoch", asked.epoch, whole(), DataError))
+            self.arguments = arguments._replace(epoch=require("epoch", arguments.epoch, whole(), DataError))
             self.tree = SampleTree.of(x=x, y=y)
             self.count = self.tree.count()
         except DataError as error:
@@ -181,7 +182,7 @@ class _RankBatch:
     @property
     def number(self) -> int:
         """A hash of the arguments and of the batch's structure, types and sample shapes; must be equal on all ranks."""
-        text = f"{self.asked.epoch} {self.asked.gather} {self.tree.form or 'not cut'}"
+        text = f"{self.arguments.epoch} {self.arguments.gather} {self.tree.form or 'not cut'}"
         return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
     def digests(self) -> dict[str, int]:
@@ -200,7 +201,7 @@ def _digest(array: Array) -> int:
     return crc32(array.tobytes(), crc32(f"{array.dtype}{array.shape}".encode()))
 
 
-def _meet(grid: ProcessGrid, own: _RankBatch, *, first: bool) -> Array:
+def _exchange_header(grid: ProcessGrid, local: _RankBatch, *, first: bool) -> Array:
     """Exchange the first message of a step, check the batch, and return each rank's number of samples, by world rank.
 
     Collective over all ranks. In the ``first`` step of a model, rank 0 says which replicas have the same samples.
@@ -215,25 +216,25 @@ def _meet(grid: ProcessGrid, own: _RankBatch, *, first: bool) -> Array:
         split and the batch cannot be cut into samples.
     """
     replicas = grid.model.size > 1
-    table = agree_on_call(grid.world, (own.count, own.number, own.digest() if replicas or first else 0))
+    table = agree_on_call(grid.world, (local.count, local.number, local.digest() if replicas or first else 0))
     counts = table[:, 0]
-    sound, alike = (counts >= 0).all(), (table[:, 1] == table[0, 1]).all()
-    if sound and replicas:
-        _check_replicas(grid, own, table[:, 2])
-    if not (sound and alike) or (replicas and own.tree.uncut):
-        _refuse(grid.world, own)
+    valid, alike = (counts >= 0).all(), (table[:, 1] == table[0, 1]).all()
+    if valid and replicas:
+        _check_replicas(grid, local, table[:, 2])
+    if not (valid and alike) or (replicas and local.tree.uncut):
+        _refuse(grid.world, local)
     if not counts.any():
         raise DataError(NO_SAMPLES)
     if first and grid.world.rank == 0:
-        _tell_copies(grid, counts, table[:, 2], own.tree.uncut)
+        _warn_copies(grid, counts, table[:, 2], local.tree.uncut)
     return counts
 
 
-def _tell_copies(grid: ProcessGrid, counts: Array, digests: Array, uncut: str) -> None:
+def _warn_copies(grid: ProcessGrid, counts: Array, digests: Array, uncut: str) -> None:
     """Say if two ranks of different replicas have the same samples, of which ``digests`` are the checksums."""
-    seen: dict[int, int] = {}
+    ranks: dict[int, int] = {}
     for rank in range(0 if uncut else len(counts)):
-        same = seen.setdefault(int(digests[rank]), rank)
+        same = ranks.setdefault(int(digests[rank]), rank)
         if counts[rank] and grid.axes.coordinates(same).data != grid.axes.coordinates(rank).data:
             notice(
                 f"ranks {same} and {rank} give the same {counts[rank]} samples, and the global batch has them twice: "
@@ -243,7 +244,7 @@ def _tell_copies(grid: ProcessGrid, counts: Array, digests: Array, uncut: str) -
             return
 
 
-def _check_replicas(grid: ProcessGrid, own: _RankBatch, digests: Array) -> None:
+def _check_replicas(grid: ProcessGrid, local: _RankBatch, digests: Array) -> None:
     """Raise ``DataError`` if ranks of one replica have different samples. Collective over all ranks if it raises.
 
     ``digests`` are the checksums of the samples of all ranks, by world rank.
@@ -252,8 +253,8 @@ def _check_replicas(grid: ProcessGrid, own: _RankBatch, digests: Array) -> None:
     firsts = np.arange(axes.size) // axes.strides["data"] % axes.data * axes.strides["data"]  # of each rank's replica
     if (wrong := np.flatnonzero(digests != digests[firsts])).size:
         rank, first = int(wrong[0]), int(firsts[wrong[0]])
-        told = grid.world.allgather_object(own.digests(), "batch")
-        what = next((path for path in told[rank] if told[rank][path] != told[first].get(path)), "batch")
+        by_path = grid.world.allgather_object(local.digests(), "batch")
+        what = next((path for path in by_path[rank] if by_path[rank][path] != by_path[first].get(path)), "batch")
         raise DataError(
             f"rank {rank} has another {what} than rank {first}: the ranks of one replica (they differ in "
             "pipeline, tensor and context only) must train on the same samples; give each replica's ranks the same "
@@ -261,29 +262,29 @@ def _check_replicas(grid: ProcessGrid, own: _RankBatch, digests: Array) -> None:
         )
 
 
-def _refuse(comm: Communicator, own: _RankBatch) -> NoReturn:
+def _refuse(comm: Communicator, local: _RankBatch) -> NoReturn:
     """Raise ``DataError`` that says whose batch is invalid or how two ranks' batches differ. Collective over all ranks.
 
     It is called on every rank if the batch of one rank is invalid, or if the batches of two ranks differ.
     """
-    tree = own.tree
+    tree = local.tree
     arrays = dict(zip(tree.paths, ((str(leaf.dtype), leaf.shape[1:]) for leaf in tree.leaves), strict=True))
-    ranks = comm.allgather_object((own.problem, own.asked, tree.uncut, arrays, tree.form), "batch")
-    _, asked, uncut, expected, form = ranks[0]
+    ranks = comm.allgather_object((local.problem, local.arguments, tree.uncut, arrays, tree.form), "batch")
+    _, step, uncut, expected, form = ranks[0]
     for rank, (problem, *_) in enumerate(ranks):
         if problem:
             raise DataError(f"rank {rank}: {problem}")
-    for rank, (_, told, held, found, other) in enumerate(ranks):
-        if told != asked:
-            raise DataError(f"rank 0 is asked for {_listed(asked, told)}, rank {rank} for {_listed(told, asked)}")
-        if bool(held) != bool(uncut):
+    for rank, (_, others, why, actual, other) in enumerate(ranks):
+        if others != step:
+            raise DataError(f"rank 0 is asked for {_listed(step, others)}, rank {rank} for {_listed(others, step)}")
+        if bool(why) != bool(uncut):
             raise DataError(
-                f"rank {rank if held else 0}: {held or uncut}, so its batch cannot be cut into samples as that of rank "
-                f"{0 if held else rank} can; {_SAME}"
+                f"rank {rank if why else 0}: {why or uncut}, so its batch cannot be cut into samples as that of rank "
+                f"{0 if why else rank} can; {_SAME}"
             )
-        for path in (path for path in {**expected, **found} if expected.get(path) != found.get(path)):
-            here, there = (_shown(arrays.get(path)) for arrays in (expected, found))
-            raise DataError(f"{path} is {here} on rank 0 and {there} on rank {rank}; {_SAME}")
+        for path in (path for path in {**expected, **actual} if expected.get(path) != actual.get(path)):
+            on_first, on_other = (_described(arrays.get(path)) for arrays in (expected, actual))
+            raise DataError(f"{path} is {on_first} on rank 0 and {on_other} on rank {rank}; {_SAME}")
         if other != form:
             raise DataError(f"the batch is {form:.300} on rank 0 and {other:.300} on rank {rank}; {_SAME}")
     raise DataError(
@@ -298,11 +299,11 @@ _SAME = (
 )
 
 
-def _listed(asked: Asked, other: Asked) -> str:
-    return ", ".join(f"{k}={v!r}" for k, v in asked._asdict().items() if v != getattr(other, k))
+def _listed(arguments: StepArguments, other: StepArguments) -> str:
+    return ", ".join(f"{k}={v!r}" for k, v in arguments._asdict().items() if v != getattr(other, k))
 
 
-def _shown(array: tuple[str, tuple[int, ...]] | None) -> str:
+def _described(array: tuple[str, tuple[int, ...]] | None) -> str:
     return "missing" if array is None else f"{array[0]} with samples of shape {array[1]}"
 
 
@@ -340,7 +341,7 @@ class _Transfer:
     def __init__(self, grains: Grains, counts: Sequence[int], owners: Sequence[int], rank: int) -> None:
         self.grains, self.rank = grains, rank
         self.starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
-        self.mine = [g for g in range(grains.count) if owners[g] == rank]
+        self.local_grains = [g for g in range(grains.count) if owners[g] == rank]
         self.in_place = True
         self.sends: list[list[slice]] = [[] for _ in counts]
         self.receives = [0] * len(counts)
@@ -364,49 +365,50 @@ class _Transfer:
         send = np.ascontiguousarray(np.concatenate([array[:0], *parts])).reshape(-1)
         sent = [sum(s.stop - s.start for s in group) * nbytes for group in self.sends]
         received = [count * nbytes for count in self.receives]
-        whole = np.empty((sum(self.receives), *array.shape[1:]), array.dtype)
-        comm.alltoallv(send.view(np.uint8), sent, whole.reshape(-1).view(np.uint8), received, "samples")
-        return whole
+        result = np.empty((sum(self.receives), *array.shape[1:]), array.dtype)
+        comm.alltoallv(send.view(np.uint8), sent, result.reshape(-1).view(np.uint8), received, "samples")
+        return result
 
-    def cut(self, tree: SampleTree, held: Sequence[int], accumulate: int) -> dict[int, Grain]:
+    def cut(self, tree: SampleTree, numbers: Sequence[int], accumulate: int) -> dict[int, Grain]:
         """Cut samples into grains of ``accumulate`` micro-batches; return the grains by their number.
 
-        ``tree`` holds the samples of the grains ``held``, in their order. A short grain may have fewer micro-batches.
+        ``tree`` holds the samples of the grains ``numbers``, in their order. A short grain may have fewer
+        micro-batches.
         """
-        found, position = {}, 0
-        for g in held:
+        cut_grains, position = {}, 0
+        for g in numbers:
             parts = []
             for samples in self.grains.micro_batches(g, accumulate):
                 size = samples.stop - samples.start
                 parts.append((*tree.cut(slice(position, position + size)), samples.start))
                 position += size
-            found[g] = Grain(g, tuple(parts), self.grains.span(g).stop)
-        return found
+            cut_grains[g] = Grain(g, tuple(parts), self.grains.span(g).stop)
+        return cut_grains
 
 
 _transfer = lru_cache(maxsize=64)(_Transfer)  # batches of the same sizes come again and again
-#: Kind of the node's memory for samples and claims, in counts of bytes.
+#: Kind of the node's memory for samples and the scheduler's table, in counts of bytes.
 KIND = "samples"
 _ALIGNMENT = 64
 
 
 def starts_of(parts: int, sizes: Sequence[int]) -> list[int]:
-    """Return where arrays of ``sizes`` bytes start in a node's memory, after a table of ``parts`` claims; and its end.
+    """Return where arrays of ``sizes`` bytes start in a node's memory, after a table for ``parts`` parts; and its end.
 
-    The table has a whole number of int64: the number of parts that have been claimed, then the claimant of each.
+    The table has a whole number of int64: the number of parts that have been taken, then the rank that has taken each.
     """
     table, *rest = (paged(size, _ALIGNMENT) for size in (8 * (1 + parts), *sizes))
     return list(accumulate(rest, initial=table))
 
 
-class NodeClaims:
-    """Share the samples of a node's grains in its memory, and count which parts of them its ranks have claimed.
+class DynamicScheduler:
+    """Share the samples of a node's grains in its memory, and assign parts of them to ranks that are free.
 
-    Every node has a fixed run of grains, which :func:`dynamic_parts` cuts up. A rank claims the next part when it
-    has computed the part before. [Note: claims] The number of the next part and the rank that has claimed each are in
-    the node's shared memory, where one rank at a time writes, under a lock of the operating system: a rank inside of a
-    long computation need not receive any message. So who computes a grain depends on time. The result does not, because
-    a part is a node of the tree in which gradients are summed.
+    Every node has a fixed run of grains, which :func:`dynamic_parts` cuts up. A rank takes the next part when it has
+    computed the part before. [Note: dynamic scheduling] The number of the next part and the rank that has taken each
+    are in the node's shared memory, where one rank at a time writes, under a lock of the operating system: a rank
+    inside of a long computation need not receive any message. So who computes a grain depends on time. The result does
+    not, because a part is a node of the tree in which gradients are summed.
 
     Parameters
     ----------
@@ -426,7 +428,7 @@ class NodeClaims:
         self._parts: tuple[range, ...] = ()
 
     def begin(self, leaves: Sequence[Array], grains: Grains) -> tuple[Array, ...]:
-        """Share the samples of the node's grains, and begin a step in which its ranks claim them.
+        """Share the samples of the node's grains, and begin a step in which its ranks take them.
 
         Collective over the node; over all ranks if there was no such batch before. The ranks must have ended the step
         before, for which a collective of all ranks has to come between.
@@ -443,8 +445,8 @@ class NodeClaims:
         tuple of Array
             Each array with all samples of the node, in memory that its ranks share.
         """
-        block, own = self.block(grains.count), contiguous_parts(self.grid, grains.count)[self.grid.order_index]
-        before, first, stop = (min(at * grains.size, grains.samples) for at in (block.start, own.start, block.stop))
+        block, local = self.block(grains.count), contiguous_parts(self.grid, grains.count)[self.grid.order_index]
+        before, first, stop = (min(at * grains.size, grains.samples) for at in (block.start, local.start, block.stop))
         self._parts = dynamic_parts(block, self.grid.node.size)
         shapes = [(stop - before, *leaf.shape[1:]) for leaf in leaves]
         sizes = [prod(shape) * leaf.itemsize for shape, leaf in zip(shapes, leaves, strict=True)]
@@ -455,9 +457,9 @@ class NodeClaims:
             self._table[0] = 0
         shared = []
         for leaf, shape, start, size in zip(leaves, shapes, starts[:-1], sizes, strict=True):
-            whole = self._storage[start : start + size].view(leaf.dtype).reshape(shape)
-            whole[first - before :][: len(leaf)] = leaf
-            shared.append(whole)
+            full = self._storage[start : start + size].view(leaf.dtype).reshape(shape)
+            full[first - before :][: len(leaf)] = leaf
+            shared.append(full)
         self._memory.barrier(KIND)
         return tuple(shared)
 
@@ -476,14 +478,14 @@ class NodeClaims:
         reserved, self._reserved = self._reserved, set()  # where this fails, the memory is gone
         with on_all_ranks(self.grid.world, KIND):
             if self._storage.size < nbytes:
-                held, self._storage, self._table = self._storage, self._storage[:0], self._table[:0]
-                if held.size:
-                    self._memory.free_shared(KIND, (held,))
+                outgrown, self._storage, self._table = self._storage, self._storage[:0], self._table[:0]
+                if outgrown.size:
+                    self._memory.free_shared(KIND, (outgrown,))
                 (self._storage,) = self._memory.shared(KIND, [(nbytes,)], np.uint8)
         self._reserved = reserved | {batch}
 
-    def claim(self, rows: int) -> range | None:
-        """Claim the next part; return its grains, or None if there is none, or if it needs more than ``rows`` rows.
+    def next_part(self, rows: int) -> range | None:
+        """Take the next part; return its grains, or None if there is none, or if it needs more than ``rows`` rows.
 
         Not collective.
         """
@@ -501,13 +503,13 @@ class NodeClaims:
         Not collective. For other nodes the lists are those of a fixed assignment: partial sums that a node sends are
         the same, whichever of its ranks has computed what.
         """
-        found = [list(share) for share in contiguous_parts(self.grid, count)]
+        grains = [list(span) for span in contiguous_parts(self.grid, count)]
         first = self.grid.order_index - self.grid.node.rank
         owners = self._table[1 : 1 + len(self._parts)].tolist()
         for rank in range(self.grid.node.size):
             parts = (part for part, owner in zip(self._parts, owners, strict=True) if owner == rank)
-            found[first + rank] = [grain for part in parts for grain in part]
-        return found
+            grains[first + rank] = [grain for part in parts for grain in part]
+        return grains
 
     def close(self) -> None:
         """Close the file of the lock. Not collective; :class:`Memory` frees the window."""
@@ -579,11 +581,11 @@ class _Bad(NamedTuple):
     """Describe the first value of a grain that is not finite.
 
     Objects are ordered as their values are computed: loss, weight, then gradients from the last block to the first.
-    ``kind`` is 0 for a loss, 1 for a weight and 2 for a gradient; ``place`` is minus the index of the gradient's block.
+    ``kind`` is 0 for a loss, 1 for a weight and 2 for a gradient; ``order`` is minus the index of the gradient's block.
     """
 
     kind: int
-    place: int
+    order: int
     tensor: str
     message: str
 
@@ -592,9 +594,9 @@ _NOTHING = _Bad(9, 0, "", "")
 #: Flags of a rank in the message, in the low bits of the fourth number: a value was not finite; a grain raised.
 #: The bits above them hold the rank's mismatch term, see guard/call_trace.py's [Note: one sum].
 _BAD, _FAILED = 1, 2
-_MARK_BITS = 2
+_STATUS_BITS = 2
 #: The most non-finite grains that are reported.
-MAX_TOLD = 16
+MAX_NAMED = 16
 
 
 class GrainScalars:
@@ -614,8 +616,8 @@ class GrainScalars:
 
     def __init__(self, grid: ProcessGrid, layout: FlatLayout, blocks: Sequence[str], integers: IntegerState) -> None:
         self.grid, self.layout, self.integers = grid, layout, integers
-        self._order = {name: place for place, name in enumerate(blocks)}
-        self.everyone = everyone_of(grid)
+        self._order = {name: index for index, name in enumerate(blocks)}
+        self.world = world_of(grid)
         self.count = 0
         self.samples = 0
         self.error: Exception | None = None
@@ -628,7 +630,7 @@ class GrainScalars:
             if entry.spec.averaged and entry.spec.trainable:
                 self.averages[entry.block] = (*self.averages.get(entry.block, ()), entry.local_name)
         self.frozen = frozenset(e.spec.name for e in layout.entries if e.gradient < 0)
-        self._mine: dict[int, list[float]] = {}
+        self._records: dict[int, list[float]] = {}
         self._bad: dict[int, _Bad] = {}
         self._step = 0
         self._per_rank = 0
@@ -637,14 +639,14 @@ class GrainScalars:
     def begin(self, batch: GlobalBatch, step: int = 0) -> None:
         """Begin the global batch of step number ``step``: drop the records of the batch before. Not collective."""
         self.count, self.samples, self._step = batch.count, batch.samples, step
-        self._per_rank = batch.claimed or -(-batch.count // self.grid.data.size)
-        self._mine, self._bad, self.error, self._late = {}, {}, None, None
+        self._per_rank = batch.dynamic or -(-batch.count // self.grid.data.size)
+        self._records, self._bad, self.error, self._late = {}, {}, None, None
         self.integers.forget()
         self._spans = {g: (grain.micro_batches[0][2], grain.stop) for g, grain in batch.grains.items()}
 
     def add(self, grain: int, loss: float, weight: float) -> None:
         """Add the sum of losses and the total weight of one micro-batch to the record of its grain. Not collective."""
-        record = self._mine.setdefault(grain, [0.0, 0.0])
+        record = self._records.setdefault(grain, [0.0, 0.0])
         record[0] += loss
         record[1] += weight
         for kind, (what, value) in enumerate((("loss", loss), ("weight", weight))):
@@ -689,9 +691,9 @@ class GrainScalars:
 
     def losses(self) -> dict[int, float]:
         """Return the sum of losses of each of this rank's grains, by the grain's number. Not collective."""
-        return {grain: record[0] for grain, record in self._mine.items()}
+        return {grain: record[0] for grain, record in self._records.items()}
 
-    def agree(self, ask_rate: Callable[[], float] | None = None) -> Totals:
+    def agree(self, learning_rate: Callable[[], float] | None = None) -> Totals:
         """Exchange the records of all ranks, and return loss and weight summed over all grains.
 
         Collective over all ranks. It also compares the learning rates of the ranks. ``ask_rate`` returns this rank's
@@ -706,53 +708,53 @@ class GrainScalars:
         Exception
             The error that this rank has recorded; the other ranks raise a ``RemoteError`` that quotes it.
         """
-        size, rate = self.everyone.size, self._asked(ask_rate)
+        size, rate = self.world.size, self._rate_or_fail(learning_rate)
         self.error, self._late = self.error if self.error is not None else self._late, None
-        number = self.everyone.mismatch_term()
+        number = self.world.mismatch_term()
         local = np.full(4 * max(1, self._per_rank) + 1, -1.0)
-        for place, (grain, (loss, weight)) in enumerate(self._mine.items()):
-            local[4 * place : 4 * place + 3] = grain, loss, weight
-        mark = _FAILED if self.error is not None else _BAD if self._bad else 0
-        local.view(np.int64)[3] = number << _MARK_BITS | mark
+        for index, (grain, (loss, weight)) in enumerate(self._records.items()):
+            local[4 * index : 4 * index + 3] = grain, loss, weight
+        status = _FAILED if self.error is not None else _BAD if self._bad else 0
+        local.view(np.int64)[3] = number << _STATUS_BITS | status
         local[-1] = rate
-        told = np.empty((size, local.size))
-        self.everyone.allgather(local, told.reshape(-1), "losses")
-        marks = told.view(np.int64)[:, 3]
-        if int((marks >> _MARK_BITS).sum()) % MODULUS:
-            raise self.everyone.mismatch()
-        marks &= (1 << _MARK_BITS) - 1
-        if (marks == _FAILED).any():
+        gathered = np.empty((size, local.size))
+        self.world.allgather(local, gathered.reshape(-1), "losses")
+        statuses = gathered.view(np.int64)[:, 3]
+        if int((statuses >> _STATUS_BITS).sum()) % MODULUS:
+            raise self.world.mismatch()
+        statuses &= (1 << _STATUS_BITS) - 1
+        if (statuses == _FAILED).any():
             self._fail_together()
-        self._same_rate(told[:, -1])
-        problems = self._named() if (marks == _BAD).any() else ()
-        table = told[:, :-1].reshape(-1, 4)
+        self._same_rate(gathered[:, -1])
+        problems = self._named() if (statuses == _BAD).any() else ()
+        table = gathered[:, :-1].reshape(-1, 4)
         rows = table[table[:, 0] >= 0]
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
         loss, weight = tree_total(rows[:, 1:3])
         return Totals(float(loss), float(weight), problems, self.samples)
 
-    def agree_on_rate(self, ask_rate: Callable[[], float]) -> None:
+    def agree_on_rate(self, learning_rate: Callable[[], float]) -> None:
         """Compare the ranks' learning rates in the first message of a separate optimizer step.
 
         Collective over all ranks. Such a step follows ``compute_gradients``, which has exchanged the other records.
         ``ask_rate`` returns this rank's learning rate. Raises what :meth:`agree` raises.
         """
-        rate = np.array(self._asked(ask_rate), np.float64)
-        told = agree_on_call(self.grid.world, (int(rate.view(np.int64)), self.error is not None))
-        if told[:, 1].any():
+        rate = np.array(self._rate_or_fail(learning_rate), np.float64)
+        gathered = agree_on_call(self.grid.world, (int(rate.view(np.int64)), self.error is not None))
+        if gathered[:, 1].any():
             self._fail_together()
-        self._same_rate(np.ascontiguousarray(told[:, 0]).view(np.float64))
+        self._same_rate(np.ascontiguousarray(gathered[:, 0]).view(np.float64))
 
-    def _asked(self, ask_rate: Callable[[], float] | None) -> float:
+    def _rate_or_fail(self, learning_rate: Callable[[], float] | None) -> float:
         try:
-            return 0.0 if ask_rate is None else ask_rate()
+            return 0.0 if learning_rate is None else learning_rate()
         except Exception as error:
             self.fail(error)
             return 0.0
 
     def _fail_together(self) -> None:
         error, self.error = self.error, None
-        with all_ranks(self.everyone, "failed grains"):
+        with all_ranks(self.world, "failed grains"):
             if error is not None:
                 raise error
 
@@ -768,18 +770,18 @@ class GrainScalars:
     def _named(self) -> tuple[NonFinite, ...]:
         """Return the non-finite grains of all ranks, each described by its first non-finite value.
 
-        Collective over all ranks. The grains are in the order of their samples, and at most :data:`MAX_TOLD`.
+        Collective over all ranks. The grains are in the order of their samples, and at most :data:`MAX_NAMED`.
         """
-        mine = sorted((self._spans[g][0], bad, self._told(g, bad)) for g, bad in self._bad.items())[:MAX_TOLD]
-        everyone = self.everyone.allgather_object(mine, "not finite")
-        found: dict[int, NonFinite] = {}
-        for first, _, told in sorted((item for items in everyone for item in items), key=lambda item: item[:2]):
-            found.setdefault(first, told)
-        return tuple(found.values())[:MAX_TOLD]
+        local = sorted((self._spans[g][0], bad, self._non_finite(g, bad)) for g, bad in self._bad.items())[:MAX_NAMED]
+        gathered = self.world.allgather_object(local, "not finite")
+        by_sample: dict[int, NonFinite] = {}
+        for first, _, non_finite in sorted((item for items in gathered for item in items), key=lambda item: item[:2]):
+            by_sample.setdefault(first, non_finite)
+        return tuple(by_sample.values())[:MAX_NAMED]
 
-    def _told(self, grain: int, bad: _Bad) -> NonFinite:
+    def _non_finite(self, grain: int, bad: _Bad) -> NonFinite:
         first, stop = self._spans[grain]
-        return NonFinite(self._step, self.everyone.rank, bad.tensor, first, stop, bad.message)
+        return NonFinite(self._step, self.world.rank, bad.tensor, first, stop, bad.message)
 
     def in_the_sum(self, tensor: str, parts: Sequence[Array], norm: float) -> NonFinite:
         """Describe an averaged gradient that is not finite, or whose squares overflow, though each grain's was finite.
@@ -790,11 +792,11 @@ class GrainScalars:
         """
         finite = all(np.isfinite(part).all() for part in parts)
         largest = max((float(np.abs(part).max()) for part in parts if part.size), default=-1.0) if finite else np.inf
-        told = np.empty(self.everyone.size)
-        self.everyone.allgather(np.array([largest]), told, "sum not finite")
-        rank, first = int(told.argmax()), f"the averaged gradient of {tensor!r} is not finite"
+        maxima = np.empty(self.world.size)
+        self.world.allgather(np.array([largest]), maxima, "sum not finite")
+        rank, first = int(maxima.argmax()), f"the averaged gradient of {tensor!r} is not finite"
         message = (
-            first if np.isinf(told[rank]) else f"the squares of the averaged gradient of {tensor!r} add up to {norm}"
+            first if np.isinf(maxima[rank]) else f"the squares of the averaged gradient of {tensor!r} add up to {norm}"
         )
         return NonFinite(self._step, rank, tensor, 0, self.samples, message)
 
@@ -815,6 +817,6 @@ def check_weight(weight: float) -> None:
         raise DataError(f"the global batch has weight {weight:g}: every target in it is ignored; expected more than 0")
 
 
-def everyone_of(grid: ProcessGrid) -> Communicator:
+def world_of(grid: ProcessGrid) -> Communicator:
     """Return a communicator of all ranks: the data group if it has all ranks, else the world. Not collective."""
     return grid.data if grid.data.size == grid.world.size else grid.world

@@ -741,5 +741,5 @@ def _all_ranks_of(config: ShardingConfig) -> int:
 
 def _pipeline_settings(config: Any, schedule: Any, virtual_stages: Any, cuts: Any, costs: Any) -> dict[str, Any]:
     """Return the settings of the pipeline: those given, and those of ``config`` for None. Not collective."""
-    given = {"schedule": schedule, "virtual_stages": virtual_stages, "cuts": cuts, "costs": costs}
-    return {name: getattr(config, name, None) if value is None else value for name, value in given.items()}
+    settings = {"schedule": schedule, "virtual_stages": virtual_stages, "cuts": cuts, "costs": costs}
+    return {name: getattr(config, name, None) if value is None else value for name, value in settings.items()}

@@ -199,7 +199,7 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         :func:`~mpizero.sharding.measured_costs`. None uses the floating-point operations of the block's layers.
     grain_assignment : {"static", "dynamic"}
         How the grains of a step are assigned to ranks: before it, equally many to each, or while they compute: then a
-        rank of a node claims the next few grains of its node when it is free, for grains whose costs differ and ranks
+        rank of a node takes the next few grains of its node when it is free, for grains whose costs differ and ranks
         that are slower than others. Results have the same bits. "dynamic" is for DDP and ZeRO-1 on ranks that share
         memory, in which the node's samples are put; elsewhere rank 0 says that grains are assigned before a step.
     auto_sync_gradients : bool
@@ -289,9 +289,9 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         del values["bad_steps"]
         return {**values, "bad_steps.limit": self.bad_steps.limit}
 
-    def loss_scale(self, given: DynamicLossScale | None) -> DynamicLossScale | None:
-        """Return the loss scale to train with: ``given``, or a default one if ``mixed_precision`` is "float16"."""
-        return DynamicLossScale() if given is None and self.mixed_precision == "float16" else given
+    def loss_scale(self, scale: DynamicLossScale | None) -> DynamicLossScale | None:
+        """Return the loss scale to train with: ``scale``, or a default one if ``mixed_precision`` is "float16"."""
+        return DynamicLossScale() if scale is None and self.mixed_precision == "float16" else scale
 
     def grain_rule(self, model: Any = None, samples: tuple[Any, Any] | None = None) -> GrainRule:
         """Return the rule that cuts global batches into grains for ``model``; None stands for a model not known yet.
@@ -480,8 +480,8 @@ def assigns_rounds(placement: Placement, config: Config, ranks: int) -> bool:
 def assigned_in_advance(placement: Placement, config: Config, grid: NodeOrder, model_ranks: int) -> str:
     """Return why grains are assigned before a step, although the settings ask for ``grain_assignment="dynamic"``.
 
-    It is "" where they do not, where ranks do claim grains, and for one rank, which computes all of them anyway.
-    ``model_ranks`` is the number of ranks that hold one replica together.
+    It is "" where they do not, where grains are scheduled dynamically, and for one rank, which computes all of them
+    anyway. ``model_ranks`` is the number of ranks that hold one replica together.
     """
     if config.grain_assignment == "static" or grid.data.size * model_ranks == 1:
         return ""
@@ -494,14 +494,14 @@ def assigned_in_advance(placement: Placement, config: Config, grid: NodeOrder, m
     return "" if max(grid.group_sizes) > 1 else "no two ranks share memory"
 
 
-def claims_grains(placement: Placement, config: Config, grid: NodeOrder, model_ranks: int) -> bool:
-    """Tell whether the ranks of a node claim grains while they compute; the parameters are as above."""
-    asked = config.grain_assignment == "dynamic" and grid.data.size > 1
-    return asked and not assigned_in_advance(placement, config, grid, model_ranks)
+def schedules_dynamically(placement: Placement, config: Config, grid: NodeOrder, model_ranks: int) -> bool:
+    """Tell whether the ranks of a node are given grains while they compute; the parameters are as above."""
+    requested = config.grain_assignment == "dynamic" and grid.data.size > 1
+    return requested and not assigned_in_advance(placement, config, grid, model_ranks)
 
 
-def overlaps_reduction(placement: Placement, peers: int, stages: int, codec: Codec | None) -> bool:
-    """Tell whether a model of blocks sums its gradients over the peers during the backward pass (DDP).
+def overlaps_reduction(placement: Placement, nodes: int, stages: int, codec: Codec | None) -> bool:
+    """Tell whether a model of blocks sums its gradients over nodes during the backward pass (DDP).
 
     This needs replicated optimizer state: with ZeRO-1 only the owner needs a sum, and in the order of the backward pass
     all ranks would send to the same owner at a time. There is no overlap with compression, because its results depend
@@ -512,12 +512,12 @@ def overlaps_reduction(placement: Placement, peers: int, stages: int, codec: Cod
     ----------
     placement : Placement
         The strategy's row of the placement table.
-    peers, stages : int
-        Number of peers that exchange sums, and number of pipeline stages.
+    nodes, stages : int
+        Number of ranks of the inter-node group, which exchange sums, and number of pipeline stages.
     codec : Codec or None
         How messages are compressed; None without compression.
     """
-    replicated = not (placement.in_rounds or placement.shard_optimizer) and peers > 1
+    replicated = not (placement.in_rounds or placement.shard_optimizer) and nodes > 1
     return replicated and stages == 1 and codec is None
 
 
@@ -551,7 +551,7 @@ def needs_norm(config: Config, codec: Codec | None, *, loss_scale: bool) -> bool
     return config.clip is not None or loss_scale or (codec is not None and codec.overflows)
 
 
-def fuses_update(optimizer: Any, *, norm: bool, ties: bool, peers: int, in_rounds: bool) -> bool:
+def fuses_update(optimizer: Any, *, norm: bool, ties: bool, nodes: int, in_rounds: bool) -> bool:
     """Tell whether gradients are summed, divided by the weight and used for the update in one pass over memory.
 
     Parameters
@@ -562,14 +562,14 @@ def fuses_update(optimizer: Any, *, norm: bool, ties: bool, peers: int, in_round
         Whether the norm of the sum is needed before the update (:func:`needs_norm`).
     ties : bool
         Whether pipeline stages share parameters, whose gradients they exchange before the update.
-    peers : int
-        Number of peers that exchange sums.
+    nodes : int
+        Number of ranks of the inter-node group, which exchange sums.
     in_rounds : bool
         Whether gradients are summed unit by unit (:func:`assigns_rounds`). Then all sums are complete before the
         update, and no messages are left to send.
     """
     able = optimizer.elementwise_kernel or optimizer.needs_tensor_norms
-    return bool(able) and not norm and not ties and (peers == 1 or in_rounds)
+    return bool(able) and not norm and not ties and (nodes == 1 or in_rounds)
 
 
 def gradient_codec(compression: str | None, itemsize: int) -> Codec | None:
@@ -613,17 +613,17 @@ def gathers_units(placement: Placement, groups: int) -> bool:
 def updated_by(placement: Placement, grid: NodeOrder) -> tuple[int, ...]:
     """Return the ranks of ``grid.data`` whose shards this rank updates.
 
-    That is only itself if the optimizer state is sharded. Otherwise it is all its peers, itself included: every node
+    That is only itself if the optimizer state is sharded. Otherwise it is the whole inter-node group: every node
     then updates a whole copy.
     """
     return (grid.data.rank,) if placement.shard_optimizer else grid.inter_node_ranks
 
 
-def round_slots(layout: FlatLayout, node_size: int, *, in_place: bool) -> list[int]:
-    """Return, for each slot of a reduce-scatter buffer, how many elements each rank of a node has in it.
+def round_buffer_sizes(layout: FlatLayout, node_size: int, *, in_place: bool) -> list[int]:
+    """Return, for each buffer of a :class:`ReduceScatterBuffer`, how many elements each rank of a node has in it.
 
-    A slot holds the gradients of one unit. If ``in_place``, a function writes the gradients of all units at once, and
-    one slot holds them all.
+    A buffer holds the gradients of one unit. If ``in_place``, a function writes the gradients of all units at once, and
+    one buffer holds them all.
     """
     if in_place:
         return [layout.gradient_size]

@@ -74,7 +74,7 @@ class ComputeDevice:
         """Return the object that provides the parameters of ``store`` on the device where layers compute."""
         return store
 
-    def held(self) -> dict[str, int]:
+    def allocated_bytes(self) -> dict[str, int]:
         """Return the bytes of model state that this rank keeps on a GPU, by kind; empty on the host. Not collective."""
         return {}
 
@@ -154,7 +154,7 @@ class CudaComputeDevice(ComputeDevice):
             self._parameters = DeviceParameters(store, self.device, self.sixteen, fetches=not self.keeps_gradients)
         return self._parameters
 
-    def held(self) -> dict[str, int]:
+    def allocated_bytes(self) -> dict[str, int]:
         """Return the bytes of model state on the GPU, by kind. Not collective."""
         return {kind: nbytes for kind, nbytes in sorted(self.device.allocated.items()) if nbytes}
 
@@ -363,14 +363,14 @@ class DeviceParameters:
         self.store.wait(block)
 
     @property
-    def whole(self) -> bool:
+    def full(self) -> bool:
         """Tell whether the GPU holds all parameters at once."""
         return not self.store.sharded
 
     def current(self) -> Array:
         """Return the array of all parameters on the GPU; if the host has newer ones, copy them to the GPU first.
 
-        Use it only if :attr:`whole` is true. Collective over the data group if updated parameters are still in flight.
+        Use it only if :attr:`full` is true. Collective over the data group if updated parameters are in flight.
         """
         if self._version != self.store.version:
             self.device.write(self._values, self.store.values)

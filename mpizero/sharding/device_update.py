@@ -119,7 +119,7 @@ class DeviceUpdater(Updater):
         super().update(reduced, _ONE_THREAD, loss)
         self.device_parameters.updated(on_host=False)
 
-    def where_used(self, reduced: Array) -> Array:
+    def to_device(self, reduced: Array) -> Array:
         """Copy the averaged gradient to the GPU and return the copy. Not collective."""
         return self.device.put(reduced)
 
@@ -148,7 +148,7 @@ class StagedUpdater(DeviceUpdater):
     ) -> None:
         super().__init__(optimizer, store, scope, device_parameters)
         gradient, weights = buffer_sizes(
-            self.size, self.dtype.itemsize, norms=self.optimizer.needs_tensor_norms, whole=self.device_parameters.whole
+            self.size, self.dtype.itemsize, norms=self.optimizer.needs_tensor_norms, full=self.device_parameters.full
         )
         self._gradient = self.device.keep("buffers", gradient, self.dtype)
         self._weights = self.device.keep("buffers", weights, self.dtype)
@@ -159,7 +159,7 @@ class StagedUpdater(DeviceUpdater):
         for buffer in (self._gradient, self._weights):
             self.device.release("buffers", buffer)
 
-    def where_used(self, reduced: Array) -> Array:
+    def to_device(self, reduced: Array) -> Array:
         """Return ``reduced``, the averaged gradient, which stays on the host. Not collective."""
         return reduced
 
@@ -216,19 +216,19 @@ class StagedUpdater(DeviceUpdater):
                     act = self.optimizer.direction if norms else self.optimizer.apply
                     act(w, g, state, placed[cut.of.group])
         if norms:
-            self._apply_kept_directions(hypers)
+            self._apply_stored_directions(hypers)
         self.device_parameters.updated(on_host=True)
         self._made()
 
-    def _apply_kept_directions(self, hypers: dict[int, Array]) -> None:
+    def _apply_stored_directions(self, hypers: dict[int, Array]) -> None:
         """Apply LAMB's update directions, which are on the GPU, each scaled by a ratio of two norms.
 
         Collective over all ranks. :meth:`Updater._apply_directions` does the same with directions on the host.
         """
-        own = self.trees.own
-        held = self.device_parameters.current() if self.device_parameters.whole else self.store.values
-        weights = self._square_sums(held, [piece.store for piece in own])
-        steps = self._square_sums(self._gradient, [piece.state for piece in own])
+        local = self.trees.pieces
+        parameters = self.device_parameters.current() if self.device_parameters.full else self.store.values
+        weights = self._square_sums(parameters, [piece.store for piece in local])
+        steps = self._square_sums(self._gradient, [piece.state for piece in local])
         for first, cuts in self._blocks(self.pieces):
             with self._block_parameters(first, cuts, changed=True) as values:
                 for cut, w in zip(cuts, values, strict=True):
@@ -263,12 +263,12 @@ class StagedUpdater(DeviceUpdater):
         host afterwards.
         """
         host = [self.store.values[cut.store : cut.store + cut.size] for cut in cuts]
-        if self.device_parameters.whole:
+        if self.device_parameters.full:
             source, starts = self.device_parameters.current(), [cut.store for cut in cuts]
         else:
             source, starts = self._weights[: sum(cut.size for cut in cuts)], [cut.state - first for cut in cuts]
-            places = zip(starts, host, strict=True)
-            self.device.send(source, [Upload(start, values.size, copied(values)) for start, values in places])
+            uploads = zip(starts, host, strict=True)
+            self.device.send(source, [Upload(start, values.size, copied(values)) for start, values in uploads])
         yield [source[start : start + cut.size] for start, cut in zip(starts, cuts, strict=True)]
         if changed:
             self.device.read(source, sorted(zip(starts, host, strict=True), key=lambda target: target[0]))
@@ -287,17 +287,17 @@ def updates_on_device(config: Config, optimizer: Any) -> bool:
     """
     if config.device == "cpu" or config.optimizer_device == "cpu":
         return False
-    own = isinstance(plain(optimizer), optim.FlatOptimizer) and not optimizer.needs_whole_tensors
-    if not own and config.optimizer_device is not None:
+    library = isinstance(plain(optimizer), optim.FlatOptimizer) and not optimizer.needs_whole_tensors
+    if not library and config.optimizer_device is not None:
         raise ConfigError(
             f"optimizer_device={config.optimizer_device!r}: {optimizer_name(optimizer)}.update works on "
             "arrays of the host, only the library's optimizers that update no whole tensors run on a GPU: leave "
             "optimizer_device out"
         )
-    return own
+    return library
 
 
-def buffer_sizes(size: int, itemsize: int, *, norms: bool, whole: bool) -> tuple[int, int]:
+def buffer_sizes(size: int, itemsize: int, *, norms: bool, full: bool) -> tuple[int, int]:
     """Return the number of elements of a GPU's buffer for gradients, and of its buffer for parameters.
 
     Not collective.
@@ -308,11 +308,11 @@ def buffer_sizes(size: int, itemsize: int, *, norms: bool, whole: bool) -> tuple
         Number of elements that the rank updates, and bytes of an element.
     norms : bool
         Whether the optimizer needs norms of its update directions. Then the first buffer keeps all directions.
-    whole : bool
+    full : bool
         Whether the GPU has a copy of all parameters.
     """
     block = min(size, STAGING // itemsize)
-    return size if norms else block, 0 if whole else block
+    return size if norms else block, 0 if full else block
 
 
 def _from(fill: Fill, cut: _Cut) -> Callable[[int, Array], object]:

@@ -203,44 +203,44 @@ def _checked(x: Any, y: Any) -> tuple[SampleTree, dict[str, Any]]:
 
 
 def _gather(
-    model: Model, tree: SampleTree, indices: Any, found: tuple[NonFinite, ...]
+    model: Model, tree: SampleTree, indices: Any, faults: tuple[NonFinite, ...]
 ) -> tuple[dict[int, BadGrain], int]:
-    """Gather the samples of the grains in ``found`` from all ranks. Collective.
+    """Gather the samples of the grains in ``faults`` from all ranks. Collective.
 
     ``tree`` has this rank's samples and ``indices`` their positions in the data set. Return the grains by number, and
     the number of samples in the global batch.
     """
     group = model._engine.grid.batch
     counts = np.empty(group.size, np.int64)
-    group.allgather(np.array([own := tree.count()], np.int64), counts, "bad step")
+    group.allgather(np.array([local_count := tree.count()], np.int64), counts, "bad step")
     total, first = int(counts.sum()), int(counts[: group.rank].sum())
     size = model.grain_size(total)
-    numbers = sorted({n for bad in found for n in range(bad.start // size, -(-bad.stop // size))})[: len(found) + 16]
-    arrays, known = [*tree.leaves, np.arange(first, first + own)], len(tree.leaves)
+    numbers = sorted({n for bad in faults for n in range(bad.start // size, -(-bad.stop // size))})[: len(faults) + 16]
+    arrays, known = [*tree.leaves, np.arange(first, first + local_count)], len(tree.leaves)
     if indices is not None:
         arrays.append(np.asarray(indices, np.int64))
     grains = {}
     for number in numbers:
-        start, stop = (min(max(place - first, 0), own) for place in (number * size, (number + 1) * size))
+        start, stop = (min(max(index - first, 0), local_count) for index in (number * size, (number + 1) * size))
         parts = group.allgather_object([array[start:stop] for array in arrays], "bad step")
-        whole = [np.concatenate(held) for held in zip(*parts, strict=True)]
-        grains[number] = BadGrain(*tree.build(iter(whole[:known])), *whole[known:])
+        joined = [np.concatenate(blocks) for blocks in zip(*parts, strict=True)]
+        grains[number] = BadGrain(*tree.build(iter(joined[:known])), *joined[known:])
     return grains, total
 
 
 def _described(model: Model, report: StepReport, total: int) -> dict[str, Any]:
-    engine, found = model._engine, report.non_finite
-    epoch = engine.asked.epoch
+    engine, non_finite = model._engine, report.non_finite
+    epoch = engine.step_arguments.epoch
     return ({"epoch": epoch} if epoch else {}) | {
         "format": FORMAT,
         "version": VERSION,
-        "step": found[0].step,
-        "run_step": found[0].step - 1,
+        "step": non_finite[0].step,
+        "run_step": non_finite[0].step - 1,
         "seed": int(getattr(model.wrapped_model, "seed", 0)),
         "loss_scale": report.loss_scale,
         "micro_batch": engine.grain_rule.micro_size(total),
         "global_batch": total,
-        "found": [asdict(bad) for bad in found],
+        "found": [asdict(bad) for bad in non_finite],
         "libraries": versions(),
     }
 
@@ -256,8 +256,8 @@ def _write(path: Path, described: Mapping[str, Any], grains: Mapping[int, BadGra
     try:
         names = [f"grain_{number:05d}.npz" for number in grains]
         for name, grain in zip(names, grains.values(), strict=True):
-            held = _entries(grain.x, "x") | _entries(grain.y, "y") | {"samples": grain.samples}
-            np.savez(temporary / name, **held if grain.indices is None else {**held, "indices": grain.indices})
+            arrays = _entries(grain.x, "x") | _entries(grain.y, "y") | {"samples": grain.samples}
+            np.savez(temporary / name, **arrays if grain.indices is None else {**arrays, "indices": grain.indices})
         text = json.dumps({**described, "grains": names}, indent=1, allow_nan=False)
         (temporary / "step.json").write_text(text + "\n", encoding="utf-8")
         temporary.rename(path)
@@ -308,14 +308,14 @@ def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
         raise DataError(f"{file}: {missing[0]!r} is missing")
     if unknown := sorted(document.keys() - _FIELDS.keys()):
         raise DataError(f"{file}: {unknown[0]!r:.80} is unknown; expected {', '.join(_FIELDS)}")
-    for key, (sound, expected) in _FIELDS.items():
-        if not sound(document[key]):
+    for key, (is_valid, expected) in _FIELDS.items():
+        if not is_valid(document[key]):
             raise DataError(f"{file}: {key} is {document[key]!r:.200}: expected {expected}")
-    names, found, structure = document.pop("grains"), tuple(document.pop("found")), document.pop("structure")
-    return BadStep(**document, found=found, grains=tuple(_read_grain(folder / name, structure) for name in names))
+    names, non_finite, structure = document.pop("grains"), tuple(document.pop("found")), document.pop("structure")
+    return BadStep(**document, found=non_finite, grains=tuple(_read_grain(folder / name, structure) for name in names))
 
 
-def _is_found(value: object) -> bool:
+def _is_non_finite(value: object) -> bool:
     """Tell whether a JSON value is an object with the fields of :class:`~mpizero.sharding.step_report.NonFinite`."""
     return (
         isinstance(value, dict)
@@ -337,21 +337,21 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
-_WHOLE: tuple[Callable[[object], bool], str] = (is_count, "a whole number >= 0")
+_COUNT: tuple[Callable[[object], bool], str] = (is_count, "a whole number >= 0")
 #: Keys of ``step.json`` besides format and version, each with a check of its value, and the text for errors.
 _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "step": _WHOLE,
-    "run_step": _WHOLE,
+    "step": _COUNT,
+    "run_step": _COUNT,
     "seed": (lambda value: type(value) is int and -(2**63) <= value < 2**64, "a whole number of 64 bits"),
     "loss_scale": (is_number, "a finite number > 0"),
     "micro_batch": (lambda value: is_count(value, 1), "a whole number > 0"),
-    "global_batch": _WHOLE,
+    "global_batch": _COUNT,
     "found": (
-        lambda value: isinstance(value, list) and all(map(_is_found, value)),
+        lambda value: isinstance(value, list) and all(map(_is_non_finite, value)),
         "a list of step, rank, tensor, start, stop and message",
     ),
     "libraries": (_are_texts, "texts by name"),
-    "epoch": _WHOLE,
+    "epoch": _COUNT,
     "structure": (lambda value: isinstance(value, dict) and set(value) == {"x", "y"}, "an object of x and y"),
     "about": (lambda value: isinstance(value, dict), "an object"),
     "grains": (_are_names, "names of files beside it, as grain_00003.npz, each once"),
@@ -369,19 +369,19 @@ def _read_grain(file: Path, structure: Mapping[str, Any]) -> BadGrain:
     from mpizero.checkpoint.npz import read_arrays
 
     try:
-        held = read_arrays(file)
-        samples = held["samples"]
-        names = {name: [name] if kind == "*" else _numbered(held, name) for name, kind in structure.items()}
-        x, y = (_built(structure[name], [held[path] for path in names[name]]) for name in "xy")
+        arrays = read_arrays(file)
+        samples = arrays["samples"]
+        names = {name: [name] if kind == "*" else _numbered(arrays, name) for name, kind in structure.items()}
+        x, y = (_built(structure[name], [arrays[path] for path in names[name]]) for name in "xy")
     except (OSError, CheckpointError, KeyError, ValueError) as error:
         raise DataError(f"{file}: not the samples of a grain: {error}") from None
-    shapes = {path: held[path].shape for paths in names.values() for path in paths}
+    shapes = {path: arrays[path].shape for paths in names.values() for path in paths}
     if samples.ndim != 1 or not len(samples) or any(shape[:1] != samples.shape for shape in shapes.values()):
         lengths = [*(f"{path} {shape}" for path, shape in shapes.items()), f"samples {samples.shape}"]
         raise DataError(f"{file}: arrays differ in their number of samples: {', '.join(lengths)}")
     if samples.dtype.kind not in "iu" or not 0 <= int(samples.min()) <= int(samples.max()) < 2**63:
         raise DataError(f"{file}: samples are {samples.dtype}: expected places in the global batch, whole numbers >= 0")
-    return BadGrain(x, y, samples, held.get("indices"))
+    return BadGrain(x, y, samples, arrays.get("indices"))
 
 
 def _built(structure: Any, leaves: list[Array]) -> Any:
@@ -392,8 +392,8 @@ def _built(structure: Any, leaves: list[Array]) -> Any:
     return value
 
 
-def _numbered(held: Mapping[str, Array], name: str) -> list[str]:
-    count = sum(path.startswith(f"{name}.") for path in held)
+def _numbered(arrays: Mapping[str, Array], name: str) -> list[str]:
+    count = sum(path.startswith(f"{name}.") for path in arrays)
     return [f"{name}.{number}" for number in range(count)]
 
 
@@ -470,7 +470,7 @@ class Replay:
     @property
     def first(self) -> ReplayedArray | None:
         """The statistics of the first array with infinite or NaN values; None if there is no such array."""
-        return next((figures for figures in self.figures if figures.not_finite), None)
+        return next((statistics for statistics in self.figures if statistics.not_finite), None)
 
 
 def replay_bad_step(step: BadStep | str | os.PathLike[str], model: Model) -> list[Replay]:
@@ -525,7 +525,7 @@ def replay_bad_step(step: BadStep | str | os.PathLike[str], model: Model) -> lis
             trace = _Trace(model, step.loss_scale)
             x, y = SampleTree.of(x=grain.x, y=grain.y).cut(part)
             loss, weight = trace.follow(x, y, run)
-            result.append(Replay(run.first_sample, int(samples[-1]) + 1, loss, weight, tuple(trace.figures)))
+            result.append(Replay(run.first_sample, int(samples[-1]) + 1, loss, weight, tuple(trace.statistics)))
     return result
 
 
@@ -536,7 +536,7 @@ class _Trace:
 
     def __init__(self, model: Model, loss_scale: float) -> None:
         self.model, self.engine, self.loss_scale = model, model._engine, loss_scale
-        self.figures: list[ReplayedArray] = []
+        self.statistics: list[ReplayedArray] = []
         self._views = GradientViews(self.engine.layout, self.engine.memory, self.engine.dtype, self.engine.integers)
         self._targets: dict[int, Any] = {}
         self._frozen = {entry.spec.name for entry in self.engine.layout.entries if entry.gradient < 0}
@@ -544,7 +544,7 @@ class _Trace:
     def note(self, what: str, name: str, values: Any) -> None:
         """Record the statistics of ``values``, an array or every array of a tree; do nothing if it is None."""
         for path, leaf in paths_of(**{name: values}):
-            self.figures.append(ReplayedArray.of(what, path, leaf))
+            self.statistics.append(ReplayedArray.of(what, path, leaf))
 
     def follow(self, x: Any, y: Any, run: Run) -> tuple[float, float]:
         """Run one micro-batch forward and backward; return its loss sum and weight."""
@@ -552,11 +552,11 @@ class _Trace:
             self.note("parameter", entry.spec.name, self.engine.store.values[entry.span.start : entry.span.stop])
         for path, leaf in SampleTree.of(x=x).named:
             self.note("input", path, leaf)
-        at = len(self.figures)
+        at = len(self.statistics)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             loss, weight = self._evaluator().gradients(x, y, run, self)
         if not self.engine.block_model:  # which has given all at once: the loss is where to look first
-            self.figures.insert(at, ReplayedArray.of("loss", "loss", loss))
+            self.statistics.insert(at, ReplayedArray.of("loss", "loss", loss))
         return loss, weight
 
     def note_gradients(self, block: str, views: Any) -> None:
@@ -748,19 +748,19 @@ def _compared(comm: Communicator, rank: int) -> float:
 
     Both ranks call it. ``rank`` asks rank 0 for its time repeatedly, and takes the result of the fastest round trip.
     """
-    box, found = np.zeros(1), []
+    box, trips = np.zeros(1), []
     for _ in range(_ROUND_TRIPS):
         if comm.rank == 0:
             comm.recv(box, rank)
             box[0] = time.monotonic()
             comm.send(box, rank)
         else:
-            asked = time.monotonic()
+            sent_at = time.monotonic()
             comm.send(box, 0)
             comm.recv(box, 0)
-            answered = time.monotonic()
-            found.append((answered - asked, float(box[0]) - (asked + answered) / 2))
-    return min(found)[1] if found else 0.0
+            received_at = time.monotonic()
+            trips.append((received_at - sent_at, float(box[0]) - (sent_at + received_at) / 2))
+    return min(trips)[1] if trips else 0.0
 
 
 def leaders(communicators: Iterable[Communicator], world: Communicator) -> dict[str, int]:
@@ -777,18 +777,18 @@ def spans_of(spans: Sequence[TimeSpan], offset: float, first: Mapping[str, int])
     ``offset`` is added to all times, and ``first`` is the result of :func:`leaders`. A communicator's call inside
     another call is left out.
     """
-    found: list[PhaseSpan] = []
+    phases: list[PhaseSpan] = []
     inside = float("-inf")  # when the last communicator call that is kept ends
     for phase, detail, start, stop in sorted(spans, key=lambda span: (span.start, -span.stop)):
         times = (start + offset, stop + offset)
         if not isinstance(detail, CommunicatorCall):
-            found.append(PhaseSpan(phase, _name(detail), *times))
+            phases.append(PhaseSpan(phase, _name(detail), *times))
         elif stop > inside:
             inside = stop
             single = detail.operation in ("isend", "irecv")
             call = None if single else (detail.communicator, first[detail.communicator], detail.sequence)
-            found.append(PhaseSpan(phase, str(detail), *times, call, detail.operation == "irecv"))
-    return tuple(found)
+            phases.append(PhaseSpan(phase, str(detail), *times, call, detail.operation == "irecv"))
+    return tuple(phases)
 
 
 def _name(detail: Any) -> str:
@@ -809,23 +809,23 @@ def waits(ranks: Sequence[Sequence[StepSpans]]) -> dict[Call, float]:
 
 def entered(*steps: StepSpans) -> dict[Call, float]:
     """Return, for every collective of one rank, the time at which it has entered it. Not collective."""
-    found: dict[Call, float] = {}
-    for mark in (mark for step in steps for mark in step.spans):
-        if mark.call is not None:
-            found.setdefault(mark.call, mark.start)  # later spans are waits for the same collective
-    return found
+    times: dict[Call, float] = {}
+    for span in (span for step in steps for span in step.spans):
+        if span.call is not None:
+            times.setdefault(span.call, span.start)  # later spans are waits for the same collective
+    return times
 
 
-def waited(mark: PhaseSpan, latest: Mapping[Call, float]) -> float:
-    """Return the seconds of the span ``mark`` in which its rank waited for other ranks. Not collective.
+def waited(span: PhaseSpan, latest: Mapping[Call, float]) -> float:
+    """Return the seconds of ``span`` in which its rank waited for other ranks. Not collective.
 
     ``latest`` is the result of :func:`waits`.
     """
-    if mark.waits:
-        return mark.stop - mark.start
-    if mark.call is None:
+    if span.waits:
+        return span.stop - span.start
+    if span.call is None:
         return 0.0
-    return max(0.0, min(mark.stop, latest[mark.call]) - mark.start)
+    return max(0.0, min(span.stop, latest[span.call]) - span.start)
 
 
 def phases_of(step: StepSpans, latest: Mapping[Call, float]) -> dict[str, float]:
@@ -833,31 +833,31 @@ def phases_of(step: StepSpans, latest: Mapping[Call, float]) -> dict[str, float]
 
     ``latest`` is the result of :func:`waits`.
     """
-    found = dict.fromkeys(ALL_PHASES, 0.0)
-    for mark, around, own in _own_times(step):
-        if mark.phase == MESSAGE:
-            waiting = min(own, waited(mark, latest))
-            found[_WAITING] += waiting
-            inside = around in found and around not in ("forward", "backward", OTHER)
-            found[around if inside else _LAYERS] += own - waiting
+    seconds = dict.fromkeys(ALL_PHASES, 0.0)
+    for span, around, exclusive in _exclusive_times(step):
+        if span.phase == MESSAGE:
+            waiting = min(exclusive, waited(span, latest))
+            seconds[_WAITING] += waiting
+            inside = around in seconds and around not in ("forward", "backward", OTHER)
+            seconds[around if inside else _LAYERS] += exclusive - waiting
         else:
-            found[mark.phase if mark.phase in found else OTHER] += own
-    return found
+            seconds[span.phase if span.phase in seconds else OTHER] += exclusive
+    return seconds
 
 
-def _own_times(step: StepSpans) -> Iterator[tuple[PhaseSpan, str, float]]:
+def _exclusive_times(step: StepSpans) -> Iterator[tuple[PhaseSpan, str, float]]:
     """Yield each span, the phase of the innermost span around it, and its own seconds.
 
     The first span is the whole step. The own seconds of a span are its duration without the spans inside it.
     """
     root = PhaseSpan(OTHER, "step", step.start, step.stop)
-    marks = (root, *step.spans)
-    own, parents, stack = [mark.stop - mark.start for mark in marks], [0] * len(marks), [0]
-    for place, mark in enumerate(step.spans, start=1):
-        while len(stack) > 1 and marks[stack[-1]].stop <= mark.start:
+    spans = (root, *step.spans)
+    exclusive, parents, stack = [span.stop - span.start for span in spans], [0] * len(spans), [0]
+    for index, span in enumerate(step.spans, start=1):
+        while len(stack) > 1 and spans[stack[-1]].stop <= span.start:
             stack.pop()
-        parents[place] = stack[-1]
-        own[stack[-1]] -= mark.stop - mark.start
-        stack.append(place)
-    for place, mark in enumerate(marks):
-        yield mark, marks[parents[place]].phase, own[place]
+        parents[index] = stack[-1]
+        exclusive[stack[-1]] -= span.stop - span.start
+        stack.append(index)
+    for index, span in enumerate(spans):
+        yield span, spans[parents[index]].phase, exclusive[index]

@@ -1,6 +1,6 @@
 """Train a placed model: the one engine that executes every row of the placement table.
 
-[Note: a step] Samples are sent to the ranks that compute their grains, or shared by the ranks of a node that claim
+[Note: a step] Samples are sent to the ranks that compute their grains, or shared by the ranks of a node that take
 grains (``sharding/batch.py``). Each rank computes the gradients of its grains (``sharding/forward_backward.py``). One
 small allgather makes all ranks agree on the loss, on its weight, and on whether all values are finite. For the ranges
 of the parameters that it owns, each rank sums the gradients (``sharding/grad_reduce.py``), divides the sum by the
@@ -26,10 +26,10 @@ from mpizero.guard.guard import set_context
 from mpizero.layout.batch import GrainRule
 from mpizero.optim.elementwise import clip_factor
 from mpizero.sharding.batch import (
-    NOTHING_MORE,
+    DEFAULT_ARGUMENTS,
     Divisors,
+    DynamicScheduler,
     GlobalBatch,
-    NodeClaims,
     Totals,
     check_weight,
     in_contexts,
@@ -54,8 +54,8 @@ class Engine(PlacedModel):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.step_number, self.asked = 0, NOTHING_MORE
-        self._uses_average = self._told_average = self._begun = False
+        self.step_number, self.step_arguments = 0, DEFAULT_ARGUMENTS
+        self._uses_average = self._warned_average = self._begun = False
         self._agreed_rule: GrainRule | None = None
         self._grain_notices = GrainNotices(self.grid.axes.data)
 
@@ -82,36 +82,46 @@ class Engine(PlacedModel):
         caller sums the gradients over the ranks next, so that the reduction may begin during the backward pass.
         """
         set_context(step=self.step_number)
-        with self.scalars.everyone.trace.joint_task("training step"):
+        with self.scalars.world.trace.joint_task("training step"):
             with self.timeline.span("agreement", "samples"):
-                batch = self._redistribute(x, y, reducer, self.claims if summed else None)
+                batch = self._redistribute(x, y, reducer, self.scheduler if summed else None)
             self.exchange.begin(batch.samples, self.current_loss_scale())
             micro_batches = reducer.micro_batches(batch, summed=summed)
             # Every value is looked at afterwards, with its rank, tensor and samples: NumPy's warnings would say less.
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                self.runner.run(micro_batches, self._run)
+                self.runner.run(micro_batches, self._context)
             with self.timeline.span("reduction", "rest"):
                 reducer.finish()
             with self.timeline.span("agreement", "losses"):
-                totals = self.scalars.agree(None if self.updater is None else self.updater.ask_rate)
+                totals = self.scalars.agree(None if self.updater is None else self.updater.learning_rate)
                 check_weight(totals.weight)
                 self.exchange.weigh(totals.weight, sent=reducer.in_rounds)
                 self.integers.agree()
                 return batch, totals
 
-    def _redistribute(self, x: Any, y: Any, reducer: GradientReducer, claims: NodeClaims | None = None) -> GlobalBatch:
+    def _redistribute(
+        self, x: Any, y: Any, reducer: GradientReducer, scheduler: DynamicScheduler | None = None
+    ) -> GlobalBatch:
         """Send samples to the ranks that compute their grains, and prepare to record the losses and weights of a step.
 
         Return the grains that this rank may compute, with their samples. ``reducer`` determines which rank computes
-        which grain, or its node if ``claims`` is given.
+        which grain, or its node if ``scheduler`` is given.
         """
         micro, first = self.config.accumulate, not self._begun
         batch = redistribute(
-            self.grid, x, y, self._grain_size, reducer.owners, micro, asked=self.asked, claims=claims, first=first
+            self.grid,
+            x,
+            y,
+            self._grain_size,
+            reducer.owners,
+            micro,
+            arguments=self.step_arguments,
+            scheduler=scheduler,
+            first=first,
         )
         self._begun = True
         self.compute_device.check_batch(x, y)
-        if self.partitioned.parallel_layout.context_tiles > 1:
+        if self.partitioned.parallel_layout.context_virtual_ranks > 1:
             batch = in_contexts(batch, self.grid, self.partitioned.cut_batch)
         self.scalars.begin(batch, self.step_number + 1)
         return batch
@@ -123,13 +133,13 @@ class Engine(PlacedModel):
         """
         self.complete_grain_rule(*tree.cut(slice(0, 0)))
         if self.grain_rule.coarse and self.grain_rule is not self._agreed_rule:
-            found = {"the samples of a default grain (micro_batch sets it)": self.grain_rule.efficient}
-            agree_equal(self.grid.world, lambda: found, "agree grains")
+            efficient = {"the samples of a default grain (micro_batch sets it)": self.grain_rule.efficient}
+            agree_equal(self.grid.world, lambda: efficient, "agree grains")
             self._agreed_rule = self.grain_rule
         return self.grain_rule.grain_size(samples)
 
-    def _run(self, first_sample: int, count: int) -> Run:
-        seed, epoch = getattr(self.model, "seed", 0), self.asked.epoch
+    def _context(self, first_sample: int, count: int) -> Run:
+        seed, epoch = getattr(self.model, "seed", 0), self.step_arguments.epoch
         return Run(True, seed, self.step_number, first_sample, count=count, epoch=epoch)
 
     def _finish(self, totals: Totals, sent: int, update: Callable[[], Outcome]) -> StepReport:
@@ -182,8 +192,8 @@ class Engine(PlacedModel):
         Sum and update are one pass over memory where :func:`fuses_update` says so.
         """
         updater, divisors = self._bound(), self._divisors(totals)
-        ties, peers, in_rounds = self.ties is not None, self.grid.inter_node.size, self.reducer.in_rounds
-        if not fuses_update(updater.optimizer, norm=self._needs_norm, ties=ties, peers=peers, in_rounds=in_rounds):
+        ties, nodes, in_rounds = self.ties is not None, self.grid.inter_node.size, self.reducer.in_rounds
+        if not fuses_update(updater.optimizer, norm=self._needs_norm, ties=ties, nodes=nodes, in_rounds=in_rounds):
             with self.timeline.span("reduction"):
                 reduced = self._reduced(self.reducer, divisors)
             return self.apply(reduced, totals.mean)
@@ -208,7 +218,7 @@ class Engine(PlacedModel):
         the ranges that this rank updates are complete.
         """
         updater = self._bound()
-        reduced = updater.where_used(reducer.sum(divisors))
+        reduced = updater.to_device(reducer.sum(divisors))
         updater.exchange_ties(reduced)
         reducer.replicate()
         updater.add_uses(reduced)
@@ -251,14 +261,14 @@ class Engine(PlacedModel):
 
         Return loss and weight of the whole global batch.
         """
-        return self._compute(x, y, self.rows, summed=False)[1]
+        return self._compute(x, y, self.all_reduce, summed=False)[1]
 
     def local_sum(self) -> Array:
         """Return the sum of the gradients of this rank's grains, as a flat array on the host. Not collective.
 
         :meth:`local_gradients` must have computed them. The sum is divided by the loss scale, but not by the weight.
         """
-        total: Array = kernels.to_host(self.rows.local_sum())
+        total: Array = kernels.to_host(self.all_reduce.local_sum())
         total /= self.dtype.type(self.current_loss_scale())
         return total
 
@@ -268,7 +278,7 @@ class Engine(PlacedModel):
         ``totals`` is what that call returned. Return the averaged gradient as an array on the host, of which only the
         ranges that this rank updates are complete.
         """
-        return self._on_host(self.rows, totals)
+        return self._on_host(self.all_reduce, totals)
 
     def _on_host(self, reducer: GradientReducer, totals: Totals) -> Array:
         reduced: Array = kernels.to_host(self._reduced(reducer, self._divisors(totals)))
@@ -280,14 +290,14 @@ class Engine(PlacedModel):
 
         ``totals`` belongs to that gradient. ``sent`` is the value of ``grid.bytes_sent`` before it was computed.
         """
-        self.scalars.agree_on_rate(self._bound().ask_rate)  # it may have changed since the gradient was agreed on
+        self.scalars.agree_on_rate(self._bound().learning_rate)  # it may have changed since the gradient was agreed on
         reduced = reduce()
         self.memory.barrier("step")  # ranks that still read parameters read the old ones
-        return self._finish(totals, sent, lambda: self.apply(self._bound().where_used(reduced), totals.mean))
+        return self._finish(totals, sent, lambda: self.apply(self._bound().to_device(reduced), totals.mean))
 
     def pieces(self) -> tuple[UpdatePiece, ...]:
         """Return the contiguous ranges of optimized parameters that this rank owns by the shard rule."""
-        return tuple(self._bound().trees.own)
+        return tuple(self._bound().trees.pieces)
 
     def place(self, *, iterate: bool) -> None:
         """Set the parameters to the last iterate of the method of whole vectors, or to those of its next evaluation."""
@@ -350,8 +360,8 @@ class Engine(PlacedModel):
         state = updater.host_state()
         updater.begin_average(state)
         updater.take_state(state)
-        if self.prints_notices and not self._told_average:
-            self._told_average = True
+        if self.prints_notices and not self._warned_average:
+            self._warned_average = True
             notice(
                 "parameters were set after a step: their moving average (ema) begins anew with them; to evaluate with "
                 "the average, give ema=True to evaluate and predict"
@@ -369,12 +379,15 @@ class Engine(PlacedModel):
 
         ``loss`` is used in place of the model's own, unless it is None. With ``weightless`` all targets may be ignored.
         """
-        batch = self._redistribute(x, y, self.rows)
-        with self.scalars.everyone.trace.joint_task("evaluation"):
+        batch = self._redistribute(x, y, self.all_reduce)
+        with self.scalars.world.trace.joint_task("evaluation"):
             scores = self.partitioned.is_last and self.grid.coordinates.tensor == 0  # losses are found here, and count
-            rounds, own = self.rows.rounds(batch.count), getattr(self.model, "loss", None) if loss is None else loss
+            rounds, used = (
+                self.all_reduce.rounds(batch.count),
+                getattr(self.model, "loss", None) if loss is None else loss,
+            )
             with self.runner.using_loss(loss):
-                found = evaluate(batch, self.runner, self.scalars, rounds, self._run, scores=scores, loss=own)
+                result = evaluate(batch, self.runner, self.scalars, rounds, self._context, scores=scores, loss=used)
         if not weightless:
-            check_weight(found.weight)
-        return found
+            check_weight(result.weight)
+        return result

@@ -148,7 +148,7 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
     batch = min(options.batch_size, len(train))
     stream, steps = batches(train, model, batch, options.seed), 0
     history: list[dict[str, float]] = []
-    best, best_epoch, kept = math.nan, 0, BestParameters(model)
+    best, best_epoch, snapshot = math.nan, 0, BestParameters(model)
     for epoch in range(options.epochs):
         losses = []
         while stream.consumed < (epoch + 1) * len(train):
@@ -163,15 +163,15 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
         _look_at(record, losses, optimizer, known=math.isfinite(best))
         if not math.isfinite(best) or record["validation_loss"] < best - options.minimum_improvement:
             best, best_epoch = record["validation_loss"], epoch
-            kept.take()
+            snapshot.take()
         optimizer.note_stall(options.patience is not None and epoch - best_epoch >= options.patience)
         if stop := optimizer.should_early_stop():
             break
     if not math.isfinite(best):
         raise _nothing_finite(len(history), history[-1])
     if options.restore_best and best_epoch != len(history) - 1:
-        kept.give_back()
-    return OptimizationResult(tuple(history), best_epoch, best, kept, steps, stop)
+        snapshot.give_back()
+    return OptimizationResult(tuple(history), best_epoch, best, snapshot, steps, stop)
 
 
 def _look_at(record: dict[str, float], losses: list[float], optimizer: ShardedOptimizer, *, known: bool) -> None:
@@ -213,12 +213,12 @@ def compared_samples(source: Source) -> dict[str, Any]:
     """
     from mpizero.data.source import ArraySource
 
-    found = {}
+    samples = {}
     if isinstance(source, ArraySource):
         for path, array in SampleTree.of(x=source.x, y=source.y).named:
             count = min(len(array), max(1, _COMPARED // max(1, array[:1].nbytes)))
-            found[f"the data ({path})"] = array[np.linspace(0, len(array) - 1, count).astype(np.int64)]
-    return found
+            samples[f"the data ({path})"] = array[np.linspace(0, len(array) - 1, count).astype(np.int64)]
+    return samples
 
 
 def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> tuple[Any, Any]:
@@ -231,7 +231,7 @@ def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> t
 
     parts: list[Any] = []
 
-    def given() -> dict[str, Any]:
+    def summary() -> dict[str, Any]:
         source = ArraySource(*data) if isinstance(data, tuple) else data
         parts.extend(source.split(options.validation) if options.validation else (source, source))
         train, valid = map(len, parts)
@@ -239,7 +239,7 @@ def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> t
             raise DataError(f"{len(source)} samples leave {train} to train, {valid} to validate: need both")
         return {"the number of samples": len(source), **compared_samples(source)}
 
-    agree_arrays(comm, "optimize", given)
+    agree_arrays(comm, "optimize", summary)
     return parts[0], parts[1]
 
 
@@ -250,9 +250,9 @@ def _validated(optimizer: ShardedOptimizer, valid: Any) -> dict[str, float]:
     part = Grains(len(valid), 1).samples_of(group.rank, group.size)
     with all_ranks(comm):
         x, y = valid.samples(np.arange(part.start, part.stop))
-    found = optimizer.model.evaluate(x, y)
-    losses = {"validation_loss": found.loss}
-    return losses if found.accuracy is None else {**losses, "accuracy": found.accuracy}
+    evaluation = optimizer.model.evaluate(x, y)
+    losses = {"validation_loss": evaluation.loss}
+    return losses if evaluation.accuracy is None else {**losses, "accuracy": evaluation.accuracy}
 
 
 class BestParameters:
@@ -274,9 +274,9 @@ class BestParameters:
     def take(self) -> None:
         """Replace the copy by the model's present parameters. Not collective."""
         assert self._model is not None
-        whole = self._model._engine.whole
-        self._whole: Array | None = None if whole.gathers else whole.vector()
-        self._owned: Array | None = self._model._engine.store.owned_values() if whole.gathers else None
+        view = self._model._engine.global_view
+        self._whole: Array | None = None if view.gathers else view.vector()
+        self._owned: Array | None = self._model._engine.store.owned_values() if view.gathers else None
         self._integers = {name: value.copy() for name, value in self._model._engine.integers.values.items()}
 
     def give_back(self) -> None:
@@ -294,8 +294,8 @@ class BestParameters:
     @property
     def nbytes(self) -> int:
         """The size of this rank's copy in bytes."""
-        kept = (self._whole, self._owned, *self._integers.values())
-        return sum(values.nbytes for values in kept if values is not None)
+        arrays = (self._whole, self._owned, *self._integers.values())
+        return sum(values.nbytes for values in arrays if values is not None)
 
     def gathered(self) -> Array:
         """Return the kept parameters of the whole model, as a 1-D array in declared order.

@@ -585,7 +585,7 @@ class CheckedMicroBatch:
         self._written[unit.index] = self.batch.gradients(unit)
         views = self.compute_device.target(unit, self._written[unit.index])
         if self._marks is not None:
-            self._marks.mark(views)
+            self._marks.write_sentinels(views)
         self.scalars.integers.prepare(unit.blocks)
         return views
 
@@ -625,7 +625,7 @@ class CheckedMicroBatch:
         self._accumulated.add(block)
         self.batch.accumulate(unit, block)
         if self._marks is not None and self.batch.in_scratch:
-            self._marks.mark({block: views})  # the next block is written here, too
+            self._marks.write_sentinels({block: views})  # the next block is written here, too
 
     def _weight_averages(self, block: str, views: Any) -> None:
         """Multiply the new values of a block's averaged parameters by the number of samples of the micro-batch."""
@@ -688,20 +688,20 @@ class SequentialRunner(Runner):
 
     def predict(self, x: Any) -> Any:
         """Return the whole prediction for this rank's ``x``; see :meth:`Runner.predict`."""
-        own = None if x is None else self.compute_device.put(self.partitioned.own_places(as_arrays(x)))
+        own = None if x is None else self.compute_device.put(self.partitioned.local_positions(as_arrays(x)))
         prediction = self.evaluator.predict(own)
-        return None if x is None else map_leaves(to_host, self.partitioned.whole_prediction(prediction))
+        return None if x is None else map_leaves(to_host, self.partitioned.join_prediction(prediction))
 
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
         """Return the sum of losses, the weight and the prediction of a micro-batch; see :meth:`Runner.loss`."""
         loss, weight, prediction = self.evaluator.loss(self.compute_device.put(x), self.compute_device.put(y), run)
         if prediction is None:
             return loss, weight, None
-        return loss, weight, map_leaves(to_host, self.partitioned.whole_scores(prediction))
+        return loss, weight, map_leaves(to_host, self.partitioned.gather_class_scores(prediction))
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
         """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
-        return self.evaluator.using_loss(self.partitioned.own_loss(loss))
+        return self.evaluator.using_loss(self.partitioned.local_loss(loss))
 
 
 class _Sums(NamedTuple):
@@ -809,7 +809,7 @@ def evaluate(
         for grain in batch.grains.values():
             for number, (gx, gy, _) in enumerate(grain.micro_batches):
                 done += 1
-                run = replace(run_of(*grain.place(number)), training=False)
+                run = replace(run_of(*grain.sample_range(number)), training=False)
                 loss_sum, weight, prediction = runner.loss(gx, gy, run)
                 if not scores or scalars.error is not None:
                     continue
@@ -826,5 +826,5 @@ def evaluate(
         runner.loss(None, None)
     totals = scalars.agree()
     counts = np.array([right, predictions, not scored], np.int64)
-    scalars.everyone.allreduce(counts, "sum", "correct predictions")
+    scalars.world.allreduce(counts, "sum", "correct predictions")
     return Evaluation(totals.loss, totals.weight, None if counts[2] else int(counts[0]), int(counts[1]))

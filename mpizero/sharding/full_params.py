@@ -24,15 +24,15 @@ from mpizero.layout.tensor_parts import part_rows, part_runs, part_shape, put_ro
 from mpizero.sharding.params import ParameterStore
 from mpizero.types import Array, ParameterSpec, Part, Ranges
 
-#: ``held(name)`` returns all values of a parameter of this rank's layout, as a flat array.
-Held = Callable[[str], Array]
-#: A parameter that is read from a rank, as the rank tells it to others: its number among the whole model's parameters,
+#: A function that takes the name of a parameter of this rank's layout, and returns all its values as a flat array.
+ReadParameter = Callable[[str], Array]
+#: The message about a parameter that is read from a rank: its number among the whole model's parameters,
 #: and axis, ranges and tiles of the slice that the rank holds, or None if it holds the whole parameter. These are plain
 #: numbers, because each rank reads those of all ranks of its replica.
-Told = tuple[int, tuple[int, Ranges, tuple[Ranges, ...]] | None]
+ParameterMessage = tuple[int, tuple[int, Ranges, tuple[Ranges, ...]] | None]
 
 
-class GivenParameter(NamedTuple):
+class SentParameter(NamedTuple):
     """Hold a parameter of the whole model (``entry``), and what a rank that gives its values holds of it.
 
     ``part`` is the slice, None if it is the whole parameter; ``size`` is its number of elements.
@@ -43,13 +43,13 @@ class GivenParameter(NamedTuple):
     size: int
 
 
-def speaks_for(spec: ParameterSpec, here: Coordinates) -> bool:
-    """Tell whether values of a parameter are read from the rank at ``here``, which holds the parameter as ``spec``.
+def speaks_for(spec: ParameterSpec, where: Coordinates) -> bool:
+    """Tell whether values of a parameter are read from the rank at ``where``, which holds it as ``spec``.
 
     Slices are read from every tensor rank. Of a parameter that all tensor ranks hold whole, only the values on tensor
     rank 0 are read. A copy of another stage's parameter is never read.
     """
-    return spec.guest is None and (spec.part is not None or here.tensor == 0)
+    return spec.guest is None and (spec.part is not None or where.tensor == 0)
 
 
 class GlobalView:
@@ -91,31 +91,31 @@ class GlobalView:
     def _exchange(self) -> None:
         """Exchange which parameters each rank of the model group gives. Collective over the model group."""
         grid, declared = self.grid, tuple(entry.spec for entry in self.store.layout.parameters)
-        told, problem = list[Told](), ""
+        message, problem = list[ParameterMessage](), ""
         try:
-            told = given_parameters(self.layout, grid.coordinates, declared)
+            message = sent_parameters(self.layout, grid.coordinates, declared)
         except LayoutError as error:
             problem = str(error)
-        everyone = grid.model.allgather_object((told, self.nodes, problem), "what ranks hold")
-        for _, _, wrong in everyone:
+        gathered = grid.model.allgather_object((message, self.nodes, problem), "what ranks hold")
+        for _, _, wrong in gathered:
             if wrong:
                 raise LayoutError(wrong)
         # The ranks of a data group, contexts too, gather together; one of each context sends.
         self._sends = [
             grid.axes.coordinates(rank).context == 0 for rank in grid.axes.group(grid.world.rank, GROUPS["model"])
         ]
-        check_cover(self.layout, [told for (told, *_), sends in zip(everyone, self._sends, strict=True) if sends])
-        self.nodes = max(nodes for _, nodes, _ in everyone)
-        self._pieces = [self._given(told) for told, _, _ in everyone]
+        check_cover(self.layout, [message for (message, *_), sends in zip(gathered, self._sends, strict=True) if sends])
+        self.nodes = max(nodes for _, nodes, _ in gathered)
+        self._pieces = [self._sent_parameters(message) for message, _, _ in gathered]
 
-    def _given(self, told: Sequence[Told]) -> list[list[GivenParameter]]:
-        """Return, for each unit of the whole model, the parameters that are read from a rank, from what it has told."""
-        units: list[list[GivenParameter]] = [[] for _ in self.layout.units]
-        for number, cut in told:
+    def _sent_parameters(self, message: Sequence[ParameterMessage]) -> list[list[SentParameter]]:
+        """Return, for each unit of the whole model, the parameters that are read from a rank, from its message."""
+        units: list[list[SentParameter]] = [[] for _ in self.layout.units]
+        for number, cut in message:
             entry = self.layout.parameters[number]
             part = None if cut is None else Part(entry.spec.shape, *cut)
             size = entry.spec.size if part is None else prod(part_shape(part))
-            units[entry.unit].append(GivenParameter(entry, part, size))
+            units[entry.unit].append(SentParameter(entry, part, size))
         return units
 
     # ------------------------------------------------------------------ reading
@@ -132,10 +132,10 @@ class GlobalView:
 
     def vector(self) -> Array:
         """Return a new 1-D array of all parameters of the whole model, in declared order. Collective over the world."""
-        whole = np.empty(self.layout.size, self.store.dtype)
+        full = np.empty(self.layout.size, self.store.dtype)
         for unit, values in zip(self.layout.units, self.units(), strict=True):
-            whole[unit.span.start : unit.span.stop] = values
-        return whole
+            full[unit.span.start : unit.span.stop] = values
+        return full
 
     def units(self) -> Iterator[Array]:
         """Yield the values of each unit of :attr:`layout`, one unit after the other, as a new 1-D array.
@@ -143,11 +143,11 @@ class GlobalView:
         Collective over the world: every rank must take the values of all units. At any time a rank holds one unit, a
         buffer for its messages and, with sharded parameters, one gathered unit of the parameters that it stores.
         """
-        held = self._held()
+        read = self._reader()
         for unit in self.layout.units:
             if self._split:
                 values = np.empty(unit.span.size, self.store.dtype)
-                self._assemble(unit, held, values)
+                self._assemble(unit, read, values)
             else:
                 values = self.store.gathered(unit)
             yield values
@@ -157,21 +157,21 @@ class GlobalView:
         parts = ((e.spec, values[e.span.start : e.span.stop]) for e in self.layout.parameters)
         return {spec.name: spec.view(part).copy() for spec, part in parts}
 
-    def assemble(self, held: Array) -> Array:
+    def assemble(self, local: Array) -> Array:
         """Assemble a vector with one value for each parameter element of the whole model, such as a momentum.
 
-        Collective over the model group. ``held`` has a value for each element of the parameters on this rank's pipeline
-        stage and tensor rank, in the order of the store's layout. Values for copies of another stage's parameters are
-        not used.
+        Collective over the model group. ``local`` has a value for each element of the parameters on this rank's
+        pipeline stage and tensor rank, in the order of the store's layout. Values for copies of another stage's
+        parameters are not used.
         """
         if not self._split:
-            return held.copy()
-        whole = np.empty(self.layout.size, held.dtype)
+            return local.copy()
+        full = np.empty(self.layout.size, local.dtype)
         for unit in self.layout.units:
-            self._assemble(unit, self._views(held), whole[unit.span.start : unit.span.stop])
-        return whole
+            self._assemble(unit, self._views(local), full[unit.span.start : unit.span.stop])
+        return full
 
-    def _held(self) -> Held:
+    def _reader(self) -> ReadParameter:
         """Return a function that returns the values of a parameter of this rank's layout, by name.
 
         With sharded parameters the function gathers the parameter's unit, and keeps it until it needs another.
@@ -191,7 +191,7 @@ class GlobalView:
 
         return read
 
-    def _views(self, values: Array) -> Held:
+    def _views(self, values: Array) -> ReadParameter:
         """Return a function that returns the values of a parameter by name: a view of ``values``.
 
         ``values`` is in the order of this rank's layout.
@@ -199,22 +199,22 @@ class GlobalView:
         by_name = self.store.layout.by_name
         return lambda name: values[by_name[name].span.start : by_name[name].span.stop]
 
-    def _assemble(self, unit: Unit, held: Held, out: Array) -> None:
-        """Fill ``out`` with the values of a unit of the whole model; ``held`` reads parameters of this rank's layout.
+    def _assemble(self, unit: Unit, read: ReadParameter, out: Array) -> None:
+        """Fill ``out`` with the values of a unit of the whole model; ``read`` reads parameters of this rank's layout.
 
-        Collective over the model group, and over the world if ``held`` gathers units.
+        Collective over the model group, and over the world if ``read`` gathers units.
         """
         if not unit.span.size:
             return
         group = self.grid.model
-        mine = [held(piece.entry.spec.name) for piece in self._pieces[group.rank][unit.index]]
-        mine = mine if self._sends[group.rank] else []
-        told = [pieces[unit.index] if sends else [] for pieces, sends in zip(self._pieces, self._sends, strict=True)]
-        counts = [sum(piece.size for piece in pieces) for pieces in told]
+        local = [read(piece.entry.spec.name) for piece in self._pieces[group.rank][unit.index]]
+        local = local if self._sends[group.rank] else []
+        sent = [pieces[unit.index] if sends else [] for pieces, sends in zip(self._pieces, self._sends, strict=True)]
+        counts = [sum(piece.size for piece in pieces) for pieces in sent]
         message = np.empty(out.size, out.dtype)
-        group.allgatherv(np.concatenate([out[:0], *mine]), message, counts, "whole parameters")
+        group.allgatherv(np.concatenate([out[:0], *local]), message, counts, "whole parameters")
         position = 0
-        for piece in (piece for pieces in told for piece in pieces):
+        for piece in (piece for pieces in sent for piece in pieces):
             values = message[position : position + piece.size]
             position += piece.size
             start = piece.entry.offset - unit.span.start
@@ -246,10 +246,10 @@ class GlobalView:
         ``values`` has a value for each parameter element of the whole model.
         """
         shard = self.store.shard
-        found = np.empty(shard.size, values.dtype)
-        for entry, part, place in shard.pieces():
-            self._take(entry, part, values, found[place : place + part.size])
-        return found
+        local = np.empty(shard.size, values.dtype)
+        for entry, part, offset in shard.pieces():
+            self._take(entry, part, values, local[offset : offset + part.size])
+        return local
 
     def _take(self, entry: ParameterUse, part: Span, values: Array, out: Array) -> None:
         """Fill ``out``, the range ``part`` of a parameter, from a vector of the whole model's parameters."""
@@ -267,18 +267,18 @@ class GlobalView:
         return speaks_for(spec, self.grid.coordinates)
 
 
-def take(spec: ParameterSpec, whole: Array, start: int, out: Array) -> None:
-    """Fill ``out`` with elements of the parameter that a rank holds as ``spec``, from ``whole``, the whole parameter.
+def take(spec: ParameterSpec, full: Array, start: int, out: Array) -> None:
+    """Fill ``out`` with elements of the parameter that a rank holds as ``spec``, from ``full``, the whole parameter.
 
     ``start`` is the index of the first element to fill, counted in what the rank holds: the whole parameter or a slice.
     """
     if spec.part is None:
-        out[:] = whole[start : start + out.size]
+        out[:] = full[start : start + out.size]
     else:
-        take_rows(part_rows(spec.part), whole, start, out)
+        take_rows(part_rows(spec.part), full, start, out)
 
 
-def in_whole(spec: ParameterSpec, start: int, values: Array) -> Iterator[tuple[int, Array]]:
+def global_ranges(spec: ParameterSpec, start: int, values: Array) -> Iterator[tuple[int, Array]]:
     """Cut values of the parameter that a rank holds as ``spec`` into runs that are contiguous in the whole parameter.
 
     ``start`` is the index of the first of ``values``, counted in what the rank holds: the whole parameter or a slice.
@@ -295,10 +295,10 @@ def in_whole(spec: ParameterSpec, start: int, values: Array) -> Iterator[tuple[i
         yield run.full, values[run.local - start : run.local - start + run.size]
 
 
-def given_parameters(layout: FlatLayout, here: Coordinates, held: Sequence[ParameterSpec]) -> list[Told]:
-    """Return the parameters that are read from the rank at ``here``, as it tells them to others. Not collective.
+def sent_parameters(layout: FlatLayout, where: Coordinates, specs: Sequence[ParameterSpec]) -> list[ParameterMessage]:
+    """Return the parameters that are read from the rank at ``where``, as a message. Not collective.
 
-    ``layout`` is that of the whole model, and ``held`` are the parameters that the rank holds.
+    ``layout`` is that of the whole model, and ``specs`` are the parameters that the rank holds.
 
     Raises
     ------
@@ -306,19 +306,19 @@ def given_parameters(layout: FlatLayout, here: Coordinates, held: Sequence[Param
         If the rank holds a parameter otherwise than the model declares it. The error names the parameter.
     """
     numbers = {entry.spec.name: number for number, entry in enumerate(layout.parameters)}
-    found: list[Told] = []
-    for spec in held:
-        _check_declared(layout, spec, f"pipeline stage {here.pipeline}, tensor rank {here.tensor}")
-        if speaks_for(spec, here):
+    message: list[ParameterMessage] = []
+    for spec in specs:
+        _check_declared(layout, spec, f"pipeline stage {where.pipeline}, tensor rank {where.tensor}")
+        if speaks_for(spec, where):
             part = spec.part
-            found.append((numbers[spec.name], None if part is None else (part.axis, part.ranges, part.tiles)))
-    return found
+            message.append((numbers[spec.name], None if part is None else (part.axis, part.ranges, part.tiles)))
+    return message
 
 
-def check_cover(layout: FlatLayout, everyone: Sequence[Sequence[Told]]) -> None:
+def check_cover(layout: FlatLayout, messages: Sequence[Sequence[ParameterMessage]]) -> None:
     """Check that each element of the model is read from exactly one rank of a replica. Not collective.
 
-    ``layout`` is that of the whole model, and ``everyone`` what each rank has told, for context 0.
+    ``layout`` is that of the whole model, and ``messages`` those of all ranks, for context 0.
 
     Raises
     ------
@@ -326,12 +326,12 @@ def check_cover(layout: FlatLayout, everyone: Sequence[Sequence[Told]]) -> None:
         If an element is held by no rank, or read from several. The error names the parameter and says what is wrong.
     """
     cuts: list[list[tuple[int, Ranges] | None]] = [[] for _ in layout.parameters]
-    for told in everyone:
-        for number, cut in told:
+    for message in messages:
+        for number, cut in message:
             cuts[number].append(None if cut is None else cut[:2])
-    for entry, found in zip(layout.parameters, cuts, strict=True):
-        if found != [None]:
-            _check_cuts(entry.spec, found)
+    for entry, parts in zip(layout.parameters, cuts, strict=True):
+        if parts != [None]:
+            _check_cuts(entry.spec, parts)
 
 
 def _check_declared(layout: FlatLayout, spec: ParameterSpec, where: str) -> None:
@@ -344,26 +344,26 @@ def _check_declared(layout: FlatLayout, spec: ParameterSpec, where: str) -> None
     if shape != home.spec.shape:
         raise LayoutError(f"{where} holds {spec.name!r} of shape {shape}, the whole model's has {home.spec.shape}")
     for what in ("init", "decay", "trainable", "averaged", "complex"):
-        own, whole = getattr(spec, what), getattr(home.spec, what)
-        if own != whole:
-            raise LayoutError(f"{where} declares {spec.name!r} with {what}={own}, {home.spec.name!r} has {whole}")
+        local, expected = getattr(spec, what), getattr(home.spec, what)
+        if local != expected:
+            raise LayoutError(f"{where} declares {spec.name!r} with {what}={local}, {home.spec.name!r} has {expected}")
 
 
-def _check_cuts(whole: ParameterSpec, found: Sequence[tuple[int, Ranges] | None]) -> None:
-    cuts = [cut for cut in found if cut is not None]
-    shown = "; ".join(", ".join(f"{start}:{stop}" for start, stop in ranges) for _, ranges in cuts)
-    if not cuts or len(cuts) < len(found) or len({axis for axis, _ in cuts}) > 1:
+def _check_cuts(spec: ParameterSpec, parts: Sequence[tuple[int, Ranges] | None]) -> None:
+    cuts = [cut for cut in parts if cut is not None]
+    listed = "; ".join(", ".join(f"{start}:{stop}" for start, stop in ranges) for _, ranges in cuts)
+    if not cuts or len(cuts) < len(parts) or len({axis for axis, _ in cuts}) > 1:
         raise LayoutError(
-            f"{whole.name!r} must be held whole, or in slices along one axis, by one pipeline stage; it is held "
-            f"{len(found) - len(cuts)} times whole and in {len(cuts)} slices{f' ({shown})' if shown else ''}"
+            f"{spec.name!r} must be held whole, or in slices along one axis, by one pipeline stage; it is held "
+            f"{len(parts) - len(cuts)} times whole and in {len(cuts)} slices{f' ({listed})' if listed else ''}"
         )
     axis, end = cuts[0][0], 0
     for start, stop in sorted(span for _, ranges in cuts for span in ranges if span[0] < span[1]):
         if start != end:
             times = "twice" if start < end else "by nobody"
             raise LayoutError(
-                f"{whole.name!r}: index {min(start, end)} of axis {axis} is held {times}, by slices {shown}"
+                f"{spec.name!r}: index {min(start, end)} of axis {axis} is held {times}, by slices {listed}"
             )
         end = stop
-    if end != whole.shape[axis]:
-        raise LayoutError(f"{whole.name!r}: index {end} of axis {axis} is held by nobody, by slices {shown}")
+    if end != spec.shape[axis]:
+        raise LayoutError(f"{spec.name!r}: index {end} of axis {axis} is held by nobody, by slices {listed}")

@@ -56,8 +56,8 @@ from mpizero.layout import Partition, Span
 from mpizero.layout.batch import contiguous_owners, max_dynamic_rows, round_owners
 from mpizero.layout.flat import FlatLayout, Unit, united, views
 from mpizero.layout.sum_tree import Folding, FoldStep, Round, RowsPlan, round_plan, rows_plan
-from mpizero.sharding.batch import Divisors, GlobalBatch, Grain, NodeClaims
-from mpizero.sharding.config import Placement, ScratchUse, gradient_codec, overlaps_reduction, round_slots
+from mpizero.sharding.batch import Divisors, DynamicScheduler, GlobalBatch, Grain
+from mpizero.sharding.config import Placement, ScratchUse, gradient_codec, overlaps_reduction, round_buffer_sizes
 from mpizero.sharding.integrity import GradientDict
 from mpizero.sharding.params import Allocator, IntegerState, ParameterStore, Shard, grid_rows_plan, on_all_ranks, paged
 from mpizero.types import Array
@@ -95,7 +95,7 @@ class MicroBatch:
     def place(self) -> tuple[int, int]:
         """The index of the micro-batch's first sample in the global batch, and its number of samples."""
         assert self.grain is not None
-        return self.grain.place(self.number)
+        return self.grain.sample_range(self.number)
 
     def with_samples(self, micro_batches: tuple[tuple[Any, Any, int], ...]) -> Self:
         """Return this micro-batch with the samples ``micro_batches`` of its grain, on a device. Not collective."""
@@ -325,9 +325,9 @@ class ReduceScatterBuffer:
     ) -> None:
         self.layout, self.grid, self.memory, self.dtype = store.layout, store.grid, store.memory, store.dtype
         self.exchange, self.timeline, self.accumulate = exchange, store.timeline, accumulate
-        self.shards, self.shard = store.peer_shards, store.shard
+        self.shards, self.shard = store.group_shards, store.shard
         self._in_place, node, item = in_place, self.grid.node.size, self.dtype.itemsize
-        strides = [paged(size * item) // item for size in round_slots(self.layout, node, in_place=in_place)]
+        strides = [paged(size * item) // item for size in round_buffer_sizes(self.layout, node, in_place=in_place)]
         with on_all_ranks(self.grid.world, "gradients"):
             self.slots = self.memory.shared("gradients", [(node, stride) for stride in strides], self.dtype)
             self.stack = self.memory.private("gradients", (1, self.shard.gradient_size), self.dtype)
@@ -431,7 +431,7 @@ class ReduceScatterBuffer:
         self.finish()
         self.memory.barrier("unit gradients")
         rows = self.slots[self._next]
-        ranges = [(s.row_spans if self._in_place else s.gradient_spans.__getitem__)(unit.index) for s in self.shards]
+        ranges = [(s.flat_spans if self._in_place else s.gradient_spans.__getitem__)(unit.index) for s in self.shards]
         base = self.shard.gradient_offsets[unit.index]
         programs = [(level, program_array(program)) for level, program in this_round.merges]
         residuals = self.exchange.residuals(unit.index)
@@ -501,8 +501,8 @@ class AllReduceBuffer:
     shard : callable, optional
         Returns the array to which the sums of the ranges that this rank owns are written, concatenated. None: they are
         written to this rank's first row.
-    claims : NodeClaims, optional
-        Tells which grains each rank of the node has claimed. None: no batch is claimed.
+    scheduler : DynamicScheduler, optional
+        Tells which grains each rank of the node has taken. None: no batch is scheduled dynamically.
     """
 
     in_rounds = False
@@ -518,12 +518,12 @@ class AllReduceBuffer:
         by_block: bool,
         scratch: ScratchUse,
         shard: Callable[[], Array] | None = None,
-        claims: NodeClaims | None = None,
+        scheduler: DynamicScheduler | None = None,
     ) -> None:
         self.store, self.layout, self.grid, self.dtype = store, store.layout, store.grid, store.dtype
         self.allocator, self.exchange, self.accumulate = allocator, exchange, accumulate
         self._named, self._by_block, self._scratch_use, self._shard = views, by_block, scratch, shard
-        self._ranges = [[s for unit in self.layout.units for s in p.row_spans(unit.index)] for p in store.peer_shards]
+        self._ranges = [[s for unit in self.layout.units for s in p.flat_spans(unit.index)] for p in store.group_shards]
         self.stride = paged(self.layout.gradient_size * self.dtype.itemsize) // self.dtype.itemsize
         self.window: Array = np.zeros((0, self.stride), self.dtype)
         self._storage, self._scratch = self.window, self.window[:0].reshape(-1)
@@ -533,7 +533,7 @@ class AllReduceBuffer:
         self._planned = lru_cache(KEPT_PLANS)(partial(grid_rows_plan, self.grid, scratch=scratch == "grains"))
         self._reserved: set[int] = set()
         self._plan: RowsPlan | None = None
-        self.claims = claims
+        self.scheduler = scheduler
         self._claimed = 0  # number of grains of the batch, if its ranks claim them
         self.overlapped: OverlappedReduction | None = None
         store.progress.register("rows", self.poll)
@@ -573,9 +573,9 @@ class AllReduceBuffer:
         """
         self.finish()  # of a step that an error has broken off on all ranks
         self._plan, self.overlapped = None, None
-        self._claimed = batch.count if batch.claimed else 0
+        self._claimed = batch.count if batch.dynamic else 0
         self.reserve(batch.count)
-        if batch.claimed:
+        if batch.dynamic:
             return self._dynamic_micro_batches(batch)
         self._plan = plan = self._planned(batch.count)
         if summed and self.overlaps:
@@ -591,9 +591,9 @@ class AllReduceBuffer:
         return micro_batches + [MicroBatch()] * (self.rounds(batch.count) - len(micro_batches))
 
     def _dynamic_micro_batches(self, batch: GlobalBatch) -> Iterator[MicroBatch]:
-        assert self.claims is not None
+        assert self.scheduler is not None
         folding = Folding(batch.count, self._rows_a_rank)
-        while part := self.claims.claim(self._rows_a_rank - len(folding.sums)):
+        while part := self.scheduler.next_part(self._rows_a_rank - len(folding.sums)):
             for grain in part:
                 yield from self._micro_batches_of(batch.grains[grain], folding.add(grain))
 
@@ -721,8 +721,8 @@ class AllReduceBuffer:
         with self.store.timeline.span("reduction", "rows"):
             self.store.memory.barrier("rows")
         if self._claimed and self._plan is None:
-            assert self.claims is not None
-            assigned, groups = self.claims.assigned(self._claimed), self.grid.group_sizes
+            assert self.scheduler is not None
+            assigned, groups = self.scheduler.assigned(self._claimed), self.grid.group_sizes
             self._plan = rows_plan(assigned, groups, self._claimed, rows=self._rows_a_rank)
 
     def _pieces(self) -> tuple[Iterator[RowRange], Array]:
@@ -747,12 +747,12 @@ class AllReduceBuffer:
         Collective over all ranks if there was no batch of as many grains before.
         """
         plan, rows = self._planned(count), self._planned(count).rows
-        most = rows if self.claims is None else max(rows, max_dynamic_rows(self.grid, count))
+        most = rows if self.scheduler is None else max(rows, max_dynamic_rows(self.grid, count))
         needed = (most if self._claimed else rows) * self.grid.node.size
         if count not in self._reserved:  # some data groups may have room for it that others have to make
             own, several = plan.folds[self.grid.order_index], self._scratch_use == "micro-batches"
             # A grain of several micro-batches, perhaps one that this rank only claims, is added in scratch memory.
-            scratch = own.uses_scratch or (several and (len(own.folds) > 0 or self.claims is not None))
+            scratch = own.uses_scratch or (several and (len(own.folds) > 0 or self.scheduler is not None))
             reserved, self._reserved = self._reserved, set()  # where this fails, earlier rows may be gone
             with on_all_ranks(self.grid.world, "gradients"):
                 self._take(most * self.grid.node.size)
@@ -983,7 +983,7 @@ class GradientExchange(ExactExchange):
         exact: Sequence[Span] = (),
     ) -> None:
         super().__init__(store.grid.inter_node, None, store.memory.scratch, elements)
-        self.memory, self.shards, self.dtype, self.placement = store.memory, store.peer_shards, store.dtype, placement
+        self.memory, self.shards, self.dtype, self.placement = store.memory, store.group_shards, store.dtype, placement
         self.replicated, self.exact = not placement.shard_optimizer, exact
         self._kept = self._next = np.empty(0, np.float32)
         self.compress(compression)
@@ -1144,5 +1144,5 @@ def compressed_sizes(shard: Shard, exact: Sequence[Span]) -> list[int]:
 
     Not collective.
     """
-    every = (shard.row_spans(unit.index) for unit in shard.layout.units)
+    every = (shard.flat_spans(unit.index) for unit in shard.layout.units)
     return [sum(p.size for span in spans for p, inside in span.split(exact) if not inside) for spans in every]

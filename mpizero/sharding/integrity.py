@@ -11,13 +11,13 @@ state. Then all ranks exchange their CRC32s: copies of the same elements must ha
 nodes, on tensor ranks that all hold a whole parameter, and on pipeline stages that share a tied parameter. This second
 comparison also finds bits that flipped at any earlier time. A CRC32 detects every change of up to 32 neighbouring bits.
 
-[Note: marks] Gradients are written into memory that every step uses again. An element that a layer does not write keeps
-the value of an earlier step. Therefore, in the first step of a model, every element is first set to one fixed NaN, the
-mark. No arithmetic on other numbers results in its bits. When a block's backward pass has ended, the check looks for
-these bits. Adding to the mark gives the mark again, so the check also finds layers that add to the old values. A NaN
-with other bits was computed by the layer. Only the first step in which a rank computes is checked, or all steps if
-``MPIZERO_DEBUG=gradients`` is set. A function that writes its gradients in place is checked in every step, but after
-the first only the first and the last element of each gradient are set to the mark.
+[Note: sentinels] Gradients are written into memory that every step uses again. An element that a layer does not write
+keeps the value of an earlier step. Therefore, in the first step of a model, every element is first set to one fixed
+NaN, the sentinel. No arithmetic on other numbers results in its bits. When a block's backward pass has ended, the check
+looks for these bits. Adding to the sentinel gives the sentinel again, so the check also finds layers that add to the
+old values. A NaN with other bits was computed by the layer. Only the first step in which a rank computes is checked, or
+all steps if ``MPIZERO_DEBUG=gradients`` is set. A function that writes its gradients in place is checked in every step,
+but after the first only the first and the last element of each gradient are set to the sentinel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mpizero.errors import IntegrityError, LayoutError
 from mpizero.kernels import to_host
 from mpizero.layout.flat import flat_names, joined
 from mpizero.nn.layer import Layer
-from mpizero.sharding.batch import everyone_of
+from mpizero.sharding.batch import world_of
 from mpizero.sharding.params import ParameterStore
 from mpizero.sharding.update import Updater
 from mpizero.sharding.whole_tensors import home_of
@@ -111,7 +111,7 @@ class Integrity:
 
     def __init__(self, grid: ProcessGrid, store: ParameterStore, every: int) -> None:
         self.grid, self.store, self.every = grid, store, every
-        self.everyone = everyone_of(grid)
+        self.world = world_of(grid)
         self._updater: Updater | None = None
         self._plan: _Plan | None = None
         self._taken: tuple[int, Array] | None = None
@@ -157,10 +157,10 @@ class Integrity:
         changed = now != taken[1] if taken and taken[0] == self.store.version else np.zeros(now.size, bool)
         plan = self._planned()
         gathered = np.empty(sum(plan.counts), np.uint32)
-        self.everyone.allgatherv(np.concatenate([now, changed.astype(np.uint32)]), gathered, plan.counts, "integrity")
+        self.world.allgatherv(np.concatenate([now, changed.astype(np.uint32)]), gathered, plan.counts, "integrity")
         halves = [part.reshape(2, -1) for part in np.split(gathered, np.cumsum(plan.counts)[:-1])]
-        hashes, marks = [hashes for hashes, _ in halves], [marks for _, marks in halves]
-        damaged = [(rank, place) for rank, mark in enumerate(marks) for place in np.flatnonzero(mark).tolist()]
+        hashes, flags = [hashes for hashes, _ in halves], [flags for _, flags in halves]
+        damaged = [(rank, index) for rank, flagged in enumerate(flags) for index in np.flatnonzero(flagged).tolist()]
         differing = [copies for copies in plan.copies if len({int(hashes[r][p]) for r, p in copies}) > 1]
         if damaged or differing:
             raise IntegrityError(self._report(plan, hashes, damaged, differing))
@@ -175,31 +175,31 @@ class Integrity:
     def _planned(self) -> _Plan:
         """Return which rank updates which ranges. The first call after :meth:`watch` is collective over all ranks."""
         if self._plan is None:
-            held = list(self._held())
-            everyone = self.everyone.allgather_object([rng for rng, _ in held], "what ranks hold")
+            local = list(self._local_ranges())
+            gathered = self.world.allgather_object([rng for rng, _ in local], "what ranks hold")
             cuts: dict[_Tensor, set[int]] = defaultdict(set)
-            for rng in (rng for ranges in everyone for rng in ranges):
+            for rng in (rng for ranges in gathered for rng in ranges):
                 cuts[rng.tensor] |= {rng.start, rng.stop}
-            places = {tensor: sorted(found) for tensor, found in cuts.items()}
-            ranges = [[part for rng in of_rank for part in _cut(rng, places[rng.tensor])] for of_rank in everyone]
+            bounds = {tensor: sorted(members) for tensor, members in cuts.items()}
+            ranges = [[part for rng in of_rank for part in _cut(rng, bounds[rng.tensor])] for of_rank in gathered]
             holders: dict[_Range, list[tuple[int, int]]] = defaultdict(list)
-            for rank, own in enumerate(ranges):
-                for place, rng in enumerate(own):
-                    holders[rng].append((rank, place))
+            for rank, rank_ranges in enumerate(ranges):
+                for index, rng in enumerate(rank_ranges):
+                    holders[rng].append((rank, index))
             views = [
                 view[part.start - rng.start : part.stop - rng.start]
-                for rng, view in held
-                for part in _cut(rng, places[rng.tensor])
+                for rng, view in local
+                for part in _cut(rng, bounds[rng.tensor])
             ]
-            self._plan = _Plan(ranges, views, [found for found in holders.values() if len(found) > 1])
+            self._plan = _Plan(ranges, views, [members for members in holders.values() if len(members) > 1])
         return self._plan
 
-    def _held(self) -> Iterator[tuple[_Range, Array]]:
+    def _local_ranges(self) -> Iterator[tuple[_Range, Array]]:
         """Yield every range of state that this rank updates, with a view of its values."""
         store, updater = self.store, self._updater
-        for shard in (store.shard,) if store.sharded else store.peer_shards:
-            for entry, part, place in shard.pieces():
-                start = store.base + place if store.sharded else part.start
+        for shard in (store.shard,) if store.sharded else store.group_shards:
+            for entry, part, offset in shard.pieces():
+                start = store.base + offset if store.sharded else part.start
                 values = store.values[start : start + part.size]
                 yield from _named("parameters", entry.spec, part.start - entry.offset, values)
         if updater is None:
@@ -223,16 +223,16 @@ class Integrity:
         ``damaged`` are the ranges that changed between two updates, as pairs (rank, index into the rank's ranges).
         ``differing`` has a list of such pairs for each range whose copies are not equal.
         """
-        hosts = self.everyone.allgather_object(os.uname().nodename, "integrity")
+        hosts = self.world.allgather_object(os.uname().nodename, "integrity")
         lines = [
-            f"{_place(plan.ranges[rank][place])} changed on rank {rank} ({hosts[rank]}) between two updates"
-            for rank, place in damaged
+            f"{_describe(plan.ranges[rank][index])} changed on rank {rank} ({hosts[rank]}) between two updates"
+            for rank, index in damaged
         ]
         for copies in differing:
             if set(copies) & set(damaged):
                 continue  # the cause is known
-            values = {rank: int(hashes[rank][place]) for rank, place in copies}
-            rng = _place(plan.ranges[copies[0][0]][copies[0][1]])
+            values = {rank: int(hashes[rank][index]) for rank, index in copies}
+            rng = _describe(plan.ranges[copies[0][0]][copies[0][1]])
             lines.append(f"{rng} {_minority(values, hosts)}")
         more = f"; and {len(lines) - MAX_NAMED} ranges more" if len(lines) > MAX_NAMED else ""
         split = (
@@ -251,12 +251,12 @@ def _named(kind: str, spec: ParameterSpec, start: int, values: Array) -> Iterato
         yield _Range(_Tensor(kind, home_of(spec), spec.part), start, start + values.size), values
 
 
-def _cut(rng: _Range, places: Sequence[int]) -> list[_Range]:
-    inside = [place for place in places if rng.start <= place <= rng.stop]
+def _cut(rng: _Range, bounds: Sequence[int]) -> list[_Range]:
+    inside = [bound for bound in bounds if rng.start <= bound <= rng.stop]
     return [rng._replace(start=start, stop=stop) for start, stop in pairwise(inside)]
 
 
-def _place(rng: _Range) -> str:
+def _describe(rng: _Range) -> str:
     return f"{rng.tensor}, elements {rng.start} to {rng.stop - 1},"
 
 
@@ -274,24 +274,24 @@ def _minority(values: dict[int, int], hosts: Sequence[str]) -> str:
     return f"on rank {who} differs from its {counted[0][1]} equal copies"
 
 
-#: By bytes of an element: the unsigned integer type of that size, and the mark, a quiet NaN with an arbitrary payload.
-_MARKS: dict[int, tuple[Any, int]] = {4: (np.uint32, 0x7FCA5C3E), 8: (np.uint64, 0x7FFA5C3E9B71D42F)}
+#: By bytes of an element: the unsigned integer type of that size, and the sentinel, a quiet NaN with any payload.
+_SENTINELS: dict[int, tuple[Any, int]] = {4: (np.uint32, 0x7FCA5C3E), 8: (np.uint64, 0x7FFA5C3E9B71D42F)}
 
 
-def mark(view: Any, *, ends: bool = False) -> None:
-    """Set all elements of a gradient, an array of the host or of a GPU, to the mark; or only the first and the last.
+def write_sentinel(view: Any, *, ends: bool = False) -> None:
+    """Set all elements of a gradient, or only the first and the last, to the sentinel. Not collective.
 
-    Not collective.
+    The gradient is an array of the host or of a GPU.
     """
     reals = as_reals(view)
-    bits, value = _MARKS[reals.dtype.itemsize]
+    bits, value = _SENTINELS[reals.dtype.itemsize]
     reals.view(bits)[:: max(1, reals.size - 1) if ends else 1] = value
 
 
-def marks_left(view: Any) -> int:
-    """Return how many elements of a gradient are marked, in one of their parts if complex. Not collective."""
+def count_sentinels(view: Any) -> int:
+    """Return how many elements of a gradient are the sentinel, in one of their parts if complex. Not collective."""
     host = as_reals(to_host(view))
-    bits, value = _MARKS[host.dtype.itemsize]
+    bits, value = _SENTINELS[host.dtype.itemsize]
     return int((host.view(bits) == value).reshape(view.size, -1).any(axis=1).sum()) if view.size else 0
 
 
@@ -336,7 +336,7 @@ class FunctionGradients(GradientDict):
 
 
 class WriteCheck:
-    """Mark gradients before they are written, and look for marks that are left (see the module's [Note: marks]).
+    """Mark gradients before they are written, and look for marks that are left (see the module's [Note: sentinels]).
 
     Parameters
     ----------
@@ -361,39 +361,39 @@ class WriteCheck:
     ) -> None:
         self.unwritten, self.frozen, self.always, self.ends = unwritten, frozen, always, ends
         self._first = True
-        self._looked = self._found = False
+        self._looked = self._has_missed = False
 
     @property
     def on(self) -> bool:
         """Tell whether gradients are to be marked in this step. Not collective."""
         return self._first or self.ends
 
-    def mark(self, views: Mapping[str, Any]) -> None:
-        """Mark the gradients of a unit; ``views`` are nested views by block. Not collective."""
+    def write_sentinels(self, views: Mapping[str, Any]) -> None:
+        """Set the gradients of a unit to the sentinel; ``views`` are nested views by block. Not collective."""
         for block, tree in views.items():
             for _, view in self._trained(block, tree):
-                mark(view, ends=not self._first)
+                write_sentinel(view, ends=not self._first)
         self._looked = True
 
     def missed(self, block: str, views: Any) -> LayoutError | None:
-        """Return an error to raise if marks are left in the gradients of ``block``; None if there are none.
+        """Return an error to raise if sentinels are left in the gradients of ``block``; None if there are none.
 
         Not collective. ``views`` are the nested views of the block's gradients.
         """
         for name, view in self._trained(block, views):
-            if left := marks_left(view):
-                self._found = True
+            if left := count_sentinels(view):
+                self._has_missed = True
                 return self.unwritten(block, name, left, view.size)
         return None
 
     def end(self, *, failed: bool) -> None:
-        """End a step; if its gradients were checked, no layer raised and no mark was left, check no later step.
+        """End a step; if its gradients were checked, no layer raised and no sentinel was left, check no later step.
 
         Not collective. ``failed`` tells whether a layer has raised.
         """
-        if self._looked and not (self._found or failed):
+        if self._looked and not (self._has_missed or failed):
             self._first = self.always
-        self._looked = self._found = False
+        self._looked = self._has_missed = False
 
     def _trained(self, block: str, tree: Any) -> Iterator[tuple[str, Any]]:
         views = ((name, view) for name, view in flat_names(tree) if view.dtype.kind not in "iub")
@@ -404,11 +404,11 @@ def check_layers(layers: Mapping[str, Any], frozen: frozenset[str], *, always: b
     """Return a check of the gradients that ``layers``, the blocks of this rank by name, write. Not collective."""
 
     def unwritten(block: str, name: str, left: int, size: int) -> LayoutError:
-        owner, own = _owner(layers[block], name)
+        owner, path = _owner(layers[block], name)
         return LayoutError(
-            f"block {block!r}, {type(owner).__name__}: the backward pass {_what(left, size)} the gradient of {own!r}, "
+            f"block {block!r}, {type(owner).__name__}: the backward pass {_what(left, size)} the gradient of {path!r}, "
             f"or has added to what stood there ({_method(owner)}): a layer overwrites all of its gradient in every "
-            f"call, unused rows included, grads[{own!r}][...] = value"
+            f"call, unused rows included, grads[{path!r}][...] = value"
         )
 
     return WriteCheck(unwritten, frozen, always=always)
@@ -418,11 +418,11 @@ def check_function(function: Callable[..., Any], frozen: frozenset[str], *, alwa
     """Return a check of the gradients that ``function``, a black box, writes in place. Not collective."""
 
     def unwritten(block: str, name: str, left: int, size: int) -> LayoutError:
-        own = joined(block, name)
+        path = joined(block, name)
         return LayoutError(
-            f"{named(function, 'loss_and_grad')} {_what(left, size)} the gradient of {own!r}, or has added to what "
+            f"{named(function, 'loss_and_grad')} {_what(left, size)} the gradient of {path!r}, or has added to what "
             f"stood there: it overwrites all of each gradient in every call, zeros included, and in the arrays of this "
-            f"call, gradients[{own!r}][...] = value"
+            f"call, gradients[{path!r}][...] = value"
         )
 
     return WriteCheck(unwritten, frozen, always=always, ends=True)

@@ -230,8 +230,8 @@ class Mesh(AxisSettings, NodeSettings):
     @property
     def unbound(self) -> WeakSet[Any]:
         """The optimizers that were created for these ranks and have no model yet. Not collective."""
-        found: WeakSet[Any] = self.__dict__.setdefault("_unbound", WeakSet())
-        return found
+        optimizers: WeakSet[Any] = self.__dict__.setdefault("_unbound", WeakSet())
+        return optimizers
 
     def number_model(self) -> str:
         """Count one more model on these ranks; return "" for the first, then "model 2" ... Not collective."""
@@ -295,10 +295,10 @@ class Mesh(AxisSettings, NodeSettings):
 def _lines(axes: Axes, named: list[str]) -> Iterator[str]:
     """Yield the ranks of each place on the slowest of the axes ``named``, by their places on those up to the last."""
     *outer, _ = named
-    places = [[getattr(axes.coordinates(rank), axis) for axis in outer] for rank in range(axes.size)]
-    for first, ranks in groupby(range(axes.size), key=lambda rank: places[rank][0]):
+    coordinates = [[getattr(axes.coordinates(rank), axis) for axis in outer] for rank in range(axes.size)]
+    for first, ranks in groupby(range(axes.size), key=lambda rank: coordinates[rank][0]):
         parts = []
-        for inner, members in groupby(ranks, key=lambda rank: places[rank][1:]):
+        for inner, members in groupby(ranks, key=lambda rank: coordinates[rank][1:]):
             where = "".join(f"{axis} {number}: " for axis, number in zip(outer[1:], inner, strict=True))
             parts.append(where + " ".join(map(str, members)))
         yield f"{outer[0]} {first}: " + ", ".join(parts)

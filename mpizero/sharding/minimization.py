@@ -179,7 +179,7 @@ class _Minimization:
             before = self._progress.iterations
             with self._product():
                 self._model.train(self._x, self._y)
-            if self._progress.iterations > before and self._told_to_stop():
+            if self._progress.iterations > before and self._callback_stops():
                 message = "the callback has raised StopIteration"
             else:
                 message = self._reached(maxiter, maxfun)
@@ -191,9 +191,9 @@ class _Minimization:
         method, engine = self._updater.optimizer, self._model._engine
         if self._progress.stage != "product" or not method.exact:
             return nullcontext()
-        values, layout = self._updater.state[self._progress.along], engine.whole.layout
-        whole = gather_pieces(engine, engine.dtype, lambda piece: values[piece.state : piece.state + piece.size])
-        direction = {e.spec.name: e.spec.view(whole[e.span.start : e.span.stop]) for e in layout.parameters}
+        values, layout = self._updater.state[self._progress.along], engine.global_view.layout
+        vector = gather_pieces(engine, engine.dtype, lambda piece: values[piece.state : piece.state + piece.size])
+        direction = {e.spec.name: e.spec.view(vector[e.span.start : e.span.stop]) for e in layout.parameters}
         evaluator = getattr(engine.runner, "evaluator", None)
         assert isinstance(evaluator, BlackBoxEvaluator), "only functions have products"
         return evaluator.using_product(direction)
@@ -206,7 +206,7 @@ class _Minimization:
             return f"maxfun={maxfun} evaluations have been made"
         return ""
 
-    def _told_to_stop(self) -> bool:
+    def _callback_stops(self) -> bool:
         """Call the callback while the model is at the last iterate; tell whether it has raised StopIteration."""
         if self._callback is None:
             return False
@@ -220,9 +220,9 @@ class _Minimization:
         return bool(agree_on_call(comm, (stop,))[:, 0].any())
 
     def _result(self, message: str) -> MinimizeResult:
-        found = self._progress
+        state = self._progress
         return MinimizeResult(
-            found.loss, found.norm, found.iterations, found.evaluations, found.converged, message, self._model
+            state.loss, state.norm, state.iterations, state.evaluations, state.converged, message, self._model
         )
 
 
@@ -236,8 +236,8 @@ def _settings(
     }
     if isinstance(method, optim.VectorMethod):
         if options or bounds is not None or regularization is not None:
-            given = next(iter(options), "bounds" if bounds is not None else "regularization")
-            raise ConfigError(f"minimize: {given} is a setting of the method: give it to {type(method).__name__}")
+            misplaced = next(iter(options), "bounds" if bounds is not None else "regularization")
+            raise ConfigError(f"minimize: {misplaced} is a setting of the method: give it to {type(method).__name__}")
         return limits, method
     if method not in METHODS:
         raise ConfigError(f"minimize: method={method!r:.80}{nearest(method, METHODS)}: expected {', '.join(METHODS)}")

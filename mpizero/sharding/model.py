@@ -30,7 +30,7 @@ from mpizero.errors import ArgumentError, ConfigError, DataError, LayoutError, N
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.mesh import GROUPS
 from mpizero.sharding import state_dict
-from mpizero.sharding.batch import NO_SAMPLES, Asked, Totals, check_weight, tree_total
+from mpizero.sharding.batch import NO_SAMPLES, StepArguments, Totals, check_weight, tree_total
 from mpizero.sharding.config import Config, ShardingConfig, placement, ranks_and_settings
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.forward_backward import Evaluation
@@ -162,21 +162,21 @@ class Model(ParameterAccess):
     _snapshot: SnapshotBuffer | None = None
     #: Path of the loaded checkpoint whose optimizer state was not loaded, because no optimizer was bound; else "".
     _unread = ""
-    _told_plain = _told_replaced = False
+    _warned_plain = _warned_replaced = False
 
     def _plans(self) -> dict[str, Any]:
         """Return all values that must be equal on all ranks, by name, with the optimizer's settings. Not collective.
 
         This method also wraps a plain optimizer in a sharded optimizer.
         """
-        plans, given = super()._plans(), self._optimizer
-        if given is not None and not isinstance(given, ShardedOptimizer):
+        plans, optimizer = super()._plans(), self._optimizer
+        if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
             if hasattr(self._wrapped, "convert_optimizer"):
-                given = self._wrapped.convert_optimizer(given)
-            given = self._optimizer = self._optimizer_class(given)
-        if given is not None and given.is_bound:
-            raise StateError(f"the {type(given).__name__} belongs to another model: give each model its own")
-        return {**plans, **({} if given is None else given.comparable(self))}
+                optimizer = self._wrapped.convert_optimizer(optimizer)
+            optimizer = self._optimizer = self._optimizer_class(optimizer)
+        if optimizer is not None and optimizer.is_bound:
+            raise StateError(f"the {type(optimizer).__name__} belongs to another model: give each model its own")
+        return {**plans, **({} if optimizer is None else optimizer.comparable(self))}
 
     @property
     def _call(self) -> str:
@@ -244,21 +244,21 @@ class Model(ParameterAccess):
         NonFiniteError
             After too many skipped steps in a row, as ``config.bad_steps`` says.
         """
-        self._pending, self._engine.asked = None, Asked(epoch)
+        self._pending, self._engine.step_arguments = None, StepArguments(epoch)
         if not self._config.auto_sync_gradients:
             totals = self._pend(lambda engine: (engine.local_gradients(x, y), None)).totals
             return totals.mean
         if self._mean_every:
             return self._train_alone(x, y)
-        if self._optimizer is None and not self._told_plain:
-            self._tell_plain()
-        report = self._with_room(lambda engine: engine.train(x, y))
+        if self._optimizer is None and not self._warned_plain:
+            self._warn_plain()
+        report = self._with_private_fallback(lambda engine: engine.train(x, y))
         self._stepped(report)
         return report.loss
 
-    def _tell_plain(self) -> None:
+    def _warn_plain(self) -> None:
         """Print a notice on rank 0 that plain SGD trains this model, because it has no optimizer. Not collective."""
-        self._told_plain = True
+        self._warned_plain = True
         if self.rank != 0:
             return
         unbound = next(iter(self._mesh.unbound), None)
@@ -351,7 +351,7 @@ class Model(ParameterAccess):
                 "compute_gradients(gather=True) with auto_sync_gradients=False: these are the rank's own sums; call "
                 "synchronize_gradients(gather=True) after it"
             )
-        self._engine.asked = Asked(epoch, bool(gather))
+        self._engine.step_arguments = StepArguments(epoch, bool(gather))
 
         def compute(engine: Engine) -> tuple[Totals, Array | None]:
             with engine.runner.using_loss(loss):
@@ -364,11 +364,11 @@ class Model(ParameterAccess):
         engine = self._engine
         layout = engine.layout
         values = np.zeros(layout.size, engine.dtype)
-        row = engine.local_sum()
+        flat_gradient = engine.local_sum()
         for entry in layout.entries:
             if entry.gradient >= 0 and not entry.spec.averaged:
                 start = layout.gradient_bases[entry.unit] + entry.gradient
-                values[entry.offset : entry.offset + entry.spec.size] += row[start : start + entry.spec.size]
+                values[entry.offset : entry.offset + entry.spec.size] += flat_gradient[start : start + entry.spec.size]
         return Gradients(values, totals.weight, totals.mean, False)
 
     @collective
@@ -408,7 +408,7 @@ class Model(ParameterAccess):
         replicated = not (engine.placement.shard_gradients or self._mean_every)
         gathered = gradients.layout if isinstance(gradients, Gradients) else None
 
-        def given() -> dict[str, Any]:
+        def comparable() -> dict[str, Any]:
             self._check_gradients(gradients)
             rate = require("apply_gradients: learning_rate", learning_rate, number(-math.inf))
             parts = (gathered or layout).parameters if gathered or replicated else ()
@@ -416,12 +416,12 @@ class Model(ParameterAccess):
             return {"the learning_rate": rate, **named}
 
         same_data = grid.axes.group(comm.rank, GROUPS["data"])[0] if replicated and not gathered else 0
-        agree_arrays(comm, "apply_gradients", given, same_data)
+        agree_arrays(comm, "apply_gradients", comparable, same_data)
         if grid.model.size > 1:
             agree_equal(comm, lambda: {"the learning_rate": float(learning_rate)}, "apply_gradients")
         rate, values = engine.dtype.type(float(learning_rate)), gradients.values
         if gathered:
-            values = engine.whole.owned(values)
+            values = engine.global_view.owned(values)
         owned = gathered is not None or engine.placement.shard_gradients
         for unit, span, offset in zip(layout.units, shard.spans, shard.offsets, strict=True):
             start = offset if owned else span.start
@@ -478,8 +478,8 @@ class Model(ParameterAccess):
         """
         engine, pending = self._engine, self._waiting("step")
         totals, sent = pending.totals, pending.sent
-        if pending.calls > 1 and not self._told_replaced:
-            self._told_replaced = True
+        if pending.calls > 1 and not self._warned_replaced:
+            self._warned_replaced = True
             if engine.prints_notices:
                 notice(
                     f"the step takes the gradient of the last of {pending.calls} calls of compute_gradients: those of "
@@ -487,9 +487,9 @@ class Model(ParameterAccess):
                 )
 
         def reduced() -> Array:
-            found = self._reduced_pending("step")[1]
+            gradient = self._reduced_pending("step")[1]
             self._pending = None
-            return found
+            return gradient
 
         if self._mean_every:
             self._step_and_average(lambda engine: engine.step(totals, reduced, sent))
@@ -508,7 +508,7 @@ class Model(ParameterAccess):
 
         before = 0 if self._pending is None else self._pending.calls
         self._pending = None
-        self._pending = self._with_room(computed)._replace(calls=before + 1)
+        self._pending = self._with_private_fallback(computed)._replace(calls=before + 1)
         return self._pending
 
     def _waiting(self, name: str) -> Pending:
@@ -534,8 +534,8 @@ class Model(ParameterAccess):
         """
         engine, shard = self._engine, self._engine.store.shard
         if gather:
-            whole = gather_pieces(engine, engine.dtype, lambda p: reduced[p.gradient : p.gradient + p.size])
-            return Gradients(whole, totals.weight, totals.mean, True, engine.whole.layout)
+            full = gather_pieces(engine, engine.dtype, lambda p: reduced[p.gradient : p.gradient + p.size])
+            return Gradients(full, totals.weight, totals.mean, True, engine.global_view.layout)
         sharded = engine.placement.shard_gradients
         values = np.zeros(shard.size if sharded else engine.layout.size, engine.dtype)
         for piece in engine.pieces():
@@ -590,8 +590,8 @@ class Model(ParameterAccess):
 
         The engine of one rank reports rank 0; this is replaced by the rank's number in the mesh.
         """
-        found = tuple(replace(bad, rank=self.rank) for bad in report.non_finite)
-        report = replace(report, non_finite=found, skipped=str(found[0]) if found else None)
+        non_finite = tuple(replace(bad, rank=self.rank) for bad in report.non_finite)
+        report = replace(report, non_finite=non_finite, skipped=str(non_finite[0]) if non_finite else None)
         self._stepped(report)
         return report
 
@@ -628,11 +628,11 @@ class Model(ParameterAccess):
 
         ``correct`` is None if a rank's predictions are not scores of classes.
         """
-        found = Evaluation(0.0, 0.0, 0)
+        local = Evaluation(0.0, 0.0, 0)
         with all_ranks(self._mesh.communicator, first=True):
             if count_samples(x, y):
-                found = self._engine.evaluate(x, y, loss, weightless=True)
-        values = [found.loss_sum, found.weight, found.correct or 0, found.predictions, found.correct is None]
+                local = self._engine.evaluate(x, y, loss, weightless=True)
+        values = [local.loss_sum, local.weight, local.correct or 0, local.predictions, local.correct is None]
         loss_sum, weight, correct, predictions, unscored = self._sum_over_ranks(values).tolist()
         check_weight(weight)
         return Evaluation(loss_sum, weight, None if unscored else int(correct), int(predictions))
@@ -670,8 +670,8 @@ class Model(ParameterAccess):
         """
         if self._mean_every:
             self._check_call("checkpoint_attributes")
-        found = state_dict.checkpoint_attributes(self._engine)
-        return self._mesh.communicator.broadcast_object(found) if self._mean_every else found
+        values = state_dict.checkpoint_attributes(self._engine)
+        return self._mesh.communicator.broadcast_object(values) if self._mean_every else values
 
     def _written(self, arrays: list[LocalArray]) -> list[LocalArray]:
         return arrays if self.rank == 0 or not self._mean_every else [replace(a, pieces=()) for a in arrays]
@@ -706,10 +706,10 @@ class Model(ParameterAccess):
             As for :func:`mpizero.checkpoint.write`.
         """
         self._finish_save()
-        arrays, found = self._checkpoint_arrays(), self._checkpoint_attributes() | dict(attributes or {})
+        arrays, values = self._checkpoint_arrays(), self._checkpoint_attributes() | dict(attributes or {})
         comm = self._mesh.communicator
-        _tell_paths(comm, "save_model", path)
-        checkpoint.write(path, arrays, found, comm, backend, replace, alignment=alignment)
+        _warn_paths(comm, "save_model", path)
+        checkpoint.write(path, arrays, values, comm, backend, replace, alignment=alignment)
 
     @collective
     def begin_save(
@@ -728,11 +728,11 @@ class Model(ParameterAccess):
         memory for the copy is kept for the next save.
         """
         self._finish_save()
-        _tell_paths(self._mesh.communicator, "begin_save", path)
+        _warn_paths(self._mesh.communicator, "begin_save", path)
         self._reserve_snapshot()
-        arrays, found = self._checkpoint_arrays(), self._checkpoint_attributes() | dict(attributes or {})
+        arrays, values = self._checkpoint_arrays(), self._checkpoint_attributes() | dict(attributes or {})
         comm, buffer = self._mesh.communicator, self._snapshot
-        self._saving = checkpoint.begin(path, arrays, found, comm, buffer=buffer, replace=replace, alignment=alignment)
+        self._saving = checkpoint.begin(path, arrays, values, comm, buffer=buffer, replace=replace, alignment=alignment)
         return self._saving
 
     def _reserve_snapshot(self) -> None:
@@ -744,7 +744,7 @@ class Model(ParameterAccess):
         if self._snapshot is None:
             self._snapshot = checkpoint.SnapshotBuffer(
                 lambda nbytes: memory.private("snapshot", nbytes, np.uint8),
-                lambda room: memory.release("snapshot", room),
+                lambda block: memory.release("snapshot", block),
             )
         self._snapshot.reserve(self._written(state_dict.local_arrays(self._engine, fetch=False)))
 
@@ -787,7 +787,7 @@ class Model(ParameterAccess):
             If the checkpoint is damaged or of another model. The message names file, array and reason. With
             ``strict_layout=True`` also if the checkpoint was written with another strategy or other numbers of ranks.
         """
-        _tell_paths(self._mesh.communicator, "load_model", path)
+        _warn_paths(self._mesh.communicator, "load_model", path)
         with checkpoint.open_checkpoint(path, self._mesh.communicator) as reader:
             state_dict.restore(engine := self._loadable_engine, reader, strict_layout=strict_layout)
             left = engine.updater is None and reader.attributes.get("mpizero", {}).get("optimizer")
@@ -845,7 +845,7 @@ class Model(ParameterAccess):
             choice = state_dict.Choice.of(include, exclude, rename, strict)
         report = state_dict.load_chosen(self._loadable_engine, path, choice)
         self._pending = self._cache = None
-        if self.rank == 0 and report.told:
+        if self.rank == 0 and report.is_incomplete:
             notice(str(report))
         return report
 
@@ -915,7 +915,7 @@ def distribute(
     return Model(model, config, mesh, strategy, parallel_layout=split, optimizer=optimizer, owns_mesh=owns)
 
 
-def _tell_paths(comm: Communicator, call: str, path: Any) -> None:
+def _warn_paths(comm: Communicator, call: str, path: Any) -> None:
     """Print a notice on rank 0 if another rank passes another path to method ``call``. Collective.
 
     Only the path of rank 0 is used.

@@ -135,7 +135,7 @@ class ShardedOptimizer:
         """Return all values that must be equal on all ranks when the optimizer is bound, by name. Not collective."""
         _check_sharded(model)
         plans, optimizer = self.comparable(model), self.wrapped_optimizer
-        specs = [entry.spec for entry in model._engine.whole.layout.parameters if not entry.spec.averaged]
+        specs = [entry.spec for entry in model._engine.global_view.layout.parameters if not entry.spec.averaged]
         if isinstance(optimizer, optim.FlatOptimizer) or optimizer.needs_vectors:
             optimizer.check_names([spec.name for spec in specs])
         groups = {optimizer.group_of(spec) for spec in specs}
@@ -294,12 +294,12 @@ class ShardedOptimizer:
         Returns
         -------
         int
-            Number of differences found: one for each slot and each group of peers whose copies were not equal.
+            Number of differences found: one for each slot and each inter-node group whose copies were not equal.
         """
         updater, grid = self._updater, self.model._engine.grid
         engine = self.model._engine
-        everyone = engine.scalars.everyone
-        updater.step_count, engine.loss_scale = everyone.broadcast_object((updater.step_count, engine.loss_scale), 0)
+        world = engine.scalars.world
+        updater.step_count, engine.loss_scale = world.broadcast_object((updater.step_count, engine.loss_scale), 0)
         repaired = 0
         if len(updater.shards) > 1:
             state = updater.host_state()
@@ -312,7 +312,7 @@ class ShardedOptimizer:
             updater.take_state(state)
         engine.integrity.forget()
         total = np.array([repaired], np.int64)
-        everyone.allreduce(total, "sum", "repaired")
+        world.allreduce(total, "sum", "repaired")
         return int(total[0])
 
     @collective
@@ -325,9 +325,9 @@ class ShardedOptimizer:
         updater, engine = self._updater, self.model._engine
         slots: dict[str, dict[str, Array]] = {}
         for slot in updater.state:
-            whole = gather_slot(engine, slot)
+            vector = gather_slot(engine, slot)
             slots[slot] = {
-                e.spec.name: e.spec.view(whole[e.span.start : e.span.stop]).copy() for e in slot_entries(engine, slot)
+                e.spec.name: e.spec.view(vector[e.span.start : e.span.stop]).copy() for e in slot_entries(engine, slot)
             }
         progress = {} if updater.method is None else {"progress": updater.method.progress.saved()}
         return {"step_count": updater.step_count, "state": slots, **progress}
@@ -347,14 +347,14 @@ class ShardedOptimizer:
         """
         updater, engine = self._updater, self.model._engine
         comm = self._communicator
-        own = 0 if engine.grid.world.size == comm.size else comm.rank  # local steps leave every rank its own state
-        agree_arrays(comm, "load_state_dict", lambda: checked_state(engine, updater, state), own)
-        slots, held = state["state"], updater.host_state()
+        source = 0 if engine.grid.world.size == comm.size else comm.rank  # local steps leave every rank its own state
+        agree_arrays(comm, "load_state_dict", lambda: checked_state(engine, updater, state), source)
+        slots, host = state["state"], updater.host_state()
         for slot, arrays in slots.items():
             for piece in updater.state_pieces(slot):
-                values = np.asarray(arrays[home_of(piece.spec)], piece.spec.element_type(held[slot].dtype))
-                take(piece.spec, as_reals(values), piece.start, held[slot][piece.state : piece.state + piece.size])
-        updater.take_state(held)
+                values = np.asarray(arrays[home_of(piece.spec)], piece.spec.element_type(host[slot].dtype))
+                take(piece.spec, as_reals(values), piece.start, host[slot][piece.state : piece.state + piece.size])
+        updater.take_state(host)
         if updater.method is not None:
             updater.method.restore(deepcopy(state["progress"]))
         engine.integrity.forget()

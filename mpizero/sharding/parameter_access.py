@@ -33,15 +33,15 @@ from mpizero.sharding.batch import Totals
 from mpizero.sharding.config import Config, Placement, ShardingConfig, placement
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.mesh import Mesh
-from mpizero.sharding.params import Shard, UpdatePiece, tell_private
+from mpizero.sharding.params import Shard, UpdatePiece, warn_private
 from mpizero.sharding.partition import (
     ParallelLayout,
     blocks_of,
+    check_distinct_modules,
     check_model,
-    check_own_modules,
     describe_model,
     exactness,
-    misfits,
+    incompatible_axes,
 )
 from mpizero.sharding.step_report import SkippedSteps, StepReport
 from mpizero.sharding.update import Updater
@@ -109,10 +109,10 @@ class ParameterAccess:
         check_call(mesh.communicator, "make a model", self._which)
         self._skipped = SkippedSteps(config.bad_steps)
         self._place()
-        given, self._optimizer = self._optimizer, None
-        if given is not None:
+        unbound, self._optimizer = self._optimizer, None
+        if unbound is not None:
             try:
-                given.set_model(self)
+                unbound.set_model(self)
             except BaseException:
                 self._engine.grid.world.defer_close(self._free)  # the other ranks may not have raised
                 raise
@@ -137,17 +137,17 @@ class ParameterAccess:
         """Check that all ranks passed equal arguments, and make the engine, which distributes the parameters."""
         comm = self._mesh.communicator
         agree_to_start(comm, self._plans)
-        check_own_modules(comm, self._wrapped)
+        check_distinct_modules(comm, self._wrapped)
         comm.run_deferred_closes()
         engine = Engine(self._wrapped, self._mesh, self._config, self._placement, self._parallel_layout)
         self._open_engine = engine
         if self._config.tiles is not None and not self._is_copy and engine.prints_notices:
-            for reason in misfits(engine.partitioned.parallel_layout):
+            for reason in incompatible_axes(engine.partitioned.parallel_layout):
                 notice(f"{reason}, so results agree with other layouts only within rounding")
         if engine.assigned_in_advance and not self._is_copy and engine.prints_notices:
             notice(f"grain_assignment='dynamic' has no effect here: {engine.assigned_in_advance}")
 
-    def _with_room(self, step: Callable[[Engine], T]) -> T:
+    def _with_private_fallback(self, step: Callable[[Engine], T]) -> T:
         """Return ``step(engine)``; if its gradients do not fit into shared memory, move the model out of it and retry.
 
         After that every rank keeps its own copy of the model in memory that it does not share.
@@ -159,7 +159,7 @@ class ParameterAccess:
             check_movable(engine, error)
             self._open_engine = None  # the model counts as closed if a rank has no room for a copy of its own either
             self._open_engine = in_private_memory(engine, self._parallel_layout, error)
-            self._open_engine.asked = engine.asked
+            self._open_engine.step_arguments = engine.step_arguments
             return step(self._open_engine)
 
     def _stepped(self, report: StepReport) -> None:
@@ -182,7 +182,7 @@ class ParameterAccess:
         """
         with all_ranks(self._mesh.communicator):
             require("reserve: global_batch", global_batch, whole(1, of=" of samples"))
-        self._with_room(lambda engine: engine.reserve(global_batch))
+        self._with_private_fallback(lambda engine: engine.reserve(global_batch))
 
     def _plans(self) -> dict[str, Any]:
         """Return all values that must be equal on all ranks, by name; :class:`Model` adds to them. Not collective."""
@@ -210,7 +210,7 @@ class ParameterAccess:
 
     def _fill(self, values: Array) -> None:
         """Set the parameters to ``values``, a 1-D array of the whole model; each rank copies only its own ranges."""
-        self._engine.whole.fill(values)
+        self._engine.global_view.fill(values)
         self._engine.begin_average()
         self._cache = None
 
@@ -309,8 +309,8 @@ class ParameterAccess:
             If loading a checkpoint has failed half-way, so that some parameters have old values and some new ones.
         """
         engine = self._loadable_engine
-        if engine.half_loaded is not None:
-            raise CheckpointError(f"this {self._name} is {engine.half_loaded}")
+        if engine.partially_loaded is not None:
+            raise CheckpointError(f"this {self._name} is {engine.partially_loaded}")
         return engine
 
     @property
@@ -357,7 +357,7 @@ class ParameterAccess:
     @property
     def parameter_count(self) -> int:
         """The number of parameter elements of the whole model."""
-        return self._engine.whole.parameter_count
+        return self._engine.global_view.parameter_count
 
     @property
     def owned(self) -> tuple[Span, ...]:
@@ -405,11 +405,11 @@ class ParameterAccess:
 
         Until parameters change, further calls return the same array object.
         """
-        whole = self._engine.whole
+        view = self._engine.global_view
         # A rank that forgot its cache alone must not gather alone.
         cached = agree_on_call(self._mesh.communicator, (self._cache is not None,))[:, 0]
         if self._cache is None or not cached.all():
-            self._cache = whole.vector()
+            self._cache = view.vector()
             self._cache.flags.writeable = False
         return self._cache
 
@@ -433,28 +433,28 @@ class ParameterAccess:
     def _checked(self, operation: str, values: Array) -> Array:
         array = np.empty(0)
 
-        def given() -> dict[str, Array]:
+        def named() -> dict[str, Array]:
             nonlocal array
             if isinstance(values, Mapping):
                 raise LayoutError(
                     f"one vector of all parameters is taken, got a {type(values).__name__} by name: use load_named"
                 )
-            found = number_array(values, "the vector of all parameters", complex=False)
-            array = found.astype(self._engine.dtype, copy=False)
+            vector = number_array(values, "the vector of all parameters", complex=False)
+            array = vector.astype(self._engine.dtype, copy=False)
             if array.shape != (self.parameter_count,):
                 raise LayoutError(
                     f"got {array.size} values in an array of shape {array.shape}; the model has {self.parameter_count} "
                     f"parameters and takes an array of shape ({self.parameter_count},)"
                 )
-            return {_called(e): found[e.span.start : e.span.stop] for e in self._engine.whole.layout.parameters}
+            return {_called(e): vector[e.span.start : e.span.stop] for e in self._engine.global_view.layout.parameters}
 
-        agree_arrays(self._mesh.communicator, operation, given)
+        agree_arrays(self._mesh.communicator, operation, named)
         return array
 
     @recorded
     def named_parameters(self) -> dict[str, Array]:
         """Return copies of all parameters and integer arrays of the whole model by name, on every rank."""
-        return self._engine.whole.named(self.gather_full_parameters()) | self._engine.integers.all_values()
+        return self._engine.global_view.named(self.gather_full_parameters()) | self._engine.integers.all_values()
 
     @recorded
     def load_named(self, arrays: Mapping[str, Array]) -> None:
@@ -480,27 +480,27 @@ class ParameterAccess:
 
         Integer arrays are added to ``integers``. Return the arrays by the name that error messages use.
         """
-        entries = {entry.spec.name: entry for entry in self._engine.whole.layout.parameters}
+        entries = {entry.spec.name: entry for entry in self._engine.global_view.layout.parameters}
         if not isinstance(arrays, Mapping):
             raise LayoutError(
                 f"load_named takes arrays by name, got {type(arrays).__name__}: for one vector use set_parameters"
             )
-        held = by_global_name(self._engine.integers.whole)
-        missing, unknown = sorted(entries.keys() - arrays.keys()), sorted(arrays.keys() - entries.keys() - held.keys())
+        specs = by_global_name(self._engine.integers.specs)
+        missing, unknown = sorted(entries.keys() - arrays.keys()), sorted(arrays.keys() - entries.keys() - specs.keys())
         if missing or unknown:
             hint = nearest(unknown[0], missing or entries) if unknown else ""
             raise LayoutError(f"parameters do not match the model: missing {missing[:5]}, unknown {unknown[:5]}{hint}")
-        given = {}
+        checked = {}
         for name, entry in entries.items():
             array = number_array(arrays[name], f"parameter {name!r}", complex=entry.spec.complex)
             if array.shape != entry.spec.shape:
                 raise LayoutError(f"parameter {name!r} has shape {array.shape}, the model's has {entry.spec.shape}")
             entry.spec.view(values[entry.span.start : entry.span.stop])[...] = array
-            given[_called(entry)] = array
-        for name, spec in held.items():
+            checked[_called(entry)] = array
+        for name, spec in specs.items():
             if name in arrays:
-                integers[name] = given[f"integer array {name!r}"] = start_value(name, spec, arrays[name])
-        return given
+                integers[name] = checked[f"integer array {name!r}"] = start_value(name, spec, arrays[name])
+        return checked
 
     @collective
     def parameters_sha256(self) -> str:
@@ -509,7 +509,7 @@ class ParameterAccess:
         Integer arrays follow. Only one unit at a time is gathered, to save memory.
         """
         digest = hashlib.sha256()
-        for values in self._engine.whole.units():
+        for values in self._engine.global_view.units():
             digest.update(values.tobytes())
         for array in self._engine.integers.all_values().values():
             digest.update(array.tobytes())
@@ -550,10 +550,10 @@ def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, er
     updater, units = engine.updater, engine.layout.units
     values, version = [engine.store.owned(unit.index).copy() for unit in units], engine.store.version
     engine.close()
-    tell_private(engine.grid.world, str(error))
+    warn_private(engine.grid.world, str(error))
     made = Engine(engine.model, engine.mesh, engine.config, engine.placement, parallel_layout, private=True)
-    for unit, kept in zip(units, values, strict=True):
-        made.store.owned(unit.index)[:] = kept
+    for unit, saved in zip(units, values, strict=True):
+        made.store.owned(unit.index)[:] = saved
     made.integers.copy_from(engine.integers)
     made.store.all_gather()
     made.store.version = version
@@ -676,11 +676,11 @@ def describe(engine: Engine, mesh: Mesh, label: str, bytes_sent: int, averaged_e
     ``bytes_sent`` is the number of bytes that this rank sent in the last step. ``averaged_every`` is the field of the
     result.
     """
-    row, grid, memory = engine.placement, engine.grid, engine.memory
+    placement, grid, memory = engine.placement, engine.grid, engine.memory
     flags = {
-        "parameters": row.shard_parameters,
-        "gradients": row.shard_gradients,
-        "optimizer state": row.shard_optimizer,
+        "parameters": placement.shard_parameters,
+        "gradients": placement.shard_gradients,
+        "optimizer state": placement.shard_optimizer,
     }
     per_node = {
         kind: memory.shared_bytes[kind] + memory.private_bytes[kind] * grid.node.size
@@ -688,24 +688,24 @@ def describe(engine: Engine, mesh: Mesh, label: str, bytes_sent: int, averaged_e
     }
     return ModelMetadata(
         strategy=label,
-        zero_stage=row.zero_stage,
+        zero_stage=placement.zero_stage,
         is_distributed=mesh.size > 1,
         world_size=mesh.size,
         rank=mesh.rank,
         group_sizes=dict(grid.axes.sizes),
         group_ranks=grid.coordinates._asdict(),
-        tiles=engine.partitioned.parallel_layout.all_tiles,
+        tiles=engine.partitioned.parallel_layout.virtual_ranks,
         within_rounding=engine.within_rounding,
         averaged_every=averaged_every,
         nodes=grid.inter_node.size,
         ranks_per_node=grid.node.size,
         replicated=tuple(kind for kind, sharded in flags.items() if not sharded),
         sharded=tuple(kind for kind, sharded in flags.items() if sharded),
-        parameter_count=engine.whole.parameter_count,
-        trainable_count=sum(entry.spec.size for entry in engine.whole.layout.parameters if entry.spec.optimized),
+        parameter_count=engine.global_view.parameter_count,
+        trainable_count=sum(entry.spec.size for entry in engine.global_view.layout.parameters if entry.spec.optimized),
         held_count=engine.layout.size,
         bytes_on_rank=memory.kinds(),
-        bytes_on_device=engine.compute_device.held(),
+        bytes_on_device=engine.compute_device.allocated_bytes(),
         bytes_on_node=per_node,
         formula_bytes=_formula(engine),
         peak_bytes=memory.peak_bytes,
@@ -722,26 +722,26 @@ def _formula(engine: Engine) -> dict[str, float]:
     memory). On each rank, parameters need P*b/n if they are sharded and P*b/L if not; gradients need P*b/n if they are
     summed in rounds and P*b if not; state needs s*P*b/n if it is sharded and s*P*b/L if not. Compression with error
     feedback also keeps residuals, 2*P*b/L if state is not sharded. If state is sharded, a rank keeps no residuals for
-    its own ranges: with d peers, itself included, that makes 2*P*b/L*(1 - 1/d). P is then the number of gradients that
-    are compressed. The state of whole tensors is divided over n ranks with every strategy, evenly but for tensors.
+    its own ranges: with d ranks of the inter-node group that makes 2*P*b/L*(1 - 1/d). P is then the number of gradients
+    that are compressed. The state of whole tensors is divided over n ranks with every strategy, evenly but for tensors.
     """
-    row, grid = engine.placement, engine.grid
+    placement, grid = engine.placement, engine.grid
     item, n, local = engine.dtype.itemsize, grid.data.size, grid.node.size
-    every = whole = 0
+    every = tensors = 0
     if engine.updater is not None:
         optimizer, specs = engine.updater.optimizer, [entry.spec for entry in engine.layout.parameters]
         every = sum(state_size(optimizer, spec) for spec in specs)
-        whole = sum(tensor_state_size(optimizer, spec) for spec in specs)
+        tensors = sum(tensor_state_size(optimizer, spec) for spec in specs)
     changed = sum(entry.spec.size for entry in engine.layout.parameters if entry.spec.trainable)
     feedback = {}
     if engine.exchange.feedback:
-        peers = grid.inter_node.size
+        nodes = grid.inter_node.size
         packed = engine.layout.gradient_size - sum(span.size for span in engine.exchange.exact)
-        feedback["residuals"] = 2 * packed * item / local * (1 if engine.exchange.replicated else 1 - 1 / peers)
+        feedback["residuals"] = 2 * packed * item / local * (1 if engine.exchange.replicated else 1 - 1 / nodes)
     return feedback | {
-        "parameters": engine.layout.size * item / (n if row.shard_parameters else local),
-        "gradients": changed * item / (n if row.in_rounds else 1),
-        "optimizer state": (every - whole) * item / (n if row.shard_optimizer else local) + whole * item / n,
+        "parameters": engine.layout.size * item / (n if placement.shard_parameters else local),
+        "gradients": changed * item / (n if placement.in_rounds else 1),
+        "optimizer state": (every - tensors) * item / (n if placement.shard_optimizer else local) + tensors * item / n,
     }
 
 
@@ -792,10 +792,10 @@ def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
     tensors one after the other. Not collective; the engine has a bound optimizer.
     """
     optimizer = engine.bound_updater.optimizer
-    found = [(e, state_specs(optimizer, e.spec).get(slot)) for e in engine.whole.layout.parameters]
+    pairs = [(e, state_specs(optimizer, e.spec).get(slot)) for e in engine.global_view.layout.parameters]
     if slot in optimizer.slots:
-        return tuple(entry for entry, spec in found if spec is not None)
-    return FlatLayout.build({"": [spec for _, spec in found if spec is not None]}, one_unit=True).parameters
+        return tuple(entry for entry, spec in pairs if spec is not None)
+    return FlatLayout.build({"": [spec for _, spec in pairs if spec is not None]}, one_unit=True).parameters
 
 
 def gather_slot(engine: Engine, slot: str) -> Array:
@@ -808,26 +808,26 @@ def gather_slot(engine: Engine, slot: str) -> Array:
         return _gathered_tensors(engine, slot)
 
     def values(piece: UpdatePiece) -> Array | int:
-        found = updater.state_of(slot, piece)
-        return found if found.size else 0  # a whole tensor has state of its own
+        array = updater.state_of(slot, piece)
+        return array if array.size else 0  # a whole tensor has state of its own
 
     return gather_pieces(engine, engine.dtype, values)
 
 
 def _gathered_tensors(engine: Engine, slot: str) -> Array:
     updater, world = engine.bound_updater, engine.grid.world
-    held = [piece for piece in updater.state_pieces(slot) if engine.whole.writes(piece.spec)]
-    mine = np.concatenate([np.empty(0, engine.dtype), *(updater.state_of(slot, piece) for piece in held)])
-    names = world.allgather_object([piece.spec.name for piece in held], "whole tensors")
+    pieces = [piece for piece in updater.state_pieces(slot) if engine.global_view.writes(piece.spec)]
+    local = np.concatenate([np.empty(0, engine.dtype), *(updater.state_of(slot, piece) for piece in pieces)])
+    names = world.allgather_object([piece.spec.name for piece in pieces], "whole tensors")
     entries = {entry.spec.name: entry for entry in slot_entries(engine, slot)}
-    found = np.empty(sum(entry.spec.size for entry in entries.values()), engine.dtype)
+    gathered = np.empty(sum(entry.spec.size for entry in entries.values()), engine.dtype)
     counts = [sum(entries[name].spec.size for name in of_rank) for of_rank in names]
-    world.allgatherv(mine, found, counts, slot)
-    whole, place = np.empty_like(found), 0
+    world.allgatherv(local, gathered, counts, slot)
+    full, offset = np.empty_like(gathered), 0
     for entry in (entries[name] for of_rank in names for name in of_rank):
-        whole[entry.span.start : entry.span.stop] = found[place : place + entry.spec.size]
-        place += entry.spec.size
-    return whole
+        full[entry.span.start : entry.span.stop] = gathered[offset : offset + entry.spec.size]
+        offset += entry.spec.size
+    return full
 
 
 def _gathered(engine: Engine, full: Array) -> Array:
@@ -839,7 +839,7 @@ def _gathered(engine: Engine, full: Array) -> Array:
     layout, data = engine.layout, engine.grid.data
     spans = [Shard(layout, rank, data.size).spans for rank in range(data.size)]
     gather_spans(data, [full[s.start : s.stop] for s in spans[data.rank]], full, spans)
-    return engine.whole.assemble(full)
+    return engine.global_view.assemble(full)
 
 
 def checked_state(engine: Engine, updater: Updater, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -849,17 +849,17 @@ def checked_state(engine: Engine, updater: Updater, state: Mapping[str, Any]) ->
     slots, progress, method = state["state"], state.get("progress"), updater.method
     if set(slots) != set(updater.state):
         raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {sorted(updater.state)}")
-    sound = progress is None
+    valid = progress is None
     if method is not None:  # most optimizers have none
         from mpizero.optim.minimizers import is_progress
 
-        sound = is_progress(progress)
-    if not sound:
+        valid = is_progress(progress)
+    if not valid:
         raise LayoutError(f"progress is {progress!r:.60}, expected {method and 'that of state_dict()'}")
-    found = {"the step count": int(state["step_count"]), "the progress": progress}
+    checked = {"the step count": int(state["step_count"]), "the progress": progress}
     for slot, arrays in sorted(slots.items()):
         for spec in (entry.spec for entry in slot_entries(engine, slot)):
             if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
                 raise LayoutError(f"state {slot!r} has no array {spec.name!r} of shape {spec.shape}")
-            found[f"{slot!r} of parameter {spec.name!r}"] = arrays[spec.name]
-    return found
+            checked[f"{slot!r} of parameter {spec.name!r}"] = arrays[spec.name]
+    return checked

@@ -14,7 +14,7 @@ they have found. Ranks that had no micro-batch are sent the new values if these 
 updates the parameters takes the new values; one that is skipped drops them.
 
 [Note: regions] The parameters are cut into regions, in the order in which blocks use them. Each region has an
-all-gather of its own, between the peers that own parts of it; all of these all-gathers begin at once. Before a rank
+all-gather of its own, between the nodes that own parts of it; all of these all-gathers begin at once. Before a rank
 reads the parameters of a block, it waits for all regions up to the last one that the block uses. If the ranks of a node
 share one copy, each of them receives a part of the region, and the region is complete when all of them have received
 their parts. A non-blocking barrier of the node for each region makes sure of that; a rank begins it as soon as its own
@@ -58,7 +58,7 @@ from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, by_global_name, 
 from mpizero.layout.mesh import GROUPS
 from mpizero.layout.sum_tree import RowsPlan, rows_plan
 from mpizero.nn.layer import integers_of
-from mpizero.sharding.config import Config, Placement, claims_grains, gathers_units, round_slots
+from mpizero.sharding.config import Config, Placement, gathers_units, round_buffer_sizes, schedules_dynamically
 from mpizero.types import Array, ParameterSpec
 
 
@@ -112,7 +112,7 @@ class Shard:
         """Number of gradient elements that the rank owns."""
         return sum(span.size for spans in self.gradient_spans for span in spans)
 
-    def row_spans(self, unit: int) -> tuple[Span, ...]:
+    def flat_spans(self, unit: int) -> tuple[Span, ...]:
         """Return the owned ranges of the gradients of unit number ``unit``, as ranges of the whole gradient vector."""
         base = self.layout.gradient_bases[unit]
         return tuple(span.shift(base) for span in self.gradient_spans[unit])
@@ -120,17 +120,17 @@ class Shard:
     @cached_property
     def gradient_kinds(self) -> tuple[tuple[Span, bool], ...]:
         """The concatenated owned gradients cut into ranges; for each, whether its elements are averaged parameters."""
-        found: list[tuple[Span, bool]] = []
+        kinds: list[tuple[Span, bool]] = []
         position = 0
         for unit in self.layout.units:
-            for span in self.row_spans(unit.index):
+            for span in self.flat_spans(unit.index):
                 for part, averaged in span.split(self.layout.averages):
                     start = position + part.start - span.start
-                    if found and found[-1][1] == averaged:
-                        start = found.pop()[0].start
-                    found.append((Span(start, position + part.stop - span.start), averaged))
+                    if kinds and kinds[-1][1] == averaged:
+                        start = kinds.pop()[0].start
+                    kinds.append((Span(start, position + part.stop - span.start), averaged))
                 position += span.size
-        return tuple(found)
+        return tuple(kinds)
 
     def shard_position(self, unit: int, gradient: int) -> int:
         """Return the index, in the concatenated owned gradients, of an element that the rank owns.
@@ -197,41 +197,42 @@ class UpdateRun(NamedTuple):
 
 
 def update_pieces(
-    shards: Sequence[Shard], groups: dict[ParameterSpec, int], store_bases: Sequence[int] | None, in_rows: bool
+    shards: Sequence[Shard], groups: dict[ParameterSpec, int], store_bases: Sequence[int] | None, flat: bool
 ) -> tuple[UpdatePiece, ...]:
     """Return the pieces of parameters that a rank updates, averaged ones included; a piece is a range of one of them.
 
     Parameters
     ----------
     shards : sequence of Shard
-        The shards that the rank updates: its own or, with replicated optimizer state, the shards of all its peers.
+        The shards that the rank updates: its own or, with replicated optimizer state, the shards of its whole
+        inter-node group.
     groups : dict
         The number of the optimizer group of each parameter; averaged ones may be left out.
     store_bases : sequence of int or None
         For each shard, the index of its first element in a sharded store; None for a store that holds all parameters.
-    in_rows : bool
-        Whether the reduced gradient is a row, as long as the gradient vector. Otherwise it is an array of only the
-        gradients that the rank owns.
+    flat : bool
+        Whether the reduced gradient is a flat gradient, as long as the gradient vector. Otherwise it is an array of
+        only the gradients that the rank owns.
     """
     pieces: list[UpdatePiece] = []
     state = 0
     for number, shard in enumerate(shards):
-        for entry, part, place in shard.pieces():
+        for entry, part, offset in shard.pieces():
             if not entry.spec.trainable:
                 continue
             inside = part.start - entry.offset
-            store = part.start if store_bases is None else store_bases[number] + place
-            uses = tuple(_locate(shard, use, inside, in_rows) for use in shard.layout.uses.get(entry.spec.name, ()))
-            gradient = _locate(shard, entry, inside, in_rows)
-            kept = (-1, -1) if entry.spec.averaged else (state, groups[entry.spec])
-            pieces.append(UpdatePiece(entry, part, store, gradient, uses, *kept))
+            store = part.start if store_bases is None else store_bases[number] + offset
+            uses = tuple(_locate(shard, use, inside, flat) for use in shard.layout.uses.get(entry.spec.name, ()))
+            gradient = _locate(shard, entry, inside, flat)
+            state_fields = (-1, -1) if entry.spec.averaged else (state, groups[entry.spec])
+            pieces.append(UpdatePiece(entry, part, store, gradient, uses, *state_fields))
             state += 0 if entry.spec.averaged else part.size
     return tuple(pieces)
 
 
-def _locate(shard: Shard, entry: ParameterUse, inside: int, in_rows: bool) -> int:
+def _locate(shard: Shard, entry: ParameterUse, inside: int, flat: bool) -> int:
     gradient = entry.gradient + inside
-    if in_rows:
+    if flat:
         return shard.layout.gradient_bases[entry.unit] + gradient
     return shard.shard_position(entry.unit, gradient)
 
@@ -240,16 +241,16 @@ def _running(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(sizes, initial=0))[:-1]
 
 
-def whole_last(pieces: Sequence[UpdatePiece], whole: Container[str]) -> tuple[UpdatePiece, ...]:
-    """Return the pieces, in their order, with new places in the optimizer state: those of ``whole`` come last.
+def tensors_last(pieces: Sequence[UpdatePiece], names: Container[str]) -> tuple[UpdatePiece, ...]:
+    """Return the pieces, in their order, with new positions in the optimizer state: those of ``names`` come last.
 
-    ``whole`` are the names of parameters that are updated as whole tensors. So a state array that these parameters do
-    not have ends where their places begin.
+    ``names`` are the names of parameters that are updated as whole tensors. So a state array that these parameters do
+    not have ends where their positions begin.
     """
     sizes = [piece.size for piece in pieces]
-    order = sorted(range(len(pieces)), key=lambda number: pieces[number].entry.spec.name in whole)
-    places = dict(zip(order, _running([sizes[number] for number in order]), strict=True))
-    return tuple(piece._replace(state=places[number]) for number, piece in enumerate(pieces))
+    order = sorted(range(len(pieces)), key=lambda number: pieces[number].entry.spec.name in names)
+    positions = dict(zip(order, _running([sizes[number] for number in order]), strict=True))
+    return tuple(piece._replace(state=positions[number]) for number, piece in enumerate(pieces))
 
 
 def runs_of(pieces: Sequence[UpdatePiece]) -> tuple[UpdateRun, ...]:
@@ -450,13 +451,13 @@ class Memory:
         ``sharding/grad_reduce.py``.
         """
         nbytes = size * np.dtype(dtype).itemsize
-        held = self._scratch.get(name)
-        if held is None or held.nbytes < nbytes:
-            if held is not None:
-                self.release("exchange buffers", held)
+        buffer = self._scratch.get(name)
+        if buffer is None or buffer.nbytes < nbytes:
+            if buffer is not None:
+                self.release("exchange buffers", buffer)
                 self._scratch.pop(name)
-            held = self._scratch[name] = self._counted("exchange buffers", np.empty, nbytes, np.uint8)
-        return held[:nbytes].view(dtype)
+            buffer = self._scratch[name] = self._counted("exchange buffers", np.empty, nbytes, np.uint8)
+        return buffer[:nbytes].view(dtype)
 
     def _counted(self, kind: str, make: Callable[..., Array], shape: int | tuple[int, ...], dtype: Any) -> Array:
         size = prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(dtype).itemsize
@@ -500,8 +501,8 @@ class Memory:
                 self.release(kind, array)
             return
         self.progress.finish()
-        place = next(i for i, (_, held) in enumerate(self._windows) if held[0] is arrays[0])
-        window, _ = self._windows.pop(place)
+        index = next(i for i, (_, views) in enumerate(self._windows) if views[0] is arrays[0])
+        window, _ = self._windows.pop(index)
         self.shared_bytes[kind] -= window.buffer.nbytes
         window.close()
 
@@ -553,8 +554,8 @@ class Memory:
         self.peak_bytes = max(self.peak_bytes, self.rank_bytes)
 
 
-#: Number of gathered units that a sharded store has room for.
-SLOTS = 2
+#: Number of buffers of a sharded store, each for one gathered unit.
+UNIT_BUFFERS = 2
 
 
 class ParameterViews(dict[str, Any]):
@@ -651,18 +652,18 @@ class ParameterStore:
         members = [Shard(layout, rank, grid.data.size) for rank in grid.node_ranks]
         self.bases = np.concatenate([[0], np.cumsum([shard.size for shard in members])]).tolist()
         size = int(self.bases[-1]) if self.sharded else layout.size
-        self.peer_shards = tuple(Shard(layout, rank, grid.data.size) for rank in grid.inter_node_ranks)
-        self._slots: tuple[Array, ...] = ()
+        self.group_shards = tuple(Shard(layout, rank, grid.data.size) for rank in grid.inter_node_ranks)
+        self._buffers: tuple[Array, ...] = ()
         self._next = 0
         with on_all_ranks(grid.world, "parameters"):
             (self._values,) = memory.shared("parameters", [(size,)], dtype)
             if self.sharded:
-                self._slots = memory.shared("buffers", [(layout.largest_gathered,)] * SLOTS, dtype)
+                self._buffers = memory.shared("buffers", [(layout.largest_gathered,)] * UNIT_BUFFERS, dtype)
         self._coming: tuple[Unit, Gathering] | None = None
         self._regions = () if self.sharded or grid.inter_node.size == 1 else layout.regions(REGION)
         self._needed = {block: self._last_region(block) for unit in layout.units for block in unit.blocks}
         self._gathering: list[ParameterAllGather] = []
-        weakref.finalize(self, let_arrive, self._gathering)
+        weakref.finalize(self, poll_pending, self._gathering)
         self.progress = memory.progress
         self.progress.register("parameters", self.poll, finish=self.wait)
         self._source: Callable[[Array], None] | None = None
@@ -677,7 +678,7 @@ class ParameterStore:
         """The array of all parameters that this node holds. Collective over the data group if some are in flight."""
         if self._gathering:
             self.wait()
-        return self._values_here()
+        return self._local_values()
 
     def take_from(self, source: Callable[[Array], None]) -> None:
         """Record that a GPU has newer parameters, which ``source`` copies to the host array that it is given.
@@ -696,7 +697,7 @@ class ParameterStore:
             self._source(self._values)
             self._outdated = False
 
-    def _values_here(self) -> Array:
+    def _local_values(self) -> Array:
         if self._outdated:
             self.refresh()
         return self._values
@@ -709,10 +710,10 @@ class ParameterStore:
     def owned(self, unit: int) -> Array:
         """Return a writable view of this rank's range of the parameters of unit number ``unit``. Not collective."""
         for gathering in self._gathering:
-            gathering.wait_own()  # what is still being sent must not change
+            gathering.wait_requests()  # what is still being sent must not change
         span = self.shard.spans[unit]
         start = self.base + self.shard.offsets[unit] if self.sharded else span.start
-        values, self._source = self._values_here(), None  # what is written there is newer than any
+        values, self._source = self._local_values(), None  # what is written there is newer than any
         return values[start : start + span.size]
 
     @contextmanager
@@ -731,18 +732,18 @@ class ParameterStore:
         by_block : bool
             Whether the caller itself calls :meth:`wait` for each block before it reads the block's parameters.
         """
-        slot = 0
+        number = 0
         if self._gathering and not by_block:
             self.wait()
-        self._values_here()
+        self._local_values()
         if self.sharded:
             with self.timeline.span("publication", unit):
-                slot = self._bring(unit)
+                number = self._bring(unit)
                 if following is not None:
                     self._begin(following)
-        key = (unit.index, slot)
+        key = (unit.index, number)
         if key not in self._views:
-            buffer = (self._slots[slot] if self.sharded else self._values).view()
+            buffer = (self._buffers[number] if self.sharded else self._values).view()
             buffer.flags.writeable = False
             self._views[key] = self.unit_views(unit, buffer)
         yield self._views[key]
@@ -752,7 +753,7 @@ class ParameterStore:
 
         Not collective.
         """
-        return self._slots[(self._next - 1) % len(self._slots)][: unit.gathered]
+        return self._buffers[(self._next - 1) % len(self._buffers)][: unit.gathered]
 
     def all_gather(self, *, exchange: bool = True, later: bool = False) -> None:
         """All-gather the updated parameters: make them readable by all ranks. Collective over the data group.
@@ -770,7 +771,7 @@ class ParameterStore:
             self.wait()
             started = []
             if exchange and self._regions:
-                started = [ParameterAllGather(self.grid, self.memory, self._values, self._regions, self.peer_shards)]
+                started = [ParameterAllGather(self.grid, self.memory, self._values, self._regions, self.group_shards)]
             self.memory.barrier("all-gather")
             self._gathering[:] = started
             if not later:
@@ -861,8 +862,8 @@ class ParameterStore:
 
     def _begin(self, unit: Unit) -> None:
         """Begin to gather a unit into the slot that is not in use. Collective over the data group."""
-        spans = [self._slot_spans(unit, shard) for shard in self.peer_shards]
-        self._coming = unit, begin_gather(self.grid.inter_node, self._sent(unit), self._slots[self._next], spans)
+        spans = [self._buffer_spans(unit, shard) for shard in self.group_shards]
+        self._coming = unit, begin_gather(self.grid.inter_node, self._sent(unit), self._buffers[self._next], spans)
 
     def _bring(self, unit: Unit) -> int:
         """Finish gathering a unit, and return the number of its slot. Collective over the data group."""
@@ -873,27 +874,27 @@ class ParameterStore:
             self._begin(unit)
         self._finish()
         self.memory.barrier("gather")
-        slot = self._next
-        self._next = (slot + 1) % len(self._slots)
-        return slot
+        number = self._next
+        self._next = (number + 1) % len(self._buffers)
+        return number
 
     def _finish(self) -> None:
         if self._coming is not None:
             self._coming[1].wait()
             self._coming = None
 
-    def _slot_spans(self, unit: Unit, shard: Shard) -> tuple[Span, ...]:
-        """Return the ranges of a slot with the gathered ``unit`` that the rank of ``shard`` owns.
+    def _buffer_spans(self, unit: Unit, shard: Shard) -> tuple[Span, ...]:
+        """Return the ranges of a buffer with the gathered ``unit`` that the rank of ``shard`` owns.
 
-        The slot holds the unit's own parameters, and after them each parameter of another unit that a tied use refers
+        The buffer holds the unit's own parameters, and after them each parameter of another unit that a tied use refers
         to. The first range is of the unit's own parameters; then there is one range for each of the others.
         """
         spans = [shard.spans[unit.index].shift(-unit.span.start)]
-        place = unit.span.size
+        offset = unit.span.size
         for entry in unit.aliases:
             part = entry.span.intersect(shard.spans[self._home(entry.spec.tied)])
-            spans.append(part.shift(place - entry.offset))
-            place += entry.spec.size
+            spans.append(part.shift(offset - entry.offset))
+            offset += entry.spec.size
         return tuple(spans)
 
     def _sent(self, unit: Unit) -> list[Array]:
@@ -923,7 +924,7 @@ class ParameterStore:
             placed[entry.block].append((entry.local_name, start, entry.spec))
         nested = {block: views(buffer, triples) for block, triples in placed.items()}
         if self.integers is not None:
-            nested = {block: united(tree, self.integers.given(block)) for block, tree in nested.items()}
+            nested = {block: united(tree, self.integers.readonly_views(block)) for block, tree in nested.items()}
         if not self.sharded and not self._regions:
             return nested
         return ParameterViews(nested, self.progress.poll, gathered=self.sharded)
@@ -942,7 +943,7 @@ class ParameterAllGather:
     Parameters
     ----------
     grid : ProcessGrid
-        The ranks; peers exchange parameters.
+        The ranks; those of the inter-node group exchange parameters.
     memory : Memory
         The allocator that has the shared window of ``values``.
     values : 1-D array
@@ -950,7 +951,7 @@ class ParameterAllGather:
     regions : sequence of (int, Span)
         For each region the index of its unit, and its range of the flat parameter vector.
     shards : sequence of Shard
-        The shards that the peers own.
+        The shards of the ranks of the inter-node group.
     """
 
     def __init__(
@@ -966,8 +967,8 @@ class ParameterAllGather:
         self._barriers: list[Request | None] = []
         for unit, region in regions:
             spans = [(shard.spans[unit].intersect(region),) for shard in shards]
-            ((own,),) = spans[grid.inter_node.rank : grid.inter_node.rank + 1]
-            self._gatherings.append(begin_gather(grid.inter_node, [values[own.start : own.stop]], values, spans))
+            ((part,),) = spans[grid.inter_node.rank : grid.inter_node.rank + 1]
+            self._gatherings.append(begin_gather(grid.inter_node, [values[part.start : part.stop]], values, spans))
         self._arrived = self._ready = 0
 
     @property
@@ -981,7 +982,7 @@ class ParameterAllGather:
             self._note()
         return self._arrived == len(self._gatherings)
 
-    def wait_own(self) -> None:
+    def wait_requests(self) -> None:
         """Wait until all of this rank's sends and receives have ended. Not collective."""
         for gathering in self._gatherings:
             gathering.wait()
@@ -1009,7 +1010,7 @@ class ParameterAllGather:
         self._barriers.append(self._memory.ibarrier("all-gather"))
 
 
-def let_arrive(gathering: list[ParameterAllGather], seconds: float = 10.0) -> None:
+def poll_pending(gathering: list[ParameterAllGather], seconds: float = 10.0) -> None:
     """Wait, for at most ``seconds``, until the messages of an all-gather in flight have ended.
 
     Not collective. ``gathering`` is empty or has one all-gather, of a store whose memory is about to be freed. It is
@@ -1046,20 +1047,20 @@ class IntegerState:
     """
 
     def __init__(self, model: Any, blocks: Iterable[str], grid: ProcessGrid) -> None:
-        self.grid, self.whole = grid, integers_of(model)
-        here = frozenset(blocks)
-        self._own = {block: specs for block, specs in self.whole.items() if block in here}
+        self.grid, self.specs = grid, integers_of(model)
+        local_blocks = frozenset(blocks)
+        self._local = {block: specs for block, specs in self.specs.items() if block in local_blocks}
         self.values: dict[str, Array] = {}
         self._written: dict[str, Array] = {}
-        for name, spec in by_global_name(self._own).items():
+        for name, spec in by_global_name(self._local).items():
             self.values[name], self._written[name] = (np.zeros(spec.shape, spec.dtype) for _ in range(2))
-        self._found: dict[str, Array] = {}
+        self._new: dict[str, Array] = {}
         self._from: tuple[int, int] = (0, 0)
 
-    def set(self, given: Mapping[str, Array]) -> None:
-        """Set arrays of this stage to those of ``given``, which may have others, too. Not collective."""
-        for name in self.values.keys() & given.keys():
-            self.values[name][...] = given[name]
+    def set(self, arrays: Mapping[str, Array]) -> None:
+        """Set arrays of this stage to those of ``arrays``, which may have others, too. Not collective."""
+        for name in self.values.keys() & arrays.keys():
+            self.values[name][...] = arrays[name]
 
     def copy_from(self, other: IntegerState) -> None:
         """Copy the values of another state of the same stage. Not collective."""
@@ -1067,7 +1068,7 @@ class IntegerState:
 
     # ------------------------------------------------------------------ what layers see (not collective)
 
-    def given(self, block: str) -> dict[str, Any]:
+    def readonly_views(self, block: str) -> dict[str, Any]:
         """Return read-only views of a block's arrays, nested by local name."""
         return self._views(block, self.values, writeable=False)
 
@@ -1076,15 +1077,15 @@ class IntegerState:
         return self._views(block, self._written, writeable=True)
 
     def _views(self, block: str, arrays: dict[str, Array], *, writeable: bool) -> dict[str, Any]:
-        found = {}
-        for spec in self._own.get(block, ()):
-            found[spec.name] = arrays[joined(block, spec.name)].view()
-            found[spec.name].flags.writeable = writeable
-        return nested(found)
+        by_name = {}
+        for spec in self._local.get(block, ()):
+            by_name[spec.name] = arrays[joined(block, spec.name)].view()
+            by_name[spec.name].flags.writeable = writeable
+        return nested(by_name)
 
     def forget(self) -> None:
         """Drop the new values of a step that has not ended."""
-        self._found = {}
+        self._new = {}
 
     def prepare(self, blocks: Iterable[str]) -> None:
         """Set what ``blocks`` write to to the values of the step: what is not written stays as it is."""
@@ -1098,15 +1099,15 @@ class IntegerState:
         """
         for name in self._names([block]):
             written = self._written[name]
-            if name not in self._found:
-                self._found[name], self._from = written.copy(), (first, count)
-            elif (self._found[name] != written).any():
-                mine = f"{_shown(self._found[name])} after {_samples(*self._from)}, {_shown(written)} after"
-                return _differ(name, f"{mine} {_samples(first, count)}")
+            if name not in self._new:
+                self._new[name], self._from = written.copy(), (first, count)
+            elif (self._new[name] != written).any():
+                earlier = f"{_excerpt(self._new[name])} after {_samples(*self._from)}, {_excerpt(written)} after"
+                return _differ(name, f"{earlier} {_samples(first, count)}")
         return None
 
     def _names(self, blocks: Iterable[str]) -> Iterator[str]:
-        return (joined(block, spec.name) for block in blocks for spec in self._own.get(block, ()))
+        return (joined(block, spec.name) for block in blocks for spec in self._local.get(block, ()))
 
     # ------------------------------------------------------------------ agreement
 
@@ -1120,58 +1121,58 @@ class IntegerState:
         LayoutError
             On all ranks, if new values differ between the ranks of a stage.
         """
-        if not self.whole:
+        if not self.specs:
             return
         world, state = self.grid.world, _NONE
-        if self._found:
-            changed = any((self.values[name] != value).any() for name, value in self._found.items())
+        if self._new:
+            changed = any((self.values[name] != value).any() for name, value in self._new.items())
             state = _NEW if changed else _OLD
-        told = np.empty((world.size, 2), np.int64)
-        digest = blake2b(b"".join(self._found[name].tobytes() for name in sorted(self._found)), digest_size=8).digest()
-        world.allgather(np.array([state, int.from_bytes(digest, "little", signed=True)]), told.reshape(-1), "integers")
+        table = np.empty((world.size, 2), np.int64)
+        digest = blake2b(b"".join(self._new[name].tobytes() for name in sorted(self._new)), digest_size=8).digest()
+        world.allgather(np.array([state, int.from_bytes(digest, "little", signed=True)]), table.reshape(-1), "integers")
         stages = [self.grid.axes.coordinates(rank).pipeline for rank in range(world.size)]
         for stage in set(stages):
-            hashes = {int(told[r, 1]) for r in range(world.size) if stages[r] == stage and told[r, 0] != _NONE}
+            hashes = {int(table[r, 1]) for r in range(world.size) if stages[r] == stage and table[r, 0] != _NONE}
             if len(hashes) > 1:
                 self._explain(stages)
-        group = [int(told[rank, 0]) for rank in self.grid.axes.group(world.rank, GROUPS["data"])]
+        group = [int(table[rank, 0]) for rank in self.grid.axes.group(world.rank, GROUPS["data"])]
         if _NONE in group and _NEW in group:
             for name, value in self.values.items():
-                found = self._found.setdefault(name, value.copy())
-                self.grid.data.broadcast(found, group.index(_NEW), "integers")
+                target = self._new.setdefault(name, value.copy())
+                self.grid.data.broadcast(target, group.index(_NEW), "integers")
 
     def _explain(self, stages: list[int]) -> None:
         """Raise the error that names the first array on whose new values the ranks of a stage do not agree.
 
         Collective over the world.
         """
-        everyone = self.grid.world.allgather_object((self._found, self._from), "integers")
+        gathered = self.grid.world.allgather_object((self._new, self._from), "integers")
         first: dict[tuple[int, str], int] = {}
-        for rank, (found, place) in enumerate(everyone):
-            for name, value in found.items():
+        for rank, (new, samples) in enumerate(gathered):
+            for name, value in new.items():
                 other = first.setdefault((stages[rank], name), rank)
-                known, where = everyone[other]
+                known, where = gathered[other]
                 if (known[name] != value).any():
                     raise _differ(
                         name,
-                        f"{_shown(known[name])} after {_samples(*where)} on rank {other}, {_shown(value)} after "
-                        f"{_samples(*place)} on rank {rank}",
+                        f"{_excerpt(known[name])} after {_samples(*where)} on rank {other}, {_excerpt(value)} after "
+                        f"{_samples(*samples)} on rank {rank}",
                     )
 
     def commit(self) -> None:
         """Take the new values, at the end of a step that has updated the parameters. Not collective."""
-        for name, value in self._found.items():
+        for name, value in self._new.items():
             self.values[name][...] = value
-        self._found = {}
+        self._new = {}
 
     def all_values(self) -> dict[str, Array]:
         """Return copies of the integer arrays of the whole model by name. Collective over the model group."""
-        if not self.whole:
+        if not self.specs:
             return {}
-        found: dict[str, Array] = {}
-        for held in self.grid.model.allgather_object(self.values, "integers"):
-            found |= held
-        return {name: found[name].copy() for name in by_global_name(self.whole)}
+        gathered: dict[str, Array] = {}
+        for values in self.grid.model.allgather_object(self.values, "integers"):
+            gathered |= values
+        return {name: gathered[name].copy() for name in by_global_name(self.specs)}
 
 
 def _differ(name: str, how: str) -> LayoutError:
@@ -1185,7 +1186,7 @@ def _samples(first: int, count: int) -> str:
     return f"samples {first} to {first + count - 1}" if count > 1 else f"sample {first}"
 
 
-def _shown(value: Array) -> str:
+def _excerpt(value: Array) -> str:
     return str(value.tolist()) if value.size <= 4 else f"{value.reshape(-1)[:4].tolist()} and {value.size - 4} more"
 
 
@@ -1225,42 +1226,42 @@ def fits_shared_memory(
     """
     if grid.local_size == 1 and grid.data.size == grid.world.size:
         return True
-    needed, room = 0, None
+    needed, space = 0, None
     if grid.local_size > 1:
-        room = grid.node.shared_space()
+        space = grid.node.shared_space()
         if grid.node.rank == 0:  # one rank of each node counts its windows
-            claims = claims_grains(placement, config, grid, grid.model.size)
-            rows = _rows(grid, config, scratch=scratch, claims=claims)
+            dynamic = schedules_dynamically(placement, config, grid, grid.model.size)
+            rows = _rows(grid, config, scratch=scratch, dynamic=dynamic)
             needed = _window_bytes(grid, layout, item, placement, rows, in_place=in_place)
-    told = grid.world.allgather_object((os.uname().nodename, needed, room, available_memory()), "shared memory")
-    asked, rooms = Counter[str](), dict[str, int]()
-    for host, window, free, _ in told:
-        asked[host] += window
+    reports = grid.world.allgather_object((os.uname().nodename, needed, space, available_memory()), "shared memory")
+    needs, rooms = Counter[str](), dict[str, int]()
+    for host, window, free, _ in reports:
+        needs[host] += window
         if free is not None:
             rooms[host] = min(free, rooms.get(host, free))
-    _tell_limit(grid.world, asked, {host: memory for host, _, _, memory in told if memory is not None})
-    short = {host: asked[host] - free for host, free in rooms.items() if asked[host] > free}
+    _warn_memory_limit(grid.world, needs, {host: memory for host, _, _, memory in reports if memory is not None})
+    short = {host: needs[host] - free for host, free in rooms.items() if needs[host] > free}
     if short:
         host = max(short, key=lambda name: short[name])
-        held = dict(grid.world.allgather_object((os.uname().nodename, taken_by_leftovers()), "leftovers"))[host]
-        tell_private(
+        leftovers = dict(grid.world.allgather_object((os.uname().nodename, taken_by_leftovers()), "leftovers"))[host]
+        warn_private(
             grid.world,
-            f"the model needs {asked[host]} bytes of shared memory on {host}, where {SHARED_FOLDER} has {rooms[host]} "
-            f"left{held}; enlarge it (in a container --shm-size) or use fewer ranks per node",
+            f"the model needs {needs[host]} bytes of shared memory on {host}, where {SHARED_FOLDER} has {rooms[host]} "
+            f"left{leftovers}; enlarge it (in a container --shm-size) or use fewer ranks per node",
         )
     return not short
 
 
-def _tell_limit(world: Communicator, asked: Mapping[str, int], left: Mapping[str, int]) -> None:
+def _warn_memory_limit(world: Communicator, needs: Mapping[str, int], left: Mapping[str, int]) -> None:
     """Print on rank 0 which host may need more memory than ``left`` there for this job. Not collective."""
-    if world.rank == 0 and (host := next((host for host in left if asked[host] > left[host]), "")):
+    if world.rank == 0 and (host := next((host for host in left if needs[host] > left[host]), "")):
         notice(
-            f"the model may need {asked[host]} bytes of shared memory on {host}, where this job may take {left[host]}: "
+            f"the model may need {needs[host]} bytes of shared memory on {host}, where this job may take {left[host]}: "
             "a job that takes more is killed; ask for more memory (sbatch --mem), or more nodes"
         )
 
 
-def tell_private(world: Communicator, reason: str) -> None:
+def warn_private(world: Communicator, reason: str) -> None:
     """Print on rank 0 of ``world`` that every rank keeps its own copy of the model, and why. Not collective."""
     if world.rank == 0:
         notice(f"every rank keeps its own copy of the model: {reason}")
@@ -1279,12 +1280,12 @@ def _window_bytes(
 
     if gathers_units(placement, grid.inter_node.size):
         owned = sum(Shard(layout, rank, grid.data.size).size for rank in grid.node_ranks)
-        parameters = window(owned) + SLOTS * window(layout.largest_gathered)
+        parameters = window(owned) + UNIT_BUFFERS * window(layout.largest_gathered)
     else:
         parameters = window(layout.size)
     if placement.in_rounds:
-        slots = round_slots(layout, grid.node.size, in_place=in_place)
-        return parameters + grid.node.size * sum(window(size) for size in slots)
+        sizes = round_buffer_sizes(layout, grid.node.size, in_place=in_place)
+        return parameters + grid.node.size * sum(window(size) for size in sizes)
     return parameters + rows * grid.node.size * window(layout.gradient_size)
 
 
@@ -1293,7 +1294,7 @@ def grid_rows_plan(grid: ProcessGrid, count: int, *, scratch: bool) -> RowsPlan:
     return rows_plan(contiguous_parts(grid, count), grid.group_sizes, count, scratch=scratch)
 
 
-def _rows(grid: ProcessGrid, config: Config, *, scratch: bool, claims: bool) -> int:
+def _rows(grid: ProcessGrid, config: Config, *, scratch: bool, dynamic: bool) -> int:
     """Return how many rows to count for each rank before the first batch is known.
 
     That is the most that a batch of up to 16 grains can need, or 1 if the user has set ``micro_batch``. If the first
@@ -1303,4 +1304,4 @@ def _rows(grid: ProcessGrid, config: Config, *, scratch: bool, claims: bool) -> 
         return 1
     counts = [grid.context.size * count for count in range(1, DEFAULT_GRAINS + 1)]
     planned = [grid_rows_plan(grid, count, scratch=scratch).rows for count in counts]
-    return max(planned + ([max_dynamic_rows(grid, count) for count in counts] if claims else []))
+    return max(planned + ([max_dynamic_rows(grid, count) for count in counts] if dynamic else []))

@@ -3,7 +3,7 @@
 :func:`check_model` says whether a user's model can be trained at all, and :func:`blocks_of` lists its blocks, from
 which pipeline stages and units are made. :class:`ParallelLayout` has the sizes of the axes, the schedule, and the cuts
 into stages. :func:`partition_model` makes of it a rank's part of a model, a :class:`PartitionedModel`. Layers that are
-split compute in tiles, whose number decides the bits of the result: :func:`in_tiles` chooses it, and
+split compute in tiles, whose number decides the bits of the result: :func:`resolve_tiles` chooses it, and
 :func:`within_rounding` says where bits differ nevertheless. :func:`describe_model` describes a model by named parts, so
 that ranks can check that all of them were given the same.
 """
@@ -81,7 +81,7 @@ def check_model(model: Any) -> None:
         raise ConfigError(f"parameters of type {dtype!r} are not supported ({name}.dtype): use float32 or float64")
 
 
-def check_own_modules(comm: Communicator, model: Any) -> None:
+def check_distinct_modules(comm: Communicator, model: Any) -> None:
     """Raise an error if several ranks that are threads of one process train the same PyTorch module.
 
     Collective over ``comm``. These ranks would write to the same gradients at once.
@@ -93,10 +93,10 @@ def check_own_modules(comm: Communicator, model: Any) -> None:
     """
     if comm.size == 1 or not isinstance(comm, InMemoryCommunicator) or isinstance(model, BlockModel):
         return
-    found = comm.allgather_object(_trained_modules(model.loss_and_grad), "modules")
-    for rank, modules in enumerate(found):
+    gathered = comm.allgather_object(_trained_modules(model.loss_and_grad), "modules")
+    for rank, modules in enumerate(gathered):
         for other in range(rank):
-            if common := sorted(modules.items() & found[other].items()):
+            if common := sorted(modules.items() & gathered[other].items()):
                 raise ConfigError(
                     f"ranks {other} and {rank} are threads of one process and train the same PyTorch module, a "
                     f"{common[0][1]}: both would write to its gradients at once; let every rank make its own, for "
@@ -107,17 +107,17 @@ def check_own_modules(comm: Communicator, model: Any) -> None:
 def _trained_modules(function: Any) -> dict[int, str]:
     """Return the class names, by ``id``, of the PyTorch modules with trainable parameters that a function refers to."""
     torch = sys.modules.get("torch")
-    found: dict[int, str] = {}
+    modules: dict[int, str] = {}
     left = [function] if torch is not None else []
-    seen: set[int] = set()
+    visited: set[int] = set()
     while left:
         value = left.pop()
-        if id(value) in seen:
+        if id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, torch.nn.Module):  # type: ignore[union-attr]
             if any(parameter.requires_grad for parameter in value.parameters()):
-                found[id(value)] = type(value).__name__
+                modules[id(value)] = type(value).__name__
         elif isinstance(value, partial):
             left += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, MethodType):
@@ -125,7 +125,7 @@ def _trained_modules(function: Any) -> dict[int, str]:
         elif isinstance(value, FunctionType):
             used = inspect.getclosurevars(value)
             left += [*used.nonlocals.values(), *used.globals.values()]
-    return found
+    return modules
 
 
 def _check_part(what: str, kind: str, part: Any, methods: tuple[str, ...]) -> None:
@@ -193,30 +193,30 @@ class ParallelLayout(AxisSettings, SplitSettings):
     """Combine the axes of a :class:`~mpizero.Mesh` with the settings of how a model is cut along them."""
 
     @property
-    def tensor_tiles(self) -> int:
+    def tensor_virtual_ranks(self) -> int:
         """Number of parts in which layers that are split are computed: all group sizes with equal tiles compute alike.
 
         It is ``tiles``, if that is the size of the tensor axis times a power of two (1 included); otherwise, and with
         ``tiles=None``, it is the size.
         """
-        return self.all_tiles["tensor"]
+        return self.virtual_ranks["tensor"]
 
     @property
-    def context_tiles(self) -> int:
-        """Number of parts of the sequence by which layers compute, found like :attr:`tensor_tiles`."""
-        return self.all_tiles["context"]
+    def context_virtual_ranks(self) -> int:
+        """Number of parts of the sequence by which layers compute, found like :attr:`tensor_virtual_ranks`."""
+        return self.virtual_ranks["context"]
 
     @property
-    def asked_tiles(self) -> dict[str, int]:
+    def wanted_virtual_ranks(self) -> dict[str, int]:
         """The number of tiles that the training has of each axis, whether the axis's size fits it or not."""
-        asked = self.tiles if isinstance(self.tiles, Mapping) else dict.fromkeys(TILED_AXES, self.tiles)
-        return {axis: asked.get(axis) or getattr(self, axis) for axis in TILED_AXES}
+        wanted = self.tiles if isinstance(self.tiles, Mapping) else dict.fromkeys(TILED_AXES, self.tiles)
+        return {axis: wanted.get(axis) or getattr(self, axis) for axis in TILED_AXES}
 
     @property
-    def all_tiles(self) -> dict[str, int]:
-        """The numbers :attr:`tensor_tiles` and :attr:`context_tiles` by axis."""
+    def virtual_ranks(self) -> dict[str, int]:
+        """The numbers :attr:`tensor_virtual_ranks` and :attr:`context_virtual_ranks` by axis."""
         sizes = {"tensor": self.tensor, "context": self.context}
-        return {axis: n if fits_tiles(sizes[axis], n) else sizes[axis] for axis, n in self.asked_tiles.items()}
+        return {axis: n if can_host(sizes[axis], n) else sizes[axis] for axis, n in self.wanted_virtual_ranks.items()}
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -269,9 +269,9 @@ class ParallelLayout(AxisSettings, SplitSettings):
         return dict(self.__dict__)
 
 
-def fits_tiles(size: int, tiles: int) -> bool:
-    """Tell whether ranks of a group of ``size`` can compute ``tiles`` tiles: a power of two on each, 1 included."""
-    each, rest = divmod(tiles, size)
+def can_host(size: int, count: int) -> bool:
+    """Tell whether ranks of a group of ``size`` can compute ``count`` tiles: a power of two on each, 1 included."""
+    each, rest = divmod(count, size)
     return rest == 0 and each > 0 and each & (each - 1) == 0
 
 
@@ -283,13 +283,13 @@ def block_operations(model: Any) -> dict[str, float] | None:
     shape = getattr(model, "sample_shape", None)
     if shape is None:
         return None
-    found: dict[str, float] = {}
+    operations: dict[str, float] = {}
     for name, layer in model.blocks.items():
         if not hasattr(layer, "operations"):
             return None
-        found[name] = float(sum(call_located("block", name, layer.operations, shape)))
+        operations[name] = float(sum(call_located("block", name, layer.operations, shape)))
         shape = layer.output_shape(shape)
-    return found
+    return operations
 
 
 Specs = Mapping[str, tuple[ParameterSpec, ...]]
@@ -360,7 +360,7 @@ class PartitionedModel:
         return self.parallel_layout.tensor * self.parallel_layout.context > 1
 
     @property
-    def has_tiles(self) -> bool:
+    def is_split(self) -> bool:
         """Tell whether layers or sequences are cut into tiles, over ranks or on this one."""
         return self.split is not self.model
 
@@ -381,7 +381,7 @@ class PartitionedModel:
 
     @cached_property
     def _all_uses(self) -> dict[str, tuple[Use, ...]]:
-        found: dict[str, tuple[Use, ...]] = {}
+        uses: dict[str, tuple[Use, ...]] = {}
         for chunk, names in enumerate(self.cuts):
             stage = self.parallel_layout.chunks[chunk]
             for block in names:
@@ -389,10 +389,10 @@ class PartitionedModel:
                     if spec.tied is not None and not spec.trainable:
                         continue  # it stays on the stage of its home: see partition_model
                     home = spec.tied or joined(block, spec.name)
-                    earlier = found.get(home, ())
+                    earlier = uses.get(home, ())
                     number = sum(use.stage == stage for use in earlier)
-                    found[home] = (*earlier, Use(stage, number))
-        return found
+                    uses[home] = (*earlier, Use(stage, number))
+        return uses
 
     def specs(self, stage: int) -> Specs:
         """Return the parameters of the blocks of ``stage``, by block. Not collective.
@@ -402,16 +402,16 @@ class PartitionedModel:
         ``stage`` are tied to that copy.
         """
         every = blocks_of(self.split)
-        here = [block for chunk in self.chunks_of(stage) for block in self.cuts[chunk]]
+        local_blocks = [block for chunk in self.chunks_of(stage) for block in self.cuts[chunk]]
         homes = by_global_name(every)
-        held = {joined(block, spec.name) for block in here for spec in every[block] if spec.tied is None}
+        stored = {joined(block, spec.name) for block in local_blocks for spec in every[block] if spec.tied is None}
         guests: dict[str, str] = {}
         result: dict[str, tuple[ParameterSpec, ...]] = {}
-        for block in here:
+        for block in local_blocks:
             specs = []
             for spec in every[block]:
                 home = spec.tied
-                if home is None or home in held:
+                if home is None or home in stored:
                     specs.append(spec)
                 elif home in guests:
                     specs.append(replace(spec, tied=guests[home]))
@@ -435,34 +435,34 @@ class PartitionedModel:
         Collective over the context group: one message per micro-batch, instead of one per layer. The length is computed
         from the first array of ``x`` on every rank. If no layer is split, ``run`` is returned unchanged.
         """
-        return run_on(self.split, leaves_of(x)[0], run) if self.has_tiles else run
+        return run_on(self.split, leaves_of(x)[0], run) if self.is_split else run
 
-    def own_loss(self, loss: Any) -> Any:
+    def local_loss(self, loss: Any) -> Any:
         """Return ``loss`` adapted to the output of this rank's last block. Not collective.
 
         If the scores of classes are split over a tensor group and the loss needs all of them, the returned loss first
         joins them. In a context group it takes this rank's positions. None is returned for None.
         """
-        return loss if loss is None or not self.has_tiles else self.split.loss_on_parts(loss)
+        return loss if loss is None or not self.is_split else self.split.loss_on_parts(loss)
 
-    def own_places(self, x: Array) -> Array:
+    def local_positions(self, x: Array) -> Array:
         """Return ``x`` cut to this rank's positions of the sequences; without a context group, ``x`` itself.
 
         Not collective.
         """
-        own: Array = self.cut_batch(x, x)[0]
-        return own
+        local: Array = self.cut_batch(x, x)[0]
+        return local
 
     def cut_batch(self, x: Any, y: Any) -> tuple[Any, Any]:
         """Return inputs and targets cut to this rank's positions of the sequences; see :func:`mpizero.nn.cut_batch`.
 
         Not collective.
         """
-        if self.context_group is None or self.parallel_layout.context_tiles == 1:
+        if self.context_group is None or self.parallel_layout.context_virtual_ranks == 1:
             return x, y
-        return nn.cut_batch(x, y, self.context_group, self.parallel_layout.context_tiles)
+        return nn.cut_batch(x, y, self.context_group, self.parallel_layout.context_virtual_ranks)
 
-    def whole_scores(self, prediction: Array) -> Array:
+    def gather_class_scores(self, prediction: Array) -> Array:
         """Return a prediction with the scores of all classes, for this rank's positions of the sequences only.
 
         Collective over the tensor group.
@@ -471,15 +471,15 @@ class PartitionedModel:
 
         return gather_scores(self.split, prediction)
 
-    def whole_prediction(self, prediction: Array) -> Array:
+    def join_prediction(self, prediction: Array) -> Array:
         """Join the parts of a prediction: return the scores of all classes, for all positions of the sequences.
 
         Collective over the tensor and context group.
         """
-        if not self.has_tiles:
+        if not self.is_split:
             return prediction
-        whole: Array = self.split.whole_prediction(prediction)
-        return whole
+        joined: Array = self.split.whole_prediction(prediction)
+        return joined
 
 
 def partition_model(
@@ -499,8 +499,8 @@ def partition_model(
         If a black box is to be split, if a layer cannot be split, or if the model cannot be cut into these stages.
     """
     sizes = {"pipeline": parallel_layout.pipeline, "tensor": parallel_layout.tensor, "context": parallel_layout.context}
-    tiles = parallel_layout.tensor_tiles, parallel_layout.context_tiles
-    if max(*sizes.values(), *tiles) == 1:
+    virtual_ranks = parallel_layout.tensor_virtual_ranks, parallel_layout.context_virtual_ranks
+    if max(*sizes.values(), *virtual_ranks) == 1:
         return PartitionedModel(model, model, model, None, parallel_layout, (tuple(blocks_of(model)),), 0)
     if parallel_layout.context > 1 and (averaged := averaged_names(model)):
         raise ConfigError(
@@ -508,9 +508,9 @@ def partition_model(
             "use replicas, stages or tensor groups for this model (context=1)"
         )
     if not isinstance(model, BlockModel):
-        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(
-            f"{type(model).__name__} is a black box, which cannot be split ({given}): give a model of blocks, or use "
+            f"{type(model).__name__} is a black box, which cannot be split ({listed}): give a model of blocks, or use "
             "data parallelism alone (pipeline=1, tensor=1, context=1)"
         )
     from mpizero.nn.virtual_ranks import tiled_model  # with all that tiles need, which few trainings have
@@ -518,10 +518,10 @@ def partition_model(
     cuts = parallel_layout.cut(blocks_of(model), model)
     _refuse_frozen_copies(blocks_of(model), parallel_layout.chunks, cuts)
     tensor, context = group_for(grid.tensor_group), group_for(grid.context_group)
-    split = tiled_model(model, tensor, context, tiles, {names[-1] for names in cuts})
+    split = tiled_model(model, tensor, context, virtual_ranks, {names[-1] for names in cuts})
     stage = grid.coordinates.pipeline
-    here = [block for c, s in enumerate(parallel_layout.chunks) if s == stage for block in cuts[c]]
-    local = LocalModel({name: split.blocks[name] for name in here}, split.loss, model.dtype, model.seed)
+    local_blocks = [block for c, s in enumerate(parallel_layout.chunks) if s == stage for block in cuts[c]]
+    local = LocalModel({name: split.blocks[name] for name in local_blocks}, split.loss, model.dtype, model.seed)
     return PartitionedModel(local, split, model, context, parallel_layout, cuts, stage)
 
 
@@ -569,14 +569,14 @@ SAME = "the bits of one process"
 
 
 @dataclass(frozen=True)
-class _Place:
+class _StandInGroup:
     """Stand for a group where only a layer's form is asked for: nothing is sent."""
 
     size: int
     rank: int = 0
 
 
-def in_tiles(parallel_layout: ParallelLayout, tiles: Tiles, model: Any) -> ParallelLayout:
+def resolve_tiles(parallel_layout: ParallelLayout, tiles: Tiles, model: Any) -> ParallelLayout:
     """Return the layout with the tiles in which ``model`` computes on it, a number for each axis. Not collective.
 
     ``tiles`` is the setting. A number for both axes holds for those along which the model can be split: the layers of
@@ -590,10 +590,10 @@ def in_tiles(parallel_layout: ParallelLayout, tiles: Tiles, model: Any) -> Paral
     """
     if tiles is None:
         return parallel_layout
-    asked, problems = replace(parallel_layout, tiles=tiles), dict[str, str]()
-    for axis, count in asked.all_tiles.items():
-        size = getattr(asked, axis)
-        if problem := _problem(model, axis) if size == 1 and asked.asked_tiles[axis] > 1 else "":
+    tiled, problems = replace(parallel_layout, tiles=tiles), dict[str, str]()
+    for axis, count in tiled.virtual_ranks.items():
+        size = getattr(tiled, axis)
+        if problem := _problem(model, axis) if size == 1 and tiled.wanted_virtual_ranks[axis] > 1 else "":
             problems[axis] = problem
         elif axis == "tensor" and count != size:
             _check_parts(model, tiles, count)
@@ -601,20 +601,20 @@ def in_tiles(parallel_layout: ParallelLayout, tiles: Tiles, model: Any) -> Paral
         axis, problem = next(iter(problems.items()))
         raise ConfigError(f"tiles={tiles}: {problem}; leave tiles of the {axis} axis out")
     if len(problems) == len(TILED_AXES):
-        told = " and ".join(dict.fromkeys(problems.values()))
-        raise ConfigError(f"tiles={tiles}: {told}; leave tiles out (tiles=None)")
-    return replace(asked, tiles={axis: 1 if axis in problems else n for axis, n in asked.asked_tiles.items()})
+        reasons = " and ".join(dict.fromkeys(problems.values()))
+        raise ConfigError(f"tiles={tiles}: {reasons}; leave tiles out (tiles=None)")
+    return replace(tiled, tiles={axis: 1 if axis in problems else n for axis, n in tiled.wanted_virtual_ranks.items()})
 
 
-def misfits(parallel_layout: ParallelLayout) -> list[str]:
+def incompatible_axes(parallel_layout: ParallelLayout) -> list[str]:
     """Return a text for each axis whose size does not fit the number of tiles that the training has. Not collective."""
-    found = []
-    for axis, asked in parallel_layout.asked_tiles.items():
-        if parallel_layout.all_tiles[axis] != asked:
-            fitting = ", ".join(f"{axis}={size}" for size in range(1, asked + 1) if fits_tiles(size, asked))
-            tiles = "1 tile" if asked == 1 else f"{asked} tiles"
-            found.append(f"{axis}={getattr(parallel_layout, axis)} cannot compute {tiles}, only {fitting} can")
-    return found
+    problems = []
+    for axis, count in parallel_layout.wanted_virtual_ranks.items():
+        if parallel_layout.virtual_ranks[axis] != count:
+            fitting = ", ".join(f"{axis}={size}" for size in range(1, count + 1) if can_host(size, count))
+            wanted = "1 tile" if count == 1 else f"{count} tiles"
+            problems.append(f"{axis}={getattr(parallel_layout, axis)} cannot compute {wanted}, only {fitting} can")
+    return problems
 
 
 def within_rounding(
@@ -626,44 +626,44 @@ def within_rounding(
 ) -> tuple[str, ...]:
     """Return why results have not the bits of one process with the same tiles, but agree within rounding; () if not.
 
-    ``parallel_layout`` is the result of :func:`in_tiles`, ``compression`` and ``accumulate`` the settings
+    ``parallel_layout`` is the result of :func:`resolve_tiles`, ``compression`` and ``accumulate`` the settings
     ``gradient_compression`` and ``accumulate``. A layer that computes other bits in groups of other sizes says why by
     its attribute ``within_rounding``. An optimizer of which small differences become large ones says so by its
     attribute ``magnifies_rounding``. Not collective.
     """
-    found = misfits(parallel_layout)
-    for axis, count in parallel_layout.all_tiles.items():
-        if count == parallel_layout.asked_tiles[axis] and not fits_tiles(1, count):
-            found.append(f"{axis}={count} is no power of two, so one process cannot compute {count} tiles")
-    if max(parallel_layout.all_tiles.values()) > 1:
-        found += own_reasons(model)
-    if accumulate > 1 and parallel_layout.context_tiles > 1:
-        found.append(
+    reasons = incompatible_axes(parallel_layout)
+    for axis, count in parallel_layout.virtual_ranks.items():
+        if count == parallel_layout.wanted_virtual_ranks[axis] and not can_host(1, count):
+            reasons.append(f"{axis}={count} is no power of two, so one process cannot compute {count} tiles")
+    if max(parallel_layout.virtual_ranks.values()) > 1:
+        reasons += layer_reasons(model)
+    if accumulate > 1 and parallel_layout.context_virtual_ranks > 1:
+        reasons.append(
             f"accumulate={accumulate}: a rank with several tiles of the sequences adds these first, a rank with one "
             "its micro-batches"
         )
     if compression is not None:
-        found.append(f"gradient_compression={compression!r} rounds what ranks send")
-    if found and (magnified := getattr(optimizer, "magnifies_rounding", "")):
-        found.append(magnified)
-    return tuple(found)
+        reasons.append(f"gradient_compression={compression!r} rounds what ranks send")
+    if reasons and (magnified := getattr(optimizer, "magnifies_rounding", "")):
+        reasons.append(magnified)
+    return tuple(reasons)
 
 
 def exactness(tiles: Mapping[str, int], reasons: Sequence[str]) -> str:
     """Say what results are equal to: :data:`SAME`, or those of one process with ``tiles``, or within rounding."""
     if reasons:
         return f"within rounding ({'; '.join(reasons)})"
-    return SAME if max(tiles.values()) == 1 else f"{SAME} with {shown_tiles(tiles)}"
+    return SAME if max(tiles.values()) == 1 else f"{SAME} with {tiles_setting(tiles)}"
 
 
-def shown_tiles(tiles: Mapping[str, int]) -> str:
+def tiles_setting(tiles: Mapping[str, int]) -> str:
     """Return the setting for numbers of tiles by axis, such as "tiles=8" or "tiles={'tensor': 4}"."""
     several = {axis: count for axis, count in tiles.items() if count > 1}
     equal = len(set(tiles.values())) == 1
     return f"tiles={next(iter(tiles.values()))}" if equal else f"tiles={several}"
 
 
-def own_reasons(model: Any) -> list[str]:
+def layer_reasons(model: Any) -> list[str]:
     """Return what layers of a model say of why their bits depend on the sizes of groups. Not collective."""
     blocks = model.blocks if isinstance(model, BlockModel) else {}
     return [f"block {name!r}: {reason}" for name, layer in blocks.items() for reason in _reasons(layer)]
@@ -672,8 +672,8 @@ def own_reasons(model: Any) -> list[str]:
 def _reasons(layer: Any) -> list[str]:
     """Return the attributes ``within_rounding`` of a layer and of the layers in it."""
     inside = layer.children().values() if isinstance(layer, nn.Layer) else ()
-    own = getattr(layer, "within_rounding", "")
-    return [*([str(own)] if own else []), *(reason for child in inside for reason in _reasons(child))]
+    stated = getattr(layer, "within_rounding", "")
+    return [*([str(stated)] if stated else []), *(reason for child in inside for reason in _reasons(child))]
 
 
 def _problem(model: Any, axis: str) -> str:
@@ -686,7 +686,7 @@ def _problem(model: Any, axis: str) -> str:
     if averaged := averaged_names(model):
         return f"{averaged[0]!r} of {name} is averaged over whole samples"
     try:
-        nn.context_model(model, cast("Group", _Place(2)))
+        nn.context_model(model, cast("Group", _StandInGroup(2)))
     except ConfigError as error:
         return f"{name} has no form for a context group ({error})"
     return ""
@@ -699,7 +699,7 @@ def _has_split(model: BlockModel) -> bool:
 def _splits(layer: Any) -> bool:
     split = getattr(layer, "split", None)
     try:
-        return split is not None and split(cast("Group", _Place(2))) is not layer
+        return split is not None and split(cast("Group", _StandInGroup(2))) is not layer
     except ConfigError:  # of a layer that can be split, but not into two parts
         return True
 
@@ -707,7 +707,7 @@ def _splits(layer: Any) -> bool:
 def _check_parts(model: Any, tiles: Tiles, count: int) -> None:
     """Raise :class:`ConfigError` if layers cannot be split into ``count`` parts, such as attention by its heads."""
     try:
-        nn.split_model(model, cast("Group", _Place(count)))
+        nn.split_model(model, cast("Group", _StandInGroup(count)))
     except ConfigError as error:
         raise ConfigError(
             f"tiles={tiles} computes layers as a tensor group of {count} ranks does: {error}; or give other tiles"
@@ -735,10 +735,10 @@ def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) 
     names = by_global_name(blocks)
     described["the parameter table"] = {"dtype": np.dtype(model.dtype), **names}
     described["the order of parameters"] = list(names)  # of a mapping made from a set it differs by process
-    given = getattr(model, "start_values", None)
-    if given is None:
-        given = {} if hasattr(model, "blocks") else model.parameters
-    described["the start values"] = {name: _in_pieces(values) for name, values in given.items()}
+    start = getattr(model, "start_values", None)
+    if start is None:
+        start = {} if hasattr(model, "blocks") else model.parameters
+    described["the start values"] = {name: _in_pieces(values) for name, values in start.items()}
     return described
 
 

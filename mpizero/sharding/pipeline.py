@@ -315,7 +315,7 @@ class PipelineRunner(Runner):
         all stages.
         """
         errors: list[Exception] = []
-        own = None if x is None else self.compute_device.put(self.partitioned.own_places(as_arrays(x)))
+        own = None if x is None else self.compute_device.put(self.partitioned.local_positions(as_arrays(x)))
         value = self._forward_only(own, EVALUATE, errors.append)
         form, whole = None, None
         with all_ranks(self.comm, "predict"):  # so everything that was sent has arrived
@@ -323,7 +323,7 @@ class PipelineRunner(Runner):
             if errors:
                 raise errors[0]
             if value is not None and self.partitioned.is_last:
-                whole = map_leaves(to_host, self.partitioned.whole_prediction(value))
+                whole = map_leaves(to_host, self.partitioned.join_prediction(value))
                 form = packable(whole, "the prediction")
         return None if x is None else broadcast_tree(self.comm, form, whole, self.stage_of[-1], "prediction")
 
@@ -340,7 +340,7 @@ class PipelineRunner(Runner):
         with self._computing(_Flight(self.scalars.fail)):
             loss, weight, _ = self.criterion.forward(value, y)
             loss, weight = loss_and_weight(self.criterion.forward, loss, weight)
-            return loss, weight, map_leaves(to_host, self.partitioned.whole_scores(value))
+            return loss, weight, map_leaves(to_host, self.partitioned.gather_class_scores(value))
         return 0.0, 0.0, None  # and go on: the other micro-batches still come
 
     def _forward_only(self, x: Any, run: Run, fail: Callable[[Exception], None]) -> Any:
@@ -359,7 +359,7 @@ class PipelineRunner(Runner):
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
         """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
-        return replaced_criterion(self, self.partitioned.own_loss(loss))
+        return replaced_criterion(self, self.partitioned.local_loss(loss))
 
     # ------------------------------------------------------------------ messages
 

@@ -1,8 +1,8 @@
 """Place a model on the ranks: make the groups of ranks, cut out this rank's part, allocate its arrays.
 
 :class:`PlacedModel` holds all objects that a training step needs (``sharding/engine.py`` uses them), each made here as
-the strategy and the settings say. :class:`HalfLoaded` marks a model whose arrays contain old and loaded values, because
-loading a checkpoint failed half-way.
+the strategy and the settings say. :class:`PartialLoad` describes a model whose arrays contain old and loaded
+values, because loading a checkpoint failed half-way.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mpizero.layout.flat import FlatLayout
 from mpizero.nn.arrays import keep_freed_memory
 from mpizero.nn.layer import start_integers
 from mpizero.optim.elementwise import LossScaleState, averaging
-from mpizero.sharding.batch import GrainScalars, NodeClaims
+from mpizero.sharding.batch import DynamicScheduler, GrainScalars
 from mpizero.sharding.config import (
     Config,
     Placement,
     assigned_in_advance,
     assigns_rounds,
-    claims_grains,
+    schedules_dynamically,
     scratch_use,
     sent_exactly,
 )
@@ -53,16 +53,16 @@ from mpizero.sharding.params import (
     ParameterStore,
     UpdatePiece,
     fits_shared_memory,
-    tell_private,
+    warn_private,
 )
 from mpizero.sharding.partition import (
     SAME,
     ParallelLayout,
     blocks_of,
     exactness,
-    in_tiles,
     optimized_names,
     partition_model,
+    resolve_tiles,
     within_rounding,
 )
 from mpizero.sharding.pipeline import make_runner
@@ -113,9 +113,9 @@ class PlacedModel:
         self._end_limit = finalize(self, limit_blas_threads(mesh.communicator, config.threads))
         self._end_limit.atexit = False
         self.block_model = isinstance(model, BlockModel)
-        if callable(told := getattr(model, "set_sharding_config", None)):
+        if callable(set_config := getattr(model, "set_sharding_config", None)):
             with all_ranks(mesh.communicator, "model's own settings"):
-                told(config)
+                set_config(config)
         self.compute_device = (
             ComputeDevice() if config.device == "cpu" else open_gpu(mesh.communicator, config, self.block_model, device)
         )
@@ -131,10 +131,10 @@ class PlacedModel:
             self._take_memory()
         except SharedMemoryError as error:  # on all ranks: another program has taken the memory since the check
             self.memory.close()
-            tell_private(self.grid.world, str(error))
+            warn_private(self.grid.world, str(error))
             self._find_part(parallel_layout, private=True)
             self._take_memory()
-        self.whole = GlobalView(blocks_of(model), self.store, self.grid)
+        self.global_view = GlobalView(blocks_of(model), self.store, self.grid)
         #: Whether this rank prints notices about the model; of local engines only that of the job's rank 0.
         self.prints_notices = self.grid.world.rank == 0
         self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)), self.integers)
@@ -149,7 +149,7 @@ class PlacedModel:
         #: How global batches are cut into grains; a checkpoint may replace it.
         self.grain_rule = config.grain_rule(model)
         #: Set while a failed load has left the model with some old and some new values: it then refuses to be used.
-        self.half_loaded: HalfLoaded | None = None
+        self.partially_loaded: PartialLoad | None = None
         self._begin_values()
 
     def _begin_values(self) -> None:
@@ -166,7 +166,7 @@ class PlacedModel:
         self.grid = self.mesh.grid_of(axes, private=private)
         if self.grid.context.size > 1 and self.grid.order != tuple(range(self.grid.data.size)):
             self.grid = self.mesh.grid_of(axes, private=True)  # the parts of a grain must be neighbours in a round
-        layout = in_tiles(parallel_layout or ParallelLayout(), self.config.tiles, self.model)
+        layout = resolve_tiles(parallel_layout or ParallelLayout(), self.config.tiles, self.model)
         self.partitioned = partition_model(self.model, self.grid, layout, self.compute_device.group)
         self.layout = self._layout_of(self.partitioned.stage)
 
@@ -183,9 +183,9 @@ class PlacedModel:
         return within_rounding(layout, self.model, self.exchange.compression, self.config.accumulate, optimizer)
 
     @property
-    def told_exactness(self) -> str:
+    def exactness_suffix(self) -> str:
         """A text of what results are equal to, to end a line with; "" if that is one process without tiles."""
-        text = exactness(self.partitioned.parallel_layout.all_tiles, self.within_rounding)
+        text = exactness(self.partitioned.parallel_layout.virtual_ranks, self.within_rounding)
         return "" if text == SAME else f", {text}"
 
     def _layout_of(self, stage: int) -> FlatLayout:
@@ -218,10 +218,10 @@ class PlacedModel:
         if assigns_rounds(placement, config, grid.data.size):
             in_place = writes_in_place(self.model)
             rounds = ReduceScatterBuffer(self.store, views, self.exchange, config.accumulate, in_place=in_place)
-        claims = claims_grains(placement, config, grid, grid.model.size)
-        self.claims = NodeClaims(grid, self.memory) if claims else None
-        #: Holds whole gradients: with DDP and ZeRO-1 in every step, otherwise only for ``local_gradients``.
-        self.rows = AllReduceBuffer(
+        dynamic = schedules_dynamically(placement, config, grid, grid.model.size)
+        self.scheduler = DynamicScheduler(grid, self.memory) if dynamic else None
+        #: Holds flat gradients: with DDP and ZeRO-1 in every step, otherwise only for ``local_gradients``.
+        self.all_reduce = AllReduceBuffer(
             self.store,
             allocator,
             views,
@@ -230,9 +230,9 @@ class PlacedModel:
             by_block=self.block_model,
             scratch=self._scratch,
             shard=None if rounds is None else rounds.first_level,
-            claims=self.claims,
+            scheduler=self.scheduler,
         )
-        self.reducer: GradientReducer = rounds or self.rows
+        self.reducer: GradientReducer = rounds or self.all_reduce
 
     @property
     def assigned_in_advance(self) -> str:
@@ -278,12 +278,12 @@ class PlacedModel:
         with all_ranks(self.grid.world, first=True):
             self.exchange.compress(self.config.gradient_compression)
             scope = UpdateScope(self.exchange.replicated, not self.reducer.in_rounds, self.global_sums, self.ties)
-            kept = averaging(optimizer, self.config.ema)
-            if kept.needs_vectors:
+            wrapped = averaging(optimizer, self.config.ema)
+            if wrapped.needs_vectors:
                 from mpizero.sharding.vectors import check_vector_method
 
                 check_vector_method(optimizer, self.config, self.model, scaled=loss_scale is not None)
-            self.updater = self._make_updater(kept, scope)
+            self.updater = self._make_updater(wrapped, scope)
         self.integrity.watch(self.updater)
         self.grain_rule = self.config.grain_rule(self.model)
 
@@ -333,10 +333,10 @@ class PlacedModel:
         self.reducer.reserve(self.grain_rule.grains(samples).count * self.grid.context.size)
 
     @property
-    def pristine(self) -> bool:
+    def is_initial(self) -> bool:
         """Tell whether parameters and optimizer state still have their initial values. Not collective."""
         fresh = self.updater is None or self.updater.fresh
-        return self.store.version == 1 and fresh and self.half_loaded is None
+        return self.store.version == 1 and fresh and self.partially_loaded is None
 
     def start_over(self) -> None:
         """Reset parameters and optimizer state to their initial values."""
@@ -351,13 +351,13 @@ class PlacedModel:
     def close(self) -> None:
         """Free the shared windows, and end this model's limit of BLAS threads."""
         self._end_limit()
-        if self.claims is not None:
-            self.claims.close()
+        if self.scheduler is not None:
+            self.scheduler.close()
         self.memory.close()
 
 
 @dataclass(frozen=True)
-class HalfLoaded:
+class PartialLoad:
     """List the arrays of a model that may contain old and loaded values, because reading a checkpoint failed half-way.
 
     ``paths`` are the names of these arrays in the checkpoint, the same on every rank. ``reason`` is the text of this
@@ -367,10 +367,10 @@ class HalfLoaded:
     paths: frozenset[str]
     reason: str
 
-    def without(self, paths: Iterable[str]) -> HalfLoaded | None:
+    def without(self, paths: Iterable[str]) -> PartialLoad | None:
         """Return the description without the arrays ``paths``, now loaded completely; None if no other is left."""
         left = self.paths.difference(paths)
-        return HalfLoaded(left, self.reason) if left else None
+        return PartialLoad(left, self.reason) if left else None
 
     def __str__(self) -> str:
         """Return the text for error messages: what is wrong, why, and what the user can do."""

@@ -33,9 +33,9 @@ from mpizero.layout.batch import GrainRule
 from mpizero.layout.sum_tree import ORDER
 from mpizero.layout.tensor_parts import part_rows, take_rows
 from mpizero.optim.elementwise import learning_rate
-from mpizero.sharding.full_params import in_whole
-from mpizero.sharding.partition import TILED_AXES, ParallelLayout, fits_tiles, shown_tiles
-from mpizero.sharding.placed_model import HalfLoaded
+from mpizero.sharding.full_params import global_ranges
+from mpizero.sharding.partition import TILED_AXES, ParallelLayout, can_host, tiles_setting
+from mpizero.sharding.placed_model import PartialLoad
 from mpizero.sharding.update import Updater
 from mpizero.types import Array, ParameterSpec
 
@@ -59,11 +59,11 @@ def read_attribute(reader: ArrayReader) -> dict[str, Any]:
         raise CheckpointError(f"{where} is {saved!r:.80}: expected an object")
     if unknown := sorted(saved.keys() - _SAVED.keys()):
         raise CheckpointError(f"{where}: {unknown[0]!r:.80} is unknown; expected {', '.join(_SAVED)}")
-    found: dict[str, Any] = dict.fromkeys(_SAVED) | {"step_number": 0} | saved
-    for key, (sound, expected) in _SAVED.items():
-        if not sound(found[key]):
-            raise CheckpointError(f"{where}: {key} is {found[key]!r:.200}: expected {expected}")
-    return found
+    attribute: dict[str, Any] = dict.fromkeys(_SAVED) | {"step_number": 0} | saved
+    for key, (is_valid, expected) in _SAVED.items():
+        if not is_valid(attribute[key]):
+            raise CheckpointError(f"{where}: {key} is {attribute[key]!r:.200}: expected {expected}")
+    return attribute
 
 
 def check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
@@ -128,9 +128,9 @@ def resume_grains(engine: Engine, record: Mapping[str, Any] | None) -> None:
     Not collective; every rank calls it. A ``micro_batch`` that the user has set stays. Rank 0 prints a notice if it, or
     ``accumulate``, differs from the record, and if a recorded ``micro_batch`` is taken.
     """
-    config, own = engine.config, engine.config.grain_rule(engine.model)
-    found = _BEFORE if record is None else {name: record.get(name, before) for name, before in _BEFORE.items()}
-    engine.grain_rule = own if config.micro_batch is not None else replace(own, **found)
+    config, rule = engine.config, engine.config.grain_rule(engine.model)
+    recorded = _BEFORE if record is None else {name: record.get(name, before) for name, before in _BEFORE.items()}
+    engine.grain_rule = rule if config.micro_batch is not None else replace(rule, **recorded)
     if record is None or not engine.prints_notices:
         return
     theirs = _said(record["micro_batch"], record["accumulate"])
@@ -157,7 +157,7 @@ EXPECTED_TILES = "null, or tensor and context (whole numbers >= 1)"
 
 def tile_record(parallel_layout: ParallelLayout) -> dict[str, dict[str, int]]:
     """Return what a checkpoint says beside the sizes of its layout: nothing if the tiles are these sizes."""
-    tiles = parallel_layout.asked_tiles
+    tiles = parallel_layout.wanted_virtual_ranks
     return {} if tiles == {axis: getattr(parallel_layout, axis) for axis in TILED_AXES} else {"tiles": tiles}
 
 
@@ -177,20 +177,20 @@ def recorded_tiles(saved: Mapping[str, Any]) -> dict[str, int] | None:
     return None if sizes is None else {axis: sizes.get(axis, 1) for axis in TILED_AXES}
 
 
-def tell_tiles(engine: Engine, saved: Mapping[str, Any]) -> None:
+def warn_tiles(engine: Engine, saved: Mapping[str, Any]) -> None:
     """Print a notice on rank 0 if the training that wrote a checkpoint goes on with other tiles. Not collective."""
     theirs, layout = recorded_tiles(saved), engine.partitioned.parallel_layout
-    if theirs is None or theirs == layout.all_tiles or not engine.prints_notices:
+    if theirs is None or theirs == layout.virtual_ranks or not engine.prints_notices:
         return
-    unfit = [axis for axis in TILED_AXES if not fits_tiles(getattr(layout, axis), theirs[axis])]
+    unfit = [axis for axis in TILED_AXES if not can_host(getattr(layout, axis), theirs[axis])]
     advice = (
         f"no tiles keep those with {unfit[0]}={getattr(layout, unfit[0])}"
         if unfit
-        else f"ShardingConfig({shown_tiles(theirs)}) keeps those"
+        else f"ShardingConfig({tiles_setting(theirs)}) keeps those"
     )
     notice(
-        f"the checkpoint was trained with {shown_tiles(theirs)}, this training goes on with "
-        f"{shown_tiles(layout.all_tiles)}: not with the bits of a run that was never interrupted; {advice}"
+        f"the checkpoint was trained with {tiles_setting(theirs)}, this training goes on with "
+        f"{tiles_setting(layout.virtual_ranks)}: not with the bits of a run that was never interrupted; {advice}"
     )
 
 
@@ -344,7 +344,7 @@ class ArrayReader(Protocol):
         """Read values of the checkpoint into the pieces of ``requests``, and verify them. Collective."""
 
 
-class HeldPiece(NamedTuple):
+class ArrayPiece(NamedTuple):
     """Hold a view of consecutive elements of a parameter, or of its optimizer state, in this rank's memory.
 
     ``start`` is the index of the first element in the flattened parameter, or in this rank's slice if a tensor group
@@ -357,7 +357,7 @@ class HeldPiece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HeldArray:
+class SavedArray:
     """Describe an array of a checkpoint and this rank's pieces of it.
 
     ``path`` is the array's name in the checkpoint. ``spec`` describes the parameter in the whole model. ``real`` is the
@@ -367,7 +367,7 @@ class HeldArray:
     path: str
     spec: ParameterSpec
     real: np.dtype[Any]
-    pieces: list[HeldPiece] = field(default_factory=list)
+    pieces: list[ArrayPiece] = field(default_factory=list)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -381,7 +381,7 @@ class HeldArray:
 
     def local(self) -> LocalArray:
         """Return the array with its pieces as ranges of the whole array, the form that checkpoint readers take."""
-        ranges = (place for piece in self.pieces for place in in_whole(*piece))
+        ranges = (part for piece in self.pieces for part in global_ranges(*piece))
         return checkpoint.LocalArray(self.path, self.shape, self.dtype, tuple(ranges))
 
 
@@ -401,26 +401,26 @@ def opened_alike(comm: Communicator, what: str, data: bytes) -> Iterator[checkpo
     """
     readers = []
 
-    def given() -> dict[str, Any]:
+    def contents() -> dict[str, Any]:
         readers.append(reader := checkpoint.from_bytes(data))
         named = {f"array {path!r}": np.array(sums, np.uint32) for path, sums in sorted(reader.checksums().items())}
         return {**named, "the attributes": repr(sorted(reader.attributes.items()))}
 
-    agree_arrays(comm, what, given)
+    agree_arrays(comm, what, contents)
     with readers[0] as reader:
         yield reader
 
 
-def fill_arrays(engine: Engine, reader: ArrayReader, arrays: Sequence[HeldArray]) -> None:
+def fill_arrays(engine: Engine, reader: ArrayReader, arrays: Sequence[SavedArray]) -> None:
     """Read this rank's pieces of ``arrays``, or change nothing and raise on every rank. Collective over the world.
 
-    [Note: nothing half loaded] If the model still has its initial values, the arrays are read straight into its memory;
+    [Note: partial loads] If the model still has its initial values, the arrays are read straight into its memory;
     after an error the model gets its initial values again. If it has been trained or loaded, its values must not be
     lost. Then the arrays are read into extra memory, a group of arrays of limited size at a time, and copied into the
     model when all ranks have verified what they read. If there are several groups, all of them are first read once only
     to be verified, and then read again and copied. So no rank needs memory for a second copy of the model. One case
-    remains: the second reading may fail after a group was copied. Then :attr:`Engine.half_loaded` is set, and the model
-    raises an error on every use until a checkpoint has been loaded completely.
+    remains: the second reading may fail after a group was copied. Then :attr:`Engine.partially_loaded` is set, and the
+    model raises an error on every use until a checkpoint has been loaded completely.
 
     Parameters
     ----------
@@ -428,13 +428,14 @@ def fill_arrays(engine: Engine, reader: ArrayReader, arrays: Sequence[HeldArray]
         Holds the parameters and the optimizer state that are filled.
     reader : ArrayReader
         The checkpoint.
-    arrays : sequence of HeldArray
+    arrays : sequence of SavedArray
         The same arrays in the same order on every rank, also those of which a rank has no piece.
     """
     engine.memory.barrier("restore")  # other ranks may still read the old parameters in the shared window
-    untouched = np.array([engine.pristine], np.int8)  # empty optimizer state looks untouched: one rank must not decide
+    # Empty optimizer state looks untouched: one rank must not decide.
+    untouched = np.array([engine.is_initial], np.int8)
     engine.grid.world.allreduce(untouched, "min", "restore")
-    rows, world = RowReading(engine.grid.tensor, arrays), engine.grid.world
+    rows, world = RowReader(engine.grid.tensor, arrays), engine.grid.world
     if untouched[0]:
         try:
             for group in _groups(arrays) if engine.grid.axes.tensor > 1 else [list(arrays)]:
@@ -448,11 +449,11 @@ def fill_arrays(engine: Engine, reader: ArrayReader, arrays: Sequence[HeldArray]
             raise
     else:
         _fill_in_use(engine, reader, rows, list(_groups(arrays)))
-    if engine.half_loaded is not None:
-        engine.half_loaded = engine.half_loaded.without(array.path for array in arrays)
+    if engine.partially_loaded is not None:
+        engine.partially_loaded = engine.partially_loaded.without(array.path for array in arrays)
 
 
-def _fill_in_use(engine: Engine, reader: ArrayReader, rows: RowReading, groups: Sequence[Sequence[HeldArray]]) -> None:
+def _fill_in_use(engine: Engine, reader: ArrayReader, rows: RowReader, groups: Sequence[Sequence[SavedArray]]) -> None:
     """Read arrays into a model that has been trained or loaded, group by group; see the note in :func:`fill_arrays`."""
     world, changed = engine.grid.world, False
     for group in groups if len(groups) > 1 else ():
@@ -461,22 +462,22 @@ def _fill_in_use(engine: Engine, reader: ArrayReader, rows: RowReading, groups: 
         for group in groups:
             requests, aside = _read_aside(world, reader, rows, group)
             changed = True
-            for request, held in zip(requests, aside, strict=True):
-                for (_, values), (_, found) in zip(request.pieces, held.pieces, strict=True):
-                    values[:] = found
+            for request, copy in zip(requests, aside, strict=True):
+                for (_, values), (_, new_values) in zip(request.pieces, copy.pieces, strict=True):
+                    values[:] = new_values
             rows.deliver(group, requests)
     except (CollectiveError, PeerFailure):
         raise
     except Exception as error:
         if changed:
             paths = {array.path for group in groups for array in group}
-            earlier = engine.half_loaded.paths if engine.half_loaded is not None else ()
-            engine.half_loaded = HalfLoaded(frozenset(paths.union(earlier)), f"{type(error).__name__}: {error}")
+            earlier = engine.partially_loaded.paths if engine.partially_loaded is not None else ()
+            engine.partially_loaded = PartialLoad(frozenset(paths.union(earlier)), f"{type(error).__name__}: {error}")
         raise
 
 
 def _read_aside(
-    world: Communicator, reader: ArrayReader, rows: RowReading, group: Sequence[HeldArray]
+    world: Communicator, reader: ArrayReader, rows: RowReader, group: Sequence[SavedArray]
 ) -> tuple[list[LocalArray], list[LocalArray]]:
     """Read a group of arrays into new memory and verify them.
 
@@ -498,12 +499,12 @@ def _read(world: Communicator, reader: ArrayReader, requests: Sequence[LocalArra
         reader.read([request for request in requests if request.pieces])
 
 
-def _groups(arrays: Sequence[HeldArray]) -> Iterator[list[HeldArray]]:
+def _groups(arrays: Sequence[SavedArray]) -> Iterator[list[SavedArray]]:
     """Cut the list of arrays into groups of whole arrays, each group about :data:`VERIFIED_AT_ONCE` elements long.
 
     The groups are the same on every rank.
     """
-    group: list[HeldArray] = []
+    group: list[SavedArray] = []
     size = 0
     for array in arrays:
         group.append(array)
@@ -518,10 +519,10 @@ def _groups(arrays: Sequence[HeldArray]) -> Iterator[list[HeldArray]]:
 def _fresh(request: LocalArray) -> LocalArray:
     """Return a copy of ``request`` for the same ranges whose pieces are newly allocated memory."""
     real = number_of(np.dtype(request.dtype))
-    room, place, pieces = np.empty(sum(v.size for _, v in request.pieces), real), 0, []
+    memory, offset, pieces = np.empty(sum(v.size for _, v in request.pieces), real), 0, []
     for start, values in request.pieces:
-        pieces.append((start, room[place : place + values.size]))
-        place += values.size
+        pieces.append((start, memory[offset : offset + values.size]))
+        offset += values.size
     return checkpoint.LocalArray(request.path, request.shape, request.dtype, tuple(pieces))
 
 
@@ -538,7 +539,7 @@ class _Need(NamedTuple):
     short: bool
 
     @classmethod
-    def of(cls, array: HeldArray) -> _Need | None:
+    def of(cls, array: SavedArray) -> _Need | None:
         """Return the rows of ``array`` that this rank needs; None if this rank holds no slice of the array."""
         sliced = [(part_rows(piece.spec.part), piece) for piece in array.pieces if piece.spec.part is not None]
         sliced = [(rows, piece) for rows, piece in sliced if piece.values.size]
@@ -552,7 +553,7 @@ class _Need(NamedTuple):
         return cls(cover, rows.full, rows.number > 1 and length < _SHORT_RANGE)
 
 
-class RowReading:
+class RowReader:
     """Read rows of the arrays that a tensor group splits, each row on one rank only, and give each rank its slices.
 
     Construction is collective over the group.
@@ -561,24 +562,24 @@ class RowReading:
     ----------
     group : Communicator
         The tensor group.
-    arrays : sequence of HeldArray
+    arrays : sequence of SavedArray
         The arrays to read.
     """
 
-    def __init__(self, group: Communicator, arrays: Sequence[HeldArray]) -> None:
+    def __init__(self, group: Communicator, arrays: Sequence[SavedArray]) -> None:
         self.group = group
         self._needs: dict[str, _Need] = {}
         if group.size == 1:
             return
-        mine = {array.path: need for array in arrays if (need := _Need.of(array)) is not None}
-        everyone = group.allgather_object(mine, "rows of slices")
-        for path in sorted({path for needs in everyone for path in needs}):
-            needs = [needs[path] for needs in everyone if path in needs]
+        local = {array.path: need for array in arrays if (need := _Need.of(array)) is not None}
+        gathered = group.allgather_object(local, "rows of slices")
+        for path in sorted({path for needs in gathered for path in needs}):
+            needs = [needs[path] for needs in gathered if path in needs]
             if any(need.short for need in needs):
                 cover = Span(min(need.cover.start for need in needs), max(need.cover.stop for need in needs))
                 self._needs[path] = needs[0]._replace(cover=cover)
 
-    def request(self, array: HeldArray) -> LocalArray:
+    def request(self, array: SavedArray) -> LocalArray:
         """Return the request by which this rank reads ``array``.
 
         If the ranges of all slices are long enough, the request is for this rank's pieces, in their own memory.
@@ -590,7 +591,7 @@ class RowReading:
         pieces = ((part.start, np.empty(part.size, array.dtype)),) if part.size else ()
         return checkpoint.LocalArray(array.path, array.shape, array.dtype, pieces)
 
-    def deliver(self, arrays: Sequence[HeldArray], requests: Sequence[LocalArray]) -> None:
+    def deliver(self, arrays: Sequence[SavedArray], requests: Sequence[LocalArray]) -> None:
         """Exchange the rows that the ranks have read, and copy each rank's slices out of them.
 
         Collective over the group. ``requests`` are those that :meth:`request` returned for ``arrays``, after reading.
@@ -599,18 +600,18 @@ class RowReading:
             if array.path in self._needs:
                 self._deliver(array, request)
 
-    def _deliver(self, array: HeldArray, request: LocalArray) -> None:
+    def _deliver(self, array: SavedArray, request: LocalArray) -> None:
         cover, row, _ = self._needs[array.path]
         parts = self._parts(array.path)
-        own = parts[self.group.rank]
+        local = parts[self.group.rank]
         read = request.pieces[0][1] if request.pieces else np.empty(0, array.dtype)
         step = max(1, EXCHANGE_ELEMENTS // row) * row
         for start in range(cover.start, cover.stop, step):
             window = Span(start, min(start + step, cover.stop))
-            mine = own.intersect(window).shift(-own.start)
+            cut = local.intersect(window).shift(-local.start)
             rows = np.empty(window.size, array.dtype)
             counts = [part.intersect(window).size for part in parts]
-            self.group.allgatherv(read[mine.start : mine.stop] if mine.size else read[:0], rows, counts, "rows")
+            self.group.allgatherv(read[cut.start : cut.stop] if cut.size else read[:0], rows, counts, "rows")
             for piece in array.pieces:
                 _take(piece, rows, window)
 
@@ -621,7 +622,7 @@ class RowReading:
         return [Span(shard.start, shard.stop).shift(cover.start) for shard in shards]
 
 
-def _take(piece: HeldPiece, window: Array, where: Span) -> None:
+def _take(piece: ArrayPiece, window: Array, where: Span) -> None:
     """Copy the elements of ``window`` that belong to ``piece``, a piece of a slice, into the piece.
 
     ``window`` holds whole rows of the whole array; ``where`` is their range of elements in it.
@@ -629,5 +630,5 @@ def _take(piece: HeldPiece, window: Array, where: Span) -> None:
     assert piece.spec.part is not None
     rows = part_rows(piece.spec.part)
     first, last = where.start // rows.full * rows.local, where.stop // rows.full * rows.local
-    held = Span(piece.start, piece.start + piece.values.size).intersect(Span(first, last))
-    take_rows(rows, window, held.start - first, piece.values[held.start - piece.start : held.stop - piece.start])
+    cut = Span(piece.start, piece.start + piece.values.size).intersect(Span(first, last))
+    take_rows(rows, window, cut.start - first, piece.values[cut.start - piece.start : cut.stop - piece.start])

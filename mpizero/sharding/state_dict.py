@@ -28,17 +28,17 @@ from mpizero.sharding import saved_attributes
 from mpizero.sharding.partition import blocks_of
 from mpizero.sharding.saved_attributes import (
     AXES,
+    ArrayPiece,
     ArrayReader,
-    HeldArray,
-    HeldPiece,
+    SavedArray,
     check_layout,
     check_order,
     fill_arrays,
     grain_record,
     read_attribute,
     resume_grains,
-    tell_tiles,
     tile_record,
+    warn_tiles,
 )
 from mpizero.types import Array, ParameterSpec
 
@@ -62,13 +62,13 @@ def local_arrays(
     ``values`` is given, its elements are written instead of the parameters; it holds all parameters of this rank, one
     after the other, in the order of ``engine.layout``.
     """
-    arrays = _parameter_arrays(engine, engine.whole.writes, values) if parameters else []
+    arrays = _parameter_arrays(engine, engine.global_view.writes, values) if parameters else []
     if parameters:
-        here = engine.grid.coordinates
-        arrays += _integer_arrays(engine, held=here.data == here.tensor == here.context == 0)
+        coordinates = engine.grid.coordinates
+        arrays += _integer_arrays(engine, filled=coordinates.data == coordinates.tensor == coordinates.context == 0)
     if engine.updater is not None:
         state = engine.updater.host_state(fetch=fetch)
-        arrays += _state_arrays(engine, state, engine.whole.writes, own=True)
+        arrays += _state_arrays(engine, state, engine.global_view.writes, local_only=True)
     return [array.local() for array in arrays]
 
 
@@ -77,66 +77,66 @@ def _everything(spec: ParameterSpec) -> bool:
     return True
 
 
-def parameter_arrays(engine: Engine) -> list[HeldArray]:
+def parameter_arrays(engine: Engine) -> list[SavedArray]:
     """Return the arrays of all parameters of the model, with the pieces that this rank holds. Not collective."""
-    return _parameter_arrays(engine, _everything) + _integer_arrays(engine, held=True)
+    return _parameter_arrays(engine, _everything) + _integer_arrays(engine, filled=True)
 
 
-def _integer_arrays(engine: Engine, *, held: bool) -> list[HeldArray]:
-    """Return the integer arrays of the model; with ``held``, all of each whose block is on this rank's stage."""
-    found = []
-    for name, spec in by_global_name(engine.integers.whole).items():
-        told, value = ParameterSpec(name, spec.shape, trainable=False), engine.integers.values.get(name)
+def _integer_arrays(engine: Engine, *, filled: bool) -> list[SavedArray]:
+    """Return the integer arrays of the model; with ``filled``, all values of those of blocks on this rank's stage."""
+    arrays = []
+    for name, spec in by_global_name(engine.integers.specs).items():
+        parameter, value = ParameterSpec(name, spec.shape, trainable=False), engine.integers.values.get(name)
         stored = spec.stored_dtype
-        pieces = [] if value is None or not held else [HeldPiece(told, 0, value.reshape(-1).view(stored))]
-        found.append(HeldArray(f"parameters/{name}", told, stored, pieces))
-    return found
+        pieces = [] if value is None or not filled else [ArrayPiece(parameter, 0, value.reshape(-1).view(stored))]
+        arrays.append(SavedArray(f"parameters/{name}", parameter, stored, pieces))
+    return arrays
 
 
 def _parameter_arrays(
     engine: Engine, wanted: Callable[[ParameterSpec], bool], values: Array | None = None
-) -> list[HeldArray]:
+) -> list[SavedArray]:
     """Return the arrays of all parameters of the model, with the pieces of the wanted ones that this rank owns.
 
     ``wanted`` tells for each parameter of this rank whether its pieces are included. The pieces are views of ``values``
     (see :func:`local_arrays`), or of the parameters if it is None.
     """
-    arrays = _whole_arrays("parameters", (entry.spec for entry in engine.whole.layout.parameters), engine.dtype)
+    arrays = _global_arrays("parameters", (entry.spec for entry in engine.global_view.layout.parameters), engine.dtype)
     for unit, span in zip(engine.layout.units, engine.store.shard.spans, strict=True):
         owned = engine.store.owned(unit.index) if values is None else values[span.start : span.stop]
         for entry, part in engine.layout.pieces(span):
             view = owned[part.start - span.start : part.stop - span.start]
-            _add(arrays, HeldPiece(entry.spec, part.start - entry.offset, view), wanted)
+            _add(arrays, ArrayPiece(entry.spec, part.start - entry.offset, view), wanted)
     return list(arrays.values())
 
 
 def _state_arrays(
-    engine: Engine, state: Mapping[str, Array], wanted: Callable[[ParameterSpec], bool], *, own: bool = False
-) -> list[HeldArray]:
+    engine: Engine, state: Mapping[str, Array], wanted: Callable[[ParameterSpec], bool], *, local_only: bool = False
+) -> list[SavedArray]:
     """Return all arrays of the optimizer state, with this rank's pieces of those whose parameter is ``wanted``.
 
-    ``state`` is this rank's state by slot. With ``own``, pieces that other ranks' shards have, too, are left out.
+    ``state`` is this rank's state by slot. With ``local_only``, pieces that other ranks have, too, are left out.
     """
     updater = engine.bound_updater
-    specs = [elementwise.state_specs(updater.optimizer, entry.spec) for entry in engine.whole.layout.parameters]
-    found: list[HeldArray] = []
+    specs = [elementwise.state_specs(updater.optimizer, entry.spec) for entry in engine.global_view.layout.parameters]
+    result: list[SavedArray] = []
     for slot, values in state.items():
-        arrays = _whole_arrays(f"optimizer/{slot}", (of[slot] for of in specs if slot in of), engine.dtype)
-        for piece in updater.state_pieces(slot, own=own):
-            _add(arrays, HeldPiece(piece.spec, piece.start, values[piece.state : piece.state + piece.size]), wanted)
-        found += arrays.values()
-    return found
+        arrays = _global_arrays(f"optimizer/{slot}", (of[slot] for of in specs if slot in of), engine.dtype)
+        for piece in updater.state_pieces(slot, local_only=local_only):
+            _add(arrays, ArrayPiece(piece.spec, piece.start, values[piece.state : piece.state + piece.size]), wanted)
+        result += arrays.values()
+    return result
 
 
-def _whole_arrays(folder: str, specs: Iterable[ParameterSpec], real: np.dtype[Any]) -> dict[str, HeldArray]:
+def _global_arrays(folder: str, specs: Iterable[ParameterSpec], real: np.dtype[Any]) -> dict[str, SavedArray]:
     """Return, by parameter name, the arrays of the whole model that ``specs`` describe, without pieces.
 
     ``folder`` is the first part of the arrays' names in the checkpoint, such as ``parameters``.
     """
-    return {spec.name: HeldArray(f"{folder}/{spec.name}", spec, real) for spec in specs}
+    return {spec.name: SavedArray(f"{folder}/{spec.name}", spec, real) for spec in specs}
 
 
-def _add(arrays: Mapping[str, HeldArray], piece: HeldPiece, wanted: Callable[[ParameterSpec], bool]) -> None:
+def _add(arrays: Mapping[str, SavedArray], piece: ArrayPiece, wanted: Callable[[ParameterSpec], bool]) -> None:
     """Add a piece to its array if its parameter is ``wanted``."""
     if wanted(piece.spec):
         arrays[piece.spec.guest or piece.spec.name].pieces.append(piece)
@@ -171,7 +171,7 @@ def attributes(engine: Engine) -> dict[str, Any]:
         "layout": {
             "strategy": engine.placement.saved_as,
             "ranks": engine.grid.axes.size,
-            "nodes": engine.whole.nodes,
+            "nodes": engine.global_view.nodes,
             **{axis: getattr(engine.grid.axes, axis) for axis in AXES},
         },
         "grains": grain_record(engine.grain_rule),
@@ -212,12 +212,12 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
             (_check_optimizer if with_state else _check_no_state)(engine, reader, saved)
         if with_state:
             check_order(saved["grains"])
-            _tell_rates(engine, reader, saved)
-            _tell_average(engine, saved)
+            _warn_rates(engine, reader, saved)
+            _warn_average(engine, saved)
     arrays, state = parameter_arrays(engine), dict[str, Array]()
     if with_state:
-        state, kept = _kept_state(engine, saved)
-        arrays += kept
+        state, state_arrays = _state_to_fill(engine, saved)
+        arrays += state_arrays
     fill_arrays(engine, reader, arrays)
     _forget_residuals(engine)
     engine.store.all_gather()  # before an average begins, of parameters that other nodes own as well
@@ -240,10 +240,10 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
         saved = read_attribute(reader)
         _check_optimizer(engine, reader, saved)
         check_order(saved["grains"])
-        _tell_rates(engine, reader, saved)
-        _tell_average(engine, saved)
-    state, kept = _kept_state(engine, saved)
-    fill_arrays(engine, reader, kept)
+        _warn_rates(engine, reader, saved)
+        _warn_average(engine, saved)
+    state, state_arrays = _state_to_fill(engine, saved)
+    fill_arrays(engine, reader, state_arrays)
     _forget_residuals(engine)
     _take_state(engine, state, saved, reader)
 
@@ -273,10 +273,10 @@ def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, An
         )
     if ("progress" in optimizer) != (updater.method is not None):
         raise CheckpointError(f"the checkpoint's attribute mpizero.optimizer does not tell the progress of {name}")
-    own, slots = set(updater.state) - {elementwise.EMA}, set(optimizer["slots"]) - {elementwise.EMA}
-    held = {path.split("/")[1] for path in _state_paths(reader)} - {elementwise.EMA} | slots
-    if other := sorted((held - own) | (own - slots)):
-        has, lacks = ("lacks", "has") if other[0] in own else ("has", "lacks")
+    expected, slots = set(updater.state) - {elementwise.EMA}, set(optimizer["slots"]) - {elementwise.EMA}
+    stored = {path.split("/")[1] for path in _state_paths(reader)} - {elementwise.EMA} | slots
+    if other := sorted((stored - expected) | (expected - slots)):
+        has, lacks = ("lacks", "has") if other[0] in expected else ("has", "lacks")
         raise CheckpointError(
             f"the checkpoint's state of {name} {has} {other[0]!r:.80}, which the bound optimizer {lacks} "
             f"(its own: {', '.join(updater.state) or 'none'}): {_REMEDY}"
@@ -287,12 +287,12 @@ def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, An
 
 def _check_tensors(engine: Engine, reader: ArrayReader, name: str) -> None:
     """Raise ``CheckpointError`` if the bound optimizer takes other tensors than the saved one, or has other arrays."""
-    for entry in engine.whole.layout.parameters:
+    for entry in engine.global_view.layout.parameters:
         for slot, spec in elementwise.state_specs(engine.bound_updater.optimizer, entry.spec).items():
             path = f"optimizer/{slot}/{spec.name}"
-            found = reader.arrays.get(path)
-            if slot != elementwise.EMA and (found is None or tuple(found[0]) != spec.shape):
-                has = f"lacks {path}" if found is None else f"has {path} of shape {tuple(found[0])}"
+            stored = reader.arrays.get(path)
+            if slot != elementwise.EMA and (stored is None or tuple(stored[0]) != spec.shape):
+                has = f"lacks {path}" if stored is None else f"has {path} of shape {tuple(stored[0])}"
                 raise CheckpointError(
                     f"the checkpoint {has}, the bound {name} has that array of shape {spec.shape}: the saved one took "
                     f"other tensors as whole, or had other settings (exclude, for instance): {_REMEDY}"
@@ -301,9 +301,9 @@ def _check_tensors(engine: Engine, reader: ArrayReader, name: str) -> None:
 
 def _check_no_state(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
     """Raise ``CheckpointError`` if a checkpoint that names no optimizer has optimizer state, which would be ignored."""
-    if found := _state_paths(reader):
+    if paths := _state_paths(reader):
         raise CheckpointError(
-            f"the checkpoint holds {found[0]} and {len(found) - 1} more arrays of optimizer state, and its attribute "
+            f"the checkpoint holds {paths[0]} and {len(paths) - 1} more arrays of optimizer state, and its attribute "
             f"mpizero.optimizer, which says of what optimizer, is missing: {_REMEDY}"
         )
 
@@ -312,7 +312,7 @@ def _state_paths(reader: ArrayReader) -> list[str]:
     return [path for path in reader.arrays if path.startswith("optimizer/")]
 
 
-def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
+def _warn_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
     """Say on rank 0 if the bound optimizer's learning rate or schedule differs from that in the checkpoint."""
     change = saved_attributes.learning_rate_change(
         engine.bound_updater, reader.attributes, saved["optimizer"]["step_count"]
@@ -336,19 +336,19 @@ def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, 
     updater.step_count = saved["optimizer"]["step_count"]
     updater.last_rate = saved_attributes.last_learning_rate(reader.attributes)
     resume_grains(engine, saved["grains"])
-    tell_tiles(engine, saved)
+    warn_tiles(engine, saved)
     if saved.get("loss_scale") is not None and engine.loss_scale is not None:
         engine.loss_scale = replace(engine.loss_scale, **saved["loss_scale"])
 
 
-def _kept_state(engine: Engine, saved: Mapping[str, Any]) -> tuple[dict[str, Array], list[HeldArray]]:
+def _state_to_fill(engine: Engine, saved: Mapping[str, Any]) -> tuple[dict[str, Array], list[SavedArray]]:
     """Return memory for this rank's optimizer state by slot, and the checkpoint's arrays to be read into that memory.
 
     The arrays include state that other ranks hold too: where state is replicated, every rank reads it, one writes it.
     An average of the parameters that the checkpoint lacks is left out.
     """
     state = engine.bound_updater.host_state(fetch=False)
-    read = {slot: held for slot, held in state.items() if slot != elementwise.EMA or not _begins_average(engine, saved)}
+    read = {slot: data for slot, data in state.items() if slot != elementwise.EMA or not _begins_average(engine, saved)}
     return state, _state_arrays(engine, read, _everything)
 
 
@@ -357,7 +357,7 @@ def _begins_average(engine: Engine, saved: Mapping[str, Any]) -> bool:
     return engine.bound_updater.averages_parameters and elementwise.EMA not in saved["optimizer"]["slots"]
 
 
-def _tell_average(engine: Engine, saved: Mapping[str, Any]) -> None:
+def _warn_average(engine: Engine, saved: Mapping[str, Any]) -> None:
     """Print a notice on rank 0 if the average of the parameters begins anew, or is not read, as settings say."""
     if not engine.prints_notices:
         return
@@ -393,12 +393,12 @@ def copy_state(source: Engine, target: Engine) -> None:
 
 def _check_model(engine: Engine, reader: ArrayReader) -> None:
     prefix = "parameters/"
-    found = {path[len(prefix) :]: shape for path, (shape, _) in reader.arrays.items() if path.startswith(prefix)}
-    integers = by_global_name(engine.integers.whole)
-    wanted = {e.spec.name: e.spec.shape for e in engine.whole.layout.parameters}
+    stored = {path[len(prefix) :]: shape for path, (shape, _) in reader.arrays.items() if path.startswith(prefix)}
+    integers = by_global_name(engine.integers.specs)
+    wanted = {e.spec.name: e.spec.shape for e in engine.global_view.layout.parameters}
     wanted |= {name: spec.shape for name, spec in integers.items()}
-    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    different = [n for n in wanted if n in found and tuple(found[n]) != wanted[n]]
+    missing, extra = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    different = [n for n in wanted if n in stored and tuple(stored[n]) != wanted[n]]
     if missing or extra or different:
         problems = []
         if missing:
@@ -407,9 +407,9 @@ def _check_model(engine: Engine, reader: ArrayReader) -> None:
             problems.append(f"unknown {', '.join(extra[:3])}{' ...' if len(extra) > 3 else ''}")
         if different:
             name = different[0]
-            problems.append(f"{name} has shape {tuple(found[name])}, the model's has {wanted[name]}")
+            problems.append(f"{name} has shape {tuple(stored[name])}, the model's has {wanted[name]}")
         raise CheckpointError(f"the checkpoint belongs to another model: {'; '.join(problems)}")
-    types = {prefix + e.spec.name: e.spec.element_type(engine.dtype) for e in engine.whole.layout.parameters}
+    types = {prefix + e.spec.name: e.spec.element_type(engine.dtype) for e in engine.global_view.layout.parameters}
     types |= {prefix + name: spec.stored_dtype for name, spec in integers.items()}
     for path, expected in types.items():
         if (dtype := np.dtype(reader.arrays[path][1])) != expected:
@@ -444,7 +444,7 @@ class LoadReport:
     unused: tuple[str, ...]
 
     @property
-    def told(self) -> bool:
+    def is_incomplete(self) -> bool:
         """True if something was not loaded, so that rank 0 has printed this report."""
         return bool(self.left or self.missing or self.different)
 
@@ -541,16 +541,16 @@ class Choice:
         problems += [f"different {name}: {how}" for name, how in list(report.different.items())[:5]]
         problems += [f"only in the file {list_few(report.unused)}"] if report.unused else []
         hint = nearest(report.unused[0], report.missing or names) if report.unused else ""
-        told = "holds none of the chosen parameters" if not report.taken else "holds other parameters than the model"
+        summary = "holds none of the chosen parameters" if not report.taken else "holds other parameters than the model"
         raise CheckpointError(
-            f"{report.path} {told}: {'; '.join(problems)}{hint}; choose with include=[...], or map names with "
+            f"{report.path} {summary}: {'; '.join(problems)}{hint}; choose with include=[...], or map names with "
             'rename={"old.*": "new.*"}'
         )
 
 
-def _difference(wanted: tuple[tuple[int, ...], str], found: tuple[tuple[int, ...], str | None]) -> str:
+def _difference(wanted: tuple[tuple[int, ...], str], actual: tuple[tuple[int, ...], str | None]) -> str:
     """Describe how shape and type of a parameter in the file differ from the model's; "" if it can be loaded."""
-    (shape, element), (there, stored) = wanted, found
+    (shape, element), (there, stored) = wanted, actual
     if tuple(there) != tuple(shape):
         turned = ", transposed" if tuple(there) == tuple(shape)[::-1] else ""
         return f"shape {list(there)} in the file, {list(shape)} in the model{turned}"
@@ -585,14 +585,14 @@ def load_chosen(engine: Engine, path: Any, choice: Choice) -> LoadReport:
     arrays = parameter_arrays(engine)
     specs = {array.spec.name: (array.spec.shape, array.dtype.name) for array in arrays}
     with open_parameters(path, world) as file:
-        found: list[tuple[LoadReport, Any]] = []
+        reports: list[tuple[LoadReport, Any]] = []
         with all_ranks(world, "load parameters"):
-            found.append(choice.report(specs, file))
-        report, origin = found[0]
+            reports.append(choice.report(specs, file))
+        report, origin = reports[0]
         taken = set(report.taken)
-        own = [array for array in arrays if array.spec.name in taken]
-        table = {array.path: (array.shape, array.dtype) for array in own}
-        fill_arrays(engine, _Renamed(file, origin, table, {}), own)
+        chosen = [array for array in arrays if array.spec.name in taken]
+        table = {array.path: (array.shape, array.dtype) for array in chosen}
+        fill_arrays(engine, _Renamed(file, origin, table, {}), chosen)
     engine.store.all_gather()
     engine.begin_average()
     return report

@@ -204,32 +204,32 @@ class SkippedSteps:
         NonFiniteError
             If ``policy.limit`` steps in a row have been skipped.
         """
-        told = self.told(report)
-        if not told:
+        warning = self.count(report)
+        if not warning:
             return
         if self.policy.warn and speaks:
-            notice(told)
+            notice(warning)
         if self.policy.callback is not None:
             self.policy.callback(report)
         self.enforce(report, _ADVICE)
 
-    def told(self, report: StepReport) -> str:
+    def count(self, report: StepReport) -> str:
         """Count a step; return the warning about it if it was skipped, else "". Not collective."""
         if not report.skipped:
             self.in_a_row = 0
             return ""
-        limit, told = self.policy.limit, f"step {_number(report)} skipped, parameters unchanged: {report.skipped}"
+        limit, warning = self.policy.limit, f"step {_number(report)} skipped, parameters unchanged: {report.skipped}"
         if report.backing_off:
             ends = "" if limit is None else f", which is not counted among the {limit} skipped steps that end a run"
-            return f"{told}; the loss scale falls from {report.loss_scale:g} to {report.next_loss_scale:g}{ends}"
+            return f"{warning}; the loss scale falls from {report.loss_scale:g} to {report.next_loss_scale:g}{ends}"
         self.in_a_row += 1
         ends = "" if limit is None else f", {limit} end the run"
-        return f"{told} ({self.in_a_row} in a row{ends})"
+        return f"{warning} ({self.in_a_row} in a row{ends})"
 
     def enforce(self, report: StepReport, advice: str) -> None:
         """Raise :class:`NonFiniteError` if ``policy.limit`` steps in a row were skipped, up to the step of ``report``.
 
-        Not collective. :meth:`told` must have counted that step. The error's message ends with ``advice``.
+        Not collective. :meth:`count` must have counted that step. The error's message ends with ``advice``.
         """
         limit = self.policy.limit
         if limit is not None and self.in_a_row >= limit and report.skipped and not report.backing_off:

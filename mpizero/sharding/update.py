@@ -31,14 +31,14 @@ from mpizero.sharding.params import (
     UpdatePiece,
     UpdateRun,
     runs_of,
+    tensors_last,
     update_pieces,
-    whole_last,
 )
-from mpizero.sharding.whole_tensors import TensorPlan, TieExchange, WholeTensors, home_of
+from mpizero.sharding.whole_tensors import TensorPlan, TensorUpdater, TieExchange, home_of
 from mpizero.types import Array, ParameterSpec
 
 if TYPE_CHECKING:
-    from mpizero.optim.minimizers import VectorRun
+    from mpizero.optim.minimizers import VectorSolver
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class UpdateScope:
     ----------
     replicated : bool
         Whether every node keeps the whole optimizer state (DDP); otherwise each rank keeps the state of its own shard.
-    in_rows : bool
-        Whether the reduced gradient is a row, as long as the gradient vector. Otherwise it is an array of only the
-        ranges that this rank owns.
+    flat : bool
+        Whether the reduced gradient is a flat gradient, as long as the gradient vector. Otherwise it is an array of
+        only the ranges that this rank owns.
     global_sums : GlobalSums or None
         Adds sums of squares over the ranks that hold other parts of the model; None if the model is not split.
     ties : callable or None
@@ -60,7 +60,7 @@ class UpdateScope:
     """
 
     replicated: bool
-    in_rows: bool
+    flat: bool
     global_sums: GlobalSums | None = None
     ties: Callable[[Sequence[UpdatePiece]], TieExchange] | None = None
 
@@ -84,14 +84,14 @@ class Updater:
     def __init__(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> None:
         self.optimizer = optimizer
         self.store, self.memory, self.grid, layout = store, store.memory, store.grid, store.layout
-        self.shards = store.peer_shards if scope.replicated else (store.shard,)
+        self.shards = store.group_shards if scope.replicated else (store.shard,)
         # A copy of another stage's parameter is in the optimizer group of that parameter, which may depend on its name.
         specs = [e.spec for e in layout.parameters if not e.spec.averaged]
         groups = {spec: self.optimizer.group_of(replace(spec, name=home_of(spec))) for spec in specs}
         bases = [store.base] if store.sharded else None
-        pieces = update_pieces(self.shards, groups, bases, scope.in_rows)
+        pieces = update_pieces(self.shards, groups, bases, scope.flat)
         plan = TensorPlan.of(optimizer, layout, self.grid.nodes, replicated=scope.replicated)
-        self.pieces = whole_last([piece for piece in pieces if not piece.entry.spec.averaged], plan.names)
+        self.pieces = tensors_last([piece for piece in pieces if not piece.entry.spec.averaged], plan.names)
         self.averages = tuple(piece for piece in pieces if piece.entry.spec.averaged)
         self.plain_runs = runs_of([p for p in self.pieces if not p.uses])
         self.runs = runs_of(self.pieces)
@@ -100,16 +100,16 @@ class Updater:
         self.groups = sorted(set(groups.values()))
         self.size = sum(piece.size for piece in self.pieces)
         self.trees = TensorTree(self.grid, layout, self.pieces)
-        self._global_sums, self._ties = scope.global_sums, None if scope.ties is None else scope.ties(self.trees.own)
+        self._global_sums, self._ties = scope.global_sums, None if scope.ties is None else scope.ties(self.trees.pieces)
         #: If set, called with every reduced gradient, clipped and unscaled, before the update; not in fused updates.
         self.watch: Callable[[Array], None] | None = None
-        self.method: VectorRun | None = None  # what a method of whole vectors has reached
+        self.method: VectorSolver | None = None  # what a method of whole vectors has reached
         self.step_count = 0
         self.last_rate: float | None = None  # of the last step; None if it is not known
         self._known_rate = -1, 0.0  # the step whose rate is known, and the rate
         self.dtype = store.dtype
         #: Exchanges and updates whole tensors; None if the optimizer needs none.
-        self.tensors = WholeTensors(optimizer, store, plan, self.pieces) if optimizer.needs_whole_tensors else None
+        self.tensors = TensorUpdater(optimizer, store, plan, self.pieces) if optimizer.needs_whole_tensors else None
         sizes = state_sizes(optimizer, self.size, self.elementwise, self.tensors)
         self.state: dict[str, Array] = {slot: self._new_state(size) for slot, size in sizes.items()}
 
@@ -117,17 +117,18 @@ class Updater:
         """Return a new array of zeros for one slot (such as a momentum) of this rank's optimizer state."""
         return self.memory.private("optimizer state", size, self.dtype)
 
-    def state_pieces(self, slot: str, *, own: bool = False) -> list[StatePiece]:
+    def state_pieces(self, slot: str, *, local_only: bool = False) -> list[StatePiece]:
         """Return the ranges of the arrays of ``slot`` that this rank keeps, by shard and as owner of whole tensors.
 
-        With ``own``, only those of this rank's own shard: the state of others is another rank's, too. Not collective.
+        Not collective. With ``local_only``, only those of this rank's own shard: other ranks have the state of others,
+        too.
         """
         if slot not in self.optimizer.slots:
-            return self.tensors.kept[slot] if self.tensors else []
-        # Pieces of whole tensors, which only the average has, begin after all others: see whole_last.
-        pieces, size = self.trees.own if own else self.pieces, self.state[slot].size
-        held = (piece for piece in pieces if piece.state + piece.size <= size)
-        return [StatePiece(p.entry.spec, p.span.start - p.entry.offset, p.state, p.size) for p in held]
+            return self.tensors.owned_state[slot] if self.tensors else []
+        # Pieces of whole tensors, which only the average has, begin after all others: see tensors_last.
+        pieces, size = self.trees.pieces if local_only else self.pieces, self.state[slot].size
+        stored = (piece for piece in pieces if piece.state + piece.size <= size)
+        return [StatePiece(p.entry.spec, p.span.start - p.entry.offset, p.state, p.size) for p in stored]
 
     def release(self) -> None:
         """Stop counting the bytes of the optimizer state; the caller then drops the updater. Not collective."""
@@ -156,19 +157,19 @@ class Updater:
         """Tell whether this rank's optimizer state and step count are 0, as before the first step. Not collective."""
         return not self.step_count and not any(array.any() for array in self.state.values())
 
-    def ask_rate(self) -> float:
+    def learning_rate(self) -> float:
         """Ask the optimizer for the learning rate of the next step and keep it for that step. Not collective."""
         self._known_rate = self.step_count, elementwise.learning_rate(self.optimizer, self.step_count)
         return self._known_rate[1]
 
     @property
     def rate(self) -> float:
-        """The learning rate of the next step, as :meth:`ask_rate` last returned it for that step.
+        """The learning rate of the next step, as :meth:`learning_rate` last returned it for that step.
 
         It is not asked for again, because a user's function may return another rate each time.
         """
         step, rate = self._known_rate
-        return rate if step == self.step_count else self.ask_rate()
+        return rate if step == self.step_count else self.learning_rate()
 
     def _made(self) -> None:
         """Count one optimizer step, and record its learning rate."""
@@ -237,16 +238,16 @@ class Updater:
 
         :meth:`update_fused` describes ``rows`` and ``program``; ``divisor`` is that of gradients.
         """
-        tree_sum, own = kernels.backend(rows).update.tree_sum, rows[0, : piece.size]
-        total: Array = kernels.namespace(rows).empty_like(own)
-        other = kernels.namespace(rows).empty_like(own)
+        tree_sum, like = kernels.backend(rows).update.tree_sum, rows[0, : piece.size]
+        total: Array = kernels.namespace(rows).empty_like(like)
+        other = kernels.namespace(rows).empty_like(like)
         tree_sum(rows, piece.gradient, rows[:0], 0, program, divisor, total, 0, piece.size)
         for use in piece.uses:
             tree_sum(rows, use, rows[:0], 0, program, divisor, other, 0, piece.size)
             total += other
         return total
 
-    def where_used(self, reduced: Array) -> Array:
+    def to_device(self, reduced: Array) -> Array:
         """Return the reduced gradient, copied to where the optimizer runs: the host in this class. Not collective."""
         host: Array = kernels.to_host(reduced)
         return host
@@ -268,9 +269,9 @@ class Updater:
         for piece in self.tied:
             if home_of(piece.entry.spec) in added:
                 continue
-            own = reduced[piece.gradient : piece.gradient + piece.size]
+            target = reduced[piece.gradient : piece.gradient + piece.size]
             for use in piece.uses:
-                own += reduced[use : use + piece.size]
+                target += reduced[use : use + piece.size]
 
     def norm(self, reduced: Array) -> tuple[float, str | None]:
         """Return the global norm of the reduced gradient, and None or the name of a parameter whose norm overflows.
@@ -278,7 +279,7 @@ class Updater:
         Collective over all ranks. If the sum of all squares is not finite, the first value is that sum. The second is
         then the first parameter whose own sum is not finite or, if there is none, the parameter with the largest sum.
         """
-        sums = self._square_sums(reduced, [piece.gradient for piece in self.trees.own])
+        sums = self._square_sums(reduced, [piece.gradient for piece in self.trees.pieces])
         total = float(sum(sums.values()))
         if np.isfinite(total):
             return total**0.5, None
@@ -288,7 +289,7 @@ class Updater:
 
     def parts_of(self, name: str, reduced: Array) -> list[Array]:
         """Return this rank's elements of the reduced gradient of parameter ``name``, on the host. Not collective."""
-        pieces = [p for p in self.trees.own if home_of(p.entry.spec) == name]
+        pieces = [p for p in self.trees.pieces if home_of(p.entry.spec) == name]
         return [kernels.to_host(reduced[p.gradient : p.gradient + p.size]) for p in pieces]
 
     def _square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
@@ -345,10 +346,10 @@ class Updater:
 
         Collective over all ranks. The norms are those of a parameter's values and of its direction.
         """
-        own = self.trees.own
+        local = self.trees.pieces
         values = self._parameters()
-        weights = self._square_sums(values, [piece.store for piece in own])
-        steps = self._square_sums(directions, [piece.gradient for piece in own])
+        weights = self._square_sums(values, [piece.store for piece in local])
+        steps = self._square_sums(directions, [piece.gradient for piece in local])
         for piece in self.pieces:
             name = home_of(piece.entry.spec)
             w = values[piece.store : piece.store + piece.size]
@@ -357,7 +358,7 @@ class Updater:
             self.optimizer.apply_direction(w, direction, hypers[piece.group], ratio)
             self._follow(w, piece.state)
 
-    def _update_tensors(self, tensors: WholeTensors, reduced: Array, hypers: dict[int, Array]) -> None:
+    def _update_tensors(self, tensors: TensorUpdater, reduced: Array, hypers: dict[int, Array]) -> None:
         """Update whole tensors, and the average of their values if there is one. Collective over all ranks."""
         if self.averages_parameters and not self.step_count:
             self.begin_average(self.state)
@@ -393,9 +394,9 @@ class Updater:
         average = self.state[EMA]
         for run in self.runs:
             w, there = self.store.values[run.store : run.store + run.size], average[run.state : run.state + run.size]
-            held = w.copy()
+            saved = w.copy()
             w[:] = there
-            there[:] = held
+            there[:] = saved
 
     def state_of(self, slot: str, piece: UpdatePiece | StatePiece) -> Array:
         """Return the state in ``slot`` of the elements of ``piece``, on the host, for reading. Not collective."""
@@ -416,7 +417,7 @@ class Updater:
 
 
 def state_sizes(
-    optimizer: Any, size: int, elementwise: Iterable[UpdateRun], tensors: WholeTensors | None
+    optimizer: Any, size: int, elementwise: Iterable[UpdateRun], tensors: TensorUpdater | None
 ) -> dict[str, int]:
     """Return the number of elements that a rank keeps of each slot of the optimizer state. Not collective.
 
@@ -430,7 +431,7 @@ def state_sizes(
         Number of parameter elements that the rank updates.
     elementwise : iterable of UpdateRun
         Those that it does not update as parts of whole tensors.
-    tensors : WholeTensors or None
+    tensors : TensorUpdater or None
         The whole tensors; None if the optimizer needs none.
     """
     short = sum(run.size for run in elementwise)
@@ -456,13 +457,13 @@ class TensorTree:
         The parameters.
     pieces : sequence of UpdatePiece
         The ranges of parameters that this rank updates. Only the pieces in its own shard are summed by this rank; they
-        are kept as ``own``.
+        are kept as ``pieces``.
     """
 
     def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
         self.grid, self._layout = grid, layout
         shard = Shard(layout, grid.data.rank, grid.data.size)
-        self.own = [p for p in pieces if p.span.intersect(shard.spans[p.entry.unit]) == p.span]
+        self.pieces = [p for p in pieces if p.span.intersect(shard.spans[p.entry.unit]) == p.span]
 
     @cached_property
     def _tiles(self) -> dict[str, tuple[PartRows, ...]]:
@@ -479,56 +480,56 @@ class TensorTree:
         arrivals: dict[tuple[str, int], list[tuple[TreeNode, Program]]] = {
             (name, tile): [] for name, rows in self._tiles.items() for tile in range(len(rows))
         }
-        place = 0
+        offset = 0
         for rank in range(self.grid.data.size):
-            for name, tile, nodes in _held(Shard(self._layout, rank, self.grid.data.size), self._tiles):
-                arrivals[name, tile] += [(node, (place + i,)) for i, node in enumerate(nodes)]
-                place += len(nodes)
+            for name, tile, nodes in _trees(Shard(self._layout, rank, self.grid.data.size), self._tiles):
+                arrivals[name, tile] += [(node, (offset + i,)) for i, node in enumerate(nodes)]
+                offset += len(nodes)
                 counts[rank] += len(nodes)
         programs = {
-            name: tuple(next((p for _, p in merge(arrivals[name, t], r.size)), ()) for t, r in enumerate(held))
-            for name, held in self._tiles.items()
+            name: tuple(next((p for _, p in merge(arrivals[name, t], r.size)), ()) for t, r in enumerate(tiles))
+            for name, tiles in self._tiles.items()
         }
         return counts, programs
 
     @cached_property
-    def _own_sums(self) -> tuple[Array, list[tuple[int, int, StridedTile]]]:
+    def _local_sums(self) -> tuple[Array, list[tuple[int, int, StridedTile]]]:
         """The plan of this rank's sums: of contiguous ranges of a piece in place, of others from copies."""
         cuts: list[tuple[int, int, int, int]] = []
         strided: list[tuple[int, int, StridedTile]] = []
-        place = 0
-        for number, piece in enumerate(self.own):
+        offset = 0
+        for number, piece in enumerate(self.pieces):
             origin = piece.span.start - piece.entry.offset
             for rows in self._tiles[piece.entry.spec.name]:
-                held = elements_within(rows, origin, origin + piece.size)
-                nodes = cover(held.start, held.stop, rows.size)
-                runs = list(islice(row_runs(rows, held.start, held.stop), 2))
-                if len(runs) > 1:
-                    strided.append((number, place, StridedTile(rows, origin, nodes)))
+                inside = elements_within(rows, origin, origin + piece.size)
+                nodes = cover(inside.start, inside.stop, rows.size)
+                ranges = list(islice(row_runs(rows, inside.start, inside.stop), 2))
+                if len(ranges) > 1:
+                    strided.append((number, offset, StridedTile(rows, origin, nodes)))
                 else:
                     leaves = [node.leaves(rows.size) for node in nodes]
-                    first = runs[0].full - runs[0].local - origin if runs else 0
-                    cuts += [(number, place + i, first + r.start, first + r.stop) for i, r in enumerate(leaves)]
-                place += len(nodes)
+                    first = ranges[0].full - ranges[0].local - origin if ranges else 0
+                    cuts += [(number, offset + i, first + r.start, first + r.stop) for i, r in enumerate(leaves)]
+                offset += len(nodes)
         return np.array(cuts, np.int64).reshape(-1, 4).T, strided
 
     def sums(self, arrays: tuple[Array, ...], starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """Return, for every optimized parameter of the layout, by name, the sum of squares of each tile's elements.
 
         Of two arrays these are their dot products. A parameter without tiles has one sum. Collective over the data
-        group. An array holds this rank's elements; those of piece ``own[i]`` begin at index ``starts[i]``.
+        group. An array holds this rank's elements; those of piece ``pieces[i]`` begin at index ``starts[i]``.
         """
-        (counts, programs), ((piece, place, first, stop), strided) = self._all_sums, self._own_sums
+        (counts, programs), ((piece, position, first, stop), strided) = self._all_sums, self._local_sums
         local = np.empty(counts[self.grid.data.rank], np.float64)
-        begin, found = np.array(starts, np.int64)[piece], np.empty(piece.size, np.float64)
-        _tree_sums(arrays, first + begin, stop + begin, found)
-        local[place] = found
+        begin, values = np.array(starts, np.int64)[piece], np.empty(piece.size, np.float64)
+        _tree_sums(arrays, first + begin, stop + begin, values)
+        local[position] = values
         for number, at, tile in strided:
-            held = [array[starts[number] : starts[number] + self.own[number].size] for array in arrays]
-            local[at : at + len(tile.nodes)] = tile.sums(held)
-        everyone = np.empty(sum(counts), np.float64)
-        self.grid.data.allgatherv(local, everyone, counts, "tensor sums")
-        return {name: tuple(evaluate(tile, everyone) for tile in held) for name, held in programs.items()}
+            parts = [array[starts[number] : starts[number] + self.pieces[number].size] for array in arrays]
+            local[at : at + len(tile.nodes)] = tile.sums(parts)
+        gathered = np.empty(sum(counts), np.float64)
+        self.grid.data.allgatherv(local, gathered, counts, "tensor sums")
+        return {name: tuple(evaluate(tile, gathered) for tile in parts) for name, parts in programs.items()}
 
 
 def _tree_sums(arrays: tuple[Array, ...], starts: Array, stops: Array, out: Array) -> None:
@@ -537,12 +538,12 @@ def _tree_sums(arrays: tuple[Array, ...], starts: Array, stops: Array, out: Arra
     (reduction.tree_square_sums if len(arrays) == 1 else reduction.tree_dots)(*arrays, starts, stops, out)
 
 
-def _held(shard: Shard, tiles: Mapping[str, Sequence[PartRows]]) -> Iterator[tuple[str, int, tuple[TreeNode, ...]]]:
+def _trees(shard: Shard, tiles: Mapping[str, Sequence[PartRows]]) -> Iterator[tuple[str, int, tuple[TreeNode, ...]]]:
     """Yield name, tile and subtrees of each sum that a rank computes, in the order in which it sends them."""
     for entry, part, _ in shard.pieces():
         for tile, rows in enumerate(tiles.get(entry.spec.name, ())):
-            held = elements_within(rows, part.start - entry.offset, part.stop - entry.offset)
-            yield entry.spec.name, tile, cover(held.start, held.stop, rows.size)
+            inside = elements_within(rows, part.start - entry.offset, part.stop - entry.offset)
+            yield entry.spec.name, tile, cover(inside.start, inside.stop, rows.size)
 
 
 #: Elements of a tile that is not contiguous which are copied at once, a power of two: so many stay in a CPU's cache.
@@ -592,13 +593,13 @@ class StridedTile:
         blocks, ends = self._blocks(step)
         size = max(block.size for block in blocks)
         copies = [kernels.namespace(array).empty(size, array.dtype) for array in arrays]
-        sums, place = np.empty(ends[-1], np.float64), 0
+        sums, offset = np.empty(ends[-1], np.float64), 0
         for block in blocks:
             taken = tuple(copied[: block.size] for copied in copies)
             for array, copied in zip(arrays, taken, strict=True):
                 take_rows(self.rows, array, block.start, copied, self.origin)
-            _tree_sums(taken, block.starts, block.stops, sums[place : place + block.starts.size])
-            place += block.starts.size
+            _tree_sums(taken, block.starts, block.stops, sums[offset : offset + block.starts.size])
+            offset += block.starts.size
         return [evaluate(leaves_program(stop - start), sums[start:stop]) for start, stop in pairwise(ends)]
 
     def _cut(self, step: int) -> tuple[list[_Block], list[int]]:
@@ -642,13 +643,14 @@ class GlobalSums:
         specs = [e.spec for e in layout.parameters if e.spec.optimized and e.spec.guest is None]
         counted = [s for s in specs if (first or s.part is not None)] if grid.coordinates.context == 0 else []
         self.counted = tuple(s.name for s in counted)
-        own = [s.name for s in counted for _ in range(tiles_of(s))]
-        everyone: list[list[str]] = self.comm.allgather_object(own, "parameters that count")
-        self.counts = [len(names) for names in everyone]
-        places: dict[str, list[int]] = {name: [] for name in order}
-        for place, name in enumerate(name for names in everyone for name in names):
-            places[name].append(place)  # ranks in the order of their tensor ranks: tiles in the order of their numbers
-        self.places = places
+        local_names = [s.name for s in counted for _ in range(tiles_of(s))]
+        gathered: list[list[str]] = self.comm.allgather_object(local_names, "parameters that count")
+        self.counts = [len(names) for names in gathered]
+        positions: dict[str, list[int]] = {name: [] for name in order}
+        for position, name in enumerate(name for names in gathered for name in names):
+            # Ranks are in the order of their tensor ranks: tiles in the order of their numbers.
+            positions[name].append(position)
+        self.positions = positions
 
     def merge(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
         """Return, for every optimized parameter of the model, the sum of the values that the ranks pass for it.
@@ -659,7 +661,7 @@ class GlobalSums:
         local = np.array([value for name in self.counted for value in sums[name]], np.float64)
         every = np.empty(sum(self.counts), np.float64)
         self.comm.allgatherv(local, every, self.counts, "sums of parameters")
-        return {name: over_tiles(every[places]) for name, places in self.places.items()}
+        return {name: over_tiles(every[positions]) for name, positions in self.positions.items()}
 
 
 def tiles_of(spec: ParameterSpec) -> int:

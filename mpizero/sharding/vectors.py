@@ -21,7 +21,7 @@ from mpizero.errors import ArgumentError, ConfigError, NonFiniteError
 from mpizero.kernels import jit
 from mpizero.layout.flat import ParameterUse, owners_by_cost
 from mpizero.nn.models import unfrozen
-from mpizero.optim.minimizers import POINT, MethodProgress, VectorRun
+from mpizero.optim.minimizers import POINT, MethodProgress, VectorSolver
 from mpizero.optim.regularization import TRIAL, Bounds, Diagonal, Limit, Regularization, Term
 from mpizero.sharding.config import Config
 from mpizero.sharding.full_params import take
@@ -37,12 +37,12 @@ class VectorUpdater(Updater):
     The parameters have the meaning of :class:`Updater`'s.
     """
 
-    method: VectorRun
+    method: VectorSolver
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.vectors = ShardedVectors(self, self.optimizer.bounds, self.optimizer.preconditioner)
-        self.method = VectorRun(self.optimizer, self.vectors)
+        self.method = VectorSolver(self.optimizer, self.vectors)
         terms = self.optimizer.regularization
         _, store, scope = args
         self._regularized = (
@@ -105,8 +105,8 @@ def check_vector_method(optimizer: Any, config: Config, model: Any, *, scaled: b
         "a loss scale": scaled,
         f"the model's dropout={dropout}": isinstance(dropout, float) and dropout > 0.0,
     }
-    for setting, given in clash.items():
-        if given:
+    for setting, is_set in clash.items():
+        if is_set:
             raise ConfigError(
                 f"{name} needs the loss and its exact gradient, in the memory of the host: leave out {setting}"
             )
@@ -127,8 +127,8 @@ class _Limited(NamedTuple):
 class ShardedVectors:
     """Compute with the arrays of an updater's state; implements :class:`~mpizero.optim.regularization.VectorSpace`.
 
-    A rank holds its own ranges of a vector, and those of its peers where the state is replicated; sums count each
-    element once.
+    A rank holds its own ranges of a vector, and those of its inter-node group where the state is replicated; sums count
+    each element once.
 
     Parameters
     ----------
@@ -146,7 +146,7 @@ class ShardedVectors:
         self.precision = float(np.finfo(updater.dtype).eps)
         #: Number of threads that this rank uses.
         self.threads = 1
-        self._starts = [piece.state for piece in updater.trees.own]
+        self._starts = [piece.state for piece in updater.trees.pieces]
         self._limited = tuple(self._limits())
         self._factors = () if preconditioner is None else tuple(self._scaled(preconditioner))
 
@@ -171,9 +171,9 @@ class ShardedVectors:
         """Return the elements of a bound, or factors, that belong to a piece. Not collective."""
         if not isinstance(limit, np.ndarray):
             return limit
-        found = np.empty(piece.size, self._updater.dtype)
-        take(piece.entry.spec, as_reals(limit.astype(found.dtype)), piece.span.start - piece.entry.offset, found)
-        return found
+        part = np.empty(piece.size, self._updater.dtype)
+        take(piece.entry.spec, as_reals(limit.astype(part.dtype)), piece.span.start - piece.entry.offset, part)
+        return part
 
     def dot(self, a: str, b: str) -> float:
         """Return the dot product of two vectors. Collective over all ranks."""
@@ -276,8 +276,8 @@ class ShardedVectors:
     def go_to_bounds(self, gradient: str, reach: float, direction: str) -> None:
         """Set the elements that :meth:`drop_fixed` clears to the way from ``point`` to their bound. Not collective."""
         for piece, limit, fixed in self._fixed(gradient, reach):
-            room = limit - self._of(POINT, piece)
-            self._of(direction, piece)[fixed] = room[fixed]
+            distance = limit - self._of(POINT, piece)
+            self._of(direction, piece)[fixed] = distance[fixed]
 
     def _fixed(self, gradient: str, reach: float) -> Iterator[tuple[UpdatePiece, Any, Array]]:
         """Yield pieces, one of their bounds, and which elements ``-reach * gradient`` takes to it. Not collective."""
@@ -293,8 +293,8 @@ class ShardedVectors:
         """Set ``direction`` to ``P(origin + step * direction) - origin``. Not collective."""
         self.scale(step, direction)
         for piece, lower, upper in self._limited:
-            start, way = self._of(origin, piece), self._of(direction, piece)
-            np.subtract(np.clip(start + way, lower, upper), start, out=way)
+            start, move = self._of(origin, piece), self._of(direction, piece)
+            np.subtract(np.clip(start + move, lower, upper), start, out=move)
 
     def longest_step(self, origin: str, direction: str) -> float:
         """Return the longest step along ``direction`` within bounds; infinite without bounds. Collective."""
@@ -302,11 +302,11 @@ class ShardedVectors:
             return math.inf
         longest = math.inf
         for piece, lower, upper in self._limited:
-            start, way = self._of(origin, piece), self._of(direction, piece)
-            for limit, ahead in ((upper, way > 0), (lower, way < 0)):
+            start, move = self._of(origin, piece), self._of(direction, piece)
+            for limit, ahead in ((upper, move > 0), (lower, move < 0)):
                 if limit is not None and ahead.any():
-                    room = np.broadcast_to(limit, start.shape)[ahead] - start[ahead]
-                    longest = min(longest, float((room / way[ahead]).min()))
+                    distance = np.broadcast_to(limit, start.shape)[ahead] - start[ahead]
+                    longest = min(longest, float((distance / move[ahead]).min()))
         return self._over_world(longest, "min")
 
     def _of(self, slot: str, piece: UpdatePiece) -> Array:
@@ -367,7 +367,7 @@ class RegularizedGradient:
 
         The value is NaN if one of them, or a gradient, is not finite. Parameters are those of the store.
         """
-        whole, requests = self._exchange.begin_parameters(_PARAMETER)
+        tensors, requests = self._exchange.begin_parameters(_PARAMETER)
         for request in requests:
             request.wait()
         values: dict[str, float] = {}
@@ -375,12 +375,12 @@ class RegularizedGradient:
         with all_ranks(self._store.grid.world, "regularization"):
             for number in self._exchange.owned:
                 spec = self._exchange.plan.tensors[number].spec
-                value, gradients[number] = self._computed(number, whole[number].reshape(spec.shape))
+                value, gradients[number] = self._computed(number, tensors[number].reshape(spec.shape))
                 if self._counts and spec.guest is None:
                     values[spec.name] = value
         self._add(gradients, gradient)
-        told = self._store.grid.world.allgather_object(values, "regularization")
-        return float(sum(value for _, value in sorted(item for rank in told for item in rank.items())))
+        gathered = self._store.grid.world.allgather_object(values, "regularization")
+        return float(sum(value for _, value in sorted(item for rank in gathered for item in rank.items())))
 
     def _computed(self, number: int, values: Array) -> tuple[float, Array]:
         """Return value and gradient of a term, checked; the value is NaN if one of them is not finite."""
@@ -392,8 +392,8 @@ class RegularizedGradient:
         except Exception as error:
             error.add_note(f"In the regularization of parameter {name!r} of shape {spec.shape}")
             raise
-        found = _of_shape(gradient, spec, values.dtype, f"the regularization of {name!r} returned a gradient")
-        return value if np.isfinite(found).all() and math.isfinite(value) else math.nan, found
+        checked = _of_shape(gradient, spec, values.dtype, f"the regularization of {name!r} returned a gradient")
+        return value if np.isfinite(checked).all() and math.isfinite(value) else math.nan, checked
 
     def add_products(self, direction: Array, target: Array) -> None:
         """Add the products of all terms' Hessians with a direction to ``target``; both are kept like optimizer state.
@@ -403,7 +403,7 @@ class RegularizedGradient:
         ConfigError
             If a term has no method ``product``.
         """
-        whole, requests = self._exchange.begin_parameters(_PARAMETER)
+        tensors, requests = self._exchange.begin_parameters(_PARAMETER)
         along, more = self._exchange.begin_gather(direction, lambda piece: piece.state, _DIRECTION)
         for request in requests + more:
             request.wait()
@@ -418,24 +418,24 @@ class RegularizedGradient:
                         f"the regularization of {name!r} has no method product(values, direction), which goes with "
                         "exact products of the model; without it use options={'exact': False}"
                     )
-                found = product(whole[number].reshape(spec.shape), along[number].reshape(spec.shape))
+                result = product(tensors[number].reshape(spec.shape), along[number].reshape(spec.shape))
                 products[number] = _of_shape(
-                    found, spec, target.dtype, f"the regularization of {name!r} returned a product"
+                    result, spec, target.dtype, f"the regularization of {name!r} returned a product"
                 )
         self._add(products, target)
 
-    def _add(self, whole: dict[int, Array], target: Array) -> None:
+    def _add(self, tensors: dict[int, Array], target: Array) -> None:
         added = np.zeros_like(target)
-        self._exchange.send_back(whole, added, lambda piece: piece.state, _GRADIENT)
+        self._exchange.send_back(tensors, added, lambda piece: piece.state, _GRADIENT)
         target += added
 
 
-def _of_shape(given: object, spec: ParameterSpec, dtype: DTypeLike, what: str) -> Array:
+def _of_shape(value: object, spec: ParameterSpec, dtype: DTypeLike, what: str) -> Array:
     """Return an array as a flat one of the type ``dtype``, in which it is sent, after a check of its shape."""
-    found = np.asarray(unmasked(given, f"{what} that"))
-    if found.shape != spec.shape or found.dtype.kind not in "fiu":
-        raise ArgumentError(f"{what} of shape {found.shape} and type {found.dtype}, expected {spec.shape}")
-    return np.ascontiguousarray(found, dtype).reshape(-1)
+    array = np.asarray(unmasked(value, f"{what} that"))
+    if array.shape != spec.shape or array.dtype.kind not in "fiu":
+        raise ArgumentError(f"{what} of shape {array.shape} and type {array.dtype}, expected {spec.shape}")
+    return np.ascontiguousarray(array, dtype).reshape(-1)
 
 
 def _check(spec: ParameterSpec) -> None:

@@ -1,6 +1,6 @@
 """Bring together elements that the shard rule parts: whole tensors for their update, and gradients of tied parameters.
 
-:class:`WholeTensors` updates the tensors that this rank owns. :class:`TensorPlan` says in integers which rank owns
+:class:`TensorUpdater` updates the tensors that this rank owns. :class:`TensorPlan` says in integers which rank owns
 which tensor and what ranks exchange, and :class:`TensorExchange` sends it. :class:`TieExchange` adds up the gradients
 of parameters that several pipeline stages use, such as a token table (embedding and head).
 
@@ -35,7 +35,7 @@ from mpizero.errors import ArgumentError, ConfigError
 from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout, ParameterUse, owners_by_cost
 from mpizero.layout.mesh import Coordinates
-from mpizero.optim.elementwise import optimizer_name, state_specs, takes_whole
+from mpizero.optim.elementwise import optimizer_name, state_specs, takes_tensor
 from mpizero.sharding.params import ParameterStore, Shard, StatePiece, UpdatePiece
 from mpizero.sharding.partition import PartitionedModel, Use
 from mpizero.types import Array, ParameterSpec
@@ -50,7 +50,7 @@ def home_of(spec: Any) -> str:
 _GRADIENT, _PARAMETER, _UPDATED = 1, 2, 3
 
 
-class WholeTensors:
+class TensorUpdater:
     """Exchange the elements of whole tensors with their owners, and update those that this rank owns.
 
     Parameters
@@ -66,21 +66,21 @@ class WholeTensors:
         self.exchange = TensorExchange(store, plan, pieces)
         self.owned = self.exchange.owned
         self.pieces = [piece for piece in pieces if piece.entry.spec.name in plan.names]
-        self.kept = {slot: self._kept(slot) for slot in optimizer.tensor_slots}
+        self.owned_state = {slot: self._owned_state(slot) for slot in optimizer.tensor_slots}
 
-    def _kept(self, slot: str) -> list[StatePiece]:
+    def _owned_state(self, slot: str) -> list[StatePiece]:
         """Return the arrays of this rank's state in ``slot``: one for each owned tensor that has it."""
-        found, place = list[StatePiece](), 0
+        pieces, offset = list[StatePiece](), 0
         for number in self.owned:
             spec = state_specs(self.optimizer, self.plan.tensors[number].spec).get(slot)
             if spec is not None:
-                found.append(StatePiece(spec, 0, place, spec.size))
-                place += spec.size
-        return found
+                pieces.append(StatePiece(spec, 0, offset, spec.size))
+                offset += spec.size
+        return pieces
 
     def size(self, slot: str) -> int:
         """Return the number of elements of this rank's state in ``slot``. Not collective."""
-        return sum(piece.size for piece in self.kept[slot])
+        return sum(piece.size for piece in self.owned_state[slot])
 
     def update(self, reduced: Array, hypers: Mapping[int, Array], state: Mapping[str, Array]) -> None:
         """Update all whole tensors from the reduced gradient. Collective over all ranks.
@@ -119,8 +119,8 @@ class WholeTensors:
         step = self.optimizer.tensor_step(hypers[group])
         arrays = {
             slot: state[slot][p.state : p.state + p.size].reshape(p.spec.shape)
-            for slot, kept in self.kept.items()
-            for p in kept
+            for slot, pieces in self.owned_state.items()
+            for p in pieces
             if p.spec.name == spec.name
         }
         try:
@@ -152,7 +152,7 @@ class TensorPlan:
     """Compute the owners of tensors, and the elements that ranks exchange; equal on all ranks of a data group.
 
     A tensor is divided among its *holders*: shard j of the shard rule is held by data rank j, or with replicated
-    optimizer state by all peers of rank j, one on each node.
+    optimizer state by the inter-node group of rank j, one rank on each node.
 
     Attributes
     ----------
@@ -184,7 +184,7 @@ class TensorPlan:
             If the optimizer takes a tensor of which a rank holds a slice only, or a complex one, or if a cost is not a
             whole number.
         """
-        tensors = tuple(entry for entry in layout.parameters if takes_whole(optimizer, entry.spec))
+        tensors = tuple(entry for entry in layout.parameters if takes_tensor(optimizer, entry.spec))
         for entry in tensors:
             _check(optimizer, entry.spec)
         costs = [tensor_cost(optimizer, entry.spec.shape) for entry in tensors]
@@ -218,11 +218,11 @@ class TensorPlan:
 
     def _by_rank(self, moves: Iterable[Move]) -> list[list[Move]]:
         """Return, for each rank, the moves in which it takes part, in their order."""
-        found: list[list[Move]] = [[] for _ in self._holders]
+        by_rank: list[list[Move]] = [[] for _ in self._holders]
         for move in moves:
             for rank in {move.source, move.target}:
-                found[rank].append(move)
-        return found
+                by_rank[rank].append(move)
+        return by_rank
 
     def _source(self, owner: int, shard: int) -> int:
         """Return the holder of a shard that sends its elements to ``owner``: itself, or one on its node if there is."""
@@ -243,10 +243,10 @@ class TensorPlan:
     @cached_property
     def _holders(self) -> list[tuple[int, ...]]:
         """For each shard, the data ranks that hold its elements of gradients and of optimizer state."""
-        places = {rank: ranks.index(rank) for ranks in self.nodes for rank in ranks}
+        positions = {rank: ranks.index(rank) for ranks in self.nodes for rank in ranks}
         if not self.replicated:
-            return [(rank,) for rank in range(len(places))]
-        return [tuple(ranks[places[rank]] for ranks in self.nodes) for rank in range(len(places))]
+            return [(rank,) for rank in range(len(positions))]
+        return [tuple(ranks[positions[rank]] for ranks in self.nodes) for rank in range(len(positions))]
 
 
 def tensor_cost(optimizer: Any, shape: tuple[int, ...]) -> int:
@@ -270,7 +270,7 @@ def _check(optimizer: Any, spec: ParameterSpec) -> None:
 #: Returns a view of the elements of a move.
 _View = Callable[[Move], Array]
 #: Returns the index of a piece's first element in an array that is kept in pieces.
-PlaceOf = Callable[[UpdatePiece], int]
+OffsetOf = Callable[[UpdatePiece], int]
 
 
 class TensorExchange:
@@ -291,16 +291,16 @@ class TensorExchange:
     def __init__(self, store: ParameterStore, plan: TensorPlan, pieces: Sequence[UpdatePiece]) -> None:
         self.store, self.plan, self.data = store, plan, store.grid.data
         self.owned = plan.owned(self.data.rank)
-        self._places = {piece.span: piece for piece in pieces if piece.entry.spec.name in plan.names}
+        self._pieces = {piece.span: piece for piece in pieces if piece.entry.spec.name in plan.names}
 
-    def begin_gather(self, values: Array, place_of: PlaceOf, tag: int) -> tuple[dict[int, Array], list[Request]]:
-        """Begin to gather tensors of which every rank holds pieces in ``values``, at the places ``place_of``.
+    def begin_gather(self, values: Array, offset_of: OffsetOf, tag: int) -> tuple[dict[int, Array], list[Request]]:
+        """Begin to gather tensors of which every rank holds pieces in ``values``, at the offsets ``offset_of``.
 
         Return new flat arrays for the tensors that this rank owns, by number, complete when the requests have ended.
         """
-        whole = {number: np.empty(self.plan.tensors[number].spec.size, values.dtype) for number in self.owned}
+        tensors = {number: np.empty(self.plan.tensors[number].spec.size, values.dtype) for number in self.owned}
         moves = self.plan.gathers[self.data.rank]
-        return whole, self._exchange(moves, tag, self._in_pieces(values, place_of), self._inside(whole))
+        return tensors, self._exchange(moves, tag, self._in_pieces(values, offset_of), self._inside(tensors))
 
     def begin_parameters(self, tag: int) -> tuple[dict[int, Array], list[Request]]:
         """Begin to gather the values of the parameters, as :meth:`begin_gather`; replicated ones are copied."""
@@ -310,17 +310,17 @@ class TensorExchange:
         spans = {number: self.plan.tensors[number].span for number in self.owned}
         return {number: values[span.start : span.stop].copy() for number, span in spans.items()}, []
 
-    def send_back(self, whole: Mapping[int, Array], values: Array, place_of: PlaceOf, tag: int) -> None:
+    def send_back(self, tensors: Mapping[int, Array], values: Array, offset_of: OffsetOf, tag: int) -> None:
         """Write the elements of owned tensors to the pieces in ``values`` of all ranks that hold them."""
         moves = self.plan.returns[self.data.rank]
-        for request in self._exchange(moves, tag, self._inside(whole), self._in_pieces(values, place_of)):
+        for request in self._exchange(moves, tag, self._inside(tensors), self._in_pieces(values, offset_of)):
             request.wait()
 
     def _inside(self, tensors: Mapping[int, Array]) -> _View:
-        return lambda move: _held(tensors[move.tensor], move.span.start - self.plan.tensors[move.tensor].offset, move)
+        return lambda move: _range(tensors[move.tensor], move.span.start - self.plan.tensors[move.tensor].offset, move)
 
-    def _in_pieces(self, values: Array, place_of: PlaceOf) -> _View:
-        return lambda move: _held(values, place_of(self._places[move.span]), move)
+    def _in_pieces(self, values: Array, offset_of: OffsetOf) -> _View:
+        return lambda move: _range(values, offset_of(self._pieces[move.span]), move)
 
     def _exchange(self, moves: Sequence[Move], tag: int, source: _View, target: _View) -> list[Request]:
         """Begin to send elements from the views of ``source`` to those of ``target`` on other ranks; copy own ones.
@@ -338,7 +338,7 @@ class TensorExchange:
         return requests
 
 
-def _held(values: Array, start: int, move: Move) -> Array:
+def _range(values: Array, start: int, move: Move) -> Array:
     return values[start : start + move.span.size]
 
 
@@ -382,8 +382,8 @@ class TieExchange:
             for rank in range(data.size):
                 part = entry.span.intersect(Shard(layout, rank, data.size).spans[entry.unit])
                 holders.append(_Holder(stage, rank, part.shift(-entry.offset) if part.size else Span(0, 0)))
-        mine = next(h.span for h in holders if (h.stage, h.data_rank) == (self.number, data.rank))
-        return _Tie(name, tag, uses, tuple(holders), mine)
+        local_span = next(h.span for h in holders if (h.stage, h.data_rank) == (self.number, data.rank))
+        return _Tie(name, tag, uses, tuple(holders), local_span)
 
     @property
     def names(self) -> frozenset[str]:
@@ -400,7 +400,7 @@ class TieExchange:
         for tie, arrived, requests in with_all:
             for request in requests:
                 request.wait()
-            if tie.mine.size:
+            if tie.local_span.size:
                 self._sum(tie, arrived, reduced)
 
     def _start(self, tie: _Tie, reduced: Array) -> tuple[dict[Use, list[tuple[Span, Array]]], list[Request]]:
@@ -415,7 +415,7 @@ class TieExchange:
         world, requests, sent = self.grid.world, [], []
         arrived: dict[Use, list[tuple[Span, Array]]] = {}
         for holder in tie.holders:
-            common = holder.span.intersect(tie.mine)
+            common = holder.span.intersect(tie.local_span)
             if holder.stage == self.number or not common.size:
                 continue
             peer = self._world_rank(holder)
@@ -432,15 +432,15 @@ class TieExchange:
         return arrived, requests
 
     def _sum(self, tie: _Tie, arrived: Mapping[Use, Sequence[tuple[Span, Array]]], reduced: Array) -> None:
-        total = np.empty(tie.mine.size, reduced.dtype)
+        total = np.empty(tie.local_span.size, reduced.dtype)
         for position, use in enumerate(tie.uses):
             for span, values in self._parts(tie, use, arrived, reduced):
-                part = total[span.start - tie.mine.start : span.stop - tie.mine.start]
+                part = total[span.start - tie.local_span.start : span.stop - tie.local_span.start]
                 if position == 0:
                     part[:] = values
                 else:
                     part += values
-        target = self._gradient(tie, Use(self.number, 0), tie.mine, reduced)
+        target = self._gradient(tie, Use(self.number, 0), tie.local_span, reduced)
         if isinstance(target, np.ndarray):
             target[:] = total
         else:
@@ -450,20 +450,20 @@ class TieExchange:
         self, tie: _Tie, use: Use, arrived: Mapping[Use, Sequence[tuple[Span, Array]]], reduced: Array
     ) -> Iterator[tuple[Span, Array]]:
         if use.stage == self.number:
-            yield tie.mine, kernels.to_host(self._gradient(tie, use, tie.mine, reduced))
+            yield tie.local_span, kernels.to_host(self._gradient(tie, use, tie.local_span, reduced))
         else:
             yield from arrived[use]
 
     def _gradient(self, tie: _Tie, use: Use, span: Span, reduced: Array) -> Array:
         """Return a view, in ``reduced``, of the gradient of one use on this stage, for the elements ``span``."""
         piece = self.pieces[tie.name]
-        start = (piece.gradient, *piece.uses)[use.number] + span.start - tie.mine.start
+        start = (piece.gradient, *piece.uses)[use.number] + span.start - tie.local_span.start
         return reduced[start : start + span.size]
 
     def _world_rank(self, holder: _Holder) -> int:
-        axes, here = self.grid.axes, self.grid.coordinates
+        axes, coordinates = self.grid.axes, self.grid.coordinates
         data, context = divmod(holder.data_rank, axes.context)
-        return axes.rank_of(Coordinates(holder.stage, here.tensor, data, context))
+        return axes.rank_of(Coordinates(holder.stage, coordinates.tensor, data, context))
 
 
 class _Holder(NamedTuple):
@@ -478,17 +478,17 @@ class _Tie(NamedTuple):
     """Describe, for one rank, a parameter that several stages use.
 
     ``tag`` is the MPI tag for the first of its uses; the tag of the next use is larger by 2. ``holders`` are the data
-    ranks of all stages that use it. ``mine`` is the range of its elements that this rank owns.
+    ranks of all stages that use it. ``local_span`` is the range of its elements that this rank owns.
     """
 
     name: str
     tag: int
     uses: tuple[Use, ...]
     holders: tuple[_Holder, ...]
-    mine: Span
+    local_span: Span
 
 
 def home_trainable(name: str, layouts: Mapping[int, FlatLayout]) -> bool:
     """Tell whether any stage trains the parameter ``name``; ``layouts`` are those of all stages. Not collective."""
-    found = (e.spec for layout in layouts.values() for e in layout.parameters)
-    return any(spec.trainable for spec in found if home_of(spec) == name)
+    specs = (e.spec for layout in layouts.values() for e in layout.parameters)
+    return any(spec.trainable for spec in specs if home_of(spec) == name)

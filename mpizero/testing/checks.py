@@ -33,7 +33,7 @@ from mpizero.nn.layer import fresh_integers
 from mpizero.nn.models import run_on
 from mpizero.nn.virtual_ranks import TiledBlock, tiled_model
 from mpizero.sharding import Model, ShardingConfig
-from mpizero.sharding.partition import TILED_AXES, ParallelLayout, fits_tiles
+from mpizero.sharding.partition import TILED_AXES, ParallelLayout, can_host
 from mpizero.types import Array, BlockModel, Group, Layer, Loss, ParameterSpec, Run
 
 Point = Array | Mapping[str, Array]
@@ -385,7 +385,7 @@ class SplitTraining:
                 run_in_threads(size, lambda ranks: self._compare(ranks, expected))
             return
         with all_ranks(comm, "assert_same_as_serial"):
-            if not fits_tiles(comm.size, self.virtual_ranks):
+            if not can_host(comm.size, self.virtual_ranks):
                 message = f"{self.virtual_ranks} tiles do not fit {comm.size} ranks"
                 raise ConfigError(f"{message}: each computes 1, 2, 4, ... of them")
             expected = self.serial()

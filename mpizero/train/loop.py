@@ -581,7 +581,7 @@ class NumberWatch:
         NonFiniteError
             After too many skipped steps in a row, not counting steps after which the loss scale was lowered.
         """
-        if skipped := self._skipped.told(report):
+        if skipped := self._skipped.count(report):
             batch_message = "" if report.backing_off or self.setup.takes_all else self._keep(step, batch)
             if self._policy.warn:
                 self.progress.say("; ".join(filter(None, (skipped, batch_message))))

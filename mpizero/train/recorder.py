@@ -229,7 +229,7 @@ class RunRecorder:
         engine = self._setup.model._engine
         counted = {part: size for part, size in engine.memory.kinds().items() if size}
         counted |= {part: size for part, size in group_buffers(engine.grid).items() if size}
-        local = (counted, engine.compute_device.held(), engine.memory.peak_bytes, peak_resident())
+        local = (counted, engine.compute_device.allocated_bytes(), engine.memory.peak_bytes, peak_resident())
         gathered = self._comm.allgather_object(local, "record")
         return MemoryCount(
             step=step,

@@ -167,7 +167,7 @@ class RunSetup:
         if self.record.description:
             return self.record.description
         model, batch, ranks = self.model, self.loop.global_batch, self.comm.size
-        exactness = model._engine.told_exactness
+        exactness = model._engine.exactness_suffix
         split = [f"{axis} {size}" for axis, size in self.layout().items() if axis in AXES and size > 1]
         where = " x ".join(split) if len(split) > 1 else f"{ranks} rank{'s' if ranks > 1 else ''}"
         validation = f" and {len(self.validation):,} validation" if self.validation is not None else ""

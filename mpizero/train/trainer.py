@@ -530,7 +530,7 @@ class Trainer:
         if resumes and config.tiles is None:
             checkpoints = RunFolder(setup.checkpoints.folder).checkpoints
             tiles = tiles_of_checkpoint(checkpoints, setup.comm, step)
-            if tiles not in (None, setup.model._engine.partitioned.parallel_layout.asked_tiles):
+            if tiles not in (None, setup.model._engine.partitioned.parallel_layout.wanted_virtual_ranks):
                 config = config.with_tiles(tiles)
         if self._loop is not None or config.tiles != setup.model.config.tiles:
             self._setup = arguments.sharded_again(setup, self._mesh, config)

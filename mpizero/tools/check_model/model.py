@@ -27,7 +27,7 @@ from mpizero.layout.flat import joined, nested
 from mpizero.nn.layer import fresh_integers, start_integers
 from mpizero.nn.models import bind, evaluate, initial_parameters, model_specs, run_on
 from mpizero.sharding.forward_backward import writable
-from mpizero.sharding.integrity import mark, marks_left
+from mpizero.sharding.integrity import count_sentinels, write_sentinel
 from mpizero.sharding.partition import blocks_of
 from mpizero.types import Array, BlackBoxModel, BlockModel, ParameterSpec, Run, as_reals
 
@@ -295,7 +295,7 @@ class CheckedFunction:
             if not self.in_place:
                 return self.model.loss_and_grad(*args, **kwargs)
             for name in self.names:
-                mark(gradients[name])
+                write_sentinel(gradients[name])
             with writable(gradients) as views:
                 result = self.model.loss_and_grad(*args, views, **kwargs)
             return self._checked_in_place(result, gradients)
@@ -314,7 +314,7 @@ class CheckedFunction:
             raise UnusableEvaluation(_returned(result, "a function that returns its gradients", remedy))
         wrong = []
         for name in self.names:
-            if left := marks_left(gradients[name]):
+            if left := count_sentinels(gradients[name]):
                 problem = f"has {left} of {gradients[name].size} elements that are not written, or added to"
                 cause = "a part that is left out, or gradients[name] += value"
                 remedy = f"overwrite all of it in every call, zeros too: gradients[{name!r}][...] = value"

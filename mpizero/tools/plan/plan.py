@@ -36,17 +36,17 @@ from mpizero.sharding.config import (
     Config,
     Placement,
     assigns_rounds,
-    claims_grains,
     keeps_gradients_on_device,
-    round_slots,
+    round_buffer_sizes,
+    schedules_dynamically,
     scratch_use,
 )
 from mpizero.sharding.device import gradient_places
 from mpizero.sharding.device_update import buffer_sizes, updates_on_device
 from mpizero.sharding.grad_reduce import largest_block, residual_sizes
 from mpizero.sharding.mesh import Mesh
-from mpizero.sharding.params import SLOTS, paged
-from mpizero.sharding.partition import ParallelLayout, in_tiles, within_rounding
+from mpizero.sharding.params import UNIT_BUFFERS, paged
+from mpizero.sharding.partition import ParallelLayout, resolve_tiles, within_rounding
 from mpizero.sharding.whole_tensors import TensorPlan
 from mpizero.tools.plan.counts import PlannedGrid, PlannedRanks, PlannedTraining, Sent, StepBatches, window_bytes
 from mpizero.tools.plan.memory import ModelPart, StageActivations, TrialSample
@@ -178,7 +178,7 @@ class RankMemory:
 
     def _update_buffers(self) -> int:
         norms, replicated = self.traffic.training.optimizer.needs_tensor_norms, not self.traffic.sharded
-        return sum(buffer_sizes(self.traffic.updated, self._item, norms=norms, whole=replicated)) * self._item
+        return sum(buffer_sizes(self.traffic.updated, self._item, norms=norms, full=replicated)) * self._item
 
     @property
     def _updates_on_device(self) -> bool:
@@ -221,7 +221,7 @@ class RankMemory:
             uses = plan.folds[grid.order_index].uses_scratch or (step.scratch == "micro-batches" and any(traffic.jobs))
             added = largest_block(shards.layout) * self._item if uses else 0
             return rows._replace(private=rows.private + (added if step.scratch else self._folded))
-        slots = round_slots(shards.layout, grid.node.size, in_place=traffic.training.in_place)
+        slots = round_buffer_sizes(shards.layout, grid.node.size, in_place=traffic.training.in_place)
         buffer = self._shared(*[grid.node.size * paged(size * self._item) for size in slots])
         stack = step.round_plan(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item
         return buffer._replace(private=buffer.private + stack + self._folded)
@@ -262,7 +262,7 @@ class RankMemory:
         """Return the memory of gathered units, and of the buffer that takes the gradients of frozen parameters."""
         units = MemoryBytes()
         if self.traffic.sharded:
-            units = self._shared(*[self.traffic.part.layout.largest_gathered * self._item] * SLOTS)
+            units = self._shared(*[self.traffic.part.layout.largest_gathered * self._item] * UNIT_BUFFERS)
         return units._replace(private=units.private + (0 if self._keeps_gradients else self._frozen))
 
     @property
@@ -422,12 +422,12 @@ class TrainingPlan:
     @cached_property
     def tiled_layout(self) -> ParallelLayout:
         """The parallel layout with the tiles in which the model computes on it."""
-        return in_tiles(self.parallel_layout, self.config.tiles, self.model)
+        return resolve_tiles(self.parallel_layout, self.config.tiles, self.model)
 
     @property
     def tiles(self) -> dict[str, int]:
         """The number of tiles in which layers compute along the axes "tensor" and "context"."""
-        return self.tiled_layout.all_tiles
+        return self.tiled_layout.virtual_ranks
 
     @cached_property
     def within_rounding(self) -> tuple[str, ...]:
@@ -453,7 +453,7 @@ class TrainingPlan:
         """The parts of the plan that are equal for all ranks."""
         row = self.row.in_contexts(self.axes.context)
         in_rounds = assigns_rounds(row, self.config, self.axes.data * self.axes.context)
-        dynamic = claims_grains(row, self.config, self.planned_ranks.grid(0), self.ranks // self.axes.data)
+        dynamic = schedules_dynamically(row, self.config, self.planned_ranks.grid(0), self.ranks // self.axes.data)
         by_block = isinstance(self.model, BlockModel)
         scratch = scratch_use(self.config, self.axes.pipeline, by_block=by_block)
         return PlannedTraining(

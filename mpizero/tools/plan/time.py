@@ -433,7 +433,7 @@ class StepPasses:
             training.optimizer,
             norm=training.needs_norm,
             ties=partitioned.has_shared_parameters,
-            peers=self.traffic.grid.inter_node.size,
+            nodes=self.traffic.grid.inter_node.size,
             in_rounds=training.step.in_rounds,
         )
 

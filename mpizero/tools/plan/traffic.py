@@ -185,7 +185,7 @@ class RankTraffic:
         """The buckets in which gradients are summed over peers during the backward pass."""
         layout, shards = self.part.layout, self.part.shards.shards
         spans = [
-            [span for unit in layout.units for span in shards[rank].row_spans(unit.index)]
+            [span for unit in layout.units for span in shards[rank].flat_spans(unit.index)]
             for rank in self.grid.inter_node_ranks
         ]
         return cut_buckets(spans, layout.gradient_size, self._row_counts, self.training.bucket)
@@ -290,7 +290,7 @@ class RankTraffic:
             return Sent()
         ties = TieExchange(cast("ProcessGrid", self.grid), self.part.partitioned, self.part.layouts, ())
         return total_sent(
-            one_call(holder.span.intersect(tie.mine).size * self.training.itemsize)
+            one_call(holder.span.intersect(tie.local_span).size * self.training.itemsize)
             for tie in ties.ties
             for holder in tie.holders
             for use in tie.uses

@@ -43,7 +43,7 @@ from mpizero.sharding.full_params import take
 from mpizero.sharding.model import Model
 from mpizero.sharding.parameter_access import gather_pieces, gather_slot, slot_entries
 from mpizero.sharding.params import UpdatePiece
-from mpizero.sharding.partition import own_reasons, shown_tiles
+from mpizero.sharding.partition import layer_reasons
 from mpizero.sharding.update import Updater
 from mpizero.tools.verify import verdicts
 from mpizero.tools.verify.verdicts import (
@@ -245,7 +245,7 @@ class ObservedTraining:
     @property
     def layout(self) -> FlatLayout:
         """Return where each parameter lies in the flat vector of the whole model. Not collective."""
-        return self.engine.whole.layout
+        return self.engine.global_view.layout
 
     def train(self, steps: int) -> None:
         """Train ``steps`` steps by ``model.train``, as a user does."""
@@ -257,7 +257,7 @@ class ObservedTraining:
         updater = self.updater
         slots = {slot: gather_slot(self.engine, slot) for slot in updater.state}
         progress = None if updater.method is None else updater.method.progress.saved()
-        return TrainingState(self.engine.whole.vector(), slots, updater.step_count, progress)
+        return TrainingState(self.engine.global_view.vector(), slots, updater.step_count, progress)
 
     def gradient(self, batch: tuple[Any, Any]) -> BatchGradient:
         """Compute the loss and the averaged gradient of a batch, without updating the parameters."""
@@ -336,7 +336,7 @@ class ObservedTraining:
         Return the name of the first parameter that differs; None if none differs or parameters are sharded. Not
         collective.
         """
-        store, full_params = self.engine.store, self.engine.whole
+        store, full_params = self.engine.store, self.engine.global_view
         for entry in store.layout.parameters if not store.sharded else ():
             home = full_params.home(entry.spec)
             expected = np.empty(entry.spec.size, parameters.dtype)
@@ -865,7 +865,7 @@ def _compare(
             raise ConfigError(f"layout {str(layout)!r} needs {layout.ranks} ranks, this job has {world.size}")
     traces: dict[str, ReferenceTrace] = {}
     verdicts = list[Verdict]()
-    for layout in [ONE_PROCESS.in_tiles(task.settings.get("tiles")), *layouts]:
+    for layout in [ONE_PROCESS.resolve_tiles(task.settings.get("tiles")), *layouts]:
         if (key := str(layout.alone.parallel.tiles)) not in traces:
             with _named(layout):
                 traces[key] = _on_first(world, partial(record, task, layout.alone, tell))
@@ -929,7 +929,7 @@ def record(task: TrainingTask, alone: Layout = ONE_PROCESS, tell: Progress = _si
             terms = max(terms, training.engine.scalars.samples, *(r.weight for r in [training.model.last_step] if r))
             tell("one process", number)
         rounding = Rounding(str(np.dtype(training.engine.dtype)), terms)
-        sha256, reasons = training.model.parameters_sha256(), own_reasons(training.model.wrapped_model)
+        sha256, reasons = training.model.parameters_sha256(), layer_reasons(training.model.wrapped_model)
         return ReferenceTrace(rounding, steps, sha256, time.monotonic() - started, bool(reasons))
 
 
@@ -958,8 +958,8 @@ class LayoutComparison(NamedTuple):
         steps, sha256, largest, finding = how(comm)
         seconds = time.monotonic() - started
         name, ranks = str(self.layout), self.layout.ranks
-        tile_counts = self.layout.alone.parallel.parallel_layout().asked_tiles
-        tiles = shown_tiles(tile_counts) if max(tile_counts.values()) > 1 else ""
+        tile_counts = self.layout.alone.parallel.parallel_layout().wanted_virtual_ranks
+        tiles = tiles_setting(tile_counts) if max(tile_counts.values()) > 1 else ""
         return Verdict(name, ranks, steps, sha256, seconds, self.rounding.tolerance, largest, finding, tiles)
 
     def _tell(self, comm: Communicator, step: int) -> None:
@@ -996,7 +996,7 @@ class LayoutComparison(NamedTuple):
             local = Finding(number, "gradient norm", found=observed[1], expected=norm, diagnosis=UNREPEATED)
         elif key := next((key for key, value in digests.items() if observed[2].get(key) != value), None):
             local = Finding(number, *key, diagnosis=UNREPEATED)
-        elif name := training.unlike_copy(training.engine.whole.vector()):
+        elif name := training.unlike_copy(training.engine.global_view.vector()):
             local = Finding(number, "copy of a parameter", name, diagnosis=UNREPEATED)
         gathered = training.engine.grid.world.allgather_object(local, "hashes")
         different = [rank for rank, finding in enumerate(gathered) if finding is not None]

@@ -23,7 +23,7 @@ from mpizero._util.numbers import Rounding, largest
 from mpizero._util.text import columns
 from mpizero.errors import ConfigError
 from mpizero.layout import SCHEDULES, chunk_stages
-from mpizero.sharding.partition import TILED_AXES, Tiles, fits_tiles, within_rounding
+from mpizero.sharding.partition import TILED_AXES, Tiles, can_host, within_rounding
 from mpizero.train.config.sections import STRATEGIES, ParallelSection
 from mpizero.types import Array
 
@@ -88,7 +88,7 @@ class Layout:
         """Return the number of ranks of the layout."""
         return self.parallel.pipeline * self.parallel.tensor * self.parallel.context * self.parallel.data
 
-    def in_tiles(self, tiles: Tiles) -> Layout:
+    def resolve_tiles(self, tiles: Tiles) -> Layout:
         """Return the layout with ``tiles``, unless it has its own."""
         return self if self.parallel.tiles is not None else Layout(replace(self.parallel, tiles=tiles))
 
@@ -102,8 +102,8 @@ class Layout:
         tiles = self.parallel.tiles
         if tiles is None:
             sizes = {axis: getattr(self.parallel, axis) for axis in TILED_AXES}
-            tiles = {axis: size for axis, size in sizes.items() if size > 1 and fits_tiles(1, size)} or None
-        return ONE_PROCESS.in_tiles(tiles)
+            tiles = {axis: size for axis, size in sizes.items() if size > 1 and can_host(1, size)} or None
+        return ONE_PROCESS.resolve_tiles(tiles)
 
     def __str__(self) -> str:
         parallel, axes = self.parallel, ("pipeline", "tensor", "context")
@@ -149,7 +149,7 @@ def each_once(layouts: Iterable[Layout], tiles: Tiles) -> list[Layout]:
     """
     by_name: dict[str, Layout] = {}
     for layout in layouts:
-        placed = layout.in_tiles(tiles)
+        placed = layout.resolve_tiles(tiles)
         by_name.setdefault(str(placed), placed)
     return list(by_name.values())
 

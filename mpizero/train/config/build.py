@@ -399,7 +399,7 @@ def _described(config: RunConfig, model: Model, source: Any, validation: Any) ->
     idle = f"; {who} {count} to {size - 1} have no grain and only help" if size > count else ""
     return (
         f"{config.model.described} with {model.parameter_count:,} parameters, "
-        f"{parallel.describe(model.world_size)}{model._engine.told_exactness}; "
+        f"{parallel.describe(model.world_size)}{model._engine.exactness_suffix}; "
         f"{len(source):,} training and {len(validation):,} validation samples; "
         f"{train.global_batch} a step in {grains.described(train.accumulate)}{idle}"
         f"{model._engine.compute_device.describe()}"
@@ -419,7 +419,7 @@ def _load_start(section: ModelSection, model: Model) -> str:
     )
     chosen = {name: getattr(section, f"start_{name}") for name in ("include", "exclude", "rename")}
     report = model.load_parameters(str(path), **chosen)
-    return "" if report.told else str(report)
+    return "" if report.is_incomplete else str(report)
 
 
 def _check_bounds(config: RunConfig, optimizer: Any, model: Any) -> None:

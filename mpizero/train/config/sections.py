@@ -38,7 +38,7 @@ from mpizero.layout.stages import explicit_cuts
 from mpizero.nn.losses import TASKS
 from mpizero.sharding.config import DataParallelSettings
 from mpizero.sharding.mesh import SPLITTING, AxisSettings, Mesh, NodeSettings
-from mpizero.sharding.partition import ParallelLayout, SplitSettings, fits_tiles
+from mpizero.sharding.partition import ParallelLayout, SplitSettings, can_host
 from mpizero.types import BlockModel
 
 #: The only key of a table that stands for a TOML value which JSON lacks: a date, a time, NaN or an infinite number.
@@ -168,9 +168,9 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
         if heads % self.tensor:
             fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise self.reject("tensor", f"must divide model.heads = {heads}; these do: {fit}")
-        if heads % self.parallel_layout().tensor_tiles:
+        if heads % self.parallel_layout().tensor_virtual_ranks:
             numbers = (n for n in range(1, heads + 1) if heads % n == 0)
-            fit = ", ".join(str(n) for n in numbers if fits_tiles(self.tensor, n))
+            fit = ", ".join(str(n) for n in numbers if can_host(self.tensor, n))
             raise self.reject("tiles", f"its number for the tensor axis must divide model.heads = {heads}; {fit} do")
 
     def reject_split(self, allowed: str) -> SettingError:
