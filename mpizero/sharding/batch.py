@@ -129,7 +129,7 @@ def redistribute(
         Takes the number of grains and returns, for each grain, the rank of the batch group that computes it.
     micro : int
         Number of micro-batches in a full grain.
-    asked : StepArguments
+    arguments : StepArguments
         The arguments of the step besides the batch; they are compared between all ranks.
     scheduler : DynamicScheduler or None
         If given, every rank gets the samples of all grains of its node, of which it takes some, unless they cannot be
@@ -696,8 +696,8 @@ class GrainScalars:
     def agree(self, learning_rate: Callable[[], float] | None = None) -> Totals:
         """Exchange the records of all ranks, and return loss and weight summed over all grains.
 
-        Collective over all ranks. It also compares the learning rates of the ranks. ``ask_rate`` returns this rank's
-        learning rate; an error that it raises is recorded by :meth:`fail`. If it is None, the rate counts as 0.
+        Collective over all ranks. It also compares the learning rates of the ranks. ``learning_rate`` returns this
+        rank's learning rate; an error that it raises is recorded by :meth:`fail`. If it is None, the rate counts as 0.
 
         Raises
         ------
@@ -737,7 +737,7 @@ class GrainScalars:
         """Compare the ranks' learning rates in the first message of a separate optimizer step.
 
         Collective over all ranks. Such a step follows ``compute_gradients``, which has exchanged the other records.
-        ``ask_rate`` returns this rank's learning rate. Raises what :meth:`agree` raises.
+        ``learning_rate`` returns this rank's learning rate. Raises what :meth:`agree` raises.
         """
         rate = np.array(self._rate_or_fail(learning_rate), np.float64)
         gathered = agree_on_call(self.grid.world, (int(rate.view(np.int64)), self.error is not None))

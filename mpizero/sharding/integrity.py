@@ -336,19 +336,19 @@ class FunctionGradients(GradientDict):
 
 
 class WriteCheck:
-    """Mark gradients before they are written, and look for marks that are left (see the module's [Note: sentinels]).
+    """Write sentinels to gradients before a pass, and look for those that are left ([Note: sentinels]).
 
     Parameters
     ----------
     unwritten : callable
-        Takes the name of a block, the name of a parameter in it, how many elements of its gradient are marked, and how
-        many there are; returns the error to raise.
+        Takes the name of a block, the name of a parameter in it, how many elements of its gradient are sentinels, and
+        how many there are; returns the error to raise.
     frozen : frozenset of str
         Full names of the frozen parameters, whose gradients are not checked.
     always : bool
         Whether to check every step, not only the first one in which this rank computes.
     ends : bool
-        Whether to mark the first and the last element of each gradient in the steps that are not checked otherwise.
+        Whether to write sentinels to both ends of each gradient in the steps that are not checked otherwise.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class WriteCheck:
 
     @property
     def on(self) -> bool:
-        """Tell whether gradients are to be marked in this step. Not collective."""
+        """Tell whether sentinels are to be written in this step. Not collective."""
         return self._first or self.ends
 
     def write_sentinels(self, views: Mapping[str, Any]) -> None:
