@@ -105,7 +105,7 @@ class Exchanges:
         divisors = Divisors(*[np.array([RANKS], np.float32)] * 2)
 
         def run() -> None:
-            rows, program, out = engine.rows.operands()
+            rows, program, out = engine.all_reduce.operands()
             engine.updater.update_fused(rows, program, divisors, out, 1)
             engine.store.all_gather(exchange=engine.placement.shard_optimizer)
 
@@ -156,7 +156,7 @@ class Exchanges:
         (run,) = engine.updater.plain_runs
         w, state = engine.updater._run_arrays(run.store, run.state, run.size)
         m, v = state.values()
-        a, b = (row[run.gradient : run.gradient + run.size] for row in engine.rows.window)
+        a, b = (row[run.gradient : run.gradient + run.size] for row in engine.all_reduce.window)
         return lambda: self.stream(a, b, w, m, v)
 
     def own_memory(self) -> Callable[[], None]:

@@ -47,7 +47,7 @@ def first_state(model: Any) -> Any:
     """The optimizer's first slot, and the first parameter of which this rank keeps some of it."""
     updater = model._engine.updater
     slot = sorted(updater.state)[0]
-    piece = next((piece for piece in updater.trees.own if piece.size), None)
+    piece = next((piece for piece in updater.trees.pieces if piece.size), None)
     return slot, updater.state[slot], piece
 
 

@@ -152,7 +152,7 @@ def another_order(right, self, divisors):
     return found
 
 
-@fault(Engine, "_run")
+@fault(Engine, "_context")
 def rank_keyed_dropout(right, self, first_sample, count):
     """Dropout masks differ with the rank that draws them."""
     found = right(self, first_sample, count)

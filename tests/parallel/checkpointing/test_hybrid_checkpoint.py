@@ -209,7 +209,7 @@ def test_copies_of_a_split_model_are_models_of_their_own() -> None:
             with model.clone() as clone, model.deep_copy() as deep, model.with_parameters(-vector) as negative:
                 assert clone.parameters_sha256() == deep.parameters_sha256() == model.parameters_sha256()
                 assert np.array_equal(negative.get_parameters(), -vector)
-                assert negative.parameter_count == vector.size == clone._engine.whole.layout.size
+                assert negative.parameter_count == vector.size == clone._engine.global_view.layout.size
                 x, y = part(model.batch_group, *tokens(4, 9))
                 assert deep.train(x, y) == model.train(x, y)
                 assert deep.parameters_sha256() == model.parameters_sha256() != clone.parameters_sha256()

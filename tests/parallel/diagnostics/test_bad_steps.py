@@ -69,7 +69,7 @@ def test_a_gradient_of_a_split_model_is_named_by_its_block_whoever_holds_it(way:
         with placed(case, comm, way) as model:
             if not armed:
                 poison = model.get_parameters()
-                entries = model._engine.whole.layout.parameters
+                entries = model._engine.global_view.layout.parameters
                 poison[next(e for e in entries if "blocks.1" in e.spec.name).offset] = np.inf
                 model.set_parameters(poison)
             mine = part(model.batch_group, x, y)
@@ -103,7 +103,7 @@ def test_a_replay_finds_the_first_value_that_is_not_finite(tmp_path: Path) -> No
     x, y = tokens(4)
     with sharded("zero2", None, gpt(dtype="float32"), micro_batch=2) as model:
         values = model.get_parameters()
-        entry = model._engine.whole.layout.by_name["blocks.1.feed_forward.expand.weight"]
+        entry = model._engine.global_view.layout.by_name["blocks.1.feed_forward.expand.weight"]
         values[entry.span.start : entry.span.stop] = 3e38
         model.set_parameters(values)
         path = dumped(tmp_path, model, x, y)

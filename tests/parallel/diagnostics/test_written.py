@@ -141,7 +141,11 @@ def test_a_nan_that_was_computed_is_a_bad_step() -> None:
 
 def test_only_the_first_step_is_looked_at_unless_every_step_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     marked: list[int] = []
-    monkeypatch.setattr(WriteCheck, "mark", lambda self, views, real=WriteCheck.mark: marked.append(real(self, views)))
+    monkeypatch.setattr(
+        WriteCheck,
+        "write_sentinels",
+        lambda self, views, real=WriteCheck.write_sentinels: marked.append(real(self, views)),
+    )
     # Two micro-batches; the three blocks of the second one are written to the same memory, which each leaves marked.
     for debug, expected in ((), [2 + 3, 0, 0]), (("gradients",), [5, 5, 5]):
         monkeypatch.setattr(guard.current(), "debug", frozenset(debug))

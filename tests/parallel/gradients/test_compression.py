@@ -139,7 +139,7 @@ def test_copies_on_other_stages_and_tensor_ranks_stay_equal(way: Way, kind: str)
                 model.train(*part(model.batch_group, *batch))
                 model._engine.integrity.check()
                 if number == 0:
-                    first = dict(model._engine.whole.named(model.get_parameters().copy()))
+                    first = dict(model._engine.global_view.named(model.get_parameters().copy()))
         return first
 
     exact = run_in_threads(2 * way.pipeline * way.tensor, lambda comm: run(comm, None))[0]

@@ -159,7 +159,7 @@ def in_flight(comm: Any, strategy: str, memory: dict[str, Any]) -> tuple[list[bo
         engine = placed[0]._engine
         if engine.reducer.in_rounds:
             return engine.reducer._in_flight is not None
-        sums = engine.rows.overlapped
+        sums = engine.all_reduce.overlapped
         return sums._exchanging is not None or bool(sums._gatherings)
 
     plain = mz.nn.MLP(6, (7, 5, 4), 3)

@@ -89,7 +89,7 @@ def test_the_average_has_the_same_bits_on_every_layout(name):
 
 SETTERS = {
     "set_parameters": lambda model, values, path: model.set_parameters(values),
-    "load_named": lambda model, values, path: model.load_named(model._engine.whole.named(values)),
+    "load_named": lambda model, values, path: model.load_named(model._engine.global_view.named(values)),
     "load_parameters": lambda model, values, path: model.load_parameters(path / "saved"),
     "load_model": lambda model, values, path: model.load_model(path / "saved"),
 }

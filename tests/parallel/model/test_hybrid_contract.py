@@ -84,7 +84,7 @@ def test_metadata_tells_groups_places_and_what_is_held(name: str) -> None:
             assert set(told.replicated) | set(told.sharded) == {"parameters", "gradients", "optimizer state"}
             assert len(told.sharded) == job.way.zero
             assert told.parameter_count == told.trainable_count == model.parameter_count == total
-            assert model._engine.whole.layout.size == total
+            assert model._engine.global_view.layout.size == total
             assert model.shard_size == model.local_parameter_shard.size == sum(span.size for span in model.owned)
             assert told.peak_bytes >= told.bytes_on_rank["parameters"] > 0
             assert (told.bytes_sent_last_step > 0) == (job.size > 1)
@@ -182,7 +182,7 @@ def by_hand_alone() -> tuple[list[Step], Any, Any, Any]:
             found = single.compute_gradients(X, Y)
             named = {
                 e.spec.name: found.values[e.span.start : e.span.stop].reshape(e.spec.shape).copy()
-                for e in single._engine.whole.layout.parameters
+                for e in single._engine.global_view.layout.parameters
             }
             single.optimizer.step()
             taken.append(Step(named, found.weight, found.loss, single.last_step.loss, single.get_parameters().copy()))

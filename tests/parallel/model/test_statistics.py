@@ -51,7 +51,7 @@ CASES = {
 
 
 def values(model):
-    return dict(model._engine.whole.named(model.get_parameters()))
+    return dict(model._engine.global_view.named(model.get_parameters()))
 
 
 def integers(model):
@@ -168,7 +168,7 @@ def test_gradients_by_hand_update_them_in_a_step_and_not_in_apply_gradients():
             after = model.get_parameters().copy()
             model.apply_gradients(whole, 0.5)
             changed = values(model)
-            assert all((changed[name] == model._engine.whole.named(after)[name]).all() for name in STATISTICS)
+            assert all((changed[name] == model._engine.global_view.named(after)[name]).all() for name in STATISTICS)
             model.set_parameters(after)
             return model.parameters_sha256()
 

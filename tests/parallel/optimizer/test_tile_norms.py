@@ -133,7 +133,7 @@ def run(comm: Any, way: Way, dtype: str, given: dict[str, Array], grads: dict[st
     squares = ShardSizes(layout, grid.data.size).squares
     parallel_assert(comm, [squares(rank) for rank in range(grid.data.size)] == updater.trees._all_sums[0], "planned")
     reduced = np.concatenate([selected(e.spec, grads[e.spec.name]) for e in layout.parameters])
-    found = updater._square_sums(reduced, [piece.gradient for piece in updater.trees.own])
+    found = updater._square_sums(reduced, [piece.gradient for piece in updater.trees.pieces])
     norm, _ = updater.norm(reduced)
     updater.update(reduced, 1, 0.0)
     store.all_gather()

@@ -206,7 +206,7 @@ def test_a_resume_on_other_ranks_and_strategies_has_the_bits_of_no_interruption(
 def test_checkpoints_hold_the_arrays_of_each_tensor_by_name(tmp_path):
     with sharded("ddp", None, mlp(), RowMeans(lr=1e-2), micro_batch=2) as model:
         steps_of(model, None, 2)
-        names = [e.spec.name for e in model._engine.whole.layout.parameters]
+        names = [e.spec.name for e in model._engine.global_view.layout.parameters]
         model.save_model(tmp_path / "saved")
         state = model.optimizer.state_dict()["state"]
     with h5py.File(tmp_path / "saved" / "state.h5") as file:

@@ -82,7 +82,7 @@ def test_frozen_parameters_cost_no_gradient_and_no_state() -> None:
     for strategy in STRATEGIES:
         with sharded(strategy, None, hard_function(), mz.AdamW(lr=0.1)) as model:
             model.train(*vectors(1))
-            assert model._engine.whole.layout.gradient_size == sum(sizes.values())
+            assert model._engine.global_view.layout.gradient_size == sum(sizes.values())
             assert sum(a.size for a in model._engine.updater.state.values()) == 2 * sum(sizes.values())
             assert model.metadata().trainable_count == sum(sizes.values()) == model.parameter_count - 13
             assert set(model._engine.updater.state) == {"exp_avg", "exp_avg_sq"}
@@ -128,10 +128,11 @@ def test_setting_the_parameters_of_a_split_model_takes_no_copy_of_its_shard() ->
             comm.barrier()
             if comm.rank:
                 for _ in range(2):
-                    model._engine.whole.fill(values)
+                    model._engine.global_view.fill(values)
             else:
                 assert (
-                    traced_peak(lambda: model._engine.whole.fill(values), tries=2) < model.local_parameter_shard.nbytes
+                    traced_peak(lambda: model._engine.global_view.fill(values), tries=2)
+                    < model.local_parameter_shard.nbytes
                 )
 
     run_in_threads(2, run)

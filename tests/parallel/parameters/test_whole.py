@@ -19,7 +19,7 @@ from mpizero.layout.flat import FlatLayout
 from mpizero.layout.tensor_parts import part_shape
 from mpizero.nn import initial_parameters
 from mpizero.sharding import saved_attributes, state_dict
-from mpizero.sharding.full_params import check_cover, given_parameters
+from mpizero.sharding.full_params import check_cover, sent_parameters
 from mpizero.testing import run_in_threads
 from mpizero.types import Array, Init, ParameterSpec, Part
 from tests.parallel.models import PRIVATE
@@ -87,7 +87,7 @@ def start_vector(model: Any) -> Array:
 
 def held_of(engine: Any, values: Array) -> Array:
     """What a rank holds of a vector."""
-    entries = [(entry, engine.whole.home(entry.spec)) for entry in engine.layout.parameters]
+    entries = [(entry, engine.global_view.home(entry.spec)) for entry in engine.layout.parameters]
     wholes = [values[home.span.start : home.span.stop].reshape(home.spec.shape) for _, home in entries]
     return np.concatenate([selected(entry.spec, whole) for (entry, _), whole in zip(entries, wholes, strict=True)])
 
@@ -100,7 +100,7 @@ def test_however_it_is_spread_a_model_starts_with_the_values_of_one_process(numb
         expected = getattr(model, "expected", None) or initial_parameters(model)
 
         def body(engine: Any, expected: Any = expected) -> None:
-            whole, vector = engine.whole, np.concatenate([values.reshape(-1) for values in expected.values()])
+            whole, vector = engine.global_view, np.concatenate([values.reshape(-1) for values in expected.values()])
             assert whole.parameter_count == vector.size
             assert whole.vector().tobytes() == vector.tobytes()
             assert np.concatenate(list(whole.units())).tobytes() == vector.tobytes()
@@ -116,11 +116,11 @@ def test_every_slice_replica_and_copy_takes_its_part_of_a_vector(spread: Spread)
     values = np.random.default_rng(1).normal(size=start_vector(gpt()).size).astype(np.float32)
 
     def body(engine: Any) -> None:
-        engine.whole.fill(values)
-        assert np.array_equal(engine.whole.vector(), values)
+        engine.global_view.fill(values)
+        assert np.array_equal(engine.global_view.vector(), values)
         held = np.concatenate([values[:0], *(engine.store.gathered(unit) for unit in engine.layout.units)])
         assert np.array_equal(held, held_of(engine, values)), "slices, replicas and copies"
-        assert np.array_equal(engine.whole.assemble(held), values)
+        assert np.array_equal(engine.global_view.assemble(held), values)
 
     on(spread, body)
 
@@ -129,10 +129,10 @@ def test_every_slice_replica_and_copy_takes_its_part_of_a_vector(spread: Spread)
 def test_a_model_that_is_not_split_sends_nothing_to_be_seen_whole(spread: Spread) -> None:
     def body(engine: Any) -> None:
         sent = engine.grid.bytes_sent
-        assert engine.whole.layout is engine.layout
-        assert not engine.whole.gathers
-        engine.whole.vector()
-        assert len(list(engine.whole.units())) == len(engine.layout.units)
+        assert engine.global_view.layout is engine.layout
+        assert not engine.global_view.gathers
+        engine.global_view.vector()
+        assert len(list(engine.global_view.units())) == len(engine.layout.units)
         assert engine.grid.bytes_sent == sent
         engine.grid.world.barrier()
 
@@ -143,7 +143,7 @@ def test_a_model_that_is_not_split_sends_nothing_to_be_seen_whole(spread: Spread
 def test_a_vector_costs_each_element_one_message_to_each_other_rank(spread: Spread) -> None:
     def sent(engine: Any) -> int:
         before = engine.grid.bytes_sent
-        engine.whole.vector()
+        engine.global_view.vector()
         return int(engine.grid.bytes_sent - before)
 
     assert sum(on(spread, sent)) == start_vector(gpt()).nbytes * (spread.size - 1)
@@ -192,7 +192,7 @@ def saved(number: int) -> bytes:
     """The checkpoint that a layout writes, the same bytes on every rank."""
 
     def body(engine: Any) -> bytes:
-        engine.whole.fill(start_vector(gpt())[::-1].copy())
+        engine.global_view.fill(start_vector(gpt())[::-1].copy())
         give_state(engine, state_of(gpt()))
         engine.updater.step_count = engine.step_number = 3
         arrays = state_dict.local_arrays(engine)
@@ -213,11 +213,11 @@ def loads(number: int, writer: int, pristine: bool) -> None:
 
     def body(engine: Any) -> None:
         if not pristine:
-            engine.whole.fill(np.zeros(engine.whole.parameter_count, engine.dtype))
+            engine.global_view.fill(np.zeros(engine.global_view.parameter_count, engine.dtype))
         with checkpoint.from_bytes(image) as reader:
             state_dict.restore(engine, reader)
         expected = start_vector(gpt())[::-1]
-        assert np.array_equal(engine.whole.vector(), expected)
+        assert np.array_equal(engine.global_view.vector(), expected)
         kept = {slot: values.copy() for slot, values in engine.updater.state.items()}
         give_state(engine, state_of(gpt()))
         assert all(np.array_equal(kept[slot], values) for slot, values in engine.updater.state.items())
@@ -258,11 +258,11 @@ def test_what_is_damaged_for_one_tensor_rank_is_refused_by_all_and_changes_nothi
 
     def body(engine: Any) -> str:
         if not pristine:
-            engine.whole.fill(np.arange(engine.whole.parameter_count, dtype=engine.dtype))
-        before = engine.whole.vector()
+            engine.global_view.fill(np.arange(engine.global_view.parameter_count, dtype=engine.dtype))
+        before = engine.global_view.vector()
         with checkpoint.from_bytes(image) as reader, pytest.raises((CheckpointError, RemoteError)) as caught:
             state_dict.restore(engine, reader)
-        assert np.array_equal(engine.whole.vector(), before)
+        assert np.array_equal(engine.global_view.vector(), before)
         return str(caught.value)
 
     errors = on(Spread(6, Way(2, 3, zero=0)), body)
@@ -315,5 +315,5 @@ def test_holdings_that_do_not_make_up_the_model_are_refused_by_name(
 ) -> None:
     layout = FlatLayout.build(ONE)
     with nullcontext() if message is None else pytest.raises(LayoutError, match=message):
-        told = [given_parameters(layout, Coordinates(0, place, 0), held) for place, held in enumerate((first, second))]
+        told = [sent_parameters(layout, Coordinates(0, place, 0), held) for place, held in enumerate((first, second))]
         check_cover(layout, told)

@@ -12,7 +12,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ConfigError, RemoteError
 from mpizero.nn import Layer, Linear
-from mpizero.sharding.partition import ParallelLayout, in_tiles
+from mpizero.sharding.partition import ParallelLayout, resolve_tiles
 from mpizero.testing import run_in_threads
 from mpizero.types import EVALUATE, Array
 from tests.parallel.models import ten
@@ -160,9 +160,9 @@ def test_tiles_that_fit_are_the_size_times_a_power_of_two(size: int) -> None:
     fitting = {size * 2**k for k in range(5)}
     for tiles in range(1, 17):
         layout = ParallelLayout(tensor=size, tiles=tiles)
-        assert layout.tensor_tiles == (tiles if tiles in fitting else size)
-        assert ParallelLayout(context=size, tiles=tiles).context_tiles == layout.tensor_tiles
-    assert ParallelLayout(tensor=size).tensor_tiles == size
+        assert layout.tensor_virtual_ranks == (tiles if tiles in fitting else size)
+        assert ParallelLayout(context=size, tiles=tiles).context_virtual_ranks == layout.tensor_virtual_ranks
+    assert ParallelLayout(tensor=size).tensor_virtual_ranks == size
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_tiles_that_fit_are_the_size_times_a_power_of_two(size: int) -> None:
 def test_a_number_for_both_axes_holds_for_those_that_the_model_has(
     model: Any, sizes: Any, tiles: Any, found: tuple[int, int]
 ) -> None:
-    layout = in_tiles(ParallelLayout(**sizes), tiles, model)
-    assert (layout.tensor_tiles, layout.context_tiles) == found
+    layout = resolve_tiles(ParallelLayout(**sizes), tiles, model)
+    assert (layout.tensor_virtual_ranks, layout.context_virtual_ranks) == found
 
 
 @pytest.mark.parametrize(
@@ -199,4 +199,4 @@ def test_a_number_for_both_axes_holds_for_those_that_the_model_has(
 )
 def test_tiles_that_no_layer_can_compute_are_refused(model: Any, tiles: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        in_tiles(ParallelLayout(), tiles, model)
+        resolve_tiles(ParallelLayout(), tiles, model)
