@@ -43,7 +43,7 @@ from mpizero.sharding.full_params import take
 from mpizero.sharding.model import Model
 from mpizero.sharding.parameter_access import gather_pieces, gather_slot, slot_entries
 from mpizero.sharding.params import UpdatePiece
-from mpizero.sharding.partition import layer_reasons
+from mpizero.sharding.partition import layer_reasons, tiles_setting
 from mpizero.sharding.update import Updater
 from mpizero.tools.verify import verdicts
 from mpizero.tools.verify.verdicts import (
