@@ -110,12 +110,16 @@ def number(
         if isinstance(value, bool | np.bool) or not isinstance(value, Real):
             raise Unexpected(expected)
         try:
-            given = float(value)
+            converted = float(value)
         except OverflowError:  # of an integer
-            given = math.inf
-        if not math.isfinite(given) or not (least < given if above else least <= given) or given >= below:
+            converted = math.inf
+        if (
+            not math.isfinite(converted)
+            or not (least < converted if above else least <= converted)
+            or converted >= below
+        ):
             raise Unexpected(expected)
-        return given
+        return converted
 
     return check
 
@@ -151,10 +155,10 @@ def strict_json(data: bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    table = dict(pairs)
+    if len(table) != len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return table
 
 
 def _finite(number: str) -> float:
@@ -190,8 +194,8 @@ def unmasked(value: T, what: str, error: type[MpizeroError] = LayoutError, way: 
     """
     module = sys.modules.get("numpy.ma")  # which takes 30 ms to import; without it there are no masked arrays
     kind = getattr(module, "MaskedArray", None)  # nor while another thread imports it
-    held = value if isinstance(value, list | tuple) else (value,)
-    if kind is not None and any(isinstance(one, kind) for one in held):
+    arrays = value if isinstance(value, list | tuple) else (value,)
+    if kind is not None and any(isinstance(one, kind) for one in arrays):
         raise error(f"{what} is a masked array, whose mask would be lost: {way}")
     return value
 
@@ -207,8 +211,8 @@ def native(array: NDArray[Any]) -> NDArray[Any]:
     Files of other machines hold numbers in theirs. NumPy computes with them, but messages, checksums and compiled code
     see bytes.
     """
-    found = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-    return found if has_plain_bytes(found) else _without_padding(found)
+    swapped = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    return swapped if has_plain_bytes(swapped) else _without_padding(swapped)
 
 
 def has_plain_bytes(array: NDArray[Any]) -> bool:
@@ -220,11 +224,11 @@ def _without_padding(array: NDArray[Any]) -> NDArray[Any]:
     """Return a copy of extended floats with zeros where x86 has bytes without meaning, ten bytes of sixteen."""
     kind = np.finfo(np.longdouble)
     used, size = 10 if kind.nmant == 63 else kind.dtype.itemsize, kind.dtype.itemsize
-    found = np.zeros(array.shape, array.dtype)
-    found.reshape(-1).view(np.uint8).reshape(-1, size)[:, :used] = (
+    copy = np.zeros(array.shape, array.dtype)
+    copy.reshape(-1).view(np.uint8).reshape(-1, size)[:, :used] = (
         np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(-1, size)[:, :used]
     )
-    return found
+    return copy
 
 
 def number_array(values: Any, what: str, *, complex: bool = True) -> NDArray[Any]:
@@ -266,8 +270,8 @@ def loss_arguments(*, in_place: bool) -> tuple[str, ...]:
     return ("parameters", "batch", "gradients") if in_place else ("parameters", "batch")
 
 
-def takes_run(function: Callable[..., Any], name: str, *given: str) -> bool:
-    """Tell whether a function called with positional arguments named ``given`` also accepts the keyword ``run``.
+def takes_run(function: Callable[..., Any], name: str, *arguments: str) -> bool:
+    """Tell whether a function called with positional arguments named ``arguments`` also accepts the keyword ``run``.
 
     ``run`` is a :class:`mpizero.types.Run`.
 
@@ -278,7 +282,7 @@ def takes_run(function: Callable[..., Any], name: str, *given: str) -> bool:
     Raises
     ------
     ConfigError
-        If the function cannot be called with as many positional arguments as ``given`` names.
+        If the function cannot be called with as many positional arguments as ``arguments`` names.
     """
     try:
         signature = inspect.signature(function)
@@ -287,20 +291,24 @@ def takes_run(function: Callable[..., Any], name: str, *given: str) -> bool:
     outer = signature
     with suppress(TypeError, ValueError):  # of a decorator in compiled code
         outer = inspect.signature(function, follow_wrapped=False)
-    found = list(signature.parameters.values())
-    first = [parameter.name for parameter in found[: len(given)] if parameter.kind in _POSITIONAL]
-    own = signature.parameters.get("run")
-    takes = own is not None and own.kind in (own.KEYWORD_ONLY, own.POSITIONAL_OR_KEYWORD) and "run" not in first
+    parameters = list(signature.parameters.values())
+    first = [parameter.name for parameter in parameters[: len(arguments)] if parameter.kind in _POSITIONAL]
+    keyword = signature.parameters.get("run")
+    takes = (
+        keyword is not None
+        and keyword.kind in (keyword.KEYWORD_ONLY, keyword.POSITIONAL_OR_KEYWORD)
+        and "run" not in first
+    )
     if takes:
         with suppress(TypeError):
-            outer.bind(*given, run=None)
+            outer.bind(*arguments, run=None)
             return True
     try:
-        outer.bind(*given)
+        outer.bind(*arguments)
     except TypeError as error:
         called = getattr(function, "__qualname__", name).rpartition("<locals>.")[2]
         raise ConfigError(
-            f"{name} is called as {name}({', '.join(given)}), or with run=... as well where it takes that, but it is "
+            f"{name} is called as {name}({', '.join(arguments)}), or with run=... as well where it takes that, but it is "
             f"{called}{outer}: {error}"
         ) from None
     return False
@@ -309,12 +317,12 @@ def takes_run(function: Callable[..., Any], name: str, *given: str) -> bool:
 def named(function: Any, name: str) -> str:
     """Return ``name``, followed by the function's own name, file and line if they are known. Not collective."""
     function = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, or decorated
-    code, own = getattr(function, "__code__", None), getattr(function, "__qualname__", name)
+    code, qualified = getattr(function, "__code__", None), getattr(function, "__qualname__", name)
     if code is None:
         return name
-    own = own.rpartition("<locals>.")[2]
-    place = f"{own} at {Path(code.co_filename).name}:{code.co_firstlineno}"
-    return place if own == name else f"{name} ({place})"
+    qualified = qualified.rpartition("<locals>.")[2]
+    location = f"{qualified} at {Path(code.co_filename).name}:{code.co_firstlineno}"
+    return location if qualified == name else f"{name} ({location})"
 
 
 #: The ``dtype.kind`` codes that a number may have: float, int, unsigned, and void, which JAX's bfloat16 has.
@@ -329,11 +337,11 @@ def samples_text(run: Run) -> str:
 
 
 def loss_and_weight(
-    function: Callable[..., Any], loss: Any, weight: Any, given: Run | None = None, name: str = "loss_and_grad"
+    function: Callable[..., Any], loss: Any, weight: Any, run: Run | None = None, name: str = "loss_and_grad"
 ) -> tuple[float, float]:
     """Check the loss sum and the weight that ``function`` returned, and return them as floats. Not collective.
 
-    ``given`` tells for which samples the function was called, for error messages. ``name`` is the function's name in
+    ``run`` tells for which samples the function was called, for error messages. ``name`` is the function's name in
     them; a loss layer's ``forward`` is named by the layer's class instead. Infinities and NaN are accepted here: the
     training step is skipped later and the user is told why.
 
@@ -346,32 +354,32 @@ def loss_and_weight(
     """
     if type(loss) is float and type(weight) is float and weight >= 0:  # as usual: every micro-batch comes here
         return loss, weight
-    at = "" if given is None else f" of {samples_text(given)}"
+    at = "" if run is None else f" of {samples_text(run)}"
     if getattr(function, "__name__", "") == "forward":
         name = f"{type(getattr(function, '__self__', None)).__name__}.forward"
 
     def real(what: str, value: Any, expected: str) -> float:
-        if (found := _number(value)) is None:
+        if (number := _number(value)) is None:
             raise LayoutError(
                 f"{named(function, name)} returned {_described(value)} as the {what}{at}: expected one real number, "
                 f"{expected}"
             )
-        return found
+        return number
 
-    found_loss, found_weight = real("loss", loss, "the sum of the samples' losses"), real("weight", weight, _WEIGHT)
-    if found_weight < 0:
+    loss_sum, sample_weight = real("loss", loss, "the sum of the samples' losses"), real("weight", weight, _WEIGHT)
+    if sample_weight < 0:
         raise DataError(
-            f"{named(function, name)} returned {found_weight:g} as the weight{at}: expected a number >= 0, {_WEIGHT}"
+            f"{named(function, name)} returned {sample_weight:g} as the weight{at}: expected a number >= 0, {_WEIGHT}"
         )
-    return found_loss, found_weight
+    return loss_sum, sample_weight
 
 
 def _number(value: Any) -> float | None:
     kind = getattr(getattr(value, "dtype", None), "kind", "f")
     if value is not None and not isinstance(value, bool | str | bytes | bytearray | complex) and kind in _NUMBERS:
         try:
-            whole = getattr(value, "shape", ()) and math.prod(value.shape) == 1
-            return float(value.reshape(()) if whole else value)
+            single = getattr(value, "shape", ()) and math.prod(value.shape) == 1
+            return float(value.reshape(()) if single else value)
         except (TypeError, ValueError):
             pass
     return None
@@ -415,10 +423,10 @@ def _some(names: Any, most: int = 8) -> str:
     return f"{listed[:most]}{more}"
 
 
-def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, given: Run) -> Array:
+def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, run: Run) -> Array:
     """Check one gradient that a user's function returned, and return it as an array. Not collective.
 
-    ``value`` is the gradient of the parameter ``name`` for the samples of ``given``. It must have the shape of
+    ``value`` is the gradient of the parameter ``name`` for the samples of ``run``. It must have the shape of
     ``view``, the array to which the caller copies it.
 
     Raises
@@ -431,20 +439,20 @@ def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, g
         expected = "complex64 or complex128" if view.dtype.kind == "c" else "float32 or float64"
         raise LayoutError(
             f"{named(function, 'loss_and_grad')} returned {_described(array)} as the gradient of {name!r} by "
-            f"{samples_text(given)}: expected {expected}; {_way_out(array, view)}"
+            f"{samples_text(run)}: expected {expected}; {_way_out(array, view)}"
         )
     if array.shape != view.shape:
         raise LayoutError(
             f"{named(function, 'loss_and_grad')}: the gradient of {name!r} has shape {array.shape}, its parameter has "
-            f"{view.shape}, by {samples_text(given)}"
+            f"{view.shape}, by {samples_text(run)}"
         )
     return array
 
 
-def take_integers(function: Callable[..., Any], name: str, value: Any, view: Array, given: Run) -> None:
+def take_integers(function: Callable[..., Any], name: str, value: Any, view: Array, run: Run) -> None:
     """Copy ``value``, the new value that a user's function returned for an integer array, to ``view``. Not collective.
 
-    ``name`` is the array's name; ``given`` tells for which samples the function was called.
+    ``name`` is the array's name; ``run`` tells for which samples the function was called.
 
     Raises
     ------
@@ -458,7 +466,7 @@ def take_integers(function: Callable[..., Any], name: str, value: Any, view: Arr
             return
     raise LayoutError(
         f"{named(function, 'loss_and_grad')} returned {_described(array)} as the new value of integer array {name!r} "
-        f"by {samples_text(given)}: expected {view.dtype} of shape {view.shape}"
+        f"by {samples_text(run)}: expected {view.dtype} of shape {view.shape}"
     )
 
 

@@ -36,9 +36,9 @@ def setting(default: Any, check: Check, *, resume: Resume = "override", off: Any
 
 def like(kind: type, name: str, **changes: Any) -> Any:
     """Declare a setting like that of another class; ``changes`` are another ``default``, ``resume`` or ``off``."""
-    found = next(item for item in fields(kind) if item.name == name)
-    default = changes.pop("default", found.default)
-    return field(default=default, metadata={**found.metadata, **changes})
+    declared = next(item for item in fields(kind) if item.name == name)
+    default = changes.pop("default", declared.default)
+    return field(default=default, metadata={**declared.metadata, **changes})
 
 
 @dataclass(frozen=True)
@@ -229,10 +229,10 @@ def clock_seconds(value: str) -> float:
     ValueError
         If the text has another form.
     """
-    found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", value)
-    if found is None:
+    parts = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", value)
+    if parts is None:
         raise ValueError(f"not a time: {value}")
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 

@@ -132,7 +132,7 @@ class CudaComputeDevice(ComputeDevice):
         self._comm = comm
         self.device_number = device.number
         self._parameters: DeviceParameters | None = None
-        self._found: str | None = None
+        self._problem: str | None = None
 
     def share_gradients(self, ranks: int) -> None:
         """Take the data group's number of ranks, which decides whether gradients stay on the GPU. Not collective."""
@@ -174,11 +174,11 @@ class CudaComputeDevice(ComputeDevice):
         The first use is collective over ``comm``: the ranks then test whether MPI can send GPU memory.
         """
         # No cached_property: before Python 3.12 all threads, which meet in the probe, would share its lock.
-        if self._found is None:
-            self._found = "direct_messages = false"
+        if self._problem is None:
+            self._problem = "direct_messages = false"
             if self.config.direct_messages:
-                self._found = prove(self._comm, lambda: self.device)
-        return self._found
+                self._problem = prove(self._comm, lambda: self.device)
+        return self._problem
 
     def pipeline_p2p(self, comm: Communicator) -> PipelineP2P:
         """Return the object that sends arrays on the GPU between pipeline stages.
@@ -193,7 +193,7 @@ class CudaComputeDevice(ComputeDevice):
         Not collective.
         """
         products = "" if self.sixteen is None else f", products in {self.sixteen}"
-        messages = "" if self._found is None else f", messages go {self._path}"
+        messages = "" if self._problem is None else f", messages go {self._path}"
         return f"; layers compute on GPUs, here number {self.device.number} ({self.device.name}){products}{messages}"
 
     @property
@@ -400,8 +400,8 @@ class UnitGradients:
     def __init__(self, store: ParameterStore, device: Device) -> None:
         layout, dtype = store.layout, store.dtype
         self.device, self._integers = device, store.integers
-        self._places = {unit.index: gradient_places(unit) for unit in layout.units}
-        self._buffer = device.keep("gradients", max((size for _, size in self._places.values()), default=0), dtype)
+        self._offsets = {unit.index: gradient_offsets(unit) for unit in layout.units}
+        self._buffer = device.keep("gradients", max((size for _, size in self._offsets.values()), default=0), dtype)
         self._views: dict[int, dict[str, Any]] = {}
 
     def views(self, unit: Unit) -> dict[str, Any]:
@@ -411,36 +411,38 @@ class UnitGradients:
         return self._views[unit.index]
 
     def _block_views(self, unit: Unit, block: str) -> GradientDict:
-        places, entries = self._places[unit.index][0], [e for e in unit.entries if e.block == block]
-        found = views(self._buffer, [(e.local_name, places[block, e.local_name], e.spec) for e in entries])
-        return GradientDict(found if self._integers is None else united(found, self._integers.targets(block)))
+        offsets, entries = self._offsets[unit.index][0], [e for e in unit.entries if e.block == block]
+        block_views = views(self._buffer, [(e.local_name, offsets[block, e.local_name], e.spec) for e in entries])
+        return GradientDict(
+            block_views if self._integers is None else united(block_views, self._integers.targets(block))
+        )
 
     def fetch(self, unit: Unit, host: Mapping[str, Any]) -> None:
         """Copy a unit's gradients from the buffer to ``host``, nested views by block on the host. Not collective.
 
         Gradients of frozen parameters are not copied.
         """
-        places, size = self._places[unit.index]
+        offsets, size = self._offsets[unit.index]
         frozen = {(entry.block, entry.local_name) for entry in unit.entries if entry.gradient < 0}
         targets = [
-            (places[block, name], array)
+            (offsets[block, name], array)
             for block, tree in host.items()
             for name, array in flat_names(tree)
-            if (block, name) not in frozen and (block, name) in places  # integer arrays are on the host
+            if (block, name) not in frozen and (block, name) in offsets  # integer arrays are on the host
         ]
         self.device.read(self._buffer[:size], sorted(targets, key=lambda target: target[0]))
 
 
-def gradient_places(unit: Unit) -> tuple[dict[tuple[str, str], int], int]:
+def gradient_offsets(unit: Unit) -> tuple[dict[tuple[str, str], int], int]:
     """Return where each gradient of a unit starts in a GPU's buffer, by block and local name, and the buffer's size.
 
     Both are in elements. Not collective.
     """
-    places, size = {}, 0
+    offsets, size = {}, 0
     for entry in unit.entries:
-        places[entry.block, entry.local_name] = size
+        offsets[entry.block, entry.local_name] = size
         size += -(-entry.spec.size // ALIGNED) * ALIGNED
-    return places, size
+    return offsets, size
 
 
 def limit_blas_threads(comm: Communicator, threads: int) -> Callable[[], None]:
@@ -501,13 +503,13 @@ def numpy_builds(libraries: Sequence[Mapping[str, Any]]) -> list[str]:
     may be copies of BLAS that belong to other packages such as SciPy. So if NumPy was installed with its own BLAS, only
     that one is returned; otherwise every BLAS in ``libraries`` is.
     """
-    found = [library for library in libraries if library["user_api"] == "blas"]
+    blas = [library for library in libraries if library["user_api"] == "blas"]
     home = Path(np.__file__).parent
     folders = (home, home.with_name("numpy.libs"))
-    own = [library for library in found if any(Path(library["filepath"]).is_relative_to(f) for f in folders)]
+    numpys = [library for library in blas if any(Path(library["filepath"]).is_relative_to(f) for f in folders)]
     return sorted(
         f"{library['internal_api']} {library['version']} for {library.get('architecture', 'unknown cores')}"
-        for library in own or found
+        for library in numpys or blas
     )
 
 

@@ -175,12 +175,12 @@ class BlockEvaluator:
 @contextmanager
 def replaced_criterion(owner: Any, loss: Any) -> Iterator[None]:
     """Replace the attribute ``criterion`` of ``owner`` by ``loss`` inside the context, unless it is None."""
-    own = owner.criterion
-    owner.criterion = own if loss is None else loss
+    previous = owner.criterion
+    owner.criterion = previous if loss is None else loss
     try:
         yield
     finally:
-        owner.criterion = own
+        owner.criterion = previous
 
 
 class _Passage:
@@ -246,14 +246,14 @@ class BlackBoxEvaluator:
         self.trained = {e.spec.name: None for e in store.layout.entries if e.spec.trainable}.keys()
         self.integers = frozenset(() if store.integers is None else store.integers.values)
         self.in_place = writes_in_place(model)
-        given = loss_arguments(in_place=self.in_place)
-        self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", *given)
+        arguments = loss_arguments(in_place=self.in_place)
+        self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", *arguments)
         self._unread: dict[str, Array] = {}
         self._direction: Mapping[str, Array] | None = None
         # Only if the attribute is True: a user's class may have a method loss that returns a mean, for example.
         users: Any = model
         loss = users.loss if getattr(model, "has_loss", False) is True else None
-        self._own_loss = None if loss is None else (loss, takes_run(loss, "loss", "parameters", "batch"))
+        self._loss_function = None if loss is None else (loss, takes_run(loss, "loss", "parameters", "batch"))
 
     def gradients(self, x: Any, y: Any, run: Run, gradients: GradientTarget) -> tuple[float, float]:
         """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
@@ -264,8 +264,8 @@ class BlackBoxEvaluator:
         params, function = self._parameters(), self._function
         with _Passage(self.store, self.units, gradients.reduce) as passed:
             passed.gathers.clear()  # the function has all parameters
-            places = {unit.index: tuple(flat_names(gradients.views(unit))) for unit in self.units if self.in_place}
-            views = {name: view for place in places.values() for name, view in place}
+            targets = {unit.index: tuple(flat_names(gradients.views(unit))) for unit in self.units if self.in_place}
+            views = {name: view for target in targets.values() for name, view in target}
             with self.store.timeline.span("backward", "loss and gradient"):
                 loss, grads, weight = self._loss_and_grad(params, x, y, run, views)
             del params
@@ -273,7 +273,7 @@ class BlackBoxEvaluator:
             if not writes:
                 check_names(function, grads, self.trained, self.frozen | self.integers)
             for unit in reversed(self.units):
-                for name, view in () if writes else places.get(unit.index) or flat_names(gradients.views(unit)):
+                for name, view in () if writes else targets.get(unit.index) or flat_names(gradients.views(unit)):
                     if name in self.integers:
                         take_integers(function, name, grads.get(name, view), view, run)
                     elif name not in self.frozen:
@@ -298,9 +298,9 @@ class BlackBoxEvaluator:
             raise UnsupportedError(f"{kind} has no predict function: give one, {kind}(..., predict=...)")
         with _explained("predict"):
             result = predict(params, _read_only(x))
-        return map_leaves(self._own, result)
+        return map_leaves(self._unshared, result)
 
-    def _own(self, result: Any) -> Any:
+    def _unshared(self, result: Any) -> Any:
         """Return a copy of ``result`` if it is a view of the parameters, else ``result`` itself."""
         shared = isinstance(result, np.ndarray) and np.may_share_memory(result, self.store.values)
         return result.copy() if shared else result
@@ -310,10 +310,10 @@ class BlackBoxEvaluator:
         params = self._parameters()
         if x is None and y is None:
             return 0.0, 0.0, None
-        if self._own_loss is None:
+        if self._loss_function is None:
             loss, _, weight = self._loss_and_grad(params, x, y, run, self._unread_gradients())
             return loss, weight, None
-        function, takes = self._own_loss
+        function, takes = self._loss_function
         with _explained("loss"):
             result = function(params, (_read_only(x), _read_only(y)), **({"run": run} if takes else {}))
         if not isinstance(result, tuple) or len(result) != 2:
@@ -347,14 +347,14 @@ class BlackBoxEvaluator:
 
     def _parameters(self) -> dict[str, Any]:
         """Return all parameters by name: views of the store, or copies if they are sharded. Collective if sharded."""
-        found: dict[str, Any] = {}
+        parameters: dict[str, Any] = {}
         for unit, following in with_next(self.units):
             with self.store.unshard(unit, following) as params:
                 for name, array in flat_names(params):
-                    found[name] = _read_only(array.copy()) if self.store.sharded else array
+                    parameters[name] = _read_only(array.copy()) if self.store.sharded else array
             if self.store.sharded:
                 self.store.memory.barrier("black box")
-        return found
+        return parameters
 
     def _unread_gradients(self) -> dict[str, Array]:
         """Return arrays for gradients that nobody reads: of a function in place that computes a loss. Not collective.
@@ -378,18 +378,21 @@ class BlackBoxEvaluator:
         """
         if self._direction is not None:
             return self._product(params, x, y, self._direction)
-        given, told = (params, (_read_only(x), _read_only(y))), {"run": run} if self._takes_run else {}
+        args, kwargs = (params, (_read_only(x), _read_only(y))), {"run": run} if self._takes_run else {}
         function: Callable[..., Any] = self.model.loss_and_grad
         if not self.in_place:
             with _explained("loss_and_grad"):
-                result = function(*given, **told)
+                result = function(*args, **kwargs)
             if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], Mapping):
                 expected = "(loss_sum, gradients by name, weight)"
                 raise LayoutError(f"loss_and_grad must return {expected}, it returned {_kinds(result)}")
             loss, weight = loss_and_weight(function, result[0], result[2], run)
             return loss, result[1], weight
-        with _explained("loss_and_grad", kept=", and so are the gradients of an earlier call"), writable(views) as own:
-            result = function(*given, own, **told)
+        with (
+            _explained("loss_and_grad", more=", and so are the gradients of an earlier call"),
+            writable(views) as arrays,
+        ):
+            result = function(*args, arrays, **kwargs)
         if not isinstance(result, tuple) or len(result) != 2:
             raise LayoutError(
                 f"{named(function, 'loss_and_grad')} works in place, so it must return (loss_sum, weight) and write "
@@ -440,24 +443,24 @@ def writable(views: Mapping[str, Array]) -> Iterator[FunctionGradients]:
     Not collective. It would come from a function that keeps the arrays of one call, and write where other gradients
     stand by then.
     """
-    own = FunctionGradients({name: view.view() for name, view in views.items()})
-    written = list(own.values())
+    arrays = FunctionGradients({name: view.view() for name, view in views.items()})
+    written = list(arrays.values())
     try:
-        yield own
+        yield arrays
     finally:
         for view in written:
             view.flags.writeable = False
 
 
 @contextmanager
-def _explained(function: str, kept: str = "") -> Iterator[None]:
+def _explained(function: str, more: str = "") -> Iterator[None]:
     """Add advice to the error that the user's function, named ``function``, raises on writing to a read-only array."""
     try:
         yield
     except (ValueError, TypeError, BufferError) as error:
         if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
-            told = f"The arrays that {function} gets are read-only{kept}"
-            error.add_note(f"{told}: let it copy what it changes, x = x.copy()")
+            reason = f"The arrays that {function} gets are read-only{more}"
+            error.add_note(f"{reason}: let it copy what it changes, x = x.copy()")
         raise
 
 
@@ -496,7 +499,7 @@ class Runner(ABC):
         The types of layer errors that are raised later, on all ranks together; see :func:`agreeable_errors`.
     compute_device : ComputeDevice
         The device where the layers compute.
-    marks : WriteCheck, optional
+    sentinels : WriteCheck, optional
         Checks that layers write all of their gradients; not checked if not given.
     """
 
@@ -509,10 +512,10 @@ class Runner(ABC):
         counts: bool,
         agreeable: tuple[type[Exception], ...],
         compute_device: ComputeDevice,
-        marks: WriteCheck | None = None,
+        sentinels: WriteCheck | None = None,
     ) -> None:
         self.partitioned, self.store, self.scalars, self.counts = partitioned, store, scalars, counts
-        self.agreeable, self.compute_device, self.marks = agreeable, compute_device, marks
+        self.agreeable, self.compute_device, self.sentinels = agreeable, compute_device, sentinels
 
     @abstractmethod
     def run(self, micro_batches: Iterable[MicroBatch], run_of: RunOf) -> None:
@@ -552,10 +555,10 @@ class Runner(ABC):
         if self.counts and batch.grain is not None:
             self.scalars.add(batch.grain.number, loss, weight)
 
-    def end_marks(self) -> None:
+    def end_sentinels(self) -> None:
         """End a step of the check that layers write their gradients. Not collective."""
-        if self.marks is not None:
-            self.marks.end(failed=self.scalars.error is not None)
+        if self.sentinels is not None:
+            self.sentinels.end(failed=self.scalars.error is not None)
 
 
 class CheckedMicroBatch:
@@ -576,7 +579,7 @@ class CheckedMicroBatch:
         self.batch, self.scalars = runner.compute_device.put_samples(batch), runner.scalars
         self.timeline, self.compute_device = runner.store.timeline, runner.compute_device
         self.by_block = runner.compute_device.tells_blocks
-        self._marks = runner.marks if runner.marks is not None and runner.marks.on else None
+        self._sentinels = runner.sentinels if runner.sentinels is not None and runner.sentinels.on else None
         self._written: dict[int, Any] = {}
         self._accumulated: set[str] = set()
 
@@ -584,8 +587,8 @@ class CheckedMicroBatch:
         """Return the views that layers write a unit's gradients to."""
         self._written[unit.index] = self.batch.gradients(unit)
         views = self.compute_device.target(unit, self._written[unit.index])
-        if self._marks is not None:
-            self._marks.write_sentinels(views)
+        if self._sentinels is not None:
+            self._sentinels.write_sentinels(views)
         self.scalars.integers.prepare(unit.blocks)
         return views
 
@@ -624,8 +627,8 @@ class CheckedMicroBatch:
             self.scalars.fail_later(unlike)
         self._accumulated.add(block)
         self.batch.accumulate(unit, block)
-        if self._marks is not None and self.batch.in_scratch:
-            self._marks.write_sentinels({block: views})  # the next block is written here, too
+        if self._sentinels is not None and self.batch.in_scratch:
+            self._sentinels.write_sentinels({block: views})  # the next block is written here, too
 
     def _weight_averages(self, block: str, views: Any) -> None:
         """Multiply the new values of a block's averaged parameters by the number of samples of the micro-batch."""
@@ -645,7 +648,7 @@ class CheckedMicroBatch:
         if self.batch.grain is None:
             return
         if not all(all_finite(part) for part in self.batch.flat_gradients(unit, block)):
-            missed = None if self._marks is None else self._marks.missed(block, views)
+            missed = None if self._sentinels is None else self._sentinels.missed(block, views)
             if missed is not None:
                 self.scalars.fail_later(missed)
             else:
@@ -673,7 +676,7 @@ class SequentialRunner(Runner):
                 self.evaluator.absent(batch)
             else:
                 self._compute(CheckedMicroBatch(batch, self), run_of)
-        self.end_marks()
+        self.end_sentinels()
         self.ready()  # also for parameters that no micro-batch has read: other ranks of the node may wait for this one
 
     def _compute(self, checked: CheckedMicroBatch, run_of: RunOf) -> None:
@@ -688,8 +691,8 @@ class SequentialRunner(Runner):
 
     def predict(self, x: Any) -> Any:
         """Return the whole prediction for this rank's ``x``; see :meth:`Runner.predict`."""
-        own = None if x is None else self.compute_device.put(self.partitioned.local_positions(as_arrays(x)))
-        prediction = self.evaluator.predict(own)
+        local = None if x is None else self.compute_device.put(self.partitioned.local_positions(as_arrays(x)))
+        prediction = self.evaluator.predict(local)
         return None if x is None else map_leaves(to_host, self.partitioned.join_prediction(prediction))
 
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
@@ -765,11 +768,11 @@ def count_correct(loss: Any, prediction: Any, targets: Any) -> tuple[int, int] |
     The method ``correct(prediction, target)`` of the loss counts them. For a loss without this method they are counted
     if each prediction is one score per class, and its target the number of a class or negative.
     """
-    own = getattr(loss, "correct", None)
+    correct_of = getattr(loss, "correct", None)
     if prediction is None:  # of a black box, or where a layer of another stage has raised
         return None
-    if callable(own):
-        counted: tuple[int, int] | None = own(prediction, targets)
+    if callable(correct_of):
+        counted: tuple[int, int] | None = correct_of(prediction, targets)
         return counted
     arrays = isinstance(prediction, np.ndarray) and isinstance(targets, np.ndarray)
     if not arrays or prediction.shape[:-1] != targets.shape or targets.dtype.kind not in "iu":

@@ -222,9 +222,9 @@ class GradientViews:
         result = {}
         for block in unit.blocks:
             entries = [entry for entry in unit.entries if entry.block == block]
-            held = sorted((e for e in entries if e.gradient >= 0), key=lambda entry: entry.gradient)
-            starts = accumulate([0, *(e.spec.size for e in held)]) if by_block else (e.gradient for e in held)
-            tree = views(buffer, [(e.local_name, start, e.spec) for e, start in zip(held, starts, strict=False)])
+            trained = sorted((e for e in entries if e.gradient >= 0), key=lambda entry: entry.gradient)
+            starts = accumulate([0, *(e.spec.size for e in trained)]) if by_block else (e.gradient for e in trained)
+            tree = views(buffer, [(e.local_name, start, e.spec) for e, start in zip(trained, starts, strict=False)])
             frozen = views(self.unread, [(e.local_name, 0, e.spec) for e in entries if e.gradient < 0])
             result[block] = GradientDict(united(united(tree, frozen), self.integers.targets(block)))
         return result
@@ -245,11 +245,11 @@ def apart(value: Any, parts: Sequence[Array]) -> Any:
     Not collective.
     """
 
-    def own(leaf: Any) -> Any:
+    def separated(leaf: Any) -> Any:
         shared = isinstance(leaf, np.ndarray) and any(np.may_share_memory(leaf, part) for part in parts)
         return leaf.copy() if shared else leaf
 
-    return map_leaves(own, value)
+    return map_leaves(separated, value)
 
 
 def largest_block(layout: FlatLayout) -> int:
@@ -290,7 +290,7 @@ class MicroBatchSum:
 
 
 #: The most sizes of batches whose plans a buffer keeps; a plan of a thousand grains takes a MiB.
-KEPT_PLANS = 16
+CACHED_PLANS = 16
 
 
 class ReduceScatterBuffer:
@@ -333,7 +333,7 @@ class ReduceScatterBuffer:
             self.stack = self.memory.private("gradients", (1, self.shard.gradient_size), self.dtype)
         self.grain_sum = MicroBatchSum(self.memory, self.layout.gradient_size, self.dtype, accumulate)
         self._named = views
-        self._planned = lru_cache(KEPT_PLANS)(partial(round_plan, groups=self.grid.group_sizes))
+        self._planned = lru_cache(CACHED_PLANS)(partial(round_plan, groups=self.grid.group_sizes))
         self._views: dict[tuple[int, int], Any] = {}
         self._next = self._root = 0
         self._in_flight: _InFlight | None = None
@@ -377,9 +377,9 @@ class ReduceScatterBuffer:
         [Note: sums in flight] in :meth:`reduce_scatter` says when they are in flight.
         """
         if self._in_flight is not None:
-            found, self._in_flight = self._in_flight, None
-            for piece in found.arriving.pieces():
-                self._merge(piece, found.base + piece.position, found.programs, found.arrivals)
+            pending, self._in_flight = self._in_flight, None
+            for piece in pending.arriving.pieces():
+                self._merge(piece, pending.base + piece.position, pending.programs, pending.arrivals)
 
     def operands(self) -> Operands:
         """Return the stack, the tree program that reads the level with this rank's final sums, and that level.
@@ -530,19 +530,19 @@ class AllReduceBuffer:
         apart = 1 if scratch else accumulate  # with scratch memory, micro-batches are added in their grain's row
         self.grain_sum = MicroBatchSum(allocator, self.layout.gradient_size, self.dtype, apart)
         self._views: dict[tuple[int | None, int, str | None], Any] = {}  # by row, unit and block; None is all blocks
-        self._planned = lru_cache(KEPT_PLANS)(partial(grid_rows_plan, self.grid, scratch=scratch == "grains"))
+        self._planned = lru_cache(CACHED_PLANS)(partial(grid_rows_plan, self.grid, scratch=scratch == "grains"))
         self._reserved: set[int] = set()
         self._plan: RowsPlan | None = None
         self.scheduler = scheduler
-        self._claimed = 0  # number of grains of the batch, if its ranks claim them
+        self._dynamic_grains = 0  # number of grains of the batch, if its ranks claim them
         self.overlapped: OverlappedReduction | None = None
         store.progress.register("rows", self.poll)
 
     @property
     def overlaps(self) -> bool:
         """Tell whether rows are summed while the backward pass still fills them. Not collective."""
-        peers, stages = self.grid.inter_node.size, self.grid.pipeline.size
-        return self._by_block and overlaps_reduction(self.exchange.placement, peers, stages, self.exchange.codec)
+        nodes, stages = self.grid.inter_node.size, self.grid.pipeline.size
+        return self._by_block and overlaps_reduction(self.exchange.placement, nodes, stages, self.exchange.codec)
 
     def owners(self, count: int) -> list[int]:
         """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it. Not collective."""
@@ -573,7 +573,7 @@ class AllReduceBuffer:
         """
         self.finish()  # of a step that an error has broken off on all ranks
         self._plan, self.overlapped = None, None
-        self._claimed = batch.count if batch.dynamic else 0
+        self._dynamic_grains = batch.count if batch.dynamic else 0
         self.reserve(batch.count)
         if batch.dynamic:
             return self._dynamic_micro_batches(batch)
@@ -631,9 +631,9 @@ class AllReduceBuffer:
             start, stop = span.shift(base)
             if later:
                 assert step.row is not None
-                own = self.row(step.row)[start:stop]
-                own += part
-                part = own
+                first = self.row(step.row)[start:stop]
+                first += part
+                part = first
             self.grain_sum.add(part, start, number)
             if last:
                 self.grain_sum.finish(part, start)
@@ -652,10 +652,10 @@ class AllReduceBuffer:
             if row is None:
                 self._views[key] = block_parts(unit, block, self._scratch)
             else:
-                own = self._unit(row, unit)
-                self._views[key] = [own[span.start : span.stop] for span in unit.gradient_ranges[block]]
-        found: list[Array] = self._views[key]
-        return found
+                gradients = self._unit(row, unit)
+                self._views[key] = [gradients[span.start : span.stop] for span in unit.gradient_ranges[block]]
+        parts: list[Array] = self._views[key]
+        return parts
 
     def _unit(self, row: int, unit: Unit) -> Array:
         base = self.layout.gradient_bases[unit.index]
@@ -676,7 +676,7 @@ class AllReduceBuffer:
 
         Collective over the node.
         """
-        self._meet()
+        self._barrier()
         return self.window, program_array(self._current().root), self.row(0)
 
     def sum(self, divisors: Divisors) -> Array:
@@ -692,7 +692,7 @@ class AllReduceBuffer:
                     values = self.row(0)[part.start : part.stop]
                     np.divide(values, divisors.of(averaged=averaged), out=values)
             return self.row(0)
-        self._meet()
+        self._barrier()
         pieces, program = self._pieces()
         result = self.row(0) if self._shard is None else self._shard()
         for piece in pieces:
@@ -716,14 +716,14 @@ class AllReduceBuffer:
         rows = [self.row(row) for _, row in self._current().folds[self.grid.order_index].sums]
         return reduce(add, rows[1:], rows[0].copy()) if rows else np.zeros(self.layout.gradient_size, self.dtype)
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         """Wait until the rows of all ranks of the node are complete. Collective over the node."""
         with self.store.timeline.span("reduction", "rows"):
             self.store.memory.barrier("rows")
-        if self._claimed and self._plan is None:
+        if self._dynamic_grains and self._plan is None:
             assert self.scheduler is not None
-            assigned, groups = self.scheduler.assigned(self._claimed), self.grid.group_sizes
-            self._plan = rows_plan(assigned, groups, self._claimed, rows=self._rows_a_rank)
+            assigned, groups = self.scheduler.assigned(self._dynamic_grains), self.grid.group_sizes
+            self._plan = rows_plan(assigned, groups, self._dynamic_grains, rows=self._rows_a_rank)
 
     def _pieces(self) -> tuple[Iterator[RowRange], Array]:
         """Exchange partial sums; return an iterator over the pieces that this rank must sum, and the tree program.
@@ -748,11 +748,11 @@ class AllReduceBuffer:
         """
         plan, rows = self._planned(count), self._planned(count).rows
         most = rows if self.scheduler is None else max(rows, max_dynamic_rows(self.grid, count))
-        needed = (most if self._claimed else rows) * self.grid.node.size
+        needed = (most if self._dynamic_grains else rows) * self.grid.node.size
         if count not in self._reserved:  # some data groups may have room for it that others have to make
-            own, several = plan.folds[self.grid.order_index], self._scratch_use == "micro-batches"
+            fold, several = plan.folds[self.grid.order_index], self._scratch_use == "micro-batches"
             # A grain of several micro-batches, perhaps one that this rank only claims, is added in scratch memory.
-            scratch = own.uses_scratch or (several and (len(own.folds) > 0 or self.scheduler is not None))
+            scratch = fold.uses_scratch or (several and (len(fold.folds) > 0 or self.scheduler is not None))
             reserved, self._reserved = self._reserved, set()  # where this fails, earlier rows may be gone
             with on_all_ranks(self.grid.world, "gradients"):
                 self._take(most * self.grid.node.size)
@@ -764,10 +764,10 @@ class AllReduceBuffer:
     def _take(self, needed: int) -> None:
         if self._storage.shape[0] < needed:
             self._views.clear()
-            self.window, held = self.window[:0], self._storage
+            self.window, previous = self.window[:0], self._storage
             self._storage = self._storage[:0]
-            if held.size:
-                self.allocator.free_shared("gradients", (held,))
+            if previous.size:
+                self.allocator.free_shared("gradients", (previous,))
             (self._storage,) = self.allocator.shared("gradients", [(needed, self.stride)], self.dtype)
 
 
@@ -871,9 +871,9 @@ class OverlappedReduction:
         for piece in arriving.pieces():
             out = self.total[piece.target : piece.target + piece.size]
             tree_sum(piece.rows, piece.first, self._root, self._one, out)
-        peers = self._exchange.comm
-        own = [self.total[span.start : span.stop] for span in bucket.parts[peers.rank]]
-        self._gatherings.append(begin_gather(peers, own, self.total, bucket.parts))
+        comm = self._exchange.comm
+        sums = [self.total[span.start : span.stop] for span in bucket.parts[comm.rank]]
+        self._gatherings.append(begin_gather(comm, sums, self.total, bucket.parts))
 
 
 class Bucket(NamedTuple):
@@ -912,27 +912,27 @@ def cut_buckets(
     list of Bucket
         The buckets, the last one of the row first.
     """
-    peers = len(counts)
-    whole = peers * exchange_step(counts, elements)
-    mine = sorted((span for group in spans for span in group if span.size), key=lambda span: span.start)
-    found = []
-    for stop in range(size, 0, -whole):
-        start = max(0, stop - whole)
-        held = [span.intersect(Span(start, stop)) for span in mine]
-        found.append(Bucket(start, _shared_evenly([span for span in held if span.size], peers)))
-    return found
+    nodes = len(counts)
+    bucket_size = nodes * exchange_step(counts, elements)
+    ascending = sorted((span for group in spans for span in group if span.size), key=lambda span: span.start)
+    buckets = []
+    for stop in range(size, 0, -bucket_size):
+        start = max(0, stop - bucket_size)
+        inside = [span.intersect(Span(start, stop)) for span in ascending]
+        buckets.append(Bucket(start, _shared_evenly([span for span in inside if span.size], nodes)))
+    return buckets
 
 
-def _shared_evenly(spans: Sequence[Span], peers: int) -> tuple[tuple[Span, ...], ...]:
+def _shared_evenly(spans: Sequence[Span], nodes: int) -> tuple[tuple[Span, ...], ...]:
     """Cut the concatenation of ``spans`` by the shard rule; return, for each peer, its part of every span."""
     total, parts = sum(span.size for span in spans), []
-    for shard in Partition(total, peers):
-        own = Span(shard.start, shard.stop)
-        place, part = 0, []
+    for shard in Partition(total, nodes):
+        shard_span = Span(shard.start, shard.stop)
+        position, part = 0, []
         for span in spans:
-            inside = own.intersect(Span(place, place + span.size))
-            part.append(inside.shift(span.start - place) if inside.size else Span(0, 0))
-            place += span.size
+            inside = shard_span.intersect(Span(position, position + span.size))
+            part.append(inside.shift(span.start - position) if inside.size else Span(0, 0))
+            position += span.size
         parts.append(tuple(part))
     return tuple(parts)
 
@@ -985,7 +985,7 @@ class GradientExchange(ExactExchange):
         super().__init__(store.grid.inter_node, None, store.memory.scratch, elements)
         self.memory, self.shards, self.dtype, self.placement = store.memory, store.group_shards, store.dtype, placement
         self.replicated, self.exact = not placement.shard_optimizer, exact
-        self._kept = self._next = np.empty(0, np.float32)
+        self._residual = self._next = np.empty(0, np.float32)
         self.compress(compression)
 
     def compress(self, compression: str | None) -> None:
@@ -993,7 +993,7 @@ class GradientExchange(ExactExchange):
 
         Not collective, but all ranks must call it before the same step.
         """
-        self.memory.release(RESIDUALS, self._kept)
+        self.memory.release(RESIDUALS, self._residual)
         self.memory.release(RESIDUALS, self._next)
         self.compression, self.codec = compression, gradient_codec(compression, self.dtype.itemsize)
         self._of_units = [compressed_sizes(shard, self.exact) for shard in self.shards]
@@ -1001,7 +1001,7 @@ class GradientExchange(ExactExchange):
             [sum(units) for units in self._of_units], self.comm.rank, self.codec, replicated=self.replicated
         )
         self._bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-        self._kept, self._next = (self.memory.private(RESIDUALS, self._bounds[-1], np.float32) for _ in range(2))
+        self._residual, self._next = (self.memory.private(RESIDUALS, self._bounds[-1], np.float32) for _ in range(2))
         self.forget()
 
     @property
@@ -1012,12 +1012,12 @@ class GradientExchange(ExactExchange):
     @property
     def feedback(self) -> bool:
         """Tell whether this rank keeps residuals. Not collective."""
-        return self._kept.size > 0
+        return self._residual.size > 0
 
     @property
     def owes(self) -> bool:
         """Tell whether any of this rank's residuals, which are still to be sent, is not 0. Not collective."""
-        return bool(self._kept.any())
+        return bool(self._residual.any())
 
     # ------------------------------------------------------------------ residuals
 
@@ -1043,7 +1043,7 @@ class GradientExchange(ExactExchange):
 
     def _copy(self, factor: float) -> None:
         self._factor = self._divisor = factor
-        self._next[:] = self._kept
+        self._next[:] = self._residual
         for part in self._partial_sums:
             self._next[part] *= np.float32(factor)
 
@@ -1058,17 +1058,17 @@ class GradientExchange(ExactExchange):
         if not updated or not self._divisor:
             return
         for part in self._partial_sums:
-            left, kept = self._next[part], self._kept[part]
+            left, residual = self._next[part], self._residual[part]
             left /= np.float32(self._divisor)
             if self._factor != self._divisor:
-                left += kept * np.float32(1 - self._factor / self._divisor)
-        self._kept, self._next = self._next, self._kept
+                left += residual * np.float32(1 - self._factor / self._divisor)
+        self._residual, self._next = self._next, self._residual
         self._weight_of_a_sample = self._divisor / self._loss_scale / self._samples
         self._divisor = 0.0
 
     def forget(self) -> None:
         """Set all residuals to 0. Not collective."""
-        self._kept[:] = 0
+        self._residual[:] = 0
         self._weight_of_a_sample, self._samples, self._loss_scale = 1.0, 0, 1.0
         self._factor = self._divisor = 0.0  # of the step that has begun; 0 if none has
 
@@ -1076,7 +1076,7 @@ class GradientExchange(ExactExchange):
         """Use the compression of ``other``, an exchange of the same ranks, and copy its residuals. Not collective."""
         if self.compression != other.compression:
             self.compress(other.compression)
-        self._kept[:] = other._kept
+        self._residual[:] = other._residual
         self._weight_of_a_sample = other._weight_of_a_sample
 
     def left_for(self, peer: int, unit: int | None = None) -> Array:
@@ -1108,12 +1108,15 @@ class GradientExchange(ExactExchange):
         plain = spans
         if self.codec is not None and self.comm.size > 1:
             plain, packed = (
-                [[part for span in own for part, exact in span.split(self.exact) if exact is chosen] for own in spans]
+                [
+                    [part for span in ranges for part, exact in span.split(self.exact) if exact is chosen]
+                    for ranges in spans
+                ]
                 for chosen in (True, False)
             )
             gather_packed(self.comm, self.codec, row, packed, self.left_for(self.comm.rank), self.scratch)
-        own = [row[s.start : s.stop] for s in plain[self.comm.rank]]
-        gather_spans(self.comm, own, row, plain, self.scratch, self.elements)
+        ranges = [row[s.start : s.stop] for s in plain[self.comm.rank]]
+        gather_spans(self.comm, ranges, row, plain, self.scratch, self.elements)
 
 
 #: The kind under which the allocator counts the memory of residuals.

@@ -74,9 +74,9 @@ def make_runner(
     if not isinstance(partitioned.local, BlockModel):
         box = BlackBoxEvaluator(partitioned.local, store)
         if box.in_place:
-            kinds["marks"] = check_function(partitioned.local.loss_and_grad, scalars.frozen, always=always)
+            kinds["sentinels"] = check_function(partitioned.local.loss_and_grad, scalars.frozen, always=always)
         return SequentialRunner(box, partitioned, scalars, **kinds)
-    kinds["marks"] = check_layers(partitioned.local.blocks, scalars.frozen, always=always)
+    kinds["sentinels"] = check_layers(partitioned.local.blocks, scalars.frozen, always=always)
     provider = device.parameter_provider(store)
     if grid.pipeline.size > 1:
         return PipelineRunner(grid.pipeline, loss_scale, partitioned, provider, scalars, **kinds)
@@ -156,7 +156,7 @@ class PipelineRunner(Runner):
             self.store.timeline.end("schedule", instruction, begun)
             self.store.progress.poll()
         self.pipeline_p2p.finish()
-        self.end_marks()
+        self.end_sentinels()
 
     def _execute(self, instruction: Instruction, checked: CheckedMicroBatch, run_of: RunOf) -> None:
         if checked.batch.grain is None:
@@ -315,17 +315,17 @@ class PipelineRunner(Runner):
         all stages.
         """
         errors: list[Exception] = []
-        own = None if x is None else self.compute_device.put(self.partitioned.local_positions(as_arrays(x)))
-        value = self._forward_only(own, EVALUATE, errors.append)
-        form, whole = None, None
+        local = None if x is None else self.compute_device.put(self.partitioned.local_positions(as_arrays(x)))
+        value = self._forward_only(local, EVALUATE, errors.append)
+        form, joined = None, None
         with all_ranks(self.comm, "predict"):  # so everything that was sent has arrived
             self.pipeline_p2p.finish()
             if errors:
                 raise errors[0]
             if value is not None and self.partitioned.is_last:
-                whole = map_leaves(to_host, self.partitioned.join_prediction(value))
-                form = packable(whole, "the prediction")
-        return None if x is None else broadcast_tree(self.comm, form, whole, self.stage_of[-1], "prediction")
+                joined = map_leaves(to_host, self.partitioned.join_prediction(value))
+                form = packable(joined, "the prediction")
+        return None if x is None else broadcast_tree(self.comm, form, joined, self.stage_of[-1], "prediction")
 
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
         """Return the sum of losses, the weight and the prediction on the last stage, 0.0, 0.0 and None on the others.
@@ -455,7 +455,7 @@ def measure_blocks(model: BlockModel, x: Array, y: Array, repeats: int = 3) -> d
         )
     specs, run = blocks_of(model), Run(training=True, seed=model.seed)
     homes = by_global_name(specs)
-    found: dict[str, BlockTimes] = {}
+    by_block: dict[str, BlockTimes] = {}
     fill = start_values_of(model)
     value: Any = x
     last = list(model.blocks)[-1]
@@ -474,9 +474,9 @@ def measure_blocks(model: BlockModel, x: Array, y: Array, repeats: int = 3) -> d
             halfway = perf_counter()
             layer.backward_weights(params, cache, pending, grads)
             times.append(BlockTimes(forward - started, halfway - begun, perf_counter() - halfway))
-        found[name] = BlockTimes(*(min(column) for column in zip(*times, strict=True)))
+        by_block[name] = BlockTimes(*(min(column) for column in zip(*times, strict=True)))
         value = out
-    return found
+    return by_block
 
 
 def _gradient_like(array: Array) -> Array | None:

@@ -41,7 +41,7 @@ from mpizero.sharding.config import (
     schedules_dynamically,
     scratch_use,
 )
-from mpizero.sharding.device import gradient_places
+from mpizero.sharding.device import gradient_offsets
 from mpizero.sharding.device_update import buffer_sizes, updates_on_device
 from mpizero.sharding.grad_reduce import largest_block, residual_sizes
 from mpizero.sharding.mesh import Mesh
@@ -142,7 +142,7 @@ class RankMemory:
         layout, peaks = self.traffic.part.layout, self.flow.peaks
         sizes = {"optimizer state": self._state() * self._item} if self._updates_on_device else {}
         buffers = self._frozen if self._keeps_gradients else self._update_buffers() if self._updates_on_device else 0
-        gradients = max((gradient_places(unit)[1] for unit in layout.units), default=0) * self._item
+        gradients = max((gradient_offsets(unit)[1] for unit in layout.units), default=0) * self._item
         sizes |= {"buffers": buffers} if buffers else {}
         return sizes | {
             "parameters": (layout.largest_gathered if self.traffic.sharded else layout.size) * self._item,

@@ -13,7 +13,7 @@ import mpizero as mz
 from mpizero.comm import reduce as exact
 from mpizero.errors import ConfigError
 from mpizero.layout import Partition
-from mpizero.sharding.grad_reduce import KEPT_PLANS
+from mpizero.sharding.grad_reduce import CACHED_PLANS
 from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, mlp, part, points, sharded, tokens
 
@@ -126,7 +126,7 @@ def test_messages_in_many_pieces_have_the_bits_of_one(strategy: str, monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_the_plans_that_are_kept_do_not_grow_with_the_number_of_sizes(strategy: str) -> None:
-    sizes = KEPT_PLANS + 4
+    sizes = CACHED_PLANS + 4
 
     def run(comm: Any) -> Any:
         model = sharded(strategy, comm, mlp(hidden=()), micro_batch=1, **PRIVATE)
