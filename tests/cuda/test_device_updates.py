@@ -251,9 +251,9 @@ def test_whole_tensors_are_updated_on_the_host():
 
 
 def test_an_optimizer_on_a_gpu_needs_layers_there():
-    with pytest.raises(ConfigError, match="device='cuda'"):
+    with pytest.raises(ConfigError, match='give device = "cuda"'):
         mz.ShardingConfig(optimizer_device="cuda")
-    with pytest.raises(ConfigError, match="None, 'cpu' or 'cuda'"):
+    with pytest.raises(ConfigError, match='one of "cpu", "cuda"'):
         config(optimizer_device="gpu")
 
 
