@@ -85,6 +85,10 @@ RETIRED = (
     Retired("wish|wishes", "request", but="if you wish"),
     Retired("waves?", "round (of grains)", inside=("mpizero/sharding", "mpizero/tools/plan", "mpizero/layout")),
     Retired("publish|publishes|published", "all-gather (of parameters)", inside=("mpizero/sharding",)),
+    Retired("pristine|farewells?|misfit axes|half loaded", "is initial, incompatible, partially loaded"),
+    Retired("(status|startup) boards?|board slots?", "status table, record"),
+    Retired("peer (ranks|groups?)|node claims", "ranks of the inter-node group, dynamic scheduler"),
+    Retired("watched jobs?", "checked micro-batch"),
     Retired("beholder|lap|hall|errand|errands|dwell|dwells", "plain words"),
 )
 

@@ -376,7 +376,7 @@ class PartialLoad:
         """Return the text for error messages: what is wrong, why, and what the user can do."""
         more = f" and {len(self.paths) - 1} more arrays" if len(self.paths) > 1 else ""
         return (
-            f"half loaded: {min(self.paths)}{more} may hold parts of two states, since a checkpoint that had been "
+            f"partially loaded: {min(self.paths)}{more} may hold parts of two states, since a checkpoint that had been "
             f"verified could not be read again ({self.reason}): load one whole, with the optimizer's state, by "
             "load_model, load_state or deserialize, or make a new model"
         )

@@ -245,10 +245,10 @@ def test_a_model_that_is_half_loaded_refuses_to_be_used_until_it_is_whole(
                     model.clone,
                     lambda: optimizer.step_count,
                 ):
-                    with pytest.raises(CheckpointError, match="half loaded: .*Input/output error.*load_model"):
+                    with pytest.raises(CheckpointError, match="partially loaded: .*Input/output error.*load_model"):
                         use()
             optimizer.deserialize(good)
-            with pytest.raises(CheckpointError, match="half loaded: parameters/"):
+            with pytest.raises(CheckpointError, match="partially loaded: parameters/"):
                 step()
             model.deserialize(good)
             assert model.serialize() == good
@@ -269,7 +269,7 @@ def test_parameters_alone_do_not_make_a_half_loaded_model_whole(monkeypatch: pyt
             with pytest.raises(OSError, match="Input/output error"):
                 model._restore_arrays(Failing(whole.comm, reader, whole.readings))
         model.deserialize(bare.serialize())
-        with pytest.raises(CheckpointError, match=r"half loaded: optimizer/\S+ and \d+ more"):
+        with pytest.raises(CheckpointError, match=r"partially loaded: optimizer/\S+ and \d+ more"):
             step()
         model.deserialize(good)
         assert model.serialize() == good
