@@ -99,7 +99,7 @@ def test_activations_and_working_arrays_are_what_a_step_allocates(name: str) -> 
     plan = planned(model, x)
     assert not plan.not_counted
     memory = plan.by_rank[0].memory
-    expected = memory["activations"].mine + memory["working arrays"].mine
+    expected = memory["activations"].per_rank + memory["working arrays"].per_rank
     with mz.distribute(
         model, mz.SGD(1e-6), strategy="ddp", config=mz.ShardingConfig(comm="self", micro_batch=GRAIN)
     ) as placed:
