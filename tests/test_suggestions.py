@@ -84,7 +84,7 @@ def test_a_class_that_explains_is_the_same_class():
         (mz.nn, "MSELoss", "MeanSquaredError"),
         (mz.optim, "Adamw", "AdamW"),
         (mz.data, "DataLoader", "batches"),
-        (mz.checkpoint, "newst", "newest"),
+        (mz.checkpoint, "latst", "latest"),
     ],
 )
 def test_a_name_that_a_module_does_not_have_is_told_the_nearest(module, wrong, meant):

@@ -308,8 +308,8 @@ def takes_run(function: Callable[..., Any], name: str, *arguments: str) -> bool:
     except TypeError as error:
         called = getattr(function, "__qualname__", name).rpartition("<locals>.")[2]
         raise ConfigError(
-            f"{name} is called as {name}({', '.join(arguments)}), or with run=... as well where it takes that, but it is "
-            f"{called}{outer}: {error}"
+            f"{name} is called as {name}({', '.join(arguments)}), or with run=... as well where it takes that, but it "
+            f"is {called}{outer}: {error}"
         ) from None
     return False
 

@@ -201,12 +201,13 @@ def text(value: Any) -> str:
     return value
 
 
-def many(check: Check, *, least: int = 0, count: int | None = None) -> Check:
+def many(check: Check, *, least: int = 0, count: int | None = None, what: str = "") -> Check:
     """Return a check for lists, which returns a tuple of what ``check`` returns for each item.
 
-    There must be ``count`` items or, without it, at least ``least`` items.
+    There must be ``count`` items or, without it, at least ``least`` items. ``what`` says in messages what is listed.
     """
     size = f"a list of {count} values" if count is not None else "a list" + f" of at least {least} values" * (least > 0)
+    size += f": {what}" if what else ""
 
     def check_all(value: Any) -> tuple[Any, ...]:
         if isinstance(value, str | Mapping) or not isinstance(value, Sequence | np.ndarray):

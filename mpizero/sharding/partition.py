@@ -183,8 +183,12 @@ class SplitSettings(Settings):
 
     schedule: str = setting("1f1b", one_of(*SCHEDULES), resume="free")
     virtual_stages: int = setting(1, whole(1), resume="free")
-    cuts: Sequence[int] | None = setting(None, optional(many(whole(1))), resume="free")
-    costs: Sequence[float] | None = setting(None, optional(many(number())), resume="free")
+    cuts: Sequence[int] | None = setting(
+        None, optional(many(whole(1), what="the number of the first block of every later stage")), resume="free"
+    )
+    costs: Sequence[float] | None = setting(
+        None, optional(many(number(), what="a number for every block, in order")), resume="free"
+    )
     tiles: Tiles = setting(None, check_tiles, resume="free")
 
 

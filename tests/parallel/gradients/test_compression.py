@@ -257,7 +257,7 @@ def test_residuals_are_parts_of_means_whatever_the_loss_scale() -> None:
             model._engine.bind(model.optimizer.wrapped_optimizer, scale)
             for _ in range(3):
                 model.train(*part(comm, *points(4)))
-            return model.get_parameters().tobytes(), model._engine.exchange._kept.tobytes()
+            return model.get_parameters().tobytes(), model._engine.exchange._residual.tobytes()
 
     plain, scaled = (
         run_in_threads(2, lambda comm, s=s: run(comm, s)) for s in (None, mz.DynamicLossScale(initial=4.0, interval=1))

@@ -120,11 +120,19 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "settings without ranks": (lambda comm: mz.ZeRO2Model(mlp(), mz.Config()), TypeError, "needs a ShardingConfig"),
     "a stage too few": (lambda comm: mz.Mesh(pipeline=0), ConfigError, "pipeline=0: expected a whole number >= 1"),
-    "no replica": (lambda comm: mz.Mesh(data=0), ConfigError, "data=0: expected .* or -1"),
-    "an unknown axis": (lambda comm: mz.Mesh(order="pipeline,expert"), GridError, "unknown 'expert'"),
+    "no replica": (lambda comm: mz.Mesh(data=0), ConfigError, "data=0: expected -1 .* or a whole number"),
+    "an unknown axis": (
+        lambda comm: mz.Mesh(order="pipeline,expert"),
+        ConfigError,
+        "order='pipeline,expert': expected pipeline, tensor and data once",
+    ),
     "a misspelt setting": (lambda comm: mz.Config(microbatch=2), TypeError, "did you mean 'micro_batch'"),
     "an unknown schedule": (lambda comm: mz.Config(schedule="2f2b"), ConfigError, "schedule='2f2b': expected"),
-    "cuts that are no list": (lambda comm: mz.Config(cuts=3), ConfigError, "cuts=3: expected .* as a list"),
+    "cuts that are no list": (
+        lambda comm: mz.Config(cuts=3),
+        ConfigError,
+        "cuts=3: expected a list: the number of the first block",
+    ),
 }
 
 

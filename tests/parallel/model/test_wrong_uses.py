@@ -177,7 +177,7 @@ MISTAKES = {
             ("check_every", "a whole number >= 0", (-1,)),
             ("bucket_mb", "", (0, True, "4", float("nan"), 1e9)),
             ("gradient_compression", "", ("int4", "topk", "topk:x", "topk:0.5", "topk:nan", "int8:3", 8, [])),
-            ("grain_assignment", "'static' or 'dynamic'", ("guided",)),
+            ("grain_assignment", 'one of "static", "dynamic"', ("guided",)),
             ("tiles", "a whole number from 1 to", (0, True, "8", 2.0, {"pipeline": 2}, {"tensor": 0})),
             ("bad_steps", "mpizero.BadSteps", (5,)),
         )
@@ -210,10 +210,13 @@ MISTAKES = {
     "start values by name": (lambda: mz.nn.Linear(3, 2, init="zeros"), "init='zeros' must be None or"),
     # pipelines
     "a layer that does not count": (lambda: pipeline(), "'b', .*Uncounted does not count .* give costs=.* or cuts="),
-    "one cut": (lambda: pipeline(cuts=1), "cuts=1: expected the number of the first block"),
-    "costs by name": (lambda: pipeline(costs={"a": 1, "b": 2}), "costs={.*: expected a number for every block, in"),
+    "one cut": (lambda: pipeline(cuts=1), "cuts=1: expected a list: the number of the first block"),
+    "costs by name": (
+        lambda: pipeline(costs={"a": 1, "b": 2}),
+        "costs={.*: expected a list: a number for every block, in order",
+    ),
     "too few costs": (lambda: pipeline(costs=[1]), "costs has 1 numbers, the model has 2 blocks: a, b; give one each"),
-    "costs of text": (lambda: pipeline(costs=["1", "2"]), "costs has '1': expected a number"),
+    "costs of text": (lambda: pipeline(costs=["1", "2"]), r"costs=\['1', '2'\]: each value must be a finite number"),
     # functions
     "no batch": (lambda: mz.nn.loss_and_gradients(network(dtype=np.dtype("f4")), FLAT, (X,)), r"a pair \(x, target\)"),
     "flat parameters": (lambda: mz.nn.evaluate(network(), FLAT, X), r"block 'a': evaluate takes what bind"),
