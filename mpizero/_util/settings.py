@@ -5,6 +5,10 @@ file has the fields of those classes of the library whose settings it takes (``t
 :class:`ConfigSection` words their errors as errors of a file. A check returns the value to use, or raises
 :class:`~mpizero._util.checks.Unexpected`, whose text says what is expected; the text of another ValueError is the whole
 message.
+
+[Note: no library] Libraries such as msgspec and pydantic check types and ranges in fewer words. Their errors would have
+to be parsed to say what these say: the value, what is allowed, the nearest word, the way out; and NumPy's numbers,
+durations of batch systems, and settings that do not fit together need functions of their own there, too.
 """
 
 from __future__ import annotations
