@@ -443,7 +443,7 @@ def test_float16_scales_its_loss_and_skips_what_overflows():
 def test_16_bits_need_a_gpu_and_master_weights_in_float32():
     with pytest.raises(ConfigError, match='give device = "cuda"'):
         mz.ShardingConfig(mixed_precision="bfloat16")
-    with pytest.raises(ConfigError, match="'bfloat16' or 'float16'"):
+    with pytest.raises(ConfigError, match='one of "bfloat16", "float16"'):
         mz.ShardingConfig(device="cuda", mixed_precision="int8")
     with (
         mz.ShardingConfig(device="cuda", mixed_precision="bfloat16") as config,
