@@ -214,7 +214,8 @@ def many(check: Check, *, least: int = 0, count: int | None = None, what: str = 
     size += f": {what}" if what else ""
 
     def check_all(value: Any) -> tuple[Any, ...]:
-        if isinstance(value, str | Mapping) or not isinstance(value, Sequence | np.ndarray):
+        listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        if not listed and not (isinstance(value, np.ndarray) and value.ndim):
             raise Unexpected(size)
         if len(value) < least or (count is not None and len(value) != count):
             raise Unexpected(f"{size}, got {len(value)}")

@@ -36,14 +36,15 @@ def _replicas(value: Any) -> int:
 
 
 def _axis_order(value: Any) -> str:
+    order = ORDER if value is None else value
     try:
-        Axes.build(1, order=value)
+        Axes.build(1, order=order if isinstance(order, str) else "")
     except GridError:
         raise Unexpected(
             "pipeline, tensor and data once each (and context, which else comes last), slowest first, "
             "separated by commas"
         ) from None
-    return str(value)
+    return str(order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class NodeSettings(Settings):
 
 @explains
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Mesh(AxisSettings, NodeSettings):
+class Mesh(NodeSettings, AxisSettings):
     """Hold the ranks that train together, as a grid of pipeline x tensor x data x context ranks. A context manager.
 
     The first use of the communicator or of a group is collective over ``comm``, and so is :meth:`close`. Close the
@@ -98,9 +99,9 @@ class Mesh(AxisSettings, NodeSettings):
         split. Models of blocks only.
     data : int
         Number of replicas; -1 makes as many as there are ranks for.
-    order : str
-        Names of the axes, slowest first: ranks that differ only on the last axis have consecutive numbers. The context
-        axis comes last if it is not named.
+    order : str or None
+        Names of the axes, slowest first: ranks that differ only on the last axis have consecutive numbers. None is
+        "pipeline,tensor,data". The context axis comes last if it is not named.
     ranks_per_node : int or None
         Number of consecutive ranks in each simulated node; None uses the real nodes.
     share_node_memory : bool

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 import re
 from contextlib import suppress
 from dataclasses import fields
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mpizero as mz
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.sharding import Config
 from mpizero.train.config.build import build_mesh, computing_settings
 from mpizero.train.config.optimizers import OPTIMIZERS, optimizer_section
 from mpizero.train.config.schema import TrainSection, changes, described_change, mathematics, section_kinds
+from mpizero.train.config.sections import MODELS
 from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
 
 GPT = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n'
@@ -299,6 +304,28 @@ def test_layouts_are_compared_with_all_settings_of_training_but_two():
     """Compressed gradients differ by the layout, and hashes of state are compared by the comparison itself."""
     known = {item.name for item in fields(TrainSection)} & {item.name for item in fields(Config)}
     assert known - set(computing_settings(parse())) == {"gradient_compression", "check_every"}
+
+
+#: Values of every kind that a program or a TOML file can give.
+ANYTHING = (
+    None, True, -1, 0, 1.5, math.nan, 10**400, "", "x\0", b"a", [], [1], ["a"], [[1], [1, 2]], {}, {"a": 1}, {1: 2}, (),
+    set(), 1j, float, object(), range(3), np.float32(1), np.array(3), np.array([1, 2]), datetime.time(1),
+    datetime.date(2020, 1, 1),
+)  # fmt: skip
+
+
+def test_no_value_of_a_setting_makes_anything_but_a_configuration_error():
+    optimizers = [getattr(mz.optim, name) for name in OPTIMIZERS.values()]
+    for kind in (mz.Mesh, mz.Config, *section_kinds(), *optimizers):
+        needed = {"name": kind.__name__[:3].lower()} if kind in MODELS.values() else {}
+        for item in (item for item in fields(kind) if "check" in item.metadata):
+            for value in ANYTHING:
+                with suppress(ConfigError):
+                    kind(**needed | {item.name: value})
+
+
+def test_the_default_order_of_the_axes_may_be_left_out_or_none():
+    assert mz.Mesh(order=None).order == mz.Mesh().order == parse().parallel.order
 
 
 @given(st.text(max_size=60))
