@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -54,7 +54,7 @@ class Settings:
         for item in fields(self):
             if check := item.metadata.get("check"):
                 try:
-                    object.__setattr__(self, item.name, check(self._given(item.name, item.metadata)))
+                    object.__setattr__(self, item.name, check(self._value(item)))
                 except ValueError as error:
                     raise self._wrong(item.name, error) from None
         self.check_combination()
@@ -74,8 +74,9 @@ class Settings:
         """Return the settings that the class ``kind`` declares, by name."""
         return {item.name: getattr(self, item.name) for item in fields(kind)}
 
-    def _given(self, name: str, _: Mapping[str, Any]) -> Any:
-        return getattr(self, name)
+    def _value(self, item: Field[Any]) -> Any:
+        """Return the value to check."""
+        return getattr(self, item.name)
 
     def _wrong(self, name: str, error: ValueError) -> ConfigError:
         return self.reject(name, f"expected {error}" if isinstance(error, Unexpected) else str(error))
@@ -164,17 +165,16 @@ class ConfigSection(Settings):
         """Return the settings as they are used, by key, but for those named."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in without}
 
-    def _given(self, name: str, metadata: Mapping[str, Any]) -> Any:
-        value = getattr(self, name)
-        return None if metadata.get("off") is not None and _equal(value, metadata["off"]) else value
+    def _value(self, item: Field[Any]) -> Any:
+        value, off = getattr(self, item.name), item.metadata.get("off")
+        is_off = (
+            isinstance(value, int | float | str) and not isinstance(value, bool) and off is not None and value == off
+        )
+        return None if is_off else value
 
     def _wrong(self, name: str, error: ValueError) -> ConfigError:
         off = next(item.metadata.get("off") for item in fields(self) if item.name == name)
         return self.reject(name, allowed(error) + ("" if off is None else f", or {shown(off)} for none"))
-
-
-def _equal(value: Any, off: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, type(off) | int) and bool(value == off)
 
 
 # ---------------------------------------------------------------------- checks

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from functools import cache
 from typing import Any, ClassVar
 
 from mpizero import optim
 from mpizero._util.checks import number, positive, whole
-from mpizero._util.settings import ConfigSection, allowed, many, one_of, optional, setting
+from mpizero._util.settings import ConfigSection, allowed, like, many, one_of, optional, setting
 
 #: The optimizers with a learning rate, and the full-batch methods: names in a file, and classes of
 #: :mod:`mpizero.optim`.
@@ -119,7 +119,7 @@ class VectorMethodSection(OptimizerSection):
 def optimizer_section(name: str) -> type[OptimizerSection]:
     """Return the class of the table ``[optimizer]`` with this name. Not collective."""
     kind = getattr(optim, OPTIMIZERS[name])
-    settings: dict[str, Any] = {item.name: _like(item) for item in fields(kind) if "check" in item.metadata}
+    settings: dict[str, Any] = {item.name: like(kind, item.name) for item in fields(kind) if "check" in item.metadata}
     settings.pop("exact", None)  # of NewtonCG, only for mpizero.minimize
     settings["name"] = setting(name, one_of(*OPTIMIZERS), resume="never")
     if name in _RATES:
@@ -134,10 +134,6 @@ def optimizer_section(name: str) -> type[OptimizerSection]:
         frozen=True,
         kw_only=True,
     )
-
-
-def _like(item: Any) -> Any:
-    return field(default=item.default, metadata=item.metadata)
 
 
 def _limit(value: Any) -> float | None:
