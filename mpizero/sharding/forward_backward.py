@@ -623,7 +623,7 @@ class CheckedMicroBatch:
     def _accumulate(self, unit: Unit, block: str, views: Any) -> None:
         self._check(unit, block, views)
         self._weight_averages(block, views)
-        if self.batch.grain is not None and (unlike := self.scalars.integers.take(block, *self.batch.place)):
+        if self.batch.grain is not None and (unlike := self.scalars.integers.take(block, *self.batch.sample_range)):
             self.scalars.fail_later(unlike)
         self._accumulated.add(block)
         self.batch.accumulate(unit, block)
@@ -637,7 +637,7 @@ class CheckedMicroBatch:
             return
         values = dict(flat_names(views))
         for view in (values[name] for name in names):
-            view *= view.dtype.type(self.batch.place[1])
+            view *= view.dtype.type(self.batch.sample_range[1])
         self.scalars.check(grain.number, block, {name: values[name] for name in names})  # the product may be infinite
 
     def _check(self, unit: Unit, block: str, views: Any) -> None:
@@ -682,7 +682,7 @@ class SequentialRunner(Runner):
     def _compute(self, checked: CheckedMicroBatch, run_of: RunOf) -> None:
         x, y, _ = checked.batch.samples
         try:
-            loss, weight = self.evaluator.gradients(x, y, run_of(*checked.batch.place), checked)
+            loss, weight = self.evaluator.gradients(x, y, run_of(*checked.batch.sample_range), checked)
             self.count(checked.batch, loss, weight)
         except Exception as error:  # the evaluator went on to take part in everything: all ranks come to agree
             if not isinstance(error, self.agreeable):

@@ -67,7 +67,7 @@ class MicroBatch:
     """Represent a micro-batch of a step: where its gradients are written, and what happens when they are complete.
 
     This base class stands for one that other ranks compute, and of which this rank joins the collectives. A step has
-    :class:`RoundMicroBatch` or :class:`RowMicroBatch`, by the strategy.
+    :class:`ReduceScatterMicroBatch` or :class:`AllReduceMicroBatch`, by the strategy.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class MicroBatch:
         return self.grain.micro_batches[self.number]
 
     @property
-    def place(self) -> tuple[int, int]:
+    def sample_range(self) -> tuple[int, int]:
         """The index of the micro-batch's first sample in the global batch, and its number of samples."""
         assert self.grain is not None
         return self.grain.sample_range(self.number)
@@ -130,7 +130,7 @@ class MicroBatch:
         """
 
 
-class RoundMicroBatch(MicroBatch):
+class ReduceScatterMicroBatch(MicroBatch):
     """Represent a micro-batch whose gradients are reduce-scattered unit by unit, with those of its round.
 
     In ``this_round`` every rank computes one grain, or none: ``grain``. One with fewer micro-batches than others joins
@@ -164,7 +164,7 @@ class RoundMicroBatch(MicroBatch):
                 buffer.reduce_scatter(unit, self._round)
 
 
-class RowMicroBatch(MicroBatch):
+class AllReduceMicroBatch(MicroBatch):
     """Represent a micro-batch whose gradients are added up in this rank's rows, as ``step`` says.
 
     ``row`` is the one that its gradients are written to; None is the scratch array. ``overlapped``, where it is given,
@@ -363,7 +363,9 @@ class ReduceScatterBuffer:
         for this_round in plan.rounds:
             index = this_round.grains[self.grid.order_index]
             grain = None if index is None else batch.grains[index]
-            micro_batches += [RoundMicroBatch(self, grain, number, this_round) for number in range(self.accumulate)]
+            micro_batches += [
+                ReduceScatterMicroBatch(self, grain, number, this_round) for number in range(self.accumulate)
+            ]
         return micro_batches
 
     def poll(self) -> None:
@@ -586,7 +588,7 @@ class AllReduceBuffer:
             micro_batches += self._micro_batches_of(batch.grains[step.grain], step)
         if self.overlapped is not None and micro_batches:
             last = micro_batches[-1]
-            assert isinstance(last, RowMicroBatch)
+            assert isinstance(last, AllReduceMicroBatch)
             last.overlapped = self.overlapped
         return micro_batches + [MicroBatch()] * (self.rounds(batch.count) - len(micro_batches))
 
@@ -597,11 +599,11 @@ class AllReduceBuffer:
             for grain in part:
                 yield from self._micro_batches_of(batch.grains[grain], folding.add(grain))
 
-    def _micro_batches_of(self, grain: Grain, step: FoldStep) -> Iterator[RowMicroBatch]:
+    def _micro_batches_of(self, grain: Grain, step: FoldStep) -> Iterator[AllReduceMicroBatch]:
         """Yield the micro-batches of a grain, whose gradients are added as ``step`` says."""
         for number in range(len(grain.micro_batches)):
             row = None if number and self._scratch_use else step.row
-            yield RowMicroBatch(self, grain, number, step, row)
+            yield AllReduceMicroBatch(self, grain, number, step, row)
 
     def rounds(self, count: int) -> int:
         """Return how many micro-batches every rank must compute or join, for a batch of ``count`` grains.

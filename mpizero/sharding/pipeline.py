@@ -177,7 +177,7 @@ class PipelineRunner(Runner):
                 checked.reduce(unit)
 
     def _forward(self, chunk: int, micro: int, checked: CheckedMicroBatch, run_of: RunOf) -> None:
-        (x, y, _), run = checked.batch.samples, run_of(*checked.batch.place)
+        (x, y, _), run = checked.batch.samples, run_of(*checked.batch.sample_range)
         flight = self._flights[chunk, micro] = _Flight(self.scalars.fail)
         self.most_caches = max(self.most_caches, len(self._flights))
         value = self._pass_forward(chunk, micro, x, self.partitioned.run_on(x, run), flight)
