@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 from mpizero._util.text import notice
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from mpizero.comm.model_group import CommunicatorGroup
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ProcessGrid(NodeOrder):
     """Hold the communicators of all groups that this rank belongs to.
 
@@ -60,6 +61,8 @@ class ProcessGrid(NodeOrder):
     position : tuple of int
         For every rank of ``data``, its number when the ranks are counted node by node. Grains are assigned in this
         order.
+    is_open : bool
+        Whether :meth:`close` has not been called.
 
     Examples
     --------
@@ -85,8 +88,9 @@ class ProcessGrid(NodeOrder):
     inter_node: Communicator
     nodes: tuple[tuple[int, ...], ...]
     position: tuple[int, ...]
+    is_open: bool = field(default=True, init=False)
     _ranks_per_node: int | None = field(default=None, repr=False)
-    _made: dict[str, CommunicatorGroup] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _made: dict[str, CommunicatorGroup] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def create(
@@ -173,7 +177,12 @@ class ProcessGrid(NodeOrder):
         """Number of ranks of the data group on each node; 1 if every rank counts as its own node."""
         return self.node.size
 
-    @property
+    @cached_property
+    def batch_ranks(self) -> list[int]:
+        """The ranks of the group ``batch``, as ranks of ``world``."""
+        return list(self.axes.group(self.world.rank, GROUPS["batch"]))
+
+    @cached_property
     def communicators(self) -> tuple[Communicator, ...]:
         """The communicators that the grid has made (not ``world``), each once, in the same order on every rank."""
         communicators = (*(getattr(self, name) for name in GROUPS), self.node, self.inter_node)
@@ -197,6 +206,7 @@ class ProcessGrid(NodeOrder):
 
     def close(self) -> None:
         """Close the communicators that the grid has made; ``world`` stays open. Collective over ``world``."""
+        self.is_open = False
         while self._made:
             self._made.popitem()[1].close()
         for communicator in reversed(self.communicators):

@@ -9,6 +9,7 @@ of ``qkv`` lie between queries and keys (and between keys and values), between s
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from mpizero.kernels.cpu.attention import gradient_of_first, softmax_of_first
@@ -19,6 +20,7 @@ from mpizero.kernels.matmul_tile import HIGH, VECTOR, tile_columns
 from mpizero.types import Array
 
 
+@cache
 def memory_size(length: int, size: int, itemsize: int) -> int:
     """Return the number of elements of temporary memory for sequences of ``length`` and heads of ``size`` features."""
     wide, slack = tile_columns(itemsize), 2 * (VECTOR + 64) // itemsize

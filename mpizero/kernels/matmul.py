@@ -114,12 +114,9 @@ class KernelProducts:
 
     name, applies_to, least = "mpizero's kernel", "products of layers", 0
 
-    def __init__(self) -> None:
-        self._kernel, self._memory_size = product, functools.lru_cache(memory_size)
-
     def memory(self, a: Array) -> Array:
         """Return the temporary memory for a product whose left operand is ``a``."""
-        return np.empty(self._memory_size(*a.shape, a.itemsize), a.dtype)
+        return np.empty(memory_size(*a.shape, a.itemsize), a.dtype)
 
     def product(self, a: Array, b: Array, out: Array) -> bool:
         """Write ``a @ b`` to ``out`` and return True; return False and do nothing if the shapes or dtypes do not fit.
@@ -153,9 +150,9 @@ class KernelProducts:
     def _part(self, a: Array, b: Array, out: Array) -> None:
         """Compute one thread's part of a product, in temporary memory of its own."""
         memory = self.memory(a)
-        if not self._kernel(a, b, out, memory):
+        if not product(a, b, out, memory):
             result = np.empty_like(out, order="C")
-            self._kernel(np.ascontiguousarray(a), np.ascontiguousarray(b), result, memory)
+            product(np.ascontiguousarray(a), np.ascontiguousarray(b), result, memory)
             out[...] = result
 
 
@@ -179,6 +176,7 @@ _TOGETHER = 4
 _LINE = 64
 
 
+@functools.lru_cache
 def memory_size(rows: int, depth: int, itemsize: int) -> int:
     """Return the number of elements of temporary memory that :func:`product` needs for ``rows`` and inner ``depth``."""
     terms, wide = min(depth, DEPTH), tile_columns(itemsize)

@@ -309,12 +309,12 @@ class NodeOrder:
     nodes: tuple[tuple[int, ...], ...]
     position: tuple[int, ...]
 
-    @property
+    @cached_property
     def order(self) -> tuple[int, ...]:
         """The data ranks listed node after node: the order in which grains are assigned."""
         return tuple(rank for ranks in self.nodes for rank in ranks)
 
-    @property
+    @cached_property
     def order_index(self) -> int:
         """The position of this rank when the data ranks are listed node after node (see :attr:`order`)."""
         return self.position[self.data.rank]

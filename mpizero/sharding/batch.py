@@ -34,7 +34,6 @@ from mpizero.guard.reports import by_ranks
 from mpizero.layout import Grains
 from mpizero.layout.batch import contiguous_parts, grain_part_number, node_blocks
 from mpizero.layout.flat import FlatLayout, flat_names, joined
-from mpizero.layout.mesh import GROUPS
 from mpizero.layout.sum_tree import dynamic_parts, rows_of_part
 from mpizero.sharding.params import COMPUTING_ADVICE, IntegerState, Memory, on_all_ranks, paged, refused
 from mpizero.sharding.step_report import NonFinite
@@ -145,7 +144,7 @@ def redistribute(
         On all ranks, as :func:`_exchange_header` says.
     """
     comm, part = grid.batch, _RankBatch(x, y, arguments)
-    counts = _exchange_header(grid, part, first=first)[list(grid.axes.group(grid.world.rank, GROUPS["batch"]))].tolist()
+    counts = _exchange_header(grid, part, first=first)[grid.batch_ranks].tolist()
     if part.tree.uncut:
         with all_ranks(grid.world):  # a warning may be an error
             if grid.world.rank == 0:

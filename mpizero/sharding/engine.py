@@ -121,7 +121,7 @@ class Engine(PlacedModel):
         )
         self._begun = True
         self.compute_device.check_batch(x, y)
-        if self.partitioned.parallel_layout.context_virtual_ranks > 1:
+        if self.partitioned.cuts_sequences:
             batch = in_contexts(batch, self.grid, self.partitioned.cut_batch)
         self.scalars.begin(batch, self.step_number + 1)
         return batch

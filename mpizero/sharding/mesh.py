@@ -216,10 +216,6 @@ class Mesh(NodeSettings, AxisSettings):
             )
         return grids[axes, private]
 
-    def holds(self, grid: ProcessGrid) -> bool:
-        """Tell whether ``grid`` was returned by :meth:`grid_of` and is still open. Not collective."""
-        return any(made is grid for made in self._grids.values())
-
     @property
     def _grids(self) -> dict[tuple[Axes | None, bool], ProcessGrid]:
         # No cached_property: before Python 3.12 all threads, which meet when a grid is made, would share its lock.

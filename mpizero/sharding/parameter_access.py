@@ -322,7 +322,7 @@ class ParameterAccess:
                 f"this {self._name} is closed and its memory is freed: make a new one, and save or read parameters "
                 "before close() or the end of its with block"
             )
-        if not engine.mesh.holds(engine.grid):
+        if not engine.grid.is_open:
             raise StateError(
                 f"the Mesh (or ShardingConfig) of this {self._name} is closed, and its communicators are freed: close "
                 "the model first, or make both in one with statement, the model last"
@@ -374,7 +374,7 @@ class ParameterAccess:
         engine = self._open_engine
         if engine is None:
             return
-        if engine.mesh.holds(engine.grid):  # else its communicators are freed already
+        if engine.grid.is_open:  # else its communicators are freed already
             self._check_call("close")
         self._free()
 

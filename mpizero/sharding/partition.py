@@ -368,6 +368,11 @@ class PartitionedModel:
         """Tell whether layers or sequences are cut into tiles, over ranks or on this one."""
         return self.split is not self.model
 
+    @cached_property
+    def cuts_sequences(self) -> bool:
+        """Tell whether sequences are cut into parts, over a context group or into tiles on this rank."""
+        return self.parallel_layout.context_virtual_ranks > 1
+
     @property
     def is_last(self) -> bool:
         """Tell whether this rank's stage has the model's last block, and so the loss."""
@@ -462,7 +467,7 @@ class PartitionedModel:
 
         Not collective.
         """
-        if self.context_group is None or self.parallel_layout.context_virtual_ranks == 1:
+        if self.context_group is None or not self.cuts_sequences:
             return x, y
         return nn.cut_batch(x, y, self.context_group, self.parallel_layout.context_virtual_ranks)
 

@@ -752,7 +752,7 @@ def _local(
     Not collective.
     """
     x, y, run = sample.x[:1], sample.y[:1], sample.run
-    length = x.shape[1] if partitioned.parallel_layout.context_virtual_ranks > 1 else 0
+    length = x.shape[1] if partitioned.cuts_sequences else 0
     x, y = partitioned.cut_batch(x, y)
     grid.group_calls.clear()
     with suppress(DataError):  # a context group asks for lengths, and there are no other ranks
