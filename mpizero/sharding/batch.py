@@ -1,9 +1,10 @@
 """Cut global batches into grains, bring samples to the ranks that compute them, and agree on losses and weights.
 
 :func:`redistribute` begins a step: it checks the batches of all ranks, cuts them into grains and sends samples to the
-ranks that compute them. With a :class:`DynamicScheduler` the ranks of a node share the samples of its grains, and take
-one part of them after the other. At the end of the passes :class:`GrainScalars` exchanges the loss, weight and
-finiteness of every grain, and compares the learning rates, in one small allgather.
+ranks that compute them. A grain is a fixed slice of the global batch (docs/concepts.md). With a
+:class:`DynamicScheduler` all ranks of a node can read the samples of the node's grains, and a rank that is free takes
+the next grains. After the backward passes :class:`GrainScalars` exchanges the loss, weight and finiteness of every
+grain, and compares the learning rates, in one small allgather.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class GlobalBatch:
     samples : int
         Number of samples in the global batch.
     dynamic : int
-        With dynamic scheduling, the largest number of grains of a node, whose ranks all have them in ``grains``;
-        otherwise 0.
+        With dynamic scheduling, the number of grains of the node that has the most; ``grains`` then holds all grains of
+        this rank's node. Otherwise 0.
     """
 
     grains: dict[int, Grain]
@@ -84,9 +85,9 @@ class GlobalBatch:
 
 
 class StepArguments(NamedTuple):
-    """Hold the arguments besides the batch of a training step; every rank must give the same.
+    """Hold the arguments of a training step besides the batch; they must be equal on all ranks.
 
-    ``epoch`` is the number of the epoch; ``gather`` is the argument of the same name of ``compute_gradients``.
+    ``epoch`` is the number of the epoch; ``gather`` is the argument ``gather`` of ``compute_gradients``.
     """
 
     epoch: int = 0
@@ -123,7 +124,8 @@ def redistribute(
         The samples of this rank. An object that cannot be cut into samples counts as one grain of one sample; rank 0
         warns about it.
     grain_size : callable
-        Takes the number of samples in the global batch, and this rank's samples, of which only shapes and types count.
+        Takes the number of samples in the global batch and this rank's samples, of which it reads only shapes and
+        types; returns the number of samples in a grain.
     owners : callable
         Takes the number of grains and returns, for each grain, the rank of the batch group that computes it.
     micro : int
@@ -131,10 +133,10 @@ def redistribute(
     arguments : StepArguments
         The arguments of the step besides the batch; they are compared between all ranks.
     scheduler : DynamicScheduler or None
-        If given, every rank gets the samples of all grains of its node, of which it takes some, unless they cannot be
-        cut.
+        Assigns grains while ranks compute: every rank then gets the samples of all grains of its node. It is not used
+        for a batch that cannot be cut into samples. None: ``owners`` assigns all grains.
     first : bool
-        Whether it is a model's first batch, of which rank 0 says if two replicas have the same.
+        Whether it is the model's first batch; rank 0 then prints a notice if two replicas have the same samples.
 
     Raises
     ------
@@ -164,8 +166,8 @@ def redistribute(
 class _RankBatch:
     """Hold the samples ``x`` and ``y`` that this rank gives to a global batch.
 
-    If they are invalid, the error's text is kept in ``problem``, and ``count``, the number of samples, is -1: all ranks
-    then raise the error together when the batches are exchanged.
+    If ``x`` and ``y`` are invalid, ``problem`` is the error's text, and ``count``, the number of samples, is -1: all
+    ranks then raise the error together in :func:`_exchange_header`.
     """
 
     def __init__(self, x: Any, y: Any, arguments: StepArguments) -> None:
@@ -203,7 +205,8 @@ def _digest(array: Array) -> int:
 def _exchange_header(grid: ProcessGrid, local: _RankBatch, *, first: bool) -> Array:
     """Exchange the first message of a step, check the batch, and return each rank's number of samples, by world rank.
 
-    Collective over all ranks. In the ``first`` step of a model, rank 0 says which replicas have the same samples.
+    Collective over all ranks. In the ``first`` step of a model, rank 0 prints a notice if two replicas have the same
+    samples.
 
     Raises
     ------
@@ -230,7 +233,7 @@ def _exchange_header(grid: ProcessGrid, local: _RankBatch, *, first: bool) -> Ar
 
 
 def _warn_copies(grid: ProcessGrid, counts: Array, digests: Array, uncut: str) -> None:
-    """Say if two ranks of different replicas have the same samples, of which ``digests`` are the checksums."""
+    """Print a notice if two ranks of different replicas have the same samples; ``digests`` are all ranks' checksums."""
     ranks: dict[int, int] = {}
     for rank in range(0 if uncut else len(counts)):
         same = ranks.setdefault(int(digests[rank]), rank)
@@ -322,8 +325,8 @@ def _warn(uncut: str) -> None:
 def in_contexts(batch: GlobalBatch, grid: ProcessGrid, cut: Callable[[Any, Any], tuple[Any, Any]]) -> GlobalBatch:
     """Cut the sequences of a batch over a context group, and return the batch with this rank's positions only.
 
-    Not collective. ``cut`` cuts the inputs and targets of a micro-batch. Each part of a grain that one rank of the
-    group keeps counts as a grain in the returned batch; :func:`grain_part_number` returns its number.
+    Not collective. ``cut`` cuts the inputs and targets of a micro-batch. In the returned batch, the part of a grain
+    that this rank computes is a grain of its own; :func:`grain_part_number` returns its number.
     """
     rank, size = grid.context.rank, grid.context.size
     grains = {}
@@ -358,7 +361,7 @@ class _Transfer:
 
     def exchange(self, comm: Communicator, array: Array) -> Array:
         if self.in_place:
-            return np.ascontiguousarray(array)  # as after an exchange: BLAS may round other strides differently
+            return np.ascontiguousarray(array)  # as after an exchange: BLAS may round differently with other strides
         nbytes = prod(array.shape[1:]) * array.itemsize  # of a sample
         parts = [array[part] for group in self.sends for part in group]
         send = np.ascontiguousarray(np.concatenate([array[:0], *parts])).reshape(-1)
@@ -385,29 +388,30 @@ class _Transfer:
         return cut_grains
 
 
-_transfer = lru_cache(maxsize=64)(_Transfer)  # batches of the same sizes come again and again
+_transfer = lru_cache(maxsize=64)(_Transfer)  # steps repeat the same sizes
 #: Kind of the node's memory for samples and the scheduler's table, in counts of bytes.
 KIND = "samples"
 _ALIGNMENT = 64
 
 
 def starts_of(parts: int, sizes: Sequence[int]) -> list[int]:
-    """Return where arrays of ``sizes`` bytes start in a node's memory, after a table for ``parts`` parts; and its end.
+    """Return the byte offsets of arrays of ``sizes`` bytes after the table of :class:`DynamicScheduler`, and their end.
 
-    The table has a whole number of int64: the number of parts that have been taken, then the rank that has taken each.
+    The table consists of int64: the number of parts that have been taken, then, for each of ``parts`` parts, the rank
+    in the node that has taken it.
     """
     table, *rest = (paged(size, _ALIGNMENT) for size in (8 * (1 + parts), *sizes))
     return list(accumulate(rest, initial=table))
 
 
 class DynamicScheduler:
-    """Share the samples of a node's grains in its memory, and assign parts of them to ranks that are free.
+    """Put the samples of a node's grains into shared memory, and assign the grains part by part to ranks that are free.
 
-    Every node has a fixed run of grains, which :func:`dynamic_parts` cuts up. A rank takes the next part when it has
-    computed the part before. [Note: dynamic scheduling] The number of the next part and the rank that has taken each
-    are in the node's shared memory, where one rank at a time writes, under a lock of the operating system: a rank
-    inside of a long computation need not receive any message. So who computes a grain depends on time. The result does
-    not, because a part is a node of the tree in which gradients are summed.
+    Every node has a fixed range of consecutive grains, which :func:`dynamic_parts` cuts into parts. A rank takes the
+    next part when it has computed its previous part. [Note: dynamic scheduling] The number of the next part and the
+    rank that has taken each part are in the node's shared memory. One rank at a time writes them, under a lock of the
+    operating system, so taking a part needs no message from a rank that is busy. Which rank computes a grain depends on
+    timing. The result does not, because a part is a node of the tree in which gradients are summed.
 
     Parameters
     ----------
@@ -427,22 +431,22 @@ class DynamicScheduler:
         self._parts: tuple[range, ...] = ()
 
     def begin(self, leaves: Sequence[Array], grains: Grains) -> tuple[Array, ...]:
-        """Share the samples of the node's grains, and begin a step in which its ranks take them.
+        """Put the samples of the node's grains into shared memory, and begin a step: no part is taken yet.
 
-        Collective over the node; over all ranks if there was no such batch before. The ranks must have ended the step
-        before, for which a collective of all ranks has to come between.
+        Collective over the node; over all ranks for the first batch with these grains, shapes and types. Between two
+        calls there must be a collective over all ranks, so that every rank has ended the previous step.
 
         Parameters
         ----------
         leaves : sequence of Array
-            Arrays of samples: the part of each that belongs to the grains that are this rank's by a fixed assignment.
+            Arrays with the samples of the grains that :func:`contiguous_parts` assigns to this rank.
         grains : Grains
             The grains of the global batch.
 
         Returns
         -------
         tuple of Array
-            Each array with all samples of the node, in memory that its ranks share.
+            Arrays with the samples of all grains of the node, in memory that the node's ranks share.
         """
         block, local = self.block(grains.count), contiguous_parts(self.grid, grains.count)[self.grid.order_index]
         before, first, stop = (min(at * grains.size, grains.samples) for at in (block.start, local.start, block.stop))
@@ -463,18 +467,18 @@ class DynamicScheduler:
         return tuple(shared)
 
     def block(self, count: int) -> range:
-        """Return the grains of this node, of ``count`` grains. Not collective."""
+        """Return the numbers of this node's grains in a batch of ``count`` grains. Not collective."""
         return node_blocks(self.grid, count)[self.grid.nodes.index(self.grid.node_ranks)]
 
     def most(self, count: int) -> int:
-        """Return the largest number of grains of a node, of ``count`` grains. Not collective."""
+        """Return how many of a batch's ``count`` grains belong to the node that has the most. Not collective."""
         return max(map(len, node_blocks(self.grid, count)))
 
     def _reserve(self, nbytes: int, batch: Hashable) -> None:
-        """Allocate the node's memory for a batch. Collective over all ranks if there was no such batch before."""
-        if batch in self._reserved:  # other nodes may have room for it where this one has to make some
+        """Allocate the node's memory for a batch. Collective over all ranks if ``batch`` has not been passed before."""
+        if batch in self._reserved:  # whether to join must not depend on a node's own free memory
             return
-        reserved, self._reserved = self._reserved, set()  # where this fails, the memory is gone
+        reserved, self._reserved = self._reserved, set()  # if this fails, the old memory is already freed
         with on_all_ranks(self.grid.world, KIND):
             if self._storage.size < nbytes:
                 outgrown, self._storage, self._table = self._storage, self._storage[:0], self._table[:0]
@@ -484,7 +488,7 @@ class DynamicScheduler:
         self._reserved = reserved | {batch}
 
     def next_part(self, rows: int) -> range | None:
-        """Take the next part; return its grains, or None if there is none, or if it needs more than ``rows`` rows.
+        """Take the next part and return its grains; None if no part is left or this one needs more than ``rows`` rows.
 
         Not collective.
         """
@@ -497,10 +501,10 @@ class DynamicScheduler:
         return self._parts[number]
 
     def assigned(self, count: int) -> list[list[int]]:
-        """Return the grains that each data rank has computed, listed node after node, after a barrier of the node.
+        """Return the grains that each data rank has computed, node after node; call it after a barrier of the node.
 
-        Not collective. For other nodes the lists are those of a fixed assignment: partial sums that a node sends are
-        the same, whichever of its ranks has computed what.
+        Not collective. For other nodes the lists are those of :func:`contiguous_parts`: the partial sums that a node
+        sends do not depend on which of its ranks computed which grain.
         """
         grains = [list(span) for span in contiguous_parts(self.grid, count)]
         first = self.grid.order_index - self.grid.node.rank
@@ -520,7 +524,7 @@ _LIMITS = {size: (float(np.finfo(f"f{size}").tiny), float(np.finfo(f"f{size}").m
 
 
 class Divisors(NamedTuple):
-    """Hold what a step's sums are divided by, each an array of one element of the gradients' type.
+    """Hold the divisors of a step's sums, each an array of one element of the gradients' type.
 
     Attributes
     ----------
@@ -534,7 +538,7 @@ class Divisors(NamedTuple):
     averages: Array
 
     def of(self, *, averaged: bool) -> Array:
-        """Return the divisor of averaged parameters, or else the one of gradients. Not collective."""
+        """Return the divisor of averaged parameters if ``averaged``, else that of gradients. Not collective."""
         return self.averages if averaged else self.gradients
 
 
@@ -579,8 +583,9 @@ class Totals(NamedTuple):
 class _Bad(NamedTuple):
     """Describe the first value of a grain that is not finite.
 
-    Objects are ordered as their values are computed: loss, weight, then gradients from the last block to the first.
-    ``kind`` is 0 for a loss, 1 for a weight and 2 for a gradient; ``order`` is minus the index of the gradient's block.
+    Objects compare in the order in which values are computed: loss, weight, then gradients from the last block to the
+    first. ``kind`` is 0 for a loss, 1 for a weight and 2 for a gradient; ``order`` is minus the index of the gradient's
+    block.
     """
 
     kind: int
@@ -610,7 +615,7 @@ class GrainScalars:
     blocks : sequence of str
         The blocks of the whole model, in order of use.
     integers : IntegerState
-        The integer arrays, which blocks write new values of.
+        The model's integer arrays, to which blocks write new values.
     """
 
     def __init__(self, grid: ProcessGrid, layout: FlatLayout, blocks: Sequence[str], integers: IntegerState) -> None:
@@ -672,10 +677,10 @@ class GrainScalars:
         self._late = self._late if self._late is not None else error
 
     def check(self, grain: int, block: str, views: Any) -> None:
-        """Check that the gradients of ``block``, computed from ``grain``, are finite; record the first that is not.
+        """Check that the gradients of ``block``, computed from ``grain``, are finite; record the first one that is not.
 
         Not collective. ``views`` are the nested views of the block's gradients. Nothing is checked if a value of the
-        grain has already been recorded. Gradients of frozen parameters are not checked.
+        grain that is not finite has already been recorded. Gradients of frozen parameters are not checked.
         """
         if grain in self._bad:
             return
@@ -735,8 +740,8 @@ class GrainScalars:
     def agree_on_rate(self, learning_rate: Callable[[], float]) -> None:
         """Compare the ranks' learning rates in the first message of a separate optimizer step.
 
-        Collective over all ranks. Such a step follows ``compute_gradients``, which has exchanged the other records.
-        ``learning_rate`` returns this rank's learning rate. Raises what :meth:`agree` raises.
+        Collective over all ranks. Such a step follows ``compute_gradients``, which has exchanged losses, weights and
+        errors. ``learning_rate`` returns this rank's learning rate. Raises the errors of :meth:`agree`.
         """
         rate = np.array(self._rate_or_fail(learning_rate), np.float64)
         gathered = agree_on_call(self.grid.world, (int(rate.view(np.int64)), self.error is not None))

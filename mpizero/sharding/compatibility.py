@@ -1,8 +1,8 @@
-"""Keep the classes of sharded models and optimizers by strategy, which :func:`~mpizero.distribute` has replaced.
+"""Keep one class of models and optimizers for each strategy: the interface before :func:`~mpizero.distribute`.
 
-They are an earlier way to the same engine: :class:`ShardedModelBase` is a :class:`~mpizero.sharding.Model` that takes a
-:class:`~mpizero.ShardingConfig` and has more members, and each class below it names a row of the placement table
-(``sharding/config.py``), or fixes some sizes of the axes. A reader of the library may skip this module.
+They use the same engine: :class:`ShardedModelBase` is a :class:`~mpizero.sharding.Model` that takes a
+:class:`~mpizero.ShardingConfig` and has more members. Each subclass names a row of the placement table
+(``sharding/config.py``) or fixes the size of some parallel axes. A reader of the library may skip this module.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 @explains
 class ShardedModelBase(Model):
-    """Distribute a model as its subclass says: there is one for each strategy, with more members than :class:`Model`.
+    """Distribute a model by the strategy that a subclass names; it has more members than :class:`Model`.
 
     Parameters
     ----------
     wrapped_model : BlockModel or BlackBoxModel
         The model to train. It is never changed: the sharded model holds the parameters.
     config : ShardingConfig or Config
-        The settings, and the ranks unless ``mesh`` has them.
+        The settings, and the ranks unless ``mesh`` is given.
     mesh : Mesh, optional
-        The ranks. None: those of ``config``, which is then a :class:`~mpizero.ShardingConfig`.
+        The ranks. None: those of ``config``, which must then be a :class:`~mpizero.ShardingConfig`.
     optimizer : optimizer, ShardedOptimizer or None
         As for :class:`Model`.
 
-    Errors are those of :class:`Model`, and TypeError if the configuration is None or of a wrong type.
+    The constructor raises the errors of :class:`Model`, and TypeError if the configuration is None or of a wrong type.
 
     Examples
     --------
@@ -115,7 +115,7 @@ class ShardedModelBase(Model):
         return self._engine.store.shard.size
 
     def invalidate_cache(self) -> None:
-        """Drop the kept copy of the gathered parameters, because parameters have changed. Not collective."""
+        """Drop the cached copy of the gathered parameters, because parameters have changed. Not collective."""
         self._cache = None
 
     @recorded
@@ -127,7 +127,7 @@ class ShardedModelBase(Model):
     def with_parameters(self, values: Array) -> Self:
         """Return a new sharded model with the same wrapped model and the given parameters, without an optimizer.
 
-        ``values`` are as for :meth:`set_parameters`. Integer arrays are copied from this model.
+        ``values`` is an argument as for :meth:`set_parameters`. Integer arrays are copied from this model.
         """
         values = self._checked("with_parameters", values)
         copy = self._twin(self._wrapped)
@@ -254,7 +254,7 @@ class ShardedModelBase(Model):
         return hasattr(self._wrapped, "compile_predictor")
 
     def export_computation_graph(self) -> dict[str, Any]:
-        """Return the graph of the wrapped model's operations as values that JSON can hold. Not collective.
+        """Return the wrapped model's computation graph as a dictionary that can be written as JSON. Not collective.
 
         Raises
         ------
@@ -293,9 +293,9 @@ class ShardedModelBase(Model):
         self._engine.exchange_model(wrapped)
 
     def _bound_parameters(self) -> dict[str, Any]:
-        """Gather all parameters and return them as the wrapped model takes them. Collective.
+        """Gather all parameters and return them in the form that the wrapped model expects. Collective.
 
-        A model of blocks takes a nested dictionary for each block, a black box takes arrays by name.
+        A model of blocks expects a nested dictionary for each block, a black box expects arrays by name.
         """
         named = self.named_parameters()
         return nn.bind(self._wrapped, named) if hasattr(self._wrapped, "blocks") else named
@@ -505,19 +505,19 @@ class HybridShardedOptimizer(ShardedOptimizer):
 
 
 class ModelParallelBase(ShardedModelBase):
-    """Split a model over a grid of pipeline x tensor x data x context ranks; subclasses fix some of the sizes.
+    """Split a model over a grid of pipeline x tensor x data x context ranks; subclasses fix the size of some axes.
 
     Parameters
     ----------
     wrapped_model : BlockModel
         The model to train.
     config : ShardingConfig
-        The ranks and how they work together.
+        The ranks, and the settings of the training.
     parallel_layout : ParallelLayout
         Numbers of pipeline stages, tensor ranks, replicas and context ranks, the schedule of the pipeline, and the
         first blocks of its stages.
     zero_stage : {0, 1, 2, 3}
-        What the ranks of a data group shard. 0: nothing (DDP); 1: optimizer state; 2: also gradients; 3: also
+        The state that the ranks of a data group shard. 0: none (DDP); 1: optimizer state; 2: also gradients; 3: also
         parameters.
     optimizer : optimizer, ShardedOptimizer or None
         As in :class:`ShardedModelBase`.
@@ -559,20 +559,20 @@ class HybridShardedModel(ModelParallelBase):
     """Combine pipeline, tensor, context and data parallelism, with any ZeRO stage over the data group.
 
     Each rank stores and computes the blocks of its stage, split over its tensor group. All ranks get losses and
-    metrics. Errors inside of layers are those of :class:`Model`.
+    metrics. Other errors are those of :class:`Model`.
 
     Parameters
     ----------
     wrapped_model : BlockModel
         The model to train.
     config : ShardingConfig
-        The ranks and how they work together.
+        The ranks, and the settings of the training.
     pipeline_parallel_size, tensor_parallel_size : int
         Number of pipeline stages, and number of ranks over which a layer is split.
     data_parallel_size : int
         Number of replicas; -1 takes all remaining ranks.
     zero_stage : {0, 1, 2, 3}
-        What the replicas shard, as in :class:`ModelParallelBase`.
+        The state that replicas shard, as in :class:`ModelParallelBase`.
     schedule, virtual_stages, cuts, costs
         As for :class:`~mpizero.Config`; None takes those of ``config``.
     order : str
@@ -650,11 +650,11 @@ class TensorParallelModel(ModelParallelBase):
     wrapped_model : BlockModel
         The model to train.
     config : ShardingConfig
-        The ranks and how they work together.
+        The ranks, and the settings of the training.
     tensor_parallel_size : int or None
         Number of ranks in a tensor group; None takes all ranks.
     zero_stage : {0, 1, 2, 3}
-        What the replicas shard, as in :class:`ModelParallelBase`.
+        The state that replicas shard, as in :class:`ModelParallelBase`.
     optimizer : optimizer, ShardedOptimizer or None
         As in :class:`ShardedModelBase`.
 
@@ -693,13 +693,13 @@ class PipelineParallelModel(ModelParallelBase):
     wrapped_model : BlockModel
         The model to train.
     config : ShardingConfig
-        The ranks and how they work together.
+        The ranks, and the settings of the training.
     pipeline_parallel_size : int or None
         Number of stages; None takes all ranks.
     schedule, virtual_stages, cuts, costs
         As in :class:`HybridShardedModel`.
     zero_stage : {0, 1, 2, 3}
-        What the replicas shard, as in :class:`ModelParallelBase`.
+        The state that replicas shard, as in :class:`ModelParallelBase`.
     optimizer : optimizer, ShardedOptimizer or None
         As in :class:`ShardedModelBase`.
 
@@ -740,6 +740,6 @@ def _all_ranks_of(config: ShardingConfig) -> int:
 
 
 def _pipeline_settings(config: Any, schedule: Any, virtual_stages: Any, cuts: Any, costs: Any) -> dict[str, Any]:
-    """Return the settings of the pipeline: those given, and those of ``config`` for None. Not collective."""
+    """Return the settings of the pipeline: the arguments, with None replaced by ``config``'s. Not collective."""
     settings = {"schedule": schedule, "virtual_stages": virtual_stages, "cuts": cuts, "costs": costs}
     return {name: getattr(config, name, None) if value is None else value for name, value in settings.items()}
