@@ -1,16 +1,16 @@
-"""Define what a user chooses, strategy and settings, and decide from them how a training step is done.
+"""Define strategies and settings, and decide from them how a training step is executed.
 
-The placement table has a row for each strategy: what is sharded, and how grains are assigned (:class:`Placement`).
-:class:`Config` has the other settings, :class:`ShardingConfig` those of the ranks, too. The functions after it decide
-from both how a step is done; the engine and the command `mpizero plan` share them, so that a plan counts what a
-training does.
+The placement table has a row for each strategy: which state is sharded, and how grains are assigned to ranks
+(:class:`Placement`). :class:`Config` has all other settings; :class:`ShardingConfig` adds those of a
+:class:`~mpizero.Mesh`. The functions of this module decide from placement and settings how a step is executed. The
+engine and the command `mpizero plan` call the same functions, so that a plan counts what a training does.
 
-[Note: rounds in a context group] The ranks of a context group compute one part each of a grain. In the tree these parts
-are neighbours, so none of a rank's own parts are, and the rank cannot add them alone. To sum gradients once a step, it
-would have to keep as many copies of the whole gradient as it computes grains. Context groups are for sequences so long
-that memory is short, and that computing a grain takes much longer than sending gradients. So ZeRO-1, where a rank needs
-the sums of its shard only, then sums them in every round, as ZeRO-2 does. DDP, where every node needs all sums, keeps
-the copies and sends once a step.
+[Note: rounds in a context group] Each rank of a context group computes one part of a grain. The parts of one grain are
+neighbours in the tree of sums, so no two parts that one rank computes are neighbours, and a rank cannot add its own
+parts first. To sum gradients over ranks once a step, it would have to keep a copy of the whole gradient for each of its
+grains. Context groups are for long sequences, where memory is short and computing a grain takes much longer than
+sending gradients. So ZeRO-1, where a rank needs the sums of its shard only, sums gradients in every round, as ZeRO-2
+does. DDP, where every node needs all sums, keeps the copies and sends once a step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Placement:
         return self.shard_optimizer + self.shard_gradients + self.shard_parameters
 
     def in_contexts(self, contexts: int) -> Placement:
-        """Return this row as it is executed with context groups of ``contexts`` ranks. Not collective.
+        """Return the placement that is executed with context groups of ``contexts`` ranks. Not collective.
 
         See [Note: rounds in a context group].
         """
@@ -91,7 +91,7 @@ def placement(strategy: str) -> Placement:
     Raises
     ------
     ConfigError
-        If ``strategy`` is another name.
+        If ``strategy`` is none of these names.
     """
     if not isinstance(strategy, str) or strategy not in PLACEMENTS:
         raise ConfigError(
@@ -145,7 +145,7 @@ class ComputeSettings(Settings):
     mixed_precision: str | None = setting(None, optional(one_of(*reversed(SIXTEEN_BITS))))
 
     def check_combination(self) -> None:
-        """Raise an error for settings of GPUs where layers compute on CPUs."""
+        """Raise ``ConfigError`` if a setting that needs a GPU is given with ``device="cpu"``."""
         super().check_combination()
         for name in ("optimizer_device", "mixed_precision"):
             if getattr(self, name) not in (None, "cpu") and self.device == "cpu":
@@ -165,43 +165,45 @@ class DataParallelSettings(Settings):
 class Config(SplitSettings, DataParallelSettings, ComputeSettings):
     """Hold the settings of a training: how ranks share its work, how they compute, and what they send.
 
-    It is plain data: it can be compared, hashed and pickled. The ranks are a :class:`~mpizero.Mesh`.
+    A Config is plain data: it can be compared, hashed and pickled. It has no ranks: a :class:`~mpizero.Mesh` has them.
 
     Parameters
     ----------
     micro_batch : int or None
-        Number of samples in one forward and backward pass. With None it is ceil(ceil(global batch / accumulate) / 16),
-        but no more than the model's matrix products need to be fast (``docs/concepts.md``);
-        after a checkpoint with optimizer state was loaded, what the checkpoint says.
+        Number of samples in one forward and backward pass. None: ceil(ceil(global batch / accumulate) / 16), but no
+        more than the model's matrix products need to be fast (``docs/concepts.md``); after a checkpoint with optimizer
+        state was loaded, the number in the checkpoint.
     accumulate : int
         Number of micro-batches in one grain. Their gradients are added one after the other; a grain has
         ``micro_batch * accumulate`` samples.
     clip : float or None
-        A gradient whose global norm is larger is scaled to this norm before the update; None does not clip.
+        A gradient whose global norm is larger than ``clip`` is scaled to this norm before the update; None does not
+        clip.
     ema : float or None
-        Keeps an exponential moving average of the trained parameters, sharded as the optimizer's state, of which it is
-        one more array. After each update it moves towards the parameters by (1 - ``ema``) of the distance; it begins
-        with their values before the first step. ``evaluate`` and ``predict`` use it when asked to. Between 0 and 1.
+        Decay, between 0 and 1, of an exponential moving average of the trained parameters; None keeps no average. The
+        average is one more array of the optimizer state, sharded with it. It begins with the parameters before the
+        first step; each update moves it towards the parameters by (1 - ``ema``) of the distance. ``evaluate`` and
+        ``predict`` use it with ``ema=True``.
     tiles : int, mapping of str to int, or None
-        Number of tiles, a property of the training as ``micro_batch``: tensor and context groups of all sizes that are
-        this number divided by a power of two give the same bits, one process included. A mapping has numbers for the
-        axes "tensor" and "context". None, and an axis without a number: the size of its groups; after a run resumes,
-        what its checkpoint says (docs/parallelism.md).
+        Number of tiles into which layers or sequences are cut, a property of the training like ``micro_batch``: tensor
+        and context groups whose size is this number divided by a power of two give the same bits, one process included.
+        A mapping has numbers for the axes "tensor" and "context". For None, or an axis without a number, it is the size
+        of the groups; after a run resumes, the number in its checkpoint (docs/parallelism.md).
     schedule : {"gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"}
         Schedule of the pipeline.
     virtual_stages : int
         Number of chunks on each pipeline stage, for "interleaved".
     cuts : sequence of int or None
-        Number of the first block of every chunk of the pipeline, without the first chunk; only with a pipeline. None
-        chooses them so that the stages have about equal costs.
+        Index of the first block of every pipeline chunk but the first one; only with a pipeline. None chooses cuts so
+        that the stages have about equal costs.
     costs : sequence of float or None
         Cost of every block, from which ``cuts=None`` chooses, for example the result of
         :func:`~mpizero.sharding.measured_costs`. None uses the floating-point operations of the block's layers.
     grain_assignment : {"static", "dynamic"}
-        How the grains of a step are assigned to ranks: before it, equally many to each, or while they compute: then a
-        rank of a node takes the next few grains of its node when it is free, for grains whose costs differ and ranks
-        that are slower than others. Results have the same bits. "dynamic" is for DDP and ZeRO-1 on ranks that share
-        memory, in which the node's samples are put; elsewhere rank 0 says that grains are assigned before a step.
+        "static" assigns the grains of a step to ranks before the step, equally many to each. With "dynamic" a rank that
+        is free takes the next few grains of its node; use it if the costs of grains or the speeds of ranks differ. Both
+        give the same bits. "dynamic" works with DDP and ZeRO-1 on ranks that share memory, into which the node's
+        samples are copied; otherwise rank 0 prints a notice, and grains are assigned before the step.
     auto_sync_gradients : bool
         Whether ``compute_gradients`` and ``train`` sum gradients over the ranks. If False, ``train`` only computes this
         rank's gradient; ``synchronize_gradients`` then sums it over the ranks, and ``optimizer.step()`` updates.
@@ -212,9 +214,10 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
     gradient_compression : {None, "bf16", "fp16", "int8", "topk:SHARE"}
         Compresses the float32 gradients that are sent between nodes (between ranks if they share no memory): to 16
         bits, to 8 bits, or to the fraction of elements with the largest magnitudes ("topk:0.01": one in a hundred).
-        They are still added in float32. What int8 and top-k leave out of a message is kept and sent in later steps
-        (error feedback). Gradients of parameters of which other ranks update a copy stay exact (docs/nodes.md). With
-        compression, results on different numbers of ranks are no longer equal to the bit.
+        Sums are still computed in float32. The part of the values that int8 and top-k do not send is kept and added to
+        later messages (error feedback). Gradients of a parameter are not compressed if other ranks update a copy of the
+        parameter (docs/nodes.md). With compression, results on different numbers of ranks are no longer equal to the
+        bit.
     bucket_mb : float or None
         MiB of partial sums of gradients that are in flight between nodes (between ranks if they share no memory) at
         once; the message buffers take up to twice as much. None is 2^19 elements. The size changes neither results nor
@@ -284,7 +287,7 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         return self.replace(tiles=tiles)
 
     def comparable(self) -> dict[str, Any]:
-        """Return the settings that must be equal on every rank, by name: all, but of ``bad_steps`` only the limit."""
+        """Return the settings that must be equal on every rank, by name; of ``bad_steps`` that is only the limit."""
         values = {field.name: getattr(self, field.name) for field in fields(Config)}
         del values["bad_steps"]
         return {**values, "bad_steps.limit": self.bad_steps.limit}
@@ -296,7 +299,7 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
     def grain_rule(self, model: Any = None, samples: tuple[Any, Any] | None = None) -> GrainRule:
         """Return the rule that cuts global batches into grains for ``model``; None stands for a model not known yet.
 
-        ``samples`` are ``x`` and ``y`` of such samples as the model is trained on, where they are known.
+        ``samples`` are ``x`` and ``y`` of samples like those that the model is trained on; None if they are unknown.
         """
         if self.micro_batch is not None or model is None:
             return GrainRule(self.micro_batch, self.accumulate)
@@ -305,7 +308,7 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         return GrainRule(None, self.accumulate, samples and model.efficient_samples(*samples), coarse=True)
 
     def grain_size(self, global_batch: int) -> int:
-        """Return the number of samples in a full grain, without a model's part in the default of ``micro_batch``."""
+        """Return the number of samples in a full grain; the default of ``micro_batch`` then ignores the model."""
         return self.grain_rule().grain_size(global_batch)
 
     def bucket_elements(self, itemsize: int) -> int | None:
@@ -316,10 +319,11 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
 @explains
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ShardingConfig(Config, NodeSettings):
-    """Hold ranks and settings together: a :class:`Config` with the arguments of a :class:`~mpizero.Mesh`.
+    """Hold settings and ranks together: a :class:`Config` that also takes the arguments of a :class:`~mpizero.Mesh`.
 
-    The classes of each strategy take it, such as ``ZeRO2Model(model, config)``. New programs give :func:`distribute` a
-    mesh and a :class:`Config`. It is equal only to itself, and a context manager that closes its ranks.
+    The class of a strategy takes it, as in ``ZeRO2Model(model, config)``. New programs give :func:`distribute` a mesh
+    and a :class:`Config`. A ShardingConfig compares equal only to itself. As a context manager it closes its mesh at
+    the end.
 
     Parameters
     ----------
@@ -355,7 +359,7 @@ class ShardingConfig(Config, NodeSettings):
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks. Not collective."""
+        """The mesh, which has the ranks. Not collective."""
         mesh: Mesh = self.__dict__["_mesh"]
         return mesh
 
@@ -394,7 +398,7 @@ class ShardingConfig(Config, NodeSettings):
         return self.mesh.grid
 
     def close(self) -> None:
-        """Free what :meth:`Mesh.close` frees. Collective."""
+        """Close the mesh (:meth:`Mesh.close`). Collective."""
         self.mesh._close("ShardingConfig.close")
 
     def __enter__(self) -> Self:
@@ -402,7 +406,7 @@ class ShardingConfig(Config, NodeSettings):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the ranks. After an exception, postpone that until the ranks make their next model together."""
+        """Close the mesh; after an exception, only when all ranks next make a model together."""
         if error is None:
             self.close()
         else:
@@ -410,12 +414,12 @@ class ShardingConfig(Config, NodeSettings):
 
 
 def ranks_of(owner: type, config: Any) -> Mesh:
-    """Return the mesh of a :class:`ShardingConfig` that the class ``owner`` was given. Not collective.
+    """Return the mesh of ``config``, the :class:`ShardingConfig` that class ``owner`` was called with. Not collective.
 
     Raises
     ------
     TypeError
-        If ``config`` is something else.
+        If ``config`` is not a ShardingConfig.
     """
     if not isinstance(config, ShardingConfig):
         raise ArgumentError(f"{owner.__name__} needs a ShardingConfig, got {config!r}")
@@ -423,16 +427,16 @@ def ranks_of(owner: type, config: Any) -> Mesh:
 
 
 def ranks_and_settings(mesh: Mesh | None, config: Config | None) -> tuple[Mesh, Config]:
-    """Return the mesh and the settings to train with, given those of the user's; None stands for the defaults.
+    """Return the mesh and the settings to train with: the user's arguments, with defaults in place of None.
 
     Not collective. A :class:`ShardingConfig` brings its own mesh.
 
     Raises
     ------
     TypeError
-        If one of them is something else.
+        If ``mesh`` is not a Mesh or ``config`` not a Config.
     ConfigError
-        If a mesh is given beside a ShardingConfig.
+        If another mesh is given than that of a ShardingConfig.
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ArgumentError(f"mesh={mesh!r:.80}: expected a mpizero.Mesh, such as mz.Mesh(pipeline=2)")
@@ -451,7 +455,7 @@ def elements_of(mebibytes: float, itemsize: int) -> int:
 
 
 def check_bucket(settings: DataParallelSettings, compression: str | None, named: str = "gradient_compression") -> None:
-    """Raise an error for a size of messages where ``compression``, the setting ``named``, fixes it. Not collective."""
+    """Raise an error if ``bucket_mb`` is given with ``compression`` (a setting called ``named``). Not collective."""
     if settings.bucket_mb is not None and compression is not None:
         raise settings.reject(
             "bucket_mb",
@@ -467,7 +471,8 @@ ScratchUse = Literal["grains", "micro-batches"] | None
 def keeps_gradients_on_device(config: Config, ranks: int) -> bool:
     """Tell whether gradients stay on the GPU; ``ranks`` is the number of ranks in the data group.
 
-    They do if that number is 1 and ``optimizer_device`` is not "cpu". Otherwise they are summed on the host.
+    They do if ``ranks`` is 1 and neither ``device`` nor ``optimizer_device`` is "cpu". Otherwise gradients are summed
+    on the host.
     """
     return config.device != "cpu" and config.optimizer_device != "cpu" and ranks == 1
 
@@ -478,10 +483,10 @@ def assigns_rounds(placement: Placement, config: Config, ranks: int) -> bool:
 
 
 def assigned_in_advance(placement: Placement, config: Config, grid: NodeOrder, model_ranks: int) -> str:
-    """Return why grains are assigned before a step, although the settings ask for ``grain_assignment="dynamic"``.
+    """Return the reason why ``grain_assignment="dynamic"`` has no effect; "" if it has one or is not set.
 
-    It is "" where they do not, where grains are scheduled dynamically, and for one rank, which computes all of them
-    anyway. ``model_ranks`` is the number of ranks that hold one replica together.
+    The reason is also "" for a single rank, which computes all grains anyway. ``model_ranks`` is the number of ranks
+    that hold one replica together.
     """
     if config.grain_assignment == "static" or grid.data.size * model_ranks == 1:
         return ""
@@ -495,7 +500,7 @@ def assigned_in_advance(placement: Placement, config: Config, grid: NodeOrder, m
 
 
 def schedules_dynamically(placement: Placement, config: Config, grid: NodeOrder, model_ranks: int) -> bool:
-    """Tell whether the ranks of a node are given grains while they compute; the parameters are as above."""
+    """Tell whether the ranks of a node take grains while they compute; see :func:`assigned_in_advance`."""
     requested = config.grain_assignment == "dynamic" and grid.data.size > 1
     return requested and not assigned_in_advance(placement, config, grid, model_ranks)
 
@@ -503,10 +508,10 @@ def schedules_dynamically(placement: Placement, config: Config, grid: NodeOrder,
 def overlaps_reduction(placement: Placement, nodes: int, stages: int, codec: Codec | None) -> bool:
     """Tell whether a model of blocks sums its gradients over nodes during the backward pass (DDP).
 
-    This needs replicated optimizer state: with ZeRO-1 only the owner needs a sum, and in the order of the backward pass
-    all ranks would send to the same owner at a time. There is no overlap with compression, because its results depend
-    on where messages are cut. There is none in pipelines either, because their stages end their last micro-batches at
-    different times.
+    This needs replicated optimizer state: with ZeRO-1 only its owner needs a sum, and since shards are contiguous, all
+    ranks would send to the same owner at a time during the backward pass. There is no overlap with compression, because
+    its results depend on where messages are cut. There is no overlap in pipelines either, because their stages end
+    their last micro-batches at different times.
 
     Parameters
     ----------
@@ -515,18 +520,19 @@ def overlaps_reduction(placement: Placement, nodes: int, stages: int, codec: Cod
     nodes, stages : int
         Number of ranks of the inter-node group, which exchange sums, and number of pipeline stages.
     codec : Codec or None
-        How messages are compressed; None without compression.
+        The codec that compresses messages; None without compression.
     """
     replicated = not (placement.in_rounds or placement.shard_optimizer) and nodes > 1
     return replicated and stages == 1 and codec is None
 
 
 def scratch_use(config: Config, stages: int, *, by_block: bool) -> ScratchUse:
-    """Tell which gradients are written to scratch memory, block by block, where rows hold gradients.
+    """Tell which gradients an :class:`AllReduceBuffer` writes to scratch memory before it adds them to a row.
 
-    Those of "grains" are added to another grain's row, those of "micro-batches" to the row of their own grain. Scratch
-    memory needs blocks that end their backward passes one after the other: not so in pipelines, where a stage computes
-    several micro-batches at a time, nor on GPUs, where no block's end is waited for.
+    "grains": the gradients of a grain that are added to another grain's row. "micro-batches": those of a grain's later
+    micro-batches, added to the row of the grain. None: no gradients. Blocks must end their backward passes one after
+    the other. They do not in pipelines, where a stage computes several micro-batches at a time, nor on GPUs, where the
+    host does not wait for the end of a block.
 
     Parameters
     ----------
@@ -575,7 +581,7 @@ def fuses_update(optimizer: Any, *, norm: bool, ties: bool, nodes: int, in_round
 def gradient_codec(compression: str | None, itemsize: int) -> Codec | None:
     """Return the codec that compresses gradient messages.
 
-    None if ``compression`` is None or elements do not have 4 bytes: only float32 gradients are compressed.
+    Return None if ``compression`` is None or elements do not have 4 bytes: only float32 gradients are compressed.
 
     Raises
     ------
@@ -587,10 +593,11 @@ def gradient_codec(compression: str | None, itemsize: int) -> Codec | None:
 
 
 def sent_exactly(placement: Placement, partitioned: PartitionedModel, layout: FlatLayout) -> tuple[Span, ...]:
-    """Return the ranges of the vector of all gradients of ``layout`` that are never compressed, ascending.
+    """Return the ranges of ``layout``'s gradient vector that are never compressed, in ascending order.
 
-    See [Note: copies] in ``sharding/grad_reduce.py``. A parameter that several stages use is among them only
-    with replicated optimizer state: otherwise its owners add the sums of all uses, which are the same for all copies.
+    See [Note: copies] in ``sharding/grad_reduce.py``. They include the gradients of a parameter that several stages use
+    only with replicated optimizer state: otherwise the owners of its copies add the sums of all uses, so that the
+    copies stay equal.
     """
     shared = () if placement.shard_optimizer else partitioned.uses
 
@@ -613,17 +620,17 @@ def gathers_units(placement: Placement, groups: int) -> bool:
 def updated_by(placement: Placement, grid: NodeOrder) -> tuple[int, ...]:
     """Return the ranks of ``grid.data`` whose shards this rank updates.
 
-    That is only itself if the optimizer state is sharded. Otherwise it is the whole inter-node group: every node
-    then updates a whole copy.
+    If the optimizer state is sharded, a rank updates its own shard only. Otherwise it updates the shards of its whole
+    inter-node group, so that every node updates a whole copy.
     """
     return (grid.data.rank,) if placement.shard_optimizer else grid.inter_node_ranks
 
 
 def round_buffer_sizes(layout: FlatLayout, node_size: int, *, in_place: bool) -> list[int]:
-    """Return, for each buffer of a :class:`ReduceScatterBuffer`, how many elements each rank of a node has in it.
+    """Return, for each slot of a :class:`ReduceScatterBuffer`, its number of elements for each rank of the node.
 
-    A buffer holds the gradients of one unit. If ``in_place``, a function writes the gradients of all units at once, and
-    one buffer holds them all.
+    A slot is memory for the gradients of one unit. If ``in_place``, a function writes the gradients of all units at
+    once, and one slot holds the gradients of all units.
     """
     if in_place:
         return [layout.gradient_size]
