@@ -1,17 +1,18 @@
 """Compute on a GPU, or on the host: copy parameters from the host to the GPU, and gradients back.
 
-:class:`ComputeDevice` is the host, where nothing is copied; :class:`CudaComputeDevice` overrides what copies arrays,
-with :class:`DeviceParameters` for a unit's parameters, and :class:`UnitGradients` for its gradients. The threads and
-the build of the host's BLAS may change how products are rounded: :func:`limit_blas_threads` sees to both.
+:class:`ComputeDevice` computes on the host and copies nothing. Its subclass :class:`CudaComputeDevice` copies a unit's
+parameters by :class:`DeviceParameters` and its gradients by :class:`UnitGradients`. Matrix products on the host may be
+rounded differently with another number of threads or another build of BLAS: :func:`limit_blas_threads` sets the number
+and compares the builds of all ranks.
 
 [Note: a GPU's step] Parameters and gradient sums stay on the host, in the same memory and with the same code as without
-a GPU. A unit's parameters are copied to the GPU and its blocks run there. The gradient of each micro-batch is copied
-back to the host as soon as its backward pass ends. The summed gradients are copied to the GPU again, which updates this
-rank's ranges ([Note: an update on a GPU] in ``sharding/device_update.py``). If a rank is alone in its data
-group, gradients stay on its GPU, which adds them in the order of the same tree and updates the parameters; these are
-copied to the host only when something needs them there, such as a checkpoint. So strategies, layouts and checkpoints
-are the same with and without a GPU. Results have the same bits on any number of ranks, provided that the GPU's matrix
-products are reproducible.
+a GPU. A unit's parameters are copied to the GPU and its blocks run there. The gradients of each micro-batch are copied
+back to the host as soon as the unit's backward pass ends. The summed gradients are copied to the GPU again, which
+updates this rank's ranges of the parameters ([Note: an update on a GPU] in ``sharding/device_update.py``). If a rank is
+alone in its data group, gradients stay on its GPU, which adds them in the order of the same tree and updates the
+parameters. The parameters are copied to the host only when they are needed there, for a checkpoint for example. So
+strategies, layouts and checkpoints are the same with and without a GPU. Results have the same bits on any number of
+ranks, provided that the GPU's matrix products are reproducible.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from mpizero.types import Array, Group
 class ComputeDevice:
     """Compute on the host.
 
-    The methods that copy arrays to or from a GPU return their arguments here; :class:`CudaComputeDevice` overrides
-    them. In their descriptions, *the device* is where layers compute: the host or the GPU.
+    Methods that copy arrays to or from a GPU return their arguments in this class; :class:`CudaComputeDevice` overrides
+    them. In their docstrings, *the device* is where layers compute: the host or the GPU.
     """
 
     #: Whether to report the end of every block, so that its gradients can be checked and sent at once. Not on a GPU,
@@ -61,9 +62,9 @@ class ComputeDevice:
     device_number: int | None = None
 
     def share_gradients(self, ranks: int) -> None:
-        """Take the number of ranks in the data group, which decides whether gradients stay on a GPU. Not collective.
+        """Decide, by the number of ranks in the data group, whether gradients stay on a GPU. Not collective.
 
-        Call it before the methods below.
+        Call this method before all others.
         """
 
     def allocator(self, memory: Memory) -> Allocator:
@@ -87,17 +88,17 @@ class ComputeDevice:
         return PipelineP2P(comm)
 
     def describe(self) -> str:
-        """Return a text about the device for the description of a run; "" on the host. Not collective."""
+        """Return the device's part of the text that describes a run; "" on the host. Not collective."""
         return ""
 
     def check_batch(self, x: Any, y: Any) -> None:
         """Raise :class:`DataError` if a batch cannot be copied to the device. Not collective.
 
-        All ranks raise it or none does: redistributing the batch has checked that all ranks have the same types.
+        Either all ranks raise the error or none: redistributing the batch has checked that all have the same types.
         """
 
     def put(self, values: Any) -> Any:
-        """Copy samples or targets to the device where layers compute, and return the copy; for None return None."""
+        """Copy samples or targets to the device where layers compute, and return the copy; return None for None."""
         return values
 
     def put_samples(self, batch: MicroBatch) -> MicroBatch:
@@ -122,7 +123,7 @@ class CudaComputeDevice(ComputeDevice):
     comm : Communicator
         All ranks.
     config : Config
-        The settings; says to which type the operands of matrix products are rounded, and where the optimizer runs.
+        The settings; ``mixed_precision``, ``optimizer_device`` and ``direct_messages`` are used.
     """
 
     tells_blocks = False
@@ -135,7 +136,7 @@ class CudaComputeDevice(ComputeDevice):
         self._problem: str | None = None
 
     def share_gradients(self, ranks: int) -> None:
-        """Take the data group's number of ranks, which decides whether gradients stay on the GPU. Not collective."""
+        """Decide, by the number of ranks in the data group, whether gradients stay on the GPU. Not collective."""
         self.keeps_gradients = keeps_gradients_on_device(self.config, ranks)
 
     def allocator(self, memory: Memory) -> Allocator:
@@ -145,7 +146,7 @@ class CudaComputeDevice(ComputeDevice):
     def parameter_provider(self, store: ParameterStore) -> ParameterProvider:
         """Return the copy of the parameters of ``store`` on the GPU. Not collective.
 
-        It also has a buffer on the GPU for one unit's gradients, unless all gradients stay there.
+        The copy also has a buffer on the GPU for one unit's gradients, unless all gradients stay on the GPU.
         """
         return self._parameters_of(store)
 
@@ -188,7 +189,7 @@ class CudaComputeDevice(ComputeDevice):
         return HostStagedP2P(comm, self.device) if self._indirect else GpuAwareP2P(comm, self.device)
 
     def describe(self) -> str:
-        """Return a text that names this rank's GPU, the type of products, and whether messages pass the host.
+        """Return a text with this rank's GPU, the data type of matrix products, and the path of messages between GPUs.
 
         Not collective.
         """
@@ -246,8 +247,8 @@ def open_gpu(comm: Communicator, config: Config, block_model: bool, device: int 
     Raises
     ------
     ConfigError
-        On every rank, if some rank finds no GPU: the error names the rank and the reason. Also if the model is not
-        made of blocks, because its function decides by itself where it computes.
+        On every rank, if some rank finds no GPU: the error names the rank and the reason. Also if the model is a black
+        box, whose function decides by itself where it computes.
     """
     if not block_model:
         raise ConfigError(
@@ -273,7 +274,7 @@ ALIGNED = 64
 class DeviceAllocator:
     """Allocate arrays for gradients on the GPU, and count their bytes by kind, such as "gradients".
 
-    It is used by a rank that is alone in its data group.
+    A rank uses it if it is alone in its data group.
     """
 
     def __init__(self, device: Device) -> None:
@@ -291,7 +292,7 @@ class DeviceAllocator:
         self.device.release(kind, array)
 
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
-        """Return a new array of zeros on the GPU for each shape. Not collective: no other rank uses them."""
+        """Return a new array of zeros on the GPU for each shape. Not collective: no other rank uses the arrays."""
         return tuple(self.private(kind, shape, dtype) for shape in shapes)
 
     def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
@@ -310,7 +311,7 @@ class DeviceParameters:
     device : Device
         The GPU.
     sixteen : str or None
-        The 16-bit type to which operands of matrix products are rounded; None: they are not rounded.
+        The 16-bit type to which operands of matrix products are rounded; None does not round them.
     fetches : bool
         Whether gradients are copied to the host, so that the GPU needs a buffer for one unit's gradients.
     """
@@ -334,8 +335,8 @@ class DeviceParameters:
         """Yield nested views, by block, of a unit's parameters on the GPU.
 
         Collective over the data group if parameters are sharded. ``following`` is the unit that is needed next, if any;
-        its parameters are requested early. ``by_block`` changes nothing here: all parameters of the unit must have
-        arrived on the host before they are copied to the GPU.
+        its parameters are requested early. ``by_block`` has no effect: all parameters of the unit must have arrived on
+        the host before they are copied to the GPU.
         """
         with self.store.unshard(unit, following) if self.store.sharded else nullcontext():
             begun = self.timeline.begin()
@@ -352,11 +353,11 @@ class DeviceParameters:
 
     @property
     def progress(self) -> MessageProgress:
-        """The object through which layers let messages in flight progress."""
+        """The object that layers call so that messages in flight progress."""
         return self.store.progress
 
     def wait(self, block: str | None = None) -> None:
-        """Wait until the updated parameters of ``block`` have arrived on the host; None: those of all blocks.
+        """Wait until the updated parameters of ``block`` have arrived on the host; None waits for all blocks.
 
         Collective over the data group.
         """
@@ -380,10 +381,10 @@ class DeviceParameters:
     def updated(self, *, on_host: bool) -> None:
         """Record that this rank's ranges of the parameters were updated on the GPU. Not collective.
 
-        ``on_host`` tells whether the host already has the updated values too. If it is False, the host copies them from
-        the GPU when it needs them; only a rank that is alone in its data group may pass False. The caller gathers the
-        parameters next. If the rank is alone in its data group, its GPU then has the newest parameters, and the next
-        step copies none to it.
+        ``on_host`` tells whether the host already has the updated values too. If not, the host copies them from the GPU
+        when it needs them; only a rank that is alone in its data group may pass False. The caller must all-gather the
+        parameters next. If the rank is alone in its data group, its GPU has the newest parameters, and the next step
+        copies no parameters to the GPU.
         """
         if self.store.grid.data.size == 1:
             self._version = self.store.version + 1
@@ -395,7 +396,7 @@ class DeviceParameters:
 
 
 class UnitGradients:
-    """Hold a buffer on a GPU for one unit's gradients; after they are copied to the host, the next unit uses it."""
+    """Hold a buffer on a GPU for the gradients of one unit; all units use it in turn."""
 
     def __init__(self, store: ParameterStore, device: Device) -> None:
         layout, dtype = store.layout, store.dtype
@@ -436,7 +437,7 @@ class UnitGradients:
 def gradient_offsets(unit: Unit) -> tuple[dict[tuple[str, str], int], int]:
     """Return where each gradient of a unit starts in a GPU's buffer, by block and local name, and the buffer's size.
 
-    Both are in elements. Not collective.
+    Starts and size are numbers of elements. Not collective.
     """
     offsets, size = {}, 0
     for entry in unit.entries:
@@ -454,7 +455,8 @@ def limit_blas_threads(comm: Communicator, threads: int) -> Callable[[], None]:
     Returns
     -------
     callable
-        Ends the limit. BLAS then has the threads of the newest limit that has not ended, or those from before all.
+        A function that ends the limit. BLAS then uses the number of threads of the newest limit that has not ended; if
+        there is none, the number from before the first limit.
 
     Raises
     ------
@@ -478,19 +480,19 @@ def _of_process() -> ProcessSetting[int]:
 
 
 class _BlasThreads:
-    """Set the number of threads of every BLAS of this process, and remember those from before."""
+    """Set the number of threads of every BLAS library of this process, and remember the previous numbers."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[Any, int]] = {}
 
     def set(self, threads: int) -> None:
-        """Set the number of threads of all libraries that are loaded now."""
+        """Set the number of threads of all BLAS libraries that are loaded now."""
         for one in ThreadpoolController().select(user_api="blas").lib_controllers:
             self._before.setdefault(one.filepath, (one, one.num_threads))
             one.set_num_threads(threads)
 
     def restore(self) -> None:
-        """Set the numbers of threads from before the first :meth:`set`."""
+        """Restore the numbers of threads from before the first :meth:`set`."""
         for one, threads in self._before.values():
             one.set_num_threads(threads)
         self._before.clear()
@@ -501,7 +503,7 @@ def numpy_builds(libraries: Sequence[Mapping[str, Any]]) -> list[str]:
 
     ``libraries`` are all libraries that this process has loaded, as ``ThreadpoolController.info()`` returns them. Some
     may be copies of BLAS that belong to other packages such as SciPy. So if NumPy was installed with its own BLAS, only
-    that one is returned; otherwise every BLAS in ``libraries`` is.
+    that BLAS is returned; otherwise all in ``libraries`` are.
     """
     blas = [library for library in libraries if library["user_api"] == "blas"]
     home = Path(np.__file__).parent
@@ -514,7 +516,7 @@ def numpy_builds(libraries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def different_builds(builds: Sequence[Sequence[str]]) -> str | None:
-    """Return a warning that compares rank 0 with the first rank that differs; None if no rank does. Not collective.
+    """Return a warning that names the first rank whose BLAS is not rank 0's; None if there is none. Not collective.
 
     ``builds[r]`` are the BLAS builds of rank r, as :func:`numpy_builds` describes them.
     """

@@ -1,15 +1,16 @@
 """Update parameters on a GPU, which keeps the optimizer state.
 
-If a rank is alone in its data group, its gradients are on the GPU (:class:`DeviceUpdater`). The host's code then runs
-on the GPU's arrays, and nothing is copied. Otherwise gradients come from the host (:class:`StagedUpdater`).
+If a rank is alone in its data group, its gradients are on the GPU: :class:`DeviceUpdater` runs the same code as on the
+host with arrays of the GPU, and copies nothing. Otherwise gradients are on the host: :class:`StagedUpdater` copies them
+to the GPU.
 
-[Note: an update on a GPU] This note is about gradients that come from the host. The elements that a rank updates are
-numbered as in the rank's optimizer state, and are updated in sections of successive elements, each as long as the
-pinned host buffer. For each section, gradients are summed or copied into the pinned buffer and sent to the GPU, and the
-GPU's kernels update the section. Then its updated parameters are copied to the node's shared window. If the GPU has a
-copy of all parameters, the kernels update that copy. Otherwise the section's parameters are first copied to a buffer on
-the GPU. Kernels work element by element, so the cut into sections and shards changes no bit. Each operation is rounded,
-as on the host ([Note: contraction] in ``kernels/cuda/launch.py``).
+[Note: an update on a GPU] Gradients on the host are copied as follows. The elements that a rank updates are numbered as
+in the rank's optimizer state, and are updated in sections of successive elements, each as long as the pinned host
+buffer. For each section, gradients are summed or copied into the pinned buffer and sent to the GPU, and the GPU's
+kernels update the section. Then its updated parameters are copied to the node's shared window. If the GPU has a copy of
+all parameters, the kernels update that copy. Otherwise the section's parameters are first copied to a buffer on the
+GPU. Kernels work element by element, so the cut into sections and shards changes no bit. Each operation is rounded, as
+on the host ([Note: contraction] in ``kernels/cuda/launch.py``).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class _Cut(NamedTuple):
 
 
 class DeviceUpdater(Updater):
-    """Run one of the library's optimizers with state and gradients on a GPU, by the same code as on the host.
+    """Run one of the library's optimizers, with state and gradients on a GPU, by the same code as on the host.
 
     Parameters
     ----------
@@ -88,7 +89,7 @@ class DeviceUpdater(Updater):
             self.device.release("optimizer state", array)
 
     def host_state(self, *, fetch: bool = True) -> dict[str, Array]:
-        """Return a copy on the host of the optimizer state, an array by slot. Not collective.
+        """Return a copy on the host of the optimizer state: an array for each slot, such as "exp_avg". Not collective.
 
         With ``fetch=False`` nothing is copied from the GPU: the contents of the arrays are undefined.
         """
@@ -98,7 +99,7 @@ class DeviceUpdater(Updater):
         return host
 
     def take_state(self, host: Mapping[str, Array]) -> None:
-        """Copy optimizer state, an array by slot, from the host to the GPU. Not collective."""
+        """Copy optimizer state, an array for each slot, from the host to the GPU. Not collective."""
         for slot, values in host.items():
             self.device.write(self.state[slot], values)
 
@@ -124,7 +125,7 @@ class DeviceUpdater(Updater):
         return self.device.put(reduced)
 
     def swap_average(self) -> None:
-        """Raise ``UnsupportedError``: the parameters and their average are on the GPU. Not collective."""
+        """Raise ``UnsupportedError``, because the parameters and their average are on the GPU. Not collective."""
         raise UnsupportedError(
             "ema=True: the average is on the GPU, where it cannot take the parameters' place; export it from a "
             'checkpoint (mpizero checkpoint export --ema), or set optimizer_device="cpu"'
@@ -166,10 +167,10 @@ class StagedUpdater(DeviceUpdater):
     # ------------------------------------------------------------------ updates
 
     def update_fused(self, rows: Array, program: Array, divisors: Divisors, out: Array, threads: int) -> None:
-        """Sum the gradients in ``rows`` and divide the sum on the host, copy it to the GPU, and update there.
+        """Sum the gradients in ``rows`` on the host, divide the sum, copy it to the GPU, and update parameters there.
 
         Collective over all ranks for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters;
-        ``out`` is not used here.
+        ``out`` is not used.
         """
 
         def tree(at: int, first: int, target: Array) -> None:
@@ -275,15 +276,15 @@ class StagedUpdater(DeviceUpdater):
 
 
 def updates_on_device(config: Config, optimizer: Any) -> bool:
-    """Tell whether an optimizer, as ``averaging`` returns it, runs and keeps its state on a GPU. Not collective.
+    """Tell whether an optimizer, returned by ``optim.elementwise.averaging``, runs on a GPU. Not collective.
 
-    It does if layers compute on a GPU, the optimizer is one of the library's that updates no whole tensors, and
-    ``optimizer_device`` is not "cpu".
+    It does, and keeps its state there, if layers compute on a GPU, the optimizer is one of the library's that updates
+    no whole tensors, and ``optimizer_device`` is not "cpu".
 
     Raises
     ------
     ConfigError
-        If the setting ``optimizer_device`` asks for the GPU, but the optimizer is not one of the library's.
+        If ``optimizer_device`` is "cuda", but the optimizer is not one of the library's or updates whole tensors.
     """
     if config.device == "cpu" or config.optimizer_device == "cpu":
         return False
@@ -307,7 +308,7 @@ def buffer_sizes(size: int, itemsize: int, *, norms: bool, full: bool) -> tuple[
     size, itemsize : int
         Number of elements that the rank updates, and bytes of an element.
     norms : bool
-        Whether the optimizer needs norms of its update directions. Then the first buffer keeps all directions.
+        Whether the optimizer needs norms of its update directions. The buffer for gradients then keeps all directions.
     full : bool
         Whether the GPU has a copy of all parameters.
     """
