@@ -1,4 +1,4 @@
-"""Look into single training steps: keep and replay those that were not finite, and tell where time goes in others.
+"""Look into single training steps: save and replay steps with non-finite values, and measure the phases of a step.
 
 :func:`dump_bad_step` saves the samples of a step whose loss or gradient was not finite, :func:`read_bad_step` reads
 them, and :func:`replay_bad_step` evaluates them again in one process, with statistics of every array.
@@ -18,11 +18,11 @@ file of grain 3, ``grain_00003.npz``, is uncompressed and without pickle. It has
 ``x.0``, ``x.1``, ...), ``samples`` (positions in the global batch) and, if the caller knows them, ``indices``
 (positions in the data set).
 
-[Note: waiting] A rank in a collective waits until the last rank has entered it. The rest of the call is the collective
+[Note: waiting] A rank in a collective waits until the last rank has entered it. The time after that is the collective
 itself, and counts for the phase that made the call. A non-blocking collective is entered when it is started; of the
 time that it is in flight, only the time that a rank blocks in it counts. All the time that a rank blocks in a receive
-from one other rank counts as waiting, because the receive was posted ahead. Shared windows synchronize by barriers of
-a communicator, so waiting for them is seen too.
+from one other rank counts as waiting, because the receive was posted ahead. Shared windows synchronize by barriers of a
+communicator, so waiting for them is recorded, too.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class BadStep:
     Attributes
     ----------
     step : int
-        Number of the training step, from 1; skipped steps count.
+        Number of the training step, from 1; skipped steps are counted.
     run_step, seed : int
         Keys of the dropout's random numbers in that step.
     loss_scale : float
@@ -92,11 +92,12 @@ class BadStep:
     micro_batch, global_batch : int
         Number of samples in a full micro-batch, and in the global batch.
     found : tuple of dict
-        The values that were not finite; each has the fields of :class:`~mpizero.sharding.step_report.NonFinite`.
+        Descriptions of the values that were not finite, with the fields of
+        :class:`~mpizero.sharding.step_report.NonFinite`.
     libraries : dict of str to str
         Versions of Python and libraries, by name.
     about : dict
-        JSON values from the caller of :func:`dump_bad_step`.
+        The JSON values that were passed to :func:`dump_bad_step` as ``about``.
     grains : tuple of BadGrain
         The grains in which the values were found, with all their samples.
     epoch : int
@@ -148,11 +149,12 @@ def dump_bad_step(
     batch : (array, array), or trees of arrays
         The inputs and targets that this rank passed to ``train`` in that step.
     folder : path
-        Folder in which the folder ``step_<number>`` is created. If that exists already, nothing is written.
+        Folder in which the folder ``step_<number>`` is created. If ``step_<number>`` exists already, nothing is
+        written.
     indices : 1-D array of int or None
-        Positions of this rank's samples in the data set, to be saved, too.
+        Positions of this rank's samples in the data set, which are saved with the samples; None saves no positions.
     about : mapping or None
-        More JSON values to write into ``step.json``.
+        JSON values to add to ``step.json``, by key.
 
     Returns
     -------
@@ -162,7 +164,7 @@ def dump_bad_step(
     Raises
     ------
     DataError
-        On every rank, if the batch contains something else than arrays of numbers.
+        On every rank, if the batch contains anything but arrays of numbers.
     OSError
         On rank 0, if the files cannot be written. The other ranks raise RemoteError.
 
@@ -192,7 +194,7 @@ def dump_bad_step(
 
 
 def _checked(x: Any, y: Any) -> tuple[SampleTree, dict[str, Any]]:
-    """Return the tree of a batch, and its structure for ``step.json``; raise DataError if it is not all numbers."""
+    """Return a batch as a tree, and its structure for ``step.json``; raise DataError if any array is not of numbers."""
     tree = SampleTree.of(x=x, y=y)
     from mpizero.checkpoint.npz import NUMBERS
 
@@ -272,8 +274,8 @@ def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
     Raises
     ------
     DataError
-        If ``path`` is no folder of a bad step, or its files are damaged or of another version. The message names the
-        file.
+        If ``path`` is not the folder of a bad step, or its files are damaged or of another version. The message names
+        the file.
 
     Examples
     --------
@@ -407,7 +409,7 @@ class ReplayedArray:
         Kind of the array: "parameter", "input", "output" (of a block), "loss", "gradient of output" (of a block) or
         "gradient" (of a parameter).
     name : str
-        Name of the block or parameter. For an input, its path in ``x``; "loss" for the loss.
+        Name of the block or parameter; the path in ``x`` of an input; "loss" for the loss.
     minimum, maximum : float
         Smallest and largest finite value; NaN if there are none.
     norm : float
@@ -584,11 +586,11 @@ class _Trace:
         return self._targets[unit.index]
 
     def accumulate(self, unit: Unit, block: str, dx: Any) -> Any:
-        """Return ``dx``: a layer's gradients are recorded when it gives them."""
+        """Return ``dx``; :class:`_RecordedLayer` has recorded the block's gradients."""
         return dx
 
     def reduce(self, unit: Unit) -> None:
-        """Record the gradients of a functional model, which gives them all at once."""
+        """Record the gradients of a unit of a functional model; do nothing for a model of blocks."""
         views = self._targets.pop(unit.index, None)  # None: a layer has raised, and the units before it end without any
         if views is not None and not self.engine.block_model:  # gradients of a layer are recorded when it gives them
             for block in reversed(unit.blocks):
@@ -610,7 +612,7 @@ class _RecordedLayer:
     def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
         """Run the block backward, record its gradients, and return the gradient of its input. Not collective.
 
-        That is recorded as the gradient of the previous block's output. It is None if the block's input has none.
+        The returned gradient, None if the input has no gradient, is recorded as that of the previous block's output.
         """
         d: Array | None = self.block.backward(params, cache, dy, grads)
         self.trace.note_gradients(self.name, grads)
@@ -690,12 +692,12 @@ class PhaseSpan(NamedTuple):
     Attributes
     ----------
     phase, name : str
-        The phase, and what it worked on: the names of blocks, or the description of a communicator's call.
+        The phase, and the names of the blocks that were computed or the description of a communicator's call.
     start, stop : float
         When the span began and ended, in seconds of rank 0's clock.
     call : tuple or None
-        What identifies a collective on all its ranks: the communicator's name, the world rank of its first rank, and
-        the number of the call; None for other spans.
+        Identifies a collective on all its ranks: the communicator's name, the world rank of its first rank, and the
+        number of the call; None for other spans.
     waits : bool
         Whether the span is a receive from one other rank.
     """
@@ -722,7 +724,7 @@ class StepSpans(NamedTuple):
 def clock_offset(comm: Communicator) -> float:
     """Return the seconds to add to this rank's clock to get rank 0's. Collective over ``comm``.
 
-    They are 0 on the host of rank 0. The first rank of each host measures them for all of its host.
+    The offset is 0 on the host of rank 0. The first rank of each other host measures it for all ranks of that host.
     """
     hosts = comm.allgather_object(_host(), "clocks")
     if len(set(hosts)) == 1:
@@ -746,7 +748,7 @@ def _host() -> str:
 def _compared(comm: Communicator, rank: int) -> float:
     """Measure, on ``rank``, the seconds to add to its clock to get rank 0's; return 0 on rank 0.
 
-    Both ranks call it. ``rank`` asks rank 0 for its time repeatedly, and takes the result of the fastest round trip.
+    Rank 0 and ``rank`` call it. ``rank`` asks rank 0 for its time repeatedly, and uses the fastest round trip.
     """
     box, trips = np.zeros(1), []
     for _ in range(_ROUND_TRIPS):
@@ -808,7 +810,7 @@ def waits(ranks: Sequence[Sequence[StepSpans]]) -> dict[Call, float]:
 
 
 def entered(*steps: StepSpans) -> dict[Call, float]:
-    """Return, for every collective of one rank, the time at which it has entered it. Not collective."""
+    """Return, for every collective in ``steps`` of one rank, the time at which the rank entered it. Not collective."""
     times: dict[Call, float] = {}
     for span in (span for step in steps for span in step.spans):
         if span.call is not None:
@@ -846,9 +848,9 @@ def phases_of(step: StepSpans, latest: Mapping[Call, float]) -> dict[str, float]
 
 
 def _exclusive_times(step: StepSpans) -> Iterator[tuple[PhaseSpan, str, float]]:
-    """Yield each span, the phase of the innermost span around it, and its own seconds.
+    """Yield each span, the phase of the innermost span around it, and its exclusive time in seconds.
 
-    The first span is the whole step. The own seconds of a span are its duration without the spans inside it.
+    The first span is the whole step. The exclusive time of a span is its duration minus those of the spans inside it.
     """
     root = PhaseSpan(OTHER, "step", step.start, step.stop)
     spans = (root, *step.spans)

@@ -1,12 +1,12 @@
-"""Train a placed model: the one engine that executes every row of the placement table.
+"""Train a model whose parameters are placed on ranks: one engine executes every row of the placement table.
 
-[Note: a step] Samples are sent to the ranks that compute their grains, or shared by the ranks of a node that take
-grains (``sharding/batch.py``). Each rank computes the gradients of its grains (``sharding/forward_backward.py``). One
-small allgather makes all ranks agree on the loss, on its weight, and on whether all values are finite. For the ranges
-of the parameters that it owns, each rank sums the gradients (``sharding/grad_reduce.py``), divides the sum by the
-weight, and updates (``sharding/update.py``). Then the new parameters are all-gathered (``sharding/params.py``): by a
-barrier within each node, and by an all-gather between nodes if the optimizer state is sharded (without it, every node
-updates a whole copy).
+[Note: a step] Samples are sent to the ranks that compute their grains or, with dynamic scheduling, put into the shared
+memory of the node that computes them (``sharding/batch.py``). Each rank computes the gradients of its grains
+(``sharding/forward_backward.py``). One small allgather makes all ranks agree on the loss, on its weight, and on whether
+all values are finite. For the ranges of the parameters that it owns, each rank sums the gradients
+(``sharding/grad_reduce.py``), divides the sum by the weight, and updates the parameters (``sharding/update.py``). Then
+the new parameters are all-gathered (``sharding/params.py``): by a barrier within each node, and by an all-gather
+between nodes if the optimizer state is sharded (otherwise every node updates a whole copy).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from mpizero.types import Array, Run
 
 
 class Engine(PlacedModel):
-    """Train and evaluate a placed model.
+    """Train and evaluate a model whose parameters are placed on ranks.
 
     Construction and every public method are collective over the ranks of ``mesh``. The constructor takes the parameters
     of :class:`PlacedModel`.
@@ -64,8 +64,8 @@ class Engine(PlacedModel):
     def train(self, x: Any, y: Any) -> StepReport:
         """Run one training step on the global batch: forward, backward, sum of gradients over ranks, update.
 
-        ``x`` and ``y`` are this rank's samples and targets. The report tells loss and gradient norm. If one of them is
-        not finite, the update is skipped.
+        ``x`` and ``y`` are this rank's samples and targets. The report has the loss and the gradient norm. If a loss or
+        gradient is not finite, the update is skipped.
         """
         self._bound()
         sent = self.grid.bytes_sent
@@ -105,7 +105,7 @@ class Engine(PlacedModel):
         """Send samples to the ranks that compute their grains, and prepare to record the losses and weights of a step.
 
         Return the grains that this rank may compute, with their samples. ``reducer`` determines which rank computes
-        which grain, or its node if ``scheduler`` is given.
+        which grain; with ``scheduler``, only which node does.
         """
         micro, first = self.config.accumulate, not self._begun
         batch = redistribute(
@@ -129,7 +129,8 @@ class Engine(PlacedModel):
     def _grain_size(self, samples: int, tree: SampleTree) -> int:
         """Return the number of samples in a grain of a global batch of ``samples`` samples like those of ``tree``.
 
-        Collective over all ranks where the rule is new and depends on counted work: they must have counted the same.
+        Collective over all ranks if the rule is new and depends on a count of operations: all ranks must have the same
+        count.
         """
         self.complete_grain_rule(*tree.cut(slice(0, 0)))
         if self.grain_rule.coarse and self.grain_rule is not self._agreed_rule:
@@ -189,7 +190,7 @@ class Engine(PlacedModel):
     def _update(self, totals: Totals) -> Outcome:
         """Sum gradients, update and all-gather parameters; return the gradient norm (or None) and non-finite values.
 
-        Sum and update are one pass over memory where :func:`fuses_update` says so.
+        The sum and the update are one pass over memory if :func:`fuses_update` is true.
         """
         updater, divisors = self._bound(), self._divisors(totals)
         ties, nodes, in_rounds = self.ties is not None, self.grid.inter_node.size, self.reducer.in_rounds
@@ -208,7 +209,7 @@ class Engine(PlacedModel):
 
     @property
     def _needs_norm(self) -> bool:
-        """Tell whether the norm of the summed gradient is needed: to clip it, or to notice that it overflowed."""
+        """Tell whether a step needs the norm of the summed gradient, to clip the gradient or to detect an overflow."""
         return needs_norm(self.config, self.exchange.codec, loss_scale=self.loss_scale is not None)
 
     def _reduced(self, reducer: GradientReducer, divisors: Divisors) -> Array:
@@ -227,8 +228,8 @@ class Engine(PlacedModel):
     def apply(self, reduced: Array, loss: float) -> Outcome:
         """Clip the averaged gradient, update the parameters from it and all-gather them.
 
-        ``loss`` is the mean loss, whose gradient it is. Return the norm (None if nothing needed it) and the non-finite
-        values. If the norm is infinite or NaN, the parameters do not change.
+        ``loss`` is the mean loss, of which ``reduced`` is the gradient. Return the norm (None if no norm is needed) and
+        the non-finite values. If the norm is infinite or NaN, the parameters do not change.
         """
         updater, norm = self._bound(), None
         with self.timeline.span("optimizer"):
@@ -250,14 +251,14 @@ class Engine(PlacedModel):
         """Compute gradients without an update; return the totals of the global batch and the averaged gradient.
 
         The gradient is an array on the host; only the ranges that this rank updates are complete. :meth:`step` can
-        update from it.
+        update the parameters from this gradient.
         """
         self._bound()
         totals = self._compute(x, y, self.reducer, summed=True)[1]
         return totals, self._on_host(self.reducer, totals)
 
     def local_gradients(self, x: Any, y: Any) -> Totals:
-        """Compute the gradients of this rank's grains and keep them in its row buffer, not yet summed over ranks.
+        """Compute the gradients of this rank's grains, and keep them in its rows without a sum over ranks.
 
         Return loss and weight of the whole global batch.
         """
@@ -266,17 +267,17 @@ class Engine(PlacedModel):
     def local_sum(self) -> Array:
         """Return the sum of the gradients of this rank's grains, as a flat array on the host. Not collective.
 
-        :meth:`local_gradients` must have computed them. The sum is divided by the loss scale, but not by the weight.
+        Call :meth:`local_gradients` before. The sum is divided by the loss scale, but not by the weight.
         """
         total: Array = kernels.to_host(self.all_reduce.local_sum())
         total /= self.dtype.type(self.current_loss_scale())
         return total
 
     def reduce_local(self, totals: Totals) -> Array:
-        """Sum the gradients that :meth:`local_gradients` computed over the ranks, and divide by the weight.
+        """Sum, over the ranks, the gradients that :meth:`local_gradients` has computed, and divide by the weight.
 
-        ``totals`` is what that call returned. Return the averaged gradient as an array on the host, of which only the
-        ranges that this rank updates are complete.
+        ``totals`` is the result of :meth:`local_gradients`. Return the averaged gradient as an array on the host, of
+        which only the ranges that this rank updates are complete.
         """
         return self._on_host(self.all_reduce, totals)
 
@@ -286,9 +287,10 @@ class Engine(PlacedModel):
         return reduced
 
     def step(self, totals: Totals, reduce: Callable[[], Array], sent: int) -> StepReport:
-        """Call ``reduce``, which is collective, and update from the averaged gradient that it returns if it is finite.
+        """Call ``reduce``, which is collective, and update parameters from the averaged gradient that it returns.
 
-        ``totals`` belongs to that gradient. ``sent`` is the value of ``grid.bytes_sent`` before it was computed.
+        ``totals`` are those of the gradient's global batch. ``sent`` is the value of ``grid.bytes_sent`` before the
+        gradient was computed. If the gradient is not finite, the update is skipped.
         """
         self.scalars.agree_on_rate(self._bound().learning_rate)  # it may have changed since the gradient was agreed on
         reduced = reduce()
@@ -300,7 +302,7 @@ class Engine(PlacedModel):
         return tuple(self._bound().trees.pieces)
 
     def place(self, *, iterate: bool) -> None:
-        """Set the parameters to the last iterate of the method of whole vectors, or to those of its next evaluation."""
+        """Set the parameters to a minimization method's last iterate, or to the point that it evaluates next."""
         self.store.wait()
         self.memory.barrier("place")  # ranks that still read parameters read the old ones
         method = self._bound().method
@@ -312,11 +314,12 @@ class Engine(PlacedModel):
 
     @contextmanager
     def with_average(self, *, use: bool, agreed: bool = False) -> Iterator[None]:
-        """Use the average of the parameters in their place inside the context, if ``use`` is true. Collective then.
+        """Replace the parameters by their moving average inside the context, if ``use`` is true; then collective.
 
-        After it the parameters have the same bits as before, also after an error that all ranks raise. Errors inside
-        layers that are split over ranks end the job, and then the parameters are left as they are, unless ``agreed``
-        tells that all ranks raise whatever one raises. A context inside another one has no effect.
+        After the context the parameters have the same bits as before, also after an error that all ranks raise. An
+        error inside a layer that is split over ranks ends the job without restoring the parameters, unless ``agreed``
+        tells that an error of one rank is raised on all. A context inside another one, or before the first step, has no
+        effect.
 
         Raises
         ------
@@ -350,9 +353,9 @@ class Engine(PlacedModel):
         return agreed or not self.partitioned.splits_layers or isinstance(error, DataError | RemoteError)
 
     def begin_average(self) -> None:
-        """Let an average of the parameters begin anew with those that were set in place of others.
+        """Restart the moving average of the parameters from the present ones, after the user has set parameters.
 
-        Not collective. Rank 0 prints a notice at the first time.
+        Not collective. Rank 0 prints a notice the first time.
         """
         updater = self.updater
         if updater is None or not updater.averages_parameters or not updater.step_count:
@@ -377,7 +380,7 @@ class Engine(PlacedModel):
     def evaluate(self, x: Any, y: Any, loss: Any = None, *, weightless: bool = False) -> Evaluation:
         """Evaluate all ranks' samples without training: return loss sum, weight and number of correct predictions.
 
-        ``loss`` is used in place of the model's own, unless it is None. With ``weightless`` all targets may be ignored.
+        ``loss`` replaces the model's own loss, unless it is None. With ``weightless`` a total weight of 0 is no error.
         """
         batch = self._redistribute(x, y, self.all_reduce)
         with self.scalars.world.trace.joint_task("evaluation"):
