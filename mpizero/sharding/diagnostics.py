@@ -557,7 +557,7 @@ class _Trace:
         at = len(self.statistics)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             loss, weight = self._evaluator().gradients(x, y, run, self)
-        if not self.engine.block_model:  # which has given all at once: the loss is where to look first
+        if not self.engine.block_model:  # a function's loss comes before its gradients
             self.statistics.insert(at, ReplayedArray.of("loss", "loss", loss))
         return loss, weight
 
@@ -591,8 +591,8 @@ class _Trace:
 
     def reduce(self, unit: Unit) -> None:
         """Record the gradients of a unit of a functional model; do nothing for a model of blocks."""
-        views = self._targets.pop(unit.index, None)  # None: a layer has raised, and the units before it end without any
-        if views is not None and not self.engine.block_model:  # gradients of a layer are recorded when it gives them
+        views = self._targets.pop(unit.index, None)  # None if a layer has raised before this unit
+        if views is not None and not self.engine.block_model:  # else recorded by _RecordedLayer
             for block in reversed(unit.blocks):
                 self.note_gradients(block, views[block])
 

@@ -1,7 +1,7 @@
-"""Train by ``optimizer.optimize``: epochs of training steps, validation, early stopping.
+"""Run the loop of ``optimizer.optimize``: epochs of training steps, validation, early stopping.
 
-:func:`run_loop` trains as :class:`OptimizationOptions` say. :class:`BestParameters` keeps a copy of the best parameters
-that were found, sharded like those of the model.
+:func:`run_loop` trains with given :class:`OptimizationOptions`. :class:`BestParameters` keeps a copy of the parameters
+of the best epoch, sharded like those of the model.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class OptimizationOptions:
     Parameters
     ----------
     epochs : int
-        Number of passes over the training samples. An epoch ends with the step that uses the last of its samples; where
-        the batch size does not divide their number, that step uses the first ones of the next epoch, too.
+        Number of passes over the training samples. An epoch ends with the step that uses the last of its samples; if
+        the batch size does not divide their number, that step also uses the first samples of the next epoch.
     batch_size : int
-        Number of samples in a global batch; at most all of them.
+        Number of samples in a global batch; all training samples if there are fewer.
     validation : float
         Fraction of the samples that is kept for validation, in [0, 1); 0 validates on the training samples.
     patience : int or None
@@ -87,7 +87,7 @@ class OptimizationResult:
     Attributes
     ----------
     history : tuple of dict
-        One for each epoch, with the keys ``epoch``, ``loss`` (mean over its steps), ``validation_loss``, and
+        A dictionary for each epoch, with the keys ``epoch``, ``loss`` (mean over its steps), ``validation_loss``, and
         ``accuracy`` if the model predicts one score for each class.
     best_epoch : int
         Number of the best epoch, counted from 0.
@@ -207,9 +207,9 @@ _COMPARED = 1 << 24
 
 
 def compared_samples(source: Source) -> dict[str, Any]:
-    """Return samples at equal distances of an :class:`ArraySource`, by their path in its tree, that ranks compare.
+    """Return evenly spaced samples of each array of an :class:`ArraySource`, by its path, for comparison of ranks.
 
-    Not collective. They are up to 16 MiB of each array. For another source, return an empty dict.
+    Not collective. The samples are up to 16 MiB of each array. For another source, return an empty dict.
     """
     from mpizero.data.source import ArraySource
 
@@ -225,7 +225,7 @@ def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> t
     """Check that all ranks pass the same data; return the samples for training and those for validation.
 
     Collective; the first collective of ``optimize``. If the data are arrays, up to 16 MiB of evenly chosen samples of
-    each are compared. If they are a data source, only the number of samples is, because reading may take long.
+    each are compared. For a data source only the number of samples is compared, because reading may take long.
     """
     from mpizero.data.source import ArraySource
 
@@ -258,8 +258,8 @@ def _validated(optimizer: ShardedOptimizer, valid: Any) -> dict[str, float]:
 class BestParameters:
     """Keep a copy of a model's parameters and integer arrays.
 
-    Each rank copies the ranges that it owns if parameters are sharded or split over ranks, else all parameters; and the
-    integer arrays of its stage.
+    If parameters are sharded or split over ranks, each rank copies the ranges that it owns, else all parameters. It
+    also copies the integer arrays of its pipeline stage.
 
     Parameters
     ----------
@@ -317,7 +317,7 @@ class BestParameters:
         Raises
         ------
         TypeError
-            If this rank has only a part of them, because :meth:`gathered` was not called yet.
+            If this rank has only a part of the parameters, because :meth:`gathered` was not called yet.
         """
         if self._whole is None:
             raise ArgumentError(

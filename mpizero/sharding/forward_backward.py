@@ -1,13 +1,13 @@
 """Run forward and backward passes: of one micro-batch by an evaluator, of a step's micro-batches by a runner.
 
 An evaluator computes loss and gradients of one micro-batch, with parameters that the store provides unit by unit:
-:class:`BlockEvaluator` for a model of blocks, :class:`BlackBoxEvaluator` for a function of all parameters at
-once. A :class:`Runner` gives it a step's micro-batches, here one after the other (:class:`SequentialRunner`);
-``sharding/pipeline.py`` has the runner of a pipeline. :class:`CheckedMicroBatch` looks at every gradient when it is
+:class:`BlockEvaluator` for a model of blocks, :class:`BlackBoxEvaluator` for a function of all parameters at once. A
+:class:`Runner` calls an evaluator for the micro-batches of a step: :class:`SequentialRunner` one after the other;
+``sharding/pipeline.py`` has the runner of a pipeline. :class:`CheckedMicroBatch` checks every gradient when it is
 complete. :func:`evaluate` computes losses without training.
 
 With sharded parameters or gradients every pass is collective. So a rank that has no micro-batch, or whose layer has
-raised, still takes part in all gathers and reductions, and errors are raised on all ranks when they agree.
+raised, still takes part in all gathers and reductions, and an error is raised on all ranks at the end of the step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ UnitDone = Callable[[Unit], None]
 
 
 class GradientTarget(Protocol):
-    """Hold the gradients that an evaluator computes, unit by unit; ``by_block`` is as in :class:`CheckedMicroBatch`."""
+    """Receive the gradients that an evaluator computes; ``by_block`` is as in :class:`CheckedMicroBatch`."""
 
     by_block: bool
 
@@ -59,19 +59,19 @@ class GradientTarget(Protocol):
         """Return the views that a unit's gradients are written to."""
 
     def accumulate(self, unit: Unit, block: str, dx: Any) -> Any:
-        """Take notice that a block's gradients are complete; return ``dx``, that of its input, or a copy."""
+        """Process a block's complete gradients; return ``dx``, the gradient of the block's input, or a copy of it."""
 
     def reduce(self, unit: Unit) -> None:
-        """Take notice that all gradients of a unit are complete."""
+        """Process the gradients of a unit, which are all complete."""
 
 
 class BlockEvaluator:
     """Evaluate a model of blocks, unit by unit.
 
     If parameters are sharded, a unit is gathered before its forward pass and freed afterwards, and again for its
-    backward pass. ``loss_scale`` returns the current loss scale. ``run_on`` adds the length of sequences to the ``Run``
-    of a micro-batch ``x``. "Collective if sharded" in the methods means: over the data group, if parameters or
-    gradients are sharded.
+    backward pass. ``loss_scale`` returns the current loss scale. ``run_on`` adds the length of the sequences in a
+    micro-batch ``x`` to its ``Run``. In the methods, "collective if sharded" means collective over the data group if
+    parameters or gradients are sharded.
     """
 
     def __init__(
@@ -97,9 +97,10 @@ class BlockEvaluator:
         x, y : array or nested structure
             Samples and targets of the micro-batch.
         run : Run
-            What the forward pass gets besides ``x``.
+            The arguments of the forward pass besides parameters and ``x``, such as seed and step.
         gradients : GradientTarget
-            Has the views that the gradients of a unit are written to, and is told when a block or a unit is complete.
+            Has the views that gradients are written to; its methods are called when those of a block or unit are
+            complete.
         """
         caches: dict[str, Any] = {}
         clock = self.store.timeline
@@ -186,9 +187,10 @@ def replaced_criterion(owner: Any, loss: Any) -> Iterator[None]:
 class _Passage:
     """Track the collectives that a rank still has to join in one forward and backward pass.
 
-    They are the gathers of the units' parameters, and the reductions when a unit's backward pass ends. A rank whose
-    computation fails, or that has no micro-batch, still joins all of them, so that no other rank waits for it: as a
-    context, it does so where the computation in it raises. If ``done`` is None, there is a forward pass only.
+    The collectives are a gather of parameters before each pass of a unit, and a reduction after its backward pass. A
+    rank whose computation fails, or that has no micro-batch, still joins all of them, so that no other rank waits for
+    it: as a context manager, a passage joins them if the code inside raises. If ``done`` is None, there is only a
+    forward pass.
     """
 
     def __init__(self, store: ParameterProvider, units: Sequence[Unit], done: UnitDone | None) -> None:
@@ -235,8 +237,8 @@ class _Passage:
 class BlackBoxEvaluator:
     """Evaluate a black box: a function that needs all parameters at once and computes all gradients together.
 
-    It returns the gradients or, if ``in_place``, writes them into the arrays that it is given. "Collective if sharded"
-    in the methods means: over the data group, if parameters or gradients are sharded.
+    The function returns the gradients or, if ``in_place``, writes them into arrays that are passed to it. In the
+    methods, "collective if sharded" means collective over the data group if parameters or gradients are sharded.
     """
 
     def __init__(self, model: BlackBoxModel, store: ParameterStore) -> None:
@@ -258,8 +260,8 @@ class BlackBoxEvaluator:
     def gradients(self, x: Any, y: Any, run: Run, gradients: GradientTarget) -> tuple[float, float]:
         """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
 
-        Collective if sharded. :meth:`BlockEvaluator.gradients` describes the parameters. No block is reported by
-        itself, because the function returns all gradients together.
+        Collective if sharded. :meth:`BlockEvaluator.gradients` describes the parameters. ``gradients.accumulate`` is
+        not called, because the function returns the gradients of all blocks together.
         """
         params, function = self._parameters(), self._function
         with _Passage(self.store, self.units, gradients.reduce) as passed:
@@ -329,9 +331,9 @@ class BlackBoxEvaluator:
 
     @contextmanager
     def using_product(self, direction: Mapping[str, Array] | None) -> Iterator[None]:
-        """Compute the model's ``product`` with ``direction`` in place of gradients in the context; None: gradients.
+        """Compute the model's ``product`` with ``direction``, if not None, instead of gradients inside the context.
 
-        Not collective. The sum of losses is 0 then.
+        Not collective. With a product the sum of losses is 0.
         """
         self._direction = direction
         try:
@@ -341,7 +343,7 @@ class BlackBoxEvaluator:
 
     @property
     def _function(self) -> Callable[..., Any]:
-        """The user's function that is called for gradients, or for products with a direction."""
+        """The user's function that computes gradients, or products if there is a direction."""
         function: Callable[..., Any] = self.model.loss_and_grad
         return function if self._direction is None else self.model.product  # type: ignore[attr-defined]
 
@@ -357,9 +359,9 @@ class BlackBoxEvaluator:
         return parameters
 
     def _unread_gradients(self) -> dict[str, Array]:
-        """Return arrays for gradients that nobody reads: of a function in place that computes a loss. Not collective.
+        """Return arrays for gradients that are not read, when a function in place computes a loss. Not collective.
 
-        They are allocated when they are first needed, which is never if the model has a function for the loss alone.
+        The arrays are allocated at the first call, which never comes if the model has a function for the loss alone.
         """
         if self.in_place and not self._unread:
             buffer = self.store.memory.private("buffers", self.store.layout.size, self.store.dtype)
@@ -374,7 +376,7 @@ class BlackBoxEvaluator:
     ) -> tuple[float, Mapping[str, Array], float]:
         """Call the function; return the sum of losses, the gradients and the weight. Not collective.
 
-        A function in place writes its gradients into ``views``; in its place ``views`` are returned.
+        A function in place writes its gradients into ``views``, which are then returned as the gradients.
         """
         if self._direction is not None:
             return self._product(params, x, y, self._direction)
@@ -413,7 +415,7 @@ class BlackBoxEvaluator:
         return loss, result[0], weight
 
 
-#: What runs a model for one micro-batch.
+#: The two evaluators; each runs a model for one micro-batch.
 Evaluator = BlockEvaluator | BlackBoxEvaluator
 
 
@@ -440,8 +442,8 @@ def _read_only(value: Any) -> Any:
 def writable(views: Mapping[str, Array]) -> Iterator[FunctionGradients]:
     """Yield ``views`` as arrays that can be written to inside the context only: a later write raises an error.
 
-    Not collective. It would come from a function that keeps the arrays of one call, and write where other gradients
-    stand by then.
+    Not collective. A function that keeps the arrays of one call and writes to them later would overwrite other
+    gradients.
     """
     arrays = FunctionGradients({name: view.view() for name, view in views.items()})
     written = list(arrays.values())
@@ -472,9 +474,9 @@ def agreeable_errors(grid: ProcessGrid) -> tuple[type[Exception], ...]:
     """Return the types of layer errors that are recorded and raised at the end of the step, on all ranks together.
 
     Not collective. After such an error a rank still joins the collectives of the step. Other errors are raised at once.
-    If layers are split over a tensor or context group, all errors are: the other ranks of the group wait inside the
-    layer that has raised on this one. One exception is ``DataError`` in a tensor group without a context group: all
-    ranks of the group have the same samples, so all of them raise it.
+    If layers are split over a tensor or context group, every error is raised at once, because the other ranks of the
+    group wait inside the layer that has raised on this one. One exception is ``DataError`` in a tensor group without a
+    context group: all ranks of the group have the same samples, so all of them raise it.
     """
     if grid.tensor.size * grid.context.size == 1:
         return (Exception,)
@@ -500,7 +502,7 @@ class Runner(ABC):
     compute_device : ComputeDevice
         The device where the layers compute.
     sentinels : WriteCheck, optional
-        Checks that layers write all of their gradients; not checked if not given.
+        Checks that layers write all of their gradients; None checks nothing.
     """
 
     def __init__(
@@ -519,11 +521,10 @@ class Runner(ABC):
 
     @abstractmethod
     def run(self, micro_batches: Iterable[MicroBatch], run_of: RunOf) -> None:
-        """Run the forward and backward pass of every micro-batch; record losses, weights and errors in the scalars.
+        """Run the forward and backward pass of every micro-batch; record losses, weights and errors in ``scalars``.
 
-        ``run_of`` takes the index of a micro-batch's first sample and its number of
-        samples, and returns the ``Run`` of its pass. Collective over the data group if gradients or parameters are
-        sharded, and over the pipeline.
+        ``run_of`` takes the index of a micro-batch's first sample and its number of samples, and returns the ``Run`` of
+        its pass. Collective over the data group if gradients or parameters are sharded, and over the pipeline group.
         """
 
     @abstractmethod
@@ -537,8 +538,8 @@ class Runner(ABC):
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
         """Return the sum of losses, the weight and the prediction of a micro-batch, without computing gradients.
 
-        A rank that does not compute them, because another stage does or ``x`` is None, returns 0.0, 0.0 and None. The
-        prediction is on the host; in a context group it has this rank's positions of the sequences only. Collective
+        A rank that does not compute the loss, because another stage does or ``x`` is None, returns 0.0, 0.0 and None.
+        The prediction is on the host; in a context group it has this rank's positions of the sequences only. Collective
         over the data group if parameters are sharded, and over the ranks of a replica.
         """
 
@@ -551,12 +552,12 @@ class Runner(ABC):
         self.store.wait()
 
     def count(self, batch: MicroBatch, loss: float, weight: float) -> None:
-        """Record the sum of losses and the weight of a micro-batch, if this rank does that. Not collective."""
+        """Record the sum of losses and the weight of a micro-batch, if this rank records any. Not collective."""
         if self.counts and batch.grain is not None:
             self.scalars.add(batch.grain.number, loss, weight)
 
     def end_sentinels(self) -> None:
-        """End a step of the check that layers write their gradients. Not collective."""
+        """End the step for ``sentinels``, the check that layers write all of their gradients. Not collective."""
         if self.sentinels is not None:
             self.sentinels.end(failed=self.scalars.error is not None)
 
@@ -571,8 +572,8 @@ class CheckedMicroBatch:
     batch : MicroBatch
         The micro-batch, with its samples on that device.
     by_block : bool
-        Whether :meth:`accumulate` is called when the gradients of a block are complete; else :meth:`reduce` does it for
-        all blocks of the unit.
+        Whether :meth:`accumulate` is called when the gradients of a block are complete; otherwise :meth:`reduce` checks
+        and adds the gradients of all blocks of the unit.
     """
 
     def __init__(self, batch: MicroBatch, runner: Runner) -> None:
@@ -641,9 +642,9 @@ class CheckedMicroBatch:
         self.scalars.check(grain.number, block, {name: values[name] for name in names})  # the product may be infinite
 
     def _check(self, unit: Unit, block: str, views: Any) -> None:
-        """Check that a block's gradients are finite; if one is not, record it in the scalars.
+        """Check that a block's gradients are finite; if one is not, record it in ``scalars``.
 
-        If it is not finite because the layer has not written it, an error that says so is recorded.
+        If a gradient is not finite because the layer has not written it, an error that says so is recorded.
         """
         if self.batch.grain is None:
             return
@@ -660,7 +661,8 @@ class CheckedMicroBatch:
 class SequentialRunner(Runner):
     """Run one micro-batch after the other through all blocks of the model, without a pipeline.
 
-    ``evaluator`` runs the model forward and backward for one micro-batch. The other parameters are :class:`Runner`'s.
+    ``evaluator`` runs the model forward and backward for one micro-batch. The other parameters are those of
+    :class:`Runner`.
     """
 
     def __init__(
@@ -684,7 +686,7 @@ class SequentialRunner(Runner):
         try:
             loss, weight = self.evaluator.gradients(x, y, run_of(*checked.batch.sample_range), checked)
             self.count(checked.batch, loss, weight)
-        except Exception as error:  # the evaluator went on to take part in everything: all ranks come to agree
+        except Exception as error:  # the evaluator has joined all collectives, so all ranks reach the agreement
             if not isinstance(error, self.agreeable):
                 raise
             self.scalars.fail(error)
@@ -708,7 +710,7 @@ class SequentialRunner(Runner):
 
 
 class _Sums(NamedTuple):
-    """Hold the three values that an evaluation unpacks to."""
+    """Hold the three values to which an :class:`Evaluation` unpacks."""
 
     loss_sum: float
     weight: float
@@ -726,9 +728,9 @@ class Evaluation(_Sums):
         Total weight of the samples, as the loss returns it.
     correct : int or None
         Number of correct predictions, as the loss's method ``correct`` counts them: for cross-entropy those whose
-        largest score is that of the target class. None if the loss does not know correct predictions.
+        largest score is that of the target class. None if correct predictions cannot be counted.
     predictions : int
-        Number of predictions that ``correct`` was counted from: those whose target counts.
+        Number of predictions among which ``correct`` was counted: those whose target is not ignored.
 
     Examples
     --------
@@ -746,7 +748,7 @@ class Evaluation(_Sums):
     predictions: int = 0
 
     def __new__(cls, loss_sum: float, weight: float, correct: int | None, predictions: int = 0) -> Evaluation:
-        """Make the tuple of the first three values, and keep the fourth as an attribute."""
+        """Create the tuple of the first three values, with the fourth as an attribute."""
         made = super().__new__(cls, loss_sum, weight, correct)
         made.predictions = predictions
         return made
@@ -763,10 +765,10 @@ class Evaluation(_Sums):
 
 
 def count_correct(loss: Any, prediction: Any, targets: Any) -> tuple[int, int] | None:
-    """Return how many predictions are correct, and how many there are; None if the loss does not know.
+    """Return the number of correct predictions and of predictions; None if they cannot be counted.
 
-    The method ``correct(prediction, target)`` of the loss counts them. For a loss without this method they are counted
-    if each prediction is one score per class, and its target the number of a class or negative.
+    The method ``correct(prediction, target)`` of the loss counts them. Without this method they are counted if each
+    prediction has one score per class, and each target is the number of a class, or negative to be ignored.
     """
     correct_of = getattr(loss, "correct", None)
     if prediction is None:  # of a black box, or where a layer of another stage has raised
@@ -796,7 +798,7 @@ def evaluate(
     scalars : GrainScalars
         Collects losses, weights and failures.
     rounds : int
-        Number of forward passes of the rank that makes the most. Every rank joins the collectives of as many passes.
+        Number of forward passes of the rank that makes the most. Every rank joins the collectives of that many passes.
     run_of : callable
         Takes the index of a micro-batch's first sample and its number of samples, and returns the ``Run`` of a training
         pass over them; here it is used with ``training=False``.
@@ -804,7 +806,7 @@ def evaluate(
         Whether this rank adds the losses of its grains to the sums. True on one of the ranks that compute the same
         losses, and never on a rank without the last pipeline stage.
     loss : Loss or None
-        The loss of whole predictions, which counts correct ones (:func:`count_correct`).
+        The loss of whole predictions, by which :func:`count_correct` counts correct predictions.
     """
     right, predictions, scored, done = 0, 0, True, 0
     runner.ready()
@@ -824,7 +826,7 @@ def evaluate(
     except Exception as error:
         if not isinstance(error, runner.agreeable):
             raise
-        scalars.fail(error)  # every forward pass that began has taken part in all its gathers
+        scalars.fail(error)  # every forward pass that has begun has joined all of its gathers
     for _ in range(done, rounds):
         runner.loss(None, None)
     totals = scalars.agree()

@@ -33,9 +33,9 @@ ParameterMessage = tuple[int, tuple[int, Ranges, tuple[Ranges, ...]] | None]
 
 
 class SentParameter(NamedTuple):
-    """Hold a parameter of the whole model (``entry``), and what a rank that gives its values holds of it.
+    """Hold a parameter of the whole model (``entry``), and the slice of it that is read from one rank.
 
-    ``part`` is the slice, None if it is the whole parameter; ``size`` is its number of elements.
+    ``part`` is the slice, or None for the whole parameter; ``size`` is its number of elements.
     """
 
     entry: ParameterUse
@@ -56,7 +56,7 @@ class GlobalView:
     """Give access to all parameters of a model under the names and shapes that they have in the whole model.
 
     Construction is collective over the model group (``grid.model``), the ranks of a replica. If the model is not split,
-    the methods call the store, and make no further copies and send no further messages.
+    the methods call those of the store, without further copies or messages.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class GlobalView:
     layout : FlatLayout
         The layout of the whole model, in which each block is a unit; the store's layout if the model is not split.
     nodes : int
-        The largest number of nodes in any data group, or of ranks if they share no memory.
+        The number of nodes (of ranks if they share no memory) in the data group that has the most.
 
     Raises
     ------
@@ -89,7 +89,7 @@ class GlobalView:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Exchange which parameters each rank of the model group gives. Collective over the model group."""
+        """Exchange which parameters are read from which rank of the model group. Collective over the model group."""
         grid, declared = self.grid, tuple(entry.spec for entry in self.store.layout.parameters)
         message, problem = list[ParameterMessage](), ""
         try:
@@ -109,7 +109,7 @@ class GlobalView:
         self._pieces = [self._sent_parameters(message) for message, _, _ in gathered]
 
     def _sent_parameters(self, message: Sequence[ParameterMessage]) -> list[list[SentParameter]]:
-        """Return, for each unit of the whole model, the parameters that are read from a rank, from its message."""
+        """Return the parameters that are read from a rank by its ``message``, by unit of the whole model."""
         units: list[list[SentParameter]] = [[] for _ in self.layout.units]
         for number, cut in message:
             entry = self.layout.parameters[number]
@@ -153,7 +153,7 @@ class GlobalView:
             yield values
 
     def named(self, values: Array) -> dict[str, Array]:
-        """Return copies of all parameters by name; ``values`` is a vector of the whole model's. Not collective."""
+        """Return copies of all parameters by name from ``values``, a vector like :meth:`vector`. Not collective."""
         parts = ((e.spec, values[e.span.start : e.span.stop]) for e in self.layout.parameters)
         return {spec.name: spec.view(part).copy() for spec, part in parts}
 
@@ -174,7 +174,7 @@ class GlobalView:
     def _reader(self) -> ReadParameter:
         """Return a function that returns the values of a parameter of this rank's layout, by name.
 
-        With sharded parameters the function gathers the parameter's unit, and keeps it until it needs another.
+        With sharded parameters the function gathers the parameter's unit, and keeps it until it needs another unit.
         """
         layout, store = self.store.layout, self.store
         if not store.sharded:
@@ -234,7 +234,7 @@ class GlobalView:
         if not self._split:
             self.store.fill(values)
             return
-        self.store.memory.barrier("fill")  # who still reads, reads the old values
+        self.store.memory.barrier("fill")  # ranks that still read parameters read the old ones
         for entry, part, _ in self.store.shard.pieces():
             owned, start = self.store.owned(entry.unit), self.store.shard.spans[entry.unit].start
             self._take(entry, part, values, owned[part.start - start : part.stop - start])
@@ -263,7 +263,7 @@ class GlobalView:
         return self.layout.by_name[spec.guest or spec.name]
 
     def writes(self, spec: ParameterSpec) -> bool:
-        """Tell whether the parameter that this rank holds as ``spec`` is read from it, and so saved by it."""
+        """Tell whether the parameter that this rank holds as ``spec`` is read from this rank, which then saves it."""
         return speaks_for(spec, self.grid.coordinates)
 
 
@@ -303,7 +303,7 @@ def sent_parameters(layout: FlatLayout, where: Coordinates, specs: Sequence[Para
     Raises
     ------
     LayoutError
-        If the rank holds a parameter otherwise than the model declares it. The error names the parameter.
+        If the rank declares a parameter differently from the whole model. The error names the parameter.
     """
     numbers = {entry.spec.name: number for number, entry in enumerate(layout.parameters)}
     message: list[ParameterMessage] = []
@@ -318,7 +318,7 @@ def sent_parameters(layout: FlatLayout, where: Coordinates, specs: Sequence[Para
 def check_cover(layout: FlatLayout, messages: Sequence[Sequence[ParameterMessage]]) -> None:
     """Check that each element of the model is read from exactly one rank of a replica. Not collective.
 
-    ``layout`` is that of the whole model, and ``messages`` those of all ranks, for context 0.
+    ``layout`` is that of the whole model. ``messages`` are those of the ranks of a replica with context rank 0.
 
     Raises
     ------
