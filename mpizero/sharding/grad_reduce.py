@@ -2,10 +2,10 @@
 
 The module has three parts, in this order. :class:`ReduceScatterBuffer` keeps the gradients of one unit, and sums them
 into the shards of the ranks as soon as the unit's backward pass ends (ZeRO-2 and 3). :class:`AllReduceBuffer` keeps
-whole gradients. It serves DDP and ZeRO-1, and any strategy for gradients that are not reduced yet. It sums them at the
-end of a step or, by :class:`OverlappedReduction`, during its backward pass. :class:`GradientExchange` sends the partial
-sums of both between peers, compressed or not, and keeps what compression has left out (error feedback). Both buffers
-sum by the same tree, so the bits are the same.
+whole gradients, for DDP and ZeRO-1, and with any strategy for gradients that are summed later
+(``auto_sync_gradients=False``). It sums them at the end of a step or, by :class:`OverlappedReduction`, during its
+backward pass. :class:`GradientExchange` sends the partial sums of both buffers between peers, compressed or not, and
+keeps the residuals of compression (error feedback). Both buffers sum by the same tree, so the bits are the same.
 
 The engine runs the micro-batches of a buffer (:class:`MicroBatch`), which write gradients, and then asks the buffer for
 their sum.
@@ -66,18 +66,18 @@ from mpizero.types import Array
 class MicroBatch:
     """Represent a micro-batch of a step: where its gradients are written, and what happens when they are complete.
 
-    This base class stands for one that other ranks compute, and of which this rank joins the collectives. A step has
-    :class:`ReduceScatterMicroBatch` or :class:`AllReduceMicroBatch`, by the strategy.
+    An object of this base class is a micro-batch that only other ranks compute, and whose collectives this rank joins.
+    Other micro-batches are of :class:`ReduceScatterMicroBatch` or :class:`AllReduceMicroBatch`, by the strategy.
 
     Attributes
     ----------
     grain : Grain or None
-        The grain that has the micro-batch; None if this rank does not compute it.
+        The grain that contains the micro-batch; None if this rank does not compute the micro-batch.
     number : int
         Index of the micro-batch in its grain, from 0.
     in_scratch : bool
         Whether the views of all blocks are views of the same memory. Then only one block may be written at a time:
-        :meth:`accumulate` is called for it before the next one is written.
+        :meth:`accumulate` is called for a block before the next one is written.
     """
 
     in_scratch = False
@@ -98,7 +98,7 @@ class MicroBatch:
         return self.grain.sample_range(self.number)
 
     def with_samples(self, micro_batches: tuple[tuple[Any, Any, int], ...]) -> Self:
-        """Return this micro-batch with the samples ``micro_batches`` of its grain, on a device. Not collective."""
+        """Return a copy whose grain has the samples ``micro_batches``, which are on a device. Not collective."""
         assert self.grain is not None
         moved = copy(self)
         moved.grain = self.grain._replace(micro_batches=micro_batches)
@@ -118,23 +118,23 @@ class MicroBatch:
     def accumulate(self, unit: Unit, block: str) -> None:
         """Add a block's gradients, which are complete, to those of this rank's other micro-batches.
 
-        Called once for each block, before :meth:`reduce` of its unit. Collective over the data group if flat gradients
-        are summed during the backward pass.
+        Called once for each block, before :meth:`reduce` of its unit. Collective over the data group if gradients are
+        summed over ranks during the backward pass.
         """
 
     def reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients, which are complete on this rank, over the ranks.
 
-        Collective over the data group if gradients are sharded, or are summed during the backward pass; otherwise they
-        are reduced after the last micro-batch.
+        Collective over the data group if gradients are sharded, or are summed during the backward pass; otherwise
+        gradients are reduced after the last micro-batch.
         """
 
 
 class ReduceScatterMicroBatch(MicroBatch):
-    """Represent a micro-batch whose gradients are reduce-scattered unit by unit, with those of its round.
+    """Represent a micro-batch whose gradients are reduce-scattered unit by unit, with those of the other ranks.
 
-    In ``this_round`` every rank computes one grain, or none: ``grain``. One with fewer micro-batches than others joins
-    the reductions of all ``accumulate`` of them.
+    ``grain`` is the grain that this rank computes in ``this_round``, or None. The rank joins the reductions of the
+    round even if its grain has fewer micro-batches than others.
     """
 
     def __init__(self, buffer: ReduceScatterBuffer, grain: Grain | None, number: int, this_round: Round) -> None:
@@ -152,7 +152,7 @@ class ReduceScatterMicroBatch(MicroBatch):
         return [gradients[span.start : span.stop] for span in unit.gradient_ranges[block]]
 
     def reduce(self, unit: Unit) -> None:
-        """Add the unit's gradients to the grain's; after the last micro-batch, reduce those of the round's grains."""
+        """Add the unit's gradients to the sum over the grain; after the last micro-batch, reduce-scatter this sum."""
         buffer = self._buffer
         base, gradients = buffer.layout.gradient_bases[unit.index], buffer.gradients_of(unit)
         if self.grain is not None:
@@ -165,10 +165,10 @@ class ReduceScatterMicroBatch(MicroBatch):
 
 
 class AllReduceMicroBatch(MicroBatch):
-    """Represent a micro-batch whose gradients are added up in this rank's rows, as ``step`` says.
+    """Represent a micro-batch whose gradients are added to those rows of this rank that ``step`` names.
 
-    ``row`` is the one that its gradients are written to; None is the scratch array. ``overlapped``, where it is given,
-    reduces the rows while this micro-batch, the last one of the step, completes them.
+    ``row`` is the number of the row that its gradients are written to; None is the scratch array. ``overlapped``, if
+    not None, reduces the rows while this micro-batch, the last one of the step, completes them.
     """
 
     def __init__(self, buffer: AllReduceBuffer, grain: Grain, number: int, step: FoldStep, row: int | None) -> None:
@@ -185,7 +185,7 @@ class AllReduceMicroBatch(MicroBatch):
         return self._buffer.parts_of(self._row, unit, block)
 
     def accumulate(self, unit: Unit, block: str) -> None:
-        """Add the block's gradients to the grain's; after its last micro-batch, add these to the rows of ``step``."""
+        """Add the block's gradients to the sum over the grain; after the last micro-batch, add this to other rows."""
         assert self.grain is not None
         last = self.number == len(self.grain.micro_batches) - 1
         self._buffer.accumulate_block(self._step, self.number, last, unit, block)
@@ -193,19 +193,19 @@ class AllReduceMicroBatch(MicroBatch):
             self.overlapped.ended((block,))
 
     def reduce(self, unit: Unit) -> None:
-        """Reduce what is complete, if rows are reduced during this backward pass."""
+        """Reduce those parts of the rows that are complete, if rows are reduced during this backward pass."""
         if self.overlapped is not None:
             self.overlapped.ended(unit.blocks)
 
 
-#: What a fused update, one that also sums the gradients, takes: a 2-D array of partial sums, which are rows or levels
-#: (``UpdatePiece.gradient`` is an index into one); the tree program, which says which are added in which order; and the
-#: one to which an optimizer that needs norms (LAMB) writes its update directions.
+#: The arguments of a fused update, one that also sums the gradients: a 2-D array of partial sums (rows, or levels of the
+#: stack; ``UpdatePiece.gradient`` is an index into one of them); the tree program, which says which of them are added in
+#: which order; and the row or level to which an optimizer that needs norms (LAMB) writes its update directions.
 Operands = tuple[Array, Array, Array]
 
 
 class GradientViews:
-    """Make named views of gradient buffers, beside the arrays that new values of integer arrays are written to.
+    """Make named views of gradient buffers, and of the arrays that new values of integer arrays are written to.
 
     A frozen parameter's gradient is a view of memory that is never read.
     """
@@ -217,7 +217,7 @@ class GradientViews:
     def unit(self, unit: Unit, buffer: Array, *, by_block: bool = False) -> dict[str, Any]:
         """Return nested views, by block and parameter, of the gradients of ``unit``, which ``buffer`` holds.
 
-        With ``by_block``, the buffer holds the gradients of one block at a time, as :func:`block_parts` finds them.
+        With ``by_block``, the buffer holds the gradients of one block at a time, in the order of :func:`block_parts`.
         """
         result = {}
         for block in unit.blocks:
@@ -231,9 +231,9 @@ class GradientViews:
 
 
 def block_parts(unit: Unit, block: str, buffer: Array) -> list[Array]:
-    """Return the parts of ``buffer``, which holds the gradients of one block, for each of the block's ranges.
+    """Return, for each gradient range of ``block``, a view of ``buffer``, which holds this block's gradients only.
 
-    They follow one another in the order of ``unit.gradient_ranges``. Not collective.
+    The views follow one another in the order of ``unit.gradient_ranges``. Not collective.
     """
     sizes = [span.size for span in unit.gradient_ranges[block]]
     return [buffer[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)]
@@ -261,7 +261,8 @@ def largest_block(layout: FlatLayout) -> int:
 class MicroBatchSum:
     """Add the gradients of a grain's micro-batches, in their order, in a buffer of ``size`` elements.
 
-    The buffer is allocated when it is first needed; with ``accumulate`` 1, one micro-batch in a grain, it never is.
+    The buffer is allocated when it is first needed: never if ``accumulate``, the number of micro-batches in a grain, is
+    1.
     """
 
     def __init__(self, memory: Allocator, size: int, dtype: Any, accumulate: int) -> None:
@@ -296,12 +297,12 @@ CACHED_PLANS = 16
 class ReduceScatterBuffer:
     """Keep the gradients of the current unit in a slot, and the sums over this rank's shard in a stack.
 
-    A slot is a shared window with one place for each rank of the node. A node of several ranks has two slots: one is
+    A slot is a shared window with one array for each rank of the node. A node of several ranks has two slots: one is
     filled while the other is summed. The stack is an array of a few levels, each as long as this rank's shard of the
-    gradients. A level holds a partial sum (a node of the tree over grains) that is not added to another yet.
+    gradients. A level holds a partial sum (a node of the tree over grains) that is not yet added to another one.
 
-    [Note: in place] A black box that writes its gradients in place is given those of all units at once. There is one
-    slot then, in which the gradients of all units lie one after the other. When the last unit of a round has been
+    [Note: in place] A black box that writes its gradients in place is given the arrays of all units at once. Then there
+    is only one slot, which holds the gradients of all units one after the other. When the last unit of a round has been
     summed, the ranks of the node wait for each other, before any of them writes the gradients of the next round.
 
     Parameters
@@ -350,7 +351,8 @@ class ReduceScatterBuffer:
     def micro_batches(self, batch: GlobalBatch, *, summed: bool) -> list[MicroBatch]:
         """Return this rank's micro-batches of all rounds, without samples for a round in which it has no grain.
 
-        Collective over the data group, and so are they, which reduce the gradients whether ``summed`` or not.
+        Collective over the data group. The micro-batches, which are collective as well, always reduce the gradients:
+        ``summed`` has no effect.
         """
         self.finish()  # of a step that an error has broken off on all ranks
         plan = self._planned(batch.count)
@@ -376,7 +378,7 @@ class ReduceScatterBuffer:
     def finish(self) -> None:
         """Wait for the partial sums in flight and add them to the stack. Not collective.
 
-        [Note: sums in flight] in :meth:`reduce_scatter` says when they are in flight.
+        [Note: sums in flight] in :meth:`reduce_scatter` says when partial sums are in flight.
         """
         if self._in_flight is not None:
             pending, self._in_flight = self._in_flight, None
@@ -477,16 +479,17 @@ class AllReduceBuffer:
     The rows of all ranks of a node are in one shared window. The sum over all ranks is written to this rank's first
     row, or to the array that ``shard`` returns.
 
-    [Note: scratch] A grain whose gradient is added to a row at once (a right child in the tree) needs no row of its
-    own, if its blocks end their backward passes one after the other. Then all blocks write their gradients to the same
-    scratch array, as large as the gradients of the largest block, and each block's part is added to the row when the
-    block has ended. Every element is added in the same order as without the scratch array. With several micro-batches
-    to a grain, the first one of each grain is written to the grain's row, and those after it to the scratch array.
+    [Note: scratch] A grain whose gradient is added to an existing row at once (a right child in the tree) needs no row
+    of its own, if blocks end their backward passes one after the other. Then all blocks write their gradients to the
+    same scratch array, as large as the gradients of the largest block, and each block's part is added to the row when
+    the block has ended. Every element is added in the same order as without the scratch array. With several
+    micro-batches to a grain, the first one of each grain is written to the grain's row, and those after it to the
+    scratch array.
 
     Parameters
     ----------
     store : ParameterStore
-        The parameters, with their layout, the process grid, the allocator of other memory, and the timeline.
+        The parameters, with their layout, the process grid, the allocator of memory other than rows, and the timeline.
     allocator : Allocator
         Allocates rows, in host memory or on a GPU.
     views : GradientViews
@@ -496,8 +499,8 @@ class AllReduceBuffer:
     accumulate : int
         Number of micro-batches of a full grain.
     by_block : bool
-        Whether it is reported when each block's gradients are complete, so that the sum may overlap with the backward
-        pass.
+        Whether :meth:`MicroBatch.accumulate` is called as soon as a block's gradients are complete, so that the sum may
+        overlap with the backward pass.
     scratch : "grains", "micro-batches" or None
         Which gradients are written to a scratch array (see :func:`~mpizero.sharding.config.scratch_use`).
     shard : callable, optional
@@ -536,7 +539,7 @@ class AllReduceBuffer:
         self._reserved: set[int] = set()
         self._plan: RowsPlan | None = None
         self.scheduler = scheduler
-        self._dynamic_grains = 0  # number of grains of the batch, if its ranks claim them
+        self._dynamic_grains = 0  # number of grains of the batch if they are assigned dynamically, else 0
         self.overlapped: OverlappedReduction | None = None
         store.progress.register("rows", self.poll)
 
@@ -566,12 +569,12 @@ class AllReduceBuffer:
     # ------------------------------------------------------------------ micro-batches
 
     def micro_batches(self, batch: GlobalBatch, *, summed: bool) -> Iterable[MicroBatch]:
-        """Return this rank's micro-batches, which add up their gradients in its rows.
+        """Return this rank's micro-batches, which add their gradients in its rows.
 
-        Collective over all ranks if there was no batch of as many grains before. ``summed`` tells whether the rows are
-        summed after them; then the sum may begin during the last one: see [Note: buckets of rows]. If parameters are
-        sharded, micro-batches without samples are appended, so that all ranks have equally many. If the grains of the
-        batch are claimed, each part is when its first micro-batch is asked for.
+        Collective over all ranks for the first batch with this number of grains. ``summed`` tells whether the rows are
+        summed after the micro-batches; then the sum may begin during the last one: see [Note: buckets of rows]. If
+        parameters are sharded, micro-batches without samples are appended, so that all ranks have equally many. With
+        dynamic scheduling the iterable takes each part of the grains when its first micro-batch is requested.
         """
         self.finish()  # of a step that an error has broken off on all ranks
         self._plan, self.overlapped = None, None
@@ -608,7 +611,8 @@ class AllReduceBuffer:
     def rounds(self, count: int) -> int:
         """Return how many micro-batches every rank must compute or join, for a batch of ``count`` grains.
 
-        Not collective. It is 0 if parameters are not sharded, because then no rank waits for another's micro-batch.
+        Not collective. The number is 0 if parameters are not sharded, because then no rank waits for another rank's
+        micro-batch.
         """
         return -(-count // self.grid.data.size) * self.accumulate if self.store.sharded else 0
 
@@ -618,7 +622,7 @@ class AllReduceBuffer:
             self.overlapped.poll()
 
     def finish(self) -> None:
-        """Wait for the sums that micro-batches have begun. Collective over the data group if there are any."""
+        """Finish the sums over ranks that the backward pass has begun, if any. Collective over the data group then."""
         if self.overlapped is not None:
             self.overlapped.finish()
 
@@ -645,7 +649,7 @@ class AllReduceBuffer:
                     part = total
 
     def parts_of(self, row: int | None, unit: Unit, block: str) -> list[Array]:
-        """Return where the gradients of ``block`` are written, an array for each range: in a row, or in the scratch.
+        """Return the arrays, one for each range, that gradients of ``block`` are written to: in a row or in scratch.
 
         Not collective.
         """
@@ -706,7 +710,7 @@ class AllReduceBuffer:
         return result
 
     def replicate(self) -> None:
-        """Send the sums of every peer to all peers, if all of them need the sums and do not have them yet.
+        """Send the sums of every peer to all peers, if all peers need them and do not have them yet.
 
         Collective over the data group.
         """
@@ -714,7 +718,7 @@ class AllReduceBuffer:
             self.exchange.replicate(self.row(0), self._ranges)
 
     def local_sum(self) -> Array:
-        """Return the sum of the gradients of this rank's grains, as a new array like a row. Not collective."""
+        """Return the sum of the gradients of this rank's grains, as a new array as long as a row. Not collective."""
         rows = [self.row(row) for _, row in self._current().folds[self.grid.order_index].sums]
         return reduce(add, rows[1:], rows[0].copy()) if rows else np.zeros(self.layout.gradient_size, self.dtype)
 
@@ -746,14 +750,14 @@ class AllReduceBuffer:
     def reserve(self, count: int) -> None:
         """Allocate the rows for a batch of ``count`` grains, and the scratch array if this rank writes to it.
 
-        Collective over all ranks if there was no batch of as many grains before.
+        Collective over all ranks for the first batch with this number of grains.
         """
         plan, rows = self._planned(count), self._planned(count).rows
         most = rows if self.scheduler is None else max(rows, max_dynamic_rows(self.grid, count))
         needed = (most if self._dynamic_grains else rows) * self.grid.node.size
-        if count not in self._reserved:  # some data groups may have room for it that others have to make
+        if count not in self._reserved:  # the same decision on all data groups, also where memory suffices
             fold, several = plan.folds[self.grid.order_index], self._scratch_use == "micro-batches"
-            # A grain of several micro-batches, perhaps one that this rank only claims, is added in scratch memory.
+            # A grain of several micro-batches, perhaps one that is assigned dynamically, is added in scratch memory.
             scratch = fold.uses_scratch or (several and (len(fold.folds) > 0 or self.scheduler is not None))
             reserved, self._reserved = self._reserved, set()  # where this fails, earlier rows may be gone
             with on_all_ranks(self.grid.world, "gradients"):
@@ -761,7 +765,7 @@ class AllReduceBuffer:
                 if scratch and not self._scratch.size:
                     self._scratch = self.allocator.private("gradients", largest_block(self.layout), self.dtype)
             self._reserved = reserved | {count}
-        self.window = self._storage[:needed]  # a rank's rows stand where the plan of this batch looks for them
+        self.window = self._storage[:needed]  # so that the plan of this batch finds each rank's rows
 
     def _take(self, needed: int) -> None:
         if self._storage.shape[0] < needed:
@@ -792,7 +796,7 @@ class OverlappedReduction:
     Parameters
     ----------
     store : ParameterStore
-        The parameters; says where their gradients are in a row, and has the node's memory and the timeline.
+        The parameters, with the layout of gradients in a row, the node's memory and the timeline.
     exchange : GradientExchange
         Sends partial sums between peers; it must not compress them.
     spans : sequence over peers of sequences of Span
@@ -827,7 +831,7 @@ class OverlappedReduction:
         self._gatherings: list[Gathering] = []
 
     def ended(self, blocks: Sequence[str]) -> None:
-        """Record that this rank's sums of ``blocks`` are complete, and begin to exchange the buckets that are so now.
+        """Record that this rank's sums of ``blocks`` are complete, and begin to exchange the buckets now complete.
 
         Collective over the data group; every rank calls it for the same blocks in the same order. ``blocks`` are those
         whose gradients have been added to the gradients of earlier grains; a block may be named more than once.
@@ -948,17 +952,17 @@ class GradientExchange(ExactExchange):
     gradient to all peers, and keeps residuals of it. A step changes only a copy of the residuals. The copy replaces
     them when the parameters have been updated, so a skipped step leaves the residuals unchanged.
 
-    [Note: units of means] What a step leaves out is a part of its mean, whatever the next batch weighs. So residuals
-    are kept in units of the mean gradient: partial sums divided by the total weight and the loss scale. A step
-    multiplies them by its own divisor. Rows are sent when that is known. Rounds are sent before the ranks have agreed
-    on it: they take the weight that a sample had in the last step, and what that gave too much or too little stays in
-    the residuals. The sum of all messages plus the residual, in means, is therefore that of all mean gradients with any
-    weights.
+    [Note: units of means] A step divides its sum of gradients by its own total weight and loss scale (the divisor). So
+    residuals are kept in units of the mean gradient, divided by the divisor, and the next step multiplies them by its
+    own divisor. Rows are sent after the ranks have agreed on the total weight. Gradients of rounds are sent earlier:
+    their divisor is estimated from the weight of a sample in the last step, and the error of the estimate stays in the
+    residuals. So the sum of all messages and the residual, as means, is the sum of all mean gradients, whatever the
+    weights are.
 
-    [Note: copies] A compressed value depends on its neighbours in a message, on who owns it, and on what earlier
-    messages left out. A parameter of which other ranks hold a copy that they update themselves (on another pipeline
-    stage, or unsplit in a tensor group) has other neighbours there. Its gradients are sent exactly, so that copies stay
-    equal; those of averaged parameters, which are values and no gradients, are too.
+    [Note: copies] A compressed value depends on its neighbours in a message, on its owner, and on the residuals of
+    earlier messages. If other ranks hold a copy of a parameter that they update themselves (on another pipeline stage,
+    or unsplit in a tensor group), it has other neighbours there. Gradients of such a parameter are sent exactly, so
+    that copies stay equal. New values of averaged parameters, which are not gradients, are sent exactly, too.
 
     Parameters
     ----------
@@ -972,7 +976,7 @@ class GradientExchange(ExactExchange):
     elements : int or None
         Number of elements in flight between peers at once; None is the default of :class:`ExactExchange`.
     exact : sequence of Span
-        The ranges of the vector of all gradients that are never compressed ([Note: copies]), ascending.
+        The ranges of the gradient vector that are never compressed ([Note: copies]), in ascending order.
     """
 
     def __init__(
@@ -1018,7 +1022,7 @@ class GradientExchange(ExactExchange):
 
     @property
     def owes(self) -> bool:
-        """Tell whether any of this rank's residuals, which are still to be sent, is not 0. Not collective."""
+        """Tell whether this rank has residuals to send: whether any is not 0. Not collective."""
         return bool(self._residual.any())
 
     # ------------------------------------------------------------------ residuals
@@ -1026,16 +1030,16 @@ class GradientExchange(ExactExchange):
     def begin(self, samples: int, loss_scale: float) -> None:
         """Copy the residuals for a step of ``samples`` samples, which changes only the copy. Not collective.
 
-        The copy is in units of the step's partial sums, as far as the weight is known ([Note: units of means]). The
+        The copy is in units of the step's partial sums, with an estimate of the weight ([Note: units of means]). The
         copy of an earlier step that was not finished is overwritten.
         """
         self._samples, self._loss_scale = samples, loss_scale
         self._copy(samples * self._weight_of_a_sample * loss_scale)
 
     def weigh(self, weight: float, *, sent: bool) -> None:
-        """Take the total weight of the step's batch, now that it is known. Not collective.
+        """Set the total weight of the step's batch, on which the ranks have agreed. Not collective.
 
-        ``sent`` tells whether the step's partial sums have been sent.
+        ``sent`` tells whether the step's partial sums have already been sent.
         """
         if not math.isfinite(weight):
             return  # of a step that is skipped
@@ -1051,7 +1055,7 @@ class GradientExchange(ExactExchange):
 
     @property
     def _partial_sums(self) -> list[slice]:
-        """The slices of the residuals that hold those of partial sums for other peers."""
+        """The slices of the residuals' array that belong to partial sums for other peers."""
         bounds = [slice(*pair) for pair in pairwise(self._bounds)]
         return [part for peer, part in enumerate(bounds) if peer != self.comm.rank]
 
@@ -1084,8 +1088,8 @@ class GradientExchange(ExactExchange):
     def left_for(self, peer: int, unit: int | None = None) -> Array:
         """Return the copy, for this step, of the residuals that this rank keeps for ``peer``. Not collective.
 
-        ``unit`` selects the residuals of one unit's gradients; None: of all units. For this rank's own number among the
-        peers, they are the residuals of its range of the reduced gradient, which is a mean.
+        ``unit`` selects the residuals of one unit's gradients; None: of all units. If ``peer`` is this rank's own
+        number, they are the residuals of its range of the reduced gradient, in units of means.
         """
         left = self._next[self._bounds[peer] : self._bounds[peer + 1]]
         if unit is None or not left.size:
@@ -1135,7 +1139,7 @@ def residual_sizes(totals: Sequence[int], peer: int, codec: Codec | None, *, rep
     peer : int
         Number, among the peers, of the rank that keeps the residuals.
     codec : Codec or None
-        The codec that compresses messages; None: they are not compressed.
+        The codec that compresses messages; None does not compress.
     replicated : bool
         Whether every rank sends its range of the reduced gradient to all peers, and so keeps residuals of it.
     """
@@ -1145,7 +1149,7 @@ def residual_sizes(totals: Sequence[int], peer: int, codec: Codec | None, *, rep
 
 
 def compressed_sizes(shard: Shard, exact: Sequence[Span]) -> list[int]:
-    """Return, for each unit, how many gradients that ``shard`` owns are compressed: all but those in ``exact``.
+    """Return, for each unit, how many gradient elements of ``shard`` are compressed: all outside the ranges ``exact``.
 
     Not collective.
     """
