@@ -359,9 +359,10 @@ class BlackBoxEvaluator:
         return parameters
 
     def _unread_gradients(self) -> dict[str, Array]:
-        """Return arrays for gradients that are not read, when a function in place computes a loss. Not collective.
+        """Return arrays for gradients that are not read: a function that works in place writes them with the loss.
 
-        The arrays are allocated at the first call, which never comes if the model has a function for the loss alone.
+        Not collective. The arrays are allocated at the first call; there is none if the model has a function for the
+        loss alone.
         """
         if self.in_place and not self._unread:
             buffer = self.store.memory.private("buffers", self.store.layout.size, self.store.dtype)
@@ -376,7 +377,7 @@ class BlackBoxEvaluator:
     ) -> tuple[float, Mapping[str, Array], float]:
         """Call the function; return the sum of losses, the gradients and the weight. Not collective.
 
-        A function in place writes its gradients into ``views``, which are then returned as the gradients.
+        A function that works in place writes its gradients into ``views``, which are then returned as the gradients.
         """
         if self._direction is not None:
             return self._product(params, x, y, self._direction)

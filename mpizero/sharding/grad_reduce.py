@@ -198,9 +198,9 @@ class AllReduceMicroBatch(MicroBatch):
             self.overlapped.ended(unit.blocks)
 
 
-#: The arguments of a fused update, one that also sums the gradients: a 2-D array of partial sums (rows, or levels of the
-#: stack; ``UpdatePiece.gradient`` is an index into one of them); the tree program, which says which of them are added in
-#: which order; and the row or level to which an optimizer that needs norms (LAMB) writes its update directions.
+#: The arguments of a fused update, one that also sums the gradients: a 2-D array of partial sums (rows, or levels of
+#: the stack; ``UpdatePiece.gradient`` is an index into one of them); the tree program, which says which of them are
+#: added in which order; and the row or level to which an optimizer that needs norms (LAMB) writes update directions.
 Operands = tuple[Array, Array, Array]
 
 
@@ -261,8 +261,8 @@ def largest_block(layout: FlatLayout) -> int:
 class MicroBatchSum:
     """Add the gradients of a grain's micro-batches, in their order, in a buffer of ``size`` elements.
 
-    The buffer is allocated when it is first needed: never if ``accumulate``, the number of micro-batches in a grain, is
-    1.
+    The buffer is allocated when it is first needed. With ``accumulate`` 1, one micro-batch in a grain, it is never
+    needed.
     """
 
     def __init__(self, memory: Allocator, size: int, dtype: Any, accumulate: int) -> None:
@@ -351,8 +351,8 @@ class ReduceScatterBuffer:
     def micro_batches(self, batch: GlobalBatch, *, summed: bool) -> list[MicroBatch]:
         """Return this rank's micro-batches of all rounds, without samples for a round in which it has no grain.
 
-        Collective over the data group. The micro-batches, which are collective as well, always reduce the gradients:
-        ``summed`` has no effect.
+        Collective over the data group. The methods of the micro-batches are collective, too, and always reduce the
+        gradients: ``summed`` has no effect.
         """
         self.finish()  # of a step that an error has broken off on all ranks
         plan = self._planned(batch.count)
@@ -569,7 +569,7 @@ class AllReduceBuffer:
     # ------------------------------------------------------------------ micro-batches
 
     def micro_batches(self, batch: GlobalBatch, *, summed: bool) -> Iterable[MicroBatch]:
-        """Return this rank's micro-batches, which add their gradients in its rows.
+        """Return this rank's micro-batches, which add up their gradients in its rows.
 
         Collective over all ranks for the first batch with this number of grains. ``summed`` tells whether the rows are
         summed after the micro-batches; then the sum may begin during the last one: see [Note: buckets of rows]. If
@@ -953,16 +953,17 @@ class GradientExchange(ExactExchange):
     them when the parameters have been updated, so a skipped step leaves the residuals unchanged.
 
     [Note: units of means] A step divides its sum of gradients by its own total weight and loss scale (the divisor). So
-    residuals are kept in units of the mean gradient, divided by the divisor, and the next step multiplies them by its
-    own divisor. Rows are sent after the ranks have agreed on the total weight. Gradients of rounds are sent earlier:
-    their divisor is estimated from the weight of a sample in the last step, and the error of the estimate stays in the
-    residuals. So the sum of all messages and the residual, as means, is the sum of all mean gradients, whatever the
-    weights are.
+    residuals are kept in units of the mean gradient, that is divided by the divisor, and the next step multiplies them
+    by its own divisor. Rows are sent after the ranks have agreed on the total weight. Gradients of rounds are sent
+    earlier: their divisor is estimated from the weight of a sample in the last step, and the error of the estimate
+    stays in the residuals. So the sum of all messages and the residual, as means, is the sum of all mean gradients,
+    whatever the weights are.
 
     [Note: copies] A compressed value depends on its neighbours in a message, on its owner, and on the residuals of
     earlier messages. If other ranks hold a copy of a parameter that they update themselves (on another pipeline stage,
-    or unsplit in a tensor group), it has other neighbours there. Gradients of such a parameter are sent exactly, so
-    that copies stay equal. New values of averaged parameters, which are not gradients, are sent exactly, too.
+    or unsplit in a tensor group), the parameter has other neighbours there. Gradients of such a parameter are sent
+    exactly, so that copies stay equal. New values of averaged parameters, which are not gradients, are sent exactly,
+    too.
 
     Parameters
     ----------

@@ -1,23 +1,24 @@
-"""Find values that nobody meant to be there: in corrupted memory, and in gradients that a model has not written.
+"""Find corrupted memory, and gradients that a model has not written.
 
 :class:`Integrity` compares parameters and optimizer state with their last hash, and copies with each other.
 :class:`WriteCheck` finds models that leave a part of their gradients unwritten, or add to the old values instead of
-overwriting them; :class:`GradientDict` refuses a gradient that is bound to another array.
+overwriting them; :class:`GradientDict` refuses to bind another array to the name of a gradient.
 
-[Note: what a check sees] Right after an update, a rank computes the CRC32 of the parameters and optimizer state that
-it has written. It computes the CRC32 again just before the next update. In between are a forward and a backward pass,
-which change neither. If the two CRC32s differ, bits have flipped in that time. This works for shards and for replicated
-state. Then all ranks exchange their CRC32s: copies of the same elements must have equal ones. Copies exist on different
-nodes, on tensor ranks that all hold a whole parameter, and on pipeline stages that share a tied parameter. This second
-comparison also finds bits that flipped at any earlier time. A CRC32 detects every change of up to 32 neighbouring bits.
+[Note: what a check sees] Right after an update, a rank computes the CRC32 of the parameters and optimizer state that it
+has written. It computes the CRC32 again just before the next update. The forward and backward passes in between change
+neither parameters nor state. If the two CRC32s differ, bits have flipped in that time. This works for shards and for
+replicated state. Then all ranks exchange their CRC32s: copies of the same elements must have equal ones. Copies exist
+on different nodes, on tensor ranks that all hold a whole parameter, and on pipeline stages that share a tied parameter.
+This second comparison also finds bits that flipped at any earlier time. A CRC32 detects every change of up to 32
+neighbouring bits.
 
-[Note: sentinels] Gradients are written into memory that every step uses again. An element that a layer does not write
-keeps the value of an earlier step. Therefore, in the first step of a model, every element is first set to one fixed
-NaN, the sentinel. No arithmetic on other numbers results in its bits. When a block's backward pass has ended, the check
-looks for these bits. Adding to the sentinel gives the sentinel again, so the check also finds layers that add to the
-old values. A NaN with other bits was computed by the layer. Only the first step in which a rank computes is checked, or
-all steps if ``MPIZERO_DEBUG=gradients`` is set. A function that writes its gradients in place is checked in every step,
-but after the first only the first and the last element of each gradient are set to the sentinel.
+[Note: sentinels] Gradients are written into memory that every step reuses. An element that a layer does not write keeps
+the value of an earlier step. Therefore, in the first step of a model, every element is first set to one fixed NaN, the
+sentinel. No arithmetic on other numbers results in its bits. When a block's backward pass has ended, the check looks
+for these bits. Adding to the sentinel gives the sentinel again, so the check also finds layers that add to the old
+values. A NaN with other bits was computed by the layer. Only the first step in which a rank computes is checked, or all
+steps if ``MPIZERO_DEBUG=gradients`` is set. A function that writes its gradients in place is checked in every step, but
+after the first only the first and the last element of each gradient are set to the sentinel.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Tensor(NamedTuple):
     """Identify an array of parameters or optimizer state.
 
     ``kind`` is "parameters" or "optimizer/<slot>", ``name`` the parameter's name. ``part`` is the slice of the whole
-    tensor that this tensor rank holds; None if it holds the whole.
+    tensor that this tensor rank holds, or None if the rank holds the whole tensor.
     """
 
     kind: str
@@ -65,7 +66,7 @@ class _Tensor(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """Describe a range of state that a rank updates: elements ``start:stop`` of the flattened array ``tensor``."""
+    """Describe elements ``start:stop`` of a flattened parameter or state array ``tensor``, which a rank updates."""
 
     tensor: _Tensor
     start: int
@@ -73,7 +74,7 @@ class _Range(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """List the ranges of state that each rank updates.
+    """List the ranges of parameters and optimizer state that each rank updates.
 
     Ranges of different ranks that overlap are cut until they are equal or disjoint, so that copies can be compared.
 
@@ -122,19 +123,19 @@ class Integrity:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the last hash, because state was changed on purpose. Not collective, but every rank must call it."""
+        """Drop the last hash, because values were changed on purpose. Not collective, but every rank must call it."""
         self._taken = None
 
     def after_step(self, step: int) -> None:
-        """Compute and keep hashes of this rank's state if ``step`` is a multiple of ``every``.
+        """Compute and keep hashes of this rank's parameters and state if ``step`` is a multiple of ``every``.
 
-        The first time after :meth:`watch` is collective over all ranks.
+        The first computation after :meth:`watch` is collective over all ranks.
         """
         if self.every and step % self.every == 0:
             self._taken = (self.store.version, self._hashes())
 
     def verify(self) -> None:
-        """Call :meth:`check` and drop the last hash; do nothing if no hash is kept. A check is collective.
+        """Call :meth:`check`, which is collective, and drop the last hash; do nothing if no hash is kept.
 
         Raises
         ------
@@ -173,7 +174,7 @@ class Integrity:
         return np.fromiter((crc32(to_host(view).view(np.uint8)) for view in self._planned().views), np.uint32)
 
     def _planned(self) -> _Plan:
-        """Return which rank updates which ranges. The first call after :meth:`watch` is collective over all ranks."""
+        """Return which ranges each rank updates. The first call after :meth:`watch` is collective over all ranks."""
         if self._plan is None:
             local = list(self._local_ranges())
             gathered = self.world.allgather_object([rng for rng, _ in local], "what ranks hold")
@@ -195,7 +196,7 @@ class Integrity:
         return self._plan
 
     def _local_ranges(self) -> Iterator[tuple[_Range, Array]]:
-        """Yield every range of state that this rank updates, with a view of its values."""
+        """Yield every range of parameters and optimizer state that this rank updates, with a view of its values."""
         store, updater = self.store, self._updater
         for shard in (store.shard,) if store.sharded else store.group_shards:
             for entry, part, offset in shard.pieces():
@@ -221,7 +222,7 @@ class Integrity:
         """Return the text of the error, equal on all ranks, which lists damaged ranges. Collective over all ranks.
 
         ``damaged`` are the ranges that changed between two updates, as pairs (rank, index into the rank's ranges).
-        ``differing`` has a list of such pairs for each range whose copies are not equal.
+        ``differing`` has, for each range whose copies are not equal, a list of pairs (rank, index).
         """
         hosts = self.world.allgather_object(os.uname().nodename, "integrity")
         lines = [
@@ -281,7 +282,7 @@ _SENTINELS: dict[int, tuple[Any, int]] = {4: (np.uint32, 0x7FCA5C3E), 8: (np.uin
 def write_sentinel(view: Any, *, ends: bool = False) -> None:
     """Set all elements of a gradient, or only the first and the last, to the sentinel. Not collective.
 
-    The gradient is an array of the host or of a GPU.
+    The gradient is an array on the host or on a GPU.
     """
     reals = as_reals(view)
     bits, value = _SENTINELS[reals.dtype.itemsize]
@@ -289,7 +290,7 @@ def write_sentinel(view: Any, *, ends: bool = False) -> None:
 
 
 def count_sentinels(view: Any) -> int:
-    """Return how many elements of a gradient are the sentinel, in one of their parts if complex. Not collective."""
+    """Return how many elements of a gradient are the sentinel, or have a complex part that is. Not collective."""
     host = as_reals(to_host(view))
     bits, value = _SENTINELS[host.dtype.itemsize]
     return int((host.view(bits) == value).reshape(view.size, -1).any(axis=1).sum()) if view.size else 0
@@ -329,26 +330,26 @@ class GradientDict(dict[str, Any]):
 
 
 class FunctionGradients(GradientDict):
-    """Hold the views that a function writes its gradients to, by the names of the parameters."""
+    """Hold the views that a function writes its gradients to, by the parameters' names."""
 
     __slots__ = ()
     argument, owner = "gradients", "the model"
 
 
 class WriteCheck:
-    """Write sentinels to gradients before a pass, and look for those that are left ([Note: sentinels]).
+    """Write sentinels to gradients before a backward pass, and find those left after it ([Note: sentinels]).
 
     Parameters
     ----------
     unwritten : callable
         Takes the name of a block, the name of a parameter in it, how many elements of its gradient are sentinels, and
-        how many there are; returns the error to raise.
+        how many elements the gradient has; returns the error to raise.
     frozen : frozenset of str
         Full names of the frozen parameters, whose gradients are not checked.
     always : bool
-        Whether to check every step, not only the first one in which this rank computes.
+        Whether to check every step, not only the first step in which this rank computes gradients.
     ends : bool
-        Whether to write sentinels to both ends of each gradient in the steps that are not checked otherwise.
+        Whether to check, in all other steps, the first and the last element of each gradient.
     """
 
     def __init__(
@@ -365,11 +366,11 @@ class WriteCheck:
 
     @property
     def on(self) -> bool:
-        """Tell whether sentinels are to be written in this step. Not collective."""
+        """Tell whether the caller must write sentinels in this step. Not collective."""
         return self._first or self.ends
 
     def write_sentinels(self, views: Mapping[str, Any]) -> None:
-        """Set the gradients of a unit to the sentinel; ``views`` are nested views by block. Not collective."""
+        """Set a unit's gradients, or their ends, to the sentinel; ``views`` are nested by block. Not collective."""
         for block, tree in views.items():
             for _, view in self._trained(block, tree):
                 write_sentinel(view, ends=not self._first)
@@ -387,9 +388,9 @@ class WriteCheck:
         return None
 
     def end(self, *, failed: bool) -> None:
-        """End a step; if its gradients were checked, no layer raised and no sentinel was left, check no later step.
+        """End a step; if no checked gradient had a sentinel left and no layer raised, end the check of whole gradients.
 
-        Not collective. ``failed`` tells whether a layer has raised.
+        With ``always`` the check never ends. Not collective. ``failed`` tells whether a layer has raised.
         """
         if self._looked and not (self._has_missed or failed):
             self._first = self.always
@@ -401,7 +402,7 @@ class WriteCheck:
 
 
 def check_layers(layers: Mapping[str, Any], frozen: frozenset[str], *, always: bool) -> WriteCheck:
-    """Return a check of the gradients that ``layers``, the blocks of this rank by name, write. Not collective."""
+    """Return a check of the gradients that ``layers`` write: this rank's blocks, by name. Not collective."""
 
     def unwritten(block: str, name: str, left: int, size: int) -> LayoutError:
         owner, path = _owner(layers[block], name)
