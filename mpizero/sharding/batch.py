@@ -267,7 +267,7 @@ def _check_replicas(grid: ProcessGrid, local: _RankBatch, digests: Array) -> Non
 def _refuse(comm: Communicator, local: _RankBatch) -> NoReturn:
     """Raise ``DataError`` that says whose batch is invalid or how two ranks' batches differ. Collective over all ranks.
 
-    It is called on every rank if the batch of one rank is invalid, or if the batches of two ranks differ.
+    Every rank calls it if the batch of one rank is invalid, or if the batches of two ranks differ.
     """
     tree = local.tree
     arrays = dict(zip(tree.paths, ((str(leaf.dtype), leaf.shape[1:]) for leaf in tree.leaves), strict=True))
@@ -701,7 +701,8 @@ class GrainScalars:
         """Exchange the records of all ranks, and return loss and weight summed over all grains.
 
         Collective over all ranks. It also compares the learning rates of the ranks. ``learning_rate`` returns this
-        rank's learning rate; an error that it raises is recorded by :meth:`fail`. If it is None, the rate counts as 0.
+        rank's learning rate; an error that it raises is recorded by :meth:`fail`. If ``learning_rate`` is None, the
+        rate counts as 0.
 
         Raises
         ------

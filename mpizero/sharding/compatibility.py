@@ -1,6 +1,6 @@
-"""Keep one class of models and optimizers for each strategy: the interface before :func:`~mpizero.distribute`.
+"""Keep a model class and an optimizer class for each strategy: the interface before :func:`~mpizero.distribute`.
 
-They use the same engine: :class:`ShardedModelBase` is a :class:`~mpizero.sharding.Model` that takes a
+These classes use the same engine: :class:`ShardedModelBase` is a :class:`~mpizero.sharding.Model` that takes a
 :class:`~mpizero.ShardingConfig` and has more members. Each subclass names a row of the placement table
 (``sharding/config.py``) or fixes the size of some parallel axes. A reader of the library may skip this module.
 """
@@ -36,7 +36,7 @@ class ShardedModelBase(Model):
     Parameters
     ----------
     wrapped_model : BlockModel or BlackBoxModel
-        The model to train. It is never changed: the sharded model holds the parameters.
+        The model to train. This model is never changed: the sharded model holds the parameters.
     config : ShardingConfig or Config
         The settings, and the ranks unless ``mesh`` is given.
     mesh : Mesh, optional
@@ -127,7 +127,7 @@ class ShardedModelBase(Model):
     def with_parameters(self, values: Array) -> Self:
         """Return a new sharded model with the same wrapped model and the given parameters, without an optimizer.
 
-        ``values`` is an argument as for :meth:`set_parameters`. Integer arrays are copied from this model.
+        ``values`` has the form that :meth:`set_parameters` takes. Integer arrays are copied from this model.
         """
         values = self._checked("with_parameters", values)
         copy = self._twin(self._wrapped)

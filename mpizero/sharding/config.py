@@ -7,8 +7,8 @@ engine and the command `mpizero plan` call the same functions, so that a plan co
 
 [Note: rounds in a context group] Each rank of a context group computes one part of a grain. The parts of one grain are
 neighbours in the tree of sums, so no two parts that one rank computes are neighbours, and a rank cannot add its own
-parts first. To sum gradients over ranks once a step, it would have to keep a copy of the whole gradient for each of its
-grains. Context groups are for long sequences, where memory is short and computing a grain takes much longer than
+parts first. To sum gradients over ranks once a step, a rank would have to keep a copy of the whole gradient for each of
+its grains. Context groups are for long sequences, where memory is short and computing a grain takes much longer than
 sending gradients. So ZeRO-1, where a rank needs the sums of its shard only, sums gradients in every round, as ZeRO-2
 does. DDP, where every node needs all sums, keeps the copies and sends once a step.
 """
@@ -165,7 +165,8 @@ class DataParallelSettings(Settings):
 class Config(SplitSettings, DataParallelSettings, ComputeSettings):
     """Hold the settings of a training: how ranks share its work, how they compute, and what they send.
 
-    A Config is plain data: it can be compared, hashed and pickled. It has no ranks: a :class:`~mpizero.Mesh` has them.
+    A Config is plain data: it can be compared, hashed and pickled. The ranks are given separately, as a
+    :class:`~mpizero.Mesh`.
 
     Parameters
     ----------
@@ -174,8 +175,8 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         more than the model's matrix products need to be fast (``docs/concepts.md``); after a checkpoint with optimizer
         state was loaded, the number in the checkpoint.
     accumulate : int
-        Number of micro-batches in one grain. Their gradients are added one after the other; a grain has
-        ``micro_batch * accumulate`` samples.
+        Number of micro-batches in one grain. The gradients of the micro-batches are added one after the other; a grain
+        has ``micro_batch * accumulate`` samples.
     clip : float or None
         A gradient whose global norm is larger than ``clip`` is scaled to this norm before the update; None does not
         clip.
@@ -234,7 +235,7 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         an optimizer that the user has written. "cpu" saves GPU memory (offloading).
     direct_messages : bool
         Whether activations and their gradients are sent directly from GPU to GPU, if a trial at the start shows that
-        MPI can do that. If False, they always go through the host's memory.
+        MPI can do that. If False, messages always go through the host's memory.
     mixed_precision : {None, "bfloat16", "float16"}
         Rounds the operands of matrix products on GPUs to this type. The products are added in float32, and everything
         else is in float32. With "float16", an optimizer created without a loss scale gets a default dynamic one.
@@ -321,9 +322,9 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
 class ShardingConfig(Config, NodeSettings):
     """Hold settings and ranks together: a :class:`Config` that also takes the arguments of a :class:`~mpizero.Mesh`.
 
-    The class of a strategy takes it, as in ``ZeRO2Model(model, config)``. New programs give :func:`distribute` a mesh
-    and a :class:`Config`. A ShardingConfig compares equal only to itself. As a context manager it closes its mesh at
-    the end.
+    The class of a strategy takes a ShardingConfig, as in ``ZeRO2Model(model, config)``. New programs give
+    :func:`distribute` a mesh and a :class:`Config`. A ShardingConfig compares equal only to itself. As a context
+    manager it closes its mesh at the end.
 
     Parameters
     ----------
@@ -406,7 +407,7 @@ class ShardingConfig(Config, NodeSettings):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the mesh; after an exception, only when all ranks next make a model together."""
+        """Close the mesh. After an exception, defer this until all ranks next construct a model together."""
         if error is None:
             self.close()
         else:
@@ -436,7 +437,7 @@ def ranks_and_settings(mesh: Mesh | None, config: Config | None) -> tuple[Mesh, 
     TypeError
         If ``mesh`` is not a Mesh or ``config`` not a Config.
     ConfigError
-        If another mesh is given than that of a ShardingConfig.
+        If ``config`` is a ShardingConfig and ``mesh`` another mesh than its own.
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ArgumentError(f"mesh={mesh!r:.80}: expected a mpizero.Mesh, such as mz.Mesh(pipeline=2)")
@@ -471,8 +472,8 @@ ScratchUse = Literal["grains", "micro-batches"] | None
 def keeps_gradients_on_device(config: Config, ranks: int) -> bool:
     """Tell whether gradients stay on the GPU; ``ranks`` is the number of ranks in the data group.
 
-    They do if ``ranks`` is 1 and neither ``device`` nor ``optimizer_device`` is "cpu". Otherwise gradients are summed
-    on the host.
+    Gradients stay there if ``ranks`` is 1 and neither ``device`` nor ``optimizer_device`` is "cpu". Otherwise gradients
+    are summed on the host.
     """
     return config.device != "cpu" and config.optimizer_device != "cpu" and ranks == 1
 
@@ -508,10 +509,10 @@ def schedules_dynamically(placement: Placement, config: Config, grid: NodeOrder,
 def overlaps_reduction(placement: Placement, nodes: int, stages: int, codec: Codec | None) -> bool:
     """Tell whether a model of blocks sums its gradients over nodes during the backward pass (DDP).
 
-    This needs replicated optimizer state: with ZeRO-1 only its owner needs a sum, and since shards are contiguous, all
-    ranks would send to the same owner at a time during the backward pass. There is no overlap with compression, because
-    its results depend on where messages are cut. There is no overlap in pipelines either, because their stages end
-    their last micro-batches at different times.
+    This needs replicated optimizer state: with ZeRO-1 only the owner of an element needs its sum, and since shards are
+    contiguous, all ranks would send to the same owner at a time during the backward pass. There is no overlap with
+    compression, because its results depend on where messages are cut. There is no overlap in pipelines either, because
+    their stages end their last micro-batches at different times.
 
     Parameters
     ----------
@@ -531,8 +532,8 @@ def scratch_use(config: Config, stages: int, *, by_block: bool) -> ScratchUse:
 
     "grains": the gradients of a grain that are added to another grain's row. "micro-batches": those of a grain's later
     micro-batches, added to the row of the grain. None: no gradients. Blocks must end their backward passes one after
-    the other. They do not in pipelines, where a stage computes several micro-batches at a time, nor on GPUs, where the
-    host does not wait for the end of a block.
+    the other. Blocks do not do so in pipelines, where a stage computes several micro-batches at a time, nor on GPUs,
+    where the host does not wait for the end of a block.
 
     Parameters
     ----------
@@ -595,9 +596,9 @@ def gradient_codec(compression: str | None, itemsize: int) -> Codec | None:
 def sent_exactly(placement: Placement, partitioned: PartitionedModel, layout: FlatLayout) -> tuple[Span, ...]:
     """Return the ranges of ``layout``'s gradient vector that are never compressed, in ascending order.
 
-    See [Note: copies] in ``sharding/grad_reduce.py``. They include the gradients of a parameter that several stages use
-    only with replicated optimizer state: otherwise the owners of its copies add the sums of all uses, so that the
-    copies stay equal.
+    See [Note: copies] in ``sharding/grad_reduce.py``. The ranges include the gradients of a parameter that several
+    stages use only with replicated optimizer state: otherwise the owners of its copies add the sums of all uses, so
+    that the copies stay equal.
     """
     shared = () if placement.shard_optimizer else partitioned.uses
 

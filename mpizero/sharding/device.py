@@ -274,7 +274,7 @@ ALIGNED = 64
 class DeviceAllocator:
     """Allocate arrays for gradients on the GPU, and count their bytes by kind, such as "gradients".
 
-    A rank uses it if it is alone in its data group.
+    Only a rank that is alone in its data group uses it.
     """
 
     def __init__(self, device: Device) -> None:

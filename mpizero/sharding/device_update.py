@@ -9,8 +9,8 @@ in the rank's optimizer state, and are updated in sections of successive element
 buffer. For each section, gradients are summed or copied into the pinned buffer and sent to the GPU, and the GPU's
 kernels update the section. Then its updated parameters are copied to the node's shared window. If the GPU has a copy of
 all parameters, the kernels update that copy. Otherwise the section's parameters are first copied to a buffer on the
-GPU. Kernels work element by element, so the cut into sections and shards changes no bit. Each operation is rounded, as
-on the host ([Note: contraction] in ``kernels/cuda/launch.py``).
+GPU. Kernels work element by element, so the cut into sections and shards changes no bit. Each floating-point operation
+is rounded by itself, as on the host ([Note: contraction] in ``kernels/cuda/launch.py``).
 """
 
 from __future__ import annotations
@@ -278,8 +278,8 @@ class StagedUpdater(DeviceUpdater):
 def updates_on_device(config: Config, optimizer: Any) -> bool:
     """Tell whether an optimizer, returned by ``optim.elementwise.averaging``, runs on a GPU. Not collective.
 
-    It does, and keeps its state there, if layers compute on a GPU, the optimizer is one of the library's that updates
-    no whole tensors, and ``optimizer_device`` is not "cpu".
+    The optimizer runs and keeps its state there if layers compute on a GPU, it is one of the library's that updates no
+    whole tensors, and ``optimizer_device`` is not "cpu".
 
     Raises
     ------

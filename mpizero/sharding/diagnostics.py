@@ -7,16 +7,16 @@ them, and :func:`replay_bad_step` evaluates them again in one process, with stat
 from the spans of all ranks the seconds of each phase, on one clock (:func:`clock_offset`); waiting for other ranks is a
 phase of its own.
 
-[Note: the files of a bad step] A folder has the file ``step.json`` and one file for each bad grain. ``step.json``
-is one JSON object with the keys ``format`` ("mpizero bad step"), ``version`` (1), ``step`` (number of the training
-step, from 1), ``run_step`` and ``seed`` (keys of the dropout's random numbers), ``loss_scale``, ``micro_batch`` and
+[Note: the files of a bad step] A folder has the file ``step.json`` and one file for each bad grain. ``step.json`` is
+one JSON object with the keys ``format`` ("mpizero bad step"), ``version`` (1), ``step`` (number of the training step,
+from 1), ``run_step`` and ``seed`` (keys of the dropout's random numbers), ``loss_scale``, ``micro_batch`` and
 ``global_batch`` (numbers of samples), ``epoch`` (left out if 0), ``found`` (the values that were not finite: a list of
 objects with ``step``, ``rank``, ``tensor``, ``start``, ``stop``, ``message``), ``grains`` (names of the other files),
 ``structure`` (only for batches that are trees of arrays: the :func:`~mpizero._util.pytree.outline` of ``x`` and ``y``),
 ``libraries`` (versions by name) and ``about`` (values from the caller; `mpizero train` writes its configuration). The
-file of grain 3, ``grain_00003.npz``, is uncompressed and without pickle. It has the arrays ``x`` and ``y`` (for trees
-``x.0``, ``x.1``, ...), ``samples`` (positions in the global batch) and, if the caller knows them, ``indices``
-(positions in the data set).
+file of grain 3, ``grain_00003.npz``, is uncompressed and without pickle. A grain's file has the arrays ``x`` and ``y``
+(for trees ``x.0``, ``x.1``, ...), ``samples`` (positions in the global batch) and, if the caller knows them,
+``indices`` (positions in the data set).
 
 [Note: waiting] A rank in a collective waits until the last rank has entered it. The time after that is the collective
 itself, and counts for the phase that made the call. A non-blocking collective is entered when it is started; of the

@@ -127,7 +127,7 @@ class OptimizationResult:
 
         With ZeRO-3, FSDP and models split over ranks, each rank keeps only its part of them. The first access is then
         collective over the model's ranks, and must come before the model is closed. With the other strategies every
-        rank has all of them.
+        rank has all parameters.
         """
         return self.best.gathered()
 

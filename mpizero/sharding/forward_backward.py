@@ -169,7 +169,7 @@ class BlockEvaluator:
         return *loss_and_weight(self.criterion.forward, loss, weight), prediction
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
-        """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
+        """Use ``loss`` instead of the model's own loss inside the context; None changes nothing. Not collective."""
         return replaced_criterion(self, loss)
 
 
@@ -546,7 +546,7 @@ class Runner(ABC):
 
     @abstractmethod
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
-        """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
+        """Use ``loss`` instead of the model's own loss inside the context; None changes nothing. Not collective."""
 
     def ready(self) -> None:
         """Wait until all updated parameters that other ranks send have arrived. Collective over the data group."""
@@ -706,7 +706,7 @@ class SequentialRunner(Runner):
         return loss, weight, map_leaves(to_host, self.partitioned.gather_class_scores(prediction))
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
-        """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
+        """Use ``loss`` instead of the model's own loss inside the context; None changes nothing. Not collective."""
         return self.evaluator.using_loss(self.partitioned.local_loss(loss))
 
 

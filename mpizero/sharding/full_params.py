@@ -109,7 +109,7 @@ class GlobalView:
         self._pieces = [self._sent_parameters(message) for message, _, _ in gathered]
 
     def _sent_parameters(self, message: Sequence[ParameterMessage]) -> list[list[SentParameter]]:
-        """Return the parameters that are read from a rank by its ``message``, by unit of the whole model."""
+        """Return, by unit of the whole model, the parameters that the ``message`` of one rank lists."""
         units: list[list[SentParameter]] = [[] for _ in self.layout.units]
         for number, cut in message:
             entry = self.layout.parameters[number]

@@ -3,21 +3,22 @@
 The module has three parts, in this order. :class:`ReduceScatterBuffer` keeps the gradients of one unit, and sums them
 into the shards of the ranks as soon as the unit's backward pass ends (ZeRO-2 and 3). :class:`AllReduceBuffer` keeps
 whole gradients, for DDP and ZeRO-1, and with any strategy for gradients that are summed later
-(``auto_sync_gradients=False``). It sums them at the end of a step or, by :class:`OverlappedReduction`, during its
-backward pass. :class:`GradientExchange` sends the partial sums of both buffers between peers, compressed or not, and
-keeps the residuals of compression (error feedback). Both buffers sum by the same tree, so the bits are the same.
+(``auto_sync_gradients=False``). It sums gradients at the end of a step or, by :class:`OverlappedReduction`, during the
+step's backward pass. :class:`GradientExchange` sends the partial sums of both buffers between peers, compressed or not,
+and keeps the residuals of compression (error feedback). Both buffers sum by the same tree, so the bits are the same.
 
 The engine runs the micro-batches of a buffer (:class:`MicroBatch`), which write gradients, and then asks the buffer for
 their sum.
 
 [Note: words] The gradient vector is the gradients of all units, one unit after the other. A *row* is memory for one
-copy of it. A :class:`ReduceScatterBuffer` has no rows: its *slots* hold the gradients of one unit, and its *stack* has
-*levels*, each as long as this rank's shard of the gradient vector.
+gradient vector. A :class:`ReduceScatterBuffer` has no rows: its *slots* hold the gradients of one unit, and its *stack*
+has *levels*, each as long as this rank's shard of the gradient vector.
 
 [Note: buckets] A bucket is the part of the gradients that is in flight between peers at once: one segment of the
 exchange in ``comm/reduce.py``. The bucket size decides into how many messages an exchange is cut, and how much of one
-unit's gradients can be sent during the backward pass of the next unit. It changes neither the number of bytes sent nor
-the results. All ranks use the same size in the same step, so they cut an exchange into equally many segments.
+unit's gradients can be sent during the backward pass of the next unit. The bucket size changes neither the number of
+bytes sent nor the results. All ranks use the same size in the same step, so they cut an exchange into equally many
+segments.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class MicroBatch:
     """Represent a micro-batch of a step: where its gradients are written, and what happens when they are complete.
 
     An object of this base class is a micro-batch that only other ranks compute, and whose collectives this rank joins.
-    Other micro-batches are of :class:`ReduceScatterMicroBatch` or :class:`AllReduceMicroBatch`, by the strategy.
+    Other micro-batches are objects of :class:`ReduceScatterMicroBatch` or :class:`AllReduceMicroBatch`, by the
+    strategy.
 
     Attributes
     ----------
@@ -504,8 +506,8 @@ class AllReduceBuffer:
     scratch : "grains", "micro-batches" or None
         Which gradients are written to a scratch array (see :func:`~mpizero.sharding.config.scratch_use`).
     shard : callable, optional
-        Returns the array to which the sums of the ranges that this rank owns are written, concatenated. None: they are
-        written to this rank's first row.
+        Returns the array to which the sums of the ranges that this rank owns are written, concatenated. None: the sums
+        are written to this rank's first row.
     scheduler : DynamicScheduler, optional
         Tells which grains each rank of the node has taken. None: no batch is scheduled dynamically.
     """
@@ -622,7 +624,7 @@ class AllReduceBuffer:
             self.overlapped.poll()
 
     def finish(self) -> None:
-        """Finish the sums over ranks that the backward pass has begun, if any. Collective over the data group then."""
+        """Finish the sums over ranks that the backward pass has begun; if any, collective over the data group."""
         if self.overlapped is not None:
             self.overlapped.finish()
 
@@ -949,21 +951,21 @@ class GradientExchange(ExactExchange):
     [Note: residuals] A compressed message leaves out a part of every value. The sender keeps this part, the residual,
     and adds it to the value in its next message. A rank keeps residuals of the partial sums that it sends to the other
     peers, an array for each of them. With replicated optimizer state it also sends its own range of the reduced
-    gradient to all peers, and keeps residuals of it. A step changes only a copy of the residuals. The copy replaces
-    them when the parameters have been updated, so a skipped step leaves the residuals unchanged.
+    gradient to all peers, and keeps residuals of it. A step changes only a copy of the residuals. The copy replaces the
+    residuals when the parameters have been updated, so a skipped step leaves the residuals unchanged.
 
     [Note: units of means] A step divides its sum of gradients by its own total weight and loss scale (the divisor). So
     residuals are kept in units of the mean gradient, that is divided by the divisor, and the next step multiplies them
     by its own divisor. Rows are sent after the ranks have agreed on the total weight. Gradients of rounds are sent
     earlier: their divisor is estimated from the weight of a sample in the last step, and the error of the estimate
-    stays in the residuals. So the sum of all messages and the residual, as means, is the sum of all mean gradients,
-    whatever the weights are.
+    stays in the residuals. So all messages plus the residuals, converted to means, add up to the sum of all mean
+    gradients, whatever the weights are.
 
     [Note: copies] A compressed value depends on its neighbours in a message, on its owner, and on the residuals of
     earlier messages. If other ranks hold a copy of a parameter that they update themselves (on another pipeline stage,
-    or unsplit in a tensor group), the parameter has other neighbours there. Gradients of such a parameter are sent
-    exactly, so that copies stay equal. New values of averaged parameters, which are not gradients, are sent exactly,
-    too.
+    or unsplit in a tensor group), the parameter's neighbours differ between the copies. Gradients of such a parameter
+    are sent exactly, so that copies stay equal. New values of averaged parameters, which are not gradients, are sent
+    exactly, too.
 
     Parameters
     ----------
@@ -1090,7 +1092,7 @@ class GradientExchange(ExactExchange):
         """Return the copy, for this step, of the residuals that this rank keeps for ``peer``. Not collective.
 
         ``unit`` selects the residuals of one unit's gradients; None: of all units. If ``peer`` is this rank's own
-        number, they are the residuals of its range of the reduced gradient, in units of means.
+        number, the result is the residuals of its range of the reduced gradient, in units of means.
         """
         left = self._next[self._bounds[peer] : self._bounds[peer + 1]]
         if unit is None or not left.size:

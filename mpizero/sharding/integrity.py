@@ -1,24 +1,24 @@
 """Find corrupted memory, and gradients that a model has not written.
 
-:class:`Integrity` compares parameters and optimizer state with their last hash, and copies with each other.
-:class:`WriteCheck` finds models that leave a part of their gradients unwritten, or add to the old values instead of
-overwriting them; :class:`GradientDict` refuses to bind another array to the name of a gradient.
+:class:`Integrity` compares parameters and optimizer state with their last hash, and copies on different ranks with each
+other. :class:`WriteCheck` finds models that leave a part of their gradients unwritten, or add to the old values instead
+of overwriting them; :class:`GradientDict` refuses to bind another array to the name of a gradient.
 
 [Note: what a check sees] Right after an update, a rank computes the CRC32 of the parameters and optimizer state that it
 has written. It computes the CRC32 again just before the next update. The forward and backward passes in between change
-neither parameters nor state. If the two CRC32s differ, bits have flipped in that time. This works for shards and for
-replicated state. Then all ranks exchange their CRC32s: copies of the same elements must have equal ones. Copies exist
-on different nodes, on tensor ranks that all hold a whole parameter, and on pipeline stages that share a tied parameter.
-This second comparison also finds bits that flipped at any earlier time. A CRC32 detects every change of up to 32
-neighbouring bits.
+neither parameters nor state. If the two CRC32s differ, bits have flipped in that time. The comparison works for shards
+and for replicated state. Then all ranks exchange their CRC32s: copies of the same elements must have equal ones. Copies
+exist on different nodes, on tensor ranks that all hold a whole parameter, and on pipeline stages that share a tied
+parameter. This second comparison also finds bits that flipped at any earlier time. A CRC32 detects every change of up
+to 32 neighbouring bits.
 
 [Note: sentinels] Gradients are written into memory that every step reuses. An element that a layer does not write keeps
 the value of an earlier step. Therefore, in the first step of a model, every element is first set to one fixed NaN, the
-sentinel. No arithmetic on other numbers results in its bits. When a block's backward pass has ended, the check looks
-for these bits. Adding to the sentinel gives the sentinel again, so the check also finds layers that add to the old
-values. A NaN with other bits was computed by the layer. Only the first step in which a rank computes is checked, or all
-steps if ``MPIZERO_DEBUG=gradients`` is set. A function that writes its gradients in place is checked in every step, but
-after the first only the first and the last element of each gradient are set to the sentinel.
+sentinel. No arithmetic on other numbers results in the sentinel's bits. When a block's backward pass has ended, the
+check looks for these bits. Adding to the sentinel gives the sentinel again, so the check also finds layers that add to
+the old values. A NaN with other bits was computed by the layer. Only the first step in which a rank computes is
+checked, or all steps if ``MPIZERO_DEBUG=gradients`` is set. A function that writes its gradients in place is checked in
+every step, but after the first only the first and the last element of each gradient are set to the sentinel.
 """
 
 from __future__ import annotations
