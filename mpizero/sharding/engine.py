@@ -314,7 +314,7 @@ class Engine(PlacedModel):
 
     @contextmanager
     def with_average(self, *, use: bool, agreed: bool = False) -> Iterator[None]:
-        """Replace the parameters by their moving average inside the context, if ``use`` is true; then collective.
+        """If ``use`` is true, replace the parameters by their moving average inside the context, which is collective.
 
         After the context the parameters have the same bits as before, also after an error that all ranks raise. An
         error inside a layer that is split over ranks ends the job without restoring the parameters, unless ``agreed``
