@@ -1,7 +1,7 @@
-"""Define :class:`Mesh`, the ranks that train together: their numbers on the axes of parallelism, and what they share.
+"""Define :class:`Mesh`: the ranks that train together, their coordinates on the parallel axes, and shared resources.
 
-A mesh owns all that must be closed: communicators, groups, the thread that watches for timeouts. Settings that are
-plain data are in :class:`~mpizero.sharding.config.Config`.
+A mesh owns all resources that must be closed: communicators, process groups and the thread that watches for timeouts.
+Training settings, which are plain data, are in :class:`~mpizero.sharding.config.Config`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _axis_order(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisSettings(Settings):
-    """Hold the sizes and the order of the axes of parallelism; :class:`Mesh` describes them."""
+    """Hold the sizes and the order of the parallel axes; :class:`Mesh` describes the settings."""
 
     pipeline: int = setting(1, whole(1), resume="free")
     tensor: int = setting(1, whole(1), resume="free")
@@ -75,7 +75,7 @@ class AxisSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSettings(Settings):
-    """Hold which ranks share memory; :class:`Mesh` describes the settings."""
+    """Hold the settings that say which ranks share memory; :class:`Mesh` describes them."""
 
     ranks_per_node: int | None = setting(None, optional(whole(1)), resume="free")
     share_node_memory: bool = setting(True, flag, resume="free")
@@ -87,25 +87,26 @@ class Mesh(NodeSettings, AxisSettings):
     """Hold the ranks that train together, as a grid of pipeline x tensor x data x context ranks. A context manager.
 
     The first use of the communicator or of a group is collective over ``comm``, and so is :meth:`close`. Close the
-    models first, or make them in a ``with`` block inside that of the mesh.
+    models before the mesh, or create them in a ``with`` block inside the ``with`` block of the mesh.
 
     Parameters
     ----------
     comm : mpi4py communicator, InMemoryCommunicator, "self" or None
-        The ranks that train together; the library makes a communicator of its own from it. None is all ranks that
-        a launcher such as mpiexec has started, or one process without a launcher; "self" is this process alone.
+        Communicator of the ranks that train together; the library duplicates it. None means all ranks that a launcher
+        such as mpiexec has started, or one process without a launcher; "self" means this process alone.
     pipeline, tensor, context : int
         Number of pipeline stages, of ranks over which each layer is split, and of ranks over which each sequence is
-        split. Models of blocks only.
+        split. Values above 1 need a model of blocks (docs/concepts.md).
     data : int
-        Number of replicas; -1 makes as many as there are ranks for.
+        Number of replicas of the model; -1 makes as many as the number of ranks allows.
     order : str or None
         Names of the axes, slowest first: ranks that differ only on the last axis have consecutive numbers. None is
         "pipeline,tensor,data". The context axis comes last if it is not named.
     ranks_per_node : int or None
         Number of consecutive ranks in each simulated node; None uses the real nodes.
     share_node_memory : bool
-        Whether replicated data has one copy per node, in an MPI-3 shared window; otherwise every rank has its own.
+        Whether replicated data has one copy per node, in an MPI-3 shared window; otherwise every rank has a copy of its
+        own.
     timeout : float or None
         A rank that has been inside one collective for this many seconds ends the job with a report of every rank's
         Python line; None is no timeout.
@@ -119,7 +120,7 @@ class Mesh(NodeSettings, AxisSettings):
     ConfigError
         If a value is invalid.
     GridError
-        When the ranks are first used, if the product of the sizes is not their number.
+        If the product of the axis sizes is not the number of ranks; raised when the axes or groups are first used.
 
     Examples
     --------
@@ -184,7 +185,7 @@ class Mesh(NodeSettings, AxisSettings):
         return guard.current().is_guest(self.embedded)
 
     def __str__(self) -> str:
-        """Return a picture of the ranks: a line for each place on the slowest axis."""
+        """Return a diagram of the ranks, with a line for each coordinate on the slowest axis."""
         axes = self.axes
         named = [axis for axis in axes.order if axes.sizes[axis] > 1]
         ranks = f"{axes.size} rank{'s' if axes.size > 1 else ''}"
@@ -197,14 +198,14 @@ class Mesh(NodeSettings, AxisSettings):
 
     @property
     def grid(self) -> ProcessGrid:
-        """The groups of ranks for a model that is split as the mesh says. The first access is collective."""
+        """The process groups for a model that is split along the axes of the mesh. The first access is collective."""
         return self.grid_of(self.axes if self.splits_model else None)
 
     def grid_of(self, axes: Axes | None, *, private: bool = False) -> ProcessGrid:
-        """Return the groups of ranks for ``axes``, the numbers of pipeline stages, tensor and context ranks.
+        """Return the process groups for ``axes``, the sizes and the order of the parallel axes.
 
-        ``axes=None`` means that the model is not split. With ``private=True`` ranks share no memory: this is for a
-        model that does not fit the nodes' shared memory. The first call with the same arguments is collective.
+        ``axes=None`` means that the model is not split. With ``private=True`` ranks share no memory, for a model that
+        does not fit into the nodes' shared memory. The first call with given arguments is collective.
         """
         grids = self._grids
         if (axes, private) not in grids:
@@ -231,13 +232,13 @@ class Mesh(NodeSettings, AxisSettings):
         return optimizers
 
     def number_model(self) -> str:
-        """Count one more model on these ranks; return "" for the first, then "model 2" ... Not collective."""
+        """Count a new model on this mesh; return its label: "" for the first, then "model 2", ... Not collective."""
         number = self.__dict__["_models"] = self.__dict__.get("_models", 0) + 1
         self.__dict__["_open"] = self.__dict__.get("_open", 0) + 1
         return f"model {number}" if number > 1 else ""
 
     def drop_model(self, *, last_closes: bool) -> None:
-        """Count one open model less. With ``last_closes``, close the mesh with the last one; that is collective."""
+        """Record that a model was closed; with ``last_closes``, close the mesh after its last model (collective)."""
         self.__dict__["_open"] -= 1
         if last_closes and not self.__dict__["_open"]:
             self._free()
@@ -263,9 +264,9 @@ class Mesh(NodeSettings, AxisSettings):
             self._free()
 
     def _free(self) -> None:
-        """Free what :meth:`close` frees, without first comparing the ranks' calls. Collective.
+        """Free communicators and groups without first checking that all ranks call :meth:`close`. Collective.
 
-        After an error in a ``with`` block, ranks call this together when they make their next model.
+        After an exception in a ``with`` block, all ranks call this method when they create their next model.
         """
         made = self.__dict__
         if "_watchdog" in made:
@@ -282,7 +283,7 @@ class Mesh(NodeSettings, AxisSettings):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the mesh. After an exception, postpone that until the ranks make their next model together."""
+        """Close the mesh; after an exception, postpone this until all ranks create their next model."""
         if error is None:
             self.close()
         elif "communicator" in self.__dict__:  # the other ranks may not have raised
@@ -290,7 +291,7 @@ class Mesh(NodeSettings, AxisSettings):
 
 
 def _lines(axes: Axes, named: list[str]) -> Iterator[str]:
-    """Yield the ranks of each place on the slowest of the axes ``named``, by their places on those up to the last."""
+    """Yield a line for each coordinate on the first of the axes ``named``: its ranks, grouped by the middle axes."""
     *outer, _ = named
     coordinates = [[getattr(axes.coordinates(rank), axis) for axis in outer] for rank in range(axes.size)]
     for first, ranks in groupby(range(axes.size), key=lambda rank: coordinates[rank][0]):

@@ -1,4 +1,4 @@
-"""Minimize the mean loss over all samples by a method of whole vectors: the function ``mpizero.minimize``."""
+"""Minimize the mean loss over all samples by a full-batch method, such as L-BFGS: the function ``mpizero.minimize``."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class MinimizeResult:
     Attributes
     ----------
     fun : float
-        The mean loss at the result, and the regularization terms.
+        Mean loss at the result, plus the regularization terms.
     norm : float
-        The largest magnitude of the elements of its gradient; of the projected gradient, if there are bounds.
+        Largest magnitude of the elements of the gradient of ``fun``; with bounds, of the projected gradient.
     nit, nfev : int
         Numbers of iterations, and of evaluations of loss and gradient.
     success : bool
         Whether the method has converged.
     message : str
-        Why it has ended.
+        Why the minimization ended.
     model : Model
         The model, whose parameters are the result.
 
@@ -97,37 +97,40 @@ def minimize(
     options: Mapping[str, Any] | None = None,
     resume: str | Path | None = None,
 ) -> MinimizeResult:
-    """Minimize a model's mean loss over all samples by a method that looks at the whole vector of parameters.
+    """Minimize a model's mean loss over all samples by a full-batch method such as L-BFGS.
 
-    Collective over the model's ranks. The model's parameters are the start, and the result afterwards. Vectors are
-    sharded like optimizer state; iterates have the same bits on any number of ranks, with every strategy.
+    Collective over the model's ranks. The model's parameters are the start values, and are replaced by the result.
+    Vectors are sharded like optimizer state; iterates have the same bits on any number of ranks, with every strategy.
 
     Parameters
     ----------
     model : Model
-        The placed model; its optimizer is replaced by the method.
+        The sharded model, from :func:`~mpizero.distribute`; its optimizer is replaced by the method.
     data : (x, y) arrays, the same on every rank, or a data source, or None
-        All samples. Each rank reads its part once. None is one sample, for functions that ignore their batch.
+        All samples, of which each rank reads its part once. None stands for one sample, for a function that ignores its
+        batch.
     method : {"l-bfgs", "cg", "newton-cg", "gauss-newton"} or VectorMethod
-        :class:`~mpizero.optim.LBFGS`, :class:`~mpizero.optim.NonlinearCG` or :class:`~mpizero.optim.NewtonCG`, or one
-        of them with its settings. The latter takes products from the model, ``FunctionModel(product=...)``, where it
-        has some; "gauss-newton" is the same method and needs them.
+        :class:`~mpizero.optim.LBFGS`, :class:`~mpizero.optim.NonlinearCG` or :class:`~mpizero.optim.NewtonCG`, or an
+        instance of one of them. NewtonCG takes Hessian products from the model, ``FunctionModel(product=...)``, if it
+        has them; "gauss-newton" is NewtonCG that requires such products of the model.
     bounds : pair, dict of str to pair, or None
-        As in :class:`~mpizero.optim.LBFGS`, for it only.
+        As in :class:`~mpizero.optim.LBFGS`; the other methods take no bounds.
     regularization : dict of str to callable, or None
         Terms that are added to the mean loss, as in :class:`~mpizero.optim.VectorMethod`.
     callback : callable or None
-        Called on all ranks after every iteration with a :class:`MinimizeResult`, when the model is at the iterate. The
-        minimization ends if it raises StopIteration, on any rank.
+        Called on all ranks after every iteration with a :class:`MinimizeResult`, while the model's parameters are the
+        iterate. The minimization ends if the callback raises StopIteration on any rank.
     options : dict or None
-        "maxiter" and "maxfun", the most iterations and evaluations (15,000 each), and settings of the method.
+        "maxiter" and "maxfun", the limits of iterations and evaluations (15,000 by default), and settings of the
+        method.
     resume : path or None
-        A checkpoint that ``model.save_model`` has written, in a callback for example: the minimization goes on there.
+        A checkpoint that ``model.save_model`` wrote, in a callback for example: the minimization continues from it.
 
     Raises
     ------
     ConfigError
-        If the method or an option is unknown, a bound or term does not fit, or ranks differ in them or in the data.
+        If the method or an option is unknown, a bound or regularization term does not fit the parameters, or ranks pass
+        different arguments or data.
     NonFiniteError
         If the loss or its gradient at the start values is infinite or NaN.
 
@@ -159,7 +162,7 @@ def minimize(
 
 
 class _Minimization:
-    """Evaluate until the method has converged; methods are collective over the model's ranks."""
+    """Run the evaluations of a minimizer until it has converged. Every method is collective over the model's ranks."""
 
     def __init__(self, model: Model, x: Any, y: Any, callback: Callable[[MinimizeResult], object] | None):
         self._model, self._x, self._y, self._callback = model, x, y, callback
@@ -172,7 +175,7 @@ class _Minimization:
         return self._updater.method.progress
 
     def run(self, maxiter: int, maxfun: int) -> MinimizeResult:
-        """Return the result; the model's parameters are those of the last iterate then."""
+        """Minimize and return the result; the model's parameters are then the last iterate."""
         self._model._engine.place(iterate=False)
         message = self._reached(maxiter, maxfun)  # a checkpoint may hold the last iteration
         while self._progress.stage != "done" and not message:
@@ -187,7 +190,7 @@ class _Minimization:
         return self._result(self._progress.message or message)
 
     def _product(self) -> AbstractContextManager[None]:
-        """Return a context in which an evaluation is a product of the model, if one is wanted. Collective."""
+        """Return a context in which an evaluation computes a Hessian product, if the method needs one. Collective."""
         method, engine = self._updater.optimizer, self._model._engine
         if self._progress.stage != "product" or not method.exact:
             return nullcontext()
@@ -199,7 +202,7 @@ class _Minimization:
         return evaluator.using_product(direction)
 
     def _reached(self, maxiter: int, maxfun: int) -> str:
-        """Return the limit that has been reached, as a message; "" if there is none."""
+        """Return a message that names the limit that is reached; "" if none is."""
         if self._progress.iterations >= maxiter:
             return f"maxiter={maxiter} iterations have been made"
         if self._progress.evaluations >= maxfun:
@@ -207,7 +210,7 @@ class _Minimization:
         return ""
 
     def _callback_stops(self) -> bool:
-        """Call the callback while the model is at the last iterate; tell whether it has raised StopIteration."""
+        """Call the callback with the last iterate as parameters; tell whether it raised StopIteration on any rank."""
         if self._callback is None:
             return False
         stop, comm = False, self._model.mesh.communicator
