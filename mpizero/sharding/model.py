@@ -1,9 +1,10 @@
-"""Define :class:`Model`, which trains, evaluates, saves and loads, and ``distribute``, which makes it.
+"""Define :class:`Model`, a sharded model that trains, evaluates, saves and loads, and ``distribute``, which creates it.
 
-Its methods stand by subject: training and evaluation; gradients by hand, for users who do not call ``train``; the
-copies of the model that :class:`LocalSGDOptimizer` averages; checkpoints. What reads and sets parameters is in its
-base class (``sharding/parameter_access.py``). The engine does the work (``sharding/engine.py``); the methods here make
-all ranks agree on a call first, and tell users what went wrong.
+The methods of :class:`Model` are grouped: training and evaluation; gradients by hand, for users who do not call
+``train``; the copies of the model that :class:`LocalSGDOptimizer` averages; checkpoints. Methods that read and set
+parameters are in the base class (``sharding/parameter_access.py``). The engine does the computation
+(``sharding/engine.py``); the methods here first check that all ranks make the same call, and raise errors that users
+understand.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ class Gradients:
     Attributes
     ----------
     values : 1-D array
-        The gradient, one of three kinds; frozen and averaged parameters always have zeros.
+        The gradient, one of three kinds; the elements of frozen and averaged parameters are always 0.
 
         - Not synchronized: the gradient of the sum of losses over the samples that this rank computed.
-        - Synchronized: the averaged gradient. DDP and ZeRO-1 have it of all parameters, ZeRO-2 and ZeRO-3 only of the
-          ranges that this rank owns, those of ``owned``, one after the other.
+        - Synchronized: the averaged gradient. With DDP and ZeRO-1 it covers all parameters, with ZeRO-2 and ZeRO-3 only
+          the ranges ``model.owned`` of this rank, concatenated.
         - Gathered (by ``gather=True``): the averaged gradient of the whole model, in the order of
           ``gather_full_parameters``.
 
-        In the first two kinds, a rank of a split model has only parameters of its pipeline stage and tensor part.
+        In the first two kinds, the gradient of a split model covers only this rank's pipeline stage and tensor part.
     weight : float
         Total weight of the samples of the global batch.
     loss : float
@@ -107,23 +108,23 @@ class Gradients:
 class Model(ParameterAccess):
     """Train a model whose parameters, gradients and optimizer state are distributed over the ranks of a mesh.
 
-    :func:`~mpizero.distribute` makes it. Its construction, and every method that is not marked otherwise, is collective
-    over the mesh. The model holds windows and communicators: close it, or use it as a context manager. Methods of a
-    closed model raise RuntimeError. When a call fails on one rank, every rank raises (RemoteError reports the error of
-    another rank), and the model is unchanged.
+    :func:`~mpizero.distribute` creates models. Construction, and every method that is not marked otherwise, is
+    collective over the mesh. The model holds MPI windows and communicators: close it, or use it as a context manager.
+    Methods of a closed model raise RuntimeError. When a call fails on one rank, every rank raises (RemoteError reports
+    the error of another rank), and the model is unchanged.
 
-    Layers that are split over ranks are an exception: while one rank raises, the others wait for it inside the layer,
-    so an error that is not caught ends the job. A DataError is safe in them, because all ranks of a tensor group find
-    it in the same samples.
+    Inside layers that are split over ranks, an error is raised on one rank only, while the others wait for this rank in
+    the layer; so an error that is not caught ends the job. A DataError in such a layer does not end the job, because
+    all ranks of a tensor group raise it for the same samples.
 
     Parameters
     ----------
     wrapped_model : BlockModel or BlackBoxModel
-        The model to train. It is never changed: the sharded model holds the parameters.
+        The model to train. Training does not change this object: the sharded model holds the parameters.
     config : Config
         The settings.
     mesh : Mesh
-        The ranks.
+        The ranks that train the model.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
         Which of parameters, gradients and optimizer state are sharded over the replicas.
     parallel_layout : ParallelLayout, optional
@@ -138,7 +139,7 @@ class Model(ParameterAccess):
     Attributes
     ----------
     last_step : StepReport or None
-        What the last training step did: loss, norm of the gradient, learning rate, bytes sent.
+        Results of the last training step: loss, gradient norm, learning rate, bytes sent.
 
     Raises
     ------
@@ -165,7 +166,7 @@ class Model(ParameterAccess):
     _warned_plain = _warned_replaced = False
 
     def _plans(self) -> dict[str, Any]:
-        """Return all values that must be equal on all ranks, by name, with the optimizer's settings. Not collective.
+        """Return all values that must be equal on all ranks, by name, optimizer settings included. Not collective.
 
         This method also wraps a plain optimizer in a sharded optimizer.
         """
@@ -180,7 +181,7 @@ class Model(ParameterAccess):
 
     @property
     def _call(self) -> str:
-        """The call that makes such a model with an optimizer, for error messages."""
+        """An example of a call that creates a model with an optimizer, for error messages."""
         return "mz.distribute(model, mz.AdamW(lr=1e-3))"
 
     @property
@@ -190,8 +191,8 @@ class Model(ParameterAccess):
         Raises
         ------
         RuntimeError
-            If none is bound (then plain SGD with ``config.learning_rate`` trains the model), or if the optimizer has
-            been bound to another model meanwhile.
+            If no optimizer is bound (then plain SGD with ``config.learning_rate`` trains the model), or if the
+            optimizer has been bound to another model meanwhile.
         """
         bound = self._optimizer
         if bound is None:
@@ -208,7 +209,8 @@ class Model(ParameterAccess):
     def _take_optimizer(self, optimizer: ShardedOptimizer) -> None:
         """Store ``optimizer`` as the one that is bound to this model. Not collective.
 
-        Rank 0 prints a notice if a checkpoint was loaded before: the optimizer begins without the state in it.
+        If a checkpoint was loaded before an optimizer was bound, rank 0 prints a notice that the checkpoint's optimizer
+        state was not loaded.
         """
         self._optimizer = optimizer
         if self._unread and self.rank == 0:
@@ -273,9 +275,9 @@ class Model(ParameterAccess):
         """Evaluate the samples of all ranks without training; return losses and correct predictions.
 
         ``x`` and ``y`` are inputs and targets of this rank's samples; the result is for all ranks together. It has the
-        attributes ``loss`` and ``accuracy``, and unpacks as ``loss_sum, weight, correct``. ``loss`` is used instead of
-        the model's own loss (not for black boxes); None is the model's own. With ``ema`` the moving average of the
-        parameters is used in their place (``ShardingConfig(ema=...)``); they are unchanged afterwards.
+        attributes ``loss`` and ``accuracy``, and unpacks as ``loss_sum, weight, correct``. ``loss`` replaces the
+        model's own loss (models of blocks only); None keeps the model's own. With ``ema`` the parameters' moving
+        average (``ShardingConfig(ema=...)``) is used during the call instead of the parameters.
         """
         if ema:
             self._check_call("evaluate")
@@ -286,8 +288,8 @@ class Model(ParameterAccess):
         """Return the predictions for this rank's ``x``; ranks may pass different numbers of samples.
 
         Collective if parameters are sharded (ZeRO-3, FSDP) or layers are split over ranks, even if the ranks share
-        memory. Otherwise each rank may call it alone. With ``ema`` the moving average of the parameters is used in
-        their place (``ShardingConfig(ema=...)``), and the call is collective.
+        memory. Otherwise each rank may call it alone. With ``ema`` the parameters' moving average
+        (``ShardingConfig(ema=...)``) is used instead of the parameters, and the call is collective.
         """
         if self._shards_parameters or ema:
             self._check_call("predict")
@@ -300,10 +302,10 @@ class Model(ParameterAccess):
 
     @collective
     def check_integrity(self) -> None:
-        """Check parameters and optimizer state for damaged memory.
+        """Check that the memory of parameters and optimizer state is not corrupted.
 
-        Copies on different ranks are compared with each other. Values are compared with their last hash, if one was
-        computed since they were last changed on purpose. If ``config.check_every`` > 0, ``train`` calls this by itself.
+        Copies on different ranks are compared with each other. Values are compared with their last hash, unless an
+        update has changed them since. If ``config.check_every`` is n > 0, ``train`` calls this method every n steps.
 
         Raises
         ------
@@ -315,7 +317,7 @@ class Model(ParameterAccess):
     def metadata(self) -> ModelMetadata:
         """Describe how parameters, gradients and optimizer state are distributed, and count bytes. Not collective.
 
-        The bytes are those of this rank: stored, and sent in the last step.
+        Bytes are counted for this rank: those stored now, and those sent in the last step.
         """
         sent = self.last_step.bytes_sent if self.last_step is not None else 0
         return describe(self._engine, self._mesh, self._label, sent, self._mean_every)
@@ -326,15 +328,15 @@ class Model(ParameterAccess):
     def compute_gradients(self, x: Any, y: Any, loss: Any = None, *, epoch: int = 0, gather: bool = False) -> Gradients:
         """Compute the gradient of the mean loss over the global batch; parameters stay unchanged.
 
-        With ``auto_sync_gradients=False`` the returned gradient is only this rank's, not yet summed over the ranks. In
-        any case the model keeps the gradient as the pending one, from which the optimizer's ``step`` updates.
+        With ``auto_sync_gradients=False`` the returned gradient is only this rank's, not yet summed over the ranks.
+        With either setting the model stores the gradient as pending, for the optimizer's ``step``.
 
         Parameters
         ----------
         x, y : array, or tree of arrays
             This rank's samples of the global batch, as in :meth:`train`.
         loss : Loss or None
-            Loss to use instead of the model's own; not for black boxes.
+            Loss that replaces the model's own; for models of blocks only.
         epoch : int
             As in :meth:`train`.
         gather : bool
@@ -375,8 +377,8 @@ class Model(ParameterAccess):
     def synchronize_gradients(self, *, gather: bool = False) -> Gradients:
         """Return the averaged pending gradient: its sum over the data group, divided by the weight of all samples.
 
-        It is summed here if it was not before, and stays pending. ``gather`` is as in :meth:`compute_gradients`, and
-        the same on all ranks.
+        A gradient that is not summed over the ranks yet is summed first; it stays pending. ``gather`` is as in
+        :meth:`compute_gradients`, and the same on all ranks.
 
         Raises
         ------
@@ -497,9 +499,10 @@ class Model(ParameterAccess):
             self._stepped(engine.step(totals, reduced, sent))
 
     def _pend(self, compute: Callable[[Engine], tuple[Totals, Array | None]]) -> Pending:
-        """Call ``compute``, and store the gradient that it returns as the pending one, until it is applied.
+        """Call ``compute``, and store the gradient that it returns as pending, until the gradient is applied.
 
-        ``compute`` returns the totals of the global batch and the averaged gradient, None if it is not summed yet.
+        ``compute`` returns the totals (loss and weight) of the global batch, and the averaged gradient; None in place
+        of a gradient that is not summed yet.
         """
 
         def computed(engine: Engine) -> Pending:
@@ -530,7 +533,7 @@ class Model(ParameterAccess):
         """Copy an averaged gradient from the reducer's order of elements to the order of parameters.
 
         The result has the ranges that this rank owns if gradients are sharded, else all parameters of this rank's stage
-        and tensor part; with ``gather`` it has those of the whole model.
+        and tensor part; with ``gather`` it has all parameters of the whole model.
         """
         engine, shard = self._engine, self._engine.store.shard
         if gather:
@@ -588,7 +591,7 @@ class Model(ParameterAccess):
     def _stepped_alone(self, report: StepReport) -> StepReport:
         """Store the report of a step that this rank made alone, and return it. Not collective.
 
-        The engine of one rank reports rank 0; this is replaced by the rank's number in the mesh.
+        With local SGD each engine has one rank, rank 0; the stored report names this rank's number in the mesh instead.
         """
         non_finite = tuple(replace(bad, rank=self.rank) for bad in report.non_finite)
         report = replace(report, non_finite=non_finite, skipped=str(non_finite[0]) if non_finite else None)
@@ -596,10 +599,10 @@ class Model(ParameterAccess):
         return report
 
     def _step_and_average(self, step: Callable[[Engine], StepReport | None]) -> float:
-        """Call ``step`` with every rank's engine, and after each ``every``-th step average the parameters.
+        """Call ``step`` with this rank's engine, and average the parameters over ranks every few steps.
 
-        Return the mean loss over the batches of all ranks. ``step`` returns None on a rank that has no samples: its
-        parameters stay as they are until they are averaged.
+        Return the mean loss over the batches of all ranks. ``step`` returns None on a rank without samples, whose
+        parameters then change only when they are averaged.
         """
         comm, engine = self._mesh.communicator, self._engine
         with all_ranks(comm, first=True):
@@ -607,7 +610,7 @@ class Model(ParameterAccess):
             report = self._idle(engine) if made is None else self._stepped_alone(made)
         sent = comm.counters.bytes_sent
         loss, weight = self._sum_over_ranks([report.loss * report.weight, report.weight]).tolist()
-        if weight == 0:  # a step that was made has a positive one
+        if weight == 0:  # a step with samples has a positive weight
             raise DataError(NO_SAMPLES)
         if made is None:
             engine.step_number += 1
@@ -619,14 +622,14 @@ class Model(ParameterAccess):
     @staticmethod
     def _idle(engine: Engine) -> StepReport:
         """Return the report of a step in which this rank has no samples. Not collective."""
-        updater = engine.bound_updater  # local training begins with one
+        updater = engine.bound_updater  # local SGD requires an optimizer
         scale = engine.current_loss_scale()
         return StepReport(updater.step_count, 0.0, 0.0, updater.rate, None, None, 0, (), scale, scale)
 
     def _evaluate_alone(self, x: Any, y: Any, loss: Any) -> Evaluation:
         """Evaluate each rank's samples with that rank's parameters, and return the sums over all ranks.
 
-        ``correct`` is None if a rank's predictions are not scores of classes.
+        ``correct`` is None if the predictions of a rank are not class scores.
         """
         local = Evaluation(0.0, 0.0, 0)
         with all_ranks(self._mesh.communicator, first=True):
@@ -648,8 +651,8 @@ class Model(ParameterAccess):
     def _checkpoint_arrays(self) -> list[LocalArray]:
         """Return the ranges of parameters and optimizer state that this rank saves: views, or copies from a GPU.
 
-        Not collective, except with local SGD. Then rank 0 saves the mean of all ranks' parameters and its own optimizer
-        state, and the other ranks save nothing.
+        Not collective, except with local SGD. With local SGD rank 0 saves the mean of all ranks' parameters and its own
+        optimizer state, and the other ranks save nothing.
         """
         if self._mean_every:
             self._check_call("checkpoint_arrays")
@@ -700,8 +703,8 @@ class Model(ParameterAccess):
             The checkpoint folder. The path of rank 0 is used; rank 0 prints a notice if other ranks pass another path.
             A save that ``begin_save`` has started is committed first.
         attributes : dict, optional
-            JSON values to save beside the arrays, the same on every rank. ``checkpoint.Reader.attributes`` returns them
-            again.
+            JSON values to save beside the arrays, the same on every rank. ``checkpoint.Reader.attributes`` holds them
+            when the checkpoint is read.
         backend, replace, alignment
             As for :func:`mpizero.checkpoint.write`.
         """
@@ -722,10 +725,10 @@ class Model(ParameterAccess):
     ) -> PendingSave:
         """Start a save like :meth:`save_model`, and return as soon as the values are copied: training can go on.
 
-        A thread writes the copy. The checkpoint appears when every rank calls ``commit()`` of the returned object, a
-        collective call that is short once ``finished`` is true on all ranks. The next save commits this one, too, and
-        so does closing the model. If an exception ends the ``with`` block of the model, the save is discarded. The
-        memory for the copy is kept for the next save.
+        A thread writes the copied values. The checkpoint appears when every rank calls ``commit()`` of the returned
+        object, a collective call that is short once ``finished`` is true on all ranks. The next save commits this save
+        first, and so does closing the model. If an exception ends the ``with`` block of the model, the save is
+        discarded. The memory for the copy is kept for the next save.
         """
         self._finish_save()
         _warn_paths(self._mesh.communicator, "begin_save", path)
@@ -754,7 +757,7 @@ class Model(ParameterAccess):
             pending.commit()
 
     def _free(self) -> None:
-        """Commit a save that :meth:`begin_save` has started, and free the memory for its copy and of the model."""
+        """Commit a save that :meth:`begin_save` has started, and free the memory of its copy and of the model."""
         try:
             self._finish_save()
         finally:
@@ -775,9 +778,9 @@ class Model(ParameterAccess):
 
         A model without an optimizer loads only the parameters: to continue a training, bind the optimizer first. All
         values are verified before any is replaced. So if an error is raised, parameters and optimizer state are
-        unchanged. To make this possible, a large model that has been trained reads the file twice. If the second
-        reading fails after some values were replaced, every use of the model on any rank raises CheckpointError until a
-        checkpoint has been loaded completely.
+        unchanged. For the verification, the file is read twice if the model is large and has been trained. If the
+        second reading fails after some values were replaced, every use of the model on any rank raises CheckpointError
+        until a checkpoint has been loaded completely.
 
         Raises
         ------
@@ -804,42 +807,43 @@ class Model(ParameterAccess):
         rename: Mapping[str, str] | None = None,
         strict: bool | None = None,
     ) -> state_dict.LoadReport:
-        """Load parameters alone, all or those that fit patterns, from a file of any layout; return what was loaded.
+        """Load only parameters, all or those whose names match patterns, from a file of any layout; return a report.
 
-        Optimizer state and the number of the step stay as they are. Each rank reads the ranges that it holds. All
+        Optimizer state and step number stay unchanged. Each rank reads the ranges of parameters that it holds. All
         values are verified before any is replaced, as for :meth:`load_model`.
 
         Parameters
         ----------
         path : path
-            A checkpoint, a run's folder, of which the newest checkpoint is taken, a safetensors file or an ``.npz``
-            file of arrays by name. The path of rank 0 is used, and
-            every rank must be able to read it. Floats of another type are converted; of an ``.npz`` file a rank holds
-            one array at a time.
+            A checkpoint, a run's folder (its newest checkpoint is read), a safetensors file, or an ``.npz`` file of
+            arrays by name. The path of rank 0 is used, and every rank must be able to read the file. Floats of another
+            type are converted; an ``.npz`` file is read one array at a time.
         include, exclude : str or sequence of str, optional
-            Shell patterns of parameter names, such as ``"encoder.*"`` (``*`` stands for dots, too): what is loaded, by
-            default everything, and what is not.
+            Shell patterns of parameter names, such as ``"encoder.*"`` (``*`` matches dots, too): parameters to load, by
+            default all, and parameters to leave out.
         rename : mapping of str to str, optional
-            Names in the file and their names in the model; both may have one ``*``, which stands for the same text.
+            Maps names in the file to names in the model; both may have one ``*``, which stands for the same text in
+            both.
         strict : bool, optional
             Whether a chosen parameter that is missing from the file, or has another shape or type there, is an error;
-            without patterns also a parameter that is in the file only. The default is True if no pattern is given.
-            Otherwise such parameters keep their values; rank 0 prints which.
+            without patterns also a parameter that is in the file only. The default is True if no pattern is given. With
+            False such parameters keep their values, and rank 0 prints their names.
 
         Returns
         -------
         LoadReport
-            The names that were taken, left, missing, of another shape, and in the file only. It prints as one line.
+            Names of the parameters that were loaded, not chosen, missing, of another shape or type, or in the file
+            only; ``str(report)`` is one line.
 
         Raises
         ------
         FileNotFoundError
             If there is nothing at ``path``.
         ConfigError
-            If a pattern fits nothing, or ranks choose differently.
+            If a pattern matches no name, or ranks pass different arguments.
         CheckpointError
-            If the file is damaged, nothing of it can be loaded, or ``strict`` says so. The message names file,
-            parameters and reason.
+            If the file is damaged, none of the chosen parameters can be loaded from it, or ``strict`` requires an
+            error. The message names file, parameters and reason.
         """
         with all_ranks(self._mesh.communicator):
             choice = state_dict.Choice.of(include, exclude, rename, strict)
@@ -854,7 +858,7 @@ class Model(ParameterAccess):
 def distribute(
     model: Any, optimizer: Any, strategy: str = "zero2", *, mesh: Mesh | None = None, config: Config | None = None
 ) -> Model:
-    """Shard a model and its optimizer over the ranks of a mesh, and split the model as the mesh says.
+    """Shard a model and its optimizer over the ranks of a mesh, and split the model along the mesh's axes.
 
     Collective over the ranks.
 
@@ -869,8 +873,9 @@ def distribute(
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
         Which of parameters, gradients and optimizer state are sharded over the replicas.
     mesh : Mesh or None
-        The ranks, and how many pipeline stages, tensor and context ranks split the model. None takes all ranks that the
-        launcher has started, or those of a ShardingConfig; closing the model then closes what was made for them.
+        The ranks, and how many pipeline stages, tensor and context ranks split the model. None takes the ranks of a
+        ShardingConfig, else all ranks that the launcher has started; in the latter case closing the model also frees
+        the communicators.
     config : Config or ShardingConfig or None
         The settings; None takes the defaults.
 
@@ -882,8 +887,8 @@ def distribute(
     Raises
     ------
     ConfigError
-        If the strategy is unknown, ranks are given twice, ranks differ in a setting, or ``cuts`` are set without a
-        pipeline.
+        If the strategy is unknown, both a mesh and a ShardingConfig are passed, ranks differ in a setting, or ``cuts``
+        are set without a pipeline.
     GridError
         If the product of the sizes of the mesh is not the number of ranks.
 
