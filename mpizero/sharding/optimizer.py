@@ -2,7 +2,7 @@
 
 :class:`ShardedOptimizer` binds any optimizer to a sharded model. Two subclasses send fewer bytes:
 :class:`GradientCompressionOptimizer` sends compressed gradients, and :class:`LocalSGDOptimizer` averages parameters
-every few steps (local SGD, Stich 2019); for it each rank gets a copy of the model (``Model._become_local``).
+every few steps (local SGD, Stich 2019), and gives each rank its own copy of the model (``Model._become_local``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ShardedOptimizer:
     wrapped_optimizer : optimizer
         A library optimizer, or any object with an elementwise ``update(params, grads, state)``.
     config : ShardingConfig or None
-        The configuration of the model. None takes the model's when the optimizer is bound.
+        The configuration of the model. None means that of the model to which the optimizer is bound.
     options : OptimizationOptions or None
         Default options of :meth:`optimize`.
     loss_scale : DynamicLossScale or None
@@ -89,7 +89,7 @@ class ShardedOptimizer:
         self._stalled = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, but for settings of the wrapped optimizer, which nothing would read here."""
+        """Set an attribute; refuse settings of the wrapped optimizer, which would have no effect on this object."""
         if name in SETTINGS:
             raise UnknownNameError(
                 f"{name} cannot be set: the wrapped optimizer keeps it; a learning rate that changes is a function of "
@@ -97,18 +97,18 @@ class ShardedOptimizer:
             )
         super().__setattr__(name, value)
 
-    if not TYPE_CHECKING:  # where it would hide what is misspelt
+    if not TYPE_CHECKING:  # a type checker would accept every misspelt name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise :class:`AttributeError` for what is not there."""
+            """Raise :class:`AttributeError` for an unknown attribute; for one of PyTorch, name the equivalent."""
             raise no_attribute(self, name)
 
     # ------------------------------------------------------------------ binding and stepping
 
     def set_model(self, model: Model) -> None:
-        """Bind to a model, and allocate the optimizer state of this rank. Collective over the model's ranks.
+        """Bind this optimizer to a model, and allocate this rank's optimizer state. Collective over the model's ranks.
 
-        This optimizer becomes ``model.optimizer``. If the model had another one, its state is dropped.
+        This optimizer becomes ``model.optimizer``; the state of the model's former optimizer is dropped.
 
         Raises
         ------
@@ -119,7 +119,7 @@ class ShardedOptimizer:
         if self._config is None:
             _check_sharded(model)
         comm = (model.mesh if self._config is None else self._config.mesh).communicator
-        # Under no name of a class: which one differs is told in words next.
+        # Without the class in the call's name: agree_equal names ranks whose classes differ.
         check_call(comm, "set_model")
         agree_equal(comm, lambda: self._plans(model), "bind an optimizer")
         self._bind(model)
@@ -184,7 +184,7 @@ class ShardedOptimizer:
 
     @property
     def config(self) -> Config:
-        """The configuration that was passed to the constructor, else the model's. Not collective."""
+        """The configuration that was passed to the constructor; if None, the model's. Not collective."""
         return self.model.config if self._config is None else self._config
 
     @property
@@ -193,7 +193,7 @@ class ShardedOptimizer:
 
     @property
     def loss_scale(self) -> optim.DynamicLossScale | None:
-        """The loss scale that was passed to the constructor, else the one of ``mixed_precision``. Not collective."""
+        """The loss scale that was passed to the constructor; if None, that of ``mixed_precision``. Not collective."""
         return self.config.loss_scale(self._loss_scale)
 
     @property
@@ -208,7 +208,7 @@ class ShardedOptimizer:
 
     @property
     def is_bound(self) -> bool:
-        """Tell whether this optimizer is bound to a model and no later one has replaced it there. Not collective."""
+        """Tell whether this optimizer is bound to a model, and still is the model's optimizer. Not collective."""
         return self._model is not None and self._model._optimizer is self
 
     @property
@@ -227,9 +227,9 @@ class ShardedOptimizer:
     def step(self) -> None:
         """Update the parameters from the model's pending gradient. Collective.
 
-        A pending gradient comes from ``compute_gradients``, or from ``train`` with ``auto_sync_gradients=False``. If it
-        is not summed over the ranks yet, ``step`` does that first. ``train`` with ``auto_sync_gradients=True`` updates
-        by itself.
+        A pending gradient comes from ``compute_gradients``, or from ``train`` with ``auto_sync_gradients=False``. A
+        gradient that is not summed over the ranks yet is summed first. After ``train`` with
+        ``auto_sync_gradients=True`` no call of ``step`` is needed.
 
         Raises
         ------
@@ -247,12 +247,12 @@ class ShardedOptimizer:
         data : (x, y) arrays, the same on every rank, or a data source
             All samples for training and validation. The first axis of arrays counts samples.
         options : OptimizationOptions or None
-            None takes the options that were passed to the constructor.
+            Options of the training; None means the options that were passed to the constructor.
 
         Raises
         ------
         ConfigError
-            If ranks pass different data (of arrays, evenly chosen samples are compared) or have different options.
+            If ranks pass different data (of arrays, evenly spaced samples are compared) or have different options.
         NonFiniteError
             If all losses of the first epoch, or all validation losses, are infinite or NaN, or if too many steps in a
             row are skipped (``config.bad_steps``). An infinite or NaN validation loss counts as no improvement.
@@ -266,7 +266,7 @@ class ShardedOptimizer:
 
     @recorded
     def should_early_stop(self) -> bool:
-        """Tell whether :meth:`note_stall` has last recorded True on any rank. Collective."""
+        """Tell whether the last call of :meth:`note_stall` recorded True on any rank. Collective."""
         return bool(agree_on_call(self._communicator, (self._stalled,))[:, 0].any())
 
     def note_stall(self, stalled: bool) -> None:
@@ -277,7 +277,7 @@ class ShardedOptimizer:
 
     @collective
     def reset(self) -> None:
-        """Reset optimizer state, step count and loss scale to those before the first step. Collective."""
+        """Reset optimizer state, step count and loss scale to their values before the first step. Collective."""
         self._updater.reset()
         self.model._engine.exchange.forget()
         self.model._engine.integrity.forget()
@@ -319,8 +319,8 @@ class ShardedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer state of the whole model, the same on every rank. Collective.
 
-        Its keys are "step_count" and "state"; ``state[slot][name]`` is an array in the shape of parameter ``name``, or
-        in that of the optimizer's array of a whole tensor. A method of whole vectors adds "progress", its scalars.
+        The keys are "step_count" and "state"; ``state[slot][name]`` has the shape of parameter ``name``, or the shape
+        of a matrix optimizer's state array. A full-batch method, such as L-BFGS, adds "progress", its scalars.
         """
         updater, engine = self._updater, self.model._engine
         slots: dict[str, dict[str, Array]] = {}
@@ -336,7 +336,8 @@ class ShardedOptimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that ``state_dict`` has returned. Collective.
 
-        Every rank passes the same state. Strategy and number of ranks may differ from those of ``state_dict``.
+        Every rank passes the same state. Strategy and number of ranks may differ from those that ``state_dict`` ran
+        with.
 
         Raises
         ------
@@ -404,14 +405,14 @@ def _check_sharded(model: Any) -> None:
 
 
 class GradientCompressionOptimizer(ShardedOptimizer):
-    """Update from compressed gradients with error feedback.
+    """Update parameters from compressed gradients with error feedback.
 
     When bound, the optimizer makes the model compress the gradients that are sent between nodes, or between ranks if
     they share no memory, as ``ShardingConfig(gradient_compression=compression)`` does. Ranks that share memory send
-    nothing. With top-k and int8, the part of a gradient that a message leaves out is kept and added to the next
-    gradient (see ``mpizero.comm.reduce``). Every strategy and communicator can be used. Binding another
-    optimizer to the model ends the compression. With compression, results on different numbers of ranks or nodes are
-    no longer equal to the bit.
+    each other nothing. With top-k and int8, the part of a gradient that a message leaves out is kept and added to the
+    next gradient (see ``mpizero.comm.reduce``). Every strategy and communicator can be used. Binding another optimizer
+    to the model ends the compression. With compression, results on different numbers of ranks or nodes are no longer
+    equal to the bit.
 
     Parameters
     ----------
@@ -473,9 +474,9 @@ class LocalSGDOptimizer(ShardedOptimizer):
     """Train one copy of the model on each rank's batches, and average the copies every ``every`` steps.
 
     The mean is a tree sum over ranks, so it has the same bits on every rank. Unlike with the sharded strategies, the
-    result depends on the number of ranks. The optimizer must be bound to a model of strategy "ddp". From then on each
-    rank has its own parameters and optimizer state. ``train`` returns the mean loss over the batches of all ranks.
-    ``evaluate`` computes each rank's samples with the parameters of that rank, and sums over all ranks. A checkpoint
+    result depends on the number of ranks. The optimizer must be bound to a model of strategy "ddp". Once it is bound,
+    each rank has its own parameters and optimizer state. ``train`` returns the mean loss over the batches of all ranks.
+    ``evaluate`` evaluates each rank's samples with the parameters of that rank, and sums over all ranks. A checkpoint
     holds the mean of the parameters, and the optimizer state of rank 0.
 
     Parameters
@@ -485,7 +486,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
     config : ShardingConfig or None
         As in :class:`ShardedOptimizer`.
     every : int
-        Number of steps between two averages.
+        Number of steps from one averaging of the parameters to the next.
 
     Raises
     ------

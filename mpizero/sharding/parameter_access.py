@@ -1,10 +1,10 @@
 """Construct and close a sharded model, read and set its parameters, and describe it.
 
 :class:`ParameterAccess` holds a wrapped model, a configuration and the engine that trains it. If the first step does
-not find enough shared memory, it moves the model to memory that ranks do not share (:func:`in_private_memory`). It
-reads and sets the parameters: as one 1-D array, or as named arrays. :func:`describe` says what is replicated, what is
-sharded, and how many bytes a rank stores and sends. The functions at the end gather arrays of the whole model, of
-parameters' elements or of optimizer state.
+not find enough shared memory, this class moves the model to memory that ranks do not share (:func:`in_private_memory`).
+The class also reads and sets the parameters: as one 1-D array, or as named arrays. :func:`describe` says what is
+replicated, what is sharded, and how many bytes a rank stores and sends. The functions at the end of the module gather
+values of all parameter elements, or arrays of optimizer state, of the whole model.
 """
 
 from __future__ import annotations
@@ -117,10 +117,10 @@ class ParameterAccess:
                 self._engine.grid.world.defer_close(self._free)  # the other ranks may not have raised
                 raise
 
-    if not TYPE_CHECKING:  # where it would hide what is misspelt
+    if not TYPE_CHECKING:  # a type checker would accept every misspelt name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise :class:`AttributeError` for what is not there."""
+            """Raise :class:`AttributeError` for an unknown attribute; for one of PyTorch, name the equivalent."""
             raise no_attribute(self, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -130,7 +130,7 @@ class ParameterAccess:
         )
 
     def __reduce__(self) -> NoReturn:
-        """Raise :class:`ArgumentError`, since a process has only a part of the model, and its ranks."""
+        """Raise :class:`ArgumentError`: a process holds only a part of a sharded model, which cannot be pickled."""
         raise ArgumentError("a sharded model is not pickled or copied: model.save_model(path), on all ranks, saves it")
 
     def _place(self) -> None:
@@ -150,7 +150,7 @@ class ParameterAccess:
     def _with_private_fallback(self, step: Callable[[Engine], T]) -> T:
         """Return ``step(engine)``; if its gradients do not fit into shared memory, move the model out of it and retry.
 
-        After that every rank keeps its own copy of the model in memory that it does not share.
+        After the move every rank keeps its own copy of the model in private memory.
         """
         try:
             return step(self._engine)
@@ -171,9 +171,9 @@ class ParameterAccess:
     def reserve(self, global_batch: int) -> None:
         """Allocate the shared memory that steps on ``global_batch`` samples need, before the first step.
 
-        Without this call the first step allocates it. If a node has too little shared memory, the model is moved out of
-        it: every rank keeps its own copy from then on, and rank 0 prints a notice. A model can be moved only while its
-        optimizer has made no step and loaded no state, so call this before a checkpoint is loaded.
+        Without this call the first step allocates the memory. If a node has too little shared memory, the model is
+        moved to private memory: every rank keeps its own copy from then on, and rank 0 prints a notice. A model can be
+        moved only while its optimizer has made no step and loaded no state, so call this before a checkpoint is loaded.
 
         Raises
         ------
@@ -225,7 +225,7 @@ class ParameterAccess:
     def _check_call(self, operation: str) -> None:
         """Raise ``CollectiveMismatch`` if a rank's next collective call is not the method ``operation``. Collective.
 
-        Methods that are collective only in some cases call this.
+        Methods that are collective only in some cases call this method.
         """
         comm, which = self._callers()
         check_call(comm, f"{type(self).__name__}.{operation}", which)
@@ -261,31 +261,32 @@ class ParameterAccess:
     def batch_group(self) -> Communicator:
         """The communicator over whose ranks a global batch is divided; pass it to ``data.batches`` as ``group``.
 
-        It has all ranks also where each rank trains a copy of its own (:class:`LocalSGDOptimizer`).
+        With :class:`LocalSGDOptimizer`, where each rank trains its own copy of the model, the communicator has all
+        ranks, too.
         """
         return self._mesh.communicator if self._mean_every else self._engine.grid.batch
 
     def grain_size(self, global_batch: int, samples: tuple[Any, Any] | None = None) -> int:
         """Return the number of samples of a full grain, for a global batch of ``global_batch`` samples.
 
-        Not collective. Where ``config.micro_batch`` is None it depends on the model, and loading a checkpoint with
-        optimizer state may change it. For a model of PyTorch or JAX it depends on the shapes of samples, too, which the
-        first batch tells, or ``samples``; other models ignore these.
+        Not collective. If ``config.micro_batch`` is None, the size depends on the model, and loading a checkpoint with
+        optimizer state may change it. For a PyTorch or JAX model it also depends on the shapes of samples, which are
+        taken from ``samples`` or from the first training batch; other models ignore ``samples``.
 
         Parameters
         ----------
         global_batch : int
             Number of samples.
         samples : tuple or None
-            Samples and targets ``(x, y)`` such as every rank will train on, of which only shapes and types count; there
-            may be none, as in ``x[:0]``. Every rank gives them, or none does.
+            Samples and targets ``(x, y)`` like those of the training. Only shapes and types are used, so that empty
+            arrays such as ``x[:0]`` suffice. All ranks pass samples, or none does.
 
         Raises
         ------
         ArgumentError
-            If ``samples`` is no pair.
+            If ``samples`` is not a pair.
         DataError
-            If arrays in it have different numbers of samples.
+            If arrays in ``samples`` have different numbers of samples.
         """
         engine = self._loadable_engine
         if samples is not None:
@@ -363,7 +364,7 @@ class ParameterAccess:
     def owned(self) -> tuple[Span, ...]:
         """The range of each unit's parameters that this rank owns by the shard rule.
 
-        Ranges count elements of the flat vector of all parameters of this rank's pipeline stage and tensor part.
+        Ranges are in elements of the flat vector of all parameters of this rank's pipeline stage and tensor part.
         """
         return self._engine.store.shard.spans
 
@@ -391,7 +392,7 @@ class ParameterAccess:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the model; after an exception, postpone that until all ranks make a model or close ``config``."""
+        """Close the model; after an exception, postpone this until all ranks create a model or close the mesh."""
         if error is None:
             self.close()
         elif self._open_engine is not None:  # the other ranks may not have raised
@@ -417,9 +418,8 @@ class ParameterAccess:
     def set_parameters(self, values: Array) -> None:
         """Set all parameters from a 1-D array in declared order, which must be the same on every rank.
 
-        A moving average (``ShardingConfig(ema=...)``) begins anew with them. The optimizer's state stays, and so do
-        gradients that compression has not sent yet: a program may change parameters between steps, to keep them within
-        bounds, say.
+        A moving average (``ShardingConfig(ema=...)``) begins anew from these values. Optimizer state and the residuals
+        of gradient compression are kept, so a program may change parameters between steps, to clip them to bounds, say.
 
         Raises
         ------
@@ -460,7 +460,8 @@ class ParameterAccess:
     def load_named(self, arrays: Mapping[str, Array]) -> None:
         """Set all parameters from arrays by name: a dictionary or an open ``.npz``, the same on every rank.
 
-        Integer arrays are set, too, if they are among them. All else is as :meth:`set_parameters` says.
+        Integer arrays that ``arrays`` contains are set, too. Moving average and optimizer state are treated as in
+        :meth:`set_parameters`.
 
         Raises
         ------
@@ -478,7 +479,7 @@ class ParameterAccess:
     def _arrange(self, arrays: Mapping[str, Array], values: Array, integers: dict[str, Array]) -> dict[str, Array]:
         """Check arrays by name, and copy them into ``values``, a 1-D array of the whole model. Not collective.
 
-        Integer arrays are added to ``integers``. Return the arrays by the name that error messages use.
+        Integer arrays are added to ``integers``. Return all checked arrays by the names that error messages use.
         """
         entries = {entry.spec.name: entry for entry in self._engine.global_view.layout.parameters}
         if not isinstance(arrays, Mapping):
@@ -506,7 +507,7 @@ class ParameterAccess:
     def parameters_sha256(self) -> str:
         """Return the SHA-256, in hexadecimal, of the bytes of all parameters of the model in declared order.
 
-        Integer arrays follow. Only one unit at a time is gathered, to save memory.
+        The bytes of integer arrays follow those of the parameters. Only one unit at a time is gathered, to save memory.
         """
         digest = hashlib.sha256()
         for values in self._engine.global_view.units():
@@ -524,8 +525,8 @@ def check_movable(engine: Engine, error: SharedMemoryError) -> None:
     Raises
     ------
     SharedMemoryError
-        If the optimizer has made a step or loaded a state, or compression has residuals. These cannot be moved, because
-        the ranks of a node share one copy of them.
+        If the optimizer has made a step or loaded a state, or compression has residuals. State and residuals cannot be
+        moved, because the ranks of a node share one copy of them.
     """
     updater = engine.updater
     used = np.array([(updater is not None and not updater.fresh) or engine.exchange.owes], np.int8)
@@ -543,9 +544,10 @@ def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, er
     Collective over all ranks, all of which have raised ``error`` and passed :func:`check_movable`. Parameters, integer
     arrays, step number and loss scale are copied. The optimizer is bound to the new engine.
 
-    [Note: a move in the first step] Construction looks at the room there is, but it does not know the batch: DDP and
-    ZeRO-1 store as many gradients as the grains of a rank make. And other jobs take memory of the node meanwhile.
-    Without this move a job in a container, or beside another one, would end in its first step where it can train on.
+    [Note: a move in the first step] Construction checks how much shared memory is free, but does not know the batch,
+    whose grains decide how many flat gradients DDP and ZeRO-1 store. Other jobs may also take memory of the node
+    meanwhile. Without this move a job in a container, or beside another job, would fail in its first step although it
+    can train in private memory.
     """
     updater, units = engine.updater, engine.layout.units
     values, version = [engine.store.owned(unit.index).copy() for unit in units], engine.store.version
@@ -593,7 +595,8 @@ class ModelMetadata:
         Why results agree with one process only within rounding; empty if they have the bits of one process with the
         same tiles.
     averaged_every : int
-        Number of steps between two averages if each rank trains a copy of its own (:class:`LocalSGDOptimizer`); else 0.
+        Number of steps from one averaging to the next if each rank trains its own copy (:class:`LocalSGDOptimizer`);
+        else 0.
     nodes, ranks_per_node : int
         Number of groups of ranks that share memory (within this rank's data group), and number of ranks in each.
     replicated, sharded : tuple of str
@@ -659,7 +662,7 @@ class ModelMetadata:
 
     @property
     def exactness(self) -> str:
-        """A text of what results are equal to, "the bits of one process with tiles=8", or why only within rounding."""
+        """A text that says what results equal ("the bits of one process with tiles=8"), or why only within rounding."""
         if self.averaged_every and self.is_distributed:
             return f"no other number of ranks ({self.world_size} copies are averaged every {self.averaged_every} steps)"
         return exactness(self.tiles, self.within_rounding)
@@ -673,8 +676,8 @@ def describe(engine: Engine, mesh: Mesh, label: str, bytes_sent: int, averaged_e
     """Collect the metadata of a model from its engine. Not collective.
 
     ``mesh`` is that of the model; with local SGD, ``engine.mesh`` has only one rank. ``label`` is the strategy's name.
-    ``bytes_sent`` is the number of bytes that this rank sent in the last step. ``averaged_every`` is the field of the
-    result.
+    ``bytes_sent`` is the number of bytes that this rank sent in the last step. ``averaged_every`` is the value of that
+    field of the result.
     """
     placement, grid, memory = engine.placement, engine.grid, engine.memory
     flags = {
@@ -718,12 +721,13 @@ def _formula(engine: Engine) -> dict[str, float]:
 
     [Note: memory formulas] Let P be the number of parameter elements on this stage and tensor part (for gradients only
     those that are not frozen, for optimizer state only those that an optimizer trains), b the bytes of an element, and
-    s the number of state arrays. Let n be the ranks of the data group, and L the ranks of a node (1 if ranks share no
-    memory). On each rank, parameters need P*b/n if they are sharded and P*b/L if not; gradients need P*b/n if they are
-    summed in rounds and P*b if not; state needs s*P*b/n if it is sharded and s*P*b/L if not. Compression with error
+    s the number of state arrays. Let n be the number of ranks of the data group, and L that of a node (1 if ranks share
+    no memory). On each rank, parameters need P*b/n if they are sharded and P*b/L if not; gradients need P*b/n if they
+    are summed in rounds and P*b if not; state needs s*P*b/n if it is sharded and s*P*b/L if not. Compression with error
     feedback also keeps residuals, 2*P*b/L if state is not sharded. If state is sharded, a rank keeps no residuals for
-    its own ranges: with d ranks of the inter-node group that makes 2*P*b/L*(1 - 1/d). P is then the number of gradients
-    that are compressed. The state of whole tensors is divided over n ranks with every strategy, evenly but for tensors.
+    its own ranges: with d ranks of the inter-node group that makes 2*P*b/L*(1 - 1/d). Here P is the number of gradient
+    elements that are compressed. The state of whole tensors is divided over the n ranks with every strategy, as evenly
+    as is possible without cutting tensors.
     """
     placement, grid = engine.placement, engine.grid
     item, n, local = engine.dtype.itemsize, grid.data.size, grid.node.size
@@ -748,7 +752,7 @@ def _formula(engine: Engine) -> dict[str, float]:
 def gather_pieces(engine: Engine, dtype: Any, values: Callable[[UpdatePiece], Any]) -> Array:
     """Gather one number for each parameter element of the whole model, from the ranks that own the elements.
 
-    Return the same 1-D array in declared order on every rank. It is 0 for frozen and averaged parameters.
+    Return the same 1-D array in declared order on every rank. Elements of frozen and averaged parameters are 0.
     Collective over the world.
 
     Parameters
@@ -788,8 +792,8 @@ def gather_owned(engine: Engine, owned: Array) -> Array:
 def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
     """Return where each array of a slot of the optimizer state lies in the vector of :func:`gather_slot`.
 
-    Arrays as long as the parameters lie where the parameters lie in the vector of the whole model, those of whole
-    tensors one after the other. Not collective; the engine has a bound optimizer.
+    Elementwise state has the offsets of its parameters in the flat vector of the whole model; state arrays of whole
+    tensors follow one another. Not collective; the engine has a bound optimizer.
     """
     optimizer = engine.bound_updater.optimizer
     pairs = [(e, state_specs(optimizer, e.spec).get(slot)) for e in engine.global_view.layout.parameters]
@@ -801,7 +805,7 @@ def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
 def gather_slot(engine: Engine, slot: str) -> Array:
     """Gather the arrays of a slot of the optimizer state of the whole model, as one vector on every rank.
 
-    :func:`slot_entries` says where each array lies; elements that belong to none are 0. Collective over the world.
+    :func:`slot_entries` says where each array lies; elements that belong to no array are 0. Collective over the world.
     """
     updater = engine.bound_updater
     if slot not in updater.optimizer.slots:
@@ -831,7 +835,7 @@ def _gathered_tensors(engine: Engine, slot: str) -> Array:
 
 
 def _gathered(engine: Engine, full: Array) -> Array:
-    """Gather an array from the ranges that ranks own; return it in the order of the whole model. Collective.
+    """Gather an array from the ranks that own its ranges; return it in the order of the whole model. Collective.
 
     ``full`` has one element for each parameter element of this rank's data group. Only the ranges that this rank owns
     are valid before the call.
@@ -843,7 +847,7 @@ def _gathered(engine: Engine, full: Array) -> Array:
 
 
 def checked_state(engine: Engine, updater: Updater, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a ``state_dict()`` by what they are; LayoutError if the optimizer has others."""
+    """Return the values of a ``state_dict()`` by descriptive names; raise LayoutError if they do not fit."""
     if absent := {"step_count", "state"}.difference(state):
         raise LayoutError(f"state has no {sorted(absent)}; pass what state_dict() has returned")
     slots, progress, method = state["state"], state.get("progress"), updater.method
