@@ -1,28 +1,28 @@
-"""Keep the parameters of a rank: who owns which ranges, in which memory they are, how updated ones reach all nodes.
+"""Store a rank's parameters: which rank owns which ranges, where they are stored, how updates reach all nodes.
 
-:class:`Shard` computes the ranges of parameters and gradients that a rank owns, :func:`update_pieces` those that it
-updates. :class:`Memory` allocates all arrays of model state, node by node in shared windows, and counts their bytes.
-:class:`ParameterStore` holds the parameters in it: all of them on every node, or only the shards of the node's ranks,
-from which units are gathered when they are needed. :class:`ParameterAllGather` sends updated parameters to the other
-nodes during the next forward pass (ZeRO-1 and 2). :class:`IntegerState` has a model's arrays of whole numbers.
-:func:`fits_shared_memory` checks beforehand whether all of it fits.
+:class:`Shard` computes the ranges of parameters and gradients that a rank owns, :func:`update_pieces` the ranges that
+it updates. :class:`Memory` allocates all arrays of model state, privately or in windows that a node shares, and counts
+their bytes. :class:`ParameterStore` holds the parameters in this memory: all of them on every node, or only the shards
+of the node's ranks, from which units are gathered when they are needed. :class:`ParameterAllGather` sends updated
+parameters to the other nodes during the next forward pass (ZeRO-1 and 2). :class:`IntegerState` stores a model's
+integer arrays. :func:`fits_shared_memory` checks in advance whether parameters and gradients fit into shared memory.
 
 [Note: agreement] Every rank keeps the integer arrays of its stage, which layers may change. In a step each micro-batch
-is given the values of the step's beginning, and may write new ones. These must be the same for all micro-batches: an
-average of whole numbers is none. A rank compares those of its own micro-batches. Then all ranks exchange a hash of what
-they have found. Ranks that had no micro-batch are sent the new values if these differ from the old ones. A step that
-updates the parameters takes the new values; one that is skipped drops them.
+reads the values from before the step, and may write new values. The new values must be equal for all micro-batches,
+because integers cannot be averaged. A rank compares the new values of its own micro-batches. Then all ranks exchange
+hashes of their new values. Ranks without a micro-batch receive the new values if these differ from the old ones. A step
+that updates the parameters adopts the new values; a skipped step drops them.
 
 [Note: regions] The parameters are cut into regions, in the order in which blocks use them. Each region has an
 all-gather of its own, between the nodes that own parts of it; all of these all-gathers begin at once. Before a rank
 reads the parameters of a block, it waits for all regions up to the last one that the block uses. If the ranks of a node
 share one copy, each of them receives a part of the region, and the region is complete when all of them have received
-their parts. A non-blocking barrier of the node for each region makes sure of that; a rank begins it as soon as its own
+their parts. Each region therefore has a non-blocking barrier of the node; a rank begins the barrier as soon as its own
 messages of the region have arrived.
 
 [Note: nobody waits for a rank that waits] The barrier of a region ends only when every rank of the node has begun it.
-So a rank must begin the barriers of all regions before it blocks in anything else. :meth:`ParameterAllGather.wait` does
-that: it is called at the end of a rank's forward and backward passes, before any other collective of the node
+So a rank must begin the barriers of all regions before it blocks in any other call. :meth:`ParameterAllGather.wait`
+begins them: it is called at the end of a rank's forward and backward passes, before any other collective of the node
 (``MessageProgress.finish``), and before any other use of the parameters.
 """
 
@@ -66,7 +66,7 @@ from mpizero.types import Array, ParameterSpec
 class Shard:
     """Describe the shard that data rank ``rank`` of ``parts`` owns: one range of each unit's parameters.
 
-    It owns the gradients of these parameters, too. All offsets and sizes are in elements.
+    The rank also owns the gradients of these parameters. All offsets and sizes are in elements.
     """
 
     layout: FlatLayout
@@ -89,9 +89,9 @@ class Shard:
         return _running([span.size for span in self.spans])
 
     def pieces(self) -> Iterator[tuple[ParameterUse, Span, int]]:
-        """Yield each parameter of which the rank owns elements, their range, and their place in the concatenation.
+        """Yield each parameter of which the rank owns elements, the owned range, and its offset in the shard.
 
-        The range is one of the flat vector of all parameters.
+        The range is in the flat vector of all parameters. The shard is the concatenation of all owned ranges.
         """
         for span, offset in zip(self.spans, self.offsets, strict=True):
             for entry, part in self.layout.pieces(span):
@@ -113,13 +113,13 @@ class Shard:
         return sum(span.size for spans in self.gradient_spans for span in spans)
 
     def flat_spans(self, unit: int) -> tuple[Span, ...]:
-        """Return the owned ranges of the gradients of unit number ``unit``, as ranges of the whole gradient vector."""
+        """Return the owned ranges of the gradients of unit number ``unit``, as ranges of the flat gradient."""
         base = self.layout.gradient_bases[unit]
         return tuple(span.shift(base) for span in self.gradient_spans[unit])
 
     @cached_property
     def gradient_kinds(self) -> tuple[tuple[Span, bool], ...]:
-        """The concatenated owned gradients cut into ranges; for each, whether its elements are averaged parameters."""
+        """Ranges of the concatenated owned gradients; for each, whether its elements belong to averaged parameters."""
         kinds: list[tuple[Span, bool]] = []
         position = 0
         for unit in self.layout.units:
@@ -135,7 +135,7 @@ class Shard:
     def shard_position(self, unit: int, gradient: int) -> int:
         """Return the index, in the concatenated owned gradients, of an element that the rank owns.
 
-        It is element ``gradient`` of the gradients of unit number ``unit``.
+        ``gradient`` is the index of the element in the gradients of unit number ``unit``.
         """
         position = self.gradient_offsets[unit]
         for span in self.gradient_spans[unit]:
@@ -149,9 +149,10 @@ class UpdatePiece(NamedTuple):
     """Describe a contiguous range of one parameter that this rank updates.
 
     ``span`` is the range in the flat vector of all parameters. ``store``, ``gradient`` and ``state`` are the indices of
-    its first element in the parameter store, in the reduced gradient and in the arrays of the optimizer state. ``uses``
-    holds the index in the reduced gradient for each tied use of the parameter. ``group`` is the number of the
-    optimizer group. For an averaged parameter, which has no state and no group, ``state`` and ``group`` are -1.
+    the range's first element in the parameter store, in the reduced gradient and in the arrays of the optimizer state.
+    ``uses`` holds the index in the reduced gradient for each tied use of the parameter. ``group`` is the number of the
+    optimizer group. For an averaged parameter (a running mean, say), which has no state and no group, ``state`` and
+    ``group`` are -1.
     """
 
     entry: ParameterUse
@@ -171,8 +172,9 @@ class UpdatePiece(NamedTuple):
 class StatePiece(NamedTuple):
     """Describe consecutive elements of one array of optimizer state that a rank keeps.
 
-    ``spec`` describes the whole array as a parameter of the same name. ``start`` is the index of the first element in
-    the flattened array, ``state`` its index in this rank's state; ``size`` is the number of elements.
+    ``spec`` describes the whole array like a parameter; its name is that of the parameter to which the array belongs.
+    ``start`` is the index of the first element in the flattened array, ``state`` its index in this rank's state;
+    ``size`` is the number of elements.
     """
 
     spec: ParameterSpec
@@ -182,7 +184,7 @@ class StatePiece(NamedTuple):
 
 
 class UpdateRun(NamedTuple):
-    """Describe neighbouring pieces that one kernel call updates together.
+    """Describe contiguous pieces of parameters that one kernel call updates together.
 
     ``store``, ``gradient`` and ``state`` are the indices of the first element in the parameter store, in the reduced
     gradient and in the arrays of the optimizer state; ``size`` is the number of elements, ``group`` the number of the
@@ -199,7 +201,7 @@ class UpdateRun(NamedTuple):
 def update_pieces(
     shards: Sequence[Shard], groups: dict[ParameterSpec, int], store_bases: Sequence[int] | None, flat: bool
 ) -> tuple[UpdatePiece, ...]:
-    """Return the pieces of parameters that a rank updates, averaged ones included; a piece is a range of one of them.
+    """Return the pieces (ranges of single parameters) that a rank updates, averaged parameters included.
 
     Parameters
     ----------
@@ -207,12 +209,12 @@ def update_pieces(
         The shards that the rank updates: its own or, with replicated optimizer state, the shards of its whole
         inter-node group.
     groups : dict
-        The number of the optimizer group of each parameter; averaged ones may be left out.
+        The number of the optimizer group of each parameter; averaged parameters may be left out.
     store_bases : sequence of int or None
         For each shard, the index of its first element in a sharded store; None for a store that holds all parameters.
     flat : bool
-        Whether the reduced gradient is a flat gradient, as long as the gradient vector. Otherwise it is an array of
-        only the gradients that the rank owns.
+        Whether the reduced gradient holds the gradients of all parameters (a flat gradient), or only those that the
+        rank owns.
     """
     pieces: list[UpdatePiece] = []
     state = 0
@@ -242,10 +244,10 @@ def _running(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def tensors_last(pieces: Sequence[UpdatePiece], names: Container[str]) -> tuple[UpdatePiece, ...]:
-    """Return the pieces, in their order, with new positions in the optimizer state: those of ``names`` come last.
+    """Return the pieces in the same order, with new offsets in the optimizer state: parameters ``names`` come last.
 
-    ``names`` are the names of parameters that are updated as whole tensors. So a state array that these parameters do
-    not have ends where their positions begin.
+    ``names`` are the parameters that a matrix optimizer updates as whole tensors. A slot that these parameters do not
+    use ends before their offsets.
     """
     sizes = [piece.size for piece in pieces]
     order = sorted(range(len(pieces)), key=lambda number: pieces[number].entry.spec.name in names)
@@ -270,7 +272,7 @@ def runs_of(pieces: Sequence[UpdatePiece]) -> tuple[UpdateRun, ...]:
 
 
 def paged(nbytes: int, page: int = PAGE) -> int:
-    """Round ``nbytes`` up to whole memory pages: arrays that different ranks write begin on pages of their own.
+    """Round ``nbytes`` up to whole memory pages, so that arrays of different ranks share no page.
 
     Not collective.
     """
@@ -288,7 +290,7 @@ COMPUTING_ADVICE = "choose a smaller micro_batch, more micro-batches (accumulate
 def refused(error: MemoryError, what: str, advice: str) -> OutOfMemoryError:
     """Return an ``OutOfMemoryError`` that says what the memory was for, followed by ``advice``. Not collective.
 
-    If ``error`` is one already, it is returned unchanged.
+    An ``error`` that is an ``OutOfMemoryError`` already is returned unchanged.
     """
     if isinstance(error, OutOfMemoryError):
         return error
@@ -317,8 +319,9 @@ def needing(what: str, advice: str) -> Iterator[None]:
 def on_all_ranks(world: Communicator, what: str) -> Iterator[None]:
     """Raise on all ranks if allocating memory in the ``with`` block has failed on some rank.
 
-    Collective over ``world``, all ranks of the model. If one node has too little memory, what other nodes have
-    allocated in the ``with`` block stays allocated, and the caller must free it. ``what`` names the memory in errors.
+    Collective over ``world``, all ranks of the model. If one node has too little memory, the memory that other nodes
+    have allocated in the ``with`` block stays allocated, and the caller must free it. ``what`` names the memory in
+    errors.
 
     Raises
     ------
@@ -330,7 +333,7 @@ def on_all_ranks(world: Communicator, what: str) -> Iterator[None]:
     try:
         with all_ranks(world, what):
             yield
-    except (CollectiveError, PeerFailure):  # the ranks may not come to an agreement any more
+    except (CollectiveError, PeerFailure):  # the ranks may be unable to communicate any more
         raise
     except Exception as error:  # on all ranks
         reasons = world.allgather_object(str(error) if isinstance(error, SharedMemoryError) else "", what)
@@ -359,13 +362,13 @@ class Allocator(Protocol):
 
 
 class MessageProgress:
-    """Call MPI regularly for all messages that this rank has in flight, so that they progress while it computes.
+    """Call MPI regularly for this rank's messages in flight, so that they progress while the rank computes.
 
     MPI moves most messages only while the rank is inside an MPI call. Every object that leaves messages in flight
     registers its functions under a name: the parameter store ("parameters"), the gradient buffers ("rows", "rounds"),
-    the pipeline ("pipeline"). Runners call :meth:`poll` between two blocks of the model, and layers that consist of
-    other layers call it between two of these. The allocator calls :meth:`finish` before every collective of the node,
-    so that no rank waits for messages of one that is blocked there: [Note: nobody waits for a rank that waits].
+    the pipeline ("pipeline"). Runners call :meth:`poll` between two blocks of the model, and layers with sublayers call
+    it between two sublayers. The allocator calls :meth:`finish` before every collective of the node, so that no rank
+    waits for messages of a rank that is blocked in the collective: [Note: nobody waits for a rank that waits].
     """
 
     def __init__(self) -> None:
@@ -373,14 +376,14 @@ class MessageProgress:
         self._finishes: dict[str, Callable[[], object]] = {}
 
     def register(self, name: str, poll: Callable[[], object], finish: Callable[[], object] | None = None) -> None:
-        """Register an object's functions, and drop those that were registered under the same name. Not collective.
+        """Register an object's ``poll`` and ``finish``, in place of functions of the same name. Not collective.
 
         Parameters
         ----------
         name : str
             Name of the object that has messages in flight.
         poll : callable
-            Lets the object's messages progress; not collective, and cheap if there are none.
+            Lets the object's messages progress; not collective, and cheap if no message is in flight.
         finish : callable, optional
             Waits for the object's messages that other ranks of the node depend on.
         """
@@ -421,8 +424,8 @@ class Memory:
     Attributes
     ----------
     private_bytes, shared_bytes : Counter of str to int
-        Bytes of the arrays that this rank holds alone, and of those that its node holds together, by kind:
-        "parameters", "gradients", "optimizer state", "buffers" or "exchange buffers".
+        Bytes of this rank's private arrays, and of the windows that its node shares, by kind: "parameters",
+        "gradients", "optimizer state", "buffers" or "exchange buffers".
     peak_bytes : int
         The largest :attr:`rank_bytes` so far.
     """
@@ -475,8 +478,8 @@ class Memory:
         Raises
         ------
         SharedMemoryError
-            On all ranks of the node, if the node has too little shared memory. Other nodes do not learn of it, unless
-            the call is made inside :func:`on_all_ranks`.
+            On all ranks of the node, if the node has too little shared memory. Other nodes raise only if the call is
+            made inside :func:`on_all_ranks`.
         """
         if self.node.size == 1:
             return tuple(self.private(kind, shape, dtype) for shape in shapes)
@@ -561,9 +564,9 @@ UNIT_BUFFERS = 2
 class ParameterViews(dict[str, Any]):
     """Hold nested views of parameters, by name; ``poll()`` lets messages in flight progress.
 
-    A layer that consists of other layers calls ``poll`` between them, through :func:`mpizero.nn.layer.poll`. If
-    ``gathered`` is true, the memory of the views holds other parameters between the forward and the backward pass, so
-    a layer must not keep the views in its cache.
+    A layer with sublayers calls ``poll`` between them, through :func:`mpizero.nn.layer.poll`. If ``gathered`` is true,
+    the memory of the views is used for other units between the forward and the backward pass, so a layer must not keep
+    the views in its cache.
     """
 
     __slots__ = ("gathered", "poll")
@@ -584,7 +587,7 @@ class ParameterProvider(Protocol):
     def unshard(
         self, unit: Unit, following: Unit | None = None, *, by_block: bool = False
     ) -> AbstractContextManager[dict[str, Any]]:
-        """Yield nested views of a unit's parameters, by block; :meth:`ParameterStore.unshard` describes the parameters.
+        """Yield nested views of a unit's parameters, by block; :meth:`ParameterStore.unshard` describes the arguments.
 
         Collective over the data group if parameters are sharded.
         """
@@ -594,7 +597,7 @@ class ParameterProvider(Protocol):
         """The object that runners poll between layers, so that messages in flight progress."""
 
     def wait(self, block: str | None = None) -> None:
-        """Wait until the updated parameters of ``block`` have arrived from their owners; None: those of all blocks."""
+        """Wait until the updated parameters of ``block`` (None: of all blocks) have arrived from their owners."""
 
 
 class ParameterStore:
@@ -604,19 +607,19 @@ class ParameterStore:
 
     [Note: the next unit] A sharded store has two slots, buffers for one gathered unit each. While one unit is used, the
     next one is gathered into the other slot (a prefetch). The prefetch begins when the current unit is complete on all
-    ranks of the node, because no rank reads the other slot any more. Every rank gathers the same units in the same
+    ranks of the node, because from then on no rank reads the other slot. Every rank gathers the same units in the same
     order.
 
     [Note: newer values on a GPU] If a rank is alone in its data group and trains on a GPU, the GPU may have newer
-    parameters than this store. They are copied to the host when :attr:`values`, :meth:`owned` or :meth:`unshard` is
-    used.
+    parameters than this store. These values are copied to the host when :attr:`values`, :meth:`owned` or
+    :meth:`unshard` is used.
 
     Parameters
     ----------
     layout : FlatLayout
         The layout of the flat parameter vector.
     grid : ProcessGrid
-        The ranks.
+        The process groups of this rank.
     memory : Memory
         Allocates the arrays.
     sharded : bool
@@ -632,7 +635,7 @@ class ParameterStore:
     dtype : numpy dtype
         The data type of all parameters.
     version : int
-        How often :meth:`all_gather` was called; 1 while the parameters have their initial values.
+        Number of calls of :meth:`all_gather`; 1 while the parameters have their initial values.
     """
 
     def __init__(
@@ -681,7 +684,7 @@ class ParameterStore:
         return self._local_values()
 
     def take_from(self, source: Callable[[Array], None]) -> None:
-        """Record that a GPU has newer parameters, which ``source`` copies to the host array that it is given.
+        """Record that a GPU has newer parameters, which ``source`` copies to the host array passed to it.
 
         Not collective. ``source`` is called when the parameters are needed on the host, and dropped by :meth:`owned`,
         because the caller then writes newer values on the host; see [Note: newer values on a GPU].
@@ -691,7 +694,7 @@ class ParameterStore:
     def refresh(self) -> None:
         """Copy the parameters from the GPU to the host, even if they were copied since the last update. Not collective.
 
-        Nothing is copied if the host's values are the newest, because they were written after the last update.
+        Nothing is copied if the host's values were written after the last update on the GPU, and so are newer.
         """
         if self._source is not None:
             self._source(self._values)
@@ -713,7 +716,7 @@ class ParameterStore:
             gathering.wait_requests()  # what is still being sent must not change
         span = self.shard.spans[unit]
         start = self.base + self.shard.offsets[unit] if self.sharded else span.start
-        values, self._source = self._local_values(), None  # what is written there is newer than any
+        values, self._source = self._local_values(), None  # the caller writes newer values than the GPU's
         return values[start : start + span.size]
 
     @contextmanager
@@ -762,10 +765,10 @@ class ParameterStore:
         ----------
         exchange : bool
             Whether to send the ranges that each rank owns to the copies on all nodes. Pass False if the ranks of each
-            node have written its whole copy.
+            node have written all of the node's copy.
         later : bool
             Whether to return while parameters are in flight. The next forward pass then waits for each block's
-            parameters before it uses them; anything else waits for all parameters first.
+            parameters before it uses them; any other access waits for all parameters first.
         """
         with self.timeline.span("publication"):
             self.wait()
@@ -779,7 +782,7 @@ class ParameterStore:
         self.version += 1
 
     def wait(self, block: str | None = None) -> None:
-        """Wait until the updated parameters of ``block`` have arrived from their owners; None: those of all blocks.
+        """Wait until the updated parameters of ``block`` (None: of all blocks) have arrived from their owners.
 
         After each update, every rank of the data group must at some time wait for all blocks; see [Note: regions].
         """
@@ -809,7 +812,7 @@ class ParameterStore:
         self.all_gather()
 
     def gathered(self, unit: Unit) -> Array:
-        """Return a new 1-D array of all parameters of a unit; parameters of other units that it uses are left out.
+        """Return a new 1-D array of a unit's own parameters, without parameters of other units that the unit uses.
 
         Collective over the data group.
         """
@@ -825,13 +828,13 @@ class ParameterStore:
 
         Collective over the data group.
         """
-        self.memory.barrier("fill")  # who still reads, reads the old values
+        self.memory.barrier("fill")  # other ranks may still read the old values
         for unit, span in enumerate(self.shard.spans):
             self.owned(unit)[:] = values[span.start : span.stop]
         self.all_gather()
 
     def owned_values(self) -> Array:
-        """Return a copy of the parameters of this rank's shard, concatenated. Collective as :attr:`values` is."""
+        """Return a copy of the parameters of this rank's shard, concatenated. Collective if :attr:`values` is."""
         return np.concatenate([self.values[:0], *(self.owned(unit.index) for unit in self.layout.units)])
 
     def fill_owned(self, values: Array) -> None:
@@ -839,7 +842,7 @@ class ParameterStore:
 
         Collective over the data group.
         """
-        self.memory.barrier("fill")  # who still reads, reads the old values
+        self.memory.barrier("fill")  # other ranks may still read the old values
         for unit, offset in enumerate(self.shard.offsets):
             out = self.owned(unit)
             out[:] = values[offset : offset + out.size]
@@ -868,7 +871,7 @@ class ParameterStore:
     def _bring(self, unit: Unit) -> int:
         """Finish gathering a unit, and return the number of its slot. Collective over the data group."""
         if self._coming is not None and self._coming[0] is not unit:
-            self._finish()  # something else came between, and takes its place: first it must be there on all ranks
+            self._finish()  # another unit needs the slot of the prefetch, which must first end on all ranks
             self.memory.barrier("gather")
         if self._coming is None:
             self._begin(unit)
@@ -887,7 +890,7 @@ class ParameterStore:
         """Return the ranges of a buffer with the gathered ``unit`` that the rank of ``shard`` owns.
 
         The buffer holds the unit's own parameters, and after them each parameter of another unit that a tied use refers
-        to. The first range is of the unit's own parameters; then there is one range for each of the others.
+        to. The first range is of the unit's own parameters; one range for each parameter of another unit follows.
         """
         spans = [shard.spans[unit.index].shift(-unit.span.start)]
         offset = unit.span.size
@@ -947,7 +950,7 @@ class ParameterAllGather:
     memory : Memory
         The allocator that has the shared window of ``values``.
     values : 1-D array
-        The node's copy of the parameters, in which this rank's ranges are updated.
+        The node's copy of the parameters, in which this rank has updated its own ranges.
     regions : sequence of (int, Span)
         For each region the index of its unit, and its range of the flat parameter vector.
     shards : sequence of Shard
@@ -990,8 +993,8 @@ class ParameterAllGather:
     def wait(self, regions: int | None = None) -> None:
         """Wait until the first ``regions`` regions are complete, or all of them if it is None.
 
-        Collective over the data group in this sense: every rank must have waited for all regions before the next
-        update.
+        Collective over the data group: ranks may call this method at different times, but all must have waited for all
+        regions before the next update.
         """
         count = len(self._gatherings) if regions is None else regions
         while self._arrived < count:
@@ -1013,8 +1016,8 @@ class ParameterAllGather:
 def poll_pending(gathering: list[ParameterAllGather], seconds: float = 10.0) -> None:
     """Wait, for at most ``seconds``, until the messages of an all-gather in flight have ended.
 
-    Not collective. ``gathering`` is empty or has one all-gather, of a store whose memory is about to be freed. It is
-    called when a program ends, or drops a model, without closing the model.
+    Not collective. ``gathering`` is empty or has one all-gather, of a store whose memory is about to be freed. The
+    function is called when a program ends, or drops a model, without closing the model.
     """
     limit = time.monotonic() + seconds
     with suppress(MpizeroError):  # others have ended or closed the communicator
@@ -1022,7 +1025,7 @@ def poll_pending(gathering: list[ParameterAllGather], seconds: float = 10.0) -> 
             time.sleep(1e-4)
 
 
-#: What a rank tells about its new values: that it has none, that they are the old ones, that they are others.
+#: What a rank reports in :meth:`IntegerState.agree`: no new values, new values equal to the old ones, others.
 _NONE, _OLD, _NEW = range(3)
 
 
@@ -1036,11 +1039,11 @@ class IntegerState:
     blocks : iterable of str
         The blocks of this rank's stage.
     grid : ProcessGrid
-        The ranks.
+        The process groups of this rank.
 
     Attributes
     ----------
-    whole : dict of str to tuple of IntegerSpec
+    specs : dict of str to tuple of IntegerSpec
         The integer arrays of the whole model by block.
     values : dict of str to Array
         The arrays of this stage by global name.
@@ -1058,7 +1061,7 @@ class IntegerState:
         self._from: tuple[int, int] = (0, 0)
 
     def set(self, arrays: Mapping[str, Array]) -> None:
-        """Set arrays of this stage to those of ``arrays``, which may have others, too. Not collective."""
+        """Set this stage's arrays from ``arrays``, by name; arrays of other stages are ignored. Not collective."""
         for name in self.values.keys() & arrays.keys():
             self.values[name][...] = arrays[name]
 
@@ -1066,7 +1069,7 @@ class IntegerState:
         """Copy the values of another state of the same stage. Not collective."""
         self.set(other.values)
 
-    # ------------------------------------------------------------------ what layers see (not collective)
+    # ------------------------------------------------------------------ values for layers (not collective)
 
     def readonly_views(self, block: str) -> dict[str, Any]:
         """Return read-only views of a block's arrays, nested by local name."""
@@ -1088,12 +1091,12 @@ class IntegerState:
         self._new = {}
 
     def prepare(self, blocks: Iterable[str]) -> None:
-        """Set what ``blocks`` write to to the values of the step: what is not written stays as it is."""
+        """Copy current values to the arrays that ``blocks`` write to, so that unwritten elements keep their values."""
         for name in self._names(blocks):
             self._written[name][...] = self.values[name]
 
     def take(self, block: str, first: int, count: int) -> LayoutError | None:
-        """Keep the new values that ``block`` has written; return an error if an earlier micro-batch had others.
+        """Store ``block``'s new values; return an error if an earlier micro-batch has written different values.
 
         ``first`` and ``count`` are the number of the micro-batch's first sample, and its number of samples.
         """
@@ -1112,7 +1115,7 @@ class IntegerState:
     # ------------------------------------------------------------------ agreement
 
     def agree(self) -> None:
-        """Compare the new values of all ranks, and give them to ranks that had no micro-batch.
+        """Check that the new values of all ranks are equal, and send them to ranks without a micro-batch.
 
         Collective over the world if the model has any integer array; else it does nothing.
 
@@ -1142,7 +1145,7 @@ class IntegerState:
                 self.grid.data.broadcast(target, group.index(_NEW), "integers")
 
     def _explain(self, stages: list[int]) -> None:
-        """Raise the error that names the first array on whose new values the ranks of a stage do not agree.
+        """Raise an error that names the first array whose new values differ between ranks of a stage.
 
         Collective over the world.
         """
@@ -1160,7 +1163,7 @@ class IntegerState:
                     )
 
     def commit(self) -> None:
-        """Take the new values, at the end of a step that has updated the parameters. Not collective."""
+        """Adopt the new values at the end of a step that has updated the parameters. Not collective."""
         for name, value in self._new.items():
             self.values[name][...] = value
         self._new = {}
@@ -1207,20 +1210,21 @@ def fits_shared_memory(
     Parameters
     ----------
     grid : ProcessGrid
-        The ranks.
+        The process groups of this rank.
     layout : FlatLayout
         The parameters of this rank's data group. Other data groups on the same host, with other parts of the model,
         are counted, too.
     item : int
         Bytes of one element of a parameter, or of a gradient.
     placement : Placement
-        The row of the placement table.
+        The strategy's row of the placement table.
     config : Config
-        The settings. If ``micro_batch`` is None, the check counts as many rows as any batch of up to 16 grains can need
-        ([Note: words] of ``sharding/grad_reduce.py``). Otherwise it counts one row. If the first step needs more rows
-        and they do not fit, :mod:`mpizero.sharding.parameter_access` handles that.
+        The settings. If ``micro_batch`` is None, the check counts as many rows (memory for one flat gradient each) as
+        any batch of up to 16 grains can need. Otherwise it counts one row for each rank. If the first step needs more
+        rows, and they do not fit, :mod:`mpizero.sharding.parameter_access` moves the model to private memory.
     scratch : bool
-        Whether gradients that are added to a row at once have no row of their own.
+        Whether gradients of a grain that are at once added to another row are written to scratch memory, and not to a
+        row of their own.
     in_place : bool
         Whether the model is a function that writes the gradients of all units at once.
     """
@@ -1253,7 +1257,7 @@ def fits_shared_memory(
 
 
 def _warn_memory_limit(world: Communicator, needs: Mapping[str, int], left: Mapping[str, int]) -> None:
-    """Print on rank 0 which host may need more memory than ``left`` there for this job. Not collective."""
+    """Print on rank 0 which host may need more shared memory than the job may take, ``left``. Not collective."""
     if world.rank == 0 and (host := next((host for host in left if needs[host] > left[host]), "")):
         notice(
             f"the model may need {needs[host]} bytes of shared memory on {host}, where this job may take {left[host]}: "
@@ -1272,7 +1276,7 @@ def _window_bytes(
 ) -> int:
     """Return the bytes of all shared windows that the ranks of this data group allocate on this node.
 
-    ``rows`` is the number of rows of each rank, where gradients are kept in rows.
+    ``rows`` is the number of flat gradients that each rank stores, unless gradients are summed in rounds.
     """
 
     def window(elements: int) -> int:
@@ -1295,10 +1299,10 @@ def grid_rows_plan(grid: ProcessGrid, count: int, *, scratch: bool) -> RowsPlan:
 
 
 def _rows(grid: ProcessGrid, config: Config, *, scratch: bool, dynamic: bool) -> int:
-    """Return how many rows to count for each rank before the first batch is known.
+    """Return how many rows (flat gradients) to count for each rank before the first batch is known.
 
-    That is the most that a batch of up to 16 grains can need, or 1 if the user has set ``micro_batch``. If the first
-    batch needs more than is left, the model is moved out of shared memory then.
+    This is the largest number that a batch of up to 16 grains can need, or 1 if the user has set ``micro_batch``. If
+    the first batch needs more memory than is left, the model is then moved out of shared memory.
     """
     if config.micro_batch is not None:
         return 1
