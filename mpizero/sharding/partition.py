@@ -1,11 +1,11 @@
 """Split a model over ranks: by blocks into pipeline stages, by matrices and sequences over tensor and context groups.
 
-:func:`check_model` says whether a user's model can be trained at all, and :func:`blocks_of` lists its blocks, from
-which pipeline stages and units are made. :class:`ParallelLayout` has the sizes of the axes, the schedule, and the cuts
-into stages. :func:`partition_model` makes of it a rank's part of a model, a :class:`PartitionedModel`. Layers that are
-split compute in tiles, whose number decides the bits of the result: :func:`resolve_tiles` chooses it, and
-:func:`within_rounding` says where bits differ nevertheless. :func:`describe_model` describes a model by named parts, so
-that ranks can check that all of them were given the same.
+:func:`check_model` checks that a user's model can be trained, and :func:`blocks_of` lists its blocks, from which
+pipeline stages and units are made. :class:`ParallelLayout` holds the sizes of the axes, the schedule, and the cuts into
+stages. From it :func:`partition_model` builds a rank's part of a model, a :class:`PartitionedModel`. Split layers
+compute in tiles (docs/concepts.md), whose number decides the bits of the result: :func:`resolve_tiles` chooses the
+number, and :func:`within_rounding` lists why bits differ nevertheless. :func:`describe_model` describes a model by
+named parts, so that ranks can check that they all have the same model.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _LAYER = ("specs", "forward", "backward")
 
 
 def check_model(model: Any) -> None:
-    """Raise an error if ``model`` is neither a model of blocks nor a black box, or has an attribute of a wrong type.
+    """Raise an error if ``model`` is no model of blocks and no functional model, or has an attribute of a wrong type.
 
     Not collective.
 
     Raises
     ------
     TypeError
-        If ``model``, one of its blocks or its loss is wrong. The error says what it is and what it must be.
+        If ``model``, one of its blocks or its loss has a wrong type. The message says what it is and what it must be.
     ConfigError
-        If the data type of the parameters, or the seed, cannot be used.
+        If the data type of the parameters is not supported, or the seed is invalid.
     """
     name = type(model).__name__
     if isinstance(model, type):
@@ -84,7 +84,7 @@ def check_model(model: Any) -> None:
 def check_distinct_modules(comm: Communicator, model: Any) -> None:
     """Raise an error if several ranks that are threads of one process train the same PyTorch module.
 
-    Collective over ``comm``. These ranks would write to the same gradients at once.
+    Collective over ``comm``. Such ranks would write to the module's gradients at the same time.
 
     Raises
     ------
@@ -136,12 +136,13 @@ def _check_part(what: str, kind: str, part: Any, methods: tuple[str, ...]) -> No
 
 
 def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
-    """Return the parameter specs of a model, by the name of the block; in a black box each array counts as a block.
+    """Return a model's parameter specs by block name; each array of a functional model counts as a block.
 
     Raises
     ------
     TypeError
-        If ``model`` is neither a model of blocks nor a black box; the error names the attributes that either needs.
+        If ``model`` is neither a model of blocks nor a functional model. The message names the attributes that each
+        kind needs.
     """
     if isinstance(model, BlockModel):
         return {name: tuple(block.specs()) for name, block in model.blocks.items()}
@@ -166,7 +167,7 @@ Tiles = int | Mapping[str, int] | None
 
 
 def check_tiles(value: Any) -> Tiles:
-    """Check a number of tiles, or numbers by axis, and return them; None is allowed."""
+    """Check and return the setting ``tiles``: a number of tiles, numbers by axis, or None."""
     if value is None:
         return None
     if isinstance(value, Mapping):
@@ -194,31 +195,31 @@ class SplitSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout(AxisSettings, SplitSettings):
-    """Combine the axes of a :class:`~mpizero.Mesh` with the settings of how a model is cut along them."""
+    """Combine the axes of a :class:`~mpizero.Mesh` with the settings that say how a model is cut along the axes."""
 
     @property
     def tensor_virtual_ranks(self) -> int:
-        """Number of parts in which layers that are split are computed: all group sizes with equal tiles compute alike.
+        """Number of tiles in which split layers compute; groups of all sizes with the same number give the same bits.
 
-        It is ``tiles``, if that is the size of the tensor axis times a power of two (1 included); otherwise, and with
-        ``tiles=None``, it is the size.
+        The number is ``tiles``, if that is the size of the tensor axis times a power of two (1 included); otherwise,
+        and with ``tiles=None``, it is the size of the axis.
         """
         return self.virtual_ranks["tensor"]
 
     @property
     def context_virtual_ranks(self) -> int:
-        """Number of parts of the sequence by which layers compute, found like :attr:`tensor_virtual_ranks`."""
+        """Number of tiles in which layers compute sequences, determined like :attr:`tensor_virtual_ranks`."""
         return self.virtual_ranks["context"]
 
     @property
     def wanted_virtual_ranks(self) -> dict[str, int]:
-        """The number of tiles that the training has of each axis, whether the axis's size fits it or not."""
+        """The number of tiles that the settings request on each axis, even if the axis's size does not allow it."""
         wanted = self.tiles if isinstance(self.tiles, Mapping) else dict.fromkeys(TILED_AXES, self.tiles)
         return {axis: wanted.get(axis) or getattr(self, axis) for axis in TILED_AXES}
 
     @property
     def virtual_ranks(self) -> dict[str, int]:
-        """The numbers :attr:`tensor_virtual_ranks` and :attr:`context_virtual_ranks` by axis."""
+        """The numbers of tiles by axis: :attr:`tensor_virtual_ranks` and :attr:`context_virtual_ranks`."""
         sizes = {"tensor": self.tensor, "context": self.context}
         return {axis: n if can_host(sizes[axis], n) else sizes[axis] for axis, n in self.wanted_virtual_ranks.items()}
 
@@ -274,7 +275,7 @@ class ParallelLayout(AxisSettings, SplitSettings):
 
 
 def can_host(size: int, count: int) -> bool:
-    """Tell whether ranks of a group of ``size`` can compute ``count`` tiles: a power of two on each, 1 included."""
+    """Tell whether a group of ``size`` ranks can compute ``count`` tiles: 1, 2, 4, ... on each rank."""
     each, rest = divmod(count, size)
     return rest == 0 and each > 0 and each & (each - 1) == 0
 
@@ -332,7 +333,7 @@ class PartitionedModel:
     model : BlockModel or BlackBoxModel
         The whole model.
     context_group : Group or None
-        The ranks that cut the sequences; None if nothing is split.
+        The ranks over which sequences are cut; None if the model is not split.
     parallel_layout : ParallelLayout
         Sizes of the axes of parallelism, pipeline schedule and cuts.
     cuts : tuple of tuple of str
@@ -365,7 +366,7 @@ class PartitionedModel:
 
     @property
     def is_split(self) -> bool:
-        """Tell whether layers or sequences are cut into tiles, over ranks or on this one."""
+        """Tell whether layers or sequences are cut into tiles, over several ranks or on this rank."""
         return self.split is not self.model
 
     @cached_property
@@ -396,7 +397,7 @@ class PartitionedModel:
             for block in names:
                 for spec in blocks_of(self.split)[block]:
                     if spec.tied is not None and not spec.trainable:
-                        continue  # it stays on the stage of its home: see partition_model
+                        continue  # it has no gradient to exchange: see _refuse_frozen_copies
                     home = spec.tied or joined(block, spec.name)
                     earlier = uses.get(home, ())
                     number = sum(use.stage == stage for use in earlier)
@@ -439,7 +440,7 @@ class PartitionedModel:
         return FlatLayout.build(self.specs(stage), one_unit=one_unit, minimum_unit=minimum_unit, groups=groups)
 
     def run_on(self, x: Any, run: Run) -> Run:
-        """Return ``run`` with the length of the whole sequences of micro-batch ``x``, which split layers need.
+        """Return ``run`` with the full sequence length of micro-batch ``x``, which split layers need.
 
         Collective over the context group: one message per micro-batch, instead of one per layer. The length is computed
         from the first array of ``x`` on every rank. If no layer is split, ``run`` is returned unchanged.
@@ -450,7 +451,8 @@ class PartitionedModel:
         """Return ``loss`` adapted to the output of this rank's last block. Not collective.
 
         If the scores of classes are split over a tensor group and the loss needs all of them, the returned loss first
-        joins them. In a context group it takes this rank's positions. None is returned for None.
+        gathers them. In a context group the returned loss takes predictions at this rank's positions of the sequences.
+        If ``loss`` is None, None is returned.
         """
         return loss if loss is None or not self.is_split else self.split.loss_on_parts(loss)
 
@@ -497,7 +499,7 @@ def partition_model(
     parallel_layout: ParallelLayout,
     group_for: Callable[[Group], Group] = lambda group: group,
 ) -> PartitionedModel:
-    """Split the layers of a model over this rank's tensor and context group, and take the blocks of its stage.
+    """Split a model's layers over this rank's tensor and context group, and select the blocks of its stage.
 
     Collective over the tensor and context group. ``group_for`` returns a group whose methods take and return arrays on
     the device where layers compute.
@@ -505,7 +507,8 @@ def partition_model(
     Raises
     ------
     ConfigError
-        If a black box is to be split, if a layer cannot be split, or if the model cannot be cut into these stages.
+        If a functional model is to be split, if a layer cannot be split, or if the model cannot be cut into these
+        stages.
     """
     sizes = {"pipeline": parallel_layout.pipeline, "tensor": parallel_layout.tensor, "context": parallel_layout.context}
     virtual_ranks = parallel_layout.tensor_virtual_ranks, parallel_layout.context_virtual_ranks
@@ -522,7 +525,7 @@ def partition_model(
             f"{type(model).__name__} is a black box, which cannot be split ({listed}): give a model of blocks, or use "
             "data parallelism alone (pipeline=1, tensor=1, context=1)"
         )
-    from mpizero.nn.virtual_ranks import tiled_model  # with all that tiles need, which few trainings have
+    from mpizero.nn.virtual_ranks import tiled_model  # imported late: few trainings have tiles
 
     cuts = parallel_layout.cut(blocks_of(model), model)
     _refuse_frozen_copies(blocks_of(model), parallel_layout.chunks, cuts)
@@ -556,7 +559,7 @@ def _refuse_frozen_copies(specs: Specs, chunks: Sequence[int], cuts: Sequence[Se
 
 
 def averaged_names(model: Any) -> list[str]:
-    """Return the names of the averaged parameters of a whole model that steps change, in declared order.
+    """Return the names of a whole model's averaged parameters (running means) that are not frozen, in declared order.
 
     Not collective.
     """
@@ -579,23 +582,23 @@ SAME = "the bits of one process"
 
 @dataclass(frozen=True)
 class _StandInGroup:
-    """Stand for a group where only a layer's form is asked for: nothing is sent."""
+    """Represent a group of ranks in checks whether a layer can be split, which send no messages."""
 
     size: int
     rank: int = 0
 
 
 def resolve_tiles(parallel_layout: ParallelLayout, tiles: Tiles, model: Any) -> ParallelLayout:
-    """Return the layout with the tiles in which ``model`` computes on it, a number for each axis. Not collective.
+    """Return the layout with the number of tiles in which ``model`` computes on each axis. Not collective.
 
-    ``tiles`` is the setting. A number for both axes holds for those along which the model can be split: the layers of
-    an MLP, which has no sequences, are computed in tiles of the tensor axis alone.
+    ``tiles`` is the setting of that name. A single number applies to the axes along which the model can be split: to
+    the tensor axis alone for an MLP, which has no sequences.
 
     Raises
     ------
     ConfigError
-        If there is a number of tiles for an axis along which the model cannot be split, or one for both axes and it
-        can be split along neither; or if layers cannot be split into so many parts, such as heads.
+        If ``tiles`` names an axis along which the model cannot be split, if the model can be split along neither axis,
+        or if a layer cannot be split into so many parts, such as attention with fewer heads.
     """
     if tiles is None:
         return parallel_layout
@@ -616,7 +619,7 @@ def resolve_tiles(parallel_layout: ParallelLayout, tiles: Tiles, model: Any) -> 
 
 
 def incompatible_axes(parallel_layout: ParallelLayout) -> list[str]:
-    """Return a text for each axis whose size does not fit the number of tiles that the training has. Not collective."""
+    """Return a text for each axis whose size does not allow the requested number of tiles. Not collective."""
     problems = []
     for axis, count in parallel_layout.wanted_virtual_ranks.items():
         if parallel_layout.virtual_ranks[axis] != count:
@@ -633,12 +636,12 @@ def within_rounding(
     accumulate: int = 1,
     optimizer: Any = None,
 ) -> tuple[str, ...]:
-    """Return why results have not the bits of one process with the same tiles, but agree within rounding; () if not.
+    """Return why results equal those of one process with the same tiles only within rounding; () if bitwise.
 
     ``parallel_layout`` is the result of :func:`resolve_tiles`, ``compression`` and ``accumulate`` the settings
-    ``gradient_compression`` and ``accumulate``. A layer that computes other bits in groups of other sizes says why by
-    its attribute ``within_rounding``. An optimizer of which small differences become large ones says so by its
-    attribute ``magnifies_rounding``. Not collective.
+    ``gradient_compression`` and ``accumulate``. A layer whose bits depend on the size of the group says why in its
+    attribute ``within_rounding``. An optimizer that makes small differences large says so in its attribute
+    ``magnifies_rounding``. Not collective.
     """
     reasons = incompatible_axes(parallel_layout)
     for axis, count in parallel_layout.virtual_ranks.items():
@@ -659,21 +662,21 @@ def within_rounding(
 
 
 def exactness(tiles: Mapping[str, int], reasons: Sequence[str]) -> str:
-    """Say what results are equal to: :data:`SAME`, or those of one process with ``tiles``, or within rounding."""
+    """Return a text that says what results are equal to: one process, one with ``tiles``, or only within rounding."""
     if reasons:
         return f"within rounding ({'; '.join(reasons)})"
     return SAME if max(tiles.values()) == 1 else f"{SAME} with {tiles_setting(tiles)}"
 
 
 def tiles_setting(tiles: Mapping[str, int]) -> str:
-    """Return the setting for numbers of tiles by axis, such as "tiles=8" or "tiles={'tensor': 4}"."""
+    """Return the text of the setting for numbers of tiles by axis, such as "tiles=8" or "tiles={'tensor': 4}"."""
     several = {axis: count for axis, count in tiles.items() if count > 1}
     equal = len(set(tiles.values())) == 1
     return f"tiles={next(iter(tiles.values()))}" if equal else f"tiles={several}"
 
 
 def layer_reasons(model: Any) -> list[str]:
-    """Return what layers of a model say of why their bits depend on the sizes of groups. Not collective."""
+    """Return the reasons, stated by the model's layers, why bits depend on the sizes of groups. Not collective."""
     blocks = model.blocks if isinstance(model, BlockModel) else {}
     return [f"block {name!r}: {reason}" for name, layer in blocks.items() for reason in _reasons(layer)]
 
@@ -728,10 +731,10 @@ _APART = frozenset({".blocks", ".loss", ".parameters", ".start_values"})
 
 
 def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) -> dict[str, Any]:
-    """Return what makes up a model, by descriptive names, for a comparison between ranks. Not collective.
+    """Return the contents of a model by descriptive names, to be compared between ranks. Not collective.
 
-    First come the things that the user gave, such as the class, the layers, the loss and the seed; then those derived
-    from them, such as the types and shapes of the parameters. ``blocks`` holds the parameters of every block.
+    Values that the user set come first, such as the class, the layers, the loss and the seed; derived values follow,
+    such as the types and shapes of the parameters. ``blocks`` holds the parameters of every block.
     """
     described: dict[str, Any] = {"the class of the model": qualified_name(type(model))}
     fields = Fingerprint().parts(model).items

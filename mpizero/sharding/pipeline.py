@@ -1,12 +1,12 @@
 """Run the micro-batches of a step through the stages of a pipeline, in the order of a schedule.
 
 :func:`make_runner` chooses the runner and the evaluator of a rank: :class:`PipelineRunner` for a pipeline stage, or
-those of ``sharding/forward_backward.py`` for a whole model of blocks or a black box. :func:`measured_costs` measures
-the time of each block, so that a model can be cut into stages of equal time.
+those of ``sharding/forward_backward.py`` for a whole model of blocks or a functional model. :func:`measured_costs`
+measures the time of each block, so that a model can be cut into stages of equal time.
 
-[Note: pipeline bits] Every chunk runs the forward passes of its micro-batches in ascending order, and also the backward
-passes. Their gradients are added by the same code and in the same order as those of a model that is not split. So
-neither the number of stages nor the schedule changes a bit of the result.
+[Note: pipeline bits] Every chunk runs both the forward and the backward passes of its micro-batches in ascending order.
+Gradients are added by the same code and in the same order as in a model that is not split. So neither the number of
+stages nor the schedule changes a bit of the result.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def make_runner(
     device: ComputeDevice,
     loss_scale: Callable[[], float],
 ) -> Runner:
-    """Create this rank's runner: of its pipeline stage, of a whole model of blocks, or of a black box. Not collective.
+    """Create this rank's runner, for a pipeline stage, a model of blocks or a functional model. Not collective.
 
     ``loss_scale`` returns the current loss scale.
     """
@@ -94,9 +94,10 @@ class _Flight:
     """Hold the data of one micro-batch on a chunk, from its forward pass to the end of its backward pass.
 
     If a layer raises, ``fail`` is called with the error, ``failed`` is set, and nothing more is computed from the
-    micro-batch. Its messages are still sent and received, so that no rank waits for this one. ``caches`` holds what the
-    forward pass of each block has kept for its backward pass. ``pending`` holds what a block's ``backward_input`` has
-    kept for its ``backward_weights``. ``loss`` holds what the forward pass of the loss has kept.
+    micro-batch. Its messages are still sent and received, so that no rank waits for this one. ``caches`` holds what
+    each block's forward pass returned for its backward pass. ``pending`` holds what each block's ``backward_input``
+    returned for its ``backward_weights``. ``loss`` holds what the forward pass of the loss returned for its backward
+    pass.
     """
 
     fail: Callable[[Exception], None]
@@ -146,7 +147,7 @@ class PipelineRunner(Runner):
         checked = [CheckedMicroBatch(batch, self) for batch in batches]
         if not batches:
             return
-        # What a schedule pads is absent on every stage and every replica: nothing of it needs to be done.
+        # Padding of the schedule is no micro-batch of any replica: its instructions are left out on every stage.
         program = [i for i in self.schedule(len(batches)).programs[self.partitioned.stage] if i.micro < len(batches)]
         for position, instruction in enumerate(program):
             for ahead in program[position : position + AHEAD]:
@@ -167,7 +168,7 @@ class PipelineRunner(Runner):
             self._backward(instruction, checked)
 
     def _absent(self, instruction: Instruction, checked: CheckedMicroBatch) -> None:
-        """Join the gathers and reductions of an instruction on a micro-batch that only other replicas have."""
+        """Join the collectives of an instruction whose micro-batch exists only on other replicas."""
         forward = instruction.kind == "forward"
         units = self.units[instruction.chunk]
         for unit, following in with_next(units if forward else reversed(units)):
@@ -226,10 +227,10 @@ class PipelineRunner(Runner):
         self.pipeline_p2p.send(route, micro, key_of(x), peer, None if flight.failed else value)
 
     def _backward(self, instruction: Instruction, checked: CheckedMicroBatch) -> None:
-        """Compute the gradients of a chunk's input, of its weights, or of both from that of its output, unit by unit.
+        """Compute the gradients of a chunk's input, weights or both from the gradient of its output, unit by unit.
 
-        The gradient of the output is received from the next chunk, that of the input is sent to the chunk before. The
-        last chunk begins with the loss.
+        The gradient of the output is received from the next chunk, the gradient of the input is sent to the previous
+        chunk. The last chunk starts from the gradient of the loss.
         """
         kind, chunk, micro = instruction.kind, instruction.chunk, instruction.micro
         flight, weights = self._flights[chunk, micro], kind != "backward_input"
@@ -247,7 +248,7 @@ class PipelineRunner(Runner):
             del self._flights[chunk, micro]
 
     def _block_backward(self, kind: str, block: str, params: Any, d: Any, grads: Any, flight: _Flight) -> Any:
-        """Call the method ``kind`` of a block's layer, and return the gradient of its input, if that is computed."""
+        """Call the method ``kind`` of a block's layer; return the gradient of the layer's input, if it is computed."""
         if kind == "backward":
             return self._call(block, kind, params, flight.caches.pop(block), d, grads)
         if kind == "backward_input":
@@ -309,7 +310,7 @@ class PipelineRunner(Runner):
     # ------------------------------------------------------------------ forward alone
 
     def predict(self, x: Any) -> Any:
-        """Return the whole prediction for this rank's ``x``, on every stage; None if ``x`` is None.
+        """Return the model's prediction for this rank's ``x``, on every stage; None if ``x`` is None.
 
         Collective over the pipeline, and over the data group if parameters are sharded. A layer's error is raised on
         all stages.
@@ -331,7 +332,7 @@ class PipelineRunner(Runner):
         """Return the sum of losses, the weight and the prediction on the last stage, 0.0, 0.0 and None on the others.
 
         Collective over the pipeline, and over the data group if parameters are sharded. An error of a layer is recorded
-        in the scalars, which raise it later on all ranks; then the last stage also returns 0.0, 0.0 and None.
+        in ``scalars``, which raises it later on all ranks; then the last stage also returns 0.0, 0.0 and None.
         """
         x, y = self.compute_device.put(x), self.compute_device.put(y)
         value = self._forward_only(x, run, self.scalars.fail)
@@ -341,7 +342,7 @@ class PipelineRunner(Runner):
             loss, weight, _ = self.criterion.forward(value, y)
             loss, weight = loss_and_weight(self.criterion.forward, loss, weight)
             return loss, weight, map_leaves(to_host, self.partitioned.gather_class_scores(value))
-        return 0.0, 0.0, None  # and go on: the other micro-batches still come
+        return 0.0, 0.0, None  # and continue with the other micro-batches
 
     def _forward_only(self, x: Any, run: Run, fail: Callable[[Exception], None]) -> Any:
         if x is None:
@@ -358,7 +359,7 @@ class PipelineRunner(Runner):
         return value
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
-        """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
+        """Use ``loss`` in place of the model's own loss inside the context; None keeps it. Not collective."""
         return replaced_criterion(self, self.partitioned.local_loss(loss))
 
     # ------------------------------------------------------------------ messages
@@ -378,7 +379,7 @@ class PipelineRunner(Runner):
 class BlockTimes(NamedTuple):
     """Hold the seconds that one block takes for one micro-batch.
 
-    They are the times of its forward pass, and of its backward pass for its input and for its weights.
+    The fields are the times of the forward pass, of the gradient of the input, and of the gradients of the weights.
     """
 
     forward: float
@@ -387,9 +388,9 @@ class BlockTimes(NamedTuple):
 
 
 def measured_costs(model: BlockModel, x: Array, y: Array, mesh: Mesh | ShardingConfig, repeats: int = 3) -> list[float]:
-    """Measure the seconds that each block takes, forward plus backward, for ``costs`` of a model in pipeline stages.
+    """Measure the seconds of each block's forward and backward pass, for ``costs``, which balances pipeline stages.
 
-    Collective over the ranks of ``mesh``. Rank 0 measures as :func:`measure_blocks` does, and every rank returns its
+    Collective over the ranks of ``mesh``. Rank 0 measures by :func:`measure_blocks`, and every rank returns rank 0's
     times in the order of the blocks, so that all ranks cut the model at the same blocks.
 
     Parameters
@@ -397,17 +398,17 @@ def measured_costs(model: BlockModel, x: Array, y: Array, mesh: Mesh | ShardingC
     model, x, y, repeats
         As in :func:`measure_blocks`.
     mesh : Mesh or ShardingConfig
-        The ranks.
+        The ranks that return the times.
 
     Returns
     -------
     list of float
-        Seconds, by block.
+        Seconds of each block, in the order of the blocks.
 
     Raises
     ------
     ConfigError
-        On all ranks, if ``model`` is a black box.
+        On all ranks, if ``model`` is not a model of blocks.
 
     Examples
     --------
@@ -447,7 +448,7 @@ def measure_blocks(model: BlockModel, x: Array, y: Array, repeats: int = 3) -> d
     Raises
     ------
     ConfigError
-        If ``model`` is a black box.
+        If ``model`` is not a model of blocks.
     """
     if not isinstance(model, BlockModel):
         raise ConfigError(
@@ -489,8 +490,8 @@ def _parameters(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Allocate a block's parameters, with their initial values, and its gradients, uninitialized; return both by name.
 
-    ``specs`` are the block's parameters. ``homes`` holds, by full name, the parameters that tied ones share.
-    ``fill`` writes start values.
+    ``specs`` are the block's parameters. ``homes`` holds, by full name, the parameters whose values tied parameters
+    share. ``fill`` writes start values.
     """
     params, grads = {}, {}
     for spec in specs:

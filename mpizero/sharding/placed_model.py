@@ -1,7 +1,7 @@
-"""Place a model on the ranks: make the groups of ranks, cut out this rank's part, allocate its arrays.
+"""Distribute a model over ranks: create the process groups, select this rank's part, allocate its arrays.
 
-:class:`PlacedModel` holds all objects that a training step needs (``sharding/engine.py`` uses them), each made here as
-the strategy and the settings say. :class:`PartialLoad` describes a model whose arrays contain old and loaded
+:class:`PlacedModel` holds all objects that a training step needs (``sharding/engine.py`` uses them), each created
+according to the strategy and the settings. :class:`PartialLoad` describes a model whose arrays contain old and loaded
 values, because loading a checkpoint failed half-way.
 """
 
@@ -74,14 +74,14 @@ from mpizero.types import BlockModel
 class PlacedModel:
     """Hold one rank's part of a model: parameters, gradients and optimizer state, sharded as the strategy says.
 
-    Construction and every public method are collective over the ranks of ``mesh``.
+    Construction, and every public method that is not marked otherwise, is collective over the ranks of ``mesh``.
 
     Parameters
     ----------
     model : BlockModel or BlackBoxModel
         The whole model.
     mesh : Mesh
-        The ranks.
+        The ranks that train the model.
     config : Config
         The settings.
     placement : Placement
@@ -92,7 +92,7 @@ class PlacedModel:
         Number of the node's GPU that this rank computes on, modulo the number of GPUs. None: the rank's number on its
         node. Ignored on the CPU.
     private : bool
-        Whether every rank keeps a copy of its own, although the ranks of a node could share memory.
+        Whether every rank keeps its own copy of replicated arrays, although the ranks of a node could share memory.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class PlacedModel:
             self.integers.set(start_integers(self.model))
 
     def _find_part(self, parallel_layout: ParallelLayout | None, *, private: bool) -> None:
-        """Set ``grid``, ``partitioned`` and ``layout``: the groups of ranks, and this rank's part of the model.
+        """Set ``grid``, ``partitioned`` and ``layout``: the process groups, and this rank's part of the model.
 
         With ``private=True``, ranks share no memory.
         """
@@ -178,13 +178,13 @@ class PlacedModel:
 
     @property
     def within_rounding(self) -> tuple[str, ...]:
-        """Why results have not the bits of one process with the same tiles; empty if they have. Not collective."""
+        """Why results differ in bits from one process with the same tiles; empty if they do not. Not collective."""
         optimizer, layout = None if self.updater is None else self.updater.optimizer, self.partitioned.parallel_layout
         return within_rounding(layout, self.model, self.exchange.compression, self.config.accumulate, optimizer)
 
     @property
     def exactness_suffix(self) -> str:
-        """A text of what results are equal to, to end a line with; "" if that is one process without tiles."""
+        """A text, for the end of a line, that says what results are equal to; "" for one process without tiles."""
         text = exactness(self.partitioned.parallel_layout.virtual_ranks, self.within_rounding)
         return "" if text == SAME else f", {text}"
 
@@ -262,13 +262,13 @@ class PlacedModel:
     def bind(self, optimizer: Any, loss_scale: optim.DynamicLossScale | None = None) -> None:
         """Set the model's optimizer, with fresh state; it replaces an earlier optimizer.
 
-        How batches are cut into grains is again as the settings say, if a checkpoint with state had replaced that.
+        Batches are then cut into grains as the settings say, even if a loaded checkpoint had replaced the grain rule.
 
         Raises
         ------
         ConfigError
-            If a loss scale is given for a black box: the user's function computes its gradients, so the library cannot
-            scale the loss.
+            If a loss scale is given for a functional model: the user's function computes its gradients, so the library
+            cannot scale the loss.
         """
         if loss_scale is not None and not self.block_model:
             raise ConfigError("a loss scale needs a model of blocks: a black box computes its own gradient")
@@ -313,7 +313,7 @@ class PlacedModel:
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def exchange_model(self, model: Any) -> None:
-        """Compute with ``model`` from now on; it must have the same parameters, whose values are kept."""
+        """Replace the model by ``model``, which must have the same parameters; parameter values are kept."""
         self.model = model
         self.partitioned = partition_model(
             model, self.grid, self.partitioned.parallel_layout, self.compute_device.group
@@ -321,9 +321,9 @@ class PlacedModel:
         self.runner = self._make_runner()
 
     def complete_grain_rule(self, x: Any, y: Any) -> None:
-        """Complete the rule of default grains, where a model of PyTorch or JAX counts its work on samples like these.
+        """Complete the default grain rule of a PyTorch or JAX model, which counts its work on samples like these.
 
-        Not collective; every rank calls it. Of the samples only shapes and types count.
+        Not collective; every rank calls it. Only the shapes and types of the samples are used.
         """
         if self.grain_rule.coarse and self.grain_rule.efficient is None:
             self.grain_rule = replace(self.grain_rule, efficient=self.model.efficient_samples(x, y))
@@ -349,7 +349,7 @@ class PlacedModel:
         self.grain_rule = self.config.grain_rule(self.model)
 
     def close(self) -> None:
-        """Free the shared windows, and end this model's limit of BLAS threads."""
+        """Free the shared windows, and lift this model's limit on BLAS threads."""
         self._end_limit()
         if self.scheduler is not None:
             self.scheduler.close()
@@ -368,7 +368,7 @@ class PartialLoad:
     reason: str
 
     def without(self, paths: Iterable[str]) -> PartialLoad | None:
-        """Return the description without the arrays ``paths``, now loaded completely; None if no other is left."""
+        """Return the description without the arrays ``paths``, now loaded completely; None if no array is left."""
         left = self.paths.difference(paths)
         return PartialLoad(left, self.reason) if left else None
 
