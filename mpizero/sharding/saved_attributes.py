@@ -1,13 +1,13 @@
-"""Read and check what a checkpoint holds: attributes, which have all of a training's state but the arrays, and arrays.
+"""Read and check the contents of a checkpoint: attributes (all training state except the arrays), and arrays.
 
-Anybody may have written a file, so :func:`read_attribute` checks every value. Some decide whether a resumed training
-goes on with the same bits: how global batches are cut into grains, and the number of tiles. The learning rate is
-recorded to warn if loading changes it. :func:`fill_arrays` reads the arrays into those that ranks hold: all of them, or
-nothing.
+A file may come from anybody, so :func:`read_attribute` checks every value. Two attributes decide whether a resumed
+training continues with the same bits: how global batches are cut into grains, and the number of tiles
+(docs/concepts.md). The learning rate is recorded to warn if loading changes it. :func:`fill_arrays` reads the arrays
+into the memory of the ranks, all of them or none.
 
-[Note: slices are read by rows] A rank of a tensor group may hold some columns of a matrix. In the file these columns
-are one short range in each row, and reading and verifying many short ranges is slow. Therefore the ranks of the group
-read whole rows, each rank an equal share. They exchange these rows, a limited number of elements at a time, and every
+[Note: slices are read by rows] A rank of a tensor group may hold some columns of a matrix. In the file such columns are
+one short range in each row, and reading and verifying many short ranges is slow. Therefore the ranks of the group read
+whole rows, each rank an equal share. The ranks exchange the rows, a limited number of elements at a time, and every
 rank copies its columns out of them.
 """
 
@@ -67,7 +67,7 @@ def read_attribute(reader: ArrayReader) -> dict[str, Any]:
 
 
 def check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
-    """Raise :class:`CheckpointError` if a checkpoint's layout ``saved`` is not ``layout``, that of the model."""
+    """Raise :class:`CheckpointError` if the checkpoint's layout, ``saved``, is not the model's, ``layout``."""
     if layout != {**dict.fromkeys(AXES, 1), **(saved or {})}:
         raise CheckpointError(
             f"strict_layout: the checkpoint was written by {_layout_text(saved)}, this model is "
@@ -94,12 +94,12 @@ _NUMBERS = ("micro_batch", "efficient")
 
 
 def grain_record(rule: GrainRule) -> dict[str, Any]:
-    """Return the record of a rule, as plain JSON values."""
+    """Return the record that a checkpoint holds of a grain rule, as plain JSON values."""
     return {"order": ORDER, **asdict(rule)}
 
 
 def is_grain_record(value: object) -> bool:
-    """Tell whether ``value``, any JSON value from a checkpoint, is a record of a rule or None."""
+    """Tell whether ``value``, any JSON value from a checkpoint, is a record of a grain rule or None."""
     if value is None:
         return True
     return (
@@ -113,7 +113,7 @@ def is_grain_record(value: object) -> bool:
 
 
 def check_order(record: Mapping[str, Any] | None) -> None:
-    """Raise :class:`CheckpointError` if gradients were added in an order that this version does not know."""
+    """Raise :class:`CheckpointError` if the record names an order of adding gradients that is unknown."""
     if record is not None and record["order"] != ORDER:
         raise CheckpointError(
             f"the checkpoint's training added the gradients of grains in the order {record['order']!r:.80}, which this "
@@ -123,10 +123,10 @@ def check_order(record: Mapping[str, Any] | None) -> None:
 
 
 def resume_grains(engine: Engine, record: Mapping[str, Any] | None) -> None:
-    """Cut global batches from now on as the training did that wrote the checkpoint.
+    """Cut global batches from now on into grains as the training that wrote the checkpoint did.
 
-    Not collective; every rank calls it. A ``micro_batch`` that the user has set stays. Rank 0 prints a notice if it, or
-    ``accumulate``, differs from the record, and if a recorded ``micro_batch`` is taken.
+    Not collective; every rank calls it. A ``micro_batch`` that the user has set is kept. Rank 0 prints a notice if that
+    setting or ``accumulate`` differs from the record, and if the recorded ``micro_batch`` is used.
     """
     config, rule = engine.config, engine.config.grain_rule(engine.model)
     recorded = _BEFORE if record is None else {name: record.get(name, before) for name, before in _BEFORE.items()}
@@ -156,29 +156,30 @@ EXPECTED_TILES = "null, or tensor and context (whole numbers >= 1)"
 
 
 def tile_record(parallel_layout: ParallelLayout) -> dict[str, dict[str, int]]:
-    """Return what a checkpoint says beside the sizes of its layout: nothing if the tiles are these sizes."""
+    """Return the checkpoint's record of the numbers of tiles; empty if these are the sizes of the groups."""
     tiles = parallel_layout.wanted_virtual_ranks
     return {} if tiles == {axis: getattr(parallel_layout, axis) for axis in TILED_AXES} else {"tiles": tiles}
 
 
 def is_tile_record(value: object) -> bool:
-    """Tell whether ``value``, any JSON value from a checkpoint, is a number for each axis, or None."""
+    """Tell whether ``value``, any JSON value from a checkpoint, is a number of tiles for each axis, or None."""
     return value is None or (
         isinstance(value, dict) and value.keys() == set(TILED_AXES) and all(is_count(n, 1) for n in value.values())
     )
 
 
 def recorded_tiles(saved: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the number of tiles of each axis of the training that wrote a checkpoint; None if it does not say.
+    """Return the number of tiles on each axis with which a checkpoint was trained; None if it is unknown.
 
-    ``saved`` is the checkpoint's attribute ``mpizero``. A checkpoint without a record had the sizes of its groups.
+    ``saved`` is the checkpoint's attribute ``mpizero``. In a checkpoint without a record of tiles, the numbers are the
+    sizes of its groups.
     """
     sizes: Mapping[str, Any] | None = saved.get("tiles") or saved.get("layout")
     return None if sizes is None else {axis: sizes.get(axis, 1) for axis in TILED_AXES}
 
 
 def warn_tiles(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Print a notice on rank 0 if the training that wrote a checkpoint goes on with other tiles. Not collective."""
+    """Print a notice on rank 0 if the model has other numbers of tiles than the checkpoint. Not collective."""
     theirs, layout = recorded_tiles(saved), engine.partitioned.parallel_layout
     if theirs is None or theirs == layout.virtual_ranks or not engine.prints_notices:
         return
@@ -258,7 +259,7 @@ def learning_rate_record(updater: Updater | None) -> dict[str, Any]:
     """Return the checkpoint attribute :data:`LEARNING_RATE`, a dict with the keys ``last`` and ``schedule``.
 
     Not collective. ``last`` is the learning rate of the last step, None if unknown. ``schedule`` holds the settings of
-    the optimizer's learning-rate schedule if it is one of the library's, else it is None.
+    the optimizer's learning-rate schedule if that is one of the library's, else None.
     """
     last = None if updater is None else updater.last_rate
     schedule = _schedule(updater)
@@ -361,7 +362,7 @@ class SavedArray:
     """Describe an array of a checkpoint and this rank's pieces of it.
 
     ``path`` is the array's name in the checkpoint. ``spec`` describes the parameter in the whole model. ``real`` is the
-    type of the numbers in memory, of which a complex element has two.
+    type of the real numbers in memory; a complex element consists of two.
     """
 
     path: str
@@ -389,8 +390,8 @@ class SavedArray:
 def opened_alike(comm: Communicator, what: str, data: bytes) -> Iterator[checkpoint.Reader]:
     """Yield a reader of a serialized model, after checking that all ranks pass equal bytes. Collective over ``comm``.
 
-    The check compares the attributes and the stored checksums of the arrays. It is the first message of the operation
-    ``what``, a name for errors.
+    The check compares the attributes and the stored checksums of the arrays. The check is the first communication of
+    the operation, which error messages call ``what``.
 
     Raises
     ------
@@ -414,13 +415,14 @@ def opened_alike(comm: Communicator, what: str, data: bytes) -> Iterator[checkpo
 def fill_arrays(engine: Engine, reader: ArrayReader, arrays: Sequence[SavedArray]) -> None:
     """Read this rank's pieces of ``arrays``, or change nothing and raise on every rank. Collective over the world.
 
-    [Note: partial loads] If the model still has its initial values, the arrays are read straight into its memory;
-    after an error the model gets its initial values again. If it has been trained or loaded, its values must not be
+    [Note: partial loads] If the model still has its initial values, the arrays are read straight into its memory; after
+    an error the model gets its initial values again. If the model has been trained or loaded, its values must not be
     lost. Then the arrays are read into extra memory, a group of arrays of limited size at a time, and copied into the
     model when all ranks have verified what they read. If there are several groups, all of them are first read once only
-    to be verified, and then read again and copied. So no rank needs memory for a second copy of the model. One case
-    remains: the second reading may fail after a group was copied. Then :attr:`Engine.partially_loaded` is set, and the
-    model raises an error on every use until a checkpoint has been loaded completely.
+    to be verified, and then read again and copied. So no rank needs memory for a second copy of the model. The model is
+    left partially loaded only if the second reading fails after a group was copied. Then
+    :attr:`Engine.partially_loaded` is set, and the model raises an error on every use until a checkpoint has been
+    loaded completely.
 
     Parameters
     ----------
@@ -432,7 +434,7 @@ def fill_arrays(engine: Engine, reader: ArrayReader, arrays: Sequence[SavedArray
         The same arrays in the same order on every rank, also those of which a rank has no piece.
     """
     engine.memory.barrier("restore")  # other ranks may still read the old parameters in the shared window
-    # Empty optimizer state looks untouched: one rank must not decide.
+    # A rank without optimizer state always looks untouched: so all ranks decide together.
     untouched = np.array([engine.is_initial], np.int8)
     engine.grid.world.allreduce(untouched, "min", "restore")
     rows, world = RowReader(engine.grid.tensor, arrays), engine.grid.world
@@ -484,8 +486,8 @@ def _read_aside(
     Returns
     -------
     (list of LocalArray, list of LocalArray)
-        The ranges of the arrays with the memory that their values are to be copied to, and the same ranges with new
-        memory that holds the values.
+        Requests with the memory to which the values are to be copied, and requests of the same ranges with new memory
+        that holds the values.
     """
     with all_ranks(world, "restore"):
         requests = [rows.request(array) for array in group]
@@ -517,7 +519,7 @@ def _groups(arrays: Sequence[SavedArray]) -> Iterator[list[SavedArray]]:
 
 
 def _fresh(request: LocalArray) -> LocalArray:
-    """Return a copy of ``request`` for the same ranges whose pieces are newly allocated memory."""
+    """Return a copy of ``request``, for the same ranges, with newly allocated memory."""
     real = number_of(np.dtype(request.dtype))
     memory, offset, pieces = np.empty(sum(v.size for _, v in request.pieces), real), 0, []
     for start, values in request.pieces:
@@ -625,7 +627,7 @@ class RowReader:
 def _take(piece: ArrayPiece, window: Array, where: Span) -> None:
     """Copy the elements of ``window`` that belong to ``piece``, a piece of a slice, into the piece.
 
-    ``window`` holds whole rows of the whole array; ``where`` is their range of elements in it.
+    ``window`` holds complete rows of the whole array; ``where`` is the range of elements of these rows in the array.
     """
     assert piece.spec.part is not None
     rows = part_rows(piece.spec.part)

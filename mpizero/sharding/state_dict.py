@@ -2,8 +2,8 @@
 
 A checkpoint holds the arrays of the whole model, so a model with any layout can load it. The slices and copies of
 parameters that a rank holds (``sharding/full_params.py``) are translated to ranges of these arrays.
-:func:`local_arrays` and :func:`attributes` are what is saved, :func:`restore` loads all of it, and :func:`load_chosen`
-chosen parameters from a file of any layout.
+:func:`local_arrays` and :func:`attributes` return what a checkpoint contains, :func:`restore` loads a checkpoint, and
+:func:`load_chosen` loads chosen parameters from a file of any layout.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def local_arrays(
     Not collective.
 
     The ranges are views of this rank's memory. Optimizer state that is on a GPU is first copied to the host. With
-    ``fetch=False`` host memory is allocated for it, but not filled. ``parameters=False`` leaves out the parameters. If
-    ``values`` is given, its elements are written instead of the parameters; it holds all parameters of this rank, one
-    after the other, in the order of ``engine.layout``.
+    ``fetch=False`` the host memory for this copy is allocated, but not filled. ``parameters=False`` leaves out the
+    parameters. If ``values`` is given, its elements are written instead of the parameters; it holds all parameters of
+    this rank, one after the other, in the order of ``engine.layout``.
     """
     arrays = _parameter_arrays(engine, engine.global_view.writes, values) if parameters else []
     if parameters:
@@ -73,7 +73,7 @@ def local_arrays(
 
 
 def _everything(spec: ParameterSpec) -> bool:
-    """Return True, to select every parameter: in loading, a rank reads all that it holds, also copies."""
+    """Return True for every parameter: a rank that loads reads all parameters that it holds, copies included."""
     return True
 
 
@@ -83,7 +83,7 @@ def parameter_arrays(engine: Engine) -> list[SavedArray]:
 
 
 def _integer_arrays(engine: Engine, *, filled: bool) -> list[SavedArray]:
-    """Return the integer arrays of the model; with ``filled``, all values of those of blocks on this rank's stage."""
+    """Return the integer arrays of the model; with ``filled``, those of this rank's stage have their values."""
     arrays = []
     for name, spec in by_global_name(engine.integers.specs).items():
         parameter, value = ParameterSpec(name, spec.shape, trainable=False), engine.integers.values.get(name)
@@ -96,10 +96,10 @@ def _integer_arrays(engine: Engine, *, filled: bool) -> list[SavedArray]:
 def _parameter_arrays(
     engine: Engine, wanted: Callable[[ParameterSpec], bool], values: Array | None = None
 ) -> list[SavedArray]:
-    """Return the arrays of all parameters of the model, with the pieces of the wanted ones that this rank owns.
+    """Return the arrays of all parameters of the model, with this rank's own pieces of the ``wanted`` ones.
 
     ``wanted`` tells for each parameter of this rank whether its pieces are included. The pieces are views of ``values``
-    (see :func:`local_arrays`), or of the parameters if it is None.
+    (see :func:`local_arrays`), or of the parameters if ``values`` is None.
     """
     arrays = _global_arrays("parameters", (entry.spec for entry in engine.global_view.layout.parameters), engine.dtype)
     for unit, span in zip(engine.layout.units, engine.store.shard.spans, strict=True):
@@ -115,7 +115,8 @@ def _state_arrays(
 ) -> list[SavedArray]:
     """Return all arrays of the optimizer state, with this rank's pieces of those whose parameter is ``wanted``.
 
-    ``state`` is this rank's state by slot. With ``local_only``, pieces that other ranks have, too, are left out.
+    ``state`` is this rank's state by slot. With ``local_only``, copies of state from the shards of other ranks are left
+    out.
     """
     updater = engine.bound_updater
     specs = [elementwise.state_specs(updater.optimizer, entry.spec) for entry in engine.global_view.layout.parameters]
@@ -151,8 +152,9 @@ def checkpoint_attributes(engine: Engine) -> dict[str, Any]:
 def attributes(engine: Engine) -> dict[str, Any]:
     """Return the value of the checkpoint attribute ``mpizero``. Not collective.
 
-    It holds the optimizer's name, slots and number of updates, the step number, the loss scale, the layout, how batches
-    are cut into grains, and the other names of tied parameters, with the names under which they are saved.
+    The value holds the optimizer's name, slots and number of updates, the step number, the loss scale, the layout, how
+    batches are cut into grains, numbers of tiles, and the name of each tied use of a parameter, with the name under
+    which the parameter is saved.
     """
     updater = engine.updater
     return {
@@ -192,8 +194,8 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
 
     Collective over the world.
 
-    If an optimizer is bound and the checkpoint has optimizer state, that is restored too; otherwise only the parameters
-    and the step number are.
+    If an optimizer is bound and the checkpoint has optimizer state, this state is restored, too; otherwise only the
+    parameters and the step number are.
 
     Raises
     ------
@@ -249,9 +251,9 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
 
 
 def _forget_residuals(engine: Engine) -> None:
-    """Drop the residuals (error feedback) of gradient compression; rank 0 prints a notice if there are any.
+    """Drop the residuals of gradient compression; rank 0 prints a notice if the compression has error feedback.
 
-    Checkpoints do not contain them.
+    Checkpoints do not contain residuals.
     """
     if engine.exchange.feedback and engine.prints_notices:
         notice(
@@ -286,7 +288,7 @@ def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, An
 
 
 def _check_tensors(engine: Engine, reader: ArrayReader, name: str) -> None:
-    """Raise ``CheckpointError`` if the bound optimizer takes other tensors than the saved one, or has other arrays."""
+    """Raise ``CheckpointError`` if the bound matrix optimizer has other state arrays than the saved one."""
     for entry in engine.global_view.layout.parameters:
         for slot, spec in elementwise.state_specs(engine.bound_updater.optimizer, entry.spec).items():
             path = f"optimizer/{slot}/{spec.name}"
@@ -313,7 +315,7 @@ def _state_paths(reader: ArrayReader) -> list[str]:
 
 
 def _warn_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
-    """Say on rank 0 if the bound optimizer's learning rate or schedule differs from that in the checkpoint."""
+    """Print a notice on rank 0 if learning rate or schedule of the bound optimizer differ from the checkpoint's."""
     change = saved_attributes.learning_rate_change(
         engine.bound_updater, reader.attributes, saved["optimizer"]["step_count"]
     )
@@ -324,7 +326,8 @@ def _warn_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -
 def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, Any], reader: ArrayReader) -> None:
     """Set the optimizer's state, step count and last learning rate, and the loss scale, to those of the checkpoint.
 
-    ``state`` is the optimizer state by slot, already read; ``saved`` is the attribute that :func:`_saved` returns.
+    ``state`` is the optimizer state by slot, already read; ``saved`` is the attribute that :func:`read_attribute`
+    returns.
     """
     updater = engine.bound_updater
     if _begins_average(engine, saved):
@@ -344,8 +347,8 @@ def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, 
 def _state_to_fill(engine: Engine, saved: Mapping[str, Any]) -> tuple[dict[str, Array], list[SavedArray]]:
     """Return memory for this rank's optimizer state by slot, and the checkpoint's arrays to be read into that memory.
 
-    The arrays include state that other ranks hold too: where state is replicated, every rank reads it, one writes it.
-    An average of the parameters that the checkpoint lacks is left out.
+    The arrays include copies of state on other ranks: replicated state is saved by one rank, but read by every rank.
+    The parameters' moving average is left out if the checkpoint has none.
     """
     state = engine.bound_updater.host_state(fetch=False)
     read = {slot: data for slot, data in state.items() if slot != elementwise.EMA or not _begins_average(engine, saved)}
@@ -353,12 +356,12 @@ def _state_to_fill(engine: Engine, saved: Mapping[str, Any]) -> tuple[dict[str, 
 
 
 def _begins_average(engine: Engine, saved: Mapping[str, Any]) -> bool:
-    """Tell whether this model averages its parameters and the checkpoint has no average, which then begins anew."""
+    """Tell whether the model keeps a moving average, which begins anew because the checkpoint has none."""
     return engine.bound_updater.averages_parameters and elementwise.EMA not in saved["optimizer"]["slots"]
 
 
 def _warn_average(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Print a notice on rank 0 if the average of the parameters begins anew, or is not read, as settings say."""
+    """Print a notice on rank 0 if the parameters' average begins anew, or the checkpoint's is not read."""
     if not engine.prints_notices:
         return
     if _begins_average(engine, saved):
@@ -445,11 +448,11 @@ class LoadReport:
 
     @property
     def is_incomplete(self) -> bool:
-        """True if something was not loaded, so that rank 0 has printed this report."""
+        """True if a parameter of the model was not loaded; rank 0 then prints this report."""
         return bool(self.left or self.missing or self.different)
 
     def __str__(self) -> str:
-        """Describe the report in one line for each kind of parameters that there are."""
+        """Return one line that lists the parameters of each kind."""
         count = len(self.taken) + len(self.left) + len(self.missing) + len(self.different)
         lines = [f"{len(self.taken)} of {count} parameters loaded from {self.path}"]
         for what, names in (("left as they were", self.left), ("not in the file", self.missing)):
@@ -462,14 +465,14 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Choice:
-    """Hold the arguments that choose parameters; construction checks them.
+    """Hold the arguments of ``load_parameters`` that choose parameters; :meth:`of` checks them.
 
     Attributes
     ----------
     include, exclude : tuple of str
         Shell patterns of the model's parameters that are loaded (none: all), and of those that are not.
     rules : ImportRules
-        Names of parameters in the file and in the model.
+        Rules that map names in the file to names in the model.
     strict : bool
         Whether a chosen parameter that cannot be loaded is an error, and without patterns also one that is in the file
         only.
@@ -482,7 +485,7 @@ class Choice:
 
     @classmethod
     def of(cls, include: Any, exclude: Any, rename: Any, strict: bool | None) -> Choice:
-        """Check the arguments of ``load_parameters``."""
+        """Check the arguments of ``load_parameters``, and return them as a choice."""
         inside, outside = as_patterns("include", include), as_patterns("exclude", exclude)
         if rename is not None and not isinstance(rename, Mapping):
             raise ConfigError(
@@ -495,7 +498,7 @@ class Choice:
         return cls(inside, outside, rules, not (inside or outside) if strict is None else bool(strict))
 
     def report(self, specs: Mapping[str, tuple[tuple[int, ...], str]], file: ParameterFile) -> tuple[LoadReport, Any]:
-        """Compare the model's parameters with those of ``file``; return the report and the file's name of each.
+        """Compare the model's parameters with those of ``file``; return the report, and the file's names by model name.
 
         ``specs`` has shape and element type of the model's parameters by name. Not collective.
         """
@@ -522,7 +525,7 @@ class Choice:
         return report, origin
 
     def _origin(self, file: ParameterFile) -> dict[str, str]:
-        """Return the file's name of each parameter that it has, by its name in the model."""
+        """Return the name of each parameter in the file, by the parameter's name in the model."""
         origin: dict[str, str] = {}
         for old, _ in self.rules.names:
             selected(list(file.arrays), "rename", [old], f"parameter of {file.path}")
@@ -561,7 +564,7 @@ def _difference(wanted: tuple[tuple[int, ...], str], actual: tuple[tuple[int, ..
 
 @dataclass
 class _Renamed:
-    """Read arrays of a model from a file in which they have other names."""
+    """Read arrays of a model from a file in which the arrays have other names."""
 
     file: ParameterFile
     origin: Mapping[str, str]
