@@ -1,8 +1,8 @@
-"""Report training steps: describe results, raise an error after too many skipped ones, advise on grains in the first.
+"""Report training steps: describe results, raise an error after too many skipped steps, advise on the size of grains.
 
-:class:`StepReport` describes a step, :class:`NonFinite` a value for which it was skipped. :class:`SkippedSteps` does
-what the user's :class:`BadSteps` say. :class:`GrainNotices` says how a model of PyTorch or JAX, whose grains have a
-fixed cost, is cut into grains, and which would be faster.
+:class:`StepReport` describes a step, :class:`NonFinite` a value for which it was skipped. :class:`SkippedSteps` treats
+skipped steps as the user's :class:`BadSteps` says. :class:`GrainNotices` prints how the batches of a PyTorch or JAX
+model, where each grain has a fixed cost, are cut into grains, and which size would be faster.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class NonFinite:
     tensor : str
         "loss", "weight", or the name of the parameter whose gradient is infinite or NaN.
     start, stop : int
-        Half-open range of samples of the global batch: the grain of the value. If every grain is finite and only their
-        sum overflows, the range has all samples.
+        Half-open range of the grain's samples in the global batch. If every grain is finite and only the sum of
+        gradients overflows, the range has all samples.
     message : str
         Readable text that says what was found.
 
@@ -118,8 +118,8 @@ class StepReport:
     def backing_off(self) -> bool:
         """Tell whether the step was skipped only because its loss scale was too large, so that it is lowered now.
 
-        That is assumed if every loss and weight was finite and only gradients overflowed, because the scale multiplies
-        gradients only.
+        An excessive scale is assumed if every loss and weight was finite and only gradients overflowed, because the
+        scale multiplies gradients only.
         """
         lost = any(bad.tensor in ("loss", "weight") for bad in self.non_finite)
         return bool(self.non_finite) and not lost and self.next_loss_scale < self.loss_scale
@@ -249,7 +249,7 @@ _MOST_STEPS = 20
 
 
 class GrainNotices:
-    """Print, in the first steps of a model of PyTorch or JAX, what its grains are and what they mean.
+    """Print notices about grains in the first steps of a PyTorch or JAX model: their size, and a faster size.
 
     ``ranks`` is the number of ranks that share a global batch.
     """
@@ -258,7 +258,7 @@ class GrainNotices:
         self._ranks, self._steps, self._advised = ranks, 0, False
 
     def after_step(self, rule: GrainRule, samples: int, model: Any) -> None:
-        """Print what there is to say after a step of a global batch of ``samples`` samples. Not collective."""
+        """Print the notices that are due after a step on a global batch of ``samples`` samples. Not collective."""
         self._steps += 1
         if self._steps == 1:
             if rule.coarse:
@@ -283,12 +283,12 @@ def described_grains(rule: GrainRule, samples: int, model: str) -> str:
 
 
 def faster_grain(rule: GrainRule, samples: int, ranks: int, passed: int, seconds: float, one: float) -> str | None:
-    """Return a line about the ``micro_batch`` that would save most, if it saves more than a tenth.
+    """Return a line about the fastest ``micro_batch``, or None if it does not save more than a tenth of the time.
 
     Parameters
     ----------
     rule : GrainRule
-        The rule of the grains now.
+        The current grain rule.
     samples, ranks : int
         Number of samples of a global batch, and of ranks that share it.
     passed : int

@@ -1,9 +1,10 @@
 """Update parameters: run an optimizer on the ranges that a rank updates; results do not depend on the layout.
 
 An :class:`Updater` takes the reduced gradient, or sums it in the same pass over memory, and calls the optimizer's
-kernels for ranges of neighbouring elements (:class:`UpdateScope` says which). A norm or a dot product needs all
-elements of a parameter. :class:`TensorTree` sums them over the data group, and :class:`GlobalSums` over the ranks that
-hold other stages and tensor slices, both in the order of a binary tree over the elements, which no layout changes.
+kernels for contiguous ranges of elements (:class:`UpdateScope` says which ranges). A norm or a dot product needs all
+elements of a parameter. :class:`TensorTree` computes such sums over the data group, and :class:`GlobalSums` over the
+ranks that hold other stages and tensor slices, both in the order of a binary tree over the elements, which no layout
+changes.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class UpdateScope:
     replicated : bool
         Whether every node keeps the whole optimizer state (DDP); otherwise each rank keeps the state of its own shard.
     flat : bool
-        Whether the reduced gradient is a flat gradient, as long as the gradient vector. Otherwise it is an array of
-        only the ranges that this rank owns.
+        Whether the reduced gradient holds the gradients of all parameters (a flat gradient), or only those that this
+        rank owns.
     global_sums : GlobalSums or None
         Adds sums of squares over the ranks that hold other parts of the model; None if the model is not split.
     ties : callable or None
@@ -68,15 +69,16 @@ class UpdateScope:
 class Updater:
     """Run an optimizer on the ranges of the parameters that this rank updates.
 
-    The *reduced gradient* is the gradient summed over all grains and divided by the total weight and the loss scale. In
-    place of gradients of averaged parameters it has their new values, averaged over the samples.
+    The *reduced gradient* is the gradient summed over all grains and divided by the total weight and the loss scale.
+    For averaged parameters, such as running means, the reduced gradient holds new values, averaged over the samples, in
+    place of gradients.
 
     Parameters
     ----------
     optimizer : optimizer
-        What :func:`mpizero.optim.elementwise.averaging` returns.
+        The optimizer, as returned by :func:`mpizero.optim.elementwise.averaging`.
     store : ParameterStore
-        The parameters.
+        Holds the parameters.
     scope : UpdateScope
         Says which ranges this rank updates, and in which form the reduced gradient is.
     """
@@ -103,7 +105,7 @@ class Updater:
         self._global_sums, self._ties = scope.global_sums, None if scope.ties is None else scope.ties(self.trees.pieces)
         #: If set, called with every reduced gradient, clipped and unscaled, before the update; not in fused updates.
         self.watch: Callable[[Array], None] | None = None
-        self.method: VectorSolver | None = None  # what a method of whole vectors has reached
+        self.method: VectorSolver | None = None  # the solver of a full-batch method
         self.step_count = 0
         self.last_rate: float | None = None  # of the last step; None if it is not known
         self._known_rate = -1, 0.0  # the step whose rate is known, and the rate
@@ -118,10 +120,10 @@ class Updater:
         return self.memory.private("optimizer state", size, self.dtype)
 
     def state_pieces(self, slot: str, *, local_only: bool = False) -> list[StatePiece]:
-        """Return the ranges of the arrays of ``slot`` that this rank keeps, by shard and as owner of whole tensors.
+        """Return the ranges of ``slot``'s arrays that this rank keeps: of its shards, or of whole tensors it owns.
 
-        Not collective. With ``local_only``, only those of this rank's own shard: other ranks have the state of others,
-        too.
+        Not collective. With ``local_only``, only ranges of this rank's own shard, not its copies of the state of other
+        shards.
         """
         if slot not in self.optimizer.slots:
             return self.tensors.owned_state[slot] if self.tensors else []
@@ -138,8 +140,8 @@ class Updater:
     def host_state(self, *, fetch: bool = True) -> dict[str, Array]:
         """Return the optimizer state as arrays on the host, by slot. Not collective.
 
-        They are the state itself, or copies if the state is on a GPU. With ``fetch=False`` the contents of copies are
-        undefined, for callers that overwrite all of them.
+        The arrays are the state itself, or copies if the state is on a GPU. With ``fetch=False`` the contents of copies
+        are undefined, for callers that overwrite all of them.
         """
         return self.state
 
@@ -166,7 +168,7 @@ class Updater:
     def rate(self) -> float:
         """The learning rate of the next step, as :meth:`learning_rate` last returned it for that step.
 
-        It is not asked for again, because a user's function may return another rate each time.
+        The optimizer is asked only once for each step, because a user's function may return another rate at each call.
         """
         step, rate = self._known_rate
         return rate if step == self.step_count else self.learning_rate()
@@ -191,7 +193,7 @@ class Updater:
         rows, program, out
             As in ``Operands`` of ``sharding/grad_reduce.py``.
         divisors : Divisors
-            What sums of gradients, and of averaged parameters, are divided by.
+            Divisors of the sums of gradients, and of the sums of averaged parameters.
         threads : int
             Number of threads that this rank uses.
         """
@@ -221,7 +223,7 @@ class Updater:
     def _average(self, values: Array, rows: Array, program: Array, divisors: Divisors) -> None:
         """Set this rank's averaged parameters, in ``values``, to the mean of the values in ``rows``. Not collective.
 
-        :meth:`update_fused` describes the other parameters.
+        :meth:`update_fused` describes the other arguments.
         """
         tree_sum = kernels.backend(rows).update.tree_sum
         for piece in self.averages:
@@ -229,14 +231,14 @@ class Updater:
             tree_sum(rows, piece.gradient, rows[:0], 0, program, divisors.averages, w, 0, piece.size)
 
     def _take_averages(self, values: Array, reduced: Array) -> None:
-        """Set this rank's averaged parameters, in ``values``, to those in the reduced gradient. Not collective."""
+        """Set this rank's averaged parameters, in ``values``, to the values in the reduced gradient. Not collective."""
         for piece in self.averages:
             values[piece.store : piece.store + piece.size] = reduced[piece.gradient : piece.gradient + piece.size]
 
     def _tied_sum(self, piece: UpdatePiece, rows: Array, program: Array, divisor: Array) -> Array:
         """Return the reduced gradient of a piece with tied uses: the sum over all uses, added in declared order.
 
-        :meth:`update_fused` describes ``rows`` and ``program``; ``divisor`` is that of gradients.
+        :meth:`update_fused` describes ``rows`` and ``program``; ``divisor`` is the divisor of sums of gradients.
         """
         tree_sum, like = kernels.backend(rows).update.tree_sum, rows[0, : piece.size]
         total: Array = kernels.namespace(rows).empty_like(like)
@@ -276,8 +278,9 @@ class Updater:
     def norm(self, reduced: Array) -> tuple[float, str | None]:
         """Return the global norm of the reduced gradient, and None or the name of a parameter whose norm overflows.
 
-        Collective over all ranks. If the sum of all squares is not finite, the first value is that sum. The second is
-        then the first parameter whose own sum is not finite or, if there is none, the parameter with the largest sum.
+        Collective over all ranks. If the sum of all squares is not finite, the first value is that sum. The second
+        value is then the first parameter whose own sum is not finite or, if there is none, the parameter with the
+        largest sum.
         """
         sums = self._square_sums(reduced, [piece.gradient for piece in self.trees.pieces])
         total = float(sum(sums.values()))
@@ -317,8 +320,8 @@ class Updater:
     def update(self, reduced: Array, threads: int, loss: float) -> None:
         """Update this rank's ranges of the parameters from the reduced gradient.
 
-        Collective over all ranks for optimizers that need norms or update whole tensors, else not collective.
-        ``loss`` is the mean loss, which methods of whole vectors need.
+        Collective over all ranks for optimizers that need norms or update whole tensors, else not collective. ``loss``
+        is the mean loss, which full-batch methods need.
         """
         if self.watch is not None:
             self.watch(kernels.to_host(reduced))
@@ -359,7 +362,7 @@ class Updater:
             self._follow(w, piece.state)
 
     def _update_tensors(self, tensors: TensorUpdater, reduced: Array, hypers: dict[int, Array]) -> None:
-        """Update whole tensors, and the average of their values if there is one. Collective over all ranks."""
+        """Update whole tensors, and their moving average if the optimizer keeps one. Collective over all ranks."""
         if self.averages_parameters and not self.step_count:
             self.begin_average(self.state)
         tensors.update(reduced, hypers, self.state)
@@ -367,7 +370,7 @@ class Updater:
             self._follow(self.store.values[piece.store : piece.store + piece.size], piece.state)
 
     def _follow(self, w: Array, state: int) -> None:
-        """Move the average of the parameters ``w``, whose state begins at index ``state``, if there is one."""
+        """Update the moving average, if any, of parameters ``w``, whose state begins at index ``state``."""
         if EMA in self.state:
             self.optimizer.follow(w, self.state[EMA][state : state + w.size])
 
@@ -377,19 +380,19 @@ class Updater:
         return EMA in self.state
 
     def begin_average(self, state: Mapping[str, Array]) -> None:
-        """Set the average in ``state``, from :meth:`host_state`, to this rank's parameters on the host."""
+        """Set the moving average in ``state`` (from :meth:`host_state`) to this rank's parameters on the host."""
         for piece in self.pieces:
             state[EMA][piece.state : piece.state + piece.size] = self.store.values[
                 piece.store : piece.store + piece.size
             ]
 
     def swap_average(self) -> None:
-        """Exchange this rank's parameters and their average; a second call restores both. Not collective.
+        """Swap this rank's parameters and their moving average; a second call restores both. Not collective.
 
         Raises
         ------
         UnsupportedError
-            If the optimizer's state is on a GPU.
+            If the optimizer's state is on a GPU (:class:`.DeviceUpdater`).
         """
         average = self.state[EMA]
         for run in self.runs:
@@ -421,16 +424,17 @@ def state_sizes(
 ) -> dict[str, int]:
     """Return the number of elements that a rank keeps of each slot of the optimizer state. Not collective.
 
-    A whole tensor has state of its own; of the arrays that are as long as the parameters it has only the average.
+    A whole tensor (of a matrix optimizer) has slots of its own; of the elementwise slots it uses only the moving
+    average.
 
     Parameters
     ----------
     optimizer : optimizer
-        What :func:`mpizero.optim.elementwise.averaging` returns.
+        The optimizer, as returned by :func:`mpizero.optim.elementwise.averaging`.
     size : int
         Number of parameter elements that the rank updates.
     elementwise : iterable of UpdateRun
-        Those that it does not update as parts of whole tensors.
+        Runs of the elements that are not updated as parts of whole tensors.
     tensors : TensorUpdater or None
         The whole tensors; None if the optimizer needs none.
     """
@@ -442,22 +446,21 @@ def state_sizes(
 class TensorTree:
     """Sum the squares of each parameter's elements in float64, in the order of a binary tree over the elements.
 
-    A parameter of which a rank holds several tiles (:class:`~mpizero.types.Part`) has one sum for each of them, over
-    the elements of the tile in its own C order: the sum that a rank with this tile alone computes.
+    A parameter of which a rank holds several tiles (:class:`~mpizero.types.Part`) has one sum for each tile, over the
+    tile's elements in C order: the sum that a rank with this tile alone computes.
 
-    [Note: scalar sums] A rank computes the sums of the largest subtrees that lie inside its ranges. These few numbers
-    are gathered from all ranks, and every rank adds them in the same order. So norms have the same bits on every
-    layout.
+    [Note: scalar sums] A rank computes the sums of the largest subtrees that lie inside its ranges. These few sums are
+    gathered from all ranks, and every rank adds them in the same order. So norms have the same bits on every layout.
 
     Parameters
     ----------
     grid : ProcessGrid
-        The ranks.
+        The process groups of this rank.
     layout : FlatLayout
-        The parameters.
+        The layout of the parameters.
     pieces : sequence of UpdatePiece
-        The ranges of parameters that this rank updates. Only the pieces in its own shard are summed by this rank; they
-        are kept as ``pieces``.
+        The ranges of parameters that this rank updates. Only the pieces in this rank's own shard are summed by it;
+        attribute ``pieces`` holds them.
     """
 
     def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
@@ -472,9 +475,10 @@ class TensorTree:
 
     @cached_property
     def _all_sums(self) -> tuple[list[int], dict[str, tuple[Program, ...]]]:
-        """The number of sums of each rank, and how to add all ranks' to those of each parameter's tiles.
+        """The number of sums of each rank, and the order in which all ranks' sums are added to one for each tile.
 
-        Made when first needed: the time that it takes grows with the number of ranks, and many trainings need no norm.
+        Computed when first needed, because the time for it grows with the number of ranks, and many trainings need no
+        norm.
         """
         counts = [0] * self.grid.data.size
         arrivals: dict[tuple[str, int], list[tuple[TreeNode, Program]]] = {
@@ -494,7 +498,7 @@ class TensorTree:
 
     @cached_property
     def _local_sums(self) -> tuple[Array, list[tuple[int, int, StridedTile]]]:
-        """The plan of this rank's sums: of contiguous ranges of a piece in place, of others from copies."""
+        """The plan of this rank's sums: contiguous ranges are summed in place, strided ranges from copies."""
         cuts: list[tuple[int, int, int, int]] = []
         strided: list[tuple[int, int, StridedTile]] = []
         offset = 0
@@ -516,7 +520,7 @@ class TensorTree:
     def sums(self, arrays: tuple[Array, ...], starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """Return, for every optimized parameter of the layout, by name, the sum of squares of each tile's elements.
 
-        Of two arrays these are their dot products. A parameter without tiles has one sum. Collective over the data
+        With two arrays the sums are dot products. A parameter without tiles has one sum. Collective over the data
         group. An array holds this rank's elements; those of piece ``pieces[i]`` begin at index ``starts[i]``.
         """
         (counts, programs), ((piece, position, first, stop), strided) = self._all_sums, self._local_sums
@@ -539,7 +543,7 @@ def _tree_sums(arrays: tuple[Array, ...], starts: Array, stops: Array, out: Arra
 
 
 def _trees(shard: Shard, tiles: Mapping[str, Sequence[PartRows]]) -> Iterator[tuple[str, int, tuple[TreeNode, ...]]]:
-    """Yield name, tile and subtrees of each sum that a rank computes, in the order in which it sends them."""
+    """Yield name, tile and subtrees of each sum that a rank computes, in the order in which the rank sends the sums."""
     for entry, part, _ in shard.pieces():
         for tile, rows in enumerate(tiles.get(entry.spec.name, ())):
             inside = elements_within(rows, part.start - entry.offset, part.stop - entry.offset)
@@ -556,7 +560,7 @@ class _Block(NamedTuple):
     """Describe elements of a tile that are copied at once, and the ranges of the copy that are summed.
 
     ``start`` is the first element, as an index into the tile. ``starts`` and ``stops`` are the ends of the ranges,
-    counted from there; ``size`` is the number of elements.
+    relative to ``start``; ``size`` is the number of elements.
     """
 
     start: int
@@ -568,16 +572,16 @@ class _Block(NamedTuple):
 class StridedTile:
     """Sum squares or products of elements of a tile that are not contiguous in the values that a rank holds.
 
-    They are copied a block at a time into a small array, which stays in the cache until it is summed.
+    The elements are copied block by block into a small array, which stays in the cache until it is summed.
 
     Parameters
     ----------
     rows : PartRows
-        The tile's elements of the rows of the local array, from :func:`~mpizero.layout.tensor_parts.tile_rows`.
+        The elements of the tile in the rows of the local array, from :func:`~mpizero.layout.tensor_parts.tile_rows`.
     origin : int
-        Index in the local array of the first value that is given.
+        Index in the local array of the first element that :meth:`sums` receives.
     nodes : sequence of TreeNode
-        The subtrees to sum, of the tree over the tile's elements: consecutive ones.
+        Consecutive subtrees of the tree over the tile's elements, whose sums are computed.
     """
 
     def __init__(self, rows: PartRows, origin: int, nodes: Sequence[TreeNode]) -> None:
@@ -605,7 +609,7 @@ class StridedTile:
     def _cut(self, step: int) -> tuple[list[_Block], list[int]]:
         """Cut the subtrees into ranges of at most ``step`` elements, a power of two, so that each is a subtree, too.
 
-        Return the blocks, and 0 and for each subtree the number of ranges up to its end.
+        Return the blocks, and a list of 0 and the cumulative number of ranges after each subtree.
         """
         leaves = [node.leaves(self.rows.size) for node in self.nodes]
         cuts = [[range(i, min(i + step, r.stop)) for i in range(r.start, r.stop, step)] for r in leaves]
@@ -618,7 +622,7 @@ class StridedTile:
 
 
 class GlobalSums:
-    """Add values of each parameter over the ranks of a replica, so that each element of the model counts once.
+    """Add values of each parameter over the ranks of a replica, counting each element of the model once.
 
     The values of a split parameter, one for each of its tiles, are added in the order of the binary tree over the
     tile's number. So the sum does not depend on how many ranks hold the tiles.
@@ -628,7 +632,7 @@ class GlobalSums:
     Parameters
     ----------
     grid : ProcessGrid
-        The ranks.
+        The process groups of this rank.
     layout : FlatLayout
         The parameters that this rank holds. Values of a parameter that several stages use count only on the stage whose
         block declares it. Values of a parameter that all tensor ranks hold whole count only on tensor rank 0. Context
@@ -665,7 +669,7 @@ class GlobalSums:
 
 
 def tiles_of(spec: ParameterSpec) -> int:
-    """Return how many tiles of a parameter a rank holds: one of a parameter that is not cut into tiles."""
+    """Return how many tiles of a parameter a rank holds; 1 for a parameter that is not cut into tiles."""
     return len(spec.part.tiles) or 1 if spec.part is not None else 1
 
 

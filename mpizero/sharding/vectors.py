@@ -1,8 +1,8 @@
-"""Run a method of whole vectors, such as L-BFGS, on vectors that are sharded over ranks like the optimizer state.
+"""Run a full-batch method, such as L-BFGS, on vectors that are sharded over ranks like the optimizer state.
 
 :class:`VectorUpdater` is the :class:`~mpizero.sharding.update.Updater` of such a method. :class:`ShardedVectors`
 computes with the vectors, and :class:`RegularizedGradient` adds regularization terms to the loss and its gradient: each
-is computed once, on the rank that owns the parameter.
+term is computed once, on the rank that owns the parameter.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from mpizero.types import Array, ParameterSpec, as_reals
 
 
 class VectorUpdater(Updater):
-    """Run a method of whole vectors: a step takes one evaluation, and sets the parameters to the next ones to evaluate.
+    """Run a full-batch method: a step takes one evaluation, and sets the parameters to the next point to evaluate.
 
-    The parameters have the meaning of :class:`Updater`'s.
+    The constructor takes the arguments of :class:`Updater`.
     """
 
     method: VectorSolver
@@ -50,7 +50,7 @@ class VectorUpdater(Updater):
         )
 
     def update(self, reduced: Array, threads: int, loss: float) -> None:
-        """Take the loss and its reduced gradient at the parameters, and set the parameters to the next ones.
+        """Take the loss and reduced gradient at the parameters; set the parameters to the next point to evaluate.
 
         Collective over all ranks.
 
@@ -71,7 +71,7 @@ class VectorUpdater(Updater):
         self._made()
 
     def _with_terms(self, loss: float) -> float:
-        """Add the regularization to ``TRIAL``, which is a gradient or a product, and to the loss. Collective."""
+        """Add the regularization to the gradient or Hessian product in slot ``TRIAL``, and to the loss. Collective."""
         if self._regularized is None:
             return loss
         progress = self.method.progress
@@ -81,20 +81,20 @@ class VectorUpdater(Updater):
         return loss + self._regularized.add(self.state[TRIAL])
 
     def reset(self) -> None:
-        """Set state, step count and progress to those before the first step. Not collective."""
+        """Reset state, step count and progress to their values before the first step. Not collective."""
         super().reset()
         self.method.progress = MethodProgress()
 
 
 def check_vector_method(optimizer: Any, config: Config, model: Any, *, scaled: bool) -> None:
-    """Check that a training can use a method of whole vectors, whose line searches need the exact loss and gradient.
+    """Check that a training can use a full-batch method, whose line searches need the exact loss and gradient.
 
-    ``model`` is the user's. ``scaled`` tells whether there is a loss scale.
+    ``model`` is the user's model. ``scaled`` tells whether there is a loss scale.
 
     Raises
     ------
     ConfigError
-        If a setting does not go together with the method. The message names it.
+        If a setting is incompatible with the method. The message names the setting.
     """
     name, dropout = type(optimizer).__name__, getattr(unfrozen(model), "dropout", 0.0)
     clash = {
@@ -117,7 +117,7 @@ _BLOCK = 1 << 15
 
 
 class _Limited(NamedTuple):
-    """Hold the bounds of a piece: a number, or an array as long as the piece; None is no bound."""
+    """Hold the bounds of a piece: each a number, an array as long as the piece, or None for no bound."""
 
     piece: UpdatePiece
     lower: Any
@@ -125,7 +125,7 @@ class _Limited(NamedTuple):
 
 
 class ShardedVectors:
-    """Compute with the arrays of an updater's state; implements :class:`~mpizero.optim.regularization.VectorSpace`.
+    """Compute with vectors in an updater's state; implements :class:`~mpizero.optim.regularization.VectorSpace`.
 
     A rank holds its own ranges of a vector, and those of its inter-node group where the state is replicated; sums count
     each element once.
@@ -137,7 +137,7 @@ class ShardedVectors:
     bounds : Bounds or None
         The bounds of the parameters.
     preconditioner : Diagonal or None
-        Factors of the elements of the parameters.
+        Factors by which :meth:`precondition` multiplies, one for each parameter element.
     """
 
     def __init__(self, updater: Updater, bounds: Bounds | None, preconditioner: Diagonal | None = None) -> None:
@@ -151,7 +151,7 @@ class ShardedVectors:
         self._factors = () if preconditioner is None else tuple(self._scaled(preconditioner))
 
     def _scaled(self, preconditioner: Diagonal) -> Iterator[tuple[UpdatePiece, Any]]:
-        """Yield pieces and their factors, numbers or arrays, where these are not 1. Not collective."""
+        """Yield pieces whose preconditioner is not 1, with the factors, a number or an array. Not collective."""
         for piece in self._updater.pieces:
             spec = piece.entry.spec
             factors = self._side(piece, preconditioner.of(spec, home_of(spec)))
@@ -168,7 +168,7 @@ class ShardedVectors:
                     yield _Limited(piece, *sides)
 
     def _side(self, piece: UpdatePiece, limit: Limit) -> Limit:
-        """Return the elements of a bound, or factors, that belong to a piece. Not collective."""
+        """Return the elements of a bound, or of a preconditioner, that belong to a piece. Not collective."""
         if not isinstance(limit, np.ndarray):
             return limit
         part = np.empty(piece.size, self._updater.dtype)
@@ -217,7 +217,7 @@ class ShardedVectors:
         np.divide(array, self._updater.state[divisors], out=array)
 
     def update_diagonal(self, target: str, y: str, curvature: float, bs: str, square: float) -> None:
-        """Add ``y**2 / curvature - bs**2 / square`` by element to ``target``, which stays positive. Not collective."""
+        """Add ``y**2 / curvature - bs**2 / square`` elementwise to ``target``, kept positive. Not collective."""
         values, ys, products = (self._updater.state[slot] for slot in (target, y, bs))
         kind = values.dtype.type
         for start in range(0, values.size, _BLOCK):  # so that temporary arrays stay in the cache
@@ -244,7 +244,7 @@ class ShardedVectors:
             np.clip(w, lower, upper, out=w)
 
     def enter_bounds(self) -> bool:
-        """Move the parameters into their bounds; tell whether that changed any. Collective over all ranks."""
+        """Clip the parameters to their bounds; tell whether any parameter changed. Collective over all ranks."""
         if not self.bounded:
             return False
         values, changed = self._updater.store.values, False
@@ -256,7 +256,7 @@ class ShardedVectors:
         return bool(self._over_world(float(changed), "max"))
 
     def largest_projected(self, gradient: str) -> float:
-        """Return the largest magnitude of ``point - P(point - gradient)``. Collective over all ranks."""
+        """Return the largest magnitude of ``point - P(point - gradient)``; P clips to bounds. Collective."""
         limited = {piece.state for piece, _, _ in self._limited}
         parts = [self._of(gradient, piece) for piece in self._updater.pieces if piece.state not in limited]
         for piece, lower, upper in self._limited:
@@ -266,7 +266,7 @@ class ShardedVectors:
         return self._over_world(largest, "max")
 
     def drop_fixed(self, gradient: str, reach: float, target: str) -> None:
-        """Set to 0 the elements of a vector for which ``point - reach * gradient`` is at or beyond a bound.
+        """Set to 0 the elements of vector ``target`` where ``point - reach * gradient`` is at or beyond a bound.
 
         Not collective.
         """
@@ -274,13 +274,13 @@ class ShardedVectors:
             self._of(target, piece)[fixed] = 0
 
     def go_to_bounds(self, gradient: str, reach: float, direction: str) -> None:
-        """Set the elements that :meth:`drop_fixed` clears to the way from ``point`` to their bound. Not collective."""
+        """Set the elements that :meth:`drop_fixed` clears to ``bound - point``. Not collective."""
         for piece, limit, fixed in self._fixed(gradient, reach):
             distance = limit - self._of(POINT, piece)
             self._of(direction, piece)[fixed] = distance[fixed]
 
     def _fixed(self, gradient: str, reach: float) -> Iterator[tuple[UpdatePiece, Any, Array]]:
-        """Yield pieces, one of their bounds, and which elements ``-reach * gradient`` takes to it. Not collective."""
+        """Yield each piece with one of its bounds, and a mask of elements that reach the bound. Not collective."""
         for piece, lower, upper in self._limited:
             slope = self._of(gradient, piece)
             ahead = self._of(POINT, piece) - slope.dtype.type(reach) * slope
@@ -290,7 +290,7 @@ class ShardedVectors:
                 yield piece, upper, (ahead >= upper) & (slope < 0)
 
     def clip(self, origin: str, step: float, direction: str) -> None:
-        """Set ``direction`` to ``P(origin + step * direction) - origin``. Not collective."""
+        """Set ``direction`` to ``P(origin + step * direction) - origin``; P clips to bounds. Not collective."""
         self.scale(step, direction)
         for piece, lower, upper in self._limited:
             start, move = self._of(origin, piece), self._of(direction, piece)
@@ -325,14 +325,14 @@ _PARAMETER, _DIRECTION, _GRADIENT = 4, 5, 6
 class RegularizedGradient:
     """Compute regularization terms and their gradients; methods are collective over all ranks.
 
-    A term sees the whole parameter on one rank, its owner, so its bits depend on no layout.
+    A term is computed from the whole parameter on one rank, its owner, so its bits do not depend on the layout.
 
     Parameters
     ----------
     regularization : Regularization
         The terms.
     store : ParameterStore
-        The parameters.
+        Holds the parameters.
     pieces : sequence of UpdatePiece
         The ranges of all parameters that this rank updates.
     replicated : bool
@@ -363,9 +363,9 @@ class RegularizedGradient:
         self._counts = grid.coordinates.tensor == 0
 
     def add(self, gradient: Array) -> float:
-        """Add the gradients of all terms to ``gradient``, kept like optimizer state; return the sum of their values.
+        """Add the gradients of all terms to ``gradient``, sharded like optimizer state; return the sum of the terms.
 
-        The value is NaN if one of them, or a gradient, is not finite. Parameters are those of the store.
+        The sum is NaN if a term or its gradient is not finite. Terms are computed at the parameters of the store.
         """
         tensors, requests = self._exchange.begin_parameters(_PARAMETER)
         for request in requests:
@@ -383,7 +383,7 @@ class RegularizedGradient:
         return float(sum(value for _, value in sorted(item for rank in gathered for item in rank.items())))
 
     def _computed(self, number: int, values: Array) -> tuple[float, Array]:
-        """Return value and gradient of a term, checked; the value is NaN if one of them is not finite."""
+        """Return the checked value and gradient of a term; the value is NaN if one of the two is not finite."""
         spec = self._exchange.plan.tensors[number].spec
         name = home_of(spec)
         try:
@@ -396,7 +396,7 @@ class RegularizedGradient:
         return value if np.isfinite(checked).all() and math.isfinite(value) else math.nan, checked
 
     def add_products(self, direction: Array, target: Array) -> None:
-        """Add the products of all terms' Hessians with a direction to ``target``; both are kept like optimizer state.
+        """Add the products of all terms' Hessians with ``direction`` to ``target``, sharded like optimizer state.
 
         Raises
         ------
@@ -431,7 +431,7 @@ class RegularizedGradient:
 
 
 def _of_shape(value: object, spec: ParameterSpec, dtype: DTypeLike, what: str) -> Array:
-    """Return an array as a flat one of the type ``dtype``, in which it is sent, after a check of its shape."""
+    """Check an array's shape, and return the array flat and of the type ``dtype``, in which it is sent."""
     array = np.asarray(unmasked(value, f"{what} that"))
     if array.shape != spec.shape or array.dtype.kind not in "fiu":
         raise ArgumentError(f"{what} of shape {array.shape} and type {array.dtype}, expected {spec.shape}")

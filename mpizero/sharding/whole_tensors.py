@@ -1,21 +1,22 @@
-"""Bring together elements that the shard rule parts: whole tensors for their update, and gradients of tied parameters.
+"""Gather elements that the shard rule separates: whole tensors to update them, and gradients of tied parameters.
 
-:class:`TensorUpdater` updates the tensors that this rank owns. :class:`TensorPlan` says in integers which rank owns
-which tensor and what ranks exchange, and :class:`TensorExchange` sends it. :class:`TieExchange` adds up the gradients
-of parameters that several pipeline stages use, such as a token table (embedding and head).
+:class:`TensorUpdater` updates the tensors that this rank owns. :class:`TensorPlan` computes which rank owns which
+tensor and which elements ranks exchange, and :class:`TensorExchange` sends these elements. :class:`TieExchange` adds up
+the gradients of parameters that several pipeline stages use, such as a token table (embedding and head).
 
-[Note: whole tensors] Some optimizers need a tensor at a time: Muon makes its momentum orthogonal, SOAP needs
-eigenvectors of it. The shard rule cuts tensors anywhere. So tensors are divided over the data ranks by their costs, the
-same on every layout with as many ranks. The ranks that hold elements of a tensor's reduced gradient send them to its
-owner. The owner, which alone keeps the tensor's state, updates the whole tensor and sends the new values to all ranks
-that hold elements of the parameter. There they are written and all-gathered as any update is. An owner computes with
-arrays of the tensor's own shape, so no bit depends on the number of ranks or on how shards are cut.
+[Note: whole tensors] Matrix optimizers need a whole tensor at a time: Muon makes its momentum orthogonal, SOAP needs
+eigenvectors of it. The shard rule cuts tensors anywhere. So whole tensors are assigned to data ranks by their costs, in
+the same way on every layout with the same number of data ranks. The ranks that hold elements of a tensor's reduced
+gradient send them to its owner. The owner, which alone keeps the tensor's state, updates the whole tensor and sends the
+new values to all ranks that hold elements of the parameter. The receiving ranks write the values, which are then
+all-gathered like any update. An owner computes with arrays of the tensor's own shape, so no bit depends on the number
+of ranks or on how shards are cut.
 
-[Note: cut ties] Every stage that uses such a parameter stores a copy of it. Different data ranks may own the same range
-of it on different stages, because the stages have different units. First each stage sums the gradients of its own uses
-over grains. Then it receives the gradients of the other stages' uses, and adds the gradients of all uses in declared
-order. All stages make the same update, so the copies stay equal to the bit without another message. Norms and
-checkpoints use only the copy on the home stage, the stage whose block declares the parameter.
+[Note: cut ties] Every stage that uses a tied parameter stores a copy of it. Different data ranks may own the same range
+of the parameter on different stages, because the stages have different units. First each stage sums the gradients of
+its own uses over grains. Then the stage receives the gradients of the other stages' uses, and adds the gradients of all
+uses in declared order. All stages make the same update, so the copies stay equal to the bit without another message.
+Norms and checkpoints use only the copy on the home stage, the stage whose block declares the parameter.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from mpizero.types import Array, ParameterSpec
 
 
 def home_of(spec: Any) -> str:
-    """Return the name that a parameter has in the whole model; for a copy of it, the original's. Not collective."""
+    """Return a parameter's name in the whole model; for a copy on another stage, the original's. Not collective."""
     return str(spec.guest or spec.name)
 
 
@@ -56,7 +57,7 @@ class TensorUpdater:
     Parameters
     ----------
     optimizer : TensorOptimizer
-        What :func:`mpizero.optim.elementwise.averaging` returns for one.
+        The matrix optimizer, as returned by :func:`mpizero.optim.elementwise.averaging`.
     store, plan, pieces
         As in :class:`.TensorExchange`.
     """
@@ -69,7 +70,7 @@ class TensorUpdater:
         self.owned_state = {slot: self._owned_state(slot) for slot in optimizer.tensor_slots}
 
     def _owned_state(self, slot: str) -> list[StatePiece]:
-        """Return the arrays of this rank's state in ``slot``: one for each owned tensor that has it."""
+        """Return the arrays of this rank's state in ``slot``: one for each owned tensor with such an array."""
         pieces, offset = list[StatePiece](), 0
         for number in self.owned:
             spec = state_specs(self.optimizer, self.plan.tensors[number].spec).get(slot)
@@ -85,7 +86,7 @@ class TensorUpdater:
     def update(self, reduced: Array, hypers: Mapping[int, Array], state: Mapping[str, Array]) -> None:
         """Update all whole tensors from the reduced gradient. Collective over all ranks.
 
-        Parameters are written where this rank updates them: in the ranges of :attr:`pieces`.
+        New values are written only to the ranges of parameters that this rank updates, :attr:`pieces`.
 
         Parameters
         ----------
@@ -157,7 +158,7 @@ class TensorPlan:
     Attributes
     ----------
     layout : FlatLayout
-        The parameters.
+        The layout of the parameters.
     tensors : tuple of ParameterUse
         The parameters that are updated as whole tensors, in declared order.
     owners : tuple of int
@@ -176,12 +177,12 @@ class TensorPlan:
 
     @classmethod
     def of(cls, optimizer: Any, layout: FlatLayout, nodes: Sequence[Sequence[int]], *, replicated: bool) -> TensorPlan:
-        """Choose the tensors that ``optimizer`` takes and divide them over the data ranks by their costs.
+        """Select the tensors that ``optimizer`` updates as a whole, and assign them to data ranks by their costs.
 
         Raises
         ------
         ConfigError
-            If the optimizer takes a tensor of which a rank holds a slice only, or a complex one, or if a cost is not a
+            If the optimizer selects a complex tensor, or one of which a rank holds only a slice, or if a cost is not a
             whole number.
         """
         tensors = tuple(entry for entry in layout.parameters if takes_tensor(optimizer, entry.spec))
@@ -201,7 +202,7 @@ class TensorPlan:
 
     @cached_property
     def gathers(self) -> list[list[Move]]:
-        """The elements of gradients that each data rank sends to owners or, as one, gets from holders."""
+        """For each data rank, the moves of gradient elements from holders to owners in which the rank takes part."""
         return self._by_rank(
             Move(number, span, self._source(self.owners[number], shard), self.owners[number])
             for number, shard, span in self._parts
@@ -209,7 +210,7 @@ class TensorPlan:
 
     @cached_property
     def returns(self) -> list[list[Move]]:
-        """The elements of updated tensors that each data rank gets from owners or sends as one."""
+        """For each data rank, the moves of updated elements from owners to holders in which the rank takes part."""
         return self._by_rank(
             Move(number, span, self.owners[number], target)
             for number, shard, span in self._parts
@@ -225,7 +226,7 @@ class TensorPlan:
         return by_rank
 
     def _source(self, owner: int, shard: int) -> int:
-        """Return the holder of a shard that sends its elements to ``owner``: itself, or one on its node if there is."""
+        """Return the holder that sends a shard's elements to ``owner``: itself, one on its node, or rank ``shard``."""
         node = next(ranks for ranks in self.nodes if owner in ranks)
         return owner if owner in self._holders[shard] else next((r for r in node if r in self._holders[shard]), shard)
 
@@ -250,7 +251,7 @@ class TensorPlan:
 
 
 def tensor_cost(optimizer: Any, shape: tuple[int, ...]) -> int:
-    """Return the floating-point operations that an optimizer tells for the update of a tensor, after a check."""
+    """Return the number of floating-point operations that an optimizer states for a tensor's update, checked."""
     return require(f"{optimizer_name(optimizer)}.cost({shape})", optimizer.cost(shape), whole())
 
 
@@ -276,12 +277,13 @@ OffsetOf = Callable[[UpdatePiece], int]
 class TensorExchange:
     """Gather arrays of whole tensors on their owners, and send arrays of owned tensors to their holders.
 
-    Methods that send are collective over the data group. MPI tags tell messages apart that are in flight at a time.
+    Methods that send are collective over the data group; their ``tag`` distinguishes exchanges that are in flight
+    together.
 
     Parameters
     ----------
     store : ParameterStore
-        The parameters.
+        Holds the parameters.
     plan : TensorPlan
         The tensors and their owners.
     pieces : sequence of UpdatePiece
@@ -303,7 +305,7 @@ class TensorExchange:
         return tensors, self._exchange(moves, tag, self._in_pieces(values, offset_of), self._inside(tensors))
 
     def begin_parameters(self, tag: int) -> tuple[dict[int, Array], list[Request]]:
-        """Begin to gather the values of the parameters, as :meth:`begin_gather`; replicated ones are copied."""
+        """Begin to gather parameter values, like :meth:`begin_gather`; replicated parameters are just copied."""
         values = self.store.values
         if self.store.sharded:
             return self.begin_gather(values, lambda piece: piece.store, tag)
@@ -323,9 +325,9 @@ class TensorExchange:
         return lambda move: _range(values, offset_of(self._pieces[move.span]), move)
 
     def _exchange(self, moves: Sequence[Move], tag: int, source: _View, target: _View) -> list[Request]:
-        """Begin to send elements from the views of ``source`` to those of ``target`` on other ranks; copy own ones.
+        """Begin to send elements from views ``source`` to views ``target`` on other ranks; copy those that stay here.
 
-        Messages between two ranks arrive in the order of their moves, which both know.
+        Messages between two ranks arrive in the order of the moves, which both ranks know.
         """
         requests = []
         for move in moves:
@@ -348,7 +350,7 @@ class TieExchange:
     Parameters
     ----------
     grid : ProcessGrid
-        The ranks.
+        The process groups of this rank.
     partitioned : PartitionedModel
         This rank's part of the model.
     layouts : mapping of int to FlatLayout
