@@ -1,6 +1,6 @@
 """Wrap mpi4py: communicators, process grids, shared memory, sums in a fixed order, agreement on errors, watchdog.
 
-No other package of the library imports mpi4py, except :mod:`mpizero.testing`.
+Of the other packages only ``mpizero.guard`` and :mod:`mpizero.testing` import mpi4py.
 """
 
 from typing import TYPE_CHECKING

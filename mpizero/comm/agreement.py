@@ -1,16 +1,17 @@
 """Raise the same kind of error on all ranks if ranks call different operations, fail, or hold different values.
 
-Such faults must be found before a rank waits for others that never come. :func:`check_call` and its relatives compare
-the public operation that every rank has called. :func:`all_ranks` makes an error of one rank an error of all of them.
-:func:`agree_equal` and :func:`agree_arrays` compare settings and arrays; if they differ, they name the first value,
-attribute or element that does.
+Such faults must be found before a rank waits in a collective that other ranks never call. :func:`check_call` and
+:func:`agree_on_call` compare the public operations that the ranks have called. If one rank raises in a block of
+:func:`all_ranks`, all ranks raise. :func:`agree_equal` and :func:`agree_arrays` compare settings and arrays; their
+errors name the first value, attribute or array that differs.
 
-[Note: calls] A public collective call (``train``, ``evaluate``, ``save_model``, ``close``) is an operation. Its name
-and the source line of the user's call are recorded in the trace of the world communicator, as collectives are. The
-first message of every operation has the same form: a hash of all calls that this rank has made so far, and up to three
-integers that the operation needs from every rank. So even ranks that call different operations can exchange this
-message. They then raise an error with the names and source lines of the operations, before shared memory is changed. A
-training step sends its sample counts in this message, so the comparison adds no message to it.
+[Note: calls] A public collective call (``train``, ``evaluate``, ``save_model``, ``close``) is an operation. The name of
+an operation and the source line of the user's call are recorded in the trace of the world communicator, like a
+collective. The first message of every operation has the same form: a hash of all calls that this rank has made so far,
+and up to three integers that the operation needs from every rank. So even ranks that call different operations can
+exchange this message. Such ranks then raise an error with the names and source lines of the operations, before shared
+memory is changed. A training step sends its sample counts in its first message, so the comparison of calls costs a step
+no further message.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def record_call(comm: Communicator, operation: str, which: str = "") -> None:
 def agree_on_call(comm: Communicator, arguments: Sequence[int] = ()) -> Array:
     """Check that all ranks have called the same operation; return the ``arguments`` of all, one row for each rank.
 
-    Collective over ``comm``: this is the first message of an operation, see [Note: calls]. ``arguments`` are up to
-    three integers; rows are filled up with zeros to three columns.
+    Collective over ``comm``: this call sends the first message of an operation, see [Note: calls]. ``arguments`` are up
+    to three integers; rows are filled up with zeros to three columns.
 
     Raises
     ------
@@ -96,7 +97,7 @@ def agree_on_call(comm: Communicator, arguments: Sequence[int] = ()) -> Array:
 def check_call(comm: Communicator, operation: str, which: str = "") -> None:
     """Check that all ranks have called the same operation. Collective over ``comm``: one message of 32 bytes a rank.
 
-    ``which`` is the label of the object whose method was called; it must be the same too.
+    ``which`` is the label of the object whose method was called; all ranks must pass the same label.
 
     Raises
     ------
@@ -132,7 +133,7 @@ def collective(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C
 def recorded(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
     """Decorate a collective method that calls :func:`agree_on_call` itself: only record each call, send no message.
 
-    If a call of the method sends no message at all, the first message of the next operation compares it.
+    A call of the method that sends no message is compared in the first message of the next operation.
     """
     return _compared(record_call, method)
 
@@ -142,17 +143,17 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False
     """Run a ``with`` block on all ranks; if it raises on one rank, raise an error on every rank.
 
     Collective over ``comm``: one small message at the end of the block, labelled ``tag`` in traces and reports. With
-    ``first``, :func:`agree_on_call` is called in place of this message; it also checks that all ranks have called the
-    same public operation. A block must not mix collectives of ``comm`` with statements that can fail on one rank only:
-    the other ranks would wait in the collective. If a collective fails in the block, its error is raised at once,
-    without the message, because other ranks may never send it.
+    ``first``, :func:`agree_on_call` replaces this message, and also checks that all ranks have called the same public
+    operation. A block must not mix collectives of ``comm`` with statements that can fail on one rank only: the other
+    ranks would wait in the collective. If a collective fails in the block, its error is raised at once, without the
+    message at the end, because other ranks may never send theirs.
 
     Raises
     ------
     Exception
         The block's own error, on the ranks that raised it.
     RemoteError
-        On the other ranks; names the ranks that failed and the error of the first of them.
+        On the other ranks; names the ranks that failed, and the error of the lowest rank that failed by itself.
     CollectiveMismatch
         On every rank, with ``first``, if the ranks have called different operations.
 
@@ -179,9 +180,9 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False
 
 
 def from_rank_0(comm: Communicator, function: Callable[[], R], tag: str = "all_ranks") -> R:
-    """Call ``function`` on rank 0, and return its result on every rank; if it raises an error, all ranks do.
+    """Call ``function`` on rank 0, and return its result on every rank; if ``function`` raises, all ranks raise.
 
-    Collective over ``comm``: as :func:`all_ranks`, and a broadcast of the result, labelled ``tag``.
+    Collective over ``comm``: the message of :func:`all_ranks`, then a broadcast of the result, labelled ``tag``.
     """
     value: R | None = None
     with all_ranks(comm):
@@ -299,22 +300,22 @@ class _Search:
 
 
 def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, Any]], first: int = 0) -> None:
-    """Raise on every rank if ranks pass different arrays. This must be the first message of a public operation.
+    """Raise on every rank if ranks pass different arrays. Must send the first message of a public operation.
 
     Collective over ``comm``: 32 bytes a rank if the arrays are equal. One CRC32 of the names, dtypes, shapes and bytes
-    of all arrays is compared. So NaN equals NaN, and 0.0 differs from -0.0.
+    of all arrays is compared. Because bytes are compared, NaN equals NaN, and 0.0 differs from -0.0.
 
     Parameters
     ----------
     comm : Communicator
-        The ranks.
+        The ranks whose arrays are compared.
     what : str
         Name of the operation in the error.
     give : callable
         Returns a mapping from names to the arrays of this rank, or to values that can be converted to arrays. If it
         raises on one rank, all ranks raise.
     first : int
-        The rank whose arrays this rank's arrays must equal.
+        The rank with which this rank is compared: the arrays of both must be equal.
 
     Raises
     ------

@@ -1,10 +1,10 @@
-"""Define the interface of communicators, with all that does not depend on how messages travel.
+"""Define the interface of communicators, and implement what MPI and threads have in common.
 
-:class:`Communicator` has the methods that callers use. Each of them checks its arguments on this rank, counts its
-bytes, records the call in the trace, and then runs one primitive. :class:`Transport` declares the primitives; over MPI
-they are implemented in ``comm/mpi.py``, over threads of one process in ``comm/threads.py``. A check takes less than a
-microsecond, sends nothing, and raises CollectiveError. A :class:`Timeline` records, while tracing is on, when the
-phases of a rank's work begin and end; calls of communicators are among them.
+:class:`Communicator` has the methods that callers use. Each method checks its arguments on this rank, counts its bytes,
+records the call in the trace, and then runs one primitive. :class:`Transport` declares the primitives; over MPI they
+are implemented in ``comm/mpi.py``, over threads of one process in ``comm/threads.py``. The check of arguments takes
+less than a microsecond, sends nothing, and raises CollectiveError if an argument is wrong. A :class:`Timeline` records,
+while tracing is on, when the phases of a rank's work, such as communicator calls, begin and end.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ class Transport(ABC):
     def error(self, operation: str, tag: object, reason: object, array: object = None) -> CollectiveError:
         """Return, without raising it, the error for a failed call. Not collective.
 
-        Its text names the rank, operation, tag, communicator and reason, and the dtype and size of ``array`` if given.
+        The error's text names the rank, operation, tag, communicator and reason, and the dtype and size of ``array`` if
+        given.
         """
         what = f" {array.dtype}[{array.size}]" if hasattr(array, "dtype") and hasattr(array, "size") else ""
         label = f" {tag!r}" if tag != "" else ""
@@ -193,7 +194,7 @@ class Transport(ABC):
     def _call(self, call: Signature, primitive: Callable[..., T], *arguments: Any) -> T:
         """Record a collective in the trace, then run ``primitive(*arguments)`` and return its result.
 
-        ``call`` is the record: operation, tag, and all else that must be the same on all ranks.
+        ``call`` is the record: the operation, the tag, and all other arguments that must be the same on all ranks.
         """
         return self._run(call[0], call[1], self.trace.begin(call), primitive, *arguments)
 
@@ -231,8 +232,8 @@ class Transport(ABC):
         """Return this rank's number for the check of calls: its sum over ranks is 0 mod ``MODULUS`` if calls match.
 
         Sends nothing, but all ranks must call it before the same collective. The number covers the calls of this
-        communicator and of communicators of subsets of its ranks, see [Note: one sum]. Communicators
-        that compare every call anyway return 0.
+        communicator and of communicators of subsets of its ranks, see [Note: one sum]. Communicators that compare every
+        call anyway return 0.
         """
         return 0
 
@@ -342,7 +343,7 @@ class Communicator(Transport):
     """
 
     def __enter__(self) -> Self:
-        """Return itself. Not collective."""
+        """Return the communicator. Not collective."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -369,7 +370,7 @@ class Communicator(Transport):
         """Make what every rank wrote to ``shared`` before the call visible to every rank after it.
 
         Collective over the communicator that allocated ``shared``. With ``counted`` the trace only counts this call and
-        makes no record of it, which is faster; see [Note: counted calls].
+        does not record it, which is faster; see [Note: counted calls].
         """
         if counted:
             self._count("node_barrier", tag, self._node_barrier, shared)
@@ -424,8 +425,8 @@ class Communicator(Transport):
         """Start to gather ``send`` of every rank into ``recv`` of every rank: rank i's into the elements ``spans[i]``.
 
         Collective over the communicator; ``spans`` is the same on every rank, and no two spans overlap. ``send`` may be
-        a view of this rank's span of ``recv``; otherwise it is copied there at once. Neither array may be written, nor
-        the spans of other ranks in ``recv`` read, before the request has ended.
+        a view of this rank's span of ``recv``; otherwise ``send`` is copied to that span at once. Neither array may be
+        written, nor the spans of other ranks in ``recv`` read, before the request has ended.
         """
         check_pair(self, "igather_spans", tag, send, recv)
         check_spans(self, "igather_spans", tag, recv, spans)
@@ -567,7 +568,8 @@ class Communicator(Transport):
         Raises
         ------
         SharedMemoryError
-            On all ranks: if ``shares_memory`` is false, or there is too little memory. Nothing is allocated then.
+            On all ranks: if ``shares_memory`` is false, or there is too little memory. In that case nothing stays
+            allocated.
         """
         if not self.shares_memory:
             raise SharedMemoryError(
@@ -580,7 +582,7 @@ class Communicator(Transport):
     def traces(self) -> list[CallTrace]:
         """Return the traces of the ranks of this communicator that run in this process. Not collective.
 
-        That is one rank over MPI, and all ranks if they are threads.
+        Over MPI this is the trace of this rank; if ranks are threads, these are the traces of all ranks.
         """
         return [self.trace]
 
@@ -595,7 +597,7 @@ class Communicator(Transport):
         """Store ``close``, a collective function that frees resources, for :meth:`run_deferred_closes`. Not collective.
 
         Used after an error: other ranks may not have failed, so ``close``, which is collective over the communicator,
-        cannot be called at once. An InMemoryCommunicator ignores it, because Python frees its memory.
+        cannot be called at once. An InMemoryCommunicator ignores ``close``, because Python frees its memory.
         """
 
     def run_deferred_closes(self) -> None:
@@ -818,7 +820,7 @@ class Timeline:
         self._spans.append(TimeSpan(phase, detail, start, monotonic()))
 
     def take(self) -> list[TimeSpan]:
-        """Return the spans recorded since the last call of this method, and forget them."""
+        """Return the spans recorded since the last call of this method, and remove them from the timeline."""
         spans, self._spans = self._spans, []
         return spans
 

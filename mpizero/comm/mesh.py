@@ -51,7 +51,7 @@ class ProcessGrid(NodeOrder):
     pipeline, tensor, context : Communicator
         This rank, and the ranks that differ from it in the coordinate of that name only.
     model : Communicator
-        The ranks of one replica, which are given the same samples; ordered by pipeline, then tensor, then context.
+        The ranks of this rank's replica, which get the same samples; ordered by pipeline, then tensor, then context.
     node : Communicator
         The ranks of ``data`` that share memory with this one, in rank order.
     inter_node : Communicator
@@ -59,8 +59,8 @@ class ProcessGrid(NodeOrder):
     nodes : tuple of tuple of int
         For every node of the data group, its ranks, numbered as in ``data``; nodes are ordered by their first rank.
     position : tuple of int
-        For every rank of ``data``, its number when the ranks are counted node by node. Grains are assigned in this
-        order.
+        For every rank of ``data``, its number when the ranks are counted node by node. Grains (fixed slices of the
+        global batch) are assigned in this order.
     is_open : bool
         Whether :meth:`close` has not been called.
 
@@ -104,9 +104,9 @@ class ProcessGrid(NodeOrder):
         """Find the nodes of the job, and make the communicators of all groups.
 
         Collective over ``world``. With ``share_node_memory=False`` every rank counts as a node of its own, and the
-        inter-node group is the data group. The same happens when the nodes of a data group have unequal numbers of
-        ranks; rank 0 then prints a notice. ``ranks_per_node=k`` cuts each real node into simulated nodes of ``k``
-        consecutive ranks. ``axes=None`` means data parallelism over all ranks.
+        inter-node group is the data group. Every rank also counts as its own node, and rank 0 prints a notice, when the
+        nodes of a data group have unequal numbers of ranks. ``ranks_per_node=k`` cuts each real node into simulated
+        nodes of ``k`` consecutive ranks. ``axes=None`` means data parallelism over all ranks.
 
         Raises
         ------
@@ -213,7 +213,7 @@ class ProcessGrid(NodeOrder):
             communicator.close()
 
     def __enter__(self) -> Self:
-        """Return itself. Not collective."""
+        """Return the grid. Not collective."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -223,9 +223,9 @@ class ProcessGrid(NodeOrder):
 
 
 def group_buffers(grid: ProcessGrid) -> dict[str, int]:
-    """Return ``{"group buffers": bytes}``: message buffers of the tensor or context group on this rank.
+    """Return ``{"group buffers": bytes}``: memory of this rank for messages of its tensor and context groups.
 
-    Of a window that the group shares, an equal part counts on every rank. Not collective.
+    Each rank counts an equal part of a window that the group shares. Not collective.
     """
     split = [name for name in ("tensor", "context") if getattr(grid, name).size > 1]
     groups = [getattr(grid, f"{name}_group") for name in split]
@@ -247,8 +247,8 @@ def _split(
 
     Collective over ``world``. ``host`` is the communicator of this rank's node, or None; ``hosts`` is the lowest rank
     on the node of every rank. ``axes`` and ``hosts`` alone decide which groups have the same ranks, and which groups
-    lie within nodes. Both are the same on all ranks, so all ranks split the same communicators. Groups of this rank
-    only get ``alone``.
+    lie within nodes. These two arguments are the same on all ranks, so all ranks split the same communicators. A group
+    that contains only this rank gets the communicator ``alone``.
     """
     made: dict[tuple[int, ...], Communicator] = {}
     groups: dict[str, Communicator] = {}

@@ -1,14 +1,14 @@
-"""Sum, gather and shift arrays over the ranks that a layer is split over; and lock blocks of memory that they share.
+"""Sum, gather and shift arrays over the ranks that a layer is split over; and lock blocks of shared memory.
 
-Layers use a :class:`CommunicatorGroup`. Its arrays go by one of two ways, a :class:`GroupTransport`: by messages, or,
-if the ranks are on one node, through a shared window, into which each rank writes once and which all read. Both add in
-the order of the binary tree over the ranks' numbers, so the bits of a sum do not depend on the way.
-:class:`BlockLocks` lets ranks exclude each other without MPI.
+Layers use a :class:`CommunicatorGroup`. Its arrays are exchanged by one of two implementations of
+:class:`GroupTransport`: by messages, or, if the ranks are on one node, through a shared window, into which each rank
+writes once and which all read. Both implementations add in the order of the binary tree over the ranks' numbers, so a
+sum has the same bits with either. :class:`BlockLocks` lets ranks exclude each other without MPI.
 
-[Note: two halves] The window has two halves. A call writes into one half, waits at one barrier, and reads. The next
-call uses the other half. Before a rank writes into the first half again, it has passed the barrier of the call in
-between. Every rank enters that barrier only after it has finished reading the first half, so no second barrier is
-needed.
+[Note: two halves] The shared window has two halves. Each call writes into one half, waits at one barrier, and reads;
+the next call uses the other half. Before a rank writes into the first half again, it has passed the barrier of the call
+that used the second half. Every rank enters that barrier only after it has finished reading the first half, so no
+second barrier is needed.
 
 [Note: signatures] With its array each rank writes a number that identifies its call. All ranks compare these numbers
 after the barrier, so different calls raise the same error on every rank. A window that is too small is replaced only
@@ -56,15 +56,16 @@ class CommunicatorGroup:
     Parameters
     ----------
     comm : Communicator
-        The ranks. The caller closes it.
+        The ranks of the group. The caller closes this communicator.
     node_comm : Communicator, optional
         A communicator of the same ranks that shares memory (``comm`` itself if it does). Sums and gathers then go
-        through one shared window, and only shifts send messages. It is ignored if it has fewer ranks than ``comm``.
+        through one shared window, and only shifts send messages. ``node_comm`` is ignored if it has fewer ranks than
+        ``comm``.
 
     Attributes
     ----------
     comm : Communicator
-        The ranks; its ``counters`` hold the bytes that this rank has sent.
+        The ranks of the group; the communicator's ``counters`` hold the bytes that this rank has sent.
     rank, size : int
         Number of this rank in the group, and number of its ranks.
     counts : Counter of str to int
@@ -267,7 +268,7 @@ class GpuAwareGroup(CommunicatorGroup):
 
 
 def contiguous(x: Array) -> Array:
-    """Return ``x`` if it is C-contiguous and in this machine's byte order, else such a copy, on the same device.
+    """Return ``x`` if it is C-contiguous and in this machine's byte order, else a copy that is, on the same device.
 
     Not collective.
     """
@@ -281,7 +282,7 @@ def _copy(x: Array) -> Array:
 def _cube(x: Array, axis: int) -> Array:
     """Return ``x`` reshaped to three axes: all axes before ``axis`` as one, ``axis`` itself, all axes after it as one.
 
-    The result is C-contiguous: a view of ``x`` if that is, else a copy.
+    The result is C-contiguous: a view of ``x`` if ``x`` is C-contiguous, else a copy.
     """
     return contiguous(x).reshape(prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :]))
 
@@ -290,7 +291,7 @@ class GroupTransport(Protocol):
     """Describe a way to sum and gather arrays of a group of ranks: by messages, or through shared memory.
 
     Sums are always added by :func:`~mpizero.kernels.matmul_tile.fold`, in the order of the binary tree over the ranks'
-    numbers, so their bits do not depend on the way that is used. Every method is collective over the group. Arrays are
+    numbers, so their bits do not depend on the transport. Every method is collective over the group. Arrays are
     C-contiguous. ``sizes[i]`` is the length of rank i's block.
     """
 
@@ -438,10 +439,10 @@ class WindowGroup:
     Parameters
     ----------
     node : Communicator
-        The ranks of the group, with ``shares_memory``.
+        A communicator of the group's ranks, with ``shares_memory``.
     messages : MessageGroup
-        The same ranks. Their numbers in its communicator, which may differ from those in ``node``, are the leaves of
-        the tree in whose order sums are added.
+        A group of the same ranks, for use when shared memory is short. The leaves of the tree in whose order sums are
+        added are the rank numbers in its communicator, which may differ from those in ``node``.
     """
 
     def __init__(self, node: Communicator, messages: MessageGroup) -> None:
@@ -554,7 +555,7 @@ class WindowGroup:
     def _compare(self, call: tuple[object, ...], tag: str) -> None:
         """Wait at the barrier until every rank has written, and switch to the other half of the window.
 
-        Raises on every rank if the ranks have written different calls; ``call`` is as for :meth:`_open`.
+        Raises on every rank if the ranks have made different calls; ``call`` is as for :meth:`_open`.
         """
         number, numbers = _signature(call), self._signatures[self._half]
         self._half ^= 1
@@ -612,11 +613,11 @@ def _signature(call: tuple[object, ...]) -> int:
 
 
 class BlockLocks:
-    """Lock numbered blocks, one rank of a node at a time; the constructor is collective over ``node``.
+    """Lock numbered blocks, each for one rank of a node at a time; the constructor is collective over ``node``.
 
     [Note: locks] A lock is one byte of a file, which every rank has opened for itself (an open file description lock of
-    Linux). So a thread that may not call MPI can lock, ranks that are threads exclude each other too, and the kernel
-    frees the locks of a process that dies: nobody waits for it. The file has no name after the constructor.
+    Linux). So a thread that may not call MPI can lock, and ranks that are threads exclude each other too. The kernel
+    frees the locks of a process that dies, so no rank waits for it for ever. The constructor unlinks the file.
     """
 
     def __init__(self, node: Communicator) -> None:

@@ -2,16 +2,17 @@
 
 :class:`MpiCommunicator` cuts operations that are too long for one message, and its requests keep their buffers alive.
 :class:`MpiSharedMemory` is memory that the ranks of a node share, an MPI window. :class:`CallVerifier` works only with
-``MPIZERO_DEBUG=collectives``: before every collective it checks that all ranks call the same one. That costs one more
-small message for each, on a separate communicator. The comparison of a non-blocking collective ends when its request is
-waited for or tested, so that ranks may still start it at different times.
+``MPIZERO_DEBUG=collectives``: before every collective it checks that all ranks call the same one. The check costs each
+collective one more small message, on a separate communicator. The comparison of a non-blocking collective ends when its
+request is waited for or tested, so that ranks may still start it at different times.
 
 [Note: shared cores] MPI libraries poll while they wait. If a node has more ranks than cores, a rank that polls takes
-the time of those that it waits for: of 64 ranks on two cores, polling takes nine tenths of the processor time of small
-steps. There a rank asks whether an operation has ended, and sleeps between its questions. Only non-blocking operations
-can be asked. So a blocking collective that adds no floats becomes its non-blocking twin. Before other blocking calls
-the ranks meet in a barrier for which they wait asleep; so none polls for long. The two forms of a collective do not fit
-together, so all ranks of a communicator use the same one: they agree when the first communicator is made.
+processor time from the ranks that it waits for: with 64 ranks on two cores, polling takes nine tenths of the processor
+time of small steps. On such a node a rank tests whether an operation has ended, and sleeps between the tests. Only
+non-blocking operations can be tested. So a blocking collective that adds no floats is replaced by its non-blocking
+form. Before other blocking calls the ranks wait in a non-blocking barrier, asleep, so no rank polls for long. MPI does
+not match the blocking form of a collective with the non-blocking one, so all ranks of a communicator use the same form:
+they agree on it when the first communicator is made.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class MpiCommunicator(Communicator):
         return guard.current().register.mismatch_term(self.trace)
 
     def mismatch(self) -> CollectiveError:
-        """Return the error for the first call that differs, here or in a subgroup. Collective over the communicator."""
+        """Return the error for the first differing call on this communicator or a subset of its ranks. Collective."""
         holder = guard.current()
         if holder.mismatch_watch is not None:
             holder.mismatch_watch.ignore(self.trace)
@@ -441,7 +442,7 @@ OPERATIONS: dict[str, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
 
 def spec(array: Array) -> list[Any]:
-    """Describe an array to mpi4py. Not collective."""
+    """Return mpi4py's buffer specification of an array: [array, count, datatype]. Not collective."""
     return [array, array.size, TYPES[array.dtype.char]]
 
 
@@ -451,8 +452,8 @@ class Waiting:
     Parameters
     ----------
     ranks : float
-        The number of ranks for each core of a node; more than 1 if they share cores. It is the same on all ranks of a
-        communicator.
+        The number of ranks for each core of a node; more than 1 if they share cores. All ranks of a communicator pass
+        the same number.
 
     Attributes
     ----------
@@ -481,7 +482,7 @@ class Waiting:
                 pause = min(self._longest, _GROWTH * pause)
 
     def call(self, blocking: Callable[..., None], started: Callable[..., MPI.Request], *arguments: Any) -> None:
-        """Call ``blocking``, or its non-blocking twin ``started`` if ranks sleep. Collective."""
+        """Call ``blocking``, or its non-blocking form ``started`` if ranks wait asleep. Collective."""
         if self.asleep:
             self.end(started(*arguments))
         else:
@@ -496,7 +497,7 @@ class Waiting:
             comm.Allreduce(MPI.IN_PLACE, spec(buffer), operation)
 
     def barrier(self, comm: MPI.Intracomm) -> None:
-        """If ranks sleep, wait until all ranks of ``comm`` have come here. Collective over ``comm``."""
+        """If ranks wait asleep, wait until all ranks of ``comm`` have called this. Collective over ``comm``."""
         if self.asleep:
             self.end(comm.Ibarrier())
 
@@ -504,7 +505,7 @@ class Waiting:
 class MpiRequest(Request):
     """Wait for the MPI requests of one operation, and keep its buffers alive until they have ended.
 
-    An operation has several requests if its buffer was cut into several messages. Of a receive, ``received`` is the
+    An operation has several requests if its buffer was cut into several messages. For a receive, ``received`` is the
     buffer: the request raises if the message is shorter, which MPI itself accepts.
     """
 
@@ -580,7 +581,8 @@ _LOCK_WAIT = 30.0
 def free_space(folder: str = SHARED_FOLDER) -> int | None:
     """Return how many bytes shared windows may still allocate in ``folder``; None if not known. Not collective.
 
-    Parts of sparse files that are not written yet do not count as free: Open MPI's queues are sparse at first.
+    Unwritten parts of sparse files there do not count as free, because they will be written: Open MPI's queues are
+    sparse at first.
     """
     promised = RESERVE
     try:
@@ -599,13 +601,13 @@ def free_space(folder: str = SHARED_FOLDER) -> int | None:
 def _one_at_a_time(first: bool) -> Iterator[None]:
     """Lock the folder of windows during the block, so that the communicators of a node allocate one after the other.
 
-    Not collective: on the rank of a communicator with ``first=True`` it takes the lock, on the others it does nothing.
+    Not collective: the rank that passes ``first=True`` takes the lock, the other ranks of its communicator do nothing.
 
     [Note: one at a time] When a group of ranks has found enough free memory, no other group may take this memory before
-    the first has allocated it. Otherwise Open MPI, which checks again on one rank, fails there while the other ranks
-    wait for ever. All ranks of the group are already in this block, so the group that holds the lock finishes. The
-    folder itself is locked, so no lock file can remain. A group that cannot lock the folder, or waits for too long,
-    allocates without the lock; :func:`_take` then still detects missing memory.
+    the first has allocated it. Otherwise Open MPI, which checks the free memory again on one rank, fails on that rank
+    while the other ranks wait for ever. All ranks of the group are already in this block, so the group that holds the
+    lock finishes. The folder itself is locked, so no lock file can remain. A group that cannot lock the folder, or
+    waits for too long, allocates without the lock; :func:`_take` then still detects missing memory.
     """
     file = -1
     if first:
@@ -699,7 +701,7 @@ class MpiSharedMemory(SharedMemory):
 
     @staticmethod
     def _allocate(comm: MPI.Intracomm, waiting: Waiting, nbytes: int, name: str) -> tuple[MPI.Win, Array]:
-        """Allocate a window on the first rank; return it with the bytes that all ranks use. Collective."""
+        """Allocate a window on the first rank; return the window and, as an array, its bytes. Collective."""
         reason, window_bytes, first = "", np.empty(0, np.uint8), comm.Get_rank() == 0
         try:
             window = MPI.Win.Allocate_shared(nbytes + ALIGNMENT if first else 0, 1, MPI.INFO_NULL, comm)
@@ -730,7 +732,7 @@ class MpiSharedMemory(SharedMemory):
 
 
 def _largest(comm: MPI.Intracomm, waiting: Waiting, *values: int) -> list[int]:
-    """Return the largest value that each of the integers has on any rank. Collective."""
+    """Return the maximum over the ranks of each of the integers ``values``. Collective."""
     largest = np.array(values, np.int64)
     waiting.allreduce(comm, largest, MPI.MAX)
     return [int(value) for value in largest]
@@ -742,7 +744,7 @@ class CallVerifier:
     Parameters
     ----------
     comm : MPI.Intracomm
-        The communicator. The constructor is collective over it, and splits off a communicator for the comparisons.
+        The checked communicator. The constructor is collective over it, and splits off one for the comparisons.
     trace : CallTrace
         The calls of this rank on the communicator.
     members : sequence of int

@@ -1,21 +1,21 @@
 """Send activations and their gradients between pipeline stages, and GPU arrays of stages and of split layers.
 
-What stages exchange is a tree of arrays. A :class:`TreeForm` describes a tree without its values, so that another rank
-can allocate the arrays and build the tree. :class:`PipelineP2P` sends host arrays. GPU arrays are passed to MPI
-directly if :func:`prove` has found that MPI accepts GPU memory ("CUDA-aware"); else they go through host memory.
+Stages exchange trees of arrays. A :class:`TreeForm` describes a tree without its values, so that another rank can
+allocate the arrays and build the tree. :class:`PipelineP2P` sends host arrays. GPU arrays are passed to MPI directly if
+:func:`prove` has found that MPI accepts GPU memory ("CUDA-aware"); else they are copied through host memory.
 
-[Note: shapes] A receive that is posted before its message arrives must know the size. The form of a chunk's output (its
-shape, or the structure of a tree and the shapes of its arrays) depends only on the shapes and dtypes of the
+[Note: shapes] A receive that is posted before its message arrives must know the message's size. The form of a chunk's
+output (its shape, or the structure of a tree and the shapes of its arrays) depends only on the shapes and dtypes of the
 micro-batch. So the first message for a new shape of micro-batch is preceded by a header that describes the output, and
-both stages remember its form. The description of a tree follows the header in a message of its own. Each array of a
-tree is sent as a message, in the order of the tree. If micro-batches are not arrays, every output is preceded by a
-header. If a chunk raises and the form of its output is not known yet, the header says so. If the form is known, the
-stage sends zeros instead of the output. Results that are computed from these zeros are never used, because the step
-ends with an agreement that raises on every rank.
+both stages store the output's form. The description of a tree follows the header in a message of its own. Each array of
+a tree is sent as a message, in the order of the tree. If micro-batches are not arrays, every output is preceded by a
+header. If a chunk raises and the form of its output is not known yet, the header says that the chunk failed. If the
+form is known, the stage sends zeros instead of the output. Results computed from these zeros are never used, because
+the step ends with an agreement on errors, which raises on every rank.
 
 [Note: direct messages] An MPI library without GPU support treats a GPU address as a host address, and the process
-crashes. So GPU arrays are passed to MPI only if the library of every rank claims to support them. The claim may still
-be wrong, or may not hold for the network between two nodes. So test patterns, short and long, are then sent between
+crashes. So GPU arrays are passed to MPI only if the library of every rank claims to support them. A library's claim may
+be wrong, or may not hold for the network between two nodes. So short and long test patterns are first sent between
 GPUs, from rank to rank and by the collectives that layers use, and are compared on arrival.
 """
 
@@ -65,7 +65,7 @@ class TreeForm:
     """Describe a tree of arrays: its structure, and the shape and dtype of each array.
 
     A tree is an array, or tuples, lists, dictionaries and dataclasses of trees; None may stand in place of a tree. Two
-    forms are equal if structure, shapes and dtypes are.
+    forms are equal if their structures, shapes and dtypes are equal.
 
     Attributes
     ----------
@@ -113,7 +113,7 @@ class TreeForm:
         return str(self.build(self.shapes))
 
     def build(self, arrays: Sequence[object]) -> Any:
-        """Return the tree of this form that has the given arrays, which are in its order. Not collective."""
+        """Return a tree of this form with the arrays ``arrays``, given in the order of the tree. Not collective."""
         return map_leaves(lambda number: arrays[number], self.template)
 
     def packed(self) -> bytes:
@@ -122,7 +122,7 @@ class TreeForm:
         Raises
         ------
         LayoutError
-            If an instance of a class that other ranks cannot find is part of the tree.
+            If the tree contains an instance of a class that cannot be pickled.
         """
         try:
             return pickle.dumps((self.shapes, self.structure, self.template))
@@ -134,7 +134,7 @@ class TreeForm:
 
     @classmethod
     def unpacked(cls, data: bytes) -> Self:
-        """Return the form that :meth:`packed` has turned into ``data``. Not collective."""
+        """Return the form from ``data``, the result of :meth:`packed` on another rank. Not collective."""
         return cls(*pickle.loads(data))
 
 
@@ -144,7 +144,7 @@ def packable(value: Any, what: str) -> TreeForm:
     Raises
     ------
     LayoutError
-        If it cannot, see :meth:`TreeForm.of` and :meth:`TreeForm.packed`.
+        If the tree cannot be sent, see :meth:`TreeForm.of` and :meth:`TreeForm.packed`.
     """
     form = TreeForm.of(value, what)
     if form.structure != "*":
@@ -276,9 +276,8 @@ class PipelineP2P:
         Raises
         ------
         LayoutError
-            If the structure, a shape or a dtype is another one than before for a micro-batch with the same key, if a
-            leaf is not an array, if its dtype or the number of its axes is not supported, or if it is part of an object
-            that cannot be sent.
+            If the structure, a shape or a dtype differs from that of an earlier micro-batch with the same key; if a
+            leaf is not an array, or has an unsupported dtype or number of axes; or if the tree cannot be pickled.
         DataError
             If a dictionary has a key that is neither a string nor an integer.
         """
@@ -295,9 +294,9 @@ class PipelineP2P:
             )
 
     def post(self, route: Route, micro: int, key: Any, peer: int) -> None:
-        """Start to receive what stage ``peer`` sends for micro-batch ``micro``, before it is needed.
+        """Start to receive the output that stage ``peer`` sends for micro-batch ``micro``, before it is needed.
 
-        Does nothing if its form is not known yet, or if ``peer`` is this stage.
+        Does nothing if the form of the output is not known yet, or if ``peer`` is this stage.
         """
         known = self._known.get((route, key))
         if peer != self.comm.rank and known is not None:
@@ -306,7 +305,7 @@ class PipelineP2P:
     def receive(self, route: Route, micro: int, key: Any, peer: int) -> Any:
         """Wait for the array or tree that stage ``peer`` sends for micro-batch ``micro``, and return it.
 
-        Returns None if the chunk that computes it failed before its form was known to both stages.
+        Returns None if the sending chunk failed before both stages knew the form of its output.
         """
         if peer == self.comm.rank:
             return self._local_outputs.pop((route, micro))
@@ -387,7 +386,7 @@ class HostStagedP2P(PipelineP2P):
         super().send(route, micro, key, peer, value if peer == self.comm.rank else map_leaves(to_host, value))
 
     def receive(self, route: Route, micro: int, key: Any, peer: int) -> Any:
-        """Wait for what stage ``peer`` sends and return it on the GPU; None if that stage's chunk failed."""
+        """Wait for the output of stage ``peer`` and return it on the GPU; None if the chunk of that stage failed."""
         return map_leaves(self.device.put, super().receive(route, micro, key, peer))
 
 
@@ -507,14 +506,14 @@ _LOADED = "/proc/self/maps"
 
 
 def prove(comm: Communicator, open_device: Callable[[], Device]) -> str:
-    """Test whether GPU arrays may be passed to MPI; return "" if so, else the reason, the same on all ranks.
+    """Test whether GPU arrays may be passed to MPI; return "" if so, else the reason why not, the same on all ranks.
 
     Collective over ``comm``. ``open_device`` returns this rank's GPU; it is called only if MPI claims GPU support.
 
     Raises
     ------
     ConfigError
-        If a pattern never arrives: its message cannot be cancelled, so the job cannot go on.
+        If a test pattern never arrives: its message cannot be cancelled, so the job cannot go on.
     """
     reason = _agreed(comm, unclaimed(comm))
     if reason:
@@ -528,10 +527,10 @@ def prove(comm: Communicator, open_device: Callable[[], Device]) -> str:
 
 
 def unclaimed(comm: Communicator) -> str:
-    """Return a reason, known without a test, not to pass GPU arrays to MPI; "" if there is none. Not collective.
+    """Return a reason, found without messages, not to pass GPU arrays to MPI; "" if there is none. Not collective.
 
-    Reasons are ranks that are threads, a communicator of one rank, and an MPI library that does not claim to support
-    GPU memory.
+    The reasons are that ranks are threads, that the communicator has one rank, or that the MPI library does not claim
+    to support GPU memory.
     """
     if getattr(comm, "mpi", None) is None:  # its class is not imported here: that would start MPI, also for a plan
         return "these ranks are threads of one process"
@@ -563,7 +562,7 @@ def _is_cuda_aware() -> bool:
 
 
 def _agreed(comm: Communicator, reason: str) -> str:
-    """Return the reason of the lowest rank that has one, or "", on all ranks. Collective."""
+    """Return, on all ranks, the ``reason`` of the lowest rank that passes one; "" if none does. Collective."""
     return next((text for text in comm.allgather_object(reason, "direct messages") if text), "")
 
 
@@ -577,7 +576,7 @@ def _tried(comm: Communicator, device: Device, send: Send) -> str:
 
 
 def _around(comm: Communicator, device: Device, size: int) -> str:
-    """Send a pattern of ``size`` bytes to the next rank; return what is wrong with the received one, or ""."""
+    """Send a pattern of ``size`` bytes to the next rank; return an error text if a wrong one is received, else ""."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     arrived = device.put(np.zeros(size, np.uint8))
     requests = [comm.irecv(arrived, before, _TAG), comm.isend(device.put(_pattern(comm.rank, size)), after, _TAG)]
@@ -586,7 +585,7 @@ def _around(comm: Communicator, device: Device, size: int) -> str:
 
 
 def _among_all(comm: Communicator, device: Device, size: int) -> str:
-    """Send patterns of ``size`` bytes in all by an all-to-all and an all-gather; return what arrived wrong, or ""."""
+    """Exchange ``size`` bytes by all-to-all and all-gather; return an error text if wrong bytes arrive, else ""."""
     ranks, part = comm.size, max(1, size // comm.size)
     blocks, gathered = (device.put(np.zeros(ranks * part, np.uint8)) for _ in range(2))
     pattern = _pattern(comm.rank, part)

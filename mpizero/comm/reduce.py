@@ -8,9 +8,9 @@ the sum has one *owner*, the rank that needs it.
 With one group nothing is sent: each owner reads the rows of all ranks in the window. With several groups, each rank
 first adds rows of its own group, over the ranges of elements that its peers own. The inter-node group then exchanges
 these partial sums (:class:`ExactExchange`), which takes the bytes of a reduce-scatter; buffers stay small, because an
-exchange is cut into :class:`Segment` objects. Finally each owner adds the partial sums that it has received. The
-gathers are for parameters: each owner sends its elements to all. A :class:`Codec` compresses float32 values: to 16
-bits, to 8 bits with one scale for each block, or by top-k.
+exchange is cut into :class:`Segment` objects. Finally each owner adds the partial sums that it has received. Parameters
+are gathered by :func:`gather_spans` and its variants: each owner sends its elements to all ranks. A :class:`Codec`
+compresses float32 values: to 16 bits, to 8 bits with one scale for each block, or by top-k.
 
 [Note: error feedback] With eight bits or top-k a message leaves out much of a gradient. The sender keeps the difference
 (the residual) and adds it to its next message, so that every part is sent in the end (Seide et al. 2014, *1-bit
@@ -46,7 +46,7 @@ Scratch = Callable[[str, int, Any], Array]
 
 
 def in_flight(elements: int | None) -> int:
-    """Return ``elements``, the number of elements sent at once, or the default if it is None. Not collective."""
+    """Return how many elements may be sent at once: ``elements``, or the default if that is None. Not collective."""
     return elements or EXCHANGE_ELEMENTS
 
 
@@ -77,7 +77,7 @@ class RowsToSum(NamedTuple):
     Attributes
     ----------
     values : array, shape (rows of the group, stride)
-        The rows of this rank's group (of its node, or its own); each is one copy of the whole gradient vector.
+        The rows of this rank's group (its node, or this rank alone); each row is one copy of the whole gradient vector.
     ranges : sequence over ranks of sequences of Span
         The ranges of elements that each peer owns.
     programs : sequence over groups of sequences of program
@@ -86,8 +86,8 @@ class RowsToSum(NamedTuple):
     tag : str
         Name of the messages in counters and reports.
     residuals : sequence over ranks of 1-D float32 arrays
-        For a codec with feedback: for each peer, the part that earlier messages to this peer have left out, one value
-        for each element that the peer owns and that is compressed.
+        For a codec with feedback: for each peer, the part of the sums that earlier messages to this peer have left out,
+        one value for each element that the peer owns and that is compressed.
     exact : sequence of Span
         The ranges of the gradient vector, ascending, whose partial sums are never compressed.
     """
@@ -103,8 +103,8 @@ class RowsToSum(NamedTuple):
 class RowRange(NamedTuple):
     """Describe rows that the owner of some elements has to add, elementwise: ``rows[:, first : first + size]``.
 
-    ``target`` is the index of the first of these elements in the gradient vector. ``position`` is its index in the
-    concatenation of all ranges of elements that this rank owns.
+    ``target`` is the index of the first of these elements in the gradient vector. ``position`` is the index of the same
+    element in the concatenation of all ranges that this rank owns.
     """
 
     rows: Array
@@ -115,7 +115,7 @@ class RowRange(NamedTuple):
 
 
 def fresh(name: str, size: int, dtype: Any) -> Array:
-    """Return a new 1-D array of ``size`` elements; the default :data:`Scratch`. Not collective."""
+    """Return a new 1-D array of ``size`` elements: the default of the arguments ``scratch``. Not collective."""
     return np.empty(size, dtype)
 
 
@@ -127,7 +127,7 @@ class ExactExchange:
     Parameters
     ----------
     comm : Communicator
-        The ranks with this rank's number in their groups, in the order of their groups.
+        The inter-node group: the ranks with this rank's number in their groups, in the order of their groups.
     codec : Codec or None
         Compresses float32 partial sums for other ranks, but for those of :attr:`RowsToSum.exact`. The receiver
         decompresses them and adds in float32; partial sums that stay on their rank are not compressed. With a codec the
@@ -239,7 +239,7 @@ class ExactExchange:
     ) -> Request | None:
         """Start an all-to-all and return its request. Collective over ``comm``.
 
-        With ``wait`` do it by the blocking call, which is faster, and return None. Counts are in elements.
+        With ``wait`` the blocking call is used, which is faster, and None is returned. Counts are in elements.
         """
         if wait:
             self.comm.alltoallv(send, send_counts, recv, recv_counts, tag)
@@ -248,7 +248,7 @@ class ExactExchange:
 
 
 def _in_place(rows: Array, spans: Sequence[Span]) -> Iterator[RowRange]:
-    """Yield a RowRange for each of ``spans``, the elements that this rank owns, if there is one group only."""
+    """Yield a RowRange for each of ``spans``, the elements that this rank owns; used if there is only one group."""
     position = 0
     for span in spans:
         if span.size:
@@ -266,7 +266,7 @@ class Segment:
     concatenation of all ranges that the peer owns, and the range itself. ``counts`` is the number of partial sums that
     each group sends, and ``sums`` are the tree programs of the partial sums of this rank's group. ``residuals`` holds,
     for each peer, the part that earlier compressed messages to this peer have left out. ``codec`` compresses the
-    messages; None sends them as they are. A group is the ranks of one node that share memory, or a single rank.
+    messages; None leaves them uncompressed. A group is the ranks of one node that share memory, or a single rank.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class Arriving:
         return self._request is None or self._request.test()
 
     def pieces(self) -> Iterator[RowRange]:
-        """Wait for the messages, and yield the partial sums that this rank has to add, received ones and its own."""
+        """Wait for the messages, and yield the partial sums that this rank must add: those received and its own."""
         if self._request is not None:
             self._request.wait()
         rows, column = self._unpack(), 0
@@ -329,16 +329,17 @@ def span_positions(spans: Sequence[Span]) -> list[SpanPosition]:
 
 
 def elements_in(positions: Sequence[SpanPosition]) -> int:
-    """Return the number of elements of ``positions``. Not collective."""
+    """Return the total number of elements of the spans in ``positions``. Not collective."""
     return sum(span.size for _, span in positions)
 
 
 def in_forms(
     codec: Codec, owned: Sequence[Sequence[SpanPosition]], exact: Sequence[Span]
 ) -> list[tuple[Codec | None, list[list[SpanPosition]]]]:
-    """Divide what each rank owns: return the positions that are sent as they are, and those that ``codec`` compresses.
+    """Divide the elements that each rank owns into those sent uncompressed and those that ``codec`` compresses.
 
-    ``exact`` are the ranges, ascending, that are not compressed. Not collective.
+    Return a pair of codec (None for no compression) and positions by owner for each of the two. ``exact`` are the
+    ranges, ascending, that are not compressed. Not collective.
     """
     plain: list[list[SpanPosition]] = [[] for _ in owned]
     packed: list[list[SpanPosition]] = [[] for _ in owned]
@@ -350,7 +351,7 @@ def in_forms(
 
 
 def cut_positions(positions: Sequence[SpanPosition], low: int, high: int) -> list[SpanPosition]:
-    """Return the parts of ``positions`` in ``low:high`` when they are put one after the other. Not collective."""
+    """Return the elements ``low:high`` of the concatenation of ``positions``, as positions. Not collective."""
     parts, passed = [], 0
     for position, span in positions:
         start, stop = max(low, passed), min(high, passed + span.size)
@@ -412,7 +413,7 @@ class Gathering:
         return not self._requests
 
     def wait(self) -> None:
-        """Wait until all messages to and from this rank have ended. Not collective; a second call returns at once."""
+        """Wait until all messages to and from this rank are complete. Not collective; a second call returns at once."""
         while self._requests:
             self._requests.pop(0).wait()
 
@@ -422,8 +423,8 @@ def begin_gather(
 ) -> Gathering:
     """Start an all-gather: each rank sends the values of its spans, and every rank receives them in ``target``.
 
-    Collective over ``comm``. It needs no buffers. Until ``wait()`` of the result has returned, the arrays in ``send``
-    must not be written, and the spans of other ranks in ``target`` must not be used.
+    Collective over ``comm``. No message buffers are needed. Until ``wait()`` of the result has returned, the arrays in
+    ``send`` must not be written, and the spans of other ranks in ``target`` must not be used.
 
     Parameters
     ----------
@@ -494,10 +495,10 @@ def gather_packed(
     residual: Array,
     scratch: Scratch = fresh,
 ) -> None:
-    """Do an all-gather like :func:`gather_spans`, with compressed messages, of values that are in ``target``.
+    """Do an all-gather like :func:`gather_spans`, with compressed messages; each rank sends its spans of ``target``.
 
-    Collective over ``comm``. A rank also replaces its own values by what the others decompress, so that all ranks end
-    with the same bits.
+    Collective over ``comm``. A rank also replaces its own values by the decompressed ones, so that all ranks end with
+    the same bits.
 
     Parameters
     ----------
@@ -510,7 +511,7 @@ def gather_packed(
     spans : sequence over ranks of sequences of Span
         The ranges of ``target`` that each rank's values fill; the same on every rank.
     residual : 1-D float32 array
-        The part of this rank's values that earlier messages have left out, updated; empty without feedback.
+        The part of this rank's values that earlier messages have left out; updated in place. Empty without feedback.
     scratch : Scratch
         Provides the buffers.
     """
@@ -706,7 +707,7 @@ class TopK(Codec):
 
 
 def codec_of(name: str | None) -> Codec | None:
-    """Return the codec for a value of ``ShardingConfig.gradient_compression``; None, no compression, for None.
+    """Return the codec for a value of ``ShardingConfig.gradient_compression``; None (no compression) if that is None.
 
     Raises
     ------

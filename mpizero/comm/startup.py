@@ -1,10 +1,10 @@
-"""Find the ranks of a job before its first message, convert ``comm`` arguments, and compare what the ranks run.
+"""Find the ranks of a job before its first message, convert ``comm`` arguments, and compare the ranks' software.
 
-:func:`world` and :func:`default_world` find the processes that a launcher has started, and :func:`as_communicator` is
-what public functions call with their argument ``comm``. Importing mpi4py starts MPI, so it is imported only where it is
-needed. Before a training starts, :func:`agree_to_start` checks that all ranks have the same software and settings.
-:func:`available_memory` tells how much memory this process may still take: of the node, of its control groups (in
-containers) and of its Slurm job.
+:func:`world` and :func:`default_world` find the processes that a launcher has started. Public functions convert their
+argument ``comm`` by :func:`as_communicator`. Importing mpi4py starts MPI, so it is imported only where it is needed.
+Before a training starts, :func:`agree_to_start` checks that all ranks have the same software and settings.
+:func:`available_memory` tells how much memory this process may still allocate within the limits of the node, of its
+control groups (in containers) and of its Slurm job.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def world() -> Communicator:
     """Return a communicator of all processes that the launcher has started.
 
     Collective over COMM_WORLD; starts MPI. The caller closes the result. If MPI cannot be loaded and there is only this
-    process, the result is a communicator of this process without MPI. So it is in a program that a rank has started,
-    which is told so by a warning.
+    process, the result is a communicator of this process without MPI. A program that a rank has started gets such a
+    communicator too, with a warning.
 
     Raises
     ------
@@ -143,8 +143,8 @@ def default_world() -> Any:
 def _works_alone(launch: Launch, hint: str) -> bool:
     """Tell whether this process is a program that a rank has started, see [Note: programs of a rank]; warn if so.
 
-    Raises ConfigError with ``hint`` if it may be a rank that a wrapper has cut off from the launcher: all ranks
-    would work alone, each as if it were the whole job.
+    Raises ConfigError with ``hint`` if this process may be a rank that a wrapper has cut off from the launcher: then
+    all ranks would work alone, each as if it were the whole job.
     """
     if text := unclear(os.environ):
         raise ConfigError(f"{text}; {hint}")
@@ -197,16 +197,16 @@ def as_communicator(
 ) -> Communicator:
     """Convert an mpi4py communicator, a Communicator, "self" or None to a Communicator.
 
-    From an mpi4py communicator a new one of the same ranks is split off; this is collective over it, and the caller
-    closes the result. A Communicator is returned unchanged. None means all ranks if a launcher has started several;
-    then the call is collective over all ranks, and starts MPI. Otherwise None means this process alone. "self" means
-    this process alone, without MPI. All ranks must make the call within ``timeout`` seconds; None is no limit.
+    From an mpi4py communicator a new one of the same ranks is split off: the call is collective over these ranks, and
+    the caller closes the result. A Communicator is returned unchanged. None means all ranks if a launcher has started
+    several; then the call is collective over all ranks, and starts MPI. Otherwise None means this process alone. "self"
+    means this process alone, without MPI. All ranks must make the call within ``timeout`` seconds; None is no limit.
     ``embedded`` says that mpizero runs inside another program, see :class:`~mpizero.ShardingConfig`.
 
     Raises
     ------
     ArgumentError
-        If ``comm`` is none of these; it is a TypeError too.
+        If ``comm`` is of another type; an ArgumentError is also a TypeError.
     ConfigError
         If ``comm`` is None and MPI sees another number of processes than the launcher has started.
 
@@ -291,8 +291,8 @@ def agree_to_start(comm: Communicator, plans: Callable[[], Mapping[str, Any]]) -
 
     Collective over ``comm``: one message of 32 bytes a rank if all are equal. ``plans`` returns a mapping from names to
     settings, as :func:`mpizero.comm.agreement.agree_equal` takes it. ``mpizero train`` passes its configuration, and
-    every sharded model passes all its settings. Both make this call first, so ranks with different settings raise
-    before they begin.
+    every sharded model passes all its settings. They call this function first, so that ranks with different settings
+    raise before any work begins.
 
     Raises
     ------
@@ -315,11 +315,12 @@ _NONE = 1 << 60
 
 
 def available_memory(proc: str = "/proc", environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many bytes this process may still take, as far as the system says; None if it says nothing.
+    """Return how many bytes of memory this process may still allocate; None if the system gives no limit.
 
-    That is what the node has available, but no more than what is left below the limits of the control groups of this
-    process and of all above them (containers, ``--mem`` of Slurm), nor below the limit that Slurm has told the job.
-    The page cache does not count as taken, because the kernel drops it. Not collective.
+    The result is the least of three numbers: the available memory of the node, what is left below the limits of this
+    process's control groups and of all their parents (containers, ``--mem`` of Slurm), and what is left below the limit
+    in Slurm's environment variables. The page cache does not count as used, because the kernel can drop it. Not
+    collective.
     """
     limits = [*_of_node(Path(proc)), *_of_groups(Path(proc)), *_of_slurm(Path(proc), environment)]
     return max(0, min(limits)) if limits else None
@@ -337,7 +338,7 @@ def _of_node(proc: Path) -> Iterator[int]:
 
 
 def _of_groups(proc: Path) -> Iterator[int]:
-    """Yield what each control group with a limit leaves, from the one of this process up to the topmost one."""
+    """Yield the bytes left below the limit of each limited control group, from this process's group up to the root."""
     for version, top, path in _memory_groups(proc):
         limit_name, used_name, dropped = _FILES[version]
         for folder in [above for above in (top / path, *(top / path).parents) if above.is_relative_to(top)]:
@@ -348,7 +349,7 @@ def _of_groups(proc: Path) -> Iterator[int]:
 
 
 def _memory_groups(proc: Path) -> Iterator[tuple[int, Path, str]]:
-    """Yield version, mount point and place below it of each hierarchy of control groups that limits memory."""
+    """Yield version, mount point and this process's path below it for each cgroup hierarchy that limits memory."""
     paths: dict[int, str] = {}
     for line in _lines(proc / "self" / "cgroup"):
         number, _, rest = line.partition(":")
@@ -370,9 +371,9 @@ def _memory_groups(proc: Path) -> Iterator[tuple[int, Path, str]]:
 
 
 def _of_slurm(proc: Path, environment: Mapping[str, str]) -> Iterator[int]:
-    """Yield what is left of the memory that Slurm has given the job on this node, if each of its ranks has as much.
+    """Yield the bytes left of the job's Slurm memory on this node, if its ranks on the node use equal amounts.
 
-    Slurm may only watch it, and not limit it by a control group.
+    Slurm may enforce this limit by polling alone, without a control group.
     """
     of_node, of_cpu, cpus = (integer_of(environment, name) or 0 for name in _GRANTED)
     granted = of_node or of_cpu * cpus

@@ -5,13 +5,13 @@
 [Note: threads] Every collective is one numbered exchange. Each rank posts a copy of its data and goes on; to wait for
 the collective means to wait until all ranks have posted their data. Each rank also posts the hash of its calls, so
 different calls raise an error on every rank. A failure is stored once for the whole job (the first group and all groups
-split off from it). What is the same for all ranks, such as a sum, is computed once.
+split off from it). A result that is the same for all ranks, such as a sum, is computed by one thread only.
 
-[Note: waiting threads] A thread that waits sleeps on a lock of its own. The thread that brings the last thing that it
-waits for releases this lock. So a thread is woken once for each time that it waits, however many others wait. Threads
-that are woken leave the list of those that wait at once, before they run. So if all threads of a job are in the list,
-none of them can go on, and the last one to come raises an error. A thread that fails wakes all; one that ends wakes
-those that wait for it.
+[Note: waiting threads] A thread that waits sleeps on a lock of its own. The thread that posts the last missing data
+releases this lock. So each wait takes one wake-up, however many other threads wait. A woken thread is removed from the
+list of waiting threads at once, before it runs. So if all threads of a job are in the list, they are in a deadlock, and
+the thread that was added last raises an error. A thread that fails wakes all others; a thread that ends wakes those
+that wait for its data.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def run_in_threads(size: int, function: Callable[[InMemoryCommunicator], T]) -> 
 
     When a thread raises, all other threads raise PeerFailure in their present or next call of ``comm``. This function
     then raises the first error that is not a PeerFailure. It also raises if a thread ends while others wait for it, or
-    if all threads wait. So the threads cannot wait for one another for ever.
+    if all threads wait. So a deadlock of the threads is an error.
 
     Raises
     ------
     StateError
-        If the system does not start that many threads.
+        If the operating system does not start ``size`` threads.
 
     Examples
     --------
@@ -105,7 +105,7 @@ class InMemoryCommunicator(Communicator):
     """Communicate between threads of this process; :meth:`group` makes one communicator for each thread.
 
     Results have the same bits as over MPI, except sums, which are added in rank order. A thread that fails must call
-    :meth:`abort`; ``mpizero.testing.run_in_threads`` and the ``with`` statement of a communicator do so. Every other
+    :meth:`abort`; ``mpizero.testing.run_in_threads`` and the ``with`` statement of a communicator call it. Every other
     thread of the job then raises PeerFailure in its present or next call.
 
     Examples
@@ -347,9 +347,9 @@ class _Group:
 
 
 class _ThreadRequest(Request):
-    """Represent a non-blocking operation that ends with ``arrival``; then ``finish`` is called once.
+    """Represent a non-blocking operation, complete when ``arrival`` is; then ``finish`` is called once.
 
-    Without an ``arrival`` it has ended.
+    The operation is complete from the start if ``arrival`` is None.
     """
 
     __slots__ = ("_arrival", "_communicator", "_finish", "_operation", "_sequence", "_tag")
@@ -395,7 +395,7 @@ class _ThreadRequest(Request):
 
 
 def _nothing() -> None:
-    """Do nothing: what is left to do when a request has ended."""
+    """Do nothing: replaces the ``finish`` of a request that has ended."""
 
 
 class ThreadSharedMemory(SharedMemory):
@@ -432,13 +432,13 @@ class ThreadJob:
         Parameters
         ----------
         arrival : Arrival
-            What the calling thread waits for.
+            The data that the calling thread waits for.
         member : int
-            The member that the thread is.
+            Number of the calling thread in the first group.
         ranks : mapping of int to int
-            The members of the communicator in which it waits, with the rank of each.
+            The rank of each member of the communicator in which the thread waits.
         check : callable
-            Called with ``arrival`` and with the lock held, whenever a thread may have failed or ended; it raises if the
+            Called with ``arrival`` and with the lock held, whenever a thread may have failed or ended; raises if the
             calling thread must not wait any longer.
         """
         while True:
@@ -475,7 +475,7 @@ class ThreadJob:
                 self._wake(waiter)
 
     def leave(self, member: int) -> None:
-        """Store that a member makes no more calls; wake the threads that wait for it, or one if all wait."""
+        """Store that a member makes no more calls; wake the threads that wait for it, and one if all others wait."""
         with self.lock:
             self.gone.add(member)
             waiting = tuple(self._waiting)
@@ -496,7 +496,7 @@ class ThreadJob:
 
 
 class Arrival:
-    """Represent what a thread waits for: data of other ranks, which has come when ``complete`` is true."""
+    """Represent data of other ranks that threads wait for; ``complete`` is true when all of it has been posted."""
 
     __slots__ = ("complete", "waiters")
 
@@ -505,12 +505,12 @@ class Arrival:
         self.waiters: list[_Waiter] = []
 
     def missing(self) -> Sequence[int]:
-        """Return the ranks of the communicator whose data has not come. The caller holds the job's lock."""
+        """Return the ranks of the communicator whose data is missing. The caller holds the job's lock."""
         return ()
 
 
 class _Waiter:
-    """Represent one thread that sleeps: the member that it is, what it waits for, and the lock that wakes it."""
+    """Represent one sleeping thread: its member number, the data that it waits for, and the lock that wakes it."""
 
     __slots__ = ("arrival", "member", "ranks", "wakes")
 
@@ -551,9 +551,9 @@ class Exchange(Arrival):
         return [rank for rank, called in enumerate(self.called) if called is None]
 
     def once(self, make: Callable[[list[Any]], Any]) -> Any:
-        """Return ``make(payloads)``, which is called for the first rank that asks; the others get the same object.
+        """Return ``make(payloads)``, computed by the first call; later calls return the same object.
 
-        Called when the exchange is complete. The result must not be None.
+        Must be called after the exchange is complete. The result of ``make`` must not be None.
         """
         with self._making:
             if self._result is None:
@@ -589,7 +589,7 @@ class Mailbox:
 
 
 class Receipt(Arrival):
-    """Represent one message that a rank receives; ``message`` is None until it has come."""
+    """Represent one message that a rank receives; ``message`` is None until the sender has posted it."""
 
     __slots__ = ("_sender", "message")
 
@@ -598,5 +598,5 @@ class Receipt(Arrival):
         self.message, self._sender = message, sender
 
     def missing(self) -> Sequence[int]:
-        """Return the sender. The caller holds the job's lock."""
+        """Return the rank of the sender, as a tuple. The caller holds the job's lock."""
         return (self._sender,)
