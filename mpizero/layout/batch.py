@@ -1,8 +1,8 @@
-"""Cut a global batch into grains, and assign the grains to the ranks that compute them.
+"""Cut a global batch into grains (fixed slices of it), and assign the grains to the ranks that compute them.
 
-A :class:`GrainRule` finds the size of :class:`Grains` from the global batch alone, so that every number of ranks adds
-the same grains. Each rank computes a contiguous run of grains, or one grain in each round. Where the ranks of a node
-take grains dynamically, the runs of these ranks together are the node's grains.
+A :class:`GrainRule` finds the size of :class:`Grains` from the global batch and the model alone, so the grains are the
+same for every number of ranks. Each rank computes a contiguous run of grains, or one grain in each round. With dynamic
+scheduling, the ranks of a node together compute the runs that these ranks have been assigned.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ FEWEST_GRAINS = 4
 class GrainRule:
     """Determine the number of samples of a grain from the number of samples of a global batch.
 
-    It depends on no layout: every rank of every job finds the same grains.
+    The result does not depend on the number of ranks or on the parallel layout.
 
     Parameters
     ----------
     micro_batch : int or None
-        Number of samples of a micro-batch; None for the default. The default is a sixteenth of the global batch over
-        ``accumulate``, rounded up, but no more than ``efficient``. If ``coarse``, it is a quarter, rounded down.
+        Number of samples of a micro-batch; None for the default. The default is a sixteenth of the global batch (with
+        ``coarse`` a quarter) divided by ``accumulate``, rounded up (with ``coarse`` down), but no more than
+        ``efficient``.
     accumulate : int
         Number of micro-batches of a grain.
     efficient : int or None
-        Number of samples with which the model computes about as fast as it can; None if it is not known.
+        Number of samples of a micro-batch from which on the model computes at about its full speed; None if unknown.
     coarse : bool
-        Whether grains are as large as a quarter of the global batch, if the model needs so many samples: one of PyTorch
-        or JAX, where each grain has a fixed cost.
+        Whether a default grain may be as large as a quarter of the global batch: for models of PyTorch or JAX, where
+        each grain has a fixed cost.
 
     Examples
     --------
@@ -149,7 +150,7 @@ def contiguous_owners(grid: NodeOrder, count: int) -> list[int]:
     """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it.
 
     Every rank is assigned a contiguous run of grains; the runs follow one another in the order of the ranks, node after
-    node. The ranks of a context group compute a grain together: each computes its positions of the sequences.
+    node. The ranks of a context group compute a grain together: each rank computes its own positions of the sequences.
     """
     owner = [0] * count
     for position, rank in enumerate(_batch_order(grid)):
@@ -163,8 +164,8 @@ def contiguous_parts(grid: NodeOrder, count: int) -> list[range]:
 
     The grains are assigned as by :func:`contiguous_owners`. With context groups, the part of a grain that one rank of
     the group computes counts as a grain: ``count`` is then the number of parts of all grains, and the returned numbers
-    are those that :func:`grain_part_number` gives to the parts. Between two numbers of a rank are those of the other
-    ranks of its group.
+    are those that :func:`grain_part_number` gives to the parts. Successive numbers of one rank then differ by the size
+    of its context group.
     """
     contexts, parts = grid.context.size, []
     for position in range(grid.data.size):
@@ -176,7 +177,7 @@ def contiguous_parts(grid: NodeOrder, count: int) -> list[range]:
 
 
 def node_blocks(grid: NodeOrder, count: int) -> list[range]:
-    """Return the grains of each node, of ``count`` grains: those of all its ranks by :func:`contiguous_parts`."""
+    """Return, for each node, the grains (of ``count``) that :func:`contiguous_parts` assigns to its ranks."""
     parts, blocks, first = contiguous_parts(grid, count), [], 0
     for size in grid.group_sizes:
         blocks.append(range(parts[first].start, parts[first + size - 1].stop))
@@ -185,13 +186,13 @@ def node_blocks(grid: NodeOrder, count: int) -> list[range]:
 
 
 def max_dynamic_rows(grid: NodeOrder, count: int) -> int:
-    """Return how many rows the ranks of any node need to take ``count`` grains dynamically."""
+    """Return the most rows that ranks of any node need to compute ``count`` grains by dynamic scheduling."""
     sizes = zip(node_blocks(grid, count), grid.group_sizes, strict=True)
     return max(dynamic_rows(dynamic_parts(block, size), size, count) for block, size in sizes)
 
 
 def round_owners(grid: NodeOrder, count: int) -> list[int]:
-    """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it if grains come in rounds.
+    """Return, for each of ``count`` grains computed in rounds, the rank of ``grid.batch`` that computes it.
 
     In a round every rank computes one grain: successive grains are assigned to the ranks one after the other, node
     after node.
@@ -208,7 +209,7 @@ def grain_part_number(grain: int, context: int, contexts: int) -> int:
     """Return the number of a part of grain number ``grain``: the part that one rank of a context group computes.
 
     ``context`` is the rank in the group, ``contexts`` the size of the group. The parts of all grains are numbered from
-    0 and count as grains. The parts of one grain have successive numbers, whatever the strategy: the order in which
-    gradients and losses are added depends on these numbers.
+    0; each part is summed like a grain. The parts of one grain have successive numbers with every strategy, because the
+    order in which gradients and losses are added depends on these numbers.
     """
     return grain * contexts + context

@@ -1,13 +1,13 @@
 """Lay out named parameters in one flat array, and cut the array into units, shards and blocks of files.
 
 A :class:`Unit` is a group of parameters that are gathered, reduced and freed together. A :class:`Partition` divides
-elements into contiguous shards whose sizes differ by at most one; :func:`owners_by_cost` divides whole things. The
-:class:`FlatLayout` of a model has both, and says where each gradient lies. :func:`hyperslabs` cuts a range of C-order
-elements into rectangular blocks, as HDF5 selects them.
+elements into contiguous shards whose sizes differ by at most one; :func:`owners_by_cost` assigns indivisible items to
+owners. The :class:`FlatLayout` of a model has its units, computes their shards, and says where each gradient lies.
+:func:`hyperslabs` cuts a range of C-order elements into rectangular blocks, as HDF5 selects them.
 
 [Note: gradient space] The gradients of a unit are laid out in an array of their own, the unit's gradient space. First
 come the gradients of the unit's own trainable parameters (frozen ones take no space), then the gradient of each tied
-use of an earlier parameter. A range of the unit's own parameters has therefore one contiguous range of gradients.
+use of an earlier parameter. So the gradients of a contiguous range of the unit's own parameters are contiguous too.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Span(NamedTuple):
         return Span(self.start + by, self.stop + by)
 
     def split(self, chosen: Iterable[Span]) -> Iterator[tuple[Span, bool]]:
-        """Cut this range where the ranges ``chosen``, in ascending order, begin and end; yield (part, whether inside).
+        """Cut this range where the ranges ``chosen`` begin and end; yield (part, whether it is inside one of them).
 
-        Not collective.
+        ``chosen`` is in ascending order. Not collective.
         """
         start = self.start
         for part in (common for one in chosen if (common := one.intersect(self)).size):
@@ -147,7 +147,7 @@ class Unit:
 
     @cached_property
     def gradient_ranges(self) -> dict[str, tuple[Span, ...]]:
-        """For the name of each block, the ranges of its gradients in the unit's gradient space.
+        """The ranges of each block's gradients in the unit's gradient space, by the block's name.
 
         Gradients that follow one another without a gap form one range.
         """
@@ -233,11 +233,11 @@ def _sizes(partition: Partition) -> tuple[int, ...]:
 
 
 def owners_by_cost(costs: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Divide things over ``parts`` owners whose costs are then about equal; return the owner of each thing.
+    """Assign items to ``parts`` owners so that the owners' total costs are about equal; return each item's owner.
 
-    The most expensive thing comes first; each goes to the owner with the least cost so far, of several such owners to
-    the first (the rule of the longest processing time, Graham 1969). Of things with equal costs the first comes first.
-    No owner gets more than 4/3 of the largest cost in the best division.
+    Items are assigned in descending order of cost, each to the owner with the least total cost so far (the rule of the
+    longest processing time, Graham 1969); ties go to the first item and the first owner. No owner gets more than 4/3 of
+    the largest cost in the best division.
     """
     owners, loads = [0] * len(costs), [(0, owner) for owner in range(parts)]
     for thing in sorted(range(len(costs)), key=lambda thing: -costs[thing]):
@@ -318,7 +318,7 @@ class FlatLayout:
 
     @cached_property
     def uses(self) -> dict[str, tuple[ParameterUse, ...]]:
-        """For the name of each parameter that has tied uses, these uses in declared order, without frozen ones."""
+        """The tied uses of each parameter by the parameter's name, in declared order, without frozen ones."""
         by_name: dict[str, tuple[ParameterUse, ...]] = {}
         for entry in self.entries:
             if entry.spec.tied is not None and entry.gradient >= 0:
@@ -336,9 +336,10 @@ class FlatLayout:
         return self.gradients_of(lambda entry: entry.spec.averaged)
 
     def gradients_of(self, chosen: Callable[[ParameterUse], bool]) -> tuple[Span, ...]:
-        """Return the ranges of the uses that ``chosen`` chooses in the vector of the gradients of all units, ascending.
+        """Return the ranges, ascending, of the gradients of the uses for which ``chosen`` is true.
 
-        Ranges that follow one another without a gap are joined; uses of frozen parameters have none. Not collective.
+        The ranges are in the vector of the gradients of all units. Ranges without a gap between them are joined; uses
+        of frozen parameters have no range. Not collective.
         """
         ranges: list[Span] = []
         starts = {self.gradient_bases[e.unit] + e.gradient: e for e in self.entries if e.gradient >= 0 and chosen(e)}
@@ -433,7 +434,7 @@ class FlatLayout:
 def _united(
     names: Sequence[str], blocks: Mapping[str, Sequence[ParameterSpec]], one_unit: bool, minimum_unit: int
 ) -> list[list[str]]:
-    """Join the consecutive blocks ``names`` into units as ``build`` says; return the names of each unit's blocks."""
+    """Join the consecutive blocks ``names`` into units as in :meth:`FlatLayout.build`; return each unit's blocks."""
     if one_unit:
         return [list(names)] if names else []
     units: list[list[str]] = []
@@ -517,7 +518,8 @@ def by_global_name(blocks: Mapping[str, Sequence[_Spec]]) -> dict[str, _Spec]:
 def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
     """Yield the dotted name, beginning with ``prefix``, and the array of every entry of a nested dictionary.
 
-    It undoes :func:`nested`. A ``prefix`` such as the name of a block and the names below it are :func:`joined`.
+    This is the inverse of :func:`nested`. ``prefix``, such as the name of a block, is put before the names by
+    :func:`joined`.
     """
     for name, value in tree.items():
         full_name = joined(prefix, name)
@@ -540,14 +542,14 @@ def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_at(tree: Any, name: str) -> Any:
-    """Return what nested dictionaries have under a dotted name; KeyError if they have nothing there. Not collective."""
+    """Return the entry of nested dictionaries at a dotted name; raise KeyError if there is none. Not collective."""
     for part in name.split("."):
         tree = tree[part]
     return tree
 
 
 def united(first: dict[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the entries of the nested dictionary ``second`` into ``first``, and return that."""
+    """Put the entries of the nested dictionary ``second`` into ``first``, level by level, and return ``first``."""
     for name, value in second.items():
         first[name] = united(first[name], value) if isinstance(first.get(name), dict) else value
     return first
@@ -556,8 +558,8 @@ def united(first: dict[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
 def views(buffer: Array, placed: Sequence[tuple[str, int, ParameterSpec]]) -> dict[str, Any]:
     """Return views of a 1-D buffer in nested dictionaries, whose keys are the names in ``placed`` cut at their dots.
 
-    Each (name, start, spec) in ``placed`` gives a view like the parameter ``spec`` that begins with element ``start``
-    of the buffer.
+    Each (name, start, spec) in ``placed`` gives one view, which has the shape of the parameter ``spec`` and begins at
+    element ``start`` of the buffer.
     """
     return nested({name: spec.view(buffer[start : start + spec.size]) for name, start, spec in placed})
 

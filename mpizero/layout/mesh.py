@@ -1,7 +1,7 @@
 """Compute the coordinates of ranks in the grid pipeline x tensor x data x context, and the process groups of the grid.
 
 :class:`Axes` numbers the ranks. The functions below it tell which ranks form a group, and which groups lie within
-nodes. All is computed from numbers, without MPI, so that it also holds for jobs that are only planned.
+nodes. They compute from integers alone, without MPI, so they also work for jobs that have not been started.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Axes:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """For the name of each axis, by how much a rank's number grows when its coordinate on the axis grows by 1."""
+        """By axis name, the increase of a rank's number when its coordinate on that axis increases by 1."""
         strides, stride = {}, 1
         for axis in reversed(self.order):
             strides[axis] = stride
@@ -186,7 +186,7 @@ class Axes:
         return sum(getattr(coordinates, axis) * stride for axis, stride in self.strides.items())
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return ``rank`` and all ranks whose coordinates differ from it on the axes ``axes`` only.
+        """Return ``rank`` and all ranks whose coordinates differ from those of ``rank`` on the axes ``axes`` only.
 
         The ranks are sorted by their coordinates, first by pipeline, then tensor, data and context. This sorting does
         not depend on the attribute ``order`` or on the order of ``axes``.
@@ -270,7 +270,7 @@ WINDOW_GROUPS = ("tensor", "context")
 
 
 class RankedGroup(Protocol):
-    """Define the interface of a process group for this module: this process's rank in the group, and its size."""
+    """Define what this module needs of a process group: this process's rank in the group, and the group's size."""
 
     @property
     def rank(self) -> int:
@@ -282,7 +282,7 @@ class RankedGroup(Protocol):
 
 
 class NodeOrder:
-    """Compute, from its nodes, the order of a data group's ranks and the inter-node group; a base of process grids.
+    """Compute the order of a data group's ranks and the inter-node group from its nodes; a base class of process grids.
 
     A *data rank* is the number of a rank in the data group, not in the world.
 

@@ -3,8 +3,8 @@
 A model is cut into *chunks* (contiguous runs of its blocks), and a batch into micro-batches. A :class:`Schedule`
 assigns each chunk to a stage, and gives each stage a *program*, a sequence of instructions. A stage runs its program in
 order. It sends messages without blocking. Before it runs an instruction, it waits for the messages that the instruction
-needs. :func:`simulate` does the same in one process, with given costs: an instruction starts when its messages have
-arrived.
+needs. :func:`simulate` simulates all stages in one process, with given costs: an instruction starts when its messages
+have arrived.
 
 The backward pass of a chunk has two halves: the *input half* computes the gradient of the chunk's input, the *weight
 half* the gradients of its weights. In every schedule the backward passes of a chunk, and its weight halves, come in
@@ -72,8 +72,8 @@ class Instruction(NamedTuple):
     def needs(self, chunks: int) -> tuple[Instruction, ...]:
         """Return the instructions that must be complete before this one starts.
 
-        ``chunks`` is the number of chunks of the whole model. A backward pass never appears in the tuple returned, only
-        one of its halves, which the backward pass completes too (see :attr:`does`).
+        ``chunks`` is the number of chunks of the whole model. The returned tuple never contains a whole backward pass,
+        only one of its halves; a whole backward pass completes both halves (see :attr:`does`).
         """
         kind, chunk, micro = self
         if kind == BACKWARD_WEIGHTS:
@@ -217,9 +217,9 @@ def zero_bubble(stage: int, stages: int, micro_batches: int, _virtual: int) -> I
 
     Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.2 (ZB-H1). A backward pass is cut into an input half
     (gradient of the stage's input) and a weight half (gradients of the weights). The later a stage is in the pipeline,
-    the fewer forward passes it does before its first backward pass, and the more weight halves it keeps for the end,
-    where it would have to wait without them. So every stage holds activations of at most ``stages`` micro-batches,
-    like the first stage of 1F1B.
+    the fewer forward passes it does before its first backward pass, and the more weight halves it delays to the end,
+    where it would otherwise wait. So every stage holds activations of at most ``stages`` micro-batches, like the first
+    stage of 1F1B.
     """
     ahead = min(micro_batches, stages - 1 - stage)
     for micro in range(ahead):
@@ -245,10 +245,10 @@ def zero_bubble_v(stage: int, stages: int, micro_batches: int, _virtual: int) ->
     it passes them in descending order (up the V), through chunk ``2 * stages - 1 - stage``. So stage 0 computes the
     loss, and the last stage passes the output of its first chunk to its second chunk. A stage holds at most
     ``2 * stages`` activation caches (one per chunk and micro-batch). A chunk has half as many blocks as a stage of
-    1F1B, so this is the memory of the first stage of 1F1B.
+    1F1B, so these caches take as much memory as those of the first stage of 1F1B.
 
-    With fewer than ``2 * stages - 1`` micro-batches, the instructions are those for ``2 * stages - 1`` micro-batches
-    without those of the micro-batches that are missing.
+    With fewer than ``2 * stages - 1`` micro-batches, the schedule is that of ``2 * stages - 1`` micro-batches without
+    the instructions of the missing ones.
     """
     down, up = _Chunk(stage), _Chunk(2 * stages - 1 - stage)
     enough = max(micro_batches, 2 * stages - 1)
@@ -257,7 +257,7 @@ def zero_bubble_v(stage: int, stages: int, micro_batches: int, _virtual: int) ->
 
 
 class _Chunk:
-    """Make the instructions of one chunk: :meth:`next` returns that of a kind for the next micro-batch.
+    """Make the instructions of one chunk: :meth:`next` returns the one of a given kind for the next micro-batch.
 
     Attributes
     ----------
@@ -315,7 +315,7 @@ def _alternate(ahead: int, forwards: list[Instruction], backwards: list[Instruct
 
 
 def fuse(program: Iterable[Instruction], stage_of: tuple[int, ...]) -> Iterator[Instruction]:
-    """Yield a stage's program with whole backward passes where halving them gains no time.
+    """Yield a stage's program with whole backward passes in place of pairs of halves that gain no time.
 
     An input half and the weight half that directly follows it become one backward pass if no other stage waits for the
     input gradient: if the chunk is the first of the model, or if the previous chunk is on the same stage. ``stage_of``
@@ -541,7 +541,7 @@ class TimedInstruction(NamedTuple):
     instruction : Instruction
         The instruction.
     start, end : float
-        Its start and its end.
+        Seconds from the start of the simulation to the start and to the end of the instruction.
 
     Examples
     --------
@@ -596,7 +596,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Seconds lost by waiting: the makespan minus the computing seconds of the busiest stage."""
+        """Seconds lost by waiting: the makespan minus the computing time of the busiest stage."""
         return self.makespan - max(self.busy)
 
     @property
@@ -693,8 +693,9 @@ def _check_retirement(schedule: Schedule) -> None:
 def _run(schedule: Schedule, costs: Costs, present: int) -> tuple[tuple[TimedInstruction, ...], ...]:
     """Compute the start and end of every instruction; return them for every stage, in order.
 
-    Each stage in turn goes on until it has to wait, again and again until all have ended. If no stage can go on before
-    that, raise :class:`ScheduleError`. Instructions of micro-batches from number ``present`` on take no time.
+    Each stage in turn runs instructions until it has to wait; this is repeated until the programs of all stages have
+    ended. If no stage can run before then, raise :class:`ScheduleError`. Instructions of micro-batches from number
+    ``present`` on take no time.
     """
     ends: dict[Instruction, float] = {}
     events: list[list[TimedInstruction]] = [[] for _ in schedule.programs]
@@ -722,7 +723,7 @@ def _run(schedule: Schedule, costs: Costs, present: int) -> tuple[tuple[TimedIns
 
 
 def _stuck(schedule: Schedule, events: list[list[TimedInstruction]], ends: dict[Instruction, float]) -> Iterator[str]:
-    """Yield an error text for every stage that has not ended: its next instruction, and what this waits for.
+    """Yield an error text for every stage that has not ended: its next instruction, and the instruction missing for it.
 
     ``events`` holds the instructions of every stage that have run, and ``ends`` the end of each of them in seconds.
     """

@@ -18,8 +18,9 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     """Cut items into contiguous non-empty parts such that the most expensive part is as cheap as possible.
 
     Costs are compared exactly, as rational numbers, so every process finds the same cuts. If several ways to cut have
-    an equally cheap most expensive part, the one with the least sum of the squared costs of its parts is taken. If
-    several are equal in this too, it is the one whose last part starts earliest, then the part before it, and so on.
+    an equally cheap most expensive part, the one with the least sum of the squared costs of its parts is taken. Of
+    several with the same sum, the one whose last part starts earliest is taken, then the one whose second-last part
+    does, and so on.
 
     Parameters
     ----------
@@ -56,10 +57,11 @@ def balanced_chunks(costs: Sequence[float], stage_of: Sequence[int]) -> tuple[in
     """Cut items into contiguous non-empty chunks, of which a stage can have several, such that stages are balanced.
 
     With one chunk per stage the result is that of :func:`balanced_cuts`. Otherwise the most expensive stage is made as
-    cheap as possible. Among equals, the sum of the squared costs of the stages is made as small as possible; then the
-    most expensive chunk as cheap as possible. If there are at most ``EXHAUSTIVE`` ways to cut, all are compared. If
-    there are more, the search starts from the result of :func:`balanced_cuts` and moves one or two cuts by one item as
-    long as the result gets better; it may then miss the best one. Every process finds the same cuts.
+    cheap as possible. Of several equal ways to cut, the one with the least sum of the squared costs of the stages is
+    taken; if there are still several, the one whose most expensive chunk is the cheapest. If there are at most
+    ``EXHAUSTIVE`` ways to cut, all are compared. If there are more, the search starts from the result of
+    :func:`balanced_cuts` and moves one or two cuts by one item as long as the result gets better; it may then miss the
+    best one. Every process finds the same cuts.
 
     Parameters
     ----------
@@ -124,8 +126,8 @@ def explicit_cuts(cuts: Sequence[int], items: int, parts: int) -> tuple[int, ...
     Parameters
     ----------
     cuts : sequence of int
-        Either ``parts - 1`` indices: that of the first item of the second part, of the third part and so on. Or
-        ``parts + 1`` indices: the same with 0 at the start and ``items`` at the end.
+        Either ``parts - 1`` indices, those of the first items of the second part, the third part and so on; or
+        ``parts + 1`` indices, with 0 before these and ``items`` after them.
     items, parts : int
         Number of items and of parts.
 
@@ -166,14 +168,14 @@ def check_parts(items: int, parts: int, what: str = "stages") -> None:
     Parameters
     ----------
     items, parts : int
-        Number of layers (blocks) and of parts.
+        Number of items, such as the blocks of a model, and of parts.
     what : str
-        What the error message calls the parts, in the plural.
+        Name of the parts in the error message, in the plural.
 
     Raises
     ------
     ConfigError
-        If there are more parts than items, or ``parts`` is less than 1. The message says what to change.
+        If there are more parts than items, or ``parts`` is less than 1. The message says which setting to change.
     """
     if parts < 1:
         raise ConfigError(f"cannot cut {items} layers into {parts} {what}; expected at least 1")

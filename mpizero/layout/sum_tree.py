@@ -1,11 +1,12 @@
-"""Plan sums in the order of one fixed binary tree, so that every number of ranks adds in the same order.
+"""Plan sums in the order of one fixed binary tree, so that the order does not depend on the number of ranks.
 
 The node ``(level, position)`` of the tree is the sum of its children ``(level-1, 2*position)`` and
 ``(level-1, 2*position+1)``. Where the right child does not exist, the node equals its left child. The leaves are the
-gradients of the grains (or the elements of a tensor). All sums follow this tree, so the bits of the root depend on the
-leaves alone. A *row* is an array with one gradient vector or one partial sum of them; a *worker* is a rank that
-computes grains. There are three kinds of plans: workers compute grains in rounds (:func:`round_plan`), sum their own
-grains first (:func:`rows_plan`), or take parts of a node's grains one after the other (:func:`dynamic_parts`).
+gradients of the grains, which are fixed slices of the global batch (or the elements of a tensor). All sums follow this
+tree, so the bits of the root depend on the leaves alone. A *row* is an array with one gradient vector or one partial
+sum of them; a *worker* is a rank that computes grains. There are three kinds of plans: workers compute grains in rounds
+(:func:`round_plan`), sum their own grains first (:func:`rows_plan`), or take parts of a node's grains whenever they are
+free (:func:`dynamic_parts`).
 
 [Note: tree programs] A sum is passed to the kernels as a *program*, a tuple of integers that is executed by a stack
 machine over the rows of a matrix: ``v >= 0`` pushes row v, ``-1`` pops the top of the stack and adds it to the entry
@@ -36,12 +37,12 @@ class TreeNode(NamedTuple):
     position: int
 
     def leaves(self, total: int) -> range:
-        """Return the numbers of the leaves that this node is the sum of, in a tree of ``total`` leaves."""
+        """Return the numbers of the leaves below this node, whose sum it is, in a tree of ``total`` leaves."""
         return range(self.position << self.level, min((self.position + 1) << self.level, total))
 
 
 def cover(start: int, stop: int, total: int) -> tuple[TreeNode, ...]:
-    """Return the fewest nodes whose leaves together are ``start:stop``, in order, in a tree of ``total`` leaves."""
+    """Return, in order, the fewest nodes that together cover leaves ``start:stop`` of a tree of ``total`` leaves."""
     nodes: list[TreeNode] = []
     while start < stop:
         level = 0
@@ -79,7 +80,7 @@ def merge(nodes: Iterable[tuple[TreeNode, Program]], total: int) -> tuple[tuple[
     Returns
     -------
     tuple of (TreeNode, program)
-        The nodes that are left, in the order of their leaves, each with the program that computes its value.
+        The nodes after all replacements, in the order of their leaves, each with the program that computes its value.
     """
     stack: list[tuple[TreeNode, Program]] = []
     for node, program in sorted(nodes, key=lambda item: item[0].position << item[0].level):
@@ -92,7 +93,7 @@ def merge(nodes: Iterable[tuple[TreeNode, Program]], total: int) -> tuple[tuple[
 
 
 def evaluate(program: Program, values: Sequence[float] | Array) -> float:
-    """Return the sum of numbers that a program computes; row v in it is ``values[v]``. An empty program gives 0."""
+    """Return the sum that a program computes if row v is the number ``values[v]``. An empty program gives 0."""
     stack: list[float] = []
     for v in program:
         if v >= 0:
@@ -107,16 +108,16 @@ def evaluate(program: Program, values: Sequence[float] | Array) -> float:
 
 @cache
 def leaves_program(count: int) -> Program:
-    """Return the program that sums the rows 0 to ``count`` - 1 as the leaves of a tree; for no rows an empty one."""
+    """Return the program that sums rows 0 to ``count`` - 1 as the leaves of a tree; an empty one if ``count`` is 0."""
     merged = merge(((TreeNode(0, row), (row,)) for row in range(count)), count)
     return merged[0][1] if merged else ()
 
 
 class FoldStep(NamedTuple):
-    """Describe one step of a :class:`FoldPlan`: a rank computes a grain, then adds its gradient to a held sum.
+    """Describe one step of a :class:`FoldPlan`: a rank computes a grain, then adds the gradient to stored partial sums.
 
-    The gradient of grain number ``grain`` is written to row number ``row``, or to no row if that is None. Then it is
-    added to row ``targets[0]``, the sum to row ``targets[1]`` and so on.
+    The gradient of grain number ``grain`` is written to row number ``row``, or to no row if that is None. The gradient
+    is then added to row ``targets[0]``, the resulting sum to row ``targets[1]``, and so on.
     """
 
     grain: int
@@ -126,7 +127,7 @@ class FoldStep(NamedTuple):
 
 @dataclass(frozen=True)
 class FoldPlan:
-    """Describe how one rank sums the gradients of its grains while it computes them, in few rows.
+    """Describe how one rank sums the gradients of its grains while it computes them, with few rows of memory.
 
     A row is an array that holds a gradient or a partial sum.
 
@@ -151,16 +152,16 @@ class FoldPlan:
 
 
 class Folding:
-    """Plan how one rank sums the gradients of its grains, grain by grain, without knowing which ones come later.
+    """Plan how one rank sums the gradients of its grains, grain by grain, without knowing its later grains.
 
     Parameters
     ----------
     total : int
         Number of grains of all ranks.
     limit : int or None
-        If it is given, a gradient that is added to a row as soon as it is computed has no row unless one of the first
-        ``limit`` rows is free: it can be written part by part to a scratch array, from which each part is added to the
-        row before the next one is written. All other gradients have a row, whatever the limit.
+        If given, a gradient that is added to another row at once gets a row of its own only if one of the first
+        ``limit`` rows is free. Otherwise it is written part by part to a scratch array, and each part is added to the
+        other row before the next part is written. Gradients that are not added at once always get a row.
 
     Attributes
     ----------
@@ -176,7 +177,7 @@ class Folding:
         self._total, self._limit = total, limit
 
     def add(self, grain: int) -> FoldStep:
-        """Return the step for the next grain, whose number is above those of the grains before."""
+        """Return the step for the next grain; ``grain`` must be greater than the numbers of all earlier grains."""
         taken = {row for _, row in self.sums}
         node, targets = _climb(TreeNode(0, grain), self._total), list[int]()
         while node.position % 2 and self.sums and self.sums[-1][0] == TreeNode(node.level, node.position - 1):
@@ -192,8 +193,8 @@ class Folding:
 def fold_plan(grains: Iterable[int], total: int, *, limit: int | None = None) -> FoldPlan:
     """Plan how one rank sums the gradients of ``grains``, ascending numbers below ``total``, by :class:`Folding`.
 
-    Only neighbours in the tree can be added: consecutive grains need few rows, grains between which other ranks have
-    some need a row each.
+    Only neighbours in the tree can be added. So consecutive grains need few rows, and grains that are separated by
+    grains of other ranks need one row each.
     """
     folding = Folding(total, limit)
     folds = tuple(folding.add(grain) for grain in grains)
@@ -217,11 +218,11 @@ class Merge(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Describe one round: every worker computes at most one grain, then owners sum what the order of the tree allows.
+    """Describe one round: every worker computes at most one grain, then owners sum as far as the order allows.
 
     A *worker* is a rank that computes grains. Workers form groups, for example one per node. Each group sums the
     gradients of its grains, as far as the order of the tree allows, and sends the partial sums to the owners. An
-    *owner* is a rank that owns a shard of the gradients. It keeps partial sums of earlier rounds in its *stack rows*.
+    *owner* is a rank that owns a shard of the gradients, and keeps partial sums of earlier rounds in its *stack rows*.
 
     Attributes
     ----------
@@ -287,15 +288,15 @@ def round_plan(total: int, groups: Sequence[int]) -> RoundPlan:
 def _arrivals(
     grains: Sequence[int | None], groups: Sequence[int], total: int
 ) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[TreeNode, Program]], int]:
-    """Return what happens in a round before the owners' sums.
+    """Return the sums that the groups compute in a round, and the rows that then arrive at the owners.
 
     ``grains`` are the grains of all workers in this round, and ``groups[i]`` is the number of workers of group i.
 
     Returns
     -------
     tuple
-        The programs of each group; the nodes that arrive at an owner, each with the program that reads its row; and
-        the number of rows that arrive.
+        The programs of each group; the nodes whose values arrive at an owner, each with the program that reads its row;
+        and the number of arriving rows.
     """
     leaves: list[list[tuple[TreeNode, Program]]]
     leaves = [[(TreeNode(0, g), (i,)) for i, g in enumerate(group) if g is not None] for group in _cut(grains, groups)]
@@ -313,7 +314,7 @@ def _cut(items: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
 def _sent(
     groups: Iterable[Iterable[tuple[TreeNode, Program]]], total: int
 ) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[TreeNode, Program]]]:
-    """Return the programs by which each group sums the nodes it holds, and what arrives from all groups, as rows."""
+    """Return the programs by which each group sums its nodes, and the nodes sent by all groups with their rows."""
     sums = [merge(nodes, total) for nodes in groups]
     programs = tuple(tuple(program for _, program in group) for group in sums)
     return programs, [(node, (row,)) for row, (node, _) in enumerate(chain.from_iterable(sums))]
@@ -325,7 +326,7 @@ def _choose_rows(
     """Choose a stack row for every node of ``merged``: a stack row that the node's program reads, or else a free one.
 
     ``free`` lists the free stack rows. Row ``arrivals + r`` in a program is stack row r. Return the nodes with their
-    stack rows, and the sums that write them (a node that is already in its stack row needs none).
+    stack rows, and the sums that write these rows (a node whose value is already in its stack row needs no sum).
     """
     stack, merges = [], []
     for node, program in merged:
@@ -382,8 +383,8 @@ def rows_plan(
     """Plan the sum of ``total`` grains where worker w computes and sums the grains ``assigned[w]``.
 
     ``groups[i]`` is the number of workers of group i: of node i, say. The workers of a group have consecutive numbers.
-    With ``scratch``, :func:`fold_plan` leaves out all rows that it can. ``rows`` is the number of rows that every
-    worker has allocated already; None computes the smallest one.
+    With ``scratch``, no row is allocated only for gradients that are added at once, see :class:`Folding`. ``rows`` is
+    the number of rows that every worker has already allocated; None means the smallest possible number.
     """
 
     def planned(limit: int | None) -> tuple[FoldPlan, ...]:
@@ -402,9 +403,9 @@ def rows_plan(
 def dynamic_parts(grains: range, workers: int) -> tuple[range, ...]:
     """Cut consecutive grains into parts, in order, for ``workers`` ranks that each take the next part when free.
 
-    Each part is a node of the binary tree in which gradients are summed: its grains are added before anything else.
-    A part has at most a ``2 * workers``-th of the grains that are left (guided self-scheduling, Polychronopoulos and
-    Kuck 1987, with half of their sizes), so that the parts become smaller towards the end, down to single grains.
+    Each part is a node of the binary tree in which gradients are summed, so its grains are added to one another first.
+    A part has at most ``1 / (2 * workers)`` of the remaining grains (guided self-scheduling, Polychronopoulos and Kuck
+    1987, with half of their sizes), so that the parts become smaller towards the end, down to single grains.
     """
     parts: list[range] = []
     start = grains.start
@@ -421,10 +422,11 @@ def dynamic_parts(grains: range, workers: int) -> tuple[range, ...]:
 def dynamic_rows(parts: Sequence[range], workers: int, total: int) -> int:
     """Return the number of rows that each of ``workers`` ranks needs to take ``parts``, in a sum of ``total`` grains.
 
-    A row holds one partial sum. A rank holds the parts that it has taken, of which two that are children of one node
-    of the tree are one sum; for the next part of ``2**k`` grains it needs up to k + 1 rows more, and where it has fewer
-    left it takes nothing. The rows are enough for whatever it takes, or for twice a rank's share of the parts, if
-    these are fewer. So not more than half of the ranks stop, and the others take all that is left.
+    A row holds one partial sum. A rank keeps the sums of the parts that it has taken; the sums of two parts that are
+    children of one tree node become one sum. To take a part of ``2**k`` grains, a rank needs up to k + 1 free rows;
+    with fewer it takes no further part. The returned number of rows is enough for any selection of parts, or for twice
+    a rank's equal share of the parts, whichever needs fewer rows. So at most half of the ranks stop early, and the
+    others take all remaining parts.
     """
     most, limit = 1, -(-2 * len(parts) // workers)
     sums: list[tuple[TreeNode, int]] = []  # nodes, with the most partial sums that a rank holds of each, if not all
@@ -440,7 +442,7 @@ def dynamic_rows(parts: Sequence[range], workers: int, total: int) -> int:
 
 
 def rows_of_part(part: range) -> int:
-    """Return how many rows a rank needs while it computes a part, besides those of the partial sums that it holds."""
+    """Return how many rows a rank needs to compute a part, besides the rows of the partial sums that it keeps."""
     return _level(part) + 1
 
 

@@ -81,7 +81,7 @@ def part_shape(part: Part) -> tuple[int, ...]:
 
 
 def shape_of_ranges(part: Part) -> tuple[int, ...]:
-    """Return the shape that the ranges of a part have, which are not checked."""
+    """Return the shape of a part with the ranges ``part.ranges``, without checking the ranges."""
     length = sum(stop - start for start, stop in part.ranges)
     return (*part.shape[: part.axis], length, *part.shape[part.axis + 1 :])
 
@@ -98,7 +98,7 @@ def _check_ranges(part: Part, ranges: Ranges) -> None:
 
 
 def joined_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return the ranges, sorted by their starts, without empty ones, and touching ones as one range."""
+    """Return the ranges sorted by their starts, without empty ranges, and with adjacent ranges joined."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if joined and start == joined[-1][1]:
@@ -127,10 +127,10 @@ def part_rows(part: Part) -> PartRows:
 
 
 def tile_rows(spec: ParameterSpec) -> tuple[PartRows, ...]:
-    """Return, for each tile of a parameter that a rank holds, which elements of each row of the local array it has.
+    """Return, for each tile of a parameter that a rank holds, which elements of each row of the local array form it.
 
-    In the result the local array takes the place of the whole parameter, and the tile that of the part. A parameter
-    without tiles is one tile, the whole local array.
+    In each :class:`PartRows` returned, the "whole parameter" is the local array, and the "part" is the tile. A
+    parameter without tiles is one tile, the whole local array.
     """
     part = spec.part
     if part is None or not part.tiles:
@@ -140,7 +140,7 @@ def tile_rows(spec: ParameterSpec) -> tuple[PartRows, ...]:
 
 
 def local_ranges(ranges: Ranges, local: Ranges) -> Ranges:
-    """Return where what the ranges ``ranges`` and ``local`` have in common lies in the concatenation of ``local``."""
+    """Return the intersection of ``ranges`` and ``local``, as ranges of the concatenation of ``local``."""
     before = list(accumulate((stop - start for start, stop in local), initial=0))
     return tuple(
         (max(low, start) - start + first, min(high, stop) - start + first)
@@ -235,11 +235,11 @@ def take_rows(rows: PartRows, full: Array, start: int, out: Array, origin: int =
     Parameters
     ----------
     rows : PartRows
-        Which elements of each row of the whole belong to the part, from :func:`part_rows`.
+        Which elements of each row of the whole parameter belong to the part, from :func:`part_rows`.
     full : 1-D array
-        Consecutive elements of the whole parameter, at least those to copy.
+        Consecutive elements of the whole parameter, which include all elements to copy.
     start : int
-        The first element to copy. It is an index into the part, counted from some row.
+        Index in the part of the first element to copy, counted from the start of a row.
     out : 1-D array
         Contiguous array, which receives the ``out.size`` elements of the part from ``start`` on.
     origin : int
