@@ -1,6 +1,6 @@
-"""Record the collectives that each rank calls, and find the first one that ranks have called differently.
+"""Record the collectives that each rank calls, and find the first collective that ranks have called differently.
 
-A :class:`CallTrace` belongs to one communicator of one rank: it holds the present call and the last 64. A
+A :class:`CallTrace` belongs to one communicator of one rank: it holds the present call and the last 64 collectives. A
 :class:`CommunicatorRegistry` lists the communicators of the process, under keys that are the same on all ranks of a
 communicator. From the records of several ranks, :func:`mismatch` makes an error with the source line of each rank.
 
@@ -11,16 +11,16 @@ have made the same calls have the same hash. Counts that may differ between rank
 hashed, and neither are source lines, which are kept for the report only. Recording takes one to two microseconds: a
 line is stored as a code object with the offset of an instruction, and becomes text only for a report.
 
-[Note: counted calls] Half of the calls of a short step are barriers of shared windows. These are only counted: if the
-number of barriers between two recorded calls differs between ranks, the hashes differ, but the tags of the barriers are
-not compared. With MPIZERO_DEBUG=collectives they are recorded like all other calls.
+[Note: counted calls] Half of the calls of a short step are barriers of shared windows. Such barriers are only counted:
+if the number of barriers between two recorded calls differs between ranks, the hashes differ, but the tags of the
+barriers are not compared. With MPIZERO_DEBUG=collectives these barriers are recorded like all other calls.
 
 [Note: three comparisons] Hashes of calls ([Note: matching calls]) are compared in three ways. First, once a step,
-before the training engine changes a parameter, it adds up one number of every rank in a message that it sends anyway;
+before it changes a parameter, the training engine adds up one number of every rank in a message that it sends anyway;
 the sum is 0 if all calls match ([Note: one sum]). Second, the heartbeat threads of a node compare the hashes on the
-status table all the time (:class:`.MismatchWatch`). This finds ranks that wait for one another in different calls, and
-works without an engine. Third, with MPIZERO_DEBUG=collectives every collective is compared before it starts
-(:class:`.CallVerifier`). All three raise the same error.
+status table all the time (:class:`.MismatchWatch`). The second comparison finds ranks that wait for one another in
+different calls, and works without a training engine. Third, with MPIZERO_DEBUG=collectives every collective is compared
+before it starts (:class:`.CallVerifier`). All three comparisons raise the same error.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class CallRecord(NamedTuple):
 class FileTransfer:
     """Count the bytes that a rank has read from or written to one file, and store the time of the last change.
 
-    ``what`` describes the file, ``bytes`` is the count, and ``moved`` the ``time.monotonic()`` of its last change.
+    ``what`` describes the file, ``bytes`` is the count, and ``moved`` the ``time.monotonic()`` of the count's last
+    change.
     """
 
     __slots__ = ("bytes", "moved", "what")
@@ -121,8 +122,8 @@ class CallTrace:
     entered : float
         ``time.monotonic()`` when the rank entered the call; 0.0 while it is not inside a call.
     started : int
-        Number of collectives begun so far. It is above ``sequence`` while the rank waits for a non-blocking collective
-        that is not the last one.
+        Number of collectives begun so far. ``started`` is above ``sequence`` while the rank waits for a non-blocking
+        collective that is not the last one begun.
     present_task : tuple of str and float
         Name and start time of a task that all ranks must finish together, such as a training step; ("", 0.0) if none.
     joint_tasks : int
@@ -155,8 +156,8 @@ class CallTrace:
     def begin(self, call: Signature) -> int:
         """Record a collective that begins, and return its sequence number. Not collective.
 
-        The source line of the call is recorded too. The search for it begins three frames above this method, and goes
-        outwards to the first frame outside this package's files.
+        The source line of the call is recorded too: that of the first frame outside this package's files, searched
+        outwards from three frames above this method.
         """
         sequence = self.started + 1
         known = self._numbers.get(call)
@@ -175,8 +176,8 @@ class CallTrace:
         """Record a public operation that the user has called; it gets a sequence number like a collective.
 
         Not collective. The innermost source line outside this package, or in its command line (:mod:`mpizero.train`),
-        is recorded too. So is an exception that is being handled: a report then shows that the call, ``close()`` in a
-        ``finally`` for example, is only a consequence of it.
+        is recorded too. An exception that is being handled is also recorded: a report then shows that the call,
+        ``close()`` in a ``finally`` for example, is only a consequence of the exception.
         """
         frame = sys._getframe(1)
         while _is_library(frame.f_code.co_filename) and frame.f_back is not None:
@@ -228,7 +229,8 @@ class CallTrace:
         """Mark a ``with`` block that reads or writes a file; yield a function to call with numbers of bytes.
 
         Not collective; can be called in any thread. The block calls the function after each piece that it has read or
-        written. As long as it does, ranks that wait for this rank do not count as stuck. ``what`` describes the file.
+        written. As long as the block keeps calling it, ranks that wait for this rank do not count as stuck. ``what``
+        describes the file.
         """
         transfer = FileTransfer(what)
         with self._changing:
@@ -247,13 +249,13 @@ class CallTrace:
     def number_at(self, sequence: int) -> int | None:
         """Return the hash of all collectives up to number ``sequence``. Not collective.
 
-        Returns None if the hash is not kept any more, or if this collective has not begun yet.
+        Returns None if the hash is no longer stored, or if collective ``sequence`` has not begun yet.
         """
         entry = self._before(sequence)
         return None if entry is None or sequence > self.started else _after(entry, sequence)
 
     def records(self) -> list[CallRecord]:
-        """Return the kept records of the last collectives, the oldest first. Not collective."""
+        """Return the stored records of the last collectives, the oldest first. Not collective."""
         started, records = self.started, []
         for sequence in range(max(1, started + 1 - REMEMBERED), started + 1):
             entry = self._before(sequence)
@@ -266,7 +268,7 @@ class CallTrace:
         return records
 
     def _before(self, sequence: int) -> _Entry | None:
-        """Return the record of collective ``sequence`` or the last record before it; None if that is overwritten."""
+        """Return the record of collective ``sequence`` or the last one before it; None if that one is overwritten."""
         for number in range(sequence, max(-1, sequence - REMEMBERED), -1):
             entry = self._entries[number % REMEMBERED]
             if entry[0] == number:
@@ -277,7 +279,7 @@ class CallTrace:
 
 
 def _described(error: BaseException) -> str:
-    """Return text on an exception that was being handled, with the innermost line of user code in its traceback."""
+    """Return text on an exception that was being handled, with the innermost line of user code in the traceback."""
     trace, line = error.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -293,7 +295,7 @@ def _is_library(file: str) -> bool:
 
 
 def _after(entry: _Entry, sequence: int) -> int:
-    """Return the hash of all collectives up to ``sequence``, if all after the record ``entry`` were only counted."""
+    """Return the hash of all collectives up to ``sequence``; those after the record ``entry`` were only counted."""
     counted = sequence - entry[0]
     return entry[1] if counted <= 0 else hash((entry[1], counted))
 
@@ -301,7 +303,8 @@ def _after(entry: _Entry, sequence: int) -> int:
 def weighted_sum(terms: Sequence[tuple[int, CallTrace]]) -> int:
     """Return the sum over ``terms``, pairs (weight, trace), of the weight times the trace's hash of all its calls.
 
-    Called once a step. It repeats the code of :meth:`CallTrace.last`, because a method call for each trace is slower.
+    This function is called once a step, and repeats the code of :meth:`CallTrace.last`, because a method call for each
+    trace is slower.
     """
     total = 0
     for weight, trace in terms:
@@ -319,7 +322,7 @@ def number_of(call: Signature) -> int:
 def describe_call(call: Signature, limit: int | None = _TEXT_LIMIT) -> str:
     """Return a call as text: operation, tag, dtype, counts and further arguments. Not collective.
 
-    The text is cut after ``limit`` characters; with None it is not cut.
+    The text is cut after ``limit`` characters; None is no limit.
     """
     operation, tag, *rest = call
     parts = [operation, repr(tag)] if tag else [operation]
@@ -351,10 +354,10 @@ MOST_LIVE = 1200
 class CommunicatorEntry:
     """Describe a communicator of this process: its trace, its world ranks (``members``), its key and its weight.
 
-    The key identifies the communicator, and is the same on all its ranks. It is made of the world ranks and of an
-    ordinal among the communicators of the same ranks, because ranks make their common communicators in the same order.
-    Each rank has its own ``weight``: the weights of all ranks of a communicator add up to 0 modulo :data:`MODULUS`, see
-    [Note: one sum].
+    The key identifies the communicator, and is the same on all its ranks. The key is made of the world ranks and an
+    ordinal among the communicators of the same ranks, which is common because ranks make communicators of the same
+    ranks in the same order. Each rank has its own ``weight``: the weights of all ranks of a communicator add up to 0
+    modulo :data:`MODULUS`, see [Note: one sum].
     """
 
     trace: CallTrace
@@ -422,7 +425,7 @@ class CommunicatorRegistry:
         self.left += [(entry, close) for entry in self.live if entry.trace is trace]
 
     def run_deferred_closes(self, trace: CallTrace, allgather: Callable[[Any], list[Any]]) -> None:
-        """Call the functions that every rank of the communicator of ``trace`` has stored. Collective over these ranks.
+        """Call the deferred functions that every rank of the communicator of ``trace`` has stored. Collective over it.
 
         ``allgather`` takes an object and returns the list of all these ranks' objects.
 
@@ -441,14 +444,14 @@ class CommunicatorRegistry:
                 left[1]()
 
     def counts(self) -> dict[str, int]:
-        """Return the number of collectives begun on each communicator, by its key.
+        """Return the number of collectives begun on each communicator, by the communicator's key.
 
         The open communicators come first, the newest before the older ones; the closed ones come last.
         """
         return {entry.key: entry.trace.started for entry in (*reversed(self.live), *self.closed.values())}
 
     def progress(self) -> dict[str, tuple[int, int]]:
-        """Return the number of collectives begun on each communicator and the hash of them all, by its key.
+        """Return the number of collectives begun on each communicator, and their hash, by the communicator's key.
 
         The order is the same as in :meth:`counts`.
         """
@@ -462,7 +465,7 @@ class CommunicatorRegistry:
     def inside(self, trace: CallTrace) -> list[CommunicatorEntry]:
         """Return the open communicators of two or more ranks that lie inside the communicator of ``trace``.
 
-        That is so if all their ranks are ranks of that communicator; the communicator itself is included.
+        A communicator lies inside another if all its ranks are ranks of the other; the communicator itself is included.
         """
         if trace not in self._inside:
             members = next((set(entry.members) for entry in self.live if entry.trace is trace), set[int]())
@@ -477,9 +480,9 @@ class CommunicatorRegistry:
 
         [Note: one sum] One number from each rank is enough to compare the calls of all communicators among the ranks of
         the communicator of ``trace``. For each of its communicators, a rank multiplies the hash of its calls by its
-        weight in that communicator; it adds the products. The weights of all ranks of a communicator add up to 0. So
-        equal hashes cancel in the sum over the ranks, modulo :data:`MODULUS`. Different hashes do not cancel, except
-        with a probability of 1 / MODULUS.
+        weight in that communicator; the number is the sum of these products. The weights of all ranks of a communicator
+        add up to 0. So equal hashes cancel in the sum over the ranks, modulo :data:`MODULUS`. Different hashes do not
+        cancel, except with a probability of 1 / MODULUS.
         """
         terms = self._terms.get(trace)
         if terms is None:
@@ -498,7 +501,9 @@ _BEFORE, _AFTER = 2, 3
 
 
 def mismatch(name: str, records: Mapping[int, Sequence[CallRecord]]) -> CollectiveMismatch | None:
-    """Return the error for the first collective that ranks have called differently; None if all match. Not collective.
+    """Return the error for the first collective that ranks have called differently; None if all calls match.
+
+    Not collective.
 
     Parameters
     ----------
@@ -550,6 +555,6 @@ def _around(calls: Mapping[int, Mapping[int, CallRecord]], sequence: int) -> lis
 
 
 def _groups(records: Mapping[int, CallRecord]) -> str:
-    """Return text that tells what each rank called; ranks with the same call at the same line are listed together."""
+    """Return text with the call and source line of each rank; ranks with the same call at the same line are joined."""
     texts = ((rank, f"{record.what} at {record.where}") for rank, record in records.items())
     return "; ".join(f"{ranks}: {call}" for call, ranks in ranks_by_text(texts).items())

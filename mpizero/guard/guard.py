@@ -1,14 +1,15 @@
 """Supervise a process from the import of mpizero on, so that all ranks of a job end when one fails or leaves early.
 
-It works under plain ``mpiexec python script.py``. It does not notice ``os._exit``, which runs no Python code. Then the
-launcher must notice that a rank has ended (Open MPI's does; MPICH's takes status 0 for success), so a program should
-mark success by a file. :class:`JobExit` handles errors and the end of the program, :class:`Guard` begins and ends the
-supervision, and :func:`current` returns the guard of the process. Below them stand the hooks by which they learn what
-happens, :class:`PythonHooks` and :class:`CExitHook`, and what several users of a process share.
+The supervision works under plain ``mpiexec python script.py``. It does not notice a call of ``os._exit``, which runs no
+exit handlers: then the launcher must notice that a rank has ended (Open MPI's does; MPICH's takes status 0 for
+success), so a program should mark success by a file. :class:`JobExit` handles errors and the end of the program,
+:class:`Guard` begins and ends the supervision, and :func:`current` returns the guard of the process.
+:class:`PythonHooks` and :class:`CExitHook` call the guard when an error or exit happens. A :class:`ProcessSetting` is a
+setting that several users of a process share.
 
 [Note: one guard] ``sys.excepthook``, ``threading.excepthook`` and ``atexit`` belong to the process, as MPI does. So
-there is one guard per process: ``_GUARD``, the only module state of the package. It holds what the hooks need and
-nothing that a computation reads.
+there is one guard per process: ``_GUARD``, the only module state of the package. The guard holds the data that the
+hooks need, and none that a computation reads.
 
 [Note: life of the guard] Supervision begins with :func:`install_in_job`, when mpizero is imported in a launcher's job,
 or with the first communicator. Hooks catch errors and the end of the program. If there are several ranks, a thread
@@ -16,12 +17,12 @@ writes the status of this rank for the other ranks of the node. When the last co
 thread are removed; the next communicator installs them again. With ``embedded=True`` mpizero is a *guest* inside
 another program: its communicators neither install nor remove anything.
 
-[Note: one report] If several ranks fail, only one of them reports. On a node it is the first rank that enters
-itself in the status table. Ranks of other nodes cannot be asked. So ranks on nodes without rank 0 wait for
+[Note: one report] If several ranks fail, only one of them reports. On a node, the first rank that enters itself in the
+status table reports. Ranks of different nodes do not share a table. So ranks on nodes without rank 0 wait for
 ``_OTHER_NODE`` seconds first; if another node ends the job meanwhile, they are killed before they report. An error of
-bad input (MpizeroError) is usually raised by all ranks at once. Then a minimum over the ranks finds the lowest failing
-rank and its exit status. That rank reports, and all ranks end without ``MPI_Abort``. A RemoteError or PeerFailure only
-says that another rank failed, so it is reported only if no other rank reports.
+bad input (MpizeroError) is usually raised by all ranks at once. In this case a minimum over the ranks finds the lowest
+failing rank and its exit status. The lowest failing rank reports, and all ranks end without ``MPI_Abort``. A
+RemoteError or PeerFailure only says that another rank failed, so it is reported only if no other rank reports.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ _KEYBOARD_INTERRUPT = 130
 
 
 class JobExit:
-    """Handle errors and the end of the program, so that no rank ends without the others. Base class of Guard."""
+    """Handle errors and the end of the program, so that no rank ends without the others; the base class of Guard."""
 
     def __init__(self, launched: bool) -> None:
         self.process = 0
@@ -156,7 +157,7 @@ class JobExit:
             self.end(mpi, self.with_prefix(format_error(error, trace), origin), code, delay)
 
     def on_exit_request(self, status: Any) -> None:
-        """Store the status that was passed to ``sys.exit``, and how many collectives have been called until now."""
+        """Store the status that was passed to ``sys.exit``, and the number of collectives called before."""
         self._requested = (status, self.register.counts())
 
     def has_other_ranks(self) -> bool:
@@ -202,11 +203,12 @@ class JobExit:
         return next((group.control for group in self.statuses.groups if len(group.members) == self.size), None)
 
     def _agree_to_fail(self, mpi: Any, error: MpizeroError) -> int | None:
-        """Agree with all ranks to end now; return the common exit status, or None if not all ranks fail in time.
+        """Agree with all ranks to end the job; return the common exit status, or None if not all ranks fail in time.
 
-        The lowest rank whose error is not a consequence of another rank's error prints its error. The ranks agree on
-        the communicator of the status group of all ranks. A rank that fails before it has made any communicator uses
-        COMM_WORLD, on which the first operation of a rank that makes the first communicator is its counterpart.
+        The lowest rank whose error is not a consequence of another rank's error prints its error. The ranks exchange
+        their exit statuses on the communicator of the status group of all ranks. A rank that fails before it has made
+        any communicator uses COMM_WORLD, where a rank that makes its first communicator takes part by its first
+        operation.
         """
         second = isinstance(error, RemoteError | PeerFailure)
         self._exit_state = "failed"
@@ -252,7 +254,7 @@ class JobExit:
     def _wait_before_mpi(self) -> None:
         """Wait for the other ranks of this node to end; end the job if one of them starts MPI.
 
-        That rank would wait for ever in MPI_Init, because this rank has ended its program without MPI.
+        A rank that starts MPI would wait for ever in MPI_Init, because this rank has ended its program without MPI.
         """
         self._exit_state = "leaving"
         if self.heartbeat is not None:
@@ -352,8 +354,8 @@ EMBEDDED = "MPIZERO_EMBEDDED"
 class Guard(JobExit):
     """Install and remove the supervision of this process. There is one instance, see [Note: one guard].
 
-    A supervised process catches its uncaught errors and the end of its program, to end all ranks together. It also
-    writes its status for the other ranks.
+    A supervised process catches its uncaught errors and the end of its program, to end all ranks together. The process
+    also writes its status for the other ranks.
     """
 
     def __init__(self) -> None:
@@ -385,7 +387,7 @@ class Guard(JobExit):
         """Set hooks for errors and exit, and begin to write the status of this rank for others. Not collective.
 
         A second call only stores ``keep``. With ``keep`` the process stays supervised until its end, even without
-        communicators. That is for processes that run nothing but mpizero.
+        communicators; for processes that run only mpizero.
         """
         self._keeps |= keep
         if self.hooks is not None and self.hooks.live:
@@ -410,9 +412,9 @@ class Guard(JobExit):
             )
 
     def release(self) -> None:
-        """Remove the hooks and end the supervision; do nothing if it was installed with ``keep``. Not collective.
+        """Remove the hooks and end the supervision, unless :meth:`install` was called with ``keep``. Not collective.
 
-        Called when the last communicator is closed, and by a configuration with ``embedded=True``.
+        This method is called when the last communicator is closed, and by a configuration with ``embedded=True``.
         """
         if self.process == os.getpid() and self.hooks is not None and not self._keeps:
             self.hooks.restore()
@@ -460,8 +462,8 @@ class Guard(JobExit):
     def register_new(self, trace: CallTrace, comm: Any, timeout: float | None, *, guest: bool) -> Iterator[Any]:
         """Supervise the process while a new communicator is made inside a ``with`` statement, and register the new one.
 
-        Collective over ``comm``, the mpi4py intracommunicator from which the new one is made. The value of the ``with``
-        statement is a function. The body calls it with the new communicator and :meth:`.Waiting.barrier`. The call is
+        Collective over ``comm``, the mpi4py intracommunicator from which the new one is made. The ``with`` statement
+        yields a function, which its body calls with the new communicator and :meth:`.Waiting.barrier`. This function is
         collective, connects the ranks outside MPI (:class:`.StatusGroups`), and returns their world ranks.
         """
         if not guest:
@@ -497,7 +499,8 @@ class Guard(JobExit):
     def _join_group(self, comm: Any, members: tuple[int, ...], barrier: Callable[[Any], None]) -> tuple[int, ...]:
         """Open a status group for the ranks of ``comm`` if there is none; return ``members``. Collective over ``comm``.
 
-        ``members`` are the world ranks of ``comm``. Also begins to write the status of this rank and to compare calls.
+        ``members`` are the world ranks of ``comm``. The method also begins to write the status of this rank and to
+        compare calls.
         """
         if not self.statuses.has_group(members):
             self.statuses.add_group(comm, members, self.host, self.supervisor.warn_once, barrier)
@@ -534,8 +537,8 @@ class Guard(JobExit):
     def unregister(self, trace: CallTrace, *, free: bool) -> None:
         """Remove a closed communicator from the registry; after the last one, end the supervision.
 
-        With ``free`` the MPI communicators of the supervision are freed too, if they are no longer needed. Then the
-        call is collective over the communicator's ranks, and MPI must not have been finalized.
+        With ``free`` the MPI communicators of the supervision are freed too, if they are no longer needed. With
+        ``free`` the call is collective over the communicator's ranks, and MPI must not have been finalized.
         """
         self.register.remove(trace)
         members = self._watched.pop(trace, None)
@@ -545,14 +548,14 @@ class Guard(JobExit):
             self.release()
 
     def before_mpi_starts(self) -> None:
-        """Write to this rank's status that it is about to start MPI, which waits for all ranks. Not collective."""
+        """Write to the status record that this rank is about to start MPI, which waits for all. Not collective."""
         if self.heartbeat is not None and "mpi4py.MPI" not in sys.modules:
             self.heartbeat.extra_entries["starts"] = True
             self.heartbeat.refresh_stack()
             self._start_heartbeat()
 
     def _start_heartbeat(self) -> None:
-        """Begin to write the status of this rank periodically; if it has begun, write it once. Not collective."""
+        """Begin to write the status of this rank periodically; write it once if already begun. Not collective."""
         if self.heartbeat is not None:
             self.heartbeat.beat()
             return
@@ -602,13 +605,13 @@ def current() -> Guard:
 class PythonHooks:
     """Replace the error hooks of ``sys`` and ``threading``, and ``sys.exit``, and register a function with ``atexit``.
 
-    ``listener`` is told of errors, of calls of ``sys.exit``, and of the end of the program. In a forked child of this
-    process, the hooks only call the functions that they have replaced.
+    ``listener`` is called for errors, for calls of ``sys.exit``, and at the end of the program. In a forked child of
+    this process, the hooks only call the functions that they have replaced.
 
     [Note: earlier hooks] The replaced functions are still called for errors that do not concern this package. If the
-    user's program has set its own ``sys.excepthook``, that is called before the job is ended. If other code has
-    replaced one of our hooks meanwhile, :meth:`restore` leaves the function of that code in place, and our hook then
-    only calls the function that it has replaced. So each :class:`PythonHooks` is used once.
+    user's program has set its own ``sys.excepthook``, this function is called before the job is ended. If other code
+    has replaced one of our hooks meanwhile, :meth:`restore` leaves the function of that code in place, and our hook
+    then only calls the function that it has replaced. So each :class:`PythonHooks` is used once.
     """
 
     def __init__(self, listener: JobExit) -> None:
@@ -645,7 +648,7 @@ class PythonHooks:
     def show(self, error: BaseException, trace: TracebackType | None, *, hosts_only: bool = False) -> None:
         """Show an error by the ``sys.excepthook`` that was replaced.
 
-        With ``hosts_only`` do this only if the user's program has set that function, not if it is Python's own.
+        With ``hosts_only`` show it only if the user's program has set that hook, not if the hook is Python's own.
         """
         if not hosts_only:
             self._excepthook(type(error), error, trace)
@@ -684,9 +687,10 @@ class PythonHooks:
             self._unraisablehook(args)
 
     def _on_exit(self, status: Any = None, /) -> NoReturn:
-        """Replace ``sys.exit``: tell the listener the status, then exit.
+        """Replace ``sys.exit``: pass the status to the listener, then exit.
 
-        This is needed because no hook receives SystemExit, and functions registered with atexit do not get the status.
+        ``sys.exit`` is replaced because no hook receives SystemExit, and functions registered with atexit do not get
+        the status.
         """
         if self.live:
             self._listener.on_exit_request(status)
@@ -745,7 +749,7 @@ _SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else 0
 
 
 def show_stacks_on_request() -> bool:
-    """Begin to write the stacks to standard error when :func:`ask_for_stacks` is called for it; False if it cannot."""
+    """Make this process write its stacks to standard error on each :func:`ask_for_stacks`; False if it cannot."""
     with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):  # a standard error of its own
         if _SIGNAL and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
             faulthandler.register(_SIGNAL, file=sys.__stderr__ or 2, all_threads=True)
@@ -754,7 +758,7 @@ def show_stacks_on_request() -> bool:
 
 
 def ask_for_stacks(process: int) -> None:
-    """Make a process that shows its stacks when asked write them, even while it is stuck.
+    """Make a process that has called :func:`show_stacks_on_request` write its stacks, even while it is stuck.
 
     Raises
     ------
@@ -768,14 +772,14 @@ Value = TypeVar("Value")
 
 
 class ProcessSetting(Generic[Value]):
-    """Give a setting of the process the value that the newest of its holders wants, and restore it after the last.
+    """Give a process-wide setting the value of its newest holder, and restore the original value after the last.
 
     Parameters
     ----------
     apply : callable
-        Sets a value; called under a lock, with the newest holder's value, whenever a holder comes or goes.
+        Sets a value; called under a lock, with the newest holder's value, whenever a holder is added or removed.
     restore : callable
-        Sets what was there before the first holder; called when the last one has gone.
+        Restores the value from before the first holder; called when the last holder is removed.
     """
 
     def __init__(self, apply: Callable[[Value], object], restore: Callable[[], object]) -> None:
@@ -784,9 +788,9 @@ class ProcessSetting(Generic[Value]):
         self._lock = threading.RLock()  # a holder may be collected, and so leave, while another one comes
 
     def hold(self, value: Value) -> Callable[[], None]:
-        """Set ``value`` until the function that is returned is called, or a later holder comes. Not collective.
+        """Set ``value`` until the returned function is called, or a later holder sets another value. Not collective.
 
-        A second call of that function does nothing.
+        A second call of the returned function does nothing.
         """
         key = object()
         with self._lock:

@@ -3,22 +3,22 @@
 The thread is a :class:`Supervisor`, which runs the periodic checks of the process. The :class:`Heartbeat` writes the
 status of this rank to the status tables, several times a second. :class:`MismatchWatch` compares the calls of the ranks
 of a node. :func:`watch_arrival` ends the job if not all ranks join in making a communicator. :class:`EarlyExit` decides
-whether the other ranks can finish without a rank that has reached the end of its program. What is reported on a call
-that does not return comes last.
+whether the other ranks can finish without a rank that has reached the end of its program. The last functions describe a
+call that does not return, for a report.
 
 [Note: stopped time] The time in which a process is stopped (SIGSTOP, ``scontrol suspend``, a paused machine) must not
-count as waiting time, though clocks go on. Ranks are also stopped and resumed at slightly different moments. If the
-supervisor's thread wakes far too late, the process was stopped, and :meth:`Supervisor.since` does not count that time.
-If only one rank is stopped, the threads of the other ranks notice it.
+count as waiting time, although the clock continues. Ranks are also stopped and resumed at slightly different moments.
+If the supervisor's thread wakes far too late, the process was stopped, and :meth:`Supervisor.since` does not count that
+time. If only one rank is stopped, the supervisors of the other ranks notice it.
 
 [Note: no channel yet] Making a communicator is itself collective, and MPI does not tell which ranks take part. The
-startup table tells this for the ranks of this node. Nothing is known of ranks on other nodes; the job ends all the
-same.
+startup table shows which ranks of this node take part. It does not show ranks of other nodes, but a timeout ends the
+job even if only these are missing.
 
 [Note: who may go on] While this rank waits at the end of its program, other ranks may work as long as they like: pack
 files, run other programs, train with one another. The job is ended only if another rank cannot finish without this one.
-That is so if the other rank waits in a collective, or is in a training step, in which this rank must take part too. It
-is also so if the other rank waits for a message and no rank of the job is working any more. A rank whose status cannot
+Another rank cannot finish if it waits in a collective, or is in a training step, in which this rank must take part too.
+It cannot finish either if it waits for a message and no rank of the job is working any more. A rank whose status cannot
 be read, because its node does not reply, counts as working.
 """
 
@@ -63,8 +63,8 @@ Listener = Callable[[float], float | None]
 class Supervisor:
     """Call listeners periodically with ``time.monotonic()``, in a daemon thread that ends with the last listener.
 
-    A listener that has nothing to look at for a while says so by its result, and costs nothing until then: a process
-    may have a watchdog for each of hundreds of ranks that are its threads.
+    A listener can return the number of seconds until its next call. So a process can have a watchdog for each of
+    hundreds of ranks that are its threads, at little cost.
 
     If a listener raises, a warning is printed once, and the listener is still called periodically: a failing check must
     not end the run.
@@ -81,7 +81,7 @@ class Supervisor:
 
     @property
     def tick(self) -> float:
-        """Seconds between two calls of each listener that has not asked for a longer pause."""
+        """Seconds between two calls of a listener that has not returned a longer pause."""
         return min(tuple(self._listeners.values()), default=TICK)
 
     @property
@@ -92,7 +92,7 @@ class Supervisor:
     def add(self, listener: Listener, tick: float = TICK) -> None:
         """Call ``listener(now)`` from now on, in the supervisor's thread: at least every ``tick`` seconds.
 
-        After a call that returned a number, that many seconds pass before the next one.
+        After a call that returned a number, that many seconds pass before the next call.
         """
         with self._changing:
             self._listeners[listener] = tick
@@ -126,7 +126,7 @@ class Supervisor:
     def since(self, moment: float, now: float) -> float:
         """Return the seconds from ``moment`` to ``now``, without the time in which the process was stopped.
 
-        Both are times of ``time.monotonic()``.
+        ``moment`` and ``now`` are times of ``time.monotonic()``.
         """
         stopped = sum(min(seconds, end - moment) for end, seconds in tuple(self._stops) if end > moment)
         return max(0.0, now - moment - stopped)
@@ -182,8 +182,8 @@ def library_call(frame: FrameType, world: Any) -> str:
     """Return the name of the mpi4py collective on ``world`` that ``frame`` is calling directly; "" if it calls none.
 
     ``world`` is mpi4py's COMM_WORLD. Users may call mpi4py themselves. Such a call is in no trace, and a compiled
-    method has no frame. So the source text of the frame's current instruction is read, and the object on which it calls
-    a collective is compared with ``world``.
+    method has no frame. So the source text of the frame's current instruction is read, and the object whose method the
+    instruction calls is compared with ``world``.
     """
     positions = list(frame.f_code.co_positions())
     index = frame.f_lasti // 2
@@ -205,8 +205,8 @@ def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], f
     """Return the communicator calls in progress, each as [key, communicator, sequence, operation, tag, seconds].
 
     ``key`` identifies the communicator, ``communicator`` is its name, ``sequence`` the number of the collective in it,
-    and ``seconds`` how long the call has lasted. ``since(t)`` returns the seconds since the ``time.monotonic()`` t. Of
-    a long tag, such as a path, the end stays, which names the file.
+    and ``seconds`` how long the call has lasted. ``since(t)`` returns the seconds since the ``time.monotonic()`` t. A
+    long tag, such as a path, is cut at its start, because its end names the file.
     """
     return [
         [e.key, e.trace.name, e.trace.sequence, e.trace.operation, _end_of(e.trace.tag), since(entered)]
@@ -230,8 +230,8 @@ def transfers_in_progress(traces: Iterable[CallTrace], since: Callable[[float], 
 class Heartbeat:
     """Write the status record of this rank to its status tables at every tick of the supervisor.
 
-    A status record is a dictionary that a rank writes about itself. ``context`` is a function that returns further
-    entries of the record, such as the training step.
+    A status record is a dictionary that a rank writes about itself. The function ``context`` returns further entries of
+    the record, such as the training step.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class Heartbeat:
         return record
 
     def record(self, now: float) -> StatusRecord:
-        """Return the current status record of this rank: its present source line, its calls in progress, and more.
+        """Return the current status record of this rank: its source line, its calls in progress, and further entries.
 
         ``now`` is the present ``time.monotonic()``.
         """
@@ -313,7 +313,7 @@ class Heartbeat:
         return record | self.extra_entries | self._context()
 
     def _requested_records(self) -> dict[str, list[CallRecord]]:
-        """Return, by key, the last calls on each communicator for which a rank of the node has requested them."""
+        """Return the last calls on each communicator for which a rank of the node has requested them, by its key."""
         requested = self.statuses.requested_keys()
         self._requested = [*requested, *(key for key in self._requested if key not in requested)][: len(requested) + 1]
         entries = filter(None, map(self.register.find, self._requested))
@@ -356,8 +356,8 @@ class MismatchWatch:
     def explain(self, trace: CallTrace) -> CollectiveMismatch | None:
         """Return the error that says how the ranks' calls on the communicator of ``trace`` differ.
 
-        Returns None if the calls are the same or the communicator is not open. The caller raises the error, so
-        :meth:`look` no longer ends the job for this communicator.
+        Returns None if the calls are the same or the communicator is not open. Because the caller raises the error,
+        :meth:`look` no longer ends the job for differing calls on this communicator.
         """
         entry = next((entry for entry in self._register.live if entry.trace is trace), None)
         error = None if entry is None else self._explain(entry.key)
@@ -366,9 +366,9 @@ class MismatchWatch:
         return error
 
     def search(self, seconds: float) -> CollectiveMismatch | None:
-        """Look for different calls for up to ``seconds``, because other ranks may still write their calls.
+        """Look for differing calls of ranks for up to ``seconds``, because other ranks may still write their calls.
 
-        Returns the error that says how they differ; None if no difference is found.
+        Returns the error that says how the calls differ; None if no difference is found.
         """
         self._heartbeat.beat()
         limit = time.monotonic() + seconds
@@ -377,14 +377,15 @@ class MismatchWatch:
         return self._explain(key) if key else None
 
     def ignore(self, trace: CallTrace) -> None:
-        """Stop reporting mismatches on the communicator of ``trace`` and its subgroups: the caller raises an error."""
+        """Stop reporting mismatches on the communicator of ``trace`` and subsets of its ranks: the caller raises."""
         self._reported.update(entry.key for entry in self._register.inside(trace))
 
     def _differing(self, limit: int | None) -> str:
         """Return the key of a communicator on which another rank of the node has made different calls; "" if none.
 
-        With ``limit`` only so many of the other ranks are compared, different ones at each call; the first are those
-        after this rank, so that together the ranks of a node compare with all of them in every tick.
+        With ``limit`` at most that many other ranks are compared in one call. Successive calls continue with the next
+        ranks, the first call with those after this rank, so that in every tick the ranks of a node together compare all
+        ranks.
         """
         others = [rank for rank in self._statuses.ranks if rank != self._statuses.rank]
         if limit is not None and len(others) > limit:
@@ -402,7 +403,7 @@ class MismatchWatch:
     def _explain(self, key: str) -> CollectiveMismatch | None:
         """Request the last calls on the communicator with this key from all ranks of the node, and compare them.
 
-        Returns the error that says how they differ; None if no difference is found.
+        Returns the error that says how the calls differ; None if no difference is found.
         """
         entry = self._register.find(key)
         if entry is None:
@@ -428,7 +429,7 @@ JOINS = 2**62 + 1
 
 
 def range_of(value: int = JOINS) -> Array:
-    """Return an array whose minimum over ranks has their least value, and their greatest one with another sign."""
+    """Return [value, -value], whose minimum over ranks is the least value and the negative of the greatest value."""
     return np.array([value, -value], np.int64)
 
 
@@ -451,7 +452,7 @@ def watch_arrival(
     timeout : float or None
         Seconds that the block may last; None for no limit.
     records : callable
-        Returns the known status records by rank, including the record of this rank.
+        Returns the known status records, by rank, with the record of this rank.
     end : callable
         Ends the job; it is called with the report.
     """
@@ -489,7 +490,7 @@ _MESSAGES = ("isend", "irecv")
 
 
 def waits_for_this_rank(register: CommunicatorRegistry, other: int, record: StatusRecord) -> str:
-    """Return a text that tells in which call rank ``other`` waits for this rank; "" if it does not wait for this rank.
+    """Return a text on the call in which rank ``other`` waits for this rank; "" if it does not wait for this rank.
 
     Not collective. ``register`` lists this rank's communicators; ``record`` is the last status record of ``other``.
     """
@@ -513,7 +514,7 @@ class EarlyExit:
 
     Attributes
     ----------
-    statuses, register
+    statuses, register : StatusGroups, CommunicatorRegistry
         The status tables and the communicators of this process.
     status : object
         Exit status that the program has requested by ``sys.exit``; 0 and None are success.
@@ -533,8 +534,8 @@ class EarlyExit:
     def look(self, waited: float) -> bool:
         """End the job if other ranks cannot finish without this one; else return False. Not collective.
 
-        ``waited`` is the number of seconds since this rank has reached the end of its program. The result False makes
-        :func:`agree_range`, which calls this as its ``give_up``, go on waiting.
+        ``waited`` is the number of seconds since this rank has reached the end of its program. :func:`agree_range`
+        calls this method as its ``give_up``, and goes on waiting because the result is False.
         """
         if waited - self._looked >= _LOOK_FOR_EXITS:
             self._looked = waited
@@ -569,7 +570,7 @@ class EarlyExit:
             time.sleep(_LOOK_FOR_EXITS)
 
     def _awaits(self, other: int, record: StatusRecord) -> str:
-        """Return a text about a communicator of both ranks that ``other`` waits to make; "" if there is none.
+        """Return a text on a communicator with this rank that rank ``other`` is waiting to make; "" if there is none.
 
         ``record`` is the last status record of rank ``other``.
         """
@@ -582,9 +583,10 @@ class EarlyExit:
         return ""
 
     def _standstill(self, records: Mapping[int, StatusRecord]) -> str:
-        """Return a text about a rank that waits for a message which no rank can send any more; "" if there is none.
+        """Return a text on a rank that waits for a message which no rank can send any more; "" if none does.
 
-        That is so if all ranks of its communicator wait for messages too or have reached the end of their programs.
+        No rank can send if all ranks of the waiting ranks' communicators wait for messages or have reached the end of
+        their programs.
         """
         waiting = {rank: members for rank, s in records.items() if (members := self._messages_of(s))}
         idle = {self.statuses.rank, *waiting, *(rank for rank, s in records.items() if s["state"] == "leaving")}
@@ -596,7 +598,7 @@ class EarlyExit:
     def _messages_of(self, record: StatusRecord) -> tuple[int, ...]:
         """Return the world ranks of the communicator on which the rank of ``record`` waits too long for a message.
 
-        Returns () if it does not wait so long for a message.
+        Returns () if that rank does not wait too long for a message.
         """
         for key, _, _, operation, _, since in record["calls"]:
             if operation in _MESSAGES and since > self.patience and (entry := self.register.find(key)):
@@ -610,8 +612,9 @@ def agree_range(
     """Return the least and the greatest ``value`` over all ranks of ``controls``; None if waiting was stopped.
 
     Collective over each of the mpi4py communicators ``controls``. ``mpi`` is the module ``mpi4py.MPI``. ``give_up`` is
-    called regularly with the seconds waited so far, and returns True to stop waiting. A rank that makes a communicator
-    takes part by :func:`range_of`, so the message of a rank that fails meanwhile has its counterpart.
+    called regularly with the seconds waited so far, and returns True to stop waiting. A rank that is making a
+    communicator takes part in this reduction with :func:`range_of`, so the reduction of a rank that fails meanwhile
+    completes.
     """
     send, recv = range_of(value), np.empty((len(controls), 2), np.int64)
     rows = zip(controls, recv, strict=True)
@@ -634,7 +637,7 @@ _MIN_SILENCE = 0.5
 
 
 def with_age(records: Mapping[int, StatusRecord]) -> dict[int, StatusRecord]:
-    """Return the status records, by rank, with an entry "age" added to each: the seconds since it was written."""
+    """Return the status records, by rank, each with a new entry "age": the seconds since the record was written."""
     now, wall = time.monotonic(), time.time()
     return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in records.items()}
 
@@ -693,7 +696,8 @@ def _describe_record(record: StatusRecord, tick: float) -> str:
 def is_silent(record: StatusRecord, tick: float) -> bool:
     """Tell whether ``record``, the last status record of a rank, is so old that the rank must be stopped or stuck.
 
-    ``tick`` is the number of seconds between two writes of a record. A rank that reports asks other nodes meanwhile.
+    ``tick`` is the number of seconds between two writes of a record. A rank that is writing a report is not silent:
+    meanwhile it queries other nodes, and writes no record.
     """
     return not record.get("reports") and bool(record["age"] > max(_SILENT_TICKS * tick, _MIN_SILENCE))
 

@@ -1,27 +1,28 @@
 """Read and write the status of all ranks with which this process shares a communicator, while MPI may be stuck.
 
 On a node, ranks share a status table. Between nodes, :class:`RemoteStatus` sends the records of a table by TCP. A
-:class:`StatusGroup` holds both for the ranks of one communicator, and :class:`StatusGroups` all groups of the process.
-What arrives by TCP is checked entry by entry (:func:`parse_records`). :class:`TcpQueries` runs many short queries
-concurrently in one thread; each has one deadline for its whole duration.
+:class:`StatusGroup` holds the status table and the TCP connections of the ranks of one communicator, and
+:class:`StatusGroups` all status groups of the process. Records that arrive by TCP are checked entry by entry
+(:func:`parse_records`). :class:`TcpQueries` runs many short queries concurrently in one thread; each query has one
+deadline for its whole duration.
 
 [Note: status groups] When ranks make an mpizero communicator from one of the user's, they also open a status group: a
-status table on each node, and status servers between nodes. The group is closed with the last communicator of the same
-ranks. Opening and closing are collective, so all ranks of a group know at any moment whether it exists. Communicators
-that are split off from an mpizero communicator open no group. A process can belong to several groups, and to none if it
-has no communicator.
+status table on each node, and status servers between nodes. A status group is closed with the last communicator of the
+same ranks. Opening and closing a group are collective, so all ranks of a group know at any moment whether it exists.
+Communicators that are split off from an mpizero communicator open no group. A process can belong to several status
+groups, and to none if it has no communicator.
 
 [Note: servers] The first two ranks of each node are servers. A daemon thread, which calls no MPI, listens and sends the
-records of the node's status table to clients that know the job's secret. A rank queries them only when something may be
-wrong: when its own program has ended and programs of other ranks have not, or when a watchdog has to report the status
-of all ranks. Nodes that cannot be reached are left out.
+records of the node's status table to clients that know the job's secret. A rank queries servers of other nodes only
+when something may be wrong: when its own program has ended and programs of other ranks have not, or when a watchdog has
+to report the status of all ranks. Nodes that cannot be reached are left out.
 
-[Note: strangers] Every machine of the network can connect. The secret is new for each job; it is distributed by MPI and
-never sent over TCP. The server sends a new random number. The client sends another one with an HMAC of both. The reply
-begins with an HMAC of both numbers and of its content. So a recorded message can be read, but it cannot be altered or
-sent again. A client that does not finish in time is disconnected. If too many clients are connected, the oldest one is
-disconnected. Only a few connections at a time are accepted from addresses that do not belong to the job, so that they
-do not slow down the training.
+[Note: strangers] Every machine of the network can connect to a status server. The secret is new for each job; it is
+distributed by MPI and never sent over TCP. The server sends a new random number. The client sends another random number
+with an HMAC of both. The server's reply begins with an HMAC of both numbers and of its content. So an eavesdropper can
+read a message, but cannot alter it or send it again. A client that does not finish in time is disconnected. If too many
+clients are connected, the oldest one is disconnected. Only a few connections at a time are accepted from addresses that
+do not belong to the job, so that such connections do not slow down the training.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _STARTING = 3.0
 
 @dataclass(frozen=True, eq=False)
 class StatusGroup:
-    """Hold the status table and the connections by which the ranks of a group see each other's status.
+    """Hold the status table and the TCP connections by which the ranks of a group read each other's status.
 
     Attributes
     ----------
@@ -61,7 +62,7 @@ class StatusGroup:
     status_table : StatusTable
         The status table of this rank's node.
     remote_status : RemoteStatus or None
-        Reads the status tables of other nodes; None if there are none, or it could not be opened.
+        Reads the status tables of other nodes; None if there are no other nodes, or if it could not be opened.
     """
 
     members: tuple[int, ...]
@@ -92,7 +93,7 @@ class StatusGroups:
     # ------------------------------------------------------------------ groups
 
     def has_group(self, members: Sequence[int]) -> bool:
-        """Tell whether there is a status group of exactly these world ranks; they all get the same result.
+        """Tell whether there is a status group of exactly these world ranks; all of these ranks get the same result.
 
         Not collective.
         """
@@ -108,9 +109,9 @@ class StatusGroups:
     ) -> None:
         """Open a status group for the ranks of ``comm``, an mpi4py communicator. Collective over ``comm``.
 
-        ``members`` are the world ranks of ``comm``, and ``host`` is the name of this rank's host. If the status table
-        or the status server cannot be opened on a rank, this rank calls ``warn_once`` with the error and goes on
-        without it; the other ranks do not wait for this rank. ``barrier`` is :meth:`.Waiting.barrier`.
+        ``members`` are the world ranks of ``comm``, and ``host`` is the name of this rank's host. A rank on which the
+        status table or the status server cannot be opened calls ``warn_once`` with the error and goes on without that;
+        the other ranks do not wait for this rank. ``barrier`` is :meth:`.Waiting.barrier`.
         """
         ranks = tuple(sorted(members))
         barrier(comm)
@@ -133,8 +134,8 @@ class StatusGroups:
     def remove_group(self, members: Sequence[int], *, free: bool) -> None:
         """Close the status group of the world ranks ``members``, if there is one.
 
-        With ``free`` its MPI communicator is freed too. Then the call is collective over ``members``, and MPI must not
-        have been finalized.
+        With ``free`` the group's MPI communicator is freed too; the call is then collective over ``members``, and MPI
+        must not have been finalized.
         """
         ranks = tuple(sorted(members))
         for group in [group for group in self.groups if group.members == ranks]:
@@ -188,8 +189,8 @@ class StatusGroups:
     def read_all(self, *, rarely: bool = False) -> dict[int, StatusRecord]:
         """Return the status records of all ranks that can be read, also of ranks on other nodes, by rank.
 
-        Not collective. With ``rarely`` other nodes are queried only after a pause, which grows with every query; until
-        then their last known records are returned.
+        Not collective. With ``rarely`` other nodes are queried only after a pause, which grows with every query; during
+        the pause the last known records of these nodes are returned.
         """
         records: dict[int, StatusRecord] = {}
         for group in self.groups:
@@ -432,9 +433,9 @@ class RemoteStatus:
                     time.sleep(_PAUSE)
 
     def _take(self, server: socket.socket, queries: TcpQueries) -> int:
-        """Accept the waiting connections, but only a few from addresses that do not belong to the job.
+        """Accept the pending connections, but only a few from addresses that do not belong to the job.
 
-        Returns the number of waiting connections from such foreign addresses.
+        Returns the number of pending connections from addresses that do not belong to the job.
         """
         strangers = 0
         for _ in range(_CLIENTS):
@@ -466,7 +467,7 @@ def _connecting(address: tuple[str, int]) -> socket.socket | None:
 
 
 def _listening() -> Iterator[socket.socket]:
-    """Yield a listening socket for each of :func:`job_addresses`; skip addresses where it cannot be opened."""
+    """Yield a listening socket for each of :func:`job_addresses`; skip addresses where no socket can be opened."""
     with contextlib.suppress(OSError):
         for address in job_addresses():
             with contextlib.suppress(OSError):
@@ -474,7 +475,7 @@ def _listening() -> Iterator[socket.socket]:
 
 
 def job_addresses() -> list[str]:
-    """Return the IPv4 addresses of this host to which its name resolves: launchers and MPI use them. Not collective.
+    """Return the IPv4 addresses of this host to which its name resolves, as MPI uses them. Not collective.
 
     If the name resolves to no address of this host, or not within a second, all of :func:`addresses` are returned.
     """
@@ -555,10 +556,10 @@ def _check(record: Any) -> None:
 
 
 def _has_form(value: Any, form: Any) -> bool:
-    """Tell whether a value of JSON has a form.
+    """Tell whether a value from JSON has the form ``form``.
 
-    That is a type; a list of one form, for a list of any length; a tuple of forms, for a list of as many values; or a
-    dictionary of one form, for one with any keys.
+    A form is a type; a list of one form, for a list of any length; a tuple of forms, for a list of as many values; or a
+    dictionary of one form, for a dictionary with any keys.
     """
     if isinstance(form, list):
         return isinstance(value, list) and all(_has_form(item, form[0]) for item in value)
@@ -579,7 +580,7 @@ _PIECE = 1 << 16
 class TcpQuery:
     """Hold a connection, and run a script that sends and receives on it, until ``ended`` is true.
 
-    The script is a generator, see :data:`Script`. The query has to end within ``seconds``.
+    The script is a generator, see :data:`Script`. A query must end within ``seconds``.
     """
 
     def __init__(self, connection: socket.socket, script: Script, seconds: float) -> None:
@@ -628,7 +629,7 @@ class TcpQuery:
 
 
 class TcpQueries(contextlib.AbstractContextManager["TcpQueries"]):
-    """Run at most ``limit`` queries concurrently; a new query beyond the limit ends the oldest one."""
+    """Run at most ``limit`` queries concurrently in one thread; a new query beyond the limit ends the oldest one."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -1,8 +1,9 @@
-"""Format errors as text, write the report of a rank that ends its job, and find what killed jobs have left in memory.
+"""Format errors as text, write the report of a rank that ends its job, and find shared memory left by killed jobs.
 
-Reports name ranks in ranges and end with the line of the user's code. :func:`write_stderr` writes a report in one
-piece, and :func:`await_delivery` waits until the launcher has read it. :func:`leftovers` finds shared-memory files
-that no process uses: a report on missing memory counts them, and ``mpizero doctor --clean`` removes them.
+Reports name ranks as ranges, such as "ranks 0-2", and end with the source line of the user's code. :func:`write_stderr`
+writes a report in one piece, and :func:`await_delivery` waits until the launcher has read it. :func:`leftovers` finds
+shared-memory files that no process uses: an error message on missing memory counts their bytes, and
+``mpizero doctor --clean`` removes them.
 
 [Note: unused files] The kernel grants a write lease on a file only if no process has it open or mapped, in any
 container, running or stopped. A process that opens the file later has to wait until the lease is released. So a file
@@ -69,7 +70,7 @@ def rank_ranges(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, str]:
-    """Return, for each different text, its ranks as text ("ranks 0-2"); ``texts`` are (rank, text) in rank order."""
+    """Return the ranks with each different text ("ranks 0-2"); ``texts`` are pairs (rank, text) in rank order."""
     by_text: dict[str, list[int]] = {}
     for rank, text in texts:
         by_text.setdefault(text, []).append(rank)
@@ -77,7 +78,7 @@ def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, str]:
 
 
 def by_ranks(texts: Sequence[str]) -> str:
-    """Return which ranks have which text, such as "0.1 on ranks 0-2, 0.2 on rank 3"; rank i has ``texts[i]``."""
+    """Return each different text with its ranks, such as "0.1 on ranks 0-2, 0.2 on rank 3"; rank i has ``texts[i]``."""
     return ", ".join(f"{text} on {ranks}" for text, ranks in ranks_by_text(enumerate(texts)).items())
 
 
@@ -105,7 +106,7 @@ _DELIVERY, _FORWARDING = 1.0, 0.1
 
 
 def await_delivery() -> None:
-    """Wait until the launcher has read what this rank wrote to standard error, and 0.1 s more for it to print that.
+    """Wait until the launcher has read this rank's output to standard error, and 0.1 s more for it to print the output.
 
     Waits for 1.1 s at most. MPICH's mpiexec drops output that it has not read when a rank aborts: without this wait one
     traceback in six was lost on a busy machine.
@@ -187,9 +188,9 @@ def session_folders(folder: str | None = None, age: float = AGE) -> list[Leftove
 
 
 def remove_leftovers(candidates: Sequence[Leftover]) -> tuple[list[Leftover], list[Leftover]]:
-    """Remove the found files and folders that may be removed; return the removed and the kept ones as two lists.
+    """Remove those of ``candidates`` that may be removed; return the removed and the kept ones as two lists.
 
-    Each file is checked again before it is removed. ``spared`` of the kept ones says why they were kept.
+    Each file is checked again before it is removed. The attribute ``spared`` of each kept one says why it was kept.
     """
     import shutil
 
@@ -214,7 +215,7 @@ def remove_leftovers(candidates: Sequence[Leftover]) -> tuple[list[Leftover], li
 
 
 def taken_by_leftovers() -> str:
-    """Return the end of an error message that tells how much shared memory killed jobs still occupy.
+    """Return the end of an error message: how much shared memory the files of killed jobs still occupy.
 
     Only files that may be removed are counted; the text is "" if there are none.
     """

@@ -1,22 +1,22 @@
 """Share the status of the ranks of a node without MPI, and read the stacks of the threads of this process.
 
 Each rank writes a dictionary about itself, its status record. A :class:`StatusTable` is for ranks that have a
-communicator, a :class:`StartupTable` for those that have none yet. A record names the line at which the main thread is:
-:func:`current_frame` and :func:`all_stacks` find it.
+communicator, a :class:`StartupTable` for those that have none yet. A record names the source line that the main thread
+runs; :func:`current_frame` and :func:`all_stacks` find this line.
 
-[Note: status table] The file is in shared memory. All ranks of the node map it. It is unlinked as soon as all of them
-have opened it, so even a killed job leaves no file behind. Reading and writing need no MPI, so a daemon thread can do
-both while a collective hangs or the program ends.
+[Note: status table] The file of a status table is in shared memory. All ranks of the node map this file. It is unlinked
+as soon as all of them have opened it, so even a killed job leaves no file behind. Reading and writing a table need no
+MPI, so a daemon thread can do both while a collective hangs or the program ends.
 
 [Note: startup table] A status table is opened by ranks that make a communicator together, so it cannot show which ranks
 fail to make one. The startup table can show this: each rank of a job opens it when it imports mpizero, without the
-other ranks. It lasts until a communicator joins all ranks of the job, or all ranks have ended. It is read and written
-as a file, not mapped: so a full file system raises an error, and does not kill the process by a signal. A killed job
-leaves a file of a few KB, which ``mpizero doctor --clean`` removes.
+other ranks. The startup table exists until a communicator of all ranks of the job is made, or all ranks have ended. The
+table is read and written as a file, not mapped: so a full file system raises an error, and does not kill the process by
+a signal. A killed job leaves a file of a few KB, which ``mpizero doctor --clean`` removes.
 
 [Note: no frames] Code must not walk the frames of another thread by ``f_back``: that thread keeps running, and CPython
-3.11 has been seen to return freed memory as a frame. Instead ``faulthandler`` is used. It writes all stacks as text in
-one call, during which no other thread runs.
+3.11 has been seen to return freed memory as a frame. Instead ``faulthandler`` is used, which writes all stacks as text
+in one call, during which no other thread runs.
 
 [Note: no collection] ``sys._current_frames`` creates objects while it holds a lock of the interpreter, so a garbage
 collection may begin inside of it (CPython issue 106883, fixed in later releases). If a finalizer then lets another
@@ -80,7 +80,7 @@ class StatusTable:
 
     @staticmethod
     def create_file(ranks: int) -> str | None:
-        """Create a file with room for ``ranks`` records; return its path, or None if no folder has the room.
+        """Create a file with room for ``ranks`` records; return its path, or None if no folder has enough space.
 
         Not collective.
         """
@@ -144,7 +144,7 @@ class StatusTable:
         return None
 
     def request_records(self, key: str) -> None:
-        """Ask all ranks of the table to write their last calls on a communicator into their next records.
+        """Ask all ranks of the table to add their last calls on a communicator to their next status records.
 
         Not collective. ``key`` identifies the communicator, see :class:`.CommunicatorEntry`.
         """
@@ -254,7 +254,7 @@ class StartupTable:
         return records
 
     def all_started(self) -> bool:
-        """Tell whether every rank of the job has written a record to this file; ranks that have ended count too."""
+        """Tell whether every rank of the job has written a record to this file, including ranks that have ended."""
         none = bytes(_STARTUP_HEADER.size)
         with self._closing:
             ranks = range(self._size if self._file >= 0 else 0)
@@ -295,7 +295,7 @@ class StartupTable:
     def close(self, *, remove: bool = False) -> None:
         """Mark this rank's record as closed, and close the file; a second call does nothing.
 
-        The file is removed if no other rank of the node is working any more, or in any case with ``remove``.
+        The file is removed if no other rank of the node is working any more; with ``remove`` it is always removed.
         """
         with self._closing, contextlib.suppress(OSError):
             self._gone = True
@@ -312,7 +312,7 @@ class StartupTable:
 
 
 def is_working(record: StatusRecord) -> bool:
-    """Tell whether the rank of this node that wrote ``record`` runs and has not reached the end of its program."""
+    """Tell whether the rank of this node that wrote ``record`` still runs and has not reached its program's end."""
     return record["state"] == "working" and Path(f"/proc/{record['pid']}").exists()
 
 
@@ -363,7 +363,7 @@ def all_stacks() -> dict[int, list[Line]]:
 def innermost_line(frame: FrameType | None) -> list[Line]:
     """Return the current line of ``frame`` as a stack of one line; an empty list if ``frame`` is None.
 
-    This replaces the result of :func:`all_stacks` if that is empty.
+    Callers use this stack if the result of :func:`all_stacks` is empty.
     """
     return [] if frame is None else [Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
 
@@ -377,7 +377,7 @@ def describe_stack(stack: Sequence[Line]) -> str:
 
 
 def scratch_folders() -> Iterator[str]:
-    """Yield the folders to try for small temporary files: /dev/shm, then Python's folder for them, if there is one."""
+    """Yield the folders to try for small temporary files: /dev/shm, then the one of :mod:`tempfile` if it has one."""
     yield "/dev/shm"
     import tempfile
 

@@ -2,18 +2,18 @@
 
 [Note: two stages] Stage 1 of a :class:`Watchdog` is the supervisor's thread. When a call of a communicator lasts longer
 than the timeout, the thread reads the status tables, reports the missing ranks and the source line of every rank, and
-aborts the job. This works if one waiting rank can get Python's interpreter lock; ranks inside MPI do not hold the lock.
-Stage 2 is a kernel timer that needs no lock, a :class:`LockTimer`. The thread restarts the timer regularly. If some
-code holds the lock too long, the timer expires: it writes the stacks of all threads and ends the process, and the
-launcher ends the other ranks.
+aborts the job. Stage 1 works if one waiting rank can get Python's interpreter lock; ranks inside MPI do not hold the
+lock. Stage 2 is a kernel timer that needs no lock, a :class:`LockTimer`. The supervisor's thread restarts the timer
+regularly. If some code holds the lock too long, the timer expires: its signal writes the stacks of all threads and ends
+the process, and the launcher ends the other ranks.
 
 [Note: processor time] A timer on the wall clock would end every job that was stopped and resumed, because the thread
-that restarts the timer did not run meanwhile. So this timer counts the processor time of the main thread, which does
-not advance in a stopped process. It does not notice a thread that sleeps while it holds the lock; the watchdogs of the
-other ranks notice such a thread.
+that restarts the timer did not run meanwhile. So :class:`LockTimer` counts the processor time of the main thread, which
+does not advance in a stopped process. This timer does not notice a thread that sleeps while it holds the lock; the
+watchdogs of the other ranks notice such a thread.
 
-[Note: files] A rank that waits for another rank, which reads or writes files, is not stuck as long as bytes are read or
-written, however slowly. So the timeout counts from the last bytes that any rank has read or written
+[Note: files] A rank that waits for another rank's file transfer is not stuck as long as bytes are read or written,
+however slowly. So the timeout of a call begins again whenever any rank reads or writes bytes
 (:meth:`.CallTrace.transfer`).
 """
 
@@ -57,7 +57,7 @@ _STACKS = 0.5
 
 
 class WatchedCommunicator(Protocol):
-    """Describe what a watchdog asks of a communicator: its place in the job, its calls, and how to end it."""
+    """Define the interface of a communicator for its watchdog: rank and size, call traces, and a way to end the job."""
 
     rank: int
     size: int
@@ -73,24 +73,25 @@ class WatchedCommunicator(Protocol):
 class Watchdog:
     """End the job when one call of any communicator of this process lasts longer than ``timeout``.
 
-    Use it as a context manager, or call :meth:`start` and :meth:`stop`. Each rank makes a watchdog of its own. It adds
-    no cost to a call: communicators record anyway when they enter a call, and one thread reads the records. Two kinds
-    of time do not count: time in which the process was stopped, and time in which other ranks wait while a rank reads
-    or writes files. With an InMemoryCommunicator, a call that lasts too long ends the group of threads by
-    :meth:`Communicator.abort`, and does not end the process.
+    Use it as a context manager, or call :meth:`start` and :meth:`stop`. Each rank makes a watchdog of its own. A
+    watchdog adds no cost to a call: communicators record anyway when they enter a call, and one thread reads the
+    records. Two kinds of time do not count towards the timeout: time in which the process was stopped, and time in
+    which other ranks wait while a rank reads or writes files. With an InMemoryCommunicator, a call that lasts too long
+    ends the group of threads by :meth:`Communicator.abort`, and does not end the process.
 
     Parameters
     ----------
     comm : Communicator
         Any communicator of this process. If it is an MpiCommunicator, all MpiCommunicators of the process are watched.
     timeout : float
-        The most seconds that a call may last. It must be longer than ranks ever wait for one another in a correct run.
+        The most seconds that a call may last: more than ranks ever wait for one another in a correct run.
     grace : float
         If the watchdog's thread cannot run, this process is ended after ``timeout + grace`` seconds of processor time
         (stage 2 of [Note: two stages]); over MPI only.
     folder : path or None
-        Folder that all nodes see. It receives the status of every rank, for nodes that do not reply by TCP, and the
-        stacks of stage 2 (``hang-rank00003.txt``). If it is None or not writable, stacks go to standard error.
+        Folder that all nodes see. The status of every rank is written to it, for nodes that do not reply by TCP, and so
+        are the stacks of stage 2 (``hang-rank00003.txt``). If ``folder`` is None or not writable, stacks go to standard
+        error.
 
     Raises
     ------
@@ -163,7 +164,7 @@ class Watchdog:
             self._log = None
 
     def _announce(self, what: str) -> None:
-        """Write to this rank's status record that it shows its "stacks" when asked, or "reports" a stuck call."""
+        """Set an entry of this rank's status record: "stacks" (shows them on request) or "reports" (a stuck call)."""
         if (heartbeat := self._guard.heartbeat) is not None:
             heartbeat.extra_entries[what] = True
             try:
@@ -184,7 +185,7 @@ class Watchdog:
     # ------------------------------------------------------------------ in the supervisor's thread
 
     def _look(self, now: float) -> float | None:
-        """End the job if a call lasts too long; return the seconds in which no call of ranks in threads can do so."""
+        """End the job if a call lasts too long; if ranks are threads, return the seconds until one can."""
         if not self._running or self._guard.ending:
             return None
         if self._timer is not None and now - self._restarted > min(self._timeout, self._grace, 10.0) / 4:
@@ -200,9 +201,10 @@ class Watchdog:
         return None if self._shared else self._timeout - max((call[5] for call in calls), default=0.0)
 
     def _files_move(self, call: list[Any], now: float) -> bool:
-        """Tell whether a rank of the communicator of ``call`` has read or written bytes of files within the timeout.
+        """Tell whether a rank whose status can be read has read or written bytes of files within the timeout.
 
-        A result of True is reused, without reading the status again, until these bytes are older than the timeout.
+        A result of True is returned again, without reading status records, until these bytes are older than the
+        timeout.
         """
         since = self._guard.supervisor.since
         if self._moved and since(self._moved, now) <= self._timeout:
@@ -260,8 +262,8 @@ class Watchdog:
     def _records(self, members: tuple[int, ...]) -> dict[int, StatusRecord]:
         """Return the status records of all ranks that can be read, by rank, each with its age in seconds.
 
-        They are read from the status tables of this node; for other ranks of ``members``, from the common folder and
-        from the status servers of other nodes.
+        Records of this node's ranks are read from its status tables; those of other ranks of ``members`` from the
+        common folder and from the status servers of other nodes.
         """
         groups = self._guard.statuses
         records = groups.read()
@@ -274,7 +276,7 @@ class Watchdog:
         return with_age(records)
 
     def _ask_silent(self) -> None:
-        """Ask silent ranks of this node for their stacks, which they write even while they are stuck."""
+        """Ask ranks of this node with old status records for their stacks, which even ranks that are stuck write."""
         requested = 0
         for rank, record in self._records(()).items():
             if rank != self._rank and record.get("stacks") and is_silent(record, self._guard.supervisor.tick):
@@ -292,8 +294,8 @@ _SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11
 class LockTimer:
     """Write the stacks of all threads to ``file`` and kill the process if :meth:`restart` is not called in time.
 
-    The timer runs from the first :meth:`restart` on, and counts the processor time of the main thread. It needs Linux
-    and a signal that no other code handles; otherwise it does nothing.
+    The timer runs from the first :meth:`restart` on, and counts the processor time of the main thread. The timer needs
+    Linux and a signal that no other code handles; otherwise it does nothing.
     """
 
     def __init__(self, file: TextIO | int) -> None:
@@ -330,7 +332,7 @@ class LockTimer:
 
 
 class _Event(ctypes.Structure):
-    """Define the C structure ``struct sigevent``: what a timer does when it expires."""
+    """Define the C structure ``struct sigevent``: the signal that a timer sends when it expires."""
 
     _fields_ = (("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("how", ctypes.c_int), ("_", ctypes.c_byte * 48))
 
@@ -343,7 +345,7 @@ class _Times(ctypes.Structure):
 
 @functools.cache
 def _stacks_to() -> ProcessSetting[TextIO | int]:
-    """Return where the signal writes stacks: the file of the newest timer, after which it does its default, to end."""
+    """Return the setting of the file to which the timer's signal writes stacks before it ends the process."""
 
     def register(file: TextIO | int) -> None:
         faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=True)
