@@ -8,10 +8,10 @@ errors name the first value, attribute or array that differs.
 [Note: calls] A public collective call (``train``, ``evaluate``, ``save_model``, ``close``) is an operation. The name of
 an operation and the source line of the user's call are recorded in the trace of the world communicator, like a
 collective. The first message of every operation has the same form: a hash of all calls that this rank has made so far,
-and up to three integers that the operation needs from every rank. So even ranks that call different operations can
-exchange this message. Such ranks then raise an error with the names and source lines of the operations, before shared
-memory is changed. A training step sends its sample counts in its first message, so the comparison of calls costs a step
-no further message.
+and up to three integers that the operation needs from every rank. Because of this common form, ranks that call
+different operations can exchange their messages. Such ranks then raise an error with the names and source lines of the
+operations, before shared memory is changed. A training step sends its sample counts in its first message, so the
+comparison of calls costs a step no further message.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def record_call(comm: Communicator, operation: str, which: str = "") -> None:
 
 
 def agree_on_call(comm: Communicator, arguments: Sequence[int] = ()) -> Array:
-    """Check that all ranks have called the same operation; return the ``arguments`` of all, one row for each rank.
+    """Check that all ranks have called the same operation; return the ranks' ``arguments``, one row for each rank.
 
     Collective over ``comm``: this call sends the first message of an operation, see [Note: calls]. ``arguments`` are up
     to three integers; rows are filled up with zeros to three columns.

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class ProcessGrid(NodeOrder):
     """Hold the communicators of all groups that this rank belongs to.
 
-    Groups with the same ranks use one communicator, because MPICH has room for only about 2000. All groups that contain
-    this rank alone use one InMemoryCommunicator instead of an MPI communicator.
+    Groups with the same ranks use one communicator, because MPICH has room for only about 2000 communicators. All
+    groups that contain this rank alone use one InMemoryCommunicator instead of an MPI communicator.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class ProcessGrid(NodeOrder):
         The ranks that redistribute samples among themselves; they differ from one another in the coordinate data only.
         Without context groups this is the same communicator as ``data``.
     pipeline, tensor, context : Communicator
-        This rank, and the ranks that differ from it in the coordinate of that name only.
+        The group of that axis: this rank, and the ranks that differ from it in the coordinate on that axis only.
     model : Communicator
         The ranks of this rank's replica, which get the same samples; ordered by pipeline, then tensor, then context.
     node : Communicator

@@ -105,7 +105,7 @@ class MpiCommunicator(Communicator):
             made = comm.Split(0, comm.Get_rank())
             made.Set_errhandler(MPI.ERRORS_RETURN)
             flags = np.array([holder.verifies, holder.ranks_per_core])
-            waiting.end(made.Iallreduce(MPI.IN_PLACE, spec(flags), MPI.MAX))  # what is so on one rank is so on all
+            waiting.end(made.Iallreduce(MPI.IN_PLACE, spec(flags), MPI.MAX))  # a flag set on one rank holds on all
             holder.verifies, waiting = bool(flags[0]), Waiting(float(flags[1]))
             members = connect(made, waiting.barrier)
         self._adopt(made, limit, waiting, members, guest=guest)
@@ -159,7 +159,7 @@ class MpiCommunicator(Communicator):
         return super()._count(operation, tag, primitive, *arguments)
 
     def _verified(self, verifier: CallVerifier, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Compare the calls of all ranks, then run ``primitive``; a non-blocking one starts while they are compared."""
+        """Compare the calls of all ranks, then run ``primitive``; start a non-blocking one during the comparison."""
         verification, operation = verifier.start(), self.trace.operation
         if operation.startswith("i"):
             return VerifiedRequest(self, verification, primitive(*arguments))
@@ -185,7 +185,7 @@ class MpiCommunicator(Communicator):
     def _ibarrier(self) -> Request:
         return self._request([self._comm.Ibarrier()], None)
 
-    # Blocking calls are native: 20 to 30 % faster than their non-blocking twins for small messages (MPICH, 2-8 ranks).
+    # Blocking calls are native: 20 to 30 % faster than their non-blocking forms for small messages (MPICH, 2-8 ranks).
 
     def _broadcast(self, buffer: Array, root: int) -> None:
         for piece in self._pieces(buffer):
@@ -381,7 +381,7 @@ class MpiCommunicator(Communicator):
 
         [Note: why Alltoallw] Displacements before MPI 4 have 32 bits, and a rank cannot know whether another rank needs
         more. Alltoallw takes a datatype for each rank, so a rank can describe distant blocks by derived datatypes and
-        still use the same collective. For small buffers it is as fast as Alltoallv (measured, MPICH, 2-8 ranks).
+        still use the same collective. For small buffers Alltoallw is as fast as Alltoallv (measured, MPICH, 2-8 ranks).
 
         [Note: long blocks] Only the sender and the receiver of a block know its length. If a block is longer than one
         message, its first piece is sent in the collective, and the rest by point-to-point messages.
@@ -421,11 +421,11 @@ class MpiCommunicator(Communicator):
         return [array, ([1] * self.size, [0] * self.size), types]
 
 
-#: Seconds in which a rank that waits only lets others run; then those of its first sleep, and of its longest for each
-#: rank that a core has (many ranks may come before the awaited one), but at most so many. Each sleep is longer than the
-#: one before by this factor. On two cores: with a longest sleep of 1 ms steps of 3 and 8 ranks took nearly twice as
-#: long as with 0.3 ms; with one of 5 ms steps of 32 ranks took twice as long as with 1 ms; with one of 2 ms and a first
-#: one eight times as long steps of 64 ranks took 0.31 s, not 0.36 s, and their start a tenth less.
+#: Seconds in which a waiting rank only yields its core; seconds of its first sleep; seconds of its longest sleep per
+#: rank that a core has (many ranks may run before the awaited one), and an upper bound of it; and the factor from one
+#: sleep to the next. Measured on two cores: with a longest sleep of 1 ms steps of 3 and 8 ranks took nearly twice as
+#: long as with 0.3 ms; with 5 ms steps of 32 ranks took twice as long as with 1 ms; with 2 ms and an eight times longer
+#: first sleep steps of 64 ranks took 0.31 s instead of 0.36 s, and their start a tenth less.
 _YIELD, _FIRST, _LONGEST, _AT_MOST, _GROWTH = 2e-4, 5e-5, 7.5e-5, 2e-3, 1.2
 
 _INTEGERS = {
@@ -490,7 +490,7 @@ class Waiting:
 
     def allreduce(self, comm: MPI.Intracomm, buffer: Array, operation: MPI.Op) -> None:
         """Reduce an array in place over the ranks of ``comm``. Collective."""
-        if self.asleep and buffer.dtype.kind in "biu":  # exact, in whatever order the twin adds
+        if self.asleep and buffer.dtype.kind in "biu":  # exact in every order of additions
             self.end(comm.Iallreduce(MPI.IN_PLACE, spec(buffer), operation))
         else:
             self.barrier(comm)
@@ -503,7 +503,7 @@ class Waiting:
 
 
 class MpiRequest(Request):
-    """Wait for the MPI requests of one operation, and keep its buffers alive until they have ended.
+    """Wait for the MPI requests of one operation, and keep the operation's buffers alive until these have ended.
 
     An operation has several requests if its buffer was cut into several messages. For a receive, ``received`` is the
     buffer: the request raises if the message is shorter, which MPI itself accepts.
@@ -631,8 +631,8 @@ def _take(memory: Array) -> OSError | None:
     """Zero ``memory``, so that all of its pages are allocated; return the error if that fails. Not collective.
 
     [Note: pages] If memory is short, a process that stores to a new page of a window is killed by SIGBUS. If the kernel
-    writes to the page, during a read from /dev/zero, the read fails with EFAULT instead. So the pages are zeroed by
-    such reads. The error is returned and not raised, because the other ranks wait for the result.
+    writes to the page, during a read from /dev/zero, the read fails with EFAULT instead. So :func:`_take` zeroes the
+    pages by reads from /dev/zero. The error is returned and not raised, because the other ranks wait for the result.
     """
     done = 0
     try:
@@ -650,8 +650,8 @@ class MpiSharedMemory(SharedMemory):
     """Allocate a window of ``nbytes`` bytes on the first rank of ``comm``, and map it on all ranks of ``comm``.
 
     Collective over ``comm``, whose ranks share memory. The window is in a passive-target epoch (``Lock_all``) for its
-    whole life, as ``Win.Sync`` requires. Each rank zeroes an equal slice of the window. So the pages are spread over
-    the memory of the ranks' CPU sockets, and all pages are allocated when the constructor returns.
+    whole life, as ``Win.Sync`` requires. Each rank zeroes an equal slice of the window, so that the pages are spread
+    over the memory of the ranks' CPU sockets, and all pages are allocated when the constructor returns.
 
     Raises
     ------
@@ -744,7 +744,7 @@ class CallVerifier:
     Parameters
     ----------
     comm : MPI.Intracomm
-        The checked communicator. The constructor is collective over it, and splits off one for the comparisons.
+        The checked communicator. The constructor is collective over it, and splits off another one for the comparisons.
     trace : CallTrace
         The calls of this rank on the communicator.
     members : sequence of int

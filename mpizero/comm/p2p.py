@@ -327,7 +327,7 @@ class PipelineP2P:
         return form.build([array for _, array in arriving])
 
     def _announced(self, route: Route, peer: int) -> TreeForm | None:
-        """Receive a header and return the form of the output that follows; None if the other chunk failed."""
+        """Receive a header and return the form of the output that follows; None if the sending chunk failed."""
         header = np.empty(_HEADER, np.int64)
         self.comm.recv(header, peer, route.tag + 1)
         kind, number, axes = header[:3].tolist()

@@ -146,8 +146,8 @@ class ExactExchange:
     def pieces(self, rows: RowsToSum) -> Iterator[RowRange]:
         """Exchange partial sums, and yield a RowRange for each part of the elements that this rank owns.
 
-        The caller adds the rows of each RowRange; they are valid until the next one is yielded. Collective over
-        ``comm``: every rank must consume the whole iterator.
+        The caller adds the rows of each RowRange; the rows are valid until the next RowRange is yielded. Collective
+        over ``comm``: every rank must consume the whole iterator.
         """
         if self.comm.size == 1:
             yield from _in_place(rows.values, rows.ranges[0])
@@ -338,8 +338,8 @@ def in_forms(
 ) -> list[tuple[Codec | None, list[list[SpanPosition]]]]:
     """Divide the elements that each rank owns into those sent uncompressed and those that ``codec`` compresses.
 
-    Return a pair of codec (None for no compression) and positions by owner for each of the two. ``exact`` are the
-    ranges, ascending, that are not compressed. Not collective.
+    The result has two pairs of a codec (None for the uncompressed elements) and the positions of each owner's elements.
+    ``exact`` are the ranges, ascending, that are not compressed. Not collective.
     """
     plain: list[list[SpanPosition]] = [[] for _ in owned]
     packed: list[list[SpanPosition]] = [[] for _ in owned]
@@ -668,8 +668,8 @@ class TopK(Codec):
     Attributes
     ----------
     fraction : float
-        The fraction of the values that is sent, rounded up to a whole number of values. It must be less than 1/2: with
-        a larger one, the values and their indices take more bytes than all values without indices.
+        The fraction of the values that is sent, rounded up to a whole number of values. ``fraction`` must be less than
+        1/2: with a larger one, the values and their indices take more bytes than all values without indices.
     """
 
     fraction: float

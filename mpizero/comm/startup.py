@@ -40,7 +40,7 @@ from mpizero.errors import ArgumentError, CollectiveError, ConfigError, PeerFail
 from mpizero.guard import guard
 from mpizero.guard.heartbeat import ARRIVAL_PATIENCE
 
-#: What to do where a command is to work alone.
+#: Hint in messages: how a command that is to work alone is started.
 ALONE = "a program that is to work alone is started without the variables PMI*, OMPI* and SLURM*"
 _LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
@@ -199,9 +199,9 @@ def as_communicator(
 
     From an mpi4py communicator a new one of the same ranks is split off: the call is collective over these ranks, and
     the caller closes the result. A Communicator is returned unchanged. None means all ranks if a launcher has started
-    several; then the call is collective over all ranks, and starts MPI. Otherwise None means this process alone. "self"
-    means this process alone, without MPI. All ranks must make the call within ``timeout`` seconds; None is no limit.
-    ``embedded`` says that mpizero runs inside another program, see :class:`~mpizero.ShardingConfig`.
+    several; then the call is collective over all ranks, and starts MPI. Without a launcher None means this process
+    alone. "self" means this process alone, without MPI. All ranks must make the call within ``timeout`` seconds; None
+    is no limit. ``embedded`` says that mpizero runs inside another program, see :class:`~mpizero.ShardingConfig`.
 
     Raises
     ------
@@ -291,7 +291,7 @@ def agree_to_start(comm: Communicator, plans: Callable[[], Mapping[str, Any]]) -
 
     Collective over ``comm``: one message of 32 bytes a rank if all are equal. ``plans`` returns a mapping from names to
     settings, as :func:`mpizero.comm.agreement.agree_equal` takes it. ``mpizero train`` passes its configuration, and
-    every sharded model passes all its settings. They call this function first, so that ranks with different settings
+    every sharded model passes all its settings. Both call this function first, so that ranks with different settings
     raise before any work begins.
 
     Raises
@@ -302,15 +302,15 @@ def agree_to_start(comm: Communicator, plans: Callable[[], Mapping[str, Any]]) -
     agree_equal(comm, lambda: {"the software": _software(), **plans()}, "agree to start")
 
 
-#: Files of a control group by version: the limit, the memory in use, and the names of what the kernel drops when it
-#: needs room. Version 1 counts groups below in the figures that begin with "total".
+#: Files of a control group by version: the limit, the memory in use, and the counters of memory that the kernel can
+#: drop. In version 1 the counters that begin with "total" include the groups below.
 _FILES = {
     2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
-#: What Slurm says that it has granted: MiB of a node, MiB of a processor, and processors of a node.
+#: Slurm's variables for granted resources: MiB per node, MiB per processor, and processors on this node.
 _GRANTED = ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
-#: Limits of version 1 from here on mean none.
+#: Limits of control groups of version 1 that are at least this large mean no limit.
 _NONE = 1 << 60
 
 

@@ -8,10 +8,10 @@ different calls raise an error on every rank. A failure is stored once for the w
 split off from it). A result that is the same for all ranks, such as a sum, is computed by one thread only.
 
 [Note: waiting threads] A thread that waits sleeps on a lock of its own. The thread that posts the last missing data
-releases this lock. So each wait takes one wake-up, however many other threads wait. A woken thread is removed from the
-list of waiting threads at once, before it runs. So if all threads of a job are in the list, they are in a deadlock, and
-the thread that was added last raises an error. A thread that fails wakes all others; a thread that ends wakes those
-that wait for its data.
+releases this lock. So a thread is woken only once per wait, however many other threads wait. A woken thread is removed
+from the list of waiting threads at once, before it runs. So if all threads of a job are in the list, they are in a
+deadlock, and the thread that was added last raises an error. A thread that fails wakes all others; a thread that ends
+wakes those that wait for its data.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def run_in_threads(size: int, function: Callable[[InMemoryCommunicator], T]) -> 
     """Call ``function(comm)`` on ``size`` threads, one for each rank, and return the results as a list in rank order.
 
     When a thread raises, all other threads raise PeerFailure in their present or next call of ``comm``. This function
-    then raises the first error that is not a PeerFailure. It also raises if a thread ends while others wait for it, or
-    if all threads wait. So a deadlock of the threads is an error.
+    then raises the first error that is not a PeerFailure. An error is also raised if a thread ends while others wait
+    for it, or if all threads wait, so a deadlock of the threads ends with an error.
 
     Raises
     ------
@@ -538,7 +538,7 @@ class Exchange(Arrival):
         self._result: Any = None
 
     def post(self, rank: int, called: int, payload: Any) -> bool:
-        """Add a rank's data and the hash of its calls; return True if it is the last. The caller holds the lock."""
+        """Add a rank's data and the hash of its calls; return True for the last rank. The caller holds the lock."""
         self.called[rank], self.payloads[rank] = called, payload
         if not self._posted:
             self._first = called

@@ -45,16 +45,16 @@ from mpizero.guard.reports import ranks_by_text
 
 #: Number of the last collectives of a communicator that are kept.
 REMEMBERED = 64
-#: Sums of numbers are taken modulo this prime, so that those of 65,536 ranks add up in 64 bits.
+#: Sums of hashes are taken modulo this prime, so that those of 65,536 ranks add up in 64 bits.
 MODULUS = 2**47 - 115
 _TEXT_LIMIT = 160
 #: Shown in reports instead of the source line of a call that was only counted.
 _COUNTED = "a place that is not recorded"
 #: Name, in reports, of the operation in which ranks make a communicator.
 MAKING = "making the communicator"
-#: Calls whose hashes are cached.
+#: Number of calls whose hashes are cached.
 _LEARNT = 4096
-#: Text before the last entry of the signatures of these operations, in reports.
+#: Text before the last entry of the signatures of these operations in reports: broadcasts end with their root.
 _MEANING = {"broadcast": "root ", "ibroadcast": "root ", "broadcast_object": "root "}
 
 #: What must be equal on all ranks that call a collective: operation, tag, dtype character, counts, further arguments.
@@ -62,10 +62,10 @@ Signature = tuple[Any, ...]
 #: Sequence number of a collective, hash of all calls up to it, the call, and its line as code object and instruction.
 _Entry = tuple[int, int, Signature, CodeType | None, int]
 
-#: Folder of the package, and those of its programs, whose lines count as the user's.
+#: Folder of the package, and the folders of its programs, whose lines count as the user's code.
 _LIBRARY = f"{Path(__file__).parents[1]}{sep}"
 _PROGRAMS = tuple(f"{_LIBRARY}{folder}{sep}" for folder in ("train", "cli", "tools"))
-#: Files that send messages and watch them, as their code objects name them, and the one that enters context managers.
+#: Files whose frames are skipped in the search for the source line of a call, as their code objects name them.
 _INNER_FILES = {contextlib.__file__}.union(*(map(str, Path(_LIBRARY, name).glob("*.py")) for name in ("comm", "guard")))
 
 
@@ -156,8 +156,8 @@ class CallTrace:
     def begin(self, call: Signature) -> int:
         """Record a collective that begins, and return its sequence number. Not collective.
 
-        The source line of the call is recorded too: that of the first frame outside this package's files, searched
-        outwards from three frames above this method.
+        The source line of the call is recorded too: that of the first frame outside ``mpizero.comm`` and
+        ``mpizero.guard``, searched outwards from three frames above this method.
         """
         sequence = self.started + 1
         known = self._numbers.get(call)
@@ -229,8 +229,8 @@ class CallTrace:
         """Mark a ``with`` block that reads or writes a file; yield a function to call with numbers of bytes.
 
         Not collective; can be called in any thread. The block calls the function after each piece that it has read or
-        written. As long as the block keeps calling it, ranks that wait for this rank do not count as stuck. ``what``
-        describes the file.
+        written. As long as the block keeps calling the function, ranks that wait for this rank do not count as stuck.
+        ``what`` describes the file.
         """
         transfer = FileTransfer(what)
         with self._changing:
@@ -355,9 +355,9 @@ class CommunicatorEntry:
     """Describe a communicator of this process: its trace, its world ranks (``members``), its key and its weight.
 
     The key identifies the communicator, and is the same on all its ranks. The key is made of the world ranks and an
-    ordinal among the communicators of the same ranks, which is common because ranks make communicators of the same
-    ranks in the same order. Each rank has its own ``weight``: the weights of all ranks of a communicator add up to 0
-    modulo :data:`MODULUS`, see [Note: one sum].
+    ordinal among the communicators of the same ranks. All ranks get the same ordinal, because they make communicators
+    of the same ranks in the same order. Each rank has its own ``weight``: the weights of all ranks of a communicator
+    add up to 0 modulo :data:`MODULUS`, see [Note: one sum].
     """
 
     trace: CallTrace
@@ -432,7 +432,7 @@ class CommunicatorRegistry:
         [Note: deferred closes] When a rank leaves a model because of an error, it does not know whether the other ranks
         fail too. Closing the model is collective, so it is deferred. When the same ranks next make a model together,
         they compare the resources that each has left open. A resource that all ranks have left open, after the same
-        calls, is closed. The others stay open, because their ranks have made different calls.
+        calls, is closed. All other resources stay open, because their ranks have made different calls.
         """
         members = next((entry.members for entry in self.live if entry.trace is trace), None)
         leftover = [left for left in self.left if left[0].members == members]

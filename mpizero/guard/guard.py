@@ -1,7 +1,7 @@
 """Supervise a process from the import of mpizero on, so that all ranks of a job end when one fails or leaves early.
 
-The supervision works under plain ``mpiexec python script.py``. It does not notice a call of ``os._exit``, which runs no
-exit handlers: then the launcher must notice that a rank has ended (Open MPI's does; MPICH's takes status 0 for
+The supervision works under plain ``mpiexec python script.py``. The guard does not notice a call of ``os._exit``, which
+runs no exit handlers: then the launcher must notice that a rank has ended (Open MPI's does; MPICH's takes status 0 for
 success), so a program should mark success by a file. :class:`JobExit` handles errors and the end of the program,
 :class:`Guard` begins and ends the supervision, and :func:`current` returns the guard of the process.
 :class:`PythonHooks` and :class:`CExitHook` call the guard when an error or exit happens. A :class:`ProcessSetting` is a
@@ -69,12 +69,12 @@ from mpizero.guard.remote_status import StatusGroups
 from mpizero.guard.reports import await_delivery, describe_error, format_error, user_message, write_stderr
 from mpizero.guard.status import StartupTable, StatusRecord, is_working, scratch_folders
 
-#: Seconds after its failure in which a rank's process is ended by force, whatever MPI does.
+#: Seconds from a rank's failure until its process is ended by force, whatever MPI does.
 HARD_STOP = 4.0
 #: Seconds in which the other ranks must raise an MpizeroError too, to end together: with a common communicator, and
 #: without one, when a rank may still be loading the program.
 _AGREEMENT, _AGREEMENT_AT_START = 0.7, 2.0
-#: Seconds for which ranks that fail because of another rank, or after it, wait to be ended.
+#: Seconds that a rank waits for another one to end the job, if it failed because of or after the other rank.
 _CONSEQUENCE = 2.0
 _OTHER_NODE = 0.3
 
@@ -112,8 +112,9 @@ class JobExit:
     def _mpi(self, join: bool = False) -> Any:
         """Return the module ``mpi4py.MPI`` if it is loaded, MPI is running and there are other ranks; else None.
 
-        With ``join`` a rank that has not loaded MPI yet loads it now. Otherwise the other ranks would wait for this
-        rank in MPI_Init, because MPICH's launcher does not notice the end of a process that has not called MPI_Init.
+        With ``join`` a rank that has not loaded MPI yet loads it now. Without MPI in this rank, the other ranks would
+        wait for it in MPI_Init, because MPICH's launcher does not notice the end of a process that has not called
+        MPI_Init.
         """
         if join and self.launched and self.process == os.getpid() and "mpi4py.MPI" not in sys.modules:
             self._arm_hard_stop(0.0)
@@ -352,7 +353,7 @@ EMBEDDED = "MPIZERO_EMBEDDED"
 
 
 class Guard(JobExit):
-    """Install and remove the supervision of this process. There is one instance, see [Note: one guard].
+    """Install and remove the supervision of this process. There is one Guard per process, see [Note: one guard].
 
     A supervised process catches its uncaught errors and the end of its program, to end all ranks together. The process
     also writes its status for the other ranks.
@@ -364,7 +365,7 @@ class Guard(JobExit):
         self.verifies = "collectives" in self.debug
         #: Name of the launcher, for reports; "" without one.
         self.launcher = Launch.of(os.environ).name
-        #: The ranks of this node up to this one, for each core: [Note: shared cores].
+        #: Number of ranks of this node up to this one, per core, see [Note: shared cores].
         self.ranks_per_core = ranks_of_node(os.environ) / (os.cpu_count() or 1)
         self._c_exit_hook: CExitHook | None = None
         self._imported = self._keeps = self.shows_stacks = False
@@ -537,8 +538,8 @@ class Guard(JobExit):
     def unregister(self, trace: CallTrace, *, free: bool) -> None:
         """Remove a closed communicator from the registry; after the last one, end the supervision.
 
-        With ``free`` the MPI communicators of the supervision are freed too, if they are no longer needed. With
-        ``free`` the call is collective over the communicator's ranks, and MPI must not have been finalized.
+        With ``free`` the MPI communicators of the supervision are freed too, if they are no longer needed; then the
+        call is collective over the communicator's ranks, and MPI must not have been finalized.
         """
         self.register.remove(trace)
         members = self._watched.pop(trace, None)
@@ -665,7 +666,7 @@ class PythonHooks:
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         """Pass an error of a thread to the listener if there are other ranks and its traceback contains this package.
 
-        Otherwise show the error by ``threading.__excepthook__``.
+        All other errors of threads are shown by ``threading.__excepthook__``.
         """
         error = args.exc_value
         ours = error is not None and args.exc_type is not SystemExit and _passes_through_library(args.exc_traceback)
@@ -713,7 +714,7 @@ class CExitHook:
     """Call ``function`` if C's ``exit()``, which Python's hooks do not notice, is called before :meth:`close`.
 
     MPICH calls ``exit()`` when a message of a blocking collective is too long for its buffer, whatever error handler is
-    set. Functions that are registered by C's ``atexit`` still run then, and the supervision's thread is still alive.
+    set. Even so, functions that are registered by C's ``atexit`` run, and the supervision's thread is still alive.
 
     Does nothing if the C library cannot register such functions. The hook must be closed before the interpreter ends,
     because ``function`` is Python code.

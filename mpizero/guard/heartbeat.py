@@ -12,14 +12,14 @@ If the supervisor's thread wakes far too late, the process was stopped, and :met
 time. If only one rank is stopped, the supervisors of the other ranks notice it.
 
 [Note: no channel yet] Making a communicator is itself collective, and MPI does not tell which ranks take part. The
-startup table shows which ranks of this node take part. It does not show ranks of other nodes, but a timeout ends the
-job even if only these are missing.
+startup table shows which ranks of this node take part. The table does not show ranks of other nodes, but a timeout ends
+the job even if only ranks of other nodes are missing.
 
 [Note: who may go on] While this rank waits at the end of its program, other ranks may work as long as they like: pack
 files, run other programs, train with one another. The job is ended only if another rank cannot finish without this one.
 Another rank cannot finish if it waits in a collective, or is in a training step, in which this rank must take part too.
-It cannot finish either if it waits for a message and no rank of the job is working any more. A rank whose status cannot
-be read, because its node does not reply, counts as working.
+Another rank cannot finish either if it waits for a message and no rank of the job is working any more. A rank whose
+status cannot be read, because its node does not reply, counts as working.
 """
 
 from __future__ import annotations
@@ -164,8 +164,9 @@ class Supervisor:
 
 #: Seconds at one bytecode instruction after which the main thread counts as waiting.
 _STILL = 0.5
-#: Seconds between two reads of the main thread's stack, each of which costs it most of a millisecond. When it stops at
-#: an instruction, its stack is read at once, and then again as often: it may have come to the same one another way.
+#: Seconds between two reads of the main thread's stack, each of which costs it most of a millisecond. When the thread
+#: stops at an instruction, its stack is read at once, and then again at this interval: it may have reached the same
+#: instruction on another path.
 _LOOK = 1.0
 #: Most ranges of ranks that a record lists for a communicator that is being made; if there are more, it lists none.
 _RANGES = 200
@@ -320,11 +321,12 @@ class Heartbeat:
         return {entry.key: entry.trace.records() for entry in entries}
 
 
-#: Seconds in a call after which a rank waits. At each tick it compares with a few other ranks of its node, in turn, and
-#: with more if it waits. If it compared with all, the cost of a node would grow with the square of its ranks.
+#: Seconds in a call after which a rank counts as waiting. At each tick a rank compares its calls with those of the next
+#: 4 other ranks of its node, or 8 if it is waiting. If it compared with all, the cost of a node would grow with the
+#: square of its ranks.
 _PATIENCE = 0.2
 _RUNNING, _WAITING = 4, 8
-#: Seconds for the others to write their calls.
+#: Seconds to wait until the other ranks have written their calls.
 _ANSWER = 1.0
 
 
@@ -334,7 +336,8 @@ class MismatchWatch:
     Parameters
     ----------
     heartbeat : Heartbeat
-        Provides the status tables and the registry of communicators. The caller adds :meth:`look` to its listeners.
+        Provides the status tables and the registry of communicators. The caller adds :meth:`look` to the heartbeat's
+        listeners.
     end : callable
         Ends the job because of an error; does not return.
     """
@@ -703,7 +706,7 @@ def is_silent(record: StatusRecord, tick: float) -> bool:
 
 
 def describe_call_entry(call: Sequence[Any]) -> str:
-    """Return a call as text for a report; it is given as [key, communicator, sequence, operation, tag, seconds]."""
+    """Return a call, given as [key, communicator, sequence, operation, tag, seconds], as text for a report."""
     _, name, sequence, operation, tag, _ = call
     if operation == MAKING:
         return f"{operation} {name!r}"

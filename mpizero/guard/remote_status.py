@@ -17,12 +17,12 @@ records of the node's status table to clients that know the job's secret. A rank
 when something may be wrong: when its own program has ended and programs of other ranks have not, or when a watchdog has
 to report the status of all ranks. Nodes that cannot be reached are left out.
 
-[Note: strangers] Every machine of the network can connect to a status server. The secret is new for each job; it is
-distributed by MPI and never sent over TCP. The server sends a new random number. The client sends another random number
-with an HMAC of both. The server's reply begins with an HMAC of both numbers and of its content. So an eavesdropper can
-read a message, but cannot alter it or send it again. A client that does not finish in time is disconnected. If too many
-clients are connected, the oldest one is disconnected. Only a few connections at a time are accepted from addresses that
-do not belong to the job, so that such connections do not slow down the training.
+[Note: strangers] Every machine of the network can connect to a status server. Each job has a new secret, which is
+distributed by MPI and never sent over TCP. On each connection the server sends a new random number. The client sends
+another random number with an HMAC of both. The server's reply begins with an HMAC of both numbers and of its content.
+So an eavesdropper can read a message, but cannot alter it or send it again. A client that does not finish in time is
+disconnected. If too many clients are connected, the oldest one is disconnected. Only a few connections at a time are
+accepted from addresses that do not belong to the job, so that such connections do not slow down the training.
 """
 
 from __future__ import annotations

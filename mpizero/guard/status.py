@@ -5,7 +5,7 @@ communicator, a :class:`StartupTable` for those that have none yet. A record nam
 runs; :func:`current_frame` and :func:`all_stacks` find this line.
 
 [Note: status table] The file of a status table is in shared memory. All ranks of the node map this file. It is unlinked
-as soon as all of them have opened it, so even a killed job leaves no file behind. Reading and writing a table need no
+as soon as all ranks have opened it, so even a killed job leaves no file behind. Reading and writing a table need no
 MPI, so a daemon thread can do both while a collective hangs or the program ends.
 
 [Note: startup table] A status table is opened by ranks that make a communicator together, so it cannot show which ranks
@@ -21,7 +21,8 @@ in one call, during which no other thread runs.
 [Note: no collection] ``sys._current_frames`` creates objects while it holds a lock of the interpreter, so a garbage
 collection may begin inside of it (CPython issue 106883, fixed in later releases). If a finalizer then lets another
 thread run, and that thread starts or ends a thread or calls the same function, the two threads wait for each other: a
-deadlock. Frames may also be freed meanwhile. So the garbage collector is switched off while the function runs.
+deadlock. If another thread runs, frames may also be freed while ``sys._current_frames`` reads them. So the garbage
+collector is switched off while this function runs.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class StatusTable:
     def write(self, record: StatusRecord) -> None:
         """Replace this rank's status record; records of calls that do not fit are left out. Not collective.
 
-        One thread at a time may call it.
+        One thread at a time may call this method.
         """
         data, progress = encode(record), list(record.get("marks", {}).items())
         while len(data) > _RECORD - _HEADER.size and "records" in record:  # the oldest calls
@@ -218,7 +219,7 @@ class StartupTable:
     rank, size : int
         World rank of this process and number of ranks of the job, as the launcher tells them.
     folder : str
-        Folder of the file, the same on all ranks of a node; it should be in memory.
+        Folder of the file, the same on all ranks of a node; it should be in a file system in memory.
 
     Raises
     ------
@@ -229,7 +230,7 @@ class StartupTable:
     def __init__(self, name: str, rank: int, size: int, folder: str) -> None:
         self._rank, self._size = rank, size
         self._gone = False
-        self._closing = threading.Lock()  # the number of a file that is closed may mean another one
+        self._closing = threading.Lock()  # the descriptor of a closed file may be that of another file
         self._path = os.path.join(folder, f"mpizero-startup-{os.getuid()}-{name}")
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if os.fstat(self._file).st_uid != os.getuid():
@@ -237,7 +238,7 @@ class StartupTable:
             raise PermissionError(f"{self._path} is another user's")
 
     def write(self, record: StatusRecord) -> None:
-        """Replace this rank's status record; one that is too long is not written. One thread at a time may call it."""
+        """Replace this rank's status record, unless it is too long. One thread at a time may call this method."""
         data = encode({name: value for name, value in record.items() if name != "records"})
         with self._closing:
             if self._file >= 0 and not self._gone and len(data) <= _STARTUP_RECORD - _STARTUP_HEADER.size:

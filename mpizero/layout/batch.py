@@ -2,7 +2,7 @@
 
 A :class:`GrainRule` finds the size of :class:`Grains` from the global batch and the model alone, so the grains are the
 same for every number of ranks. Each rank computes a contiguous run of grains, or one grain in each round. With dynamic
-scheduling, the ranks of a node together compute the runs that these ranks have been assigned.
+scheduling, the ranks of a node together compute all grains that are assigned to ranks of the node.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpizero.layout.sum_tree import dynamic_parts, dynamic_rows
 
 #: A global batch is cut into about this many grains, or into more, when the user does not choose their size.
 DEFAULT_GRAINS = 16
-#: It is cut into at least this many where a grain has a fixed cost that few samples do not outweigh.
+#: A global batch is cut into at least this many grains where a grain has a fixed cost that few samples do not outweigh.
 FEWEST_GRAINS = 4
 
 
@@ -136,7 +136,7 @@ class Grains:
         return tuple(slice(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size))
 
     def assigned(self, part: int, parts: int) -> range:
-        """Return the numbers of the grains that worker ``part`` (from 0) of ``parts`` computes, by the shard rule."""
+        """Return the numbers of the grains of worker ``part`` (from 0) of ``parts``, a :class:`.Partition` shard."""
         shard = Partition(self.count, parts).shard(part)
         return range(shard.start, shard.stop)
 

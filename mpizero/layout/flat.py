@@ -78,7 +78,8 @@ class ParameterUse:
     Attributes
     ----------
     spec : ParameterSpec
-        Declaration of the parameter in this block. Its name is global: it starts with the name of the block.
+        Declaration of the parameter in this block. The parameter's name in ``spec`` is global: it starts with the name
+        of the block.
     block : str
         Name of the block that uses the parameter.
     unit : int
@@ -164,8 +165,8 @@ class Unit:
     def gradient_of(self, offset: int) -> int:
         """Return the index, in this unit's gradient space, of the gradient of element ``offset`` of the flat array.
 
-        An element of a frozen parameter has no gradient. For it, return the index at which the gradients of the
-        elements before it end.
+        An element of a frozen parameter has no gradient. For such an element, return the index at which the gradients
+        of the elements before it end.
         """
         position = 0
         for entry in self.entries:
@@ -188,7 +189,7 @@ class Partition:
     length : int
         Number of elements, zero included.
     parts : int
-        Number of shards. It may be greater than ``length``; then the last shards are empty.
+        Number of shards. If ``parts`` is greater than ``length``, the last shards are empty.
 
     Raises
     ------
@@ -250,7 +251,7 @@ def owners_by_cost(costs: Sequence[int], parts: int) -> tuple[int, ...]:
 class FlatLayout:
     """Describe the flat array of all parameters and the units that it is cut into.
 
-    Build a layout with :meth:`build`. All ranks of a data group build the same one.
+    Build a layout with :meth:`build`. All ranks of a data group build the same layout.
 
     Attributes
     ----------
@@ -283,8 +284,8 @@ class FlatLayout:
         one_unit : bool
             Make one unit of all blocks of a group, instead of one unit per block.
         minimum_unit : int
-            Least number of elements of a unit. A smaller one is joined with the next units of its group until it has
-            that many; at the end of the group it is joined with the unit before it.
+            Least number of elements of a unit. A smaller unit is joined with the next units of its group until it has
+            ``minimum_unit`` elements; at the end of the group it is joined with the unit before it.
         groups : sequence of sequences of str or None
             The names of the blocks of each group; no unit holds blocks of two groups. A pipeline stage passes its
             chunks as groups, for example. None puts all blocks into one group.
@@ -385,8 +386,8 @@ class FlatLayout:
         """Return the ranges of a unit's gradient space whose parameters one owner holds.
 
         ``shards`` are the owner's ranges of the flat array, one per unit, as :meth:`shards` returns them. The first
-        range returned is that of the unit's own parameters. Then follows one range for each tied use that is not
-        frozen; it is empty if the owner holds no element of the parameter.
+        range returned is that of the unit's own parameters. One range for each tied use that is not frozen follows; a
+        range is empty if the owner holds no element of the parameter.
         """
         shard = shards[unit.index]
         spans = [Span(unit.gradient_of(shard.start), unit.gradient_of(shard.stop))]
@@ -399,10 +400,10 @@ class FlatLayout:
         return tuple(spans)
 
     def regions(self, minimum: int) -> tuple[tuple[int, Span], ...]:
-        """Cut the flat array into regions of consecutive blocks; return (index of its unit, range) for each region.
+        """Cut the flat array into regions of consecutive blocks; return (index of the unit, range) for each region.
 
-        A region lies inside one unit and ends where a block ends. It has at least ``minimum`` elements; only the last
-        region of a unit can have fewer.
+        A region lies inside one unit and ends where a block ends. A region has at least ``minimum`` elements; only the
+        last region of a unit can have fewer.
         """
         regions: list[tuple[int, Span]] = []
         for unit in self.units:
@@ -518,7 +519,7 @@ def by_global_name(blocks: Mapping[str, Sequence[_Spec]]) -> dict[str, _Spec]:
 def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
     """Yield the dotted name, beginning with ``prefix``, and the array of every entry of a nested dictionary.
 
-    This is the inverse of :func:`nested`. ``prefix``, such as the name of a block, is put before the names by
+    The function is the inverse of :func:`nested`. ``prefix``, such as the name of a block, is put before the names by
     :func:`joined`.
     """
     for name, value in tree.items():

@@ -1,7 +1,8 @@
 """Compute the coordinates of ranks in the grid pipeline x tensor x data x context, and the process groups of the grid.
 
-:class:`Axes` numbers the ranks. The functions below it tell which ranks form a group, and which groups lie within
-nodes. They compute from integers alone, without MPI, so they also work for jobs that have not been started.
+:class:`Axes` numbers the ranks. The functions of the module tell which ranks form a group, and which groups lie within
+nodes. Class and functions compute from integers alone, without MPI, and so work for jobs that have not been started
+too.
 """
 
 from __future__ import annotations

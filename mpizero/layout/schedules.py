@@ -2,9 +2,9 @@
 
 A model is cut into *chunks* (contiguous runs of its blocks), and a batch into micro-batches. A :class:`Schedule`
 assigns each chunk to a stage, and gives each stage a *program*, a sequence of instructions. A stage runs its program in
-order. It sends messages without blocking. Before it runs an instruction, it waits for the messages that the instruction
-needs. :func:`simulate` simulates all stages in one process, with given costs: an instruction starts when its messages
-have arrived.
+order, and sends messages without blocking. Before a stage runs an instruction, it waits for the messages that the
+instruction needs. :func:`simulate` simulates all stages in one process, with given costs: an instruction starts when
+its messages have arrived.
 
 The backward pass of a chunk has two halves: the *input half* computes the gradient of the chunk's input, the *weight
 half* the gradients of its weights. In every schedule the backward passes of a chunk, and its weight halves, come in
@@ -134,8 +134,8 @@ class Schedule:
     def caches(self) -> tuple[int, ...]:
         """Return, for every stage, the largest number of activation caches that it holds at once.
 
-        An activation cache is what the forward pass of one chunk on one micro-batch keeps for its backward pass. It
-        lives from the start of the forward pass to the end of the backward pass (or of its weight half).
+        An activation cache is what the forward pass of one chunk on one micro-batch keeps for its backward pass. The
+        cache lives from the start of the forward pass to the end of the backward pass (or of its weight half).
         """
         return tuple(round(peak) for peak in self.peaks([1.0] * self.chunks))
 
@@ -186,7 +186,7 @@ def gpipe(stage: int, _stages: int, micro_batches: int, _virtual: int) -> Iterat
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
     """Yield the instructions of one stage: ``stages - 1 - stage`` forward passes, then forward and backward in turn.
 
-    This is the schedule 1F1B: Narayanan et al. 2019, PipeDream, section 3.2, with a flush at the end of the batch
+    The order is the schedule 1F1B: Narayanan et al. 2019, PipeDream, section 3.2, with a flush at the end of the batch
     (Narayanan et al. 2021, Efficient large-scale language model training, section 2.2.1). A stage holds activations of
     at most ``stages - stage`` micro-batches.
     """
@@ -242,9 +242,9 @@ def zero_bubble_v(stage: int, stages: int, micro_batches: int, _virtual: int) ->
     the same time and there are at least ``2 * stages - 1`` micro-batches.
 
     A micro-batch first passes the stages in ascending order (down the V), through chunk ``stage`` of each stage. Then
-    it passes them in descending order (up the V), through chunk ``2 * stages - 1 - stage``. So stage 0 computes the
-    loss, and the last stage passes the output of its first chunk to its second chunk. A stage holds at most
-    ``2 * stages`` activation caches (one per chunk and micro-batch). A chunk has half as many blocks as a stage of
+    the micro-batch passes the stages in descending order (up the V), through chunk ``2 * stages - 1 - stage``. So stage
+    0 computes the loss, and the last stage passes the output of its first chunk to its second chunk. A stage holds at
+    most ``2 * stages`` activation caches (one per chunk and micro-batch). A chunk has half as many blocks as a stage of
     1F1B, so these caches take as much memory as those of the first stage of 1F1B.
 
     With fewer than ``2 * stages - 1`` micro-batches, the schedule is that of ``2 * stages - 1`` micro-batches without
@@ -393,7 +393,7 @@ def chunk_stages(name: str, stages: int, virtual: int = 1) -> tuple[int, ...]:
         Number of stages.
     virtual : int
         Number of chunks on each stage. "interleaved" needs two or more. "zero_bubble_v" always has two, also with
-        ``virtual=1``. The other schedules need 1.
+        ``virtual=1``. All other schedules need one chunk.
 
     Raises
     ------
@@ -774,7 +774,7 @@ def bubble_formula(name: str, stages: int, micro_batches: int, virtual: int, cos
     Returns
     -------
     float
-        The bubble in seconds. Its share of the makespan is ``bubble / (m * (F + B + W) + bubble)``.
+        The bubble in seconds. The bubble's share of the makespan is ``bubble / (m * (F + B + W) + bubble)``.
 
     Raises
     ------
@@ -867,8 +867,8 @@ def _row(simulation: Simulation, stage: int, step: float, columns: int) -> list[
 def _unit(simulation: Simulation) -> float:
     """Return the default time unit of a timetable in seconds.
 
-    It is the longest unit of which the durations of all instructions are multiples, among 1, 1/2, 1/3 and 1/4 of the
-    shortest duration; if none of these fits, it is the shortest duration.
+    The default unit is the longest one of which the durations of all instructions are multiples, among 1, 1/2, 1/3 and
+    1/4 of the shortest duration; if none of these fits, it is the shortest duration.
     """
     durations = {end - start for events in simulation.events for _, start, end in events if end > start}
     shortest = min(durations, default=1.0)

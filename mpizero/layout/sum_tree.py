@@ -159,9 +159,10 @@ class Folding:
     total : int
         Number of grains of all ranks.
     limit : int or None
-        If given, a gradient that is added to another row at once gets a row of its own only if one of the first
-        ``limit`` rows is free. Otherwise it is written part by part to a scratch array, and each part is added to the
-        other row before the next part is written. Gradients that are not added at once always get a row.
+        If ``limit`` is given, a gradient that is added to another row at once gets a row of its own only if one of the
+        first ``limit`` rows is free. Without a row of its own, a gradient is written part by part to a scratch array,
+        and each part is added to the other row before the next part is written. Gradients that are not added at once
+        always get a row.
 
     Attributes
     ----------
@@ -229,12 +230,12 @@ class Round:
     grains : tuple of int or None
         The grain of each worker; None for a worker without a grain in this round.
     group_programs : tuple of tuple of program
-        For each group, the programs that compute the partial sums that it sends, one program for each. Row w in them is
-        the gradient of the group's worker w. With a single group there are no programs.
+        For each group, the programs that compute the partial sums that it sends, one program for each. In these
+        programs row w is the gradient of the group's worker w. With a single group there are no programs.
     merges : tuple of Merge
-        The sums that every owner then computes. In their programs, rows below ``arrivals`` are the rows that have
-        arrived: the partial sums of the first group in order, then those of the second group and so on (with a single
-        group, the gradients of its workers). Row ``arrivals + r`` is stack row r.
+        The sums that every owner computes from the arriving rows and its stack rows. In their programs, rows below
+        ``arrivals`` are the rows that have arrived: the partial sums of the first group in order, then those of the
+        second group and so on (with a single group, the gradients of its workers). Row ``arrivals + r`` is stack row r.
     arrivals : int
         Number of rows that arrive at every owner in this round.
     """
@@ -347,7 +348,7 @@ class RowsPlan:
     """Describe the sum of all grains where every worker first sums those of its grains that are neighbours in the tree.
 
     A *worker* is a rank that computes grains, and a *row* is an array that holds a gradient or a partial sum. Workers
-    form groups, for example one per node, and each group sums what its workers hold before it sends anything.
+    form groups, for example one per node, and each group sums the rows of its workers before it sends any.
 
     Attributes
     ----------
@@ -356,8 +357,8 @@ class RowsPlan:
     rows : int
         Number of rows that every worker allocates: the most that any worker uses.
     group_programs : tuple of tuple of program
-        For each group, the programs that compute the partial sums that it sends, one program for each. In them row
-        ``w * rows + r`` is row r of the group's worker w. With a single group there are no programs.
+        For each group, the programs that compute the partial sums that it sends, one program for each. In these
+        programs row ``w * rows + r`` is row r of the group's worker w. With a single group there are no programs.
     root : program
         The program that computes the sum of all grains from the partial sums that the groups have sent. With a single
         group it computes the sum from the rows of the workers, numbered as in ``group_programs``.
@@ -383,8 +384,8 @@ def rows_plan(
     """Plan the sum of ``total`` grains where worker w computes and sums the grains ``assigned[w]``.
 
     ``groups[i]`` is the number of workers of group i: of node i, say. The workers of a group have consecutive numbers.
-    With ``scratch``, no row is allocated only for gradients that are added at once, see :class:`Folding`. ``rows`` is
-    the number of rows that every worker has already allocated; None means the smallest possible number.
+    With ``scratch``, gradients that are added at once do not increase the number of rows, see :class:`Folding`.
+    ``rows`` is the number of rows that every worker has already allocated; None means the smallest possible number.
     """
 
     def planned(limit: int | None) -> tuple[FoldPlan, ...]:
@@ -429,7 +430,7 @@ def dynamic_rows(parts: Sequence[range], workers: int, total: int) -> int:
     others take all remaining parts.
     """
     most, limit = 1, -(-2 * len(parts) // workers)
-    sums: list[tuple[TreeNode, int]] = []  # nodes, with the most partial sums that a rank holds of each, if not all
+    sums: list[tuple[TreeNode, int]] = []  # nodes; most sums of a node on a rank that lacks some of it
     for part in parts:
         node, count = TreeNode(_level(part), part.start >> _level(part)), 0
         most = max(most, min(sum(max(1, n) for _, n in sums), limit) + rows_of_part(part))

@@ -264,7 +264,7 @@ def take_rows(rows: PartRows, full: Array, start: int, out: Array, origin: int =
 def put_rows(rows: PartRows, values: Array, full: Array) -> None:
     """Copy ``values``, all elements of a part, to their positions in ``full``, an array of the whole parameter.
 
-    Both arrays are 1-D and contiguous.
+    ``values`` and ``full`` are 1-D and contiguous.
     """
     if not values.size:
         return
@@ -276,7 +276,7 @@ def put_rows(rows: PartRows, values: Array, full: Array) -> None:
 def _complete_rows(row: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Cut elements ``start:stop`` into an incomplete first row, complete rows and an incomplete last row.
 
-    Yield (start, stop) of each of the three that is not empty. ``row`` is the number of elements of a row.
+    Yield (start, stop) of each of these three ranges that is not empty. ``row`` is the number of elements of a row.
     """
     if start == stop:
         return
