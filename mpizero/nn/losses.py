@@ -1,10 +1,9 @@
 """Compute losses: of elements of the target, of whole samples, and of classes; targets may have weights and masks.
 
-Every loss is given an array, or a dictionary of arrays that :class:`WeightedTarget` takes apart. An
-:class:`ElementLoss` is one of every element of a target: squared and absolute errors, likelihoods.
-:class:`RelativeL2Loss` is the relative error of whole samples, as it is used for neural operators, and
-XX:func:`loss_for` finds the losses by the names that models and
-configuration files use.
+Every loss takes a target array, or a dictionary of arrays that :class:`WeightedTarget` parses. An :class:`ElementLoss`
+is computed for every element of a target: squared and absolute errors, likelihoods. :class:`RelativeL2Loss` is the
+relative error of whole samples, as used for neural operators, and :class:`CrossEntropy` is the loss of class numbers.
+:func:`loss_for` finds a loss by the name that models and configuration files use.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ _KEYS = ("target", "weight", "mask")
 
 @dataclass(frozen=True)
 class WeightedTarget:
-    """Hold a target, and the weights and the mask that say how much each sample or element of it counts.
+    """Hold a target, and optional weights and a mask of its samples or elements.
 
     Attributes
     ----------
     values : Array
         The target itself.
     weight : Array or None
-        Real numbers from 0 of the shape of the target's elements, or of its leading axes only: (samples,) weighs whole
-        samples. None is a weight of 1 everywhere.
+        Numbers >= 0, of the target's shape or of the shape of its leading axes: an array (samples,) weighs whole
+        samples. None means weight 1 everywhere.
     mask : Array or None
-        Booleans of such a shape; what is False is left out as if its weight were 0. None leaves nothing out.
+        Booleans, of a shape that ``weight`` may have; where the mask is False, the weight is 0. None masks nothing.
     where : str
         The loss's name, for error messages.
     """
@@ -51,7 +50,7 @@ class WeightedTarget:
 
     @classmethod
     def of(cls, target: Any, where: str) -> WeightedTarget:
-        """Take ``target``, an array or a dictionary ``{"target": ..., "weight": ..., "mask": ...}``.
+        """Parse ``target``, an array or a dictionary ``{"target": ..., "weight": ..., "mask": ...}``.
 
         The dictionary may lack "weight", "mask" or both. ``where`` is the loss's name. Raises :class:`DataError` if the
         dictionary lacks "target" or has another key.
@@ -82,10 +81,10 @@ class WeightedTarget:
         return xp.ascontiguousarray(xp.broadcast_to(xp.asarray(mask * weight, np.float64), shape))
 
     def sample_weights(self, samples: int) -> tuple[Array | None, WeightedTarget]:
-        """Separate what weighs samples from what weighs elements within them.
+        """Separate weights and masks of whole samples from those of elements within samples.
 
-        Returns the weights (samples,) of the arrays that have the axis of samples only, or None; and a target with the
-        other arrays.
+        Returns the weight of each sample, computed from those of weight and mask that have the shape (samples,), or
+        None if neither has; and a target with the other arrays.
         """
         alone = [getattr(array, "ndim", 0) == 1 for array in (self.weight, self.mask)]
         of_samples = WeightedTarget(
@@ -129,9 +128,9 @@ class WeightedTarget:
 
 
 def times(values: Array, weights: Array | None) -> Array:
-    """Return ``values * weights`` in the dtype of ``values``, and 0 where the weight is 0, also for NaN and inf.
+    """Return ``values * weights`` in the dtype of ``values``; 0 where the weight is 0, even if the value is NaN or inf.
 
-    ``weights`` has the shape of ``values`` or fewer axes at the end; None returns ``values``.
+    ``weights`` has the shape of ``values`` or of its leading axes; if it is None, ``values`` itself is returned.
     """
     if weights is None:
         return values
@@ -143,7 +142,7 @@ def times(values: Array, weights: Array | None) -> Array:
 
 
 def require_shape(where: str, target: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Raise :class:`DataError` unless a target of shape ``target`` fits ``shape``, up to a last axis of size 1.
+    """Raise :class:`DataError` unless ``target``, a target's shape, is ``shape``, up to a last axis of size 1.
 
     ``where`` is the loss's name in the message.
     """
@@ -171,14 +170,14 @@ class ElementLoss(ABC):
             (samples, ...), float32 or float64.
         target : Array or dict
             Real numbers of the prediction's shape (:class:`GaussianNLLLoss`: half of its last axis). Prediction or
-            target may have an additional last axis of size 1. A dictionary ``{"target": ..., "weight": ...,
-            "mask": ...}`` weighs elements, or whole samples by arrays (samples,).
+            target may have an additional last axis of size 1. A dictionary ``{"target": ..., "weight": ..., "mask":
+            ...}`` gives weights and masks of elements, or of whole samples by arrays (samples,).
 
         Returns
         -------
         loss_sum, weight : float
-            The sum over samples of the mean loss of a sample's outputs, and the number of samples. With weights w the
-            sum of w * loss / outputs over all elements, and the sum of w / outputs.
+            The sum over samples of the mean loss of a sample's outputs, and the number of samples. With weights w: the
+            sums of w * loss / n and of w / n over all elements, where n is the number of outputs of a sample.
         cache : Any
             The intermediate results that :meth:`backward` needs.
         """
@@ -216,7 +215,7 @@ class ElementLoss(ABC):
         return weights
 
     def check_targets(self, targets: Array, weights: Array | None) -> None:  # noqa: B027
-        """Raise :class:`DataError` if a target that counts is not allowed."""
+        """Raise :class:`DataError` if the loss does not allow the value of a target whose weight is not 0."""
 
     @abstractmethod
     def losses(self, prediction: Array, targets: Array, losses: Array) -> None:
@@ -227,7 +226,7 @@ class ElementLoss(ABC):
         """Write ``scale1[0]`` times the gradient of the sum of all losses to ``gradient``."""
 
     def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:
-        """Return None: a prediction of numbers is neither correct nor wrong."""
+        """Return None, because predicted real numbers have no accuracy."""
         return None
 
 
@@ -237,7 +236,7 @@ class MeanSquaredError(ElementLoss):
     """Compute the squared error, averaged over a sample's outputs and summed over samples.
 
     Predictions are (samples, ...), float32 or float64, and targets real numbers of the same shape, which may have
-    weights and masks, as :meth:`forward` says. It has no parameters, and no method is collective.
+    weights and masks, as :meth:`forward` says. The loss has no parameters, and no method is collective.
 
     Examples
     --------
@@ -266,8 +265,8 @@ class MeanSquaredError(ElementLoss):
 class L1Loss(ElementLoss):
     """Compute the absolute error, averaged over a sample's outputs and summed over samples.
 
-    Its slope is 0 where prediction and target are equal. Predictions and targets are as for :class:`MeanSquaredError`.
-    No method is collective.
+    Its gradient is 0 where prediction and target are equal. Predictions and targets are as for
+    :class:`MeanSquaredError`. No method is collective.
 
     Examples
     --------
@@ -297,7 +296,7 @@ class L1Loss(ElementLoss):
 class HuberLoss(ElementLoss):
     """Compute half the squared error up to an error of ``delta``, and the straight line that continues it beyond.
 
-    It is averaged over a sample's outputs and summed over samples (Huber, 1964).
+    The loss is averaged over a sample's outputs and summed over samples (Huber, 1964).
 
     Parameters
     ----------
@@ -387,7 +386,7 @@ class BCEWithLogitsLoss(ElementLoss):
         return prediction.reshape(prediction.size // max(1, outputs), outputs), factors
 
     def check_targets(self, targets: Array, weights: Array | None) -> None:
-        """Raise :class:`DataError` if a target that counts is not from 0 to 1."""
+        """Raise :class:`DataError` if a target whose weight is not 0 is outside [0, 1]."""
         outside = (targets < 0) | (targets > 1)
         if bool((outside if weights is None else outside & (weights != 0)).any()):
             wrong = targets[outside]
@@ -397,7 +396,10 @@ class BCEWithLogitsLoss(ElementLoss):
             )
 
     def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:
-        """Count the elements whose logit is above 0 exactly if the target is above 0.5, and all that count."""
+        """Count the elements that are predicted correctly, and all elements whose weight is not 0.
+
+        A prediction is correct if its logit is above 0 and the target above 0.5, or neither is.
+        """
         weighted = WeightedTarget.of(target, type(self).__name__)
         shape = tuple(prediction.shape)
         weights = weighted.weights(shape)
@@ -415,13 +417,14 @@ class GaussianNLLLoss(ElementLoss):
     The last axis of the prediction has two numbers for each output: first the means of all outputs, then the natural
     logarithms of their variances. So a model may predict any number, and no layer has to make variances positive. The
     loss of an element is ``(log(v) + (mean - target)**2 / v) / 2``, without the constant log(2 pi) / 2, averaged over
-    outputs and summed over samples (Nix and Weigend, 1994). It is PyTorch's ``gaussian_nll_loss`` of the exponential of
-    the predicted logarithm, whose gradients it has also where a variance is limited.
+    outputs and summed over samples (Nix and Weigend, 1994). Loss and gradients are those of PyTorch's
+    ``gaussian_nll_loss`` with the exponential of the predicted logarithm as variance, also where the variance is
+    clamped to ``eps``.
 
     Parameters
     ----------
     eps : float
-        The least variance: smaller ones count as ``eps``.
+        Smallest variance; smaller predicted variances are clamped to it.
 
     Examples
     --------
@@ -448,7 +451,7 @@ class GaussianNLLLoss(ElementLoss):
         return (*shape[:-1], shape[-1] // 2)
 
     def prediction_weights(self, weights: Array | None) -> Array | None:
-        """Return the weights of means and of variances: those of the target twice along the last axis."""
+        """Return the weights of means and of variances: the target's weights, twice along the last axis."""
         return None if weights is None else namespace(weights).concatenate([weights, weights], axis=-1)
 
     def losses(self, prediction: Array, targets: Array, losses: Array) -> None:
@@ -475,13 +478,14 @@ class RelativeL2Loss:
     """Compute ``||prediction - target|| / (||target|| + eps)`` of each sample, summed over samples (Li et al., 2021).
 
     The norm is the Euclidean one over all outputs of a sample, computed in float64. Weights and masks of whole samples
-    (arrays (samples,)) weigh samples. Those of elements weigh the squares inside both norms, as quadrature weights do;
-    a sample of which no element counts has weight 0. The gradient is 0 where prediction and target are equal.
+    (arrays (samples,)) weigh samples. Weights and masks of elements weigh the squares inside both norms, as quadrature
+    weights do; a sample whose elements all have weight 0 has weight 0. The gradient is 0 where prediction and target
+    are equal.
 
     Parameters
     ----------
     eps : float
-        Added to the norm of the target. With 0 a target whose norm is 0 is an error.
+        Added to the norm of the target. With ``eps=0``, a target whose norm is 0 raises :class:`DataError`.
 
     Examples
     --------
@@ -565,7 +569,7 @@ class RelativeL2Loss:
         return gradient.reshape(shape)
 
     def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:
-        """Return None: a prediction of numbers is neither correct nor wrong."""
+        """Return None, because predicted real numbers have no accuracy."""
         return None
 
 
@@ -575,7 +579,7 @@ class CrossEntropy:
     """Compute softmax and the negative log-likelihood of integer targets; negative targets are ignored.
 
     Predictions are logits (..., classes), float32 or float64, and targets class numbers (...), as :meth:`forward` says.
-    It has no parameters, and no method is collective.
+    The loss has no parameters, and no method is collective.
 
     Examples
     --------
@@ -623,11 +627,11 @@ class CrossEntropy:
         return *self.totals(losses, targets, weights), (logits, targets, weights, prediction.shape)
 
     def as_targets(self, target: Any, shape: tuple[int, ...], classes: int) -> tuple[Array, Array | None]:
-        """Return the targets as a contiguous flat int64 array, -1 where they do not count, and their weights.
+        """Return the targets as a contiguous flat int64 array, negative where they are ignored, and their weights.
 
-        ``shape`` is the shape that the target must have. The weights are a flat float64 array, or None. Raises
-        :class:`DataError` if the target has another shape, is not of integers, or holds a number that is not below
-        ``classes``.
+        ``shape`` is the shape that the target must have. Targets of weight 0 are ignored, too. The weights are a flat
+        float64 array, or None. Raises :class:`DataError` if the target has another shape, is not of integers, or holds
+        a number that is not below ``classes``.
         """
         weighted = WeightedTarget.of(target, "CrossEntropy")
         values = weighted.values
@@ -647,7 +651,10 @@ class CrossEntropy:
 
     @staticmethod
     def totals(losses: Array, targets: Array, weights: Array | None) -> tuple[float, float]:
-        """Return the sum of ``losses`` and its weight; ``targets`` and ``weights`` come from :meth:`as_targets`."""
+        """Return the weighted sum of ``losses`` and the sum of the weights.
+
+        ``targets`` and ``weights`` come from :meth:`as_targets`.
+        """
         counted = targets >= 0
         if weights is None:
             return float(losses.sum()), float(counted.sum())
@@ -662,7 +669,7 @@ class CrossEntropy:
         return times(gradient, weights).reshape(shape)
 
     def correct(self, prediction: Array, target: Any) -> tuple[int, int]:
-        """Count the targets whose class has the largest logit, and all targets that count."""
+        """Count the targets whose class has the largest logit, and all targets that are not ignored."""
         targets, _ = self.as_targets(target, prediction.shape[:-1], prediction.shape[-1])
         return int((prediction.argmax(-1).reshape(-1) == targets).sum()), int((targets >= 0).sum())
 
@@ -681,7 +688,7 @@ TASKS: Mapping[str, Mapping[str, type[Loss]]] = {
 
 
 def loss_for(where: str, task: str, loss: Loss | str | None) -> Loss:
-    """Return the loss that a model for ``task`` is given: by name, or an object with ``forward`` and ``backward``.
+    """Return the loss of a model for ``task``, given by name or as an object with ``forward`` and ``backward``.
 
     None gives the task's default. ``where`` is the model's name for error messages.
 
