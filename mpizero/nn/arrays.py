@@ -1,10 +1,10 @@
 """Multiply, sum and check arrays of NumPy or CuPy for layers, and compute the start values of parameters.
 
-The first functions hide whether an array lies on the host or on a GPU. Those called ``require_...`` and ``as_...``
-check what a layer is given. Start values (:func:`start_values_of`, :func:`initial_values`) are computed from the seed,
-the parameter's name and the element's index, never from a rank, so they do not depend on how a parameter is cut.
-:func:`keep_freed_memory` keeps the memory of freed activations in the process, so that the next step causes no page
-faults for it.
+:func:`matmul` and the functions after it take arrays on the host and on a GPU alike. Functions called ``require_...``
+and ``as_...`` check the inputs of layers. Start values (:func:`start_values_of`, :func:`initial_values`) are computed
+from the seed, the parameter's name and the element's index, never from a rank, so they do not depend on how a parameter
+is cut. :func:`keep_freed_memory` keeps the memory of freed activations in the process, so that the next step causes no
+page faults for it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def sum_rows(dy: Array, out: Array) -> None:
 def vector(like: Array, value: float) -> Array:
     """Return an array of one element, ``value``, in ``like``'s dtype: the form in which kernels take scalars.
 
-    A Python float would make a kernel compute in float64. NumPy arrays are cached, and cannot be written to.
+    A Python float would make a kernel compute in float64. A returned NumPy array is cached and read-only.
     """
     if isinstance(like, np.ndarray):
         return _host_vector(value, like.dtype)
@@ -145,9 +145,9 @@ def require_floats(x: Any, where: str, what: str = "input") -> None:
 
 
 def require_sequences(x: Any, features: int | None, where: str) -> None:
-    """Raise :class:`DataError` if ``x`` has no shape (samples, length, features).
+    """Raise :class:`DataError` unless ``x`` has the shape (samples, length, features).
 
-    ``features`` None allows any number. ``where`` is the layer's name in the message.
+    ``features=None`` allows any number of features. ``where`` is the layer's name in the message.
     """
     require_array(x, where)
     if x.ndim != 3 or features not in (None, x.shape[2]):
@@ -178,10 +178,10 @@ StartValues = Callable[[ParameterSpec, int, int, Array], None]
 def start_values_of(model: Any) -> StartValues:
     """Return a function that writes any range of a parameter's start values. Not collective.
 
-    A model of blocks computes them from ``spec.init``, but for parameters in its optional attribute ``start_values``: a
-    mapping from global names to arrays of the parameters' shapes. The attribute is read once in this call, so it may be
-    a property that makes the arrays anew. A black box has the arrays in its attribute of this name or in
-    ``parameters``.
+    For a model of blocks, start values are computed from ``spec.init``, unless the model has an attribute
+    ``start_values`` (a mapping from global names to arrays of the parameters' shapes) with the parameter's name. The
+    attribute is read once, in this call, so it may be a property that makes new arrays. A functional model (one
+    function) has the arrays in ``start_values`` or in ``parameters``.
     """
     start_values = getattr(model, "start_values", None)
     if start_values is None:
@@ -209,14 +209,14 @@ def initial_values(spec: ParameterSpec, seed: int, start: int, stop: int, out: A
     """Fill ``out`` with elements ``start:stop`` of a parameter's flat C-order start values.
 
     The values do not depend on how a parameter is cut: ranges of elements and tensor-parallel parts (``spec.part``) get
-    the same values as in the whole parameter.
+    the values that they have in the whole parameter.
 
     Parameters
     ----------
     spec : ParameterSpec
-        The parameter, under its global name. For a tied use pass the spec of the parameter that it shares. If
-        ``spec.guest`` names a parameter of another pipeline stage, this one is its copy: it gets that parameter's
-        values, and must declare the same ``init``.
+        The parameter's spec, with its global name. For a tied use pass the spec of the shared parameter. If
+        ``spec.guest`` names a parameter of another pipeline stage, this parameter is a copy of that one: it gets the
+        same start values, and must declare the same ``init``.
     seed : int
         The model's seed.
     start, stop : int
@@ -231,7 +231,7 @@ def initial_values(spec: ParameterSpec, seed: int, start: int, stop: int, out: A
     kind = spec.init.kind
     if kind in ("zeros", "ones"):
         out[...] = kind == "ones"
-        if spec.complex:  # the parts of a number follow one another, and 1 has no imaginary one
+        if spec.complex:  # real and imaginary parts alternate, and the imaginary part of 1 is 0
             out[(start + 1) % 2 :: 2] = 0
         return
     fill = _random(spec, seed, out)
@@ -241,8 +241,8 @@ def initial_values(spec: ParameterSpec, seed: int, start: int, stop: int, out: A
         _fill_part(spec, spec.part, fill, start, out)
 
 
-#: Number that keys the random numbers of start values. The parameter's name is already in the key, so all parameters
-#: use the same number.
+#: Number in the key of random start values. The parameter's name is already in the key, so all parameters use the same
+#: number.
 _SITE = 0
 
 #: ``fill(start, out)`` writes the values of a parameter from element ``start`` on.
@@ -311,9 +311,9 @@ def keep_freed_memory() -> bool:
     A training step allocates its activations anew. By default glibc returns their memory to the system when the step
     ends, and the next step has a page fault for every page, which the system fills with zeros. A GPT of dim 256 with 4
     layers and 8 x 128 tokens had 18,000 page faults a step, which took 30 of its 234 ms on a virtual machine; with this
-    setting it had none. The price is that the process keeps the memory of its peak of activations between steps. The
-    setting holds for the whole process, cannot be undone, and changes no result. Call this function at the start of a
-    program that does little but train.
+    setting it had none. In return, the process keeps the memory of its peak of activations between steps. The setting
+    holds for the whole process, cannot be undone, and changes no result. Call this function at the start of a program
+    that mainly trains.
 
     Returns
     -------

@@ -2,12 +2,11 @@
 
 A :class:`Layer` holds settings only: no parameters, caches or gradients. Its matrix products are counted as
 :class:`Operations`, and :class:`Graph` describes a model as plain data, the nodes of its computation, for tools that
-draw, check or translate it. :class:`Wrapper` is the base of layers that run another layer in a different way,
-:class:`Affine` of those whose caller can add their last bias, fused into the next operation on the output, and
-:class:`SequenceLayer` of those that must know where in the whole sequences the positions of their input lie. The
-functions at the end check the settings that layers are made with, list a model's arrays of whole numbers (such as
-counters of batches) and make their start values, and add the name of the block or layer in which an error occurred to
-its message.
+draw, check or translate it. :class:`Wrapper` is the base class of layers that run another layer in a different way. An
+:class:`Affine` layer can leave the addition of its bias to the caller, who may fuse it into the next operation. A
+:class:`SequenceLayer` knows which positions of the whole sequences its input holds. The functions at the end check the
+settings of layers, list a model's integer arrays (such as counters of batches) and make the start values of these, and
+add the name of the block or layer in which an error occurred to the error's message.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Layer(ABC):
     - gradients are overwritten completely, ``grads[name][...] = value``. They are never added to, and ``grads[name]``
       is never replaced by another array, because the arrays in ``grads`` are views of a buffer that every step uses
       again;
-    - of an averaged parameter (:attr:`ParameterSpec.averaged <mpizero.types.ParameterSpec>`), such as a running mean,
+    - for an averaged parameter (:attr:`ParameterSpec.averaged <mpizero.types.ParameterSpec>`), such as a running mean,
       ``grads[name]`` takes the new value after these samples in place of a gradient;
     - a large layer made of others may call :func:`poll` between them, so that messages in flight make progress;
     - the caller may overwrite a returned array that is neither one of the arguments nor part of the cache.
@@ -194,7 +193,7 @@ class Layer(ABC):
         """Add this layer to the exported computation graph, which tools draw or translate, and return its output.
 
         ``name`` becomes the name of the layer's node, and ``source`` is the layer's input. A layer made of children
-        must override this method, to say how they are joined.
+        must override this method, to say how the children are connected.
         """
         if self.children():
             raise UnsupportedError(f"{type(self).__name__} does not say how its layers are joined: define trace()")
@@ -227,7 +226,8 @@ class Operations:
     """Hold the number of floating-point operations of a layer's matrix products for one sample, by pass.
 
     A product of (m, k) by (k, n) counts 2 m n k operations. Elementwise work, norms and softmax are not counted: they
-    are bound by memory, not by arithmetic. A layer of yours returns it from :meth:`mpizero.nn.Layer.operations`.
+    are bound by memory, not by arithmetic. A user's own layer returns such an object from
+    :meth:`mpizero.nn.Layer.operations`.
 
     Parameters
     ----------
@@ -405,15 +405,15 @@ class Wrapper(Layer):
         return layer_integers(self.layer)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Return the wrapped layer's output and cache. Collective where the layer is split."""
+        """Return the wrapped layer's output and cache. Collective if the layer is split."""
         return self.layer.forward(params, x, run)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Call the wrapped layer's ``backward_input``. Collective where the layer is split."""
+        """Call the wrapped layer's ``backward_input``. Collective if the layer is split."""
         return self.layer.backward_input(params, cache, dy)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Call the wrapped layer's ``backward_weights``. Collective where the layer is split."""
+        """Call the wrapped layer's ``backward_weights``. Collective if the layer is split."""
         self.layer.backward_weights(params, cache, pending, grads)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -444,7 +444,7 @@ class Affine(Layer):
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Return the output for ``x`` without the bias, as a new array, and the cache.
 
-        Collective where the layer is split.
+        Collective if the layer is split.
         """
 
     @abstractmethod
@@ -454,7 +454,7 @@ class Affine(Layer):
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Return the output for ``x`` with the bias, and the cache for the backward pass.
 
-        Collective where the layer is split.
+        Collective if the layer is split.
         """
         y, cache = self.product(params, x, run)
         bias = self.last_bias(params)
@@ -464,9 +464,9 @@ class Affine(Layer):
 
 
 class Composite(Layer):
-    """Define a layer of children, whose caches are in the cache's first item, in the order of the children.
+    """Define a layer made of children; the first item of its cache is the list of the children's caches.
 
-    What the children's ``backward_weights`` need is in the same order.
+    Its ``backward_input`` returns what the children's ``backward_weights`` need, in the order of the children, too.
     """
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
@@ -478,17 +478,18 @@ class Composite(Layer):
 
 
 class SequenceLayer(Layer):
-    """Know which positions of whole sequences an input has: all of them here, a part in a context-parallel form.
+    """Define a layer that knows which positions of the whole sequences its input holds.
 
-    A split form asks its unsplit layer, which may be a context-parallel form: its ranks then split the part of a
-    context group's rank as they split whole sequences.
+    The input holds all positions here, and this rank's part of them in a context-parallel form. A tensor-parallel form
+    asks its unsplit layer. If that is a context-parallel form, the tensor ranks split a context rank's part of the
+    sequences as they would split whole sequences.
     """
 
     def located(self, run: Run, shape: tuple[int, ...] | None) -> Run:
-        """Return ``run`` with the length of the whole sequences, and the ranges of positions that an input has.
+        """Return ``run`` with the length of the whole sequences, and the ranges of positions that the input holds.
 
-        ``shape`` (samples, positions, ...) is the input's; None if ``run.length`` is known. Collective over the context
-        group in a context-parallel form, if ``run.length`` is 0.
+        ``shape`` (samples, positions, ...) is the shape of the input; None if ``run.length`` is known. Collective over
+        the context group in a context-parallel form, if ``run.length`` is 0.
         """
         return run if shape is None or len(shape) < 2 else run.on_whole(shape[1])
 
@@ -554,13 +555,13 @@ Integers = Mapping[str, tuple[IntegerSpec, ...]]
 def integers_of(model: Any) -> dict[str, tuple[IntegerSpec, ...]]:
     """Return the integer arrays of a model by the name of the block, for blocks that have any. Not collective.
 
-    :func:`layer_integers` says how blocks declare them. A black box has an attribute ``integers``, a mapping from names
-    to arrays; each of these arrays counts as a block.
+    :func:`layer_integers` says how blocks declare them. A functional model (one function) has an attribute
+    ``integers``, a mapping from names to arrays; each of these arrays is treated as a block of its own.
 
     Raises
     ------
     ConfigError
-        If an array has another dtype than those in :data:`~mpizero.types.INTEGER_DTYPES`, or the name of a parameter.
+        If an array has a dtype that is not in :data:`~mpizero.types.INTEGER_DTYPES`, or the name of a parameter.
     """
     declared: dict[str, tuple[IntegerSpec, ...]] = {}
     if isinstance(model, BlockModel):
@@ -607,12 +608,13 @@ def fresh_integers(layer: Any) -> dict[str, Array]:
 def start_integers(model: Any) -> dict[str, Array]:
     """Return new arrays with the start values of a model's integer arrays, by global name. Not collective.
 
-    They are ``spec.start``, or what the model's attribute ``start_values`` (of a black box: ``integers``) has for them.
+    The model's attribute ``start_values`` (of a functional model also ``integers``) may have an array's start values;
+    otherwise they are ``spec.start``.
 
     Raises
     ------
     LayoutError
-        If an array there has another shape, or values that the dtype cannot hold.
+        If an array of the model's attribute has another shape than declared, or values that the dtype cannot hold.
     """
     start_values = getattr(model, "start_values", None) or {}
     start_values = start_values if isinstance(model, BlockModel) else {**getattr(model, "integers", {}), **start_values}
@@ -647,7 +649,7 @@ def start_value(name: str, spec: IntegerSpec, value: Any) -> Array:
 def call_located(kind: str, name: str, method: Callable[..., Any], *args: Any) -> Any:
     """Return ``method(*args)``, and add the block's or layer's name to any error that it raises.
 
-    ``kind`` is "block" or "layer", and ``name`` is its name in the model. Collective where the method is.
+    ``kind`` is "block" or "layer", and ``name`` is its name in the model. Collective if ``method`` is.
     """
     try:
         return method(*args)

@@ -1,4 +1,4 @@
-"""Define the layers of which models are made: linear maps, activations, norms, dropout, wrappers, and sequences.
+"""Define the layers of models: linear maps, activations, norms, dropout, wrappers, and :class:`Sequential`.
 
 :class:`Linear` is an affine map, :class:`Projection` one onto a vocabulary that may share the embedding's table. Each
 :class:`Activation` has a forward and a backward kernel, ``NAME`` and ``NAME_backward``. The mask of :class:`Dropout`
@@ -105,7 +105,7 @@ class Linear(Affine):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return ``dy @ weight.T``, and ``dy`` as a matrix for :meth:`backward_weights`.
 
-        If ``input_gradient`` is False, the first is None.
+        If ``input_gradient`` is False, the first result is None.
         """
         rows = dy.reshape(cache.shape[0], self.outputs)
         if not self.input_gradient:
@@ -141,10 +141,10 @@ class Projection(Layer):
     tied : str or None
         The global name of another parameter, such as "embedding.token.weight": ``params["weight"]`` is then that
         parameter's array. The projection writes the gradient of its own use of the array only; mpizero adds the
-        gradients of all uses afterwards. A weight of its own has weight decay, a tied one has that of the parameter it
-        shares.
+        gradients of all uses afterwards. A weight that is not tied has weight decay; for a tied one, the shared
+        parameter's setting is used.
     init : Init
-        Start values of a weight of its own.
+        Start values of a weight that is not tied.
 
     Examples
     --------
@@ -437,8 +437,8 @@ class LayerNorm(Layer):
 class RMSNorm(Layer):
     """Scale the last axis to root mean square 1, then apply ``weight`` (Zhang and Sennrich, 2019).
 
-    Parameters of the layer are ``weight`` (features,), which starts as ones. No method is collective. Nothing is
-    shifted, so it costs less than :class:`LayerNorm`.
+    Parameters of the layer are ``weight`` (features,), which starts as ones. No method is collective. Unlike
+    :class:`LayerNorm` it subtracts no mean, so it costs less.
 
     Parameters
     ----------
@@ -514,7 +514,8 @@ class Dropout(Layer):
         Probability with which an element becomes 0, from 0 to less than 1. Inputs are (samples, ...), float32 or
         float64.
     site : int
-        Number that keys the mask. It must be unique within a model; otherwise two dropouts use the same mask.
+        Number that is part of the mask's key. It must be unique within a model; otherwise two dropouts use the same
+        mask.
 
     Raises
     ------
@@ -560,7 +561,7 @@ class Dropout(Layer):
         """Return a copy of ``x`` (samples, ...) with the mask applied.
 
         If ``window`` is given, ``x`` holds only that part of each sample; its elements get the mask that they have in
-        the whole sample. The backward pass calls this function with ``dy``.
+        the whole sample. The backward pass calls this function with ``dy`` as ``x``.
         """
         xp = namespace(x)
         x = xp.ascontiguousarray(x)
@@ -583,12 +584,12 @@ class Dropout(Layer):
         """Return a copy of ``x`` (samples, positions, ...) with the mask applied; ``x`` must not be empty.
 
         ``pieces`` says where the positions lie in the whole sequences, as :meth:`mpizero.types.Run.pieces` returns it.
-        The backward pass calls this function with ``dy``.
+        The backward pass calls this function with ``dy`` as ``x``.
         """
         width = x.size // (x.shape[0] * x.shape[1])
         parts = [SamplePart(there.start * width, (there.stop - there.start) * width) for _, there in pieces]
         low, high = parts[0], parts[-1]
-        if len(parts) <= 2 and low.width == high.width:  # all at once, without a copy
+        if len(parts) <= 2 and low.width == high.width:  # one call for both ranges, without a copy
             return self.mask(x, run, low._replace(rows=len(parts), row_step=high.offset - low.offset))
         masked = [self.mask(x[:, local], run, part) for (local, _), part in zip(pieces, parts, strict=True)]
         return namespace(x).concatenate(masked, axis=1)
@@ -604,12 +605,12 @@ class Frozen(Wrapper):
     """Use a layer without training it: its parameters have no gradient and no optimizer state.
 
     The gradient of the layer's input is still computed. Parameters keep the wrapped layer's names.
-    :func:`mpizero.nn.freeze` does it for the parameters of a whole model whose names fit a pattern.
+    :func:`mpizero.nn.freeze` freezes those parameters of a whole model whose names match a pattern.
 
     Parameters
     ----------
     layer : Layer
-        The layer.
+        The layer to freeze.
 
     Examples
     --------
@@ -623,7 +624,7 @@ class Frozen(Wrapper):
         return tuple(replace(spec, trainable=False) for spec in self.layer.specs())
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the gradient of the wrapped layer's input, and None. Collective where the layer is split."""
+        """Return the gradient of the wrapped layer's input, and None. Collective if the layer is split."""
         return self.layer.backward_input(params, cache, dy)[0], None
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
@@ -635,7 +636,7 @@ class Frozen(Wrapper):
 
 
 class FrozenNames:
-    """Do not train the parameters ``names`` of ``layer``, which are named as in its specs."""
+    """Freeze the parameters ``names`` of ``layer``, which are names in ``layer.specs()``."""
 
     layer: Any
     names: tuple[str, ...]
@@ -646,18 +647,18 @@ class FrozenNames:
         return tuple(replace(spec, trainable=spec.trainable and spec.name not in self.names) for spec in specs)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Call the layer's ``backward_weights``. Collective where the layer is split."""
+        """Call the layer's ``backward_weights``. Collective if the layer is split."""
         self.layer.backward_weights(params, cache, pending, completed(params, grads, self.names))
 
     def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Any:
-        """Call the layer's ``backward``. Collective where the layer is split."""
+        """Call the layer's ``backward``. Collective if the layer is split."""
         return self.layer.backward(params, cache, dy, completed(params, grads, self.names))
 
 
 @explains
 @dataclass(frozen=True)
 class PartlyFrozen(FrozenNames, Wrapper):
-    """Use a layer without training the parameters ``names``, which are named as in the layer's specs.
+    """Use a layer whose parameters ``names`` (names in its specs) are frozen, and train the others.
 
     The layer computes all gradients; those of frozen parameters are not used.
     """
@@ -692,7 +693,7 @@ class Checkpointed(Wrapper):
     Parameters
     ----------
     layer : Layer
-        The layer, mostly a whole block such as a :class:`~mpizero.nn.TransformerBlock`.
+        The wrapped layer, usually a whole block such as a :class:`~mpizero.nn.TransformerBlock`.
 
     Examples
     --------
@@ -709,19 +710,19 @@ class Checkpointed(Wrapper):
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Return the layer's output; the returned cache is only ``x`` and ``run``.
 
-        Collective where the layer is split.
+        Collective if the layer is split.
         """
         return self.layer.forward(params, x, run)[0], (x, run)
 
     def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
-        """Run the layer forward again to get its cache, then call its ``backward``. Collective where it is split."""
+        """Run the layer forward again to get its cache, then call its ``backward``. Collective if it is split."""
         x, run = cache
         return self.layer.backward(params, self.layer.forward(params, x, run)[1], dy, grads)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Run the layer forward again to get its cache, then call its ``backward_input``.
 
-        The second value returned includes that cache, because :meth:`backward_weights` needs it. Collective where the
+        The second value returned includes that cache, because :meth:`backward_weights` needs it. Collective if the
         layer is split.
         """
         x, run = cache
@@ -732,7 +733,7 @@ class Checkpointed(Wrapper):
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Call the layer's ``backward_weights`` with the cache that :meth:`backward_input` computed.
 
-        Collective where the layer is split.
+        Collective if the layer is split.
         """
         inner, inner_pending = pending
         self.layer.backward_weights(params, inner, inner_pending, grads)
@@ -756,7 +757,7 @@ class Sequential(Layer):
     Parameters
     ----------
     layers : mapping of str to Layer, or iterable of Layer
-        The layers in the order in which they are applied. Those of an iterable without names are named "0", "1", ...
+        The layers in the order in which they are applied. Layers that are given without names are named "0", "1", ...
 
     Examples
     --------

@@ -48,7 +48,7 @@ from mpizero.types import EVALUATE, Array, BlockModel, Group, Init, Loss, Parame
 def model_specs(model: BlockModel) -> tuple[ParameterSpec, ...]:
     """Return the specs of all parameters of a model, in the order of its blocks. Not collective.
 
-    Their names are global: ``<block>.<name in the block>``.
+    The names are global: ``<block>.<name in the block>``.
 
     Examples
     --------
@@ -97,8 +97,8 @@ def bind(model: BlockModel, named: Mapping[str, Array]) -> dict[str, dict[str, A
     model : BlockModel
         The model.
     named : mapping of str to Array
-        One array for each parameter, by global name, of the shape and dtype that the model declares. Tied uses have
-        none. Integer arrays that are not among them get their start values.
+        One array for each parameter, by global name, of the shape and dtype that the model declares. A tied use has no
+        array. Integer arrays that ``named`` lacks get their start values.
 
     Returns
     -------
@@ -150,7 +150,7 @@ def _require_equal_names(wanted: set[str], names: set[str]) -> None:
 
 
 def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run = EVALUATE) -> Array:
-    """Return a model's output, without keeping caches for a backward pass. Collective where the model is split.
+    """Return a model's output, without keeping caches for a backward pass. Collective if the model is split.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run
     x : Array
         The model's input; the first axis counts samples.
     run : Run
-        What layers get besides the input; ``run.training`` turns dropout on.
+        Seed, step and indices of the samples, for the layers; ``run.training`` turns dropout on.
 
     Examples
     --------
@@ -183,7 +183,7 @@ def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run
 
 
 def _run_of(model: BlockModel, x: Any, run: Run) -> Run:
-    """Return :func:`run_on` after a check that no input of the user's is masked."""
+    """Check that no input is a masked array, and return the result of :func:`run_on`."""
     for path, leaf in paths_of(x=x):
         unmasked_samples(leaf, path)
     return run_on(model, x, run)
@@ -192,8 +192,8 @@ def _run_of(model: BlockModel, x: Any, run: Run) -> Run:
 def run_on(model: BlockModel, x: Array, run: Run) -> Run:
     """Return ``run`` with the length of the sequences in the input ``x``, if the model needs it; else ``run`` itself.
 
-    Models that need it have a method ``run_on``, as split models do. Collective only for a
-    :class:`~mpizero.nn.context_parallel.ContextModel`.
+    Models that need the length have a method ``run_on``, as split models do. Collective for context-parallel models
+    only.
     """
     know = getattr(model, "run_on", None)
     return run if know is None else know(x, run)
@@ -207,7 +207,7 @@ def loss_and_gradients(
     scale: float = 1.0,
     slots: Mapping[str, Array] | None = None,
 ) -> tuple[float, float, dict[str, Array]]:
-    """Compute a model's loss and gradients on one batch. Collective where the model is split.
+    """Compute a model's loss and gradients on one batch. Collective if the model is split.
 
     Parameters
     ----------
@@ -218,7 +218,7 @@ def loss_and_gradients(
     batch : tuple of Array
         Inputs and targets.
     run : Run
-        What layers get besides the input; ``run.training`` turns dropout on.
+        Seed, step and indices of the samples, for the layers; ``run.training`` turns dropout on.
     scale : float
         Factor on the gradients.
     slots : mapping of str to Array, optional
@@ -230,8 +230,8 @@ def loss_and_gradients(
     loss_sum, weight : float
         The sum of the losses and their total weight; the ratio is the mean loss.
     gradients : dict of str to Array
-        The gradient of ``scale * loss_sum`` for each trainable parameter, by global name; for an averaged parameter its
-        new value. It includes the gradients of tied uses. If ``slots`` is given, these are its arrays.
+        The gradient of ``scale * loss_sum`` for each trainable parameter, tied uses included, by global name; for an
+        averaged parameter its new value. If ``slots`` is given, the gradients are arrays of ``slots``.
 
     Examples
     --------
@@ -280,7 +280,7 @@ def _forward(
 def _backward(
     block: str, layer: Any, saved: tuple[Params, Any], dy: Array | None, uses: Mapping[str, Array]
 ) -> Array | None:
-    """Run a block's backward pass into its arrays of ``uses``; ``saved`` are its parameters and its cache."""
+    """Run a block's backward pass, with gradients written to ``uses``; ``saved`` is its parameters and its cache."""
     if dy is None:
         raise LayoutError(f"no gradient reaches block {block!r}: the block after it returns none for its input")
     uses_of_block = {spec.name: uses[joined(block, spec.name)] for spec in layer.specs() if spec.trainable}
@@ -315,7 +315,7 @@ def gradient_slots(model: BlockModel, like: Array | None = None) -> dict[str, Ar
 
 
 def _layers_of(model: BlockModel, task: str) -> Iterator[tuple[str, Layer]]:
-    """Yield the blocks by name; raise :class:`UnsupportedError` for one that is no :class:`Layer`, which has a task."""
+    """Yield the blocks by name; raise :class:`UnsupportedError`, which names ``task``, if one is no :class:`Layer`."""
     for block, layer in model.blocks.items():
         if not isinstance(layer, Layer):
             raise UnsupportedError(
@@ -327,7 +327,7 @@ def _layers_of(model: BlockModel, task: str) -> Iterator[tuple[str, Layer]]:
 def model_operations(model: BlockModel, input_shape: tuple[int, ...]) -> dict[str, Operations]:
     """Count the floating-point operations of each block's matrix products for one sample of ``input_shape``.
 
-    Returns the counts by block name. For a split model they are those of this rank. Not collective.
+    Returns the counts by block name. For a split model the counts are those of this rank. Not collective.
 
     Examples
     --------
@@ -350,7 +350,7 @@ def export_computation_graph(model: BlockModel, input_shape: tuple[int, ...]) ->
     Parameters
     ----------
     model : BlockModel
-        The model. A layer made of others must define :meth:`Layer.trace`, which says how they are joined.
+        The model. A layer made of other layers must define :meth:`Layer.trace`, which says how these are connected.
     input_shape : tuple of int
         Shape of one sample.
 
@@ -481,7 +481,8 @@ class MLP:
         Indices of the features that are used; the others are replaced by zeros, in training too. None uses all.
     loss : str, Loss or None
         "cross_entropy" or "bce" for a classifier, "mse", "l1", "huber", "relative_l2" or "gaussian" for a regressor, or
-        an object such as ``HuberLoss(delta=0.5)``. None is "cross_entropy" and "mse". The attribute is the object.
+        an object such as ``HuberLoss(delta=0.5)``. None is "cross_entropy" for a classifier and "mse" for a regressor.
+        The attribute ``loss`` is the object.
 
     Raises
     ------
@@ -589,9 +590,9 @@ class MLP:
     def feature_importance(self, params: Mapping[str, Params]) -> dict[str, float]:
         """Return, for each feature, its share of the first layer's absolute weights.
 
-        This is the mean absolute weight of the feature in the first layer, divided by the sum of these means over all
-        features. Features that are not active have 0. Features on different scales are comparable only if the inputs
-        were standardized. The returned keys are the features' indices as text: "0", "1", ...
+        A share is the mean absolute weight of the feature in the first layer, divided by the sum of these means over
+        all features. Features that are not active have 0. Features on different scales are comparable only if the
+        inputs were standardized. The returned keys are the features' indices as text: "0", "1", ...
         """
         first = next(iter(self.blocks))
         means = np.abs(np.asarray(params[first]["linear"]["weight"], np.float64)).mean(axis=1)
@@ -616,14 +617,14 @@ class MLP:
     def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:
         """Compile a function that computes outputs from samples, and keeps a copy of the parameters.
 
-        Its results equal those of :func:`mpizero.nn.evaluate` within rounding, and it needs no BLAS. It is meant for
-        small batches, where one call costs less than the many calls of the layers.
+        The function's results equal those of :func:`mpizero.nn.evaluate` within rounding, and it needs no BLAS. It is
+        meant for small batches, where one kernel call costs less than the calls of all layers.
         """
         return compile_mlp(self, params)
 
 
 _TOKEN_TABLE = "embedding.token.weight"
-#: Each dropout has a number, its site, that keys its random mask: 0 is the embedding's, then each block has three.
+#: Each dropout has a number, its site, in the key of its random mask: 0 is the embedding's, then each block has three.
 _SITES_PER_BLOCK = 3
 
 
@@ -684,7 +685,7 @@ class GPT:
     activation_checkpointing: bool = False
     dtype: Any = "float32"
     seed: int = 0
-    #: What the model is for: in `mpizero train` it is told its perplexity.
+    #: Kind of the model: for language models, `mpizero train` prints the perplexity.
     task: ClassVar[str] = "language"
 
     def __post_init__(self) -> None:
@@ -775,9 +776,9 @@ class GPT:
     def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:
         """Compile a function that computes logits from ids, and keeps a copy of the parameters.
 
-        Its results equal those of :func:`mpizero.nn.evaluate` within rounding. It takes ids of any length up to
-        ``sequence`` and needs no BLAS. It is meant for small batches, where one call costs less than the many calls of
-        the layers.
+        The function's results equal those of :func:`mpizero.nn.evaluate` within rounding. It takes ids of any length up
+        to ``sequence`` and needs no BLAS. It is meant for small batches, where one kernel call costs less than the
+        calls of all layers.
         """
         return compile_gpt(self, params)
 
@@ -856,7 +857,7 @@ def compile_gpt(model: Any, params: Mapping[str, Params]) -> Callable[[Array], A
     """Return a :class:`GPTPredictor` with a copy of the parameters, and compile its kernel."""
     layers = model.blocks.items()
     *arrays, table = (value_at(params[block], spec.name) for block, layer in layers for spec in layer.specs())
-    # Stored by vocabulary item; the kernel reads weights inputs first, and always adds a bias.
+    # The head's weight is stored by vocabulary item; the kernel reads (inputs, outputs), and always adds a bias.
     arrays += [table.T, np.zeros(model.vocabulary)]
     eps = model.blocks["head"].children()["norm"].eps
     scalars = np.array([eps, (model.dim // model.heads) ** -0.5], model.dtype)
@@ -882,22 +883,22 @@ def _packed(arrays: Sequence[Any], dtype: np.dtype[Any]) -> Array:
 
 
 def freeze(model: Any, patterns: str | Iterable[str]) -> Any:
-    """Return a model that does not train the parameters whose names fit one of the patterns. Not collective.
+    """Return a model in which the parameters whose names match one of the patterns are not trained. Not collective.
 
     Frozen parameters have no gradient and no optimizer state. Other uses of a frozen parameter (tied ones) are frozen,
-    too. ``model`` itself stays as it is; what it offers besides blocks and parameters, the returned model offers, too.
+    too. ``model`` itself is not changed. The returned model has the other attributes and methods of ``model``, too.
 
     Parameters
     ----------
     model : BlockModel or BlackBoxModel
         The model.
     patterns : str or sequence of str
-        Shell patterns of parameter names, such as ``["encoder.*", "*.bias"]``; ``*`` stands for dots, too.
+        Shell patterns of parameter names, such as ``["encoder.*", "*.bias"]``; ``*`` matches dots, too.
 
     Raises
     ------
     ConfigError
-        If a pattern fits no parameter, if they leave nothing to train, or if there is none.
+        If a pattern matches no parameter, if no parameter is left to train, or if no pattern is given.
 
     Examples
     --------
@@ -931,13 +932,13 @@ def unfrozen(model: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Delegate:
-    """Offer what ``model`` offers, but for what a subclass defines; ``names`` are the frozen parameters."""
+    """Delegate attributes to ``model``, unless a subclass defines them; ``names`` are the frozen parameters."""
 
     model: Any
     names: frozenset[str]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("model", "names"):  # asked for before there are any, by copies
+        if name.startswith("__") or name in ("model", "names"):  # copy asks before they are set
             raise AttributeError(name)
         attribute = getattr(self.model, name)
         if name == "with_active_features":
@@ -947,7 +948,7 @@ class _Delegate:
 
 @dataclass(frozen=True)
 class FrozenFunction(_Delegate):
-    """Hold a function as a model, of whose parameters some are not trained."""
+    """Wrap a functional model (one function) to freeze some of its parameters."""
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -957,7 +958,7 @@ class FrozenFunction(_Delegate):
 
 @dataclass(frozen=True)
 class FrozenModel(_Delegate):
-    """Hold a model of blocks, of whose parameters some are not trained."""
+    """Wrap a model of blocks to freeze some of its parameters."""
 
     @cached_property
     def blocks(self) -> dict[str, Any]:
@@ -995,7 +996,7 @@ class FrozenModel(_Delegate):
 
 
 def _frozen_blocks(blocks: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    """Return the blocks with those wrapped of which parameters are in ``names``, the full names."""
+    """Return the blocks, and wrap those that have parameters in ``names``, which are global names."""
     forms: dict[str, Any] = {}
     for block, layer in blocks.items():
         specs = layer.specs()
@@ -1009,7 +1010,7 @@ def _frozen_blocks(blocks: Mapping[str, Any], names: frozenset[str]) -> dict[str
 
 @dataclass(frozen=True)
 class _FrozenBlock(FrozenNames):
-    """Wrap a layer that is no :class:`Layer`; it offers what the layer offers. ``names`` are as in its specs."""
+    """Wrap an object that is no :class:`Layer`, and delegate attributes to it; ``names`` are names in its specs."""
 
     layer: Any
     names: tuple[str, ...]
@@ -1089,8 +1090,8 @@ def from_torch(model: GPT, state: Mapping[str, Any]) -> dict[str, Array]:
     Returns
     -------
     dict of str to Array
-        One contiguous array for each parameter, by global name, as :func:`mpizero.nn.bind` takes them. Tied uses have
-        none.
+        One contiguous array for each parameter, by global name, as :func:`mpizero.nn.bind` takes them. A tied use has
+        no array.
 
     Raises
     ------
@@ -1171,19 +1172,20 @@ def _as_array(value: Any) -> Array:
 def efficient_samples(model: Any) -> int | None:
     """Return the smallest number of samples with which a model's matrix products reach about 0.95 of their best rate.
 
-    It depends on the model's shapes alone, not on the machine, so that it is the same in every job. Samples count as
-    long as the longest that the model takes. Not collective.
+    The number depends on the model's shapes alone, not on the machine, so that it is the same in every job. All samples
+    are assumed to have the greatest length that the model takes. Not collective.
 
     Parameters
     ----------
     model : BlockModel or BlackBoxModel
-        The whole model. It needs an attribute ``sample_shape``, and blocks that count their operations (see
+        The unsplit model, with an attribute ``sample_shape`` and with blocks that count their operations (see
         :meth:`mpizero.nn.Layer.operations`).
 
     Returns
     -------
     int or None
-        Number of samples, at least 1. None if the model lacks one of the two, makes no products, or fails in counting.
+        Number of samples, at least 1. None if the model has no ``sample_shape`` or no blocks, if it has no matrix
+        products, or if they cannot be counted.
     """
     if not hasattr(model, "sample_shape") or not hasattr(model, "blocks"):
         return None
@@ -1198,7 +1200,8 @@ def efficient_samples(model: Any) -> int | None:
 # the number of rows: samples, or samples times positions of a sequence. So with as many rows as the weight is wide,
 # more rows make the product hardly faster. docs/measurements.md has the rates from which these constants are chosen.
 
-#: Fewest and most rows of a product that count as enough. Between them the square root of the largest weight's size is.
+#: Least and greatest number of rows that are enough for a fast product; between them it is the square root of the
+#: largest weight's size.
 _FEWEST, _MOST = 512, 1024
 #: Floating-point operations of a block, forward and backward, beside which the time of its Python calls is small.
 _OPERATIONS = 2**24
